@@ -1,0 +1,41 @@
+"""`python -m jaxdist`: the list of commands; `python -m jaxdist train ...` is `python -m jaxdist.train ...`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from jaxdist import __version__
+from jaxdist.config import nearest
+from jaxdist.request import outcome
+
+COMMANDS = {
+    "train": "train a model, or go on with a run",
+    "evaluate": "the validation loss of a run's checkpoint",
+    "generate": "text from a run's checkpoint",
+    "bench step": "measure the train step: time, tokens per second, MFU, memory",
+}
+
+MODULES = {"bench": "jaxdist.bench.__main__"}
+"""Where a command of several words lives; the others are modules of their own name."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """List the commands, or pass the rest of `argv` on to the one it names. Returns the exit code."""
+    word, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if word in ("--help", "-h"):
+        print("usage: python -m jaxdist.COMMAND ...   (--help tells more)\n\ncommands:")
+        print("\n".join(f"  {name:<12}{line}" for name, line in COMMANDS.items()))
+        return 0
+    if word == "--version":
+        print(f"jaxdist {__version__}")
+        return 0
+    words = [name.split()[0] for name in COMMANDS]
+    if word not in words:
+        print(f"jaxdist: unknown command '{word}'; {nearest(word, words)}", file=sys.stderr)
+        return 2
+    return outcome(importlib.import_module(MODULES.get(word, f"jaxdist.{word}")).main, rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""The device mesh: its axes, how a person writes it, and how it is laid over the devices.
+
+`2x2x1` is data x model x pipeline; any axis can be named instead (`replica=2,data=4`). One axis may be `-1`: as
+many as the devices allow. This is the only file that spells the names of the axes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from jaxdist.config import RequestError, nearest
+
+if TYPE_CHECKING:
+    import jax
+
+PIPELINE, REPLICA, DATA, EXPERT, CONTEXT, MODEL = "pipeline", "replica", "data", "expert", "context", "model"
+
+AXES = (PIPELINE, REPLICA, DATA, EXPERT, CONTEXT, MODEL)
+"""Outermost first, so that the axis that talks most (`model`) spans neighbouring devices, with the fastest links."""
+
+POSITIONS = (DATA, MODEL, PIPELINE)
+"""What the numbers of the short form `2x2x1` mean."""
+
+BATCH_AXES = (REPLICA, DATA)
+"""The axes that split the rows of a batch."""
+
+BUILT = BATCH_AXES
+"""The axes whose feature this version has; the others must be 1."""
+
+FILL = -1
+
+MeshShape = dict[str, int]
+"""Size of every axis in `AXES`; one of them may be `FILL`."""
+
+
+def parse_mesh(text: str) -> MeshShape:
+    """Read `2x2x1` or `data=2,replica=2`; axes that are not named are 1.
+
+    Raises `RequestError` with every mistake in the text, one sentence each.
+    """
+    named = "=" in text
+    items = text.split(",") if named else text.split("x")
+    if not named and len(items) != len(POSITIONS):
+        raise RequestError(
+            f"mesh '{text}' has {len(items)} number(s): write data x model x pipeline, such as 4x1x1, "
+            f"or name the axes, such as data=4,replica=2"
+        )
+    shape, problems = dict.fromkeys(AXES, 1), []
+    seen: set[str] = set()
+    for position, item in enumerate(items):
+        axis, _, size = item.strip().partition("=") if named else (POSITIONS[position], "", item.strip())
+        if axis not in AXES:
+            problems.append(f"mesh '{text}' names an axis '{axis}' that does not exist; {nearest(axis, AXES)}")
+        elif axis in seen:
+            problems.append(f"mesh '{text}' names the axis '{axis}' twice; give it once")
+        elif not re.fullmatch(r"-1|[0-9]+", size) or int(size) == 0:
+            problems.append(f"mesh '{text}' gives {axis} the size '{size}'; use a whole number from 1, or -1 to fill")
+        else:
+            shape[axis] = int(size)
+        seen.add(axis)
+    if sum(size == FILL for size in shape.values()) > 1:
+        problems.append(f"mesh '{text}' has more than one -1; only one axis can be filled")
+    for axis, size in shape.items():
+        if axis not in BUILT and size != 1:
+            problems.append(
+                f"mesh '{text}' asks for {axis}={size}, but {axis} parallelism is not built yet; set {axis} to 1"
+            )
+    if problems:
+        raise RequestError(*problems)
+    return shape
+
+
+def devices_asked(shape: Mapping[str, int], processes: int = 1) -> int:
+    """How many devices the mesh needs; a `-1` counts as one per process, its meaning where devices can be made."""
+    fixed = math.prod(size for size in shape.values() if size != FILL)
+    return fixed * processes if FILL in shape.values() else fixed
+
+
+def fill(shape: Mapping[str, int], devices: int) -> MeshShape:
+    """Replace `-1`, and check that the mesh uses every one of `devices`.
+
+    Raises `RequestError` when it does not: an idle GPU is paid for like a busy one.
+    """
+    fixed = math.prod(size for size in shape.values() if size != FILL)
+    if FILL in shape.values() and devices % fixed == 0:
+        shape = {axis: devices // fixed if size == FILL else size for axis, size in shape.items()}
+    if FILL in shape.values() or fixed_product(shape) != devices:
+        raise RequestError(
+            f"mesh {describe(shape)} does not use all {devices} device(s): the product of its axes must be "
+            f"{devices}, such as data={devices}; or hide devices with CUDA_VISIBLE_DEVICES"
+        )
+    return dict(shape)
+
+
+def fixed_product(shape: Mapping[str, int]) -> int:
+    return math.prod(shape.values())
+
+
+def describe(shape: Mapping[str, int]) -> str:
+    """`data=4 replica=2`: the axes that are not 1, outermost first."""
+    return " ".join(f"{axis}={shape[axis]}" for axis in AXES if shape[axis] != 1) or "one device"
+
+
+def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+    """The mesh of `shape` over `devices`, in `AXES` order, with Explicit axes: the layout of an array is its type."""
+    import jax
+    import numpy as np
+
+    shape = fill(shape, len(devices))  # `jax.make_mesh` would drop the devices that are left over without a word
+    grid = np.asarray(devices, dtype=object).reshape([shape[axis] for axis in AXES])
+    return jax.sharding.Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))

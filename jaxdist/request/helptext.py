@@ -1,0 +1,66 @@
+"""What --help prints: usage, the command's own options, then every knob by section."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from jaxdist.config import Config
+from jaxdist.request.knobs import KNOBS, SECTIONS, kind, option, shown, within
+from jaxdist.request.reading import DEFAULT, SHIPPED
+
+if TYPE_CHECKING:
+    from jaxdist.request.commandline import Extra
+
+LEFT = 34
+"""Columns for an option and its type."""
+
+
+def help_text(
+    command: str, description: str, positional: str, extras: Sequence[Extra], knobs: Collection[str] | None
+) -> str:
+    """The help of `command`, as wide as the terminal."""
+    width = min(max(shutil.get_terminal_size().columns, 72), 120)
+    first = "[CONFIG]" if positional == "CONFIG" else positional
+    lines = [f"usage: python -m jaxdist.{command} {first} [--section.knob value ...]", ""]
+    lines += [*textwrap.wrap(description, width), "", "arguments:"]
+    if positional == "CONFIG":
+        about = f"a TOML file, or one of {', '.join(SHIPPED)} (default {DEFAULT}); options win over what it sets"
+    else:
+        about = "the folder of a run, such as runs/gpt_tiny; options win over its config.toml"
+    lines += [*_entry(positional, about, width), "", "options:", *_entry("--help", "show this", width)]
+    for extra in extras:
+        value = "" if extra.flag else f" {kind(extra.annotation)}"
+        default = "" if extra.flag else f" (default {_default(extra.default)})"
+        lines += _entry(option(extra.name) + value, extra.help + default, width)
+    for section in ("", *SECTIONS):
+        lines += _section(section, knobs, width)
+    return "\n".join(lines)
+
+
+def _section(section: str, knobs: Collection[str] | None, width: int) -> Iterator[str]:
+    names = [n for n in KNOBS if n.rpartition(".")[0] == section and (knobs is None or within(n, knobs))]
+    if not names:
+        return
+    about = Config.model_fields[section].annotation.__doc__ if section else Config.__doc__
+    yield from ("", f"{section or 'run'}: {about}")
+    for name in names:
+        field = KNOBS[name]
+        text = f"{field.description or ''} (default {_default(field.default)})"
+        yield from _entry(f"{option(name)} {kind(field.annotation)}", text, width)
+
+
+def _entry(left: str, text: str, width: int) -> Iterator[str]:
+    """`left` in its column and `text`, wrapped, beside it; below it where `left` is too long."""
+    lines = textwrap.wrap(text, width - LEFT - 4)
+    if len(left) <= LEFT:
+        yield f"  {left:<{LEFT}}  {lines.pop(0)}"
+    else:
+        yield f"  {left}"
+    yield from (" " * (LEFT + 4) + line for line in lines)
+
+
+def _default(value: object) -> str:
+    return value if isinstance(value, str) and value.split() == [value] else shown(value)

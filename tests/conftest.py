@@ -1,0 +1,20 @@
+"""Eight CPU devices stand for a node; caches live in a folder of the test session."""
+
+import os
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.devices()  # made now, so that a command that a test runs in this process finds them and makes no others
+
+
+@pytest.fixture(scope="session", autouse=True)
+def caches(tmp_path_factory):
+    """Nothing is read from, or left in, the home folder of the person who runs the tests."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["JAXDIST_CACHE"] = str(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    return folder

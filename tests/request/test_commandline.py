@@ -1,0 +1,142 @@
+"""The command line: spellings, extras, help and its speed, exit codes, the list of commands."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxdist.__main__ import COMMANDS, main
+from jaxdist.config import Count, RequestError
+from jaxdist.request import Extra, arguments, load, outcome, to_toml
+from jaxdist.request.knobs import KNOBS, option
+
+
+def ask(*argv: str, **more):
+    return arguments(list(argv), "train", "Trains.", **more)
+
+
+@pytest.mark.parametrize("argv", [("--mesh", "-1x1x1"), ("--mesh=-1x1x1",), ("--mesh", "data=-1"), ("--mesh=data=-1",)])
+def test_values_with_hyphens_and_equals(argv):
+    assert ask(*argv).config.mesh == argv[-1].removeprefix("--mesh=")
+
+
+@pytest.mark.parametrize("name", ["--train.global-batch-size", "--train.global_batch_size"])
+def test_hyphens_and_underscores(name):
+    asked = ask("gpt_tiny", name, "32", "--model.tied", "false")
+    assert asked.config.train.global_batch_size == 32
+    assert not asked.config.model.tied
+    assert asked.overrides == {"train.global_batch_size": "32", "model.tied": "false"}
+    assert asked.positional == "gpt_tiny"
+
+
+def test_extras():
+    extras = [Extra("json", False, "JSON"), Extra("max_tokens", 5, "tokens", Count), Extra("prompt", "", "text")]
+    assert ask(extras=extras).extras == {"json": False, "max_tokens": 5, "prompt": ""}
+    asked = ask("--json", "gpt_tiny", "--max-tokens", "7", "--prompt", "-1 is", extras=extras)
+    assert asked.extras == {"json": True, "max_tokens": 7, "prompt": "-1 is"}
+    assert asked.positional == "gpt_tiny"
+
+
+def test_run_folder_that_was_moved(tmp_path):
+    (tmp_path / "config.toml").write_text(to_toml(load("gpt_tiny", {"model.layers": "3"})))
+    asked = arguments([str(tmp_path), "--mesh", "2x1x1"], "evaluate", "", positional="RUN")
+    assert (asked.config.model.layers, asked.config.mesh, asked.config.run_dir) == (3, "2x1x1", tmp_path)
+
+
+@pytest.mark.parametrize("columns", [72, 80, 200])
+def test_help_tells_everything_in_its_width(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as stop:
+        ask("--layers", "--help", extras=[Extra("json", False, "Print JSON."), Extra("max_tokens", 5, "How many.")])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= min(columns, 120)
+    for part in [*map(option, KNOBS), "usage: python -m jaxdist.train [CONFIG]", "--json ", "--max-tokens int"]:
+        assert part in text
+    words = " ".join(text.split())
+    assert "adamw|lion|sgd Update rule; sgd has momentum. (default adamw)" in words
+    assert "Decoder blocks (L). (default 4)" in words
+
+
+def test_help_leaves_out_what_a_command_does_not_use(capsys):
+    with pytest.raises(SystemExit):
+        arguments(["-h"], "evaluate", "", positional="RUN")
+    text = capsys.readouterr().out
+    assert "evaluate RUN" in text
+    assert "--mesh" in text
+    assert "--optimizer" not in text
+
+
+def test_help_is_fast():
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "jaxdist.train", "--help"], check=True, capture_output=True)
+    assert time.perf_counter() - began < 2.0  # four times what is promised
+
+
+def test_parsing_imports_nothing_heavy(tmp_path):
+    (tmp_path / "text.txt").write_text("text")
+    code = (
+        "import sys, jaxdist.__main__; from jaxdist.request import arguments; "
+        f"arguments(['--data.path', {str(tmp_path / 'text.txt')!r}, '--mesh', '2x1x1'], 'train', ''); "
+        "print([name for name in ('jax', 'flax', 'numpy', 'tokenizers') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_outcomes_become_exit_codes(capsys):
+    def raising(error: BaseException):
+        def command(argv: list[str]) -> int:
+            raise error
+
+        return command
+
+    assert outcome(lambda argv: len(argv), ["a"] * 85) == 85
+    assert outcome(raising(RequestError("One is wrong.", "Two is wrong.")), []) == 2
+    assert capsys.readouterr().err == f"{__name__}: One is wrong.\n{__name__}: Two is wrong.\n"
+    assert outcome(raising(KeyboardInterrupt()), []) == 1
+    assert capsys.readouterr().err == f"{__name__}: interrupted\n"
+    with pytest.raises(ZeroDivisionError):
+        outcome(raising(ZeroDivisionError()), [])
+
+
+def test_a_wrong_request_ends_with_2():
+    command = [sys.executable, "-m", "jaxdist.train", "--mesh", "2x2", "--model.layrs", "3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    first, second = done.stderr.splitlines()
+    assert first.startswith("jaxdist.train: unknown option --model.layrs")
+    assert second.startswith("jaxdist.train: mesh '2x2'")
+
+
+def test_list_of_commands(capsys):
+    assert main([]) == main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("jaxdist 0.")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_exist(command):
+    assert importlib.util.find_spec(f"jaxdist.{command.split()[0]}")
+
+
+def test_unknown_command(capsys):
+    assert main(["trian"]) == 2
+    assert capsys.readouterr().err == "jaxdist: unknown command 'trian'; did you mean 'train'?\n"
+
+
+def test_forwarding(capsys):
+    assert main(["train", "--mesh", "2x2"]) == 2
+    assert capsys.readouterr().err.startswith("jaxdist.train: mesh '2x2'")
+
+
+def test_configs_are_in_the_package():
+    package = Path(importlib.util.find_spec("jaxdist").origin).parent
+    assert {path.name for path in (package / "configs").iterdir()} == {"gpt_tiny.toml", "gpt2_124m.toml"}

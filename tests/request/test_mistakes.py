@@ -1,0 +1,178 @@
+"""Wrong requests: each gives a sentence that names the knob, the values and the remedy, and no other sentence."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import pytest
+
+from jaxdist.config import Count, RequestError
+from jaxdist.request import Extra, arguments
+
+
+@dataclass
+class Wrong:
+    """A command line (FILE is the path of a config with the text `toml`) and what each sentence has to contain."""
+
+    argv: str
+    sentences: list[tuple[str, ...]]
+    toml: str | bytes | None = None
+    positional: str = "CONFIG"
+    extras: list[Extra] = field(default_factory=list)
+
+
+ONE_KNOB = {
+    "below its bound": Wrong("--model.layers -3", [("model.layers is -3: must be at least 1",)]),
+    "fraction": Wrong("--model.dropout 1", [("model.dropout is 1", "less than 1")]),
+    "not positive": Wrong("--optimizer.learning-rate 0", [("optimizer.learning_rate is 0: must be more than 0",)]),
+    "nan": Wrong("--optimizer.learning-rate nan", [("optimizer.learning_rate is nan: must be a finite number",)]),
+    "seed of 33 bits": Wrong("--train.seed 4294967296", [("train.seed is 4294967296: must be less than 4294967296",)]),
+    "near choice": Wrong(
+        "--optimizer.name adam", [("optimizer.name is 'adam': valid are adamw, lion, sgd; did you mean 'adamw'?",)]
+    ),
+    "far choice": Wrong("--model.remat everything", [("model.remat is 'everything': valid are none, dots, block",)]),
+    "words for a number": Wrong("--train.steps many", [("train.steps is 'many': must be a whole number",)]),
+    "fraction for a whole": Wrong("--train.steps 2.5", [("train.steps is '2.5': must be a whole number",)]),
+    "neither true nor false": Wrong("--model.tied maybe", [("model.tied is 'maybe': must be true or false",)]),
+    "empty value": Wrong("--train.epochs=", [("train.epochs is empty: must be a number",)]),
+    "long value": Wrong("--model.mlp " + "9" * 5000, [("model.mlp is '999", "...: unable")]),
+    "mesh of two numbers": Wrong("--mesh 2x2", [("mesh '2x2' has 2 number(s)",)]),
+    "mesh: each mistake": Wrong(
+        "--mesh dat=2,replica=0", [("'dat' that does not exist", "'data'"), ("replica the size '0'",)]
+    ),
+    "mesh, and a batch that fails": Wrong(
+        "--mesh 0x1x1 --train.global-batch-size 0", [("global_batch_size is 0", "at least 1"), ("data the size '0'",)]
+    ),
+}
+
+NAMES = {
+    "misspelt": Wrong("--model.layrs 4", [("unknown option --model.layrs; did you mean '--model.layers'?",)]),
+    "without its section": Wrong("--layers 4", [("--layers", "did you mean '--model.layers'?")]),
+    "in a wrong section": Wrong("--train.learning-rate 1", [("did you mean '--optimizer.learning-rate'?",)]),
+    "several of that name": Wrong("--every 1", [("'--validation.every' or '--checkpoint.every' or '--log.every'?",)]),
+    "half a name": Wrong("--train.batch_size 1", [("--train.batch-size", "did you mean '--train.global-batch-size'?")]),
+    "a section": Wrong("--model 4", [("model is a section; its knobs are --model.layers, --model.embed",)]),
+    "nothing near": Wrong("--qqq 4", [("unknown option --qqq", "--help")]),
+    "nothing near in a section": Wrong("--log.qqq 4", [("valid names are --log.every, --log.tensorboard",)]),
+    "unknown twice": Wrong("--qqq 4 --qqq 5", [("given twice",), ("unknown option --qqq",)]),
+    "no value": Wrong("--train.steps --model.layers 2", [("--train.steps needs a value",)]),
+    "no value at the end": Wrong("--train.steps", [("--train.steps needs a value",)]),
+    "twice": Wrong("--train.steps 5 --train.steps=6", [("--train.steps is given twice ('5' and '6')",)]),
+    "twice, spelt otherwise": Wrong(
+        "--train.global-batch-size 4 --train.global_batch_size 8", [("--train.global-batch-size is given twice",)]
+    ),
+    "stray word": Wrong("gpt_tiny train.steps=5", [("unexpected argument 'train.steps=5'", "--name value")]),
+    "one hyphen": Wrong("gpt_tiny -x", [("unexpected argument '-x'",)]),
+    "unknown flag": Wrong("--json", [("unknown option --json",)]),
+    "misspelt extra": Wrong("--jsn", [("--jsn; did you mean '--json'?",)], extras=[Extra("json", False, "")]),
+    "value for a flag": Wrong("--json=yes", [("--json takes no value",)], extras=[Extra("json", False, "")]),
+    "extra of a wrong type": Wrong(
+        "--max-tokens 0", [("--max-tokens is 0: must be at least 1",)], extras=[Extra("max_tokens", 5, "", Count)]
+    ),
+}
+
+FILES = {
+    "no such config": Wrong("gpt_tny", [("config 'gpt_tny' is neither", "did you mean 'gpt_tiny'?")]),
+    "no such file": Wrong("a/b.toml", [("config 'a/b.toml'", "valid names are gpt2_124m, gpt_tiny")]),
+    "folder": Wrong("/tmp", [("config '/tmp' is a folder", "/tmp/config.toml")]),
+    "no run": Wrong("", [("evaluate needs a RUN",)], positional="RUN"),
+    "not a run": Wrong("none --train.steps 5", [("'none'", "no config.toml"), ("no effect",)], positional="RUN"),
+    "syntax": Wrong("FILE", [("my.toml is not valid TOML", "line 2")], "mesh = '1x1x1'\nmodel.layers 4"),
+    "not utf-8": Wrong("FILE", [("my.toml is not valid TOML", "utf-8")], b"mesh = '\xff'"),
+    "key of no section": Wrong(
+        "FILE", [("my.toml: unknown key 'layers'; did you mean 'model.layers'?",)], "layers = 4"
+    ),
+    "misspelt key": Wrong("FILE", [("'model.layrs'; did you mean 'model.layers'?",)], "[model]\nlayrs = 4"),
+    "unknown section": Wrong("FILE", [("unknown section 'modle'; did you mean 'model'?",)], "[modle]\na = 1\nb = 2"),
+    "section as a value": Wrong("FILE", [("unknown key 'model'; model is a section",)], "model = 3"),
+    "value as a section": Wrong("FILE", [("train.steps is a table: must be a whole number",)], "[train.steps]"),
+    "key twice": Wrong("FILE", [("model.layers is set twice",)], "model.layers = 1\n'model.layers' = 2"),
+    "text for a number": Wrong("FILE", [("model.layers is '4': must be a whole number",)], "model.layers = '4'"),
+    "number for a truth": Wrong("FILE", [("model.tied is 1: must be true or false",)], "model.tied = 1"),
+    "truth for a number": Wrong("FILE", [("train.steps is true: must be a whole number",)], "train.steps = true"),
+    "number for a path": Wrong("FILE", [("data.path is 3: must be text, in quotes",)], "data.path = 3"),
+    "list for a mesh": Wrong("FILE", [("mesh is [2, 1, 1]: must be text",)], "mesh = [2, 1, 1]"),
+    "wrong though overridden": Wrong("FILE --train.steps 20", [("train.steps is -1",)], "train.steps = -1"),
+}
+
+COMBINATIONS = {
+    "heads": Wrong("--model.heads 7", [("model.embed 256", "model.heads 7", "heads to 4 or 8", "embed to 252 or 259")]),
+    "more heads than embed": Wrong(
+        "--model.embed 4", [("model.embed 4", "model.heads 8", "heads to 4,", "embed to 8")]
+    ),
+    "accumulation": Wrong("--train.accumulation 3", [("global_batch_size 16", "train.accumulation 3;", "15 or 18")]),
+    "mesh": Wrong("--mesh data=3,replica=2", [("16", "6 data ranks (mesh data=3,replica=2)", "12 or 18")]),
+    "mesh and accumulation": Wrong("--mesh 4x1x1 --train.accumulation 8", [("accumulation 8 x 4 data ranks", "to 32")]),
+    "steps and epochs": Wrong("--train.steps 20 --train.epochs 2", [("steps 20 and train.epochs 2", "leave one")]),
+    "steps and epochs in a file": Wrong("FILE", [("both set in the config",)], "train.steps = 20\ntrain.epochs = 1.5"),
+    "no steps": Wrong("--train.steps 0", [("train.steps and train.epochs are both 0",)]),
+    "warm-up": Wrong("--train.steps 9 --optimizer.warmup 10", [("optimizer.warmup 10", "train.steps 9")]),
+    "beta2 of sgd": Wrong("--optimizer.name sgd --optimizer.beta2 0.9", [("beta2 is 0.9", "sgd makes no use of it")]),
+    "decay": Wrong("--optimizer.decay-fraction 0.5", [("decay_fraction is 0.5", "schedule cosine", "default is 0.2")]),
+    "small vocabulary": Wrong("--model.vocab 256", [("model.vocab 256", "257 or more")]),
+    "no data": Wrong(
+        "--data.path no.txt --data.tokenizer no.json", [("data.path 'no.txt'",), ("tokenizer 'no.json'",)]
+    ),
+    "data is a folder": Wrong("--data.path .", [("data.path '.' is a folder",)]),
+    "validation alone": Wrong("--data.validation-path FILE", [("validation_path", "data.path is not set")], "x"),
+    "unused fraction": Wrong(
+        "--data.path my.toml --data.validation-path a.txt --data.validation-fraction 0.5",
+        [("validation_fraction is 0.5", "no use"), ("validation_path 'a.txt' does not exist",)],
+        "some text",
+    ),
+    "run folder is a file": Wrong("--run-dir FILE", [("my.toml' cannot be a folder",)], "x"),
+    "run folder under a file": Wrong("--run-dir FILE/run", [("my.toml/run' cannot", "is a file")], "x"),
+    "no wandb": Wrong("--log.wandb lab", [("log.wandb is 'lab'", "pip install 'jaxdist[wandb]'")]),
+}
+
+SEVERAL = {
+    "all kinds": Wrong(
+        "FILE word --train.stepz 3 --model.heads 7 --log.every 0 --train.seed",
+        [
+            ("--train.seed needs a value",),
+            ("unexpected argument 'word'",),
+            ("unknown key 'layers'",),
+            ("unknown section 'oops'",),
+            ("train.global_batch_size is 'x'",),
+            ("unknown option --train.stepz", "--train.steps"),
+            ("log.every is 0",),
+            ("model.heads 7",),
+        ],
+        "layers = 4\n[oops]\n[train]\nglobal-batch-size = 'x'\naccumulation = 3",
+    ),
+    "a wrong field is not told again": Wrong("--model.heads 0 --model.embed 255", [("model.heads is 0",)]),
+    "nor is one without a value": Wrong("--model.embed 255 --model.heads", [("--model.heads needs a value",)]),
+    "no file, so its sizes are unknown": Wrong("gone.toml --model.embed 255", [("config 'gone.toml'",)]),
+    "but what stands on the command line is": Wrong(
+        "gone.toml --model.embed 255 --model.heads 2", [("config 'gone.toml'",), ("model.heads 2",)]
+    ),
+}
+
+TABLES = {"knob": ONE_KNOB, "name": NAMES, "file": FILES, "combination": COMBINATIONS, "several": SEVERAL}
+CASES = {f"{table}: {name}": case for table, cases in TABLES.items() for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_every_mistake_is_told(case: Wrong, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    file = tmp_path / "my.toml"
+    if case.toml is not None:
+        file.write_bytes(case.toml if isinstance(case.toml, bytes) else case.toml.encode())
+    argv = [word.replace("FILE", str(file)) for word in case.argv.split()]
+    with pytest.raises(RequestError) as caught:
+        arguments(argv, "evaluate", "", positional=case.positional, extras=case.extras)
+    told = caught.value.problems
+    assert len(told) == len(case.sentences), told
+    for problem, fragments in zip(told, case.sentences, strict=True):
+        assert all(fragment in problem for fragment in fragments), (problem, fragments)
+        assert "\n" not in problem
+        assert "Input should" not in problem
+    assert sorted(os.listdir(tmp_path)) == ["my.toml"] * (case.toml is not None)
+
+
+def test_folder_without_permission(monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(RequestError, match=r"run_dir 'runs/gpt_tiny' cannot be written: no permission"):
+        arguments([], "train", "")

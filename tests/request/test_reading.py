@@ -1,0 +1,120 @@
+"""Right requests: what wins over what, how names are spelt, and that a resolved config reads back the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxdist.config import Config, DataConfig, RequestError, TrainConfig, leaves
+from jaxdist.request import SHIPPED, check_batch, load, to_toml
+from jaxdist.request.checks import CHECKS
+from jaxdist.request.knobs import KNOBS
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str, name: str = "my.toml") -> str:
+        (tmp_path / name).write_text(text, "utf-8")
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_knobs_are_all_and_described():
+    assert list(KNOBS) == list(leaves(Config()))
+    assert all(field.description for field in KNOBS.values())
+    assert {name for check in CHECKS for name in check.reads} <= set(KNOBS)
+
+
+def test_no_config_is_the_defaults():
+    assert load(None, {}) == load("gpt_tiny", {}) == Config(run_dir=Path("runs/gpt_tiny"))
+
+
+def test_shipped_configs():
+    assert list(SHIPPED) == ["gpt2_124m", "gpt_tiny"]
+    config = load("gpt2-124m", {})
+    model = config.model
+    assert (model.layers, model.embed, model.heads, model.vocab, model.sequence) == (12, 768, 12, 50304, 1024)
+    assert model.tied
+    assert config.run_dir == Path("runs/gpt2_124m")
+
+
+def test_command_line_over_file_over_defaults(write):
+    path = write("[model]\nlayers = 6\nheads = 2\n[optimizer]\nlearning-rate = 1\n[data]\nprefetch = 3")
+    config = load(path, {"model.layers": "7", "train.global-batch-size": "8", "model.tied": "false"})
+    assert (config.model.layers, config.model.heads, config.model.embed) == (7, 2, 256)
+    assert (config.optimizer.learning_rate, config.train.global_batch_size, config.model.tied) == (1.0, 8, False)
+    assert config.run_dir == Path("runs/my")
+
+
+@pytest.mark.parametrize("key", ["train.global-batch-size", "train.global_batch_size", "'train.global-batch-size'"])
+def test_hyphens_and_underscores_in_a_file(write, key):
+    assert load(write(f"{key} = 24"), {}).train.global_batch_size == 24
+
+
+@pytest.mark.parametrize("name", ["train.global-batch-size", "train.global_batch_size"])
+def test_hyphens_and_underscores_in_overrides(name):
+    assert load(None, {name: "24"}).train.global_batch_size == 24
+
+
+def test_none_takes_a_path_back(write):
+    path = write("run_dir = 'x'\n[data]\npath = 'gone.txt'")
+    config = load(path, {"data.path": "none", "run_dir": "none"})
+    assert config.data.path is None
+    assert config.run_dir == Path("runs/my")
+
+
+def test_length_on_the_command_line_wins(write):
+    steps, epochs = write("train.steps = 50", "steps.toml"), write("train.epochs = 2", "epochs.toml")
+    assert load(steps, {"train.epochs": "3"}).train == TrainConfig(epochs=3)
+    assert load(steps, {"train.epochs": "0"}).train == TrainConfig(steps=50)
+    assert load(epochs, {"train.steps": "30"}).train == TrainConfig(steps=30)
+
+
+def test_default_warmup_fits_a_short_run():
+    assert load(None, {"train.steps": "5"}).optimizer.warmup == 5
+    assert load(None, {"train.epochs": "0.01"}).optimizer.warmup == 20
+
+
+def test_every_device_count_is_checked_alike():
+    config = load(None, {"train.global_batch_size": "10", "mesh": "-1x1x1"})
+    check_batch(config, 5)
+    with pytest.raises(
+        RequestError, match=r"global_batch_size 10 does not divide by 4 data ranks .*; set it to 8 or 12"
+    ):
+        check_batch(config, 4)
+
+
+def test_what_a_command_does_not_use_is_not_checked(write):
+    path = write("run_dir = '/dev/null/run'\nmodel.vocab = 3\ndata.path = 'gone.txt'")
+    assert load(path, {"mesh": "2x1x1"}, knobs=["mesh"]).mesh == "2x1x1"
+    with pytest.raises(RequestError, match=r"^--train\.steps has no effect on this command"):
+        load(path, {"train.steps": "3"}, knobs=["mesh", "model.layers"])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"train.epochs": "1.5", "mesh": "data=2,replica=2"},
+        {"train.steps": "3", "optimizer.learning_rate": "1e-05", "model.tied": "no", "model.dropout": "0.1"},
+        {"run_dir": 'we "said"\\so\t\x7f ü 𝄞', "resume": "never", "optimizer.clip": "1e22"},
+    ],
+)
+@pytest.mark.parametrize("name", [None, "gpt2_124m"])
+def test_round_trip(write, name, overrides):
+    if name and "train.steps" in overrides:
+        overrides = {**overrides, "optimizer.warmup": "2"}
+    config = load(name, overrides)
+    text = to_toml(config)
+    assert text.startswith("# The resolved configuration of a run, written by jaxdist ")
+    assert load(write(text, "config.toml"), {}) == config
+
+
+def test_round_trip_of_files(write, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    write("text", "a.txt"), write("text", "b.txt")
+    config = load(None, {"data.path": "a.txt", "data.validation_path": "b.txt"})
+    assert config.data == DataConfig(path=Path("a.txt"), validation_path=Path("b.txt"))
+    assert load(write(to_toml(config)), {}) == config
