@@ -1,0 +1,140 @@
+"""The GPT against a plain reading of the paper: no fused loss, no blocks of attention, no scan."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist import models
+from jaxdist.config import ModelConfig
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.layers import normal
+from jaxdist.sharding import Layout
+from jaxdist.training.step import Step
+
+CONFIG = ModelConfig(layers=2, embed=32, heads=4, vocab=80, sequence=24)
+
+
+def norm(x, p):
+    x = x - x.mean(-1, keepdims=True)
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["scale"] + p["bias"]
+
+
+def attention(x, p):
+    q, k, v = jnp.moveaxis(jnp.tensordot(x, p["qkv"], 1) + p["qkv_bias"], 2, 0)
+    scores = jnp.einsum("bsnh,btnh->bnst", q, k) / math.sqrt(q.shape[-1])
+    scores = jnp.where(np.tri(x.shape[1], dtype=bool), scores, -jnp.inf)
+    out = jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(scores), v)
+    return jnp.tensordot(out, p["out"], 2) + p["out_bias"]
+
+
+def mlp(x, p):
+    return jax.nn.gelu(x @ p["up"] + p["up_bias"], approximate=True) @ p["down"] + p["down_bias"]
+
+
+def reference(params, tokens, labels):
+    """(summed loss, logits)"""
+    x = params["table"][tokens] + params["positions"][: tokens.shape[1]]
+    for i in range(CONFIG.layers):
+        layer = jax.tree.map(lambda a, i=i: a[i], params["blocks"])
+        x = x + attention(norm(x, layer["norm1"]), layer["attention"])
+        x = x + mlp(norm(x, layer["norm2"]), layer["mlp"])
+    logits = norm(x, params["norm"]) @ params.get("output", params["table"]).T
+    nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+    return jnp.sum(jnp.where(labels >= 0, nll, 0)), logits
+
+
+@pytest.fixture
+def one_device():
+    mesh = make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])
+    with jax.set_mesh(mesh), jax.numpy_rank_promotion("allow"):
+        yield Layout.on(mesh)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_gradient_and_logits_are_the_papers(one_device, tied):
+    config = CONFIG.model_copy(update={"tied": tied})
+    model = models.build(config, one_device)
+    params = jax.jit(model.init)(jax.random.key(1))
+    params = jax.tree.map(lambda a: a + 0.05 * jax.random.normal(jax.random.key(a.size), a.shape), params)
+    rng = np.random.default_rng(0)
+    tokens, labels = rng.integers(0, 80, (3, 24)), rng.integers(-1, 80, (3, 24))
+    step = Step(model, one_device, optimizer=None)
+
+    def ours(params):
+        x = step.hidden(params, jnp.asarray(tokens), None)
+        return model.loss(params, x, jnp.asarray(labels)), model.logits(params, x)
+
+    (wanted, wanted_logits), wanted_gradient = jax.value_and_grad(reference, has_aux=True)(params, tokens, labels)
+    (loss, logits), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    np.testing.assert_allclose(logits, wanted_logits, atol=1e-4)
+    for (path, a), b in zip(jax.tree.leaves_with_path(gradient), jax.tree.leaves(wanted_gradient), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(b).max()), err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("sequence", [256, 320, 384, 130, 1])
+def test_blocked_attention_is_attention(one_device, sequence):
+    from jaxdist.models.layers import causal_attention
+
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, sequence, 2, 8))
+
+    def plain(q, k, v):
+        scores = jnp.einsum("bsnh,btnh->bnst", q, k) / math.sqrt(8)
+        p = jax.nn.softmax(jnp.where(np.tri(sequence, dtype=bool), scores, -jnp.inf))
+        return jnp.einsum("bnst,btnh->bsnh", p, v)
+
+    wanted, pull = jax.vjp(plain, q, k, v)
+    got, pull_ours = jax.vjp(causal_attention, q, k, v)
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+    g = jax.random.normal(jax.random.key(1), got.shape)
+    for a, b in zip(pull_ours(g), pull(g), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_initial_numbers_are_normal():
+    x = np.asarray(normal(jax.random.key(0), (400_000,), 2.0), np.float64) / 2
+    assert abs(x.mean()) < 0.01
+    assert x.std() == pytest.approx(1, abs=0.01)
+    assert (np.abs(x) < 1).mean() == pytest.approx(0.683, abs=0.01)
+    assert (np.abs(x) < 2).mean() == pytest.approx(0.954, abs=0.005)
+    assert abs((x**3).mean()) < 0.03
+    assert (x**4).mean() == pytest.approx(3 - 1.2 / 8, abs=0.05)
+
+
+def test_initial_parameters_are_the_same_on_every_mesh():
+    """To the bit, on every supported jax."""
+
+    def init(text: str, count: int):
+        mesh = make_mesh(parse_mesh(text), jax.devices()[:count])
+        layout = Layout.on(mesh)
+        with jax.set_mesh(mesh):
+            return jax.device_get(jax.jit(models.build(CONFIG, layout).init)(jax.random.key(7)))
+
+    wanted = init("1x1x1", 1)
+    for text, count in (("8x1x1", 8), ("data=2,replica=2", 4)):
+        assert jax.tree.all(jax.tree.map(np.array_equal, init(text, count), wanted))
+
+
+def test_initial_scales_are_gpt2s():
+    """Embedding 0.02, residual projections 0.02 / sqrt(2 L)."""
+    params = jax.jit(models.build(CONFIG.model_copy(update={"layers": 8, "embed": 64})).init)(jax.random.key(0))
+    assert float(params["table"].std()) == pytest.approx(0.02, rel=0.05)
+    assert float(params["blocks"]["mlp"]["up"].std()) == pytest.approx(0.02, rel=0.05)
+    assert float(params["blocks"]["mlp"]["down"].std()) == pytest.approx(0.005, rel=0.05)
+    assert not jnp.array_equal(params["blocks"]["mlp"]["up"][0], params["blocks"]["mlp"]["up"][1])
+
+
+def test_describing_a_model_touches_no_device_and_counts_124_million():
+    config = ModelConfig(layers=12, embed=768, heads=12, vocab=50257, sequence=1024)
+    model = models.build(config)
+    assert models.parameters(model) == 124_439_808
+    assert model.axes["blocks"]["mlp"]["up"] == ("layers", "embed", "mlp")
+    decays = models.matrices(model)
+    assert decays["table"]
+    assert decays["positions"]
+    assert decays["blocks"]["attention"]["qkv"]
+    assert not decays["blocks"]["attention"]["qkv_bias"]
+    assert not decays["blocks"]["norm1"]["scale"]

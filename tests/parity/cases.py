@@ -1,0 +1,130 @@
+"""Running the train step on a mesh from the same weights and rows, and comparing two runs as the design asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdist import models
+from jaxdist.config import ModelConfig
+from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
+from jaxdist.sharding import Layout
+from jaxdist.training.step import Step
+
+ROWS, SEQUENCE, VOCAB = 32, 16, 96
+MODEL = ModelConfig(layers=3, embed=32, heads=4, vocab=VOCAB, sequence=SEQUENCE)
+
+
+@dataclass
+class Outcome:
+    """Three steps: losses, gradient norms, the first gradient, the weights before and after."""
+
+    losses: list[float]
+    norms: list[float]
+    gradient: dict
+    before: dict
+    after: dict
+
+    @property
+    def change(self):
+        return jax.tree.map(np.subtract, self.after, self.before)
+
+
+def rows(seed: int = 0, padded: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and labels of a global batch; rows have unequal numbers of labels that count."""
+    rng = np.random.default_rng(seed)
+    text = rng.integers(0, VOCAB, (ROWS, SEQUENCE + 1), dtype=np.int32)
+    tokens, labels = text[:, :-1], text[:, 1:].copy()
+    if padded:
+        labels[np.arange(SEQUENCE) >= rng.integers(1, SEQUENCE + 1, (ROWS, 1))] = -1
+    return tokens, labels
+
+
+def on_mesh(mesh, layout: Layout, tokens: np.ndarray, labels: np.ndarray, accumulation: int = 1) -> dict:
+    """A global batch, split into micro-batches, on the devices of `mesh`."""
+
+    def put(a: np.ndarray) -> jax.Array:
+        a = a.reshape(accumulation, -1, *a.shape[1:])
+        spec = layout.spec((None, "batch", None)[: a.ndim])
+        return jax.device_put(a, jax.sharding.NamedSharding(mesh, spec))
+
+    return {"tokens": put(tokens), "labels": put(labels), "rows": put(np.arange(len(tokens), dtype=np.int32))}
+
+
+def train(
+    mesh: str = "1x1x1",
+    accumulation: int = 1,
+    model: ModelConfig = MODEL,
+    optimizer: optax.GradientTransformation | None = None,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    max_norm: float = 0.0,
+    steps: int = 3,
+) -> Outcome:
+    shape = parse_mesh(mesh)
+    devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
+    layout = Layout.on(devices)
+    optimizer = optax.chain(remember(), optimizer or optax.sgd(0.5))
+    options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype, max_norm=max_norm)
+    step = Step(models.build(model, layout), layout, optimizer, **options)
+    with jax.set_mesh(devices):
+        params = jax.tree.map(lambda a: jax.device_put(a.astype(param_dtype), replicated(devices)), weights(model))
+        state = step.start(params)
+        take = jax.jit(step.train)
+        before, losses, norms, gradients = jax.device_get(params), [], [], []
+        for number in range(steps):
+            state, metrics = take(state, on_mesh(devices, layout, *rows(number), accumulation))
+            losses.append(float(metrics.loss))
+            norms.append(float(metrics.grad_norm))
+            gradients.append(jax.device_get(state.optimizer[0]))
+        return Outcome(losses, norms, gradients[0], before, jax.device_get(state.params))
+
+
+@cache
+def weights(model: ModelConfig) -> dict:
+    """The initial weights; `tests/models` proves that they are the same on every mesh."""
+    return jax.device_get(jax.jit(models.build(model).init)(jax.random.key(0)))
+
+
+def remember() -> optax.GradientTransformation:
+    """Keeps the gradient (after clipping) as its state."""
+    return optax.GradientTransformation(lambda params: optax.tree.zeros_like(params), lambda g, *_: (g, g))
+
+
+def replicated(mesh) -> jax.sharding.NamedSharding:
+    return jax.sharding.NamedSharding(mesh, jax.P())
+
+
+def moved(outcome: Outcome) -> float:
+    """How far the weights went, as a fraction of their norm."""
+    return _norm(outcome.change) / _norm(outcome.before)
+
+
+def assert_equal(got: Outcome, wanted: Outcome, tolerance: float = 1e-5) -> None:
+    """Norms over each leaf: |a - b| <= tolerance x max(|b|, 1e-3 |all leaves|); scalars likewise.
+
+    A weight near 1 stores its change with the rounding of a number near 1: half a unit in the last place of the
+    weight, each step, is allowed for.
+    """
+    np.testing.assert_allclose(got.losses, wanted.losses, rtol=tolerance)
+    np.testing.assert_allclose(got.norms, wanted.norms, rtol=tolerance)
+    for name in ("gradient", "change"):
+        a, b = getattr(got, name), getattr(wanted, name)
+        floor = 1e-3 * _norm(b)
+        stored = jax.tree.leaves(wanted.after) if name == "change" else [np.zeros(1)] * len(jax.tree.leaves(b))
+        for (path, wanted_leaf), leaf, weight in zip(
+            jax.tree.leaves_with_path(b), jax.tree.leaves(a), stored, strict=True
+        ):
+            error = np.linalg.norm(leaf - wanted_leaf)
+            rounding = len(wanted.losses) * np.finfo(weight.dtype).eps / 2 * np.linalg.norm(weight)
+            bound = tolerance * max(np.linalg.norm(wanted_leaf), floor) + rounding
+            assert error <= bound, f"{name} of {jax.tree_util.keystr(path)}: {error:.3g} is over {bound:.3g}"
+
+
+def _norm(tree) -> float:
+    return float(np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(tree))))

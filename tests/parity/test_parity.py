@@ -1,0 +1,76 @@
+"""Promise 1: any mesh gives the loss, gradient norm, gradients and updated parameters of one device.
+
+One table of rows: a new feature adds rows. SGD, at a rate that moves the weights by 1 % at least, because Adam hides
+errors of scale; one AdamW row in float64.
+"""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from tests.parity import cases
+
+TIED = cases.MODEL
+UNTIED = TIED.model_copy(update={"tied": False})
+MODELS = {"tied": TIED, "untied": UNTIED, "dropout": TIED.model_copy(update={"dropout": 0.2})}
+
+ROWS = [
+    (model, mesh, accumulation)
+    for model in ("tied", "untied")
+    for mesh in ("8x1x1", "4x1x1", "2x1x1", "data=4,replica=2")
+    for accumulation in (1, 4)
+]
+ROWS += [("dropout", "4x1x1", 1), ("dropout", "data=2,replica=2", 4)]
+
+
+@cache
+def one_device(model: str) -> cases.Outcome:
+    outcome = cases.train(model=MODELS[model])
+    assert cases.moved(outcome) > 0.01
+    return outcome
+
+
+@pytest.mark.parametrize(("model", "mesh", "accumulation"), ROWS, ids=lambda value: str(value))
+def test_equals_one_device(model, mesh, accumulation):
+    cases.assert_equal(cases.train(mesh, accumulation, MODELS[model]), one_device(model))
+
+
+@pytest.mark.parametrize("remat", ["dots", "block"])
+def test_recomputation_changes_nothing(remat):
+    cases.assert_equal(cases.train("2x1x1", 2, TIED.model_copy(update={"remat": remat})), one_device("tied"))
+
+
+def test_accumulation_equals_one_batch_to_1e6():
+    """Weighted by labels that count, which differ from row to row."""
+    cases.assert_equal(cases.train("1x1x1", accumulation=4), one_device("tied"), tolerance=2e-6)
+
+
+def test_bfloat16_equals_one_device_in_bfloat16():
+    """The same rounding of every product; the order of sums differs, hence the tolerance of bfloat16's last place."""
+    wanted = cases.train("1x1x1", dtype=jnp.bfloat16)
+    cases.assert_equal(cases.train("4x1x1", dtype=jnp.bfloat16), wanted, tolerance=1e-2)
+
+
+def test_bfloat16_differs_from_float32():
+    """Or the row above would prove nothing."""
+    with pytest.raises(AssertionError):
+        cases.assert_equal(cases.train("1x1x1", dtype=jnp.bfloat16), one_device("tied"))
+
+
+def test_clipping_uses_the_norm_of_the_whole_gradient():
+    limit = one_device("tied").norms[0] / 3
+    wanted = cases.train("1x1x1", max_norm=limit)
+    assert wanted.norms[0] == pytest.approx(one_device("tied").norms[0], rel=1e-6)  # reported before clipping
+    assert cases.moved(wanted) < cases.moved(one_device("tied")) * 0.9
+    cases.assert_equal(cases.train("8x1x1", max_norm=limit), wanted)
+
+
+def test_adamw_in_float64():
+    with jax.enable_x64(True):
+        options = dict(optimizer=optax.adamw(1e-3), dtype=jnp.float64, param_dtype=jnp.float64, max_norm=0.5)
+        wanted = cases.train("1x1x1", **options)
+        assert wanted.after["table"].dtype == jnp.float64
+        cases.assert_equal(cases.train("data=4,replica=2", 2, **options), wanted, tolerance=1e-10)

@@ -1,0 +1,106 @@
+"""Update rules against the papers, schedules at their corners, decay of matrices only."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxdist.config import OptimizerConfig
+from jaxdist.training.optimizer import clip, optimizer, schedule
+
+BASE = OptimizerConfig(learning_rate=0.1, warmup=0, schedule="constant", decay_fraction=0.0, weight_decay=0.0)
+PARAMS = {"w": jnp.array([[1.0, -2.0], [3.0, 0.5]]), "b": jnp.array([0.3, 0.1])}
+MATRICES = {"w": True, "b": False}
+GRADS = [
+    {"w": jnp.array([[0.5, -0.1], [0.2, 0.3]]), "b": jnp.array([1.0, -1.0])},
+    {"w": jnp.array([[-0.3, 0.2], [0.1, 0.4]]), "b": jnp.array([0.5, 2.0])},
+]
+
+
+def run(config: OptimizerConfig) -> dict:
+    tx = optimizer(config, 10, MATRICES)
+    params, state = PARAMS, tx.init(PARAMS)
+    for g in GRADS:
+        updates, state = tx.update(g, state, params)
+        params = optax.apply_updates(params, updates)
+    return {name: np.asarray(value, np.float64) for name, value in params.items()}
+
+
+def by_hand(rule, decay: float) -> dict:
+    out = {}
+    for name in PARAMS:
+        p, memory = np.asarray(PARAMS[name], np.float64), {}
+        for step, g in enumerate(GRADS, start=1):
+            update = rule(np.asarray(g[name], np.float64), memory, step)
+            p = p - 0.1 * (update + (decay * p if MATRICES[name] else 0))
+        out[name] = p
+    return out
+
+
+def adamw(g, memory, step):
+    m = memory["m"] = 0.9 * memory.get("m", 0) + 0.1 * g
+    v = memory["v"] = 0.95 * memory.get("v", 0) + 0.05 * g * g
+    return m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
+
+
+def lion(g, memory, _):
+    m = memory.get("m", 0 * g)
+    memory["m"] = 0.95 * m + 0.05 * g
+    return np.sign(0.9 * m + 0.1 * g)
+
+
+def sgd(g, memory, _):
+    memory["m"] = 0.9 * memory.get("m", 0) + g
+    return memory["m"]
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("rule", [adamw, lion, sgd], ids=lambda rule: rule.__name__)
+def test_update_rules(rule, decay):
+    got = run(BASE.model_copy(update={"name": rule.__name__, "weight_decay": decay}))
+    wanted = by_hand(rule, decay)
+    for name in PARAMS:
+        np.testing.assert_allclose(got[name], wanted[name], rtol=1e-5)
+
+
+def rates(**options) -> np.ndarray:
+    rate = schedule(BASE.model_copy(update={"learning_rate": 1.0} | options), 100)
+    return np.array([float(rate(step)) for step in range(101)])
+
+
+def test_warm_up_is_linear_and_starts_above_zero():
+    r = rates(warmup=10)
+    np.testing.assert_allclose(r[:10], np.arange(1, 11) / 11, rtol=1e-6)
+    assert r[10] == 1
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear"])
+def test_decay_ends_at_the_final_fraction(shape):
+    r = rates(warmup=10, schedule=shape, final=0.1)
+    assert r[100] == pytest.approx(0.1)
+    assert r[55] == pytest.approx(0.55)
+    assert (np.diff(r[10:]) <= 1e-7).all()
+
+
+def test_constant_then_decay():
+    r = rates(warmup=10, schedule="constant", decay_fraction=0.2, final=0.1)
+    assert (r[10:81] == 1).all()
+    assert r[90] == pytest.approx(0.55)
+    assert r[100] == pytest.approx(0.1)
+
+
+def test_constant_without_decay():
+    assert (rates(warmup=0, schedule="constant", decay_fraction=0.0) == 1).all()
+
+
+def test_warm_up_longer_than_the_run_only_rises():
+    r = rates(warmup=100)
+    assert (np.diff(r[:100]) > 0).all()
+
+
+def test_clip_scales_to_the_limit_and_leaves_small_gradients():
+    norm = optax.tree.norm(GRADS[0])
+    assert float(optax.tree.norm(clip(GRADS[0], norm, 0.5))) == pytest.approx(0.5)
+    for limit in (0, 100.0):
+        np.testing.assert_array_equal(clip(GRADS[0], norm, limit)["w"], GRADS[0]["w"])
+    assert np.isfinite(clip({"w": jnp.zeros(3)}, jnp.zeros(()), 1.0)["w"]).all()
