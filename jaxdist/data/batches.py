@@ -1,0 +1,196 @@
+"""From a step number to arrays on the devices: which rows, in which order, on which device.
+
+The order is a pure function of (seed, step). It knows nothing of meshes, hosts or workers, so that a run goes on
+anywhere with the same rows, and nothing about it has to be saved.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int, UInt64
+
+from jaxdist.data.tokens import Tokens
+from jaxdist.sharding import Layout
+
+Made = TypeVar("Made")
+
+ROUNDS = 8
+"""Feistel rounds. Four make a permutation of a large set look random (Luby & Rackoff 1988); small sets need more."""
+
+IGNORED = -1
+"""The label of a position that does not count."""
+
+Batch = dict[str, Array]
+"""`tokens` [k, B/k, S], `labels` [k, B/k, S] (the next tokens) and `rows` [k, B/k] (place in the global batch)."""
+
+
+def permute(seed: int, epoch: int, n: int, index: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
+    """Where positions of range(n) go under the permutation of this seed and epoch, without holding one.
+
+    A balanced Feistel network (Luby & Rackoff 1988) permutes the 2w-bit numbers, 4^w being the smallest power of four
+    from n. A result outside range(n) is sent through it again until it is inside, which keeps it a bijection: cycle
+    walking (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 4). Fewer than 4 turns on average.
+    """
+    assert n > 0, "an empty set has no permutation"
+    assert index.size == 0 or 0 <= index.min() <= index.max() < n, f"position outside range({n})"
+    width = max(1, ((n - 1).bit_length() + 1) // 2)
+    keys = _round_keys(seed, epoch)
+    found = _feistel(index.ravel().astype(np.uint64), width, keys)
+    while (outside := found >= n).any():
+        found[outside] = _feistel(found[outside], width, keys)
+    return found.astype(np.int64).reshape(index.shape)
+
+
+def global_rows(seed: int, step: int, batch: int, n: int) -> Int[np.ndarray, " batch"]:
+    """The rows, of n, that make global batch number `step` (from 0). No row comes twice within an epoch.
+
+    Epochs follow each other without a gap: a batch may hold the end of one and the start of the next.
+    """
+    position = step * batch + np.arange(batch, dtype=np.int64)
+    epoch, place = np.divmod(position, n)
+    rows = np.empty(batch, np.int64)
+    for e in range(int(epoch[0]), int(epoch[-1]) + 1):
+        rows[epoch == e] = permute(seed, e, n, place[epoch == e])
+    return rows
+
+
+def train_batch(
+    tokens: Tokens,
+    rows: Int[np.ndarray, " batch"],
+    sequence: int,
+    accumulation: int,
+    mesh: jax.sharding.Mesh,
+    layout: Layout,
+) -> Batch:
+    """The rows as k = `accumulation` micro-batches of global arrays; each process reads the rows of its own devices.
+
+    `batch` must divide by k times the parts that the layout splits it into. A row of -1 is all padding.
+    """
+    grid = rows.reshape(accumulation, -1)
+    place = np.arange(rows.size, dtype=np.int32).reshape(grid.shape)
+    read: dict[bytes, np.ndarray] = {}
+
+    def windows(index: tuple[slice, ...]) -> np.ndarray:
+        wanted = np.ascontiguousarray(grid[index[:2]])
+        key = wanted.tobytes()  # devices that hold the same rows, and tokens and labels, share one reading
+        if key not in read:
+            read[key] = _read(tokens, wanted.ravel(), sequence).reshape(*wanted.shape, sequence + 1)
+        return read[key]
+
+    sharding = lambda *dims: jax.sharding.NamedSharding(mesh, layout.spec(dims))
+    whole = sharding(None, "batch", None)
+    # Sharding by callback asks for the global shape and hands out global indices, so that the copies of a row on
+    # several processes cannot differ; slicing by process number can, silently.
+    put = jax.make_array_from_callback
+    return {
+        "tokens": put((*grid.shape, sequence), whole, lambda index: np.ascontiguousarray(windows(index)[..., :-1])),
+        "labels": put((*grid.shape, sequence), whole, lambda index: _labels(grid[index[:2]], windows(index))),
+        "rows": put(grid.shape, sharding(None, "batch"), lambda index: place[index]),
+    }
+
+
+def validation_batches(
+    tokens: Tokens, sequence: int, batch: int, limit: int, mesh: jax.sharding.Mesh, layout: Layout
+) -> Iterator[Batch]:
+    """Every held-out row once, in order; at most the first `limit` batches, where that is not 0.
+
+    The last batch is filled up with rows whose labels are all -1: they count for nothing.
+    """
+    n = tokens.rows(sequence)
+    starts = range(0, n, batch)
+    for start in starts[:limit] if limit else starts:
+        rows = np.arange(start, start + batch)
+        yield train_batch(tokens, np.where(rows < n, rows, -1), sequence, 1, mesh, layout)
+
+
+class Prefetch(Generic[Made]):
+    """`make(step)` for every step from `start` to `stop - 1`, made in order by a thread, at most `depth` ahead.
+
+    An exception of `make` is raised again by `next`. Close it, or use it as a context manager, to end the thread.
+    `make` must name its mesh: `jax.set_mesh` of the caller does not hold in the thread.
+    """
+
+    def __init__(self, make: Callable[[int], Made], start: int, stop: int, depth: int):
+        self._make, self._steps = make, range(start, stop)
+        self._room, self._made = threading.Semaphore(depth), queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jaxdist-prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        end: BaseException = StopIteration()
+        try:
+            for step in self._steps:
+                self._room.acquire()  # before the batch is made: it takes device memory
+                if self._closed.is_set():
+                    break
+                self._made.put(self._make(step))
+        except BaseException as error:  # of any kind: the consumer would wait for ever
+            end = error
+        self._made.put(end)
+
+    def __iter__(self) -> Prefetch[Made]:
+        return self
+
+    def __next__(self) -> Made:
+        if self._closed.is_set():
+            raise StopIteration
+        made = self._made.get()
+        if isinstance(made, BaseException):
+            self._closed.set()
+            raise made
+        self._room.release()
+        return made
+
+    def close(self) -> None:
+        """End the thread, after the batch that it is making; batches that are ready are dropped."""
+        self._closed.set()
+        self._room.release()
+        self._thread.join()
+        self._made = queue.SimpleQueue()
+
+    def __enter__(self) -> Prefetch[Made]:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+
+def _read(tokens: Tokens, rows: np.ndarray, sequence: int) -> np.ndarray:
+    """Windows [n, S+1] of these rows; zeros for a row of -1."""
+    out = np.zeros((rows.size, sequence + 1), np.int32)
+    out[rows >= 0] = tokens.window(rows[rows >= 0], sequence)
+    return out
+
+
+def _labels(rows: np.ndarray, windows: np.ndarray) -> np.ndarray:
+    return np.where(rows[..., None] >= 0, windows[..., 1:], np.int32(IGNORED))
+
+
+def _feistel(x: UInt64[np.ndarray, "..."], width: int, keys: UInt64[np.ndarray, " rounds"]) -> np.ndarray:
+    """A bijection of the numbers of 2 x `width` bits: each round mixes one half into the other."""
+    w, mask = np.uint64(width), np.uint64((1 << width) - 1)
+    left, right = x >> w, x & mask
+    for key in keys:
+        left, right = right, left ^ (_splitmix64(right + key) >> (np.uint64(64) - w))
+    return (left << w) | right
+
+
+def _round_keys(seed: int, epoch: int) -> UInt64[np.ndarray, " rounds"]:
+    word = lambda number: np.array([number % 2**64], np.uint64)
+    state = _splitmix64(_splitmix64(word(seed)) + word(epoch))
+    return _splitmix64(state + np.arange(1, ROUNDS + 1, dtype=np.uint64))
+
+
+def _splitmix64(x: UInt64[np.ndarray, "..."]) -> UInt64[np.ndarray, "..."]:
+    """Steele, Lea & Flood 2014, "Fast Splittable Pseudorandom Number Generators": 64 bits to 64, one to one."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,94 @@
+"""Token ids in a file, read where they lie: the operating system's page cache is the only buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Int, Integer
+
+CHUNK = 1 << 22
+"""Tokens looked at together where a whole file is read (16 MiB as uint32)."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """`length` token ids from number `start` of a headerless little-endian file. It is mapped, never loaded."""
+
+    path: Path
+    dtype: Literal["uint16", "uint32"]
+    length: int
+    start: int = 0
+
+    @classmethod
+    def open(cls, path: Path, dtype: Literal["uint16", "uint32"]) -> Tokens:
+        """All tokens of a file whose size is a multiple of the token's."""
+        size, width = path.stat().st_size, np.dtype(dtype).itemsize
+        assert size % width == 0, f"{path} has {size} bytes, not a multiple of {width}"
+        return cls(path, dtype, size // width)
+
+    def part(self, start: int, stop: int) -> Tokens:
+        """Tokens start..stop-1 of these, without a copy."""
+        assert 0 <= start <= stop <= self.length, f"part {start}:{stop} of {self.length} tokens"
+        return replace(self, start=self.start + start, length=stop - start)
+
+    def rows(self, sequence: int) -> int:
+        """How many windows of `sequence` tokens, each with the token after it, there are."""
+        return max(0, self.length - 1) // sequence
+
+    def window(self, index: Int[np.ndarray, " n"], sequence: int) -> Int[np.ndarray, "n {sequence}+1"]:
+        """Row i covers tokens i*S to i*S+S inclusive: neighbours share one token, so that each is predicted once."""
+        assert index.size == 0 or 0 <= index.min() <= index.max() < self.rows(sequence), "row outside the tokens"
+        out = np.empty((len(index), sequence + 1), np.int32)
+        for row, first in zip(out, index.tolist(), strict=True):
+            row[:] = self.ids[first * sequence : (first + 1) * sequence + 1]
+        return out
+
+    def largest(self) -> int:
+        """The largest id, -1 where there is none; reads everything, a chunk at a time."""
+        return max((int(chunk.max()) for chunk in self._chunks()), default=-1)
+
+    def unigram_entropy(self) -> float:
+        """Entropy of the tokens' own frequencies, in nats: the loss of the best guess that ignores the context."""
+        counts = np.zeros(0, np.int64)
+        for chunk in self._chunks():
+            found = np.bincount(chunk, minlength=counts.size)
+            found[: counts.size] += counts
+            counts = found
+        share = counts[counts > 0] / max(self.length, 1)
+        return float(-(share * np.log(share)).sum())
+
+    @cached_property
+    def ids(self) -> Integer[np.ndarray, " length"]:
+        """The mapped ids themselves, read-only."""
+        dtype = np.dtype(self.dtype).newbyteorder("<")
+        if self.length == 0:  # nothing can be mapped
+            return np.empty(0, dtype)
+        mapped = np.memmap(self.path, dtype, mode="r", offset=self.start * dtype.itemsize, shape=(self.length,))
+        return mapped.view(np.ndarray)
+
+    def _chunks(self) -> Iterator[np.ndarray]:
+        return (self.ids[i : i + CHUNK] for i in range(0, self.length, CHUNK))
+
+
+class TokenWriter:
+    """Appends token ids to a new file of `size` bytes so far; a context manager, complete once it is left."""
+
+    def __init__(self, path: Path, dtype: Literal["uint16", "uint32"]):
+        self.dtype, self.size = dtype, 0
+        self._file = path.open("xb")
+
+    def write(self, ids: Int[np.ndarray, " n"]) -> None:
+        """Append; the ids must fit the file's type."""
+        assert ids.size == 0 or 0 <= ids.min() <= ids.max() <= np.iinfo(self.dtype).max, f"ids outside {self.dtype}"
+        self.size += self._file.write(ids.astype(np.dtype(self.dtype).newbyteorder("<")).data)
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._file.close()

@@ -1,0 +1,263 @@
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist.data.batches import IGNORED, Prefetch, global_rows, permute, train_batch, validation_batches
+from jaxdist.data.tokens import Tokens
+from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
+from jaxdist.sharding import Layout
+
+S = 5
+
+
+@pytest.fixture
+def tokens(tmp_path) -> Tokens:
+    np.random.default_rng(0).integers(0, 50, 20 * S + 3).astype("<u2").tofile(tmp_path / "t.bin")
+    return Tokens.open(tmp_path / "t.bin", "uint16")
+
+
+def on(text):
+    shape = parse_mesh(text)
+    mesh = make_mesh(shape, jax.devices()[: devices_asked(shape)])
+    return mesh, Layout.on(mesh)
+
+
+# ---- order
+
+
+@pytest.mark.parametrize("n", [*range(1, 70), 97, 127, 128, 129, 255, 256, 257, 1000, 1024, 1031, 4096, 65_537])
+def test_permutation_is_a_bijection(n):
+    for epoch in range(2):
+        assert np.array_equal(np.sort(permute(3, epoch, n, np.arange(n))), np.arange(n))
+
+
+def test_permutation_of_a_huge_set_needs_no_table():
+    n = 10**15 + 37
+    index = np.arange(n - 2000, n)
+    rows = permute(0, 0, n, index)
+    assert len(np.unique(rows)) == 2000
+    assert 0 <= rows.min() <= rows.max() < n
+    assert np.array_equal(permute(0, 0, n, index.reshape(2, 1000)), rows.reshape(2, 1000))
+    assert permute(0, 0, n, np.array(n - 1)) == rows[-1]
+
+
+def test_epochs_and_seeds_differ():
+    rows = [permute(seed, epoch, 1000, np.arange(1000)).tolist() for seed in (0, 1, 2**64 - 1) for epoch in range(3)]
+    for i, a in enumerate(rows):
+        for b in rows[:i]:
+            assert sum(x == y for x, y in zip(a, b, strict=True)) < 15  # 1 on average for two random ones
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 16, 50])
+def test_every_position_goes_everywhere_equally_often(n):
+    epochs = 3000
+    table = np.zeros((n, n))
+    for epoch in range(epochs):
+        table[np.arange(n), permute(11, epoch, n, np.arange(n))] += 1
+    chi_squared = ((table - epochs / n) ** 2 / (epochs / n)).sum()
+    freedom = (n - 1) ** 2
+    assert chi_squared < freedom + 5 * np.sqrt(2 * freedom)
+
+
+def test_neighbours_are_scattered():
+    rows = permute(0, 0, 10_000, np.arange(10_000))
+    assert abs(np.corrcoef(rows, np.arange(10_000))[0, 1]) < 0.03
+    assert abs(np.corrcoef(rows[1:], rows[:-1])[0, 1]) < 0.03
+
+
+@pytest.mark.parametrize(("batch", "n"), [(4, 20), (6, 20), (7, 5), (1, 1), (16, 3)])
+def test_no_row_twice_in_an_epoch_and_none_left_out(batch, n):
+    steps = max(2, -(-4 * n // batch))
+    order = np.concatenate([global_rows(5, step, batch, n) for step in range(steps)])
+    epochs = order[: 4 * n].reshape(4, n)
+    assert np.array_equal(np.sort(epochs, axis=1), np.tile(np.arange(n), (4, 1)))
+    assert np.array_equal(global_rows(5, 1, batch, n), order[batch : 2 * batch])  # no state
+
+
+def test_order_is_pinned():
+    """A change of these numbers would change the data of every run that is resumed."""
+    assert global_rows(0, 0, 8, 1000).tolist() == [448, 939, 521, 53, 580, 351, 864, 438]
+
+
+# ---- arrays
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("mesh", ["1x1x1", "2x1x1", "4x1x1", "data=2,replica=2"])
+def test_batches_are_the_same_on_every_mesh(tokens, mesh, accumulation):
+    rows = global_rows(0, 3, 8, tokens.rows(S))
+    windows = tokens.window(rows, S).reshape(accumulation, -1, S + 1)
+    batch = train_batch(tokens, rows, S, accumulation, *on(mesh))
+    assert {name: array.dtype for name, array in batch.items()} == dict.fromkeys(batch, np.int32)
+    assert np.array_equal(batch["tokens"], windows[..., :-1])
+    assert np.array_equal(batch["labels"], windows[..., 1:])
+    assert np.array_equal(batch["rows"], np.arange(8).reshape(accumulation, -1))
+
+
+def test_batches_lie_where_the_layout_says(tokens):
+    mesh, layout = on("data=4,replica=2")
+    batch = train_batch(tokens, np.arange(16), S, 2, mesh, layout)
+    for name, array in batch.items():
+        assert array.sharding.spec == layout.spec((None, "batch", None)[: array.ndim]), name
+        assert {shard.data.shape for shard in array.addressable_shards} == {(2, 1, S)[: array.ndim]}
+
+
+def test_a_process_reads_only_its_rows_and_each_once(tokens, monkeypatch):
+    seen = []
+    window = Tokens.window
+    monkeypatch.setattr(Tokens, "window", lambda self, index, s: seen.extend(index.tolist()) or window(self, index, s))
+    train_batch(tokens, np.arange(8), S, 1, *on("4x1x1"))
+    assert sorted(seen) == list(range(8))
+
+
+PROCESS = """
+import sys, numpy as np, jax
+process, processes, port, data, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+jax.config.update("jax_num_cpu_devices", 4 // processes)
+if processes > 1:
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, heartbeat_timeout_seconds=10,
+                               shutdown_timeout_seconds=15)
+from pathlib import Path
+from jaxdist.data.batches import global_rows, train_batch
+from jaxdist.data.tokens import Tokens
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.sharding import Layout
+mesh = make_mesh(parse_mesh("data=2,replica=2"), jax.devices())
+tokens = Tokens.open(Path(data), "uint16")
+found = {}
+for step in range(3):
+    batch = train_batch(tokens, global_rows(0, step, 8, tokens.rows(5)), 5, 2, mesh, Layout.on(mesh))
+    for name, array in batch.items():
+        for shard in array.addressable_shards:
+            first = [part.start or 0 for part in shard.index]
+            found["/".join(map(str, (step, name, *first)))] = np.asarray(shard.data)
+np.savez(out, **found)
+"""
+
+
+def test_one_and_two_processes_make_the_same_batches(tokens, tmp_path, free_port):
+    shards = {}
+    for processes in (1, 2):
+        outs = [tmp_path / f"{processes}.{process}.npz" for process in range(processes)]
+        command = [sys.executable, "-c", PROCESS]
+        running = [
+            subprocess.Popen([*command, str(i), str(processes), free_port, str(tokens.path), str(out)], cwd=ROOT)
+            for i, out in enumerate(outs)
+        ]
+        try:
+            assert [process.wait(timeout=120) for process in running] == [0] * processes
+        finally:
+            for process in running:
+                process.kill()
+        parts = [dict(np.load(out)) for out in outs]
+        assert all(parts[0].keys().isdisjoint(part) for part in parts[1:])
+        shards[processes] = {key: value for part in parts for key, value in part.items()}
+    assert shards[1].keys() == shards[2].keys()
+    assert all(np.array_equal(shards[1][key], shards[2][key]) for key in shards[1])
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def free_port() -> str:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+# ---- validation
+
+
+@pytest.mark.parametrize("batch", [4, 8, 12, 20, 24])
+def test_validation_covers_each_row_once_and_fills_up_with_nothing(tokens, batch):
+    mesh, layout = on("4x1x1")
+    batches = [jax.tree.map(np.asarray, b) for b in validation_batches(tokens, S, batch, 0, mesh, layout)]
+    assert all(b["tokens"].shape == b["labels"].shape == (1, batch, S) for b in batches)
+    labels = np.concatenate([b["labels"][0] for b in batches])
+    inputs = np.concatenate([b["tokens"][0] for b in batches])
+    n = tokens.rows(S)
+    assert np.array_equal(labels[:n], tokens.window(np.arange(n), S)[:, 1:])
+    assert np.array_equal(inputs[:n], tokens.window(np.arange(n), S)[:, :-1])
+    assert (labels[n:] == IGNORED).all()
+    assert (inputs[n:] == 0).all()
+    assert len(labels) - n < batch
+
+
+def test_validation_limit_takes_the_first_batches(tokens):
+    mesh, layout = on("1x1x1")
+    some = list(validation_batches(tokens, S, 4, 2, mesh, layout))
+    assert np.array_equal(np.concatenate([b["tokens"][0] for b in some]), tokens.window(np.arange(8), S)[:, :-1])
+    assert len(list(validation_batches(tokens, S, 4, 99, mesh, layout))) == 5
+
+
+# ---- prefetch
+
+
+def running() -> bool:
+    return any(thread.name == "jaxdist-prefetch" for thread in threading.enumerate())
+
+
+def test_prefetch_gives_every_step_in_order(tokens):
+    mesh, layout = on("4x1x1")
+    make = lambda step: train_batch(tokens, global_rows(0, step, 8, tokens.rows(S)), S, 1, mesh, layout)
+    with Prefetch(make, 3, 9, 2) as batches:
+        found = list(batches)
+    assert len(found) == 6
+    for step, batch in enumerate(found, start=3):
+        assert np.array_equal(batch["tokens"], make(step)["tokens"])
+    assert not running()
+    assert list(Prefetch(make, 4, 4, 1)) == []
+
+
+def test_prefetch_works_ahead_by_depth_and_no_further():
+    made = []
+    with Prefetch(lambda step: made.append(step) or {"step": step}, 0, 100, 3) as batches:
+        for taken in range(5):
+            deadline = time.monotonic() + 5
+            while len(made) < taken + 3 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(0.02)
+            assert made == list(range(taken + 3))
+            assert next(batches) == {"step": taken}
+    assert not running()  # although its queue was full
+
+
+def test_prefetch_raises_what_the_thread_raised_in_its_turn():
+    def make(step):
+        if step == 2:
+            raise OSError("disk gone")
+        return {"step": step}
+
+    with Prefetch(make, 0, 9, 4) as batches:
+        assert [next(batches)["step"], next(batches)["step"]] == [0, 1]
+        with pytest.raises(OSError, match="disk gone"):
+            next(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
+    assert not running()
+
+
+def test_prefetch_closed_while_a_batch_is_made():
+    started, release = threading.Event(), threading.Event()
+
+    def make(step):
+        started.set()
+        release.wait(5)
+        return {}
+
+    batches = Prefetch(make, 0, 9, 1)
+    started.wait(5)
+    threading.Timer(0.05, release.set).start()
+    batches.close()
+    batches.close()  # twice does no harm
+    assert not running()
+    assert list(batches) == []

@@ -1,0 +1,379 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from jaxdist.config import DataConfig, RequestError
+from jaxdist.data import corpus as corpus_module
+from jaxdist.data import documents
+from jaxdist.data.corpus import ENDS, open_corpus
+
+VOCAB, S = 300, 16
+POEM = "".join(f"line {i}: the tide of {i * i} äöü 日本 \t🙂 comes and goes\n" for i in range(400))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, content):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return write
+
+
+def lines(*texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def ids(*numbers):
+    return np.array(numbers, "<u2").tobytes()
+
+
+def open_(vocab=VOCAB, sequence=S, **knobs):
+    return open_corpus(DataConfig(**knobs), vocab, sequence)
+
+
+def decode(corpus, tokens):
+    return Tokenizer.from_str(corpus.tokenizer).decode(tokens.ids.tolist(), skip_special_tokens=False)
+
+
+# ---- what comes out
+
+
+def test_plain_text_round_trips_losslessly(write):
+    corpus = open_(path=write("poem.txt", POEM.replace("line 7:", "line 7:\r\n\r")), validation_fraction=0.1)
+    train, held_out = decode(corpus, corpus.train), decode(corpus, corpus.validation)
+    assert sorted((train + held_out).replace(ENDS[0], "").splitlines()) == sorted(
+        POEM.replace("line 7:", "line 7:\r\n\r").splitlines()
+    )
+    assert (train + held_out).count(ENDS[0]) == 1  # blocks of one text are not documents
+    assert 0.05 < corpus.validation.length / corpus.train.length < 0.2
+    assert Tokenizer.from_str(corpus.tokenizer).get_vocab_size() == VOCAB
+    assert corpus.train.largest() < VOCAB
+    assert "poem.txt" in corpus.source
+    assert "BPE of 300 entries" in corpus.source
+    assert "\n" not in corpus.source
+
+
+def test_every_nth_json_line_is_held_out_and_each_text_ends(write):
+    texts = [f"text {i} of " + "abc " * i for i in range(20)]
+    jsonl = lines(*texts).replace("\n", "\n\n", 3)  # blank lines are nothing
+    corpus = open_(path=write("a.jsonl", b"\xef\xbb\xbf" + jsonl.encode()), validation_fraction=0.25)
+    assert decode(corpus, corpus.validation).split(ENDS[0]) == [*texts[3::4], ""]
+    assert decode(corpus, corpus.train).split(ENDS[0]) == [*(t for i, t in enumerate(texts) if i % 4 != 3), ""]
+    assert "20 documents" in corpus.source
+
+
+def test_a_validation_path_is_held_out_whole(write):
+    a, b = write("a.jsonl", lines("one " * 30, "two " * 30)), write("b.jsonl", lines("three " * 20))
+    corpus = open_(path=a, validation_path=b)
+    assert decode(corpus, corpus.validation) == "three " * 20 + ENDS[0]
+    assert decode(corpus, corpus.train).count(ENDS[0]) == 2
+
+
+def test_token_files_are_used_in_place(write, cache):
+    path = write("a.bin", ids(*range(100)))
+    corpus = open_(path=path, validation_fraction=0.2)
+    assert (corpus.train.ids.tolist(), corpus.validation.ids.tolist()) == (list(range(80)), list(range(80, 100)))
+    assert corpus.train.path == corpus.validation.path == path
+    assert corpus.tokenizer is None
+    assert not cache.exists()
+    other = open_(path=path, validation_path=write("b.bin", ids(*range(50))))
+    assert (other.train.length, other.validation.length) == (100, 50)
+
+
+def test_the_library_is_its_source_files_without_tests(tmp_path, monkeypatch):
+    files = {"os.py": "import abc\n", "b/x.py": "xx = 1\n", "b.py": "b = 2\n", "a/data.txt": "no", "a/__init__.py": ""}
+    not_ours = {"test/t.py", "b/tests/t.py", "site-packages/p/q.py", "idlelib/idle_test/i.py", "config-3/c.py"}
+    for name, text in {**files, **dict.fromkeys(not_ours, "no"), "_sysconfigdata_x.py": "no"}.items():
+        (tmp_path / "lib" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lib" / name).write_bytes(text.encode() * 30 + b"\xff" * (name == "b.py"))
+    monkeypatch.setattr(documents.os, "__file__", str(tmp_path / "lib" / "os.py"))
+    corpus = open_(validation_fraction=0.5)
+    assert decode(corpus, corpus.train) == "b = 2\n" * 30 + "\ufffd" + ENDS[0] + "import abc\n" * 30 + ENDS[0]
+    assert decode(corpus, corpus.validation) == "xx = 1\n" * 30 + ENDS[0]
+    assert "standard library, 3 files" in corpus.source
+
+
+@pytest.mark.slow
+def test_the_default_corpus_is_large_enough_for_the_quickstart():
+    corpus = open_corpus(DataConfig(), 2048, 256)
+    assert corpus.train.rows(256) > 160 * 16  # no row is seen twice
+    assert corpus.validation.rows(256) > 8 * 16
+    assert 4 < corpus.validation.unigram_entropy() < 7
+    assert open_corpus(DataConfig(), 2048, 256) == corpus
+
+
+def test_large_vocabularies_are_uint32_and_a_short_text_says_so(write):
+    corpus = open_(vocab=70_000, path=write("a.txt", POEM))
+    assert (corpus.train.dtype, corpus.validation.dtype) == ("uint32", "uint32")
+    assert "too little text for 70000" in corpus.source
+    assert open_(vocab=1 << 16, path=write("a.txt", POEM)).train.dtype == "uint16"
+
+
+def test_blocks_are_cut_at_line_ends_or_between_characters(write):
+    path = write("a.txt", "日本語" * 400 + "\n" + POEM)
+    blocks = list(documents.Source("text", path, (path,)).documents(fraction=0.01))
+    assert "".join(block.text for block in blocks) == path.read_text()
+    assert max(len(block.text.encode()) for block in blocks) <= 2 * documents.SMALLEST_BLOCK_BYTES + 4
+    assert all(block.text.endswith("\n") for block in blocks if "日本語日" not in block.text)
+    assert [block.ends for block in blocks] == [False] * (len(blocks) - 1) + [True]
+
+
+def test_the_sample_is_bounded_and_evenly_spread():
+    stream = [(i % 10 == 9, documents.Document(f"{i:05}", True)) for i in range(1000)]
+    sample = list(corpus_module._sample(iter(stream), 500, 5000))
+    assert sum(map(len, sample)) <= 500
+    numbers = [int(text) for text in sample]
+    assert set(np.diff(numbers)) <= {10, 11, 12}
+    assert all(number % 10 != 9 for number in numbers)
+    assert numbers[-1] > 950
+    assert list(corpus_module._sample(iter(stream[:3]), 7, 14)) == ["00000", "00"]  # every second, and never too much
+
+
+# ---- a tokenizer of one's own
+
+
+def save_tokenizer(path, size=VOCAB, end=None):
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size - 1)} | {"?": size - 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.enable_truncation(5)
+    if end:
+        tokenizer.add_special_tokens([end])
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_given_tokenizer_is_used_untruncated_and_kept_as_it_is(write, tmp_path):
+    path = save_tokenizer(tmp_path / "t.json")
+    text = write("a.jsonl", lines(*[" ".join(f"w{i}" for i in range(20))] * 4))
+    corpus = open_(path=text, tokenizer=path, validation_fraction=0.5)
+    assert corpus.train.ids.tolist() == [*range(20)] * 2
+    assert corpus.tokenizer == path.read_text()
+    assert "without an end-of-text token" in corpus.source
+    save_tokenizer(path, VOCAB - 1, end="</s>")
+    other = open_(path=text, tokenizer=path, validation_fraction=0.5)
+    assert other.train.ids.tolist() == [*range(20), VOCAB - 1] * 2
+    assert other.fingerprint != corpus.fingerprint
+
+
+def test_tokens_keep_the_tokenizer_for_later(write, tmp_path):
+    path = save_tokenizer(tmp_path / "t.json")
+    corpus = open_(path=write("a.bin", ids(*range(400))), vocab=400, tokenizer=path)
+    assert corpus.tokenizer == path.read_text()
+
+
+# ---- cache and fingerprint
+
+
+def test_a_second_opening_reads_the_cache(write, monkeypatch):
+    path = write("a.txt", POEM)
+    first = open_(path=path)
+    monkeypatch.setattr(corpus_module, "_train", None)
+    monkeypatch.setattr(corpus_module, "_write_parts", None)
+    assert open_(path=path) == first
+    moved = path.rename(path.with_name("b.txt"))
+    assert open_(path=moved).fingerprint == first.fingerprint
+    assert open_(path=moved).train == first.train
+
+
+def test_the_fingerprint_changes_with_content_split_and_tokenizer_only(write):
+    a, b = write("a.txt", POEM), write("b.txt", POEM + "!")
+    bins = write("a.bin", ids(*range(200))), write("b.bin", ids(*range(1, 201)))
+    found = [
+        open_(path=a),
+        open_(path=b),
+        open_(path=a, validation_fraction=0.2),
+        open_(path=a, validation_path=b),
+        open_(path=a, vocab=VOCAB + 1),
+        open_(path=bins[0], validation_fraction=0.2),
+        open_(path=bins[1], validation_fraction=0.2),
+        open_(path=bins[0], validation_fraction=0.3),
+    ]
+    assert len({corpus.fingerprint for corpus in found}) == len(found)
+    assert open_(path=a, sequence=S // 2).fingerprint == found[0].fingerprint
+
+
+def test_training_a_tokenizer_is_deterministic(write, tmp_path, monkeypatch):
+    path = write("a.txt", POEM)
+    first = open_(path=path)
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "other"))
+    second = open_(path=path)
+    assert (second.tokenizer, second.fingerprint) == (first.tokenizer, first.fingerprint)
+    assert second.train.path != first.train.path
+    assert np.array_equal(second.train.ids, first.train.ids)
+
+
+def test_files_of_the_cache_that_were_cut_are_made_again(write, cache):
+    path = write("a.txt", POEM)
+    first = open_(path=path)
+    whole = first.train.path.read_bytes()
+    for name in ("train.bin", "about.json"):
+        (first.train.path.parent / name).write_bytes(b"{}")
+        assert open_(path=path).train.path.read_bytes() == whole
+    assert [folder.name for folder in cache.iterdir()] == [first.train.path.parent.name]
+
+
+def test_whoever_comes_second_uses_what_is_there(write, cache, monkeypatch):
+    path = write("a.txt", POEM)
+    write_parts, first = corpus_module._write_parts, []
+
+    def overtaken(*arguments):
+        monkeypatch.setattr(corpus_module, "_write_parts", write_parts)
+        first.append(open_(path=path))
+        return write_parts(*arguments)
+
+    monkeypatch.setattr(corpus_module, "_write_parts", overtaken)
+    assert open_(path=path) == first[0]
+    assert len(list(cache.iterdir())) == 1
+
+
+PROCESS = """
+import os, sys
+from pathlib import Path
+from jaxdist.config import DataConfig
+from jaxdist.data import corpus
+if sys.argv[2] == "dies":
+    corpus.json.dumps, dumps = (lambda x: os._exit(9) if type(x) is dict else dumps(x)), corpus.json.dumps
+print(corpus.open_corpus(DataConfig(path=Path(sys.argv[1])), 300, 16).fingerprint)
+"""
+
+
+def test_processes_that_race_or_die_leave_a_whole_cache(write, cache):
+    path = write("a.txt", POEM * 20)
+    start = lambda how: subprocess.Popen(
+        [sys.executable, "-c", PROCESS, str(path), how],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    dead = start("dies")
+    assert (dead.communicate(timeout=60)[0], dead.returncode) == ("", 9)
+    left = list(cache.iterdir())
+    assert len(left) == 1  # a folder that nobody takes for good
+    racing = [start("lives") for _ in range(3)]
+    found = {process.communicate(timeout=60)[0].strip() for process in racing}
+    assert found == {open_(path=path).fingerprint}
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_cached(write, cache, monkeypatch):
+    path = write("a.txt", POEM)
+    write_parts = corpus_module._write_parts
+
+    def growing(*arguments):
+        path.write_text(POEM + "more")
+        return write_parts(*arguments)
+
+    monkeypatch.setattr(corpus_module, "_write_parts", growing)
+    with pytest.raises(RequestError, match="changed while it was read"):
+        open_(path=path)
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below", "/proc/jaxdist"])
+def test_a_cache_that_cannot_be_written_is_named(write, tmp_path, monkeypatch, folder):
+    write("file", "x")
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / folder))
+    with pytest.raises(RequestError, match=r"cannot be written .*set JAXDIST_CACHE to a folder"):
+        open_(path=write("a.txt", POEM))
+
+
+def test_where_the_cache_is(monkeypatch):
+    assert corpus_module.cache_folder().name == "cache"
+    monkeypatch.delenv("JAXDIST_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert corpus_module.cache_folder() == Path("/x/jaxdist")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert corpus_module.cache_folder() == Path("/home/me/.cache/jaxdist")
+
+
+# ---- mistakes
+
+GOOD = lines("some text that is long enough for several rows " * 9, "more of it " * 20)
+
+BAD = [
+    # files of the request, its knobs, and what the sentence has to say
+    ({}, {"path": "a.txt"}, ["data.path", "a.txt' does not exist"]),
+    ({}, {"path": "."}, ["data.path", "is a folder", ".jsonl"]),
+    ({}, {"path": "/dev/null"}, ["not a regular file"]),
+    ({"a.txt": ""}, {"path": "a.txt"}, ["is empty"]),
+    ({"a.bin": b""}, {"path": "a.bin"}, ["is empty"]),
+    ({"a.txt": b"abc\n" * 999 + b"\xff\xfe"}, {"path": "a.txt"}, ["not utf-8 text (byte 3997 is 0xff)", "convert"]),
+    ({"a.txt": b"\x80" * 3000}, {"path": "a.txt"}, ["not utf-8 text (byte 1 is 0x80)"]),
+    ({"a.jsonl": GOOD + "{text: 1}\n"}, {"path": "a.jsonl"}, ["line 3", "is not JSON (", "column 2"]),
+    ({"a.jsonl": GOOD + "[" * 99999}, {"path": "a.jsonl"}, ["line 3", "is not JSON"]),
+    ({"a.jsonl": GOOD + '\n["text"]\n'}, {"path": "a.jsonl"}, ["line 4", "has a list", '"text"']),
+    ({"a.jsonl": GOOD + '{"b": 1, "a": 2}'}, {"path": "a.jsonl"}, ["line 3", "has the keys ['a', 'b']", '"text"']),
+    ({"a.jsonl": GOOD + '{"text": null}'}, {"path": "a.jsonl"}, ["line 3", 'a "text" that is no string']),
+    ({"a.jsonl": GOOD + '{"text": "\\uD800"}'}, {"path": "a.jsonl"}, ["line 3", "half of a surrogate pair"]),
+    ({"a.jsonl": GOOD.encode() + b'{"text": "\xff"}'}, {"path": "a.jsonl"}, ["line 3", "not utf-8 text (byte 11"]),
+    ({"a.jsonl": '\n{"text": ""}\n'}, {"path": "a.jsonl"}, ["training data has 0 tokens", "one row needs 17"]),
+    ({"a.jsonl": GOOD}, {"path": "a.jsonl"}, ["validation data has 0 tokens", "raise data.validation_fraction"]),
+    (
+        {"a.jsonl": GOOD, "b.jsonl": lines("x")},
+        {"path": "a.jsonl", "validation_path": "b.jsonl"},
+        ["validation data has 2 tokens and one row needs 17 (model.sequence 16", "data.validation_path longer"],
+    ),
+    ({"a.bin": b"123"}, {"path": "a.bin"}, ["cut short: 3 bytes"]),
+    ({"a.bin": ids(*range(301))}, {"path": "a.bin"}, ["token id 300", "model.vocab is 300", "at least 301"]),
+    (
+        {"a.bin": ids(*range(99)), "b.bin": ids(7, 999)},
+        {"path": "a.bin", "validation_path": "b.bin"},
+        ["b.bin' holds token id 999", "at least 1000"],
+    ),
+    ({"a.bin": ids(*range(99))}, {"path": "a.bin"}, ["validation data has 4 tokens", "lower model.sequence"]),
+    ({"a.bin": ids(*range(9))}, {"path": "a.bin"}, ["training data has 9 tokens", "validation data has 0 tokens"]),
+    ({"a.txt": POEM}, {"path": "a.txt", "vocab": 256}, ["model.vocab 256 is too small", "at least 257"]),
+    ({"a.txt": POEM}, {"path": "a.txt", "tokenizer": "t.json"}, ["data.tokenizer", "does not exist"]),
+    ({"a.txt": POEM, "t.json": "{}"}, {"path": "a.txt", "tokenizer": "t.json"}, ["is no tokenizer (", "leave it out"]),
+    ({"a.txt": POEM, "t.json": b"\xff"}, {"path": "a.txt", "tokenizer": "t.json"}, ["is no tokenizer ("]),
+    (
+        {"a.txt": POEM, "t.json": None},
+        {"path": "a.txt", "tokenizer": "t.json", "vocab": 299},
+        ["has ids up to 299", "model.vocab is 299", "at least 300"],
+    ),
+    ({"a.bin": ids(*range(99)), "t.json": None}, {"path": "a.bin", "tokenizer": "t.json", "vocab": 299}, ["up to 299"]),
+    (
+        {"a.txt": POEM, "b.jsonl": GOOD},
+        {"path": "a.txt", "validation_path": "b.jsonl"},
+        ["is plain text", "is JSON lines", "one kind"],
+    ),
+    ({"b.txt": POEM}, {"validation_path": "b.txt"}, ["data.path is not set"]),
+    ({"a.txt": POEM}, {"path": "a.txt", "validation_path": "a.txt"}, ["the same file"]),
+    (
+        {},
+        {"path": "a.txt", "validation_path": "b.txt", "tokenizer": "t.json"},
+        ["data.path", "data.validation_path", "data.tokenizer"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "knobs", "sentences"), BAD, ids=[" ".join(case[2])[:50] for case in BAD])
+def test_mistakes_are_named_with_values_and_remedy(write, tmp_path, files, knobs, sentences):
+    for name, content in files.items():
+        save_tokenizer(tmp_path / name) if content is None else write(name, content)
+    paths = {name: tmp_path / value for name, value in knobs.items() if name != "vocab"}
+    with pytest.raises(RequestError) as raised:
+        open_(vocab=knobs.get("vocab", VOCAB), **paths)
+    for sentence in sentences:
+        assert sentence in str(raised.value)
+    assert not list((tmp_path / "cache").glob("*.*")), "a half-made folder is left"
+
+
+def test_a_python_without_source_files_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents.os, "__file__", str(tmp_path / "os.py"))
+    with pytest.raises(RequestError, match=r"holds no source files.*set data.path"):
+        open_()

@@ -1,0 +1,64 @@
+import math
+
+import numpy as np
+import pytest
+
+from jaxdist.data import tokens as tokens_module
+from jaxdist.data.tokens import Tokens, TokenWriter
+
+
+def write(path, ids, dtype="uint16"):
+    with TokenWriter(path, dtype) as writer:
+        writer.write(np.asarray(ids))
+    return Tokens.open(path, dtype)
+
+
+def test_windows_share_one_token_so_that_each_is_predicted_once(tmp_path):
+    tokens = write(tmp_path / "a.bin", np.arange(14))
+    assert tokens.rows(4) == 3
+    windows = tokens.window(np.array([2, 0]), 4)
+    assert windows.dtype == np.int32
+    assert windows.tolist() == [[8, 9, 10, 11, 12], [0, 1, 2, 3, 4]]
+    predicted = tokens.window(np.arange(3), 4)[:, 1:].ravel()
+    assert predicted.tolist() == list(range(1, 13))
+
+
+@pytest.mark.parametrize(("length", "rows"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
+def test_rows_need_the_token_after_them(tmp_path, length, rows):
+    assert write(tmp_path / "a.bin", np.zeros(length, int)).rows(4) == rows
+
+
+def test_a_row_outside_is_caught_not_cut_short(tmp_path):
+    tokens = write(tmp_path / "a.bin", np.arange(9))
+    for index in ([2], [-1]):
+        with pytest.raises(AssertionError, match="row outside"):
+            tokens.window(np.array(index), 4)
+
+
+def test_parts_are_views_of_the_same_file(tmp_path):
+    tokens = write(tmp_path / "a.bin", np.arange(100))
+    tail = tokens.part(60, 100).part(10, 40)
+    assert (tail.path, tail.length, tail.start) == (tokens.path, 30, 70)
+    assert tail.window(np.array([1]), 5).tolist() == [[75, 76, 77, 78, 79, 80]]
+    assert tail.largest() == 99
+    assert not tail.ids.flags.writeable
+
+
+@pytest.mark.parametrize("chunk", [3, 1 << 22])
+def test_largest_and_entropy_do_not_depend_on_chunks(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(tokens_module, "CHUNK", chunk)
+    tokens = write(tmp_path / "a.bin", [0, 0, 0, 0, 9, 9, 2, 5])
+    assert tokens.largest() == 9
+    assert tokens.unigram_entropy() == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(4) + 2 / 8 * math.log(8))
+    empty = tokens.part(3, 3)
+    assert (empty.largest(), empty.unigram_entropy(), empty.rows(1)) == (-1, 0.0, 0)
+
+
+def test_writer_streams_and_guards_the_type(tmp_path):
+    with TokenWriter(tmp_path / "a.bin", "uint32") as writer:
+        for start in (0, 3):
+            writer.write(np.arange(start, start + 3) + 70_000)
+        assert writer.size == 24
+    assert Tokens.open(tmp_path / "a.bin", "uint32").ids.tolist() == list(range(70_000, 70_006))
+    with TokenWriter(tmp_path / "b.bin", "uint16") as writer, pytest.raises(AssertionError, match="uint16"):
+        writer.write(np.array([65_536]))
