@@ -1,0 +1,50 @@
+"""The devices of this process. Without an accelerator the CPU is split into as many devices as the mesh needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+
+import jax
+
+from jaxdist.config import RequestError
+from jaxdist.mesh import describe, devices_asked, fill, make_mesh
+
+
+def start(shape: Mapping[str, int]) -> jax.sharding.Mesh:
+    """The mesh of `shape` over this machine's devices, all of them where they are accelerators.
+
+    Must run before anything else asks JAX for a device: CPU devices can only be made before the first use.
+    """
+    asked = devices_asked(shape)
+    _split_cpu(asked)
+    devices = jax.devices()
+    if devices[0].platform == "cpu":  # virtual devices: one left over is no hardware left idle
+        if len(devices) < asked:
+            raise RequestError(
+                f"mesh {describe(fill(shape, asked))} needs {asked} CPU devices, but this process has made "
+                f"{len(devices)} already; start a new process, or set XLA_FLAGS without "
+                f"--xla_force_host_platform_device_count"
+            )
+        devices = devices[:asked]
+    return make_mesh(fill(shape, len(devices)), devices)
+
+
+def _split_cpu(count: int) -> None:
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return  # the user has split it
+    with suppress(RuntimeError):  # too late: `start` counts what is there
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def capacity(device: jax.Device) -> int | None:
+    """Bytes of memory that the device has; for a CPU device, those of the machine, which all its devices share."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def peak_bytes(device: jax.Device) -> int | None:
+    """Most bytes that were in use on the device so far; None where the backend does not tell, as on CPU."""
+    return (device.memory_stats() or {}).get("peak_bytes_in_use")

@@ -1,0 +1,27 @@
+"""`python -m jaxdist.evaluate RUN`: the validation loss of a run's checkpoint, on any mesh."""
+
+from __future__ import annotations
+
+from jaxdist.request import Extra, arguments, run
+
+DESCRIPTION = "Compute the loss of a run's checkpoint on the whole held-out part of its data, on any mesh."
+CHECKPOINT = Extra("checkpoint", "latest", "Which step: latest, best (by validation loss) or a number.")
+
+
+def main(argv: list[str] | None = None) -> int:
+    asked = arguments(argv, "evaluate", DESCRIPTION, positional="RUN", extras=[CHECKPOINT])
+
+    import jax
+
+    from jaxdist.training.run import restore
+
+    trained = restore(asked.config, asked.extras["checkpoint"])
+    with jax.set_mesh(trained.run.mesh):
+        loss = trained.run.validation_loss(trained.params, batches=0)
+    unigram = trained.run.corpus.validation.unigram_entropy()
+    print(f"step {trained.step}  validation loss {loss:.4f} nats per token  (unigram entropy {unigram:.4f})")
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

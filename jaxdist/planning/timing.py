@@ -1,0 +1,22 @@
+"""How much arithmetic a step is, and what share of the devices' peak it reaches."""
+
+from __future__ import annotations
+
+from jaxdist.config import ModelConfig
+
+FLOPS_FORMULA = "6 x matrix parameters (output table included) + 6 x layers x sequence x embed (causal attention)"
+
+
+def flops_per_token(model: ModelConfig) -> int:
+    """FLOPs to train on one token, forward and backward, recomputation not counted.
+
+    6 for every parameter that multiplies it (PaLM, Chowdhery et al. 2022, appendix B); attention's two products of
+    S x D a layer are halved, because a causal model needs one half of them.
+    """
+    matrices = model.layers * (4 * model.embed**2 + 2 * model.embed * model.mlp_size) + model.vocab * model.embed
+    return 6 * matrices + 6 * model.layers * model.sequence * model.embed
+
+
+def mfu(tokens_per_second: float, flops: int, devices: int, peak: float | None) -> float | None:
+    """Model FLOPs utilisation: `flops` a token times tokens a second, over the peak of all devices; None if unknown."""
+    return None if peak is None else tokens_per_second * flops / (devices * peak)

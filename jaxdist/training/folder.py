@@ -1,0 +1,133 @@
+"""The folder of a run: what lies in it, and whether a run may start, go on, or is already done there."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from jaxdist import __version__
+from jaxdist.config import Config, RequestError, differing
+from jaxdist.request import load, to_toml
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+class RunFolder:
+    """Paths of a run's files, and the rules for entering the folder."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        self.config = self.path / "config.toml"
+        self.environment = self.path / "environment.json"
+        self.tokenizer = self.path / "tokenizer.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.plot = self.path / "loss.png"
+        self.tensorboard = self.path / "tensorboard"
+
+    def enter(self, config: Config) -> Config:
+        """What to run here: `config`, with the precision of the run that is here where it leaves that open.
+
+        Raises `RequestError` when `config` must not be run here. Writes nothing.
+        """
+        if not self.path.exists() or not any(self.path.iterdir()):
+            return config
+        if not self.config.exists():
+            raise RequestError(f"run folder {self.path} is not empty and holds no run; name another --run-dir")
+        if config.resume == "never":
+            raise RequestError(
+                f"run folder {self.path} holds a run already and --resume is never; "
+                f"name another --run-dir, or go on with --resume auto"
+            )
+        old = load(str(self.config), {}, knobs=())
+        if config.precision == "auto":
+            config = config.model_copy(update={"precision": old.precision})
+        if names := differing(old, config):
+            changes = ", ".join(f"{name} ({_value(old, name)} there, {_value(config, name)} here)" for name in names)
+            raise RequestError(
+                f"run folder {self.path} holds a run with another config: {changes}; "
+                f"ask for the same, or name another --run-dir"
+            )
+        return config
+
+    def same_data(self, there: str, here: str) -> None:
+        """Raise `RequestError` when the run here was trained on other data: `there` and `here` are fingerprints."""
+        if there != here:
+            raise RequestError(
+                f"the training data is not what the run in {self.path} has seen so far (fingerprint {here[:12]} here, "
+                f"{there[:12]} there); put it back, or name another --run-dir"
+            )
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the run. Raises `RequestError` when its data came as tokens."""
+        if not self.tokenizer.is_file():
+            raise RequestError(
+                f"{self.path} has no tokenizer.json: the run was trained on tokens; copy their tokenizer there"
+            )
+        return Tokenizer.from_file(str(self.tokenizer))
+
+    def write(self, config: Config, tokenizer: str | None, devices: list[str]) -> None:
+        """Write what tells how the run was made: its configuration, environment and tokenizer."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        _replace(self.config, to_toml(config))
+        _replace(self.environment, json.dumps(environment(devices), indent=2) + "\n")
+        if tokenizer is not None:
+            _replace(self.tokenizer, tokenizer)
+
+    def cut_metrics(self, step: int) -> None:
+        """Drop torn lines of metrics.jsonl and those of steps after `step`, which will be run again."""
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text().splitlines():
+            try:
+                keep = json.loads(line)["step"] <= step
+            except (ValueError, KeyError, TypeError):
+                keep = False
+            if keep:
+                kept.append(line + "\n")
+        _replace(self.metrics, "".join(kept))
+
+
+def environment(devices: list[str]) -> dict[str, object]:
+    """Versions, code and machine, as far as they can change a result."""
+    return {
+        "jaxdist": __version__,
+        "git_revision": _git_revision(),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "devices": devices,
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "command": sys.argv,
+    }
+
+
+def _git_revision() -> str | None:
+    """The revision of the code that runs; None outside a checkout, `-dirty` where files differ from it."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _value(config: Config, name: str) -> object:
+    value = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value

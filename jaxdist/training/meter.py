@@ -1,0 +1,106 @@
+"""From the raw results of steps to the figures of a line: read one step late, so that the devices never wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+import jax
+
+from jaxdist.cluster.runtime import peak_bytes
+from jaxdist.planning.hardware import peak_flops
+from jaxdist.planning.timing import flops_per_token, mfu
+from jaxdist.training.metrics import Log
+from jaxdist.training.optimizer import schedule
+from jaxdist.training.step import Metrics
+
+if TYPE_CHECKING:
+    from jaxdist.training.run import Run
+
+Item = TypeVar("Item")
+
+
+class Diverged(RuntimeError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+class Meter:
+    """Holds each step's metrics until the next step is on its way, then tells the log; keeps the time."""
+
+    def __init__(self, run: Run, log: Log):
+        config, device = run.config, run.mesh.devices.flat[0]
+        self.log, self.device, self.devices = log, device, run.mesh.devices.size
+        self.every, self.steps, self.max_skipped = config.log.every, run.steps, config.train.max_skipped
+        self.tokens_per_step = config.train.global_batch_size * config.model.sequence
+        self.learning_rate = schedule(config.optimizer, run.steps)
+        self.flops = flops_per_token(config.model)
+        self.peak = peak_flops(device.device_kind, config.precision)
+        self.pending: tuple[int, Metrics] | None = None
+        self.skipped = 0
+        self._restart()
+
+    def next(self, batches: Iterator[Item]) -> Item:
+        """The next batch; the wait for it counts as `data_seconds`."""
+        started = time.perf_counter()
+        batch = next(batches)
+        self.data_seconds += time.perf_counter() - started
+        return batch
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Note that `step` is on its way, and tell the results of the one before it."""
+        self.flush()
+        self.pending = step, metrics
+
+    def flush(self) -> None:
+        """Wait for the step that is on its way and tell its results. Raises `Diverged`."""
+        if self.pending is None:
+            return
+        (step, metrics), self.pending = self.pending, None
+        metrics = jax.device_get(metrics)
+        self.count += 1
+        self._check(step, metrics)
+        values = self._figures(step, metrics)
+        self.log.progress(values)
+        if step % self.every == 0 or step == self.steps:
+            self.log.metrics(values)
+            self._restart()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that belongs to no step: validating, saving."""
+        self.flush()
+        started = time.perf_counter()
+        yield
+        self.started += time.perf_counter() - started
+
+    def _restart(self) -> None:
+        self.started, self.count, self.data_seconds = time.perf_counter(), 0, 0.0
+
+    def _check(self, step: int, metrics: Metrics) -> None:
+        if metrics.skipped_in_a_row:
+            self.log.say(
+                f"step {step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}: update skipped "
+                f"({metrics.skipped_in_a_row} in a row, {metrics.skipped} in all)"
+            )
+        if metrics.skipped_in_a_row >= self.max_skipped:
+            raise Diverged(f"{metrics.skipped_in_a_row} steps in a row up to step {step} were not finite")
+
+    def _figures(self, step: int, metrics: Metrics) -> dict[str, float | int | None]:
+        seconds = (time.perf_counter() - self.started) / self.count
+        rate = self.tokens_per_step / seconds
+        updates = step - int(metrics.skipped)
+        return {
+            "step": step,
+            "loss": float(metrics.loss),
+            "grad_norm": float(metrics.grad_norm),
+            "learning_rate": float(self.learning_rate(max(updates - 1, 0))),
+            "tokens": step * self.tokens_per_step,
+            "step_seconds": seconds,
+            "data_seconds": self.data_seconds / self.count,
+            "tokens_per_second": rate,
+            "mfu": mfu(rate, self.flops, self.devices, self.peak),
+            "memory_bytes": peak_bytes(self.device),
+            "skipped": int(metrics.skipped),
+        }

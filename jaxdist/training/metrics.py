@@ -1,0 +1,122 @@
+"""What a run tells while it runs: metrics.jsonl, TensorBoard, wandb, and a line or a progress bar on the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from typing import IO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxdist.config import Config
+from jaxdist.training.folder import RunFolder
+
+
+class Log:
+    """The sinks of a run that goes on after step `first`. Open it with `with`; `text` is where people read, standard
+    error by default."""
+
+    def __init__(self, config: Config, folder: RunFolder, steps: int, first: int, text: IO[str] | None = None):
+        self._config, self._folder, self._steps, self._first = config, folder, steps, first
+        self._console = Console(file=text or sys.stderr, highlight=False, soft_wrap=True)
+        self._progress = self._task = self._lines = self._board = self._wandb = None
+
+    def __enter__(self) -> Log:
+        self._lines = self._folder.metrics.open("a")
+        if self._config.log.tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._board = SummaryWriter(str(self._folder.tensorboard), purge_step=self._first + 1)
+        if self._config.log.wandb:
+            self._wandb = _start_wandb(self._config, self._folder, self.say)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pause()
+        self._lines.close()
+        if self._board:
+            self._board.close()
+        if self._wandb:
+            self._guard(lambda: self._wandb.finish(quiet=True))
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        (self._progress.console if self._progress else self._console).print(text, markup=False)
+
+    def metrics(self, values: Mapping[str, float | int | None]) -> None:
+        """A line of metrics.jsonl for the step `values["step"]`; what is not finite is written as null."""
+        finite = {name: value if _finite(value) else None for name, value in values.items()}
+        self._lines.write(json.dumps(finite) + "\n")
+        self._lines.flush()
+        numbers = {name: value for name, value in finite.items() if value is not None and name != "step"}
+        if self._board:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, values["step"])
+        if self._wandb:
+            self._guard(lambda: self._wandb.log(numbers, step=values["step"]))
+        if "validation_loss" in values:
+            self.say(f"step {values['step']}  validation loss {values['validation_loss']:.4f}")
+        elif not self._console.is_terminal:
+            self.say(_line(values, self._steps))
+
+    def progress(self, values: Mapping[str, float | int | None]) -> None:
+        """Move the bar of a terminal to `values["step"]`; a pipe or file has its lines."""
+        if not self._console.is_terminal:
+            return
+        if self._progress is None:
+            columns = [TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")]
+            self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console)
+            self._progress.start()
+            self._task = self._progress.add_task("", total=self._steps)
+        self._progress.update(self._task, completed=values["step"], description=_figures(values))
+
+    def pause(self) -> None:
+        """Leave the bar as it is and free the terminal."""
+        if self._progress:
+            self._progress.stop()
+            self._progress = None
+
+    def _guard(self, call) -> None:
+        """Reporting to a service never stops a run: the first failure is told, then it is left alone."""
+        try:
+            call()
+        except Exception as error:  # whatever a network and somebody else's client may raise
+            self._wandb = None
+            self.say(f"warning: wandb failed and is switched off for this run: {error}")
+
+
+def _start_wandb(config: Config, folder: RunFolder, say):
+    try:
+        import wandb
+
+        settings = wandb.Settings(init_timeout=10, silent=True)
+        return wandb.init(
+            project=config.log.wandb,
+            name=folder.path.name,
+            dir=str(folder.path),
+            config=config.model_dump(mode="json"),
+            settings=settings,
+        )
+    except Exception as error:
+        say(f"warning: wandb could not start and is switched off for this run: {error}")
+        return None
+
+
+def _finite(value: float | int | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _figures(values: Mapping[str, float | int | None]) -> str:
+    mfu = "" if values["mfu"] is None else f"  MFU {values['mfu']:.1%}"
+    return f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s{mfu}"
+
+
+def _line(values: Mapping[str, float | int | None], steps: int) -> str:
+    return (
+        f"step {values['step']}/{steps}  {_figures(values)}  grad norm {values['grad_norm']:.3f}  "
+        f"lr {values['learning_rate']:.2e}  step {values['step_seconds'] * 1e3:.0f} ms  "
+        f"data {values['data_seconds'] * 1e3:.1f} ms"
+    )

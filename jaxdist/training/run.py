@@ -1,0 +1,113 @@
+"""A configuration made concrete on this machine: mesh, data, model, step. Shared by training and evaluation."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist import models
+from jaxdist.cluster import runtime
+from jaxdist.config import Config, RequestError
+from jaxdist.data.batches import validation_batches
+from jaxdist.data.corpus import Corpus, open_corpus
+from jaxdist.mesh import parse_mesh
+from jaxdist.models import Params
+from jaxdist.request import check_batch
+from jaxdist.sharding import Layout, on_devices
+from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.optimizer import optimizer
+from jaxdist.training.step import Step, TrainState
+
+
+class Run:
+    """A configuration and the parts that follow from it. Nothing is compiled or written; what is wrong with the
+    request on this machine, or with its data, is raised as `RequestError` by the part that finds it."""
+
+    def __init__(self, config: Config):
+        self.mesh = runtime.start(parse_mesh(config.mesh))
+        self.layout = Layout.on(self.mesh)
+        check_batch(config, self.layout.ranks)
+        precision = _precision(config.precision, self.layout.platform)
+        self.config = config.model_copy(update={"precision": precision})
+        self.model = models.build(config.model, self.layout)
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        return open_corpus(self.config.data, self.config.model.vocab, self.config.model.sequence)
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of the training part."""
+        rows, batch = self.corpus.train.rows(self.config.model.sequence), self.config.train.global_batch_size
+        if rows < batch:
+            raise RequestError(
+                f"the training data has {rows} row(s) of {self.config.model.sequence} tokens, fewer than one global "
+                f"batch of {batch}; lower train.global_batch_size or model.sequence, or give more data"
+            )
+        return rows
+
+    @cached_property
+    def steps(self) -> int:
+        train = self.config.train
+        return math.ceil(train.epochs * self.rows / train.global_batch_size) if train.epochs else train.steps
+
+    @cached_property
+    def step(self) -> Step:
+        config = self.config
+        return Step(
+            self.model,
+            self.layout,
+            optimizer(config.optimizer, self.steps, models.matrices(self.model)),
+            dtype=jnp.dtype(config.precision),
+            remat=config.model.remat,
+            max_norm=config.optimizer.clip,
+            dropout=config.model.dropout > 0,
+            seed=config.train.seed,
+        )
+
+    def init(self) -> TrainState:
+        """The state before the first step; call under `jax.set_mesh`."""
+        return jax.jit(self.step.init)(jax.random.key(self.config.train.seed))
+
+    def abstract(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state; call under `jax.set_mesh`."""
+        return on_devices(jax.eval_shape(self.step.init, jax.random.key(self.config.train.seed)), self.mesh)
+
+    @cached_property
+    def _evaluate(self):
+        return jax.jit(self.step.evaluate)
+
+    def validation_loss(self, params: Params, batches: int) -> float:
+        """Mean loss in nats over the held-out part, or its first `batches` (0: all), weighted by tokens."""
+        rows = self.config.train.global_batch_size // self.config.train.accumulation
+        held_out, sequence = self.corpus.validation, self.config.model.sequence
+        parts = validation_batches(held_out, sequence, rows, batches, self.mesh, self.layout)
+        sums = [jax.device_get(self._evaluate(params, part)) for part in parts]
+        return float(sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums))
+
+
+class Trained(NamedTuple):
+    """The weights of a run's checkpoint, on a mesh of today."""
+
+    run: Run
+    step: int
+    params: Params
+
+
+def restore(config: Config, which: str) -> Trained:
+    """The parameters of `which` step ("latest", "best" or a number) of the run in `config.run_dir`."""
+    run = Run(config)
+    with jax.set_mesh(run.mesh), Checkpoints(config.run_dir) as checkpoints:
+        abstract = on_devices(jax.eval_shape(run.step.place, run.model.abstract), run.mesh)
+        step, params = checkpoints.restore_params(abstract, which)
+    return Trained(run, step, params)
+
+
+def _precision(asked: str, platform: str) -> str:
+    if asked != "auto":
+        return asked
+    return "float32" if platform == "cpu" else "bfloat16"

@@ -1,0 +1,144 @@
+"""The training loop: batch, step, metrics of the step before, validation, checkpoint, stop."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import time
+
+import jax
+
+from jaxdist.data.batches import Prefetch, global_rows, train_batch
+from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.folder import RunFolder
+from jaxdist.training.meter import Meter
+from jaxdist.training.metrics import Log
+from jaxdist.training.plots import plot_loss
+from jaxdist.training.run import Run
+from jaxdist.training.step import Batch, TrainState
+from jaxdist.training.summary import summary
+
+DONE, STOPPED = 0, 85
+"""Exit codes: finished, and stopped early with a checkpoint saved."""
+
+
+def train(run: Run, folder: RunFolder) -> int:
+    """Train `run` in `folder`, from the beginning or from its newest checkpoint. Returns the exit code."""
+    with jax.set_mesh(run.mesh), Checkpoints(folder.path, run.config.checkpoint.keep) as checkpoints:
+        first = checkpoints.latest()
+        if first == run.steps:
+            print(f"{folder.path} is finished at step {first}; to start anew, name another --run-dir", file=sys.stderr)
+            return DONE
+        if first is not None:
+            folder.same_data(checkpoints.facts()["data"], run.corpus.fingerprint)
+        devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
+        folder.write(run.config, run.corpus.tokenizer, devices)
+        folder.cut_metrics(first or 0)
+        with Log(run.config, folder, run.steps, first or 0) as log, StopSignal() as stop:
+            return Trainer(run, folder, checkpoints, log, stop).train(first)
+
+
+class StopSignal:
+    """SIGTERM, SIGUSR1 and Ctrl-C ask the loop to save and stop; a second Ctrl-C interrupts at once."""
+
+    def __init__(self):
+        self.name: str | None = None
+
+    def __enter__(self) -> StopSignal:
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        self._old = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: object) -> None:
+        if self.name and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
+
+
+class Trainer:
+    """The loop and what it needs from step to step."""
+
+    def __init__(self, run: Run, folder: RunFolder, checkpoints: Checkpoints, log: Log, stop: StopSignal):
+        self.run, self.folder, self.checkpoints, self.log, self.stop = run, folder, checkpoints, log, stop
+        self.config, self.steps = run.config, run.steps
+        self.best = math.inf
+
+    def train(self, first: int | None) -> int:
+        """Go on after step `first`, or begin."""
+        state, first = self.start(first), first or 0
+        step_function = self.compile(state)
+        self.meter = Meter(self.run, self.log)
+        with Prefetch(self.batch, first, self.steps, self.config.data.prefetch) as batches:
+            for step in range(first + 1, self.steps + 1):
+                batch = self.meter.next(batches)
+                state, metrics = step_function(state, batch)
+                self.meter.step(step, metrics)
+                if self.due(step, self.config.validation.every):
+                    self.validate(step, state)
+                if self.due(step, self.config.checkpoint.every) or self.stop.name:
+                    self.save(step, state)
+                if self.stop.name and step < self.steps:
+                    self.log.say(f"stopped by {self.stop.name}: step {step} is saved; the same command goes on")
+                    return STOPPED
+        self.finish()
+        return DONE
+
+    def start(self, first: int | None) -> TrainState:
+        """Tell what is going to be run, and make or restore the state."""
+        resume = "from the beginning" if first is None else f"from the checkpoint of step {first}"
+        for line in summary(self.run, self.folder.path, resume):
+            self.log.say(line)
+        if first is None:
+            return self.run.init()
+        best = self.checkpoints.facts()["best"]
+        self.best = math.inf if best is None else best
+        return self.checkpoints.restore(self.run.abstract())
+
+    def compile(self, state: TrainState):
+        started = time.perf_counter()
+        step = jax.jit(self.run.step.train, donate_argnums=0).lower(state, self.batch(0)).compile()
+        self.log.say(f"compiled    in {time.perf_counter() - started:.1f} s")
+        return step
+
+    def batch(self, step: int) -> Batch:
+        """The global batch of the step that follows `step` steps: a function of (seed, step) alone."""
+        train, sequence = self.config.train, self.config.model.sequence
+        rows = global_rows(train.seed, step, train.global_batch_size, self.run.rows)
+        return train_batch(self.run.corpus.train, rows, sequence, train.accumulation, self.run.mesh, self.run.layout)
+
+    def due(self, step: int, every: int) -> bool:
+        return step == self.steps or (every > 0 and step % every == 0)
+
+    def validate(self, step: int, state: TrainState) -> None:
+        """Tell the loss on the held-out part; keep the state if it is the best so far."""
+        with self.meter.paused():
+            loss = self.run.validation_loss(state.params, self.config.validation.batches)
+            self.log.metrics({"step": step, "validation_loss": loss})
+            if loss < self.best:
+                self.best = loss
+                self.checkpoints.save_best(step, state, self.facts(step))
+
+    def save(self, step: int, state: TrainState) -> None:
+        with self.meter.paused():  # the metrics of this step are on disk before its checkpoint is
+            self.checkpoints.save(step, state, self.facts(step))
+
+    def facts(self, step: int) -> dict[str, object]:
+        """What a checkpoint holds beside arrays: the position in the data is (seed, step)."""
+        best = None if math.isinf(self.best) else self.best
+        data = self.run.corpus.fingerprint
+        return {"step": step, "seed": self.config.train.seed, "data": data, "best": best}
+
+    def finish(self) -> None:
+        """Compare the outcome with what no model of single tokens can beat, and draw it."""
+        self.meter.flush()
+        unigram = self.run.corpus.validation.unigram_entropy()
+        self.log.say(
+            f"done        best validation loss {self.best:.4f} nats per token; "
+            f"unigram entropy of the held-out part {unigram:.4f}"
+        )
+        plot_loss(self.folder.metrics, self.folder.plot, unigram)

@@ -1,0 +1,130 @@
+"""The rooms: who may not import whom, and who may spell what (design, section 4)."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "jaxdist"
+FILES = sorted(PACKAGE.rglob("*.py"))
+COMMANDS = {"train", "evaluate", "generate"}
+
+FORBIDDEN = {
+    "config": ["jaxdist", "jax", "flax"],
+    "mesh": ["jaxdist.!config"],
+    "sharding": ["jaxdist.!config,mesh"],
+    "request": ["jaxdist.!config,mesh,request,data"],
+    "parallel": ["jaxdist.models", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
+    "models": ["jaxdist.parallel.zero", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
+    "data": ["jaxdist.!config,mesh,sharding,data"],
+    "planning": ["jaxdist.training", "jaxdist.data", "jaxdist.cluster"],
+    "cluster": ["jaxdist.!config,mesh,cluster"],
+    "training.step": ["jaxdist.data", "jaxdist.training.checkpoint", "jaxdist.training.metrics"],
+    "training": ["jaxdist.lab", "jaxdist.bench"],
+}
+"""Room -> what it must not import; `jaxdist.!a,b` means nothing of jaxdist but a and b."""
+
+
+def name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def imports(path: Path, everywhere: bool = True) -> set[str]:
+    """Modules that a file imports; only at its top when not `everywhere`. What only types need does not count."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree) if everywhere else tree.body:
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found
+
+
+def breaks(module: str, rule: str) -> bool:
+    if "!" not in rule:
+        return module == rule or module.startswith(rule + ".")
+    allowed = rule.split("!")[1].split(",")
+    parts = module.split(".")
+    return parts[0] == "jaxdist" and len(parts) > 1 and parts[1] not in [*allowed, "__version__"]
+
+
+def offences(path: Path) -> list[str]:
+    rules = [rule for room, banned in FORBIDDEN.items() if (name(path) + ".").startswith(room + ".") for rule in banned]
+    everywhere = name(path) != "mesh"  # mesh imports jax where it makes one, not before
+    return [f"{name(path)} imports {m}" for m in imports(path, everywhere) for rule in rules if breaks(m, rule)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_rooms(path):
+    assert offences(path) == []
+
+
+def test_the_rules_can_be_broken(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    for room, line in [
+        ("sharding", "from jaxdist.models import x"),
+        ("data", "import jaxdist.training.step"),
+        ("parallel", "from jaxdist import data"),
+        ("config", "import jax.numpy"),
+    ]:
+        path = tmp_path / f"{room}.py"
+        path.write_text(line)
+        assert offences(path), line
+
+
+def test_nothing_imports_commands_or_benchmarks():
+    for path in FILES:
+        if not name(path).startswith("bench") and name(path) != "__main__":
+            assert not any(breaks(m, f"jaxdist.{c}") for m in imports(path) for c in COMMANDS | {"bench"}), name(path)
+
+
+def test_layouts_are_written_in_three_rooms_only():
+    """`PartitionSpec` (`P`) in sharding, parallel and data.batches."""
+    for path in FILES:
+        if name(path) == "sharding" or name(path).startswith("parallel") or name(path) == "data.batches":
+            continue
+        names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+        attributes = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        assert not {"P", "PartitionSpec"} & (names | attributes), name(path)
+
+
+def test_axis_names_are_spelled_in_mesh_only():
+    """`data` and `model` are sections of the configuration too: those count where a layout or collective is told."""
+    from jaxdist.mesh import AXES, DATA, MODEL
+
+    takers = {"P", "spec", "psum", "psum_scatter", "all_gather", "ppermute", "all_to_all", "axis_index", "reshard"}
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        told = [
+            inner.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in takers
+            for inner in ast.walk(node)
+            if isinstance(inner, ast.Constant)
+        ]
+        if name(path) != "mesh":
+            assert not {node.value for node in constants} & (set(AXES) - {DATA, MODEL}), name(path)
+            assert not set(told) & set(AXES), name(path)
+
+
+@pytest.mark.parametrize("module", ["jaxdist.config", "jaxdist.mesh", "jaxdist.request", "jaxdist.train"])
+def test_no_jax_before_the_request_is_read(module):
+    code = f"import sys, {module}; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_files_tell_one_story():
+    """Under about 350 lines each."""
+    assert {name(p): n for p in FILES if (n := len(p.read_text().splitlines())) > 350} == {}

@@ -1,0 +1,51 @@
+"""A run small enough to be made many times."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from jaxdist import train
+
+SMALL = [
+    "--model.layers=2", "--model.embed=16", "--model.heads=2", "--model.vocab=300", "--model.sequence=16",
+    "--train.global-batch-size=8", "--train.steps=20", "--optimizer.warmup=2", "--log.every=1",
+    "--checkpoint.every=5", "--validation.every=10", "--validation.batches=2", "--log.tensorboard=false",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> Path:
+    """A text with something to learn in it."""
+    rng = random.Random(0)
+    words = ["mesh", "axis", "device", "shard", "gather", "reduce", "layer", "token", "batch", "step"]
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("\n".join(" ".join(rng.choice(words) for _ in range(12)) for _ in range(600)))
+    return path
+
+
+@pytest.fixture
+def request_of(text, tmp_path):
+    """argv of a small run in a folder of this test: `request_of("name", "--mesh=2x1x1")`."""
+    return lambda name, *more: over(SMALL, f"--data.path={text}", f"--run-dir={tmp_path / name}", *more)
+
+
+def over(options: list[str], *more: str) -> list[str]:
+    """`options` with `more` in their place where both name the same knob."""
+    return list({option.partition("=")[0]: option for option in (*options, *more)}.values())
+
+
+@pytest.fixture
+def run(request_of, tmp_path):
+    """Train in this process and return the run's folder; `code` is the expected exit code."""
+
+    def call(name: str, *more: str, code: int = 0) -> Path:
+        assert train.main(request_of(name, *more)) == code
+        return tmp_path / name
+
+    return call
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

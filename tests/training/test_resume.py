@@ -1,0 +1,161 @@
+"""A run that is killed goes on as if nothing had happened: same mesh, same bits; another mesh, the same to 1e-5."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxdist import evaluate, train
+from jaxdist.config import RequestError
+from jaxdist.mesh import devices_asked, parse_mesh
+from tests.training.conftest import lines
+
+TIMES = ("step_seconds", "data_seconds", "tokens_per_second")
+
+KILLED = """
+import os, pathlib, signal, sys, time
+from jaxdist.training.meter import Meter
+step, saved = Meter.step, {saved!r} and pathlib.Path({saved!r})
+def step_and_die(self, number, metrics):
+    step(self, number, metrics)
+    if number == {after} + 1:
+        self.flush()
+        while saved and not saved.exists():  # the save in the background is on disk
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+Meter.step = step_and_die
+from jaxdist.train import main
+main(sys.argv[1:])
+"""
+
+
+def kill_after(step: int, saved: int | None, argv: list[str]) -> None:
+    """Run in a process of its own that dies without a word: `step` + 1 is done, `saved` is the newest on disk."""
+    folder = next(option.partition("=")[2] for option in argv if option.startswith("--run-dir"))
+    program = KILLED.format(after=step, saved=saved and f"{folder}/checkpoints/{saved}")
+    done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+
+
+def saved(folder, step: int = 20) -> dict:
+    """Everything of a checkpoint, as numpy."""
+    with ocp.CheckpointManager(folder / "checkpoints") as manager:
+        found = manager.restore(
+            step, args=ocp.args.Composite(params=ocp.args.StandardRestore(), training=ocp.args.StandardRestore())
+        )
+        return {"params": jax.device_get(found.params), "training": jax.device_get(found.training)}
+
+
+def without_times(folder) -> list[dict]:
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines(folder)]
+
+
+@pytest.mark.parametrize("mesh", ["1x1x1", "4x1x1"])
+def test_killed_after_step_7_and_resumed_equals_straight_to_the_bit(run, request_of, capsys, mesh):
+    options = (f"--mesh={mesh}", "--checkpoint.every=7", "--model.dropout=0.1", "--train.accumulation=2")
+    straight = run("straight", *options)
+    kill_after(7, 7, request_of("killed", *options))
+    resumed = run("killed", *options)
+    assert "from the checkpoint of step 7" in capsys.readouterr().err
+    jax.tree.map(np.testing.assert_array_equal, saved(resumed), saved(straight))
+    assert without_times(resumed) == without_times(straight)
+    assert [line["step"] for line in lines(resumed) if "loss" in line] == list(range(1, 21))
+
+
+@pytest.mark.parametrize(("before", "after"), [("4x1x1", "1x1x1"), ("1x1x1", "data=2,replica=2")])
+def test_resumed_on_another_mesh_equals_to_1e5(run, request_of, capsys, before, after):
+    straight = run("straight", f"--mesh={before}")
+    kill_after(7, 5, request_of("moved", f"--mesh={before}"))
+    moved = run("moved", f"--mesh={after}")
+    assert "from the checkpoint of step 5" in capsys.readouterr().err
+    for got, wanted in zip(lines(moved), lines(straight), strict=True):
+        assert got["step"] == wanted["step"]
+        for name in {"loss", "grad_norm", "validation_loss"} & set(wanted):
+            assert got[name] == pytest.approx(wanted[name], rel=1e-5)
+    assert f'mesh = "{after}"' in (moved / "config.toml").read_text()
+
+
+def test_a_finished_run_says_so_and_stays_as_it_is(run, capsys):
+    folder = run("done")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert run("done") == folder
+    assert "finished at step 20" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_metrics_are_cut_back_to_whole_lines_up_to_the_restored_step(run, request_of):
+    kill_after(7, 5, request_of("cut"))
+    path = run("straight").parent / "cut" / "metrics.jsonl"
+    assert [line["step"] for line in lines(path.parent)] == list(range(1, 9))
+    path.write_text(path.read_text() + '{"step": 9, "lo')
+    folder = run("cut")
+    assert [line["step"] for line in lines(folder) if "loss" in line] == list(range(1, 21))
+
+
+def test_killed_before_the_first_checkpoint_starts_again(run, request_of):
+    kill_after(2, None, request_of("early"))
+    assert [line["step"] for line in lines(run("early")) if "loss" in line] == list(range(1, 21))
+
+
+def test_other_knobs_are_refused_by_name_and_nothing_is_touched(run, request_of):
+    folder = run("mine")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(RequestError) as error:
+        train.main(request_of("mine", "--optimizer.learning-rate=0.5", "--model.layers=3"))
+    assert "optimizer.learning_rate (0.003 there, 0.5 here)" in str(error.value)
+    assert "model.layers (2 there, 3 here)" in str(error.value)
+    with pytest.raises(RequestError, match="--resume is never"):
+        train.main(request_of("mine", "--resume=never"))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_other_data_is_refused(run, request_of, text, tmp_path):
+    kill_after(7, 5, request_of("data"))
+    folder = tmp_path / "data"
+    original = text.read_text()
+    try:
+        text.write_text(original + "\none more line")
+        with pytest.raises(RequestError, match="training data is not what the run"):
+            run("data")
+    finally:
+        text.write_text(original)
+    assert [line["step"] for line in lines(run("data")) if "loss" in line] == list(range(1, 21))
+    assert (folder / "loss.png").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_saves_and_exits_with_85(run, request_of, tmp_path, number):
+    argv = request_of("stopped", "--train.steps=2000", "--checkpoint.every=0", "--validation.every=0")
+    process = subprocess.Popen([sys.executable, "-m", "jaxdist.train", *argv], stderr=subprocess.PIPE, text=True)
+    metrics, deadline = tmp_path / "stopped" / "metrics.jsonl", time.monotonic() + 240
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(60) == 85
+    step = max(int(path.name) for path in (tmp_path / "stopped" / "checkpoints").iterdir() if path.name.isdigit())
+    assert lines(tmp_path / "stopped")[-1]["step"] == step
+    assert f"stopped by {number.name}: step {step} is saved" in process.stderr.read()
+
+
+def test_the_best_checkpoint_is_kept(run, capsys):
+    folder = run("best", "--optimizer.learning-rate=0.02", "--checkpoint.keep=1")
+    validated = {line["step"]: line["validation_loss"] for line in lines(folder) if "validation_loss" in line}
+    best = min(validated, key=validated.get)
+    assert [path.name for path in (folder / "checkpoints" / "best").iterdir() if path.name.isdigit()] == [str(best)]
+    assert [path.name for path in (folder / "checkpoints").iterdir() if path.name.isdigit()] == ["20"]
+    capsys.readouterr()
+    assert evaluate.main([str(folder), "--checkpoint=best", "--mesh=4x1x1"]) == 0
+    assert f"step {best} " in capsys.readouterr().out
+
+
+def test_devices_are_those_of_the_mesh():
+    assert devices_asked(parse_mesh("-1x1x1")) == 1
+    assert len(jax.devices()) == int(os.environ.get("JAXDIST_TEST_DEVICES", 8))

@@ -1,0 +1,215 @@
+"""What a run leaves behind and says, and what other commands make of it."""
+
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxdist import evaluate, generate, train
+from jaxdist.config import Config, RequestError
+from jaxdist.data.corpus import open_corpus
+from jaxdist.request import load
+from jaxdist.training import plots
+from jaxdist.training.folder import RunFolder
+from jaxdist.training.meter import Diverged
+from jaxdist.training.metrics import Log
+from tests.training.conftest import SMALL, lines, over
+
+KEYS = {
+    "step", "loss", "grad_norm", "learning_rate", "tokens", "step_seconds", "data_seconds", "tokens_per_second", "mfu",
+    "memory_bytes", "skipped",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, text):
+    """One finished run, for the tests that only look."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    argv = over(SMALL, f"--data.path={text}", f"--run-dir={folder}", "--mesh=2x1x1", "--log.tensorboard=true")
+    assert train.main(argv) == 0
+    return folder
+
+
+def test_all_files_are_there_and_readable(finished):
+    config = load(str(finished / "config.toml"), {})
+    assert (config.model.layers, config.precision, config.mesh) == (2, "float32", "2x1x1")
+    environment = json.loads((finished / "environment.json").read_text())
+    assert environment["packages"]["jax"]
+    assert len(environment["devices"]) == 2
+    assert set(environment) >= {"XLA_FLAGS", "git_revision", "python", "jaxdist"}
+    tokenizer = RunFolder(finished).load_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("mesh").ids) == "mesh"
+    assert (finished / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((finished / "tensorboard").iterdir())
+    assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == ["10", "15", "20", "best"]
+
+
+def test_metrics_have_the_promised_keys(finished):
+    steps = [line for line in lines(finished) if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 21))
+    assert all(set(line) == KEYS for line in steps)
+    assert steps[-1]["tokens"] == 20 * 8 * 16
+    assert steps[-1]["mfu"] is None
+    assert steps[-1]["memory_bytes"] is None
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.2
+    assert [line for line in lines(finished) if "validation_loss" in line][-1]["step"] == 20
+
+
+def test_the_resolved_config_is_usable_as_config(finished, tmp_path):
+    again = tmp_path / "again"
+    assert train.main([str(finished / "config.toml"), f"--run-dir={again}"]) == 0
+    assert [line["loss"] for line in lines(again) if "loss" in line] == [
+        line["loss"] for line in lines(finished) if "loss" in line
+    ]
+
+
+@pytest.mark.parametrize("mesh", ["1x1x1", "data=2,replica=2"])
+def test_evaluate_on_any_mesh(finished, capsys, mesh):
+    assert evaluate.main([str(finished), f"--mesh={mesh}"]) == 0
+    words = capsys.readouterr().out.split()
+    whole = float(words[words.index("loss") + 1])
+    of_two_batches = [line["validation_loss"] for line in lines(finished) if "validation_loss" in line][-1]
+    assert whole == pytest.approx(of_two_batches, rel=0.2)
+    assert 2 < whole < 6
+
+
+def test_evaluate_agrees_across_meshes(finished, capsys):
+    found = []
+    for mesh in ("1x1x1", "4x1x1"):
+        evaluate.main([str(finished), f"--mesh={mesh}"])
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("options", [["--temperature=0"], ["--top-k=3", "--seed=5"]])
+def test_generate_writes_the_same_on_any_mesh(finished, capsys, options):
+    texts = []
+    for mesh in ("1x1x1", "2x1x1"):
+        argv = [str(finished), f"--mesh={mesh}", "--prompt=mesh axis", "--tokens=24", "--samples=2", *options]
+        assert generate.main(argv) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].count("mesh axis") >= 2
+    assert len(texts[0]) > 2 * len("mesh axis") + 60
+
+
+@pytest.mark.parametrize(
+    ("options", "fragments"),
+    [
+        (["--tokens=0", "--samples=0", "--temperature=-1"], ["tokens", "samples", "temperature"]),
+        (["--top-k=-2", "--seed=x"], ["top-k", "seed"]),
+        (["--prompt="], ["prompt"]),
+        (["--checkpoint=7"], ["holds no step 7; it has 10, 15, 20"]),
+        (["--train.steps=3"], ["train.steps"]),
+    ],
+)
+def test_generate_refuses(finished, options, fragments):
+    with pytest.raises(RequestError) as error:
+        generate.main([str(finished), "--mesh=1x1x1", *options])
+    for fragment in fragments:
+        assert fragment in str(error.value)
+
+
+def test_loss_that_is_not_finite_stops_the_run_after_n(run, capsys):
+    with pytest.raises(Diverged, match="3 steps in a row up to step"):
+        run("nan", "--optimizer.learning-rate=1e30", "--optimizer.clip=0", "--train.max-skipped=3")
+    said = capsys.readouterr().err
+    assert "update skipped (1 in a row, 1 in all)" in said
+
+
+def test_not_a_terminal_gets_plain_lines(run, capsys):
+    run("plain")
+    said = capsys.readouterr().err
+    assert "\x1b" not in said
+    assert "\r" not in said
+    assert "step 20/20  loss" in said
+    words = [
+        "versions",
+        "devices",
+        "mesh",
+        "model",
+        "batch",
+        "arithmetic",
+        "memory",
+        "attention",
+        "data",
+        "compiled",
+        "done",
+    ]
+    for word in [*words, "run folder"]:
+        assert f"\n{word} " in "\n" + said
+
+
+def test_a_terminal_gets_a_bar(tmp_path):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen, config = Terminal(), Config(log={"tensorboard": False})
+    with Log(config, RunFolder(tmp_path), 4, 0, screen) as log:
+        for step in range(1, 5):
+            values = dict.fromkeys(KEYS, 1.0) | {"step": step, "mfu": 0.41, "loss": 2.5, "tokens_per_second": 12345.0}
+            log.progress(values)
+            log.metrics(values)
+    assert "loss 2.5000  12,345 tokens/s  MFU 41.0%" in screen.getvalue()
+    assert "4/4" in screen.getvalue()
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
+    config = Config(log={"tensorboard": False})
+    with Log(config, RunFolder(tmp_path), 1, 0, io.StringIO()) as log:
+        log.metrics({"step": 1, "validation_loss": float("nan")})
+    assert lines(tmp_path) == [{"step": 1, "validation_loss": None}]
+
+
+def test_wandb_that_fails_never_stops_a_run(run, monkeypatch, tmp_path, capsys):
+    package = tmp_path / "site" / "wandb.py"
+    package.parent.mkdir()
+    package.write_text("Settings = dict\ndef init(**_):\n    raise ConnectionError('no network')\n")
+    monkeypatch.syspath_prepend(package.parent)
+    run("tracked", "--log.wandb=project", "--train.steps=3")
+    assert "wandb could not start and is switched off for this run: no network" in capsys.readouterr().err
+
+
+def test_epochs_count_rows(request_of, tmp_path):
+    argv = [option for option in request_of("epochs", "--train.epochs=0.5") if "train.steps" not in option]
+    assert train.main(argv) == 0
+    rows = open_corpus(load(str(tmp_path / "epochs" / "config.toml"), {}).data, 300, 16).train.rows(16)
+    assert lines(tmp_path / "epochs")[-1]["step"] == math.ceil(rows / 2 / 8)
+
+
+def test_lion_and_sgd_train_too(run):
+    for name, rate in (("lion", "1e-3"), ("sgd", "0.3")):
+        found = lines(run(name, f"--optimizer.name={name}", f"--optimizer.learning-rate={rate}"))
+        losses = [line["loss"] for line in found if "loss" in line]
+        assert losses[-1] < losses[0]
+
+
+def test_bfloat16_trains(run):
+    losses = [line["loss"] for line in lines(run("bf16", "--precision=bfloat16")) if "loss" in line]
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_bench_prints_one_json_object_and_nothing_else(tmp_path):
+    options = ["--model.layers=1", "--model.embed=16", "--model.heads=2", "--model.sequence=16", "--repeats=3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxdist.bench", "step", "--mesh=2x1x1", "--json", *options],
+        capture_output=True, text=True, check=True, cwd=tmp_path, env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
+    )  # fmt: skip
+    result = json.loads(done.stdout)
+    low, high = result["step_seconds_quartiles"]
+    assert 0 < low <= result["step_seconds"] <= high
+    assert result["tokens_per_second"] == pytest.approx(16 * 16 / result["step_seconds"])
+    assert result["mfu"] is None
+    assert result["peak_flops"] is None
+    assert result["devices"] == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_picture_shows_both_losses(finished, tmp_path):
+    plots.plot_loss(finished / "metrics.jsonl", tmp_path / "loss.png", 5.0)
+    assert (tmp_path / "loss.png").stat().st_size > 10_000

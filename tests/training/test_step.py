@@ -1,0 +1,103 @@
+"""Steps that are skipped, dropout, donation and the predicted memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist import models
+from jaxdist.config import Config, OptimizerConfig
+from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
+from jaxdist.planning import memory
+from jaxdist.sharding import Layout
+from jaxdist.training.optimizer import optimizer
+from jaxdist.training.step import Step
+from tests.parity import cases
+
+
+class Setup:
+    def __init__(self, mesh: str = "2x1x1", model=cases.MODEL, config: OptimizerConfig | None = None, **options):
+        shape = parse_mesh(mesh)
+        self.mesh = make_mesh(shape, jax.devices()[: devices_asked(shape)])
+        self.layout = Layout.on(self.mesh)
+        self.model = models.build(model, self.layout)
+        tx = optimizer(config or OptimizerConfig(warmup=5), 20, models.matrices(self.model))
+        self.step = Step(self.model, self.layout, tx, dropout=model.dropout > 0, **options)
+
+    def batch(self, accumulation: int = 1):
+        return cases.on_mesh(self.mesh, self.layout, *cases.rows(), accumulation)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_but_the_counts():
+    setup = Setup()
+    with jax.set_mesh(setup.mesh):
+        take = jax.jit(setup.step.train)
+        state, _ = take(jax.jit(setup.step.init)(jax.random.key(0)), setup.batch())
+        bad = jax.tree.map(lambda a: a, state.params)
+        bad["norm"]["bias"] = bad["norm"]["bias"].at[3].set(jnp.nan)
+        broken, metrics = take(state._replace(params=bad), setup.batch())
+        assert not np.isfinite(metrics.loss)
+        assert (int(broken.step), int(broken.skipped), int(broken.skipped_in_a_row)) == (2, 1, 1)
+        jax.tree.map(np.testing.assert_array_equal, broken.optimizer, state.optimizer)  # the schedule's count too
+        jax.tree.map(np.testing.assert_array_equal, broken.params, bad)
+
+        healed, metrics = take(broken._replace(params=state.params), setup.batch())
+        assert np.isfinite(metrics.loss)
+        assert (int(healed.step), int(healed.skipped), int(healed.skipped_in_a_row)) == (3, 1, 0)
+        straight, _ = take(state, setup.batch())
+        jax.tree.map(np.testing.assert_array_equal, healed.params, straight.params)
+
+
+def test_no_label_that_counts_is_no_division_by_zero():
+    setup = Setup()
+    with jax.set_mesh(setup.mesh):
+        batch = setup.batch() | {"labels": jnp.full_like(setup.batch()["labels"], -1)}
+        _, metrics = jax.jit(setup.step.train)(jax.jit(setup.step.init)(jax.random.key(0)), batch)
+    assert float(metrics.loss) == 0
+    assert int(metrics.tokens) == 0
+
+
+def test_dropout_depends_on_seed_step_and_row_and_is_off_in_evaluation():
+    model = cases.MODEL.model_copy(update={"dropout": 0.3})
+
+    def loss(seed: int, step: int) -> float:
+        setup = Setup("1x1x1", model, seed=seed)
+        with jax.set_mesh(setup.mesh):
+            params = jax.jit(setup.model.init)(jax.random.key(0))
+            return float(jax.jit(setup.step.gradients)(params, setup.batch(), step)[0])
+
+    values = {(seed, step): loss(seed, step) for seed in (0, 1) for step in (0, 1)}
+    assert len(set(values.values())) == 4
+
+    plain, dropped = Setup("1x1x1"), Setup("1x1x1", model)
+    with jax.set_mesh(plain.mesh):
+        params = jax.jit(plain.model.init)(jax.random.key(0))
+        assert float(plain.step.evaluate(params, plain.batch())[0]) == float(
+            dropped.step.evaluate(params, dropped.batch())[0]
+        )
+
+
+def test_rows_have_masks_of_their_own():
+    from jaxdist.models.layers import dropout
+
+    keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(4))
+    out = dropout(jnp.ones((4, 50, 40)), 0.25, keys, site=0)
+    assert len({np.asarray(row).tobytes() for row in out}) == 4
+    assert float(out.mean()) == pytest.approx(1, abs=0.05)
+    assert float((out == 0).mean()) == pytest.approx(0.25, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("mesh", ["1x1x1", "4x1x1"])
+def test_argument_bytes_are_predicted_exactly_and_the_state_is_donated(mesh, name):
+    setup = Setup(mesh, config=OptimizerConfig(name=name))
+    config = Config(model=cases.MODEL, optimizer=OptimizerConfig(name=name), precision="float32")
+    train = config.train.model_copy(update={"global_batch_size": cases.ROWS, "accumulation": 2})
+    predicted = memory.predict(config.model_copy(update={"train": train}), setup.model, setup.layout.ranks)
+    with jax.set_mesh(setup.mesh):
+        state = jax.eval_shape(setup.step.init, jax.random.key(0))
+        compiled = jax.jit(setup.step.train, donate_argnums=0).lower(state, setup.batch(2)).compile()
+    planned = compiled.memory_analysis()
+    assert planned.argument_size_in_bytes == predicted.arguments
+    held = predicted.parameters + predicted.optimizer
+    assert planned.alias_size_in_bytes == held
