@@ -44,15 +44,15 @@ class ModelConfig(Section):
 
     layers: Count = 4
     """Decoder blocks (L)."""
-    embed: Count = 256
+    embed: Count = 128
     """Width of the residual stream (D)."""
-    heads: Count = 8
+    heads: Count = 4
     """Attention heads (N); must divide embed."""
     mlp: CountOrZero = 0
     """Width of the MLP (F); 0 means 4 x embed."""
     vocab: Count = 2048
     """Rows of the embedding table (V); a tokenizer that is trained here gets this size."""
-    sequence: Count = 256
+    sequence: Count = 128
     """Tokens per row (S)."""
     tied: bool = True
     """Use the embedding table as the output projection too."""
@@ -86,7 +86,7 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "lion", "sgd"] = "adamw"
     """Update rule; sgd has momentum."""
-    learning_rate: Positive = 3e-3
+    learning_rate: Positive = 4e-3
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after the warm-up; constant decays linearly over the last decay_fraction of the run."""
@@ -109,7 +109,7 @@ class OptimizerConfig(Section):
 class TrainConfig(Section):
     """How long, how much at a time."""
 
-    steps: CountOrZero = 160
+    steps: CountOrZero = 150
     """Optimizer steps."""
     epochs: NonNegative = 0.0
     """Passes over the training data, in place of steps; 0 means that steps holds."""
@@ -126,7 +126,7 @@ class TrainConfig(Section):
 class ValidationConfig(Section):
     """Loss on the held-out part."""
 
-    every: CountOrZero = 80
+    every: CountOrZero = 75
     """Steps between validations; 0: only at the end."""
     batches: CountOrZero = 8
     """Batches per validation; 0: the whole held-out part."""
@@ -135,7 +135,7 @@ class ValidationConfig(Section):
 class CheckpointConfig(Section):
     """Saving."""
 
-    every: CountOrZero = 80
+    every: CountOrZero = 75
     """Steps between checkpoints; 0: only at the end."""
     keep: Count = 3
     """Newest checkpoints kept, beside the one with the best validation loss."""

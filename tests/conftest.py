@@ -10,6 +10,18 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.devices()  # made now, so that a command that a test runs in this process finds them and makes no others
 
 
+def pytest_addoption(parser):
+    parser.addoption("--exhaustive", action="store_true", help="run the whole matrices, and nothing else")
+
+
+def pytest_collection_modifyitems(config, items):
+    """`--exhaustive` runs the tests of that mark alone; without it they are left out."""
+    wanted = config.getoption("--exhaustive")
+    chosen = [item for item in items if ("exhaustive" in item.keywords) == wanted]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
+
+
 @pytest.fixture(scope="session", autouse=True)
 def caches(tmp_path_factory):
     """Nothing is read from, or left in, the home folder of the person who runs the tests."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -173,4 +174,8 @@ def outcome(main: Callable[[list[str]], int], argv: list[str]) -> int:
 
 def run(main: Callable[[list[str]], int]) -> NoReturn:
     """Run a command as the program: exit with its code, 2 for a mistake in the request, 1 with a traceback."""
-    sys.exit(outcome(main, sys.argv[1:]))
+    try:
+        sys.exit(outcome(main, sys.argv[1:]))
+    except BrokenPipeError:  # the reader of a pipe has seen enough, as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILED)

@@ -7,6 +7,7 @@ is the step, because the order of the data is a function of (seed, step).
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ class Checkpoints:
     def __init__(self, run_dir: Path, keep: int = 1):
         logging.getLogger("absl").setLevel(logging.ERROR)
         folder = Path(run_dir).resolve() / "checkpoints"
+        for torn in folder.glob("**/*.orbax-checkpoint-tmp"):  # left by a process that died while it saved
+            shutil.rmtree(torn, ignore_errors=True)
         self._newest = _manager(folder, keep)
         self._best = _manager(folder / BEST, 1)
 
@@ -92,8 +95,7 @@ class Checkpoints:
 
 
 def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
-    return ocp.CheckpointManager(folder, options=options)
+    return ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_keep=keep))
 
 
 def _items(state: TrainState) -> dict[str, Any]:

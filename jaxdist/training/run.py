@@ -50,6 +50,10 @@ class Run:
             )
         return rows
 
+    def open_data(self) -> tuple[int, int]:
+        """(rows, steps): reads, and at the first use tokenizes, the data. Raises `RequestError` if it is wrong."""
+        return self.rows, self.steps
+
     @cached_property
     def steps(self) -> int:
         train = self.config.train

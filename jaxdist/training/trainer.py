@@ -12,19 +12,20 @@ import jax
 from jaxdist.data.batches import Prefetch, global_rows, train_batch
 from jaxdist.training.checkpoint import Checkpoints
 from jaxdist.training.folder import RunFolder
-from jaxdist.training.meter import Meter
+from jaxdist.training.meter import Diverged, Meter
 from jaxdist.training.metrics import Log
 from jaxdist.training.plots import plot_loss
 from jaxdist.training.run import Run
 from jaxdist.training.step import Batch, TrainState
 from jaxdist.training.summary import summary
 
-DONE, STOPPED = 0, 85
-"""Exit codes: finished, and stopped early with a checkpoint saved."""
+DONE, FAILED, STOPPED = 0, 1, 85
+"""Exit codes: finished, failed, and stopped early with a checkpoint saved."""
 
 
 def train(run: Run, folder: RunFolder) -> int:
     """Train `run` in `folder`, from the beginning or from its newest checkpoint. Returns the exit code."""
+    run.open_data()  # nothing is written before it is known to be there and fit
     with jax.set_mesh(run.mesh), Checkpoints(folder.path, run.config.checkpoint.keep) as checkpoints:
         first = checkpoints.latest()
         if first == run.steps:
@@ -36,7 +37,11 @@ def train(run: Run, folder: RunFolder) -> int:
         folder.write(run.config, run.corpus.tokenizer, devices)
         folder.cut_metrics(first or 0)
         with Log(run.config, folder, run.steps, first or 0) as log, StopSignal() as stop:
-            return Trainer(run, folder, checkpoints, log, stop).train(first)
+            try:
+                return Trainer(run, folder, checkpoints, log, stop).train(first)
+            except Diverged as error:
+                log.say(f"stopped: {error}; the newest checkpoint is that of step {checkpoints.latest()}")
+                return FAILED
 
 
 class StopSignal:

@@ -13,6 +13,8 @@ from jaxdist.sharding import Layout
 from jaxdist.training.step import Step
 from tests.parity import cases
 
+pytestmark = pytest.mark.smoke
+
 COLLECTIVE = re.compile(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 

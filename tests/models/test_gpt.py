@@ -14,6 +14,8 @@ from jaxdist.models.layers import normal
 from jaxdist.sharding import Layout
 from jaxdist.training.step import Step
 
+pytestmark = pytest.mark.smoke
+
 CONFIG = ModelConfig(layers=2, embed=32, heads=4, vocab=80, sequence=24)
 
 

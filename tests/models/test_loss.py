@@ -9,6 +9,8 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models import loss
 from jaxdist.sharding import Layout
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture
 def layout():

@@ -26,6 +26,9 @@ ROWS = [
 ROWS += [("dropout", "4x1x1", 1), ("dropout", "data=2,replica=2", 4)]
 
 
+EVERY_MESH = ("1x1x1", "2x1x1", "4x1x1", "8x1x1", "data=2,replica=2", "data=2,replica=4", "replica=8")
+
+
 @cache
 def one_device(model: str) -> cases.Outcome:
     outcome = cases.train(model=MODELS[model])
@@ -38,16 +41,30 @@ def test_equals_one_device(model, mesh, accumulation):
     cases.assert_equal(cases.train(mesh, accumulation, MODELS[model]), one_device(model))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("remat", ["none", "dots", "block"])
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize(
+    "mesh", ["1x1x1", "2x1x1", "4x1x1", "8x1x1", "data=2,replica=2", "data=2,replica=4", "replica=8"]
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_combination_equals_one_device(model, mesh, accumulation, remat):
+    config = MODELS[model].model_copy(update={"remat": remat})
+    cases.assert_equal(cases.train(mesh, accumulation, config), one_device(model))
+
+
 @pytest.mark.parametrize("remat", ["dots", "block"])
 def test_recomputation_changes_nothing(remat):
     cases.assert_equal(cases.train("2x1x1", 2, TIED.model_copy(update={"remat": remat})), one_device("tied"))
 
 
+@pytest.mark.smoke
 def test_accumulation_equals_one_batch_to_1e6():
     """Weighted by labels that count, which differ from row to row."""
     cases.assert_equal(cases.train("1x1x1", accumulation=4), one_device("tied"), tolerance=2e-6)
 
 
+@pytest.mark.smoke
 def test_bfloat16_equals_one_device_in_bfloat16():
     """The same rounding of every product; the order of sums differs, hence the tolerance of bfloat16's last place."""
     wanted = cases.train("1x1x1", dtype=jnp.bfloat16)
@@ -68,6 +85,7 @@ def test_clipping_uses_the_norm_of_the_whole_gradient():
     cases.assert_equal(cases.train("8x1x1", max_norm=limit), wanted)
 
 
+@pytest.mark.smoke
 def test_adamw_in_float64():
     with jax.enable_x64(True):
         options = dict(optimizer=optax.adamw(1e-3), dtype=jnp.float64, param_dtype=jnp.float64, max_norm=0.5)

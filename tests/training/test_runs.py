@@ -15,9 +15,10 @@ from jaxdist.data.corpus import open_corpus
 from jaxdist.request import load
 from jaxdist.training import plots
 from jaxdist.training.folder import RunFolder
-from jaxdist.training.meter import Diverged
 from jaxdist.training.metrics import Log
 from tests.training.conftest import SMALL, lines, over
+
+pytestmark = pytest.mark.smoke
 
 KEYS = {
     "step", "loss", "grad_norm", "learning_rate", "tokens", "step_seconds", "data_seconds", "tokens_per_second", "mfu",
@@ -115,9 +116,10 @@ def test_generate_refuses(finished, options, fragments):
 
 
 def test_loss_that_is_not_finite_stops_the_run_after_n(run, capsys):
-    with pytest.raises(Diverged, match="3 steps in a row up to step"):
-        run("nan", "--optimizer.learning-rate=1e30", "--optimizer.clip=0", "--train.max-skipped=3")
+    run("nan", "--optimizer.learning-rate=1e30", "--optimizer.clip=0", "--train.max-skipped=3", code=1)
     said = capsys.readouterr().err
+    assert "stopped: 3 steps in a row up to step" in said
+    assert "newest checkpoint is that of step" in said
     assert "update skipped (1 in a row, 1 in all)" in said
 
 
@@ -213,3 +215,18 @@ def test_bench_prints_one_json_object_and_nothing_else(tmp_path):
 def test_the_picture_shows_both_losses(finished, tmp_path):
     plots.plot_loss(finished / "metrics.jsonl", tmp_path / "loss.png", 5.0)
     assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+def test_data_that_is_wrong_leaves_no_folder_behind(request_of, tmp_path):
+    (tmp_path / "tokens.bin").write_bytes(b"\xff\xff" * 5000)
+    with pytest.raises(RequestError, match="holds token id 65535"):
+        train.main(request_of("never", f"--data.path={tmp_path / 'tokens.bin'}"))
+    assert not (tmp_path / "never").exists()
+
+
+def test_half_a_checkpoint_is_cleared_away(run, tmp_path):
+    torn = tmp_path / "torn" / "checkpoints" / "4.orbax-checkpoint-tmp"
+    run("torn", "--train.steps=4")
+    (torn / "params").mkdir(parents=True)
+    run("torn", "--train.steps=4")
+    assert not torn.exists()

@@ -14,6 +14,8 @@ from jaxdist.training.optimizer import optimizer
 from jaxdist.training.step import Step
 from tests.parity import cases
 
+pytestmark = pytest.mark.smoke
+
 
 class Setup:
     def __init__(self, mesh: str = "2x1x1", model=cases.MODEL, config: OptimizerConfig | None = None, **options):
