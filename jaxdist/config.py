@@ -6,11 +6,13 @@ A TOML file holds only its differences from these defaults, which are the shippe
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 
 class RequestError(ValueError):
@@ -28,8 +30,17 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else f"valid names are {', '.join(valid)}"
 
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+def _short_names(path: Path) -> Path:
+    """Longer names cannot even be looked for."""
+    if any(len(os.fsencode(part)) > 255 for part in path.parts):
+        raise PydanticCustomError("long_name", "has a name of more than 255 bytes; choose a shorter one")
+    return path
+
+
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # jax drops higher bits without a word
+FilePath = Annotated[Path, AfterValidator(_short_names)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -69,11 +80,11 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Where the tokens come from."""
 
-    path: Path | None = None
+    path: FilePath | None = None
     """Text (.txt or any other), JSON lines (.jsonl with "text"), or uint16 tokens (.bin); none: Python's library."""
-    tokenizer: Path | None = None
+    tokenizer: FilePath | None = None
     """A tokenizer.json to use; none: train a byte-level BPE on the text."""
-    validation_path: Path | None = None
+    validation_path: FilePath | None = None
     """Held-out data of the same kind; none: a fraction of path is held out."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """How much of path is held out when there is no validation path."""
@@ -91,7 +102,7 @@ class OptimizerConfig(Section):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after the warm-up; constant decays linearly over the last decay_fraction of the run."""
     warmup: CountOrZero = 20
-    """Steps of linear warm-up from 0; where it is not given, no longer than the run."""
+    """Steps of linear warm-up from 0; where it is not given, no longer than a fifth of the run."""
     final: NonNegative = 0.1
     """Learning rate at the end, as a fraction of the peak."""
     decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.2
@@ -111,13 +122,13 @@ class TrainConfig(Section):
 
     steps: CountOrZero = 150
     """Optimizer steps."""
-    epochs: NonNegative = 0.0
+    epochs: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Passes over the training data, in place of steps; 0 means that steps holds."""
     global_batch_size: Count = 16
     """Rows per optimizer step over the whole mesh."""
     accumulation: Count = 1
     """Micro-batches per step, run one after the other."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # jax drops the higher bits without a word
+    seed: Seed = 0  # jax drops the higher bits without a word
     """Seed of the parameters, the data order and dropout."""
     max_skipped: Count = 10
     """Stop after this many steps in a row with a loss or gradient that is not finite."""
@@ -159,7 +170,7 @@ class Config(Section):
     """data x model x pipeline, such as 4x1x1, or named axes, such as data=4,replica=2; -1 fills one axis."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute in float32, or in bfloat16 over float32 parameters; auto: bfloat16 on GPUs, float32 on CPU."""
-    run_dir: Path | None = None
+    run_dir: FilePath | None = None
     """Folder of the run; none: runs/<config name>."""
     resume: Literal["auto", "never"] = "auto"
     """Go on with the run in run_dir, or refuse to."""

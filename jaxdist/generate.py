@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from jaxdist.config import Count, CountOrZero, NonNegative
+from jaxdist.config import Count, CountOrZero, NonNegative, Seed
 from jaxdist.request import Extra, arguments, run
 
 DESCRIPTION = "Write text with a run's checkpoint. Needs only the run folder; every device of the mesh writes samples."
 EXTRAS = [
-    Extra("checkpoint", "best", "Which step: latest, best (by validation loss) or a number."),
+    Extra("checkpoint", "latest", "Which step: latest, best (by validation loss) or a number."),
     Extra("prompt", "def ", "Text to go on from."),
     Extra("tokens", 100, "Tokens to write.", Count),
     Extra("samples", 1, "Texts to write.", Count),
     Extra("temperature", 0.8, "Divides the logits; 0 takes the likeliest token.", NonNegative),
     Extra("top_k", 50, "Choose among this many likeliest tokens; 0: all.", CountOrZero),
-    Extra("seed", 0, "Seed of the choices.", CountOrZero),
+    Extra("seed", 0, "Seed of the choices.", Seed),
 ]
 
 
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer = folder.load_tokenizer()
     trained = restore(asked.config, extras["checkpoint"])
     choice = Choice(extras["temperature"], extras["top_k"])
-    prompt = tokenizer.encode(extras["prompt"]).ids
+    prompt = tokenizer.encode(extras["prompt"], add_special_tokens=False).ids
     for number, ids in enumerate(sample(trained, prompt, extras["tokens"], extras["samples"], choice, extras["seed"])):
         if extras["samples"] > 1:
             print(f"--- {number + 1}")

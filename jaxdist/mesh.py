@@ -56,8 +56,10 @@ def parse_mesh(text: str) -> MeshShape:
             problems.append(f"mesh '{text}' names an axis '{axis}' that does not exist; {nearest(axis, AXES)}")
         elif axis in seen:
             problems.append(f"mesh '{text}' names the axis '{axis}' twice; give it once")
-        elif not re.fullmatch(r"-1|[0-9]+", size) or int(size) == 0:
-            problems.append(f"mesh '{text}' gives {axis} the size '{size}'; use a whole number from 1, or -1 to fill")
+        elif not re.fullmatch(r"-1|[1-9][0-9]{0,5}", size):
+            problems.append(
+                f"mesh '{text}' gives {axis} the size '{size[:20]}'; use a whole number from 1 to 999999, or -1 to fill"
+            )
         else:
             shape[axis] = int(size)
         seen.add(axis)

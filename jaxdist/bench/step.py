@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jaxdist.training.run import Run
 
 DESCRIPTION = "Measure the train step of a configuration on random tokens: no data is read, nothing is saved."
-KNOBS = ["mesh", "precision", "model", "optimizer", "train"]
+KNOBS = ["mesh", "precision", "model", "optimizer", "train.global_batch_size", "train.accumulation", "train.seed"]
 EXTRAS = [
     Extra("json", False, "Print one JSON object on standard output, and nothing else."),
     Extra("warmup", 3, "Steps before the measurement.", CountOrZero),
@@ -50,6 +50,7 @@ def measure(config: Config, warmup: int, repeats: int) -> dict[str, object]:
     from jaxdist.training.run import Run
 
     run = Run(config)
+    run.steps = max(config.train.steps, 1)  # of the schedule alone: no data tells how many rows an epoch has
     device, count = run.mesh.devices.flat[0], run.mesh.devices.size
     with jax.set_mesh(run.mesh):
         state, batch = run.init(), _random_batch(run)
@@ -85,7 +86,7 @@ def measure(config: Config, warmup: int, repeats: int) -> dict[str, object]:
         "memory_bytes": peak_bytes(device),
         "argument_bytes": planned.argument_size_in_bytes,
         "temporary_bytes": planned.temp_size_in_bytes,
-        "loss": float(metrics.loss),
+        "loss": float(metrics.loss) if np.isfinite(metrics.loss) else None,
     }
 
 

@@ -11,6 +11,9 @@ import jax
 from jaxdist.config import RequestError
 from jaxdist.mesh import describe, devices_asked, fill, make_mesh
 
+MOST_CPU_DEVICES = 1024
+"""JAX takes CPU devices with numbers from 2048 for those of other processes."""
+
 
 def start(shape: Mapping[str, int]) -> jax.sharding.Mesh:
     """The mesh of `shape` over this machine's devices, all of them where they are accelerators.
@@ -18,9 +21,14 @@ def start(shape: Mapping[str, int]) -> jax.sharding.Mesh:
     Must run before anything else asks JAX for a device: CPU devices can only be made before the first use.
     """
     asked = devices_asked(shape)
-    _split_cpu(asked)
+    _split_cpu(min(asked, MOST_CPU_DEVICES))
     devices = jax.devices()
     if devices[0].platform == "cpu":  # virtual devices: one left over is no hardware left idle
+        if asked > MOST_CPU_DEVICES:
+            raise RequestError(
+                f"mesh {describe(fill(shape, asked))} needs {asked} devices, but a CPU is split into "
+                f"{MOST_CPU_DEVICES} at most; ask for fewer"
+            )
         if len(devices) < asked:
             raise RequestError(
                 f"mesh {describe(fill(shape, asked))} needs {asked} CPU devices, but this process has made "

@@ -66,7 +66,7 @@ def read(
         values["run_dir"] = Path("runs") / name
     if "optimizer.warmup" not in values and not values.get("train.epochs"):  # a default has to fit a short run
         steps = values.get("train.steps", KNOBS["train.steps"].default)
-        values["optimizer.warmup"] = min(KNOBS["optimizer.warmup"].default, steps)
+        values["optimizer.warmup"] = min(KNOBS["optimizer.warmup"].default, steps // 5)
     result = Config.model_validate(nest(values))
     broken = (file.failed - set(line.values)) | line.failed
     return result, file.problems + line.problems + checks.problems(result, set(used) - broken)
@@ -78,19 +78,21 @@ def _read_config(config: str | None) -> tuple[str, Source]:
     if path := SHIPPED.get(canonical(config)):
         return path.stem, _read_file(path)
     path = Path(config)
-    if path.is_dir():
+    if any(len(part) > 255 for part in path.parts):
+        problem = f"config '{config[:40]}...' is longer than a file's name can be; name a TOML file"
+    elif path.is_dir():
         problem = f"config '{config}' is a folder; name a TOML file in it, such as {path / 'config.toml'}"
     elif not path.exists():
         problem = f"config '{config}' is neither a file nor a shipped config; {nearest(canonical(config), SHIPPED)}"
     else:
         return path.stem, _read_file(path)
-    return path.stem, Source(failed=set(KNOBS), problems=[problem])
+    return DEFAULT, Source(failed=set(KNOBS), problems=[problem])
 
 
 def _read_file(path: Path) -> Source:
     try:
         tables = tomllib.loads(path.read_bytes().decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # not TOML, not UTF-8, a number of thousands of digits
         return Source(failed=set(KNOBS), problems=[f"{path} is not valid TOML: {error}"])
     except OSError as error:
         return Source(failed=set(KNOBS), problems=[f"{path} cannot be read: {error.strerror or error}"])

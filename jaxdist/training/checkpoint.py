@@ -21,15 +21,19 @@ BEST = "best"
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run; saves in the background. Use it as a context manager, or `close` it."""
+    """The folder `checkpoints/` of a run; saves in the background. Use it as a context manager, or `close` it.
 
-    def __init__(self, run_dir: Path, keep: int = 1):
+    `keep` is how many of the newest steps to keep; None only reads, and changes nothing on disk.
+    """
+
+    def __init__(self, run_dir: Path, keep: int | None):
         logging.getLogger("absl").setLevel(logging.ERROR)
         folder = Path(run_dir).resolve() / "checkpoints"
-        for torn in folder.glob("**/*.orbax-checkpoint-tmp"):  # left by a process that died while it saved
-            shutil.rmtree(torn, ignore_errors=True)
+        if keep is not None:
+            for torn in folder.glob("**/*.orbax-checkpoint-tmp"):  # left by a process that died while it saved
+                shutil.rmtree(torn, ignore_errors=True)
         self._newest = _manager(folder, keep)
-        self._best = _manager(folder / BEST, 1)
+        self._best = _manager(folder / BEST, keep and 1)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -52,29 +56,36 @@ class Checkpoints:
             self._best.save(step, args=_contents(state, facts), force=True)
 
     def check(self) -> None:
-        """Raise the error of a background save that has failed."""
+        """Raise the error of a save in the background that has failed: now, not at the next save."""
         self._newest.check_for_errors()
         self._best.check_for_errors()
 
     def facts(self, which: str = "latest") -> dict[str, Any]:
-        manager, step = self._find(which)
-        return manager.restore(step, args=ocp.args.Composite(facts=ocp.args.JsonRestore())).facts
+        return self._read(*self._find(which), facts=ocp.args.JsonRestore()).facts
 
     def restore(self, abstract: TrainState, which: str = "latest") -> TrainState:
         """The state of `which` step ("latest", "best" or a number), laid out as `abstract` says: any mesh will do.
 
         `abstract` holds `jax.ShapeDtypeStruct`s with shardings. Raises `RequestError` when there is no such step.
         """
-        manager, step = self._find(which)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in _items(abstract).items()}
-        found = manager.restore(step, args=ocp.args.Composite(**items))
+        found = self._read(*self._find(which), **items)
         return TrainState(params=found.params, **found.training)
 
     def restore_params(self, abstract: Params, which: str = "latest") -> tuple[int, Params]:
         """(step, parameters) alone, for evaluation: the optimizer's state is not read."""
         manager, step = self._find(which)
-        found = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))
-        return step, found.params
+        return step, self._read(manager, step, params=ocp.args.StandardRestore(abstract)).params
+
+    def _read(self, manager: ocp.CheckpointManager, step: int, **items: Any) -> Any:
+        try:
+            return manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:  # Orbax raises what its parts raise: ValueError, KeyError, JSONDecodeError ...
+            reason = str(error).strip().partition("\n")[0][:200]
+            raise RequestError(
+                f"checkpoint {manager.directory}/{step} cannot be read into this run's model ({reason}); if it is "
+                f"damaged, remove that folder to fall back on an older one"
+            ) from error
 
     def _find(self, which: str) -> tuple[ocp.CheckpointManager, int]:
         manager = self._best if which == BEST else self._newest
@@ -94,8 +105,12 @@ class Checkpoints:
             manager.close()
 
 
-def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
-    return ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_keep=keep))
+def _manager(folder: Path, keep: int | None) -> ocp.CheckpointManager:
+    if keep is None:
+        options = ocp.CheckpointManagerOptions(read_only=True, create=False)
+    else:
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
+    return ocp.CheckpointManager(folder, options=options)
 
 
 def _items(state: TrainState) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -37,15 +40,21 @@ class RunFolder:
 
         Raises `RequestError` when `config` must not be run here. Writes nothing.
         """
-        if not self.path.exists() or not any(self.path.iterdir()):
-            return config
         if not self.config.exists():
-            raise RequestError(f"run folder {self.path} is not empty and holds no run; name another --run-dir")
+            strangers = set(os.listdir(self.path)) - {".lock", "checkpoints"} if self.path.exists() else set()
+            if strangers:
+                raise RequestError(
+                    f"run folder {self.path} holds no run, but other things ({', '.join(sorted(strangers)[:3])}); "
+                    f"name another --run-dir"
+                )
+            return config
         if config.resume == "never":
             raise RequestError(
                 f"run folder {self.path} holds a run already and --resume is never; "
                 f"name another --run-dir, or go on with --resume auto"
             )
+        if not any(path.name.isdigit() for path in self.checkpoints.glob("*")):
+            return config  # it died before it had learned anything that could be kept
         old = load(str(self.config), {}, knobs=())
         if config.precision == "auto":
             config = config.model_copy(update={"precision": old.precision})
@@ -56,6 +65,28 @@ class RunFolder:
                 f"ask for the same, or name another --run-dir"
             )
         return config
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder and keep other processes from training in it. Raises `RequestError` if one does."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / ".lock").open("a+")
+        except OSError as error:
+            raise RequestError(f"run folder {self.path} cannot be written ({error.strerror}); name another") from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                lock.seek(0)
+                raise RequestError(
+                    f"run folder {self.path} is in use by process {lock.read().strip()}; wait for it, or name another "
+                    f"--run-dir"
+                ) from error
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+            yield
 
     def same_data(self, there: str, here: str) -> None:
         """Raise `RequestError` when the run here was trained on other data: `there` and `here` are fingerprints."""
@@ -71,7 +102,13 @@ class RunFolder:
             raise RequestError(
                 f"{self.path} has no tokenizer.json: the run was trained on tokens; copy their tokenizer there"
             )
-        return Tokenizer.from_file(str(self.tokenizer))
+        try:
+            tokenizer = Tokenizer.from_file(str(self.tokenizer))
+        except Exception as error:  # the library raises nothing more precise
+            raise RequestError(f"{self.tokenizer} is not a tokenizer ({error}); copy the right one there") from error
+        tokenizer.no_truncation()  # as the training data was encoded
+        tokenizer.no_padding()
+        return tokenizer
 
     def write(self, config: Config, tokenizer: str | None, devices: list[str]) -> None:
         """Write what tells how the run was made: its configuration, environment and tokenizer."""
@@ -86,7 +123,7 @@ class RunFolder:
         if not self.metrics.exists():
             return
         kept = []
-        for line in self.metrics.read_text().splitlines():
+        for line in self.metrics.read_text("utf-8").splitlines():
             try:
                 keep = json.loads(line)["step"] <= step
             except (ValueError, KeyError, TypeError):
@@ -122,7 +159,7 @@ def _git_revision() -> str | None:
 def _replace(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, "utf-8")
     temporary.replace(path)
 
 

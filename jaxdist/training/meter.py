@@ -60,12 +60,19 @@ class Meter:
         (step, metrics), self.pending = self.pending, None
         metrics = jax.device_get(metrics)
         self.count += 1
-        self._check(step, metrics)
         values = self._figures(step, metrics)
         self.log.progress(values)
-        if step % self.every == 0 or step == self.steps:
+        diverged = metrics.skipped_in_a_row >= self.max_skipped
+        if step % self.every == 0 or step == self.steps or diverged:
             self.log.metrics(values)
             self._restart()
+        if metrics.skipped_in_a_row:
+            self.log.say(
+                f"step {step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}: update skipped "
+                f"({metrics.skipped_in_a_row} in a row, {metrics.skipped} in all)"
+            )
+        if diverged:
+            raise Diverged(f"{metrics.skipped_in_a_row} steps in a row up to step {step} were not finite")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -77,15 +84,6 @@ class Meter:
 
     def _restart(self) -> None:
         self.started, self.count, self.data_seconds = time.perf_counter(), 0, 0.0
-
-    def _check(self, step: int, metrics: Metrics) -> None:
-        if metrics.skipped_in_a_row:
-            self.log.say(
-                f"step {step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}: update skipped "
-                f"({metrics.skipped_in_a_row} in a row, {metrics.skipped} in all)"
-            )
-        if metrics.skipped_in_a_row >= self.max_skipped:
-            raise Diverged(f"{metrics.skipped_in_a_row} steps in a row up to step {step} were not finite")
 
     def _figures(self, step: int, metrics: Metrics) -> dict[str, float | int | None]:
         seconds = (time.perf_counter() - self.started) / self.count

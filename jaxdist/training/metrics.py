@@ -21,11 +21,14 @@ class Log:
 
     def __init__(self, config: Config, folder: RunFolder, steps: int, first: int, text: IO[str] | None = None):
         self._config, self._folder, self._steps, self._first = config, folder, steps, first
-        self._console = Console(file=text or sys.stderr, highlight=False, soft_wrap=True)
+        text = text or sys.stderr
+        self._console = Console(
+            file=text, force_terminal=text.isatty(), highlight=False, markup=False, emoji=False, soft_wrap=True
+        )
         self._progress = self._task = self._lines = self._board = self._wandb = None
 
     def __enter__(self) -> Log:
-        self._lines = self._folder.metrics.open("a")
+        self._lines = self._folder.metrics.open("a", encoding="utf-8")
         if self._config.log.tensorboard:
             from tensorboardX import SummaryWriter
 
@@ -44,7 +47,7 @@ class Log:
 
     def say(self, text: str) -> None:
         """A line for people."""
-        (self._progress.console if self._progress else self._console).print(text, markup=False)
+        (self._progress.console if self._progress else self._console).print(text)
 
     def metrics(self, values: Mapping[str, float | int | None]) -> None:
         """A line of metrics.jsonl for the step `values["step"]`; what is not finite is written as null."""
@@ -70,7 +73,7 @@ class Log:
             columns = [TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")]
             self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console)
             self._progress.start()
-            self._task = self._progress.add_task("", total=self._steps)
+            self._task = self._progress.add_task("", total=self._steps, completed=self._first)
         self._progress.update(self._task, completed=values["step"], description=_figures(values))
 
     def pause(self) -> None:

@@ -14,14 +14,14 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Warm-up from 0, then to `final` x peak at the last of `steps` updates, in the shape that is asked for."""
     peak, end = config.learning_rate, config.learning_rate * config.final
     warmup = min(config.warmup, steps)
-    rest = max(steps - warmup, 1)
+    rest = max(steps - warmup - 1, 1)  # from the first update after the warm-up to the last of the run
     if config.schedule == "cosine":
         after = optax.cosine_decay_schedule(peak, rest, alpha=config.final)
     elif config.schedule == "linear":
         after = optax.linear_schedule(peak, end, rest)
     else:
-        decay = round(steps * config.decay_fraction)
-        after = optax.linear_schedule(peak, end, max(decay, 1), transition_begin=max(rest - decay, 0))
+        decay = min(round(steps * config.decay_fraction), rest)
+        after = optax.linear_schedule(peak, end, max(decay, 1), transition_begin=rest - decay)
         after = after if decay else optax.constant_schedule(peak)
     return optax.join_schedules([lambda count: peak * (count + 1) / (warmup + 1), after], [warmup]) if warmup else after
 

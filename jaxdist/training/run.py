@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -38,6 +39,12 @@ class Run:
     @cached_property
     def corpus(self) -> Corpus:
         return open_corpus(self.config.data, self.config.model.vocab, self.config.model.sequence)
+
+    def use_tokenizer(self, path: Path) -> None:
+        """Open the corpus again with the tokenizer at `path`, if there is one: ids that the weights know."""
+        if path.exists():
+            data = self.config.data.model_copy(update={"tokenizer": path})
+            self.corpus = open_corpus(data, self.config.model.vocab, self.config.model.sequence)
 
     @cached_property
     def rows(self) -> int:
@@ -86,10 +93,11 @@ class Run:
         return jax.jit(self.step.evaluate)
 
     def validation_loss(self, params: Params, batches: int) -> float:
-        """Mean loss in nats over the held-out part, or its first `batches` (0: all), weighted by tokens."""
-        rows = self.config.train.global_batch_size // self.config.train.accumulation
-        held_out, sequence = self.corpus.validation, self.config.model.sequence
-        parts = validation_batches(held_out, sequence, rows, batches, self.mesh, self.layout)
+        """Mean loss in nats over the held-out part, or its first `batches` global batches (0: all)."""
+        train, sequence = self.config.train, self.config.model.sequence
+        rows = train.global_batch_size // train.accumulation  # what fits while training fits here
+        limit = batches * train.accumulation
+        parts = validation_batches(self.corpus.validation, sequence, rows, limit, self.mesh, self.layout)
         sums = [jax.device_get(self._evaluate(params, part)) for part in parts]
         return float(sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums))
 
@@ -100,15 +108,17 @@ class Trained(NamedTuple):
     run: Run
     step: int
     params: Params
+    data: str
+    """Fingerprint of the data that they were trained on."""
 
 
 def restore(config: Config, which: str) -> Trained:
     """The parameters of `which` step ("latest", "best" or a number) of the run in `config.run_dir`."""
     run = Run(config)
-    with jax.set_mesh(run.mesh), Checkpoints(config.run_dir) as checkpoints:
+    with jax.set_mesh(run.mesh), Checkpoints(config.run_dir, keep=None) as checkpoints:
         abstract = on_devices(jax.eval_shape(run.step.place, run.model.abstract), run.mesh)
         step, params = checkpoints.restore_params(abstract, which)
-    return Trained(run, step, params)
+        return Trained(run, step, params, checkpoints.facts(str(step) if which == "latest" else which)["data"])
 
 
 def _precision(asked: str, platform: str) -> str:

@@ -25,12 +25,15 @@ DONE, FAILED, STOPPED = 0, 1, 85
 
 def train(run: Run, folder: RunFolder) -> int:
     """Train `run` in `folder`, from the beginning or from its newest checkpoint. Returns the exit code."""
+    if finished(folder):
+        return DONE
     run.open_data()  # nothing is written before it is known to be there and fit
-    with jax.set_mesh(run.mesh), Checkpoints(folder.path, run.config.checkpoint.keep) as checkpoints:
+    with (
+        jax.set_mesh(run.mesh),
+        folder.locked(),
+        Checkpoints(folder.path, run.config.checkpoint.keep) as checkpoints,
+    ):
         first = checkpoints.latest()
-        if first == run.steps:
-            print(f"{folder.path} is finished at step {first}; to start anew, name another --run-dir", file=sys.stderr)
-            return DONE
         if first is not None:
             folder.same_data(checkpoints.facts()["data"], run.corpus.fingerprint)
         devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
@@ -42,6 +45,20 @@ def train(run: Run, folder: RunFolder) -> int:
             except Diverged as error:
                 log.say(f"stopped: {error}; the newest checkpoint is that of step {checkpoints.latest()}")
                 return FAILED
+
+
+def finished(folder: RunFolder) -> bool:
+    """Whether the run in `folder` has had its last step; tells so, and draws its picture if that is missing."""
+    if not folder.checkpoints.exists():
+        return False
+    with Checkpoints(folder.path, keep=None) as checkpoints:
+        if checkpoints.latest() is None or checkpoints.latest() < checkpoints.facts()["steps"]:
+            return False
+        step, facts = checkpoints.latest(), checkpoints.facts()
+    if not folder.plot.exists():  # it was killed between its last checkpoint and its end
+        plot_loss(folder.metrics, folder.plot, facts["unigram"])
+    print(f"{folder.path} is finished at step {step}; to start anew, name another --run-dir", file=sys.stderr)
+    return True
 
 
 class StopSignal:
@@ -71,6 +88,7 @@ class Trainer:
     def __init__(self, run: Run, folder: RunFolder, checkpoints: Checkpoints, log: Log, stop: StopSignal):
         self.run, self.folder, self.checkpoints, self.log, self.stop = run, folder, checkpoints, log, stop
         self.config, self.steps = run.config, run.steps
+        self.unigram = run.corpus.validation.unigram_entropy()
         self.best = math.inf
 
     def train(self, first: int | None) -> int:
@@ -83,12 +101,14 @@ class Trainer:
                 batch = self.meter.next(batches)
                 state, metrics = step_function(state, batch)
                 self.meter.step(step, metrics)
+                self.checkpoints.check()
                 if self.due(step, self.config.validation.every):
                     self.validate(step, state)
-                if self.due(step, self.config.checkpoint.every) or self.stop.name:
+                stopped_by = self.stop.name
+                if self.due(step, self.config.checkpoint.every) or stopped_by:
                     self.save(step, state)
-                if self.stop.name and step < self.steps:
-                    self.log.say(f"stopped by {self.stop.name}: step {step} is saved; the same command goes on")
+                if stopped_by and step < self.steps:
+                    self.log.say(f"stopped by {stopped_by}: step {step} is saved; the same command goes on")
                     return STOPPED
         self.finish()
         return DONE
@@ -135,15 +155,20 @@ class Trainer:
     def facts(self, step: int) -> dict[str, object]:
         """What a checkpoint holds beside arrays: the position in the data is (seed, step)."""
         best = None if math.isinf(self.best) else self.best
-        data = self.run.corpus.fingerprint
-        return {"step": step, "seed": self.config.train.seed, "data": data, "best": best}
+        return {
+            "step": step,
+            "steps": self.steps,
+            "seed": self.config.train.seed,
+            "data": self.run.corpus.fingerprint,
+            "best": best,
+            "unigram": self.unigram,
+        }
 
     def finish(self) -> None:
         """Compare the outcome with what no model of single tokens can beat, and draw it."""
         self.meter.flush()
-        unigram = self.run.corpus.validation.unigram_entropy()
         self.log.say(
             f"done        best validation loss {self.best:.4f} nats per token; "
-            f"unigram entropy of the held-out part {unigram:.4f}"
+            f"unigram entropy of the held-out part {self.unigram:.4f}"
         )
-        plot_loss(self.folder.metrics, self.folder.plot, unigram)
+        plot_loss(self.folder.metrics, self.folder.plot, self.unigram)

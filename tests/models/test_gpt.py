@@ -77,6 +77,25 @@ def test_loss_gradient_and_logits_are_the_papers(one_device, tied):
         np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(b).max()), err_msg=jax.tree_util.keystr(path))
 
 
+def test_the_step_divides_by_the_labels_that_count(one_device):
+    """`Step.gradients` against the plain reading: a mean over valid labels, whatever the micro-batches."""
+    model = models.build(CONFIG, one_device)
+    params = jax.jit(model.init)(jax.random.key(1))
+    rng = np.random.default_rng(0)
+    tokens, labels = rng.integers(0, 80, (4, 24)), rng.integers(0, 80, (4, 24))
+    labels[0, 2:] = labels[1, 20:] = labels[2] = -1
+    mean = lambda params: reference(params, tokens, labels)[0] / (labels >= 0).sum()
+    wanted, wanted_gradient = jax.value_and_grad(mean)(params)
+    for k in (1, 2, 4):
+        cut = lambda a, k=k: jnp.asarray(a).reshape(k, -1, *a.shape[1:])
+        batch = {"tokens": cut(tokens), "labels": cut(labels), "rows": cut(np.arange(4))}
+        loss, gradient, count = jax.jit(Step(model, one_device, optimizer=None).gradients)(params, batch)
+        assert int(count) == (labels >= 0).sum()
+        np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+        for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted_gradient), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
+
 @pytest.mark.parametrize("sequence", [256, 320, 384, 130, 1])
 def test_blocked_attention_is_attention(one_device, sequence):
     from jaxdist.models.layers import causal_attention

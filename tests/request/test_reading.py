@@ -43,7 +43,7 @@ def test_shipped_configs():
 def test_command_line_over_file_over_defaults(write):
     path = write("[model]\nlayers = 6\nheads = 2\n[optimizer]\nlearning-rate = 1\n[data]\nprefetch = 3")
     config = load(path, {"model.layers": "7", "train.global-batch-size": "8", "model.tied": "false"})
-    assert (config.model.layers, config.model.heads, config.model.embed) == (7, 2, 256)
+    assert (config.model.layers, config.model.heads, config.model.embed) == (7, 2, 128)
     assert (config.optimizer.learning_rate, config.train.global_batch_size, config.model.tied) == (1.0, 8, False)
     assert config.run_dir == Path("runs/my")
 
@@ -73,7 +73,7 @@ def test_length_on_the_command_line_wins(write):
 
 
 def test_default_warmup_fits_a_short_run():
-    assert load(None, {"train.steps": "5"}).optimizer.warmup == 5
+    assert load(None, {"train.steps": "5"}).optimizer.warmup == 1
     assert load(None, {"train.epochs": "0.01"}).optimizer.warmup == 20
 
 

@@ -64,7 +64,8 @@ def test_update_rules(rule, decay):
 
 
 def rates(**options) -> np.ndarray:
-    rate = schedule(BASE.model_copy(update={"learning_rate": 1.0} | options), 100)
+    """Of a run of 101 steps: the last update is number 100."""
+    rate = schedule(BASE.model_copy(update={"learning_rate": 1.0} | options), 101)
     return np.array([float(rate(step)) for step in range(101)])
 
 
@@ -75,7 +76,7 @@ def test_warm_up_is_linear_and_starts_above_zero():
 
 
 @pytest.mark.parametrize("shape", ["cosine", "linear"])
-def test_decay_ends_at_the_final_fraction(shape):
+def test_the_last_update_has_the_final_fraction(shape):
     r = rates(warmup=10, schedule=shape, final=0.1)
     assert r[100] == pytest.approx(0.1)
     assert r[55] == pytest.approx(0.55)

@@ -1,6 +1,7 @@
 """A run that is killed goes on as if nothing had happened: same mesh, same bits; another mesh, the same to 1e-5."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from jaxdist import evaluate, train
 from jaxdist.config import RequestError
 from jaxdist.mesh import devices_asked, parse_mesh
+from jaxdist.training.folder import RunFolder
 from tests.training.conftest import lines
 
 TIMES = ("step_seconds", "data_seconds", "tokens_per_second")
@@ -79,6 +81,43 @@ def test_resumed_on_another_mesh_equals_to_1e5(run, request_of, capsys, before, 
         for name in {"loss", "grad_norm", "validation_loss"} & set(wanted):
             assert got[name] == pytest.approx(wanted[name], rel=1e-5)
     assert f'mesh = "{after}"' in (moved / "config.toml").read_text()
+
+
+def test_a_run_that_never_saved_may_be_asked_for_differently(run, request_of):
+    """Out of memory before the first checkpoint: the same folder with a smaller batch."""
+    kill_after(2, None, request_of("retry"))
+    assert len(lines(run("retry", "--train.global-batch-size=4"))) == 22
+
+
+def test_two_runs_in_one_folder_are_refused(run, tmp_path, request_of):
+    folder = RunFolder(tmp_path / "busy")
+    with folder.locked(), pytest.raises(RequestError, match=rf"in use by process {os.getpid()}"):
+        train.main(request_of("busy"))
+    assert len(lines(run("busy"))) == 22  # free again
+
+
+def test_readers_leave_a_save_in_progress_alone(run):
+    folder = run("read")
+    torn = folder / "checkpoints" / "25.orbax-checkpoint-tmp" / "params"
+    torn.mkdir(parents=True)
+    assert evaluate.main([str(folder)]) == 0
+    assert torn.exists()
+
+
+def test_a_damaged_checkpoint_is_told_in_a_sentence(run, request_of):
+    kill_after(7, 5, request_of("damaged"))
+    folder = run("straight").parent / "damaged"
+    shutil.rmtree(folder / "checkpoints" / "5" / "params" / "d")
+    for command in (lambda: train.main(request_of("damaged")), lambda: evaluate.main([str(folder)])):
+        with pytest.raises(RequestError, match=r"checkpoint .*/5 cannot be read .*remove that folder"):
+            command()
+
+
+def test_a_finished_run_gets_the_picture_that_it_misses(run):
+    folder = run("picture")
+    (folder / "loss.png").unlink()
+    run("picture")
+    assert (folder / "loss.png").exists()
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(run, capsys):

@@ -4,18 +4,23 @@ import io
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from jaxdist import evaluate, generate, train
 from jaxdist.config import Config, RequestError
 from jaxdist.data.corpus import open_corpus
 from jaxdist.request import load
 from jaxdist.training import plots
+from jaxdist.training.checkpoint import Checkpoints
 from jaxdist.training.folder import RunFolder
 from jaxdist.training.metrics import Log
+from jaxdist.training.optimizer import schedule
 from tests.training.conftest import SMALL, lines, over
 
 pytestmark = pytest.mark.smoke
@@ -115,15 +120,62 @@ def test_generate_refuses(finished, options, fragments):
         assert fragment in str(error.value)
 
 
-def test_loss_that_is_not_finite_stops_the_run_after_n(run, capsys):
+def test_the_metrics_are_the_steps_own(finished):
+    """The learning rate that each step used, and how the figures hang together."""
+    rate = schedule(load(str(finished / "config.toml"), {}).optimizer, 20)
+    for line in lines(finished):
+        if "loss" in line:
+            assert line["learning_rate"] == pytest.approx(float(rate(line["step"] - 1)), rel=1e-6)
+            assert line["tokens_per_second"] == pytest.approx(8 * 16 / line["step_seconds"])
+            assert 0 <= line["data_seconds"] <= line["step_seconds"]
+
+
+def test_evaluate_on_other_data_uses_the_runs_tokenizer(finished, tmp_path, capsys):
+    other = tmp_path / "other.txt"
+    other.write_text("a sentence about nothing in particular; " * 400)
+    assert evaluate.main([str(finished), f"--data.path={other}"]) == 0
+    said = capsys.readouterr()
+    assert "not the data that the run was trained on" in said.err
+    evaluate.main([str(finished), f"--data.path={other}", f"--data.tokenizer={finished / 'tokenizer.json'}"])
+    assert capsys.readouterr().out == said.out
+
+
+def test_validation_does_not_depend_on_accumulation(run):
+    found = [lines(run(f"k{k}", f"--train.accumulation={k}", "--train.steps=4")) for k in (1, 4)]
+    values = [[line["validation_loss"] for line in one if "validation_loss" in line] for one in found]
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+
+def test_the_prompt_is_encoded_as_the_training_text_was(finished, tmp_path, capsys):
+    folder = tmp_path / "special"
+    shutil.copytree(finished, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = tokenizer.token_to_id("<|endoftext|>")
+    special = [("<|endoftext|>", end)]
+    tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A <|endoftext|>", special_tokens=special)
+    tokenizer.enable_truncation(2)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    texts = []
+    for one in (finished, folder):
+        assert generate.main([str(one), "--prompt=mesh axis device", "--temperature=0", "--tokens=8"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(RequestError, match="is not a tokenizer"):
+        generate.main([str(folder)])
+
+
+def test_loss_that_is_not_finite_stops_the_run_after_n(run, tmp_path, capsys):
     run("nan", "--optimizer.learning-rate=1e30", "--optimizer.clip=0", "--train.max-skipped=3", code=1)
     said = capsys.readouterr().err
     assert "stopped: 3 steps in a row up to step" in said
     assert "newest checkpoint is that of step" in said
     assert "update skipped (1 in a row, 1 in all)" in said
+    assert lines(tmp_path / "nan")[-1]["skipped"] == 3
 
 
-def test_not_a_terminal_gets_plain_lines(run, capsys):
+def test_not_a_terminal_gets_plain_lines(run, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as many CI systems do
     run("plain")
     said = capsys.readouterr().err
     assert "\x1b" not in said
@@ -224,9 +276,9 @@ def test_data_that_is_wrong_leaves_no_folder_behind(request_of, tmp_path):
     assert not (tmp_path / "never").exists()
 
 
-def test_half_a_checkpoint_is_cleared_away(run, tmp_path):
-    torn = tmp_path / "torn" / "checkpoints" / "4.orbax-checkpoint-tmp"
-    run("torn", "--train.steps=4")
+def test_half_a_checkpoint_is_cleared_away(tmp_path):
+    torn = tmp_path / "checkpoints" / "4.orbax-checkpoint-tmp"
     (torn / "params").mkdir(parents=True)
-    run("torn", "--train.steps=4")
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.latest() is None
     assert not torn.exists()

@@ -1,5 +1,7 @@
 """Steps that are skipped, dropout, donation and the predicted memory."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +89,35 @@ def test_rows_have_masks_of_their_own():
     assert len({np.asarray(row).tobytes() for row in out}) == 4
     assert float(out.mean()) == pytest.approx(1, abs=0.05)
     assert float((out == 0).mean()) == pytest.approx(0.25, abs=0.02)
+
+
+def test_layers_and_places_have_masks_of_their_own():
+    """Dropout with one key for all layers would pass every test of parity."""
+    setup = Setup("1x1x1", cases.MODEL.model_copy(update={"dropout": 0.5, "layers": 2}))
+    seen = []
+
+    def block(layer, x, keys):
+        seen.append(np.asarray(jax.random.key_data(keys)))
+        return x
+
+    step = setup.step
+    step.model = SimpleNamespace(block=block, embed=lambda w, tokens, keys: block(None, jnp.zeros((2, 3, 4)), keys))
+    with jax.disable_jit():
+        step.hidden({"blocks": {"w": jnp.zeros((2, 1))}}, jnp.zeros((2, 3), int), jax.random.split(jax.random.key(0)))
+    assert len({row.tobytes() for keys in seen for row in keys}) == 3 * 2  # embedding and two layers, two rows each
+
+
+def test_gradients_are_added_and_kept_in_f32_under_bfloat16():
+    setup = Setup("2x1x1", dtype=jnp.bfloat16)
+    with jax.set_mesh(setup.mesh):
+        params = jax.eval_shape(setup.model.init, jax.random.key(0))
+        program = jax.make_jaxpr(setup.step.gradients)(params, setup.batch(4))
+    scans = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan"]
+    carries = [v.aval for eqn in scans for v in eqn.outvars[: eqn.params["num_carry"]]]
+    leaves = jax.tree.leaves(params)
+    assert {aval.shape for aval in carries} >= {leaf.shape for leaf in leaves}
+    assert {aval.dtype for aval in carries} == {jnp.dtype("float32")}
+    assert {aval.dtype for aval in program.out_avals[1:-1]} == {jnp.dtype("float32")}
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
