@@ -16,6 +16,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import P
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
@@ -23,6 +24,9 @@ from jaxdist.mesh import BATCH_AXES
 
 LETTERS = dict(B="batch", S="sequence", D="embed", F="mlp", N="heads", H="head", V="vocab", L="layers")
 """The logical axis behind each letter of an einsum string."""
+
+PRODUCT = "product"
+"""The name of every product with a weight, for policies of recomputation: inside a custom VJP they see no operation."""
 
 RULES = dict(batch=BATCH_AXES)
 """Logical axis -> the mesh axes that split it. What is not named here lies whole on every device."""
@@ -67,7 +71,7 @@ class Layout:
     def einsum(self, dims: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> Float[Array, "..."]:
         """Activation times weight, `"BSD,DF->BSF"`; the result lies as its letters say, the gradient of `w` as a
         partial sum over the axes that `w` is `reduced` over."""
-        return _weight_einsum(self, dims, x, w)
+        return checkpoint_name(_weight_einsum(self, dims, x, w), PRODUCT)
 
     def lookup(self, table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """Rows of a table (NaN for an id outside it). In f32, so that a frequent token's gradients are added in f32."""
@@ -126,13 +130,15 @@ def _weight_einsum_backward(layout, dims, saved, g):
     operands, out = dims.split("->")
     x_dims, w_dims = operands.split(",")
     dx = jnp.einsum(f"{out},{w_dims}->{x_dims}", g, w, out_sharding=gradient_spec(x))
-    if layout.platform == "cpu":
-        # XLA's fast CPU kernels do not take a left operand that is contracted over its leading dims. Written out
-        # transposed, behind a barrier that keeps the compiler from folding it back, it is one (1.08x the whole step).
-        rows_last = "".join(sorted(x_dims, key=lambda d: d not in w_dims))
-        x = jax.lax.optimization_barrier(jnp.einsum(f"{x_dims}->{rows_last}", x))
-        x_dims = rows_last
-    return dx, jnp.einsum(f"{x_dims},{out}->{w_dims}", x, g, out_sharding=gradient_spec(w))
+    dw = partial(jnp.einsum, out_sharding=gradient_spec(w))
+    if layout.platform != "cpu":
+        return dx, dw(f"{x_dims},{out}->{w_dims}", x, g)
+    # XLA's fast CPU kernels do not take a left operand that is contracted over its leading dims. Written out
+    # transposed, behind a barrier that keeps the compiler from folding it back, it is one. The smaller one goes there.
+    (dims, left), (right_dims, right) = sorted(((x_dims, x), (out, g)), key=lambda side: side[1].size)
+    rows_last = "".join(sorted(dims, key=lambda d: d not in w_dims))
+    left = jax.lax.optimization_barrier(jnp.einsum(f"{dims}->{rows_last}", left))
+    return dx, dw(f"{rows_last},{right_dims}->{w_dims}", left, right)
 
 
 _weight_einsum.defvjp(_weight_einsum_forward, _weight_einsum_backward)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,11 @@ def constant(value: float, shape: Sequence[int], axes: tuple[str | None, ...]) -
     return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
 
 
+recomputed = partial(jax.checkpoint, prevent_cse=False)
+"""Marks cheap functions: only their inputs are kept, and the backward pass computes the rest again. That takes less
+time than writing it to memory and reading it back, and saves half of the memory."""
+
+
 class LayerNorm(nnx.Module):
     """Layer normalisation over D (Ba et al. 2016, eq. 4), computed in f32 at least."""
 
@@ -47,11 +53,15 @@ class LayerNorm(nnx.Module):
         self.bias = constant(0.0, (embed,), ("embed",))
 
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        y = x.astype(wide(x.dtype))
-        y = y - jnp.mean(y, -1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + 1e-5)
-        y = y * spread(self.scale[...], y) + spread(self.bias[...], y)
-        return y.astype(x.dtype)
+        return _layer_norm(x, self.scale[...], self.bias[...])
+
+
+@recomputed
+def _layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    y = x.astype(wide(x.dtype))
+    y = y - jnp.mean(y, -1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + 1e-5)
+    return (y * spread(scale, y) + spread(bias, y)).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -78,51 +88,77 @@ def causal_attention(
 ) -> Float[Array, "B S N H"]:
     """Softmax attention over the past, in blocks of queries that skip the keys after them; softmax in f32.
 
-    With n blocks the work is (n + 1) / 2n of the full square, as in FlashAttention (Dao 2023, section 3.1.1); the
-    blocks are unrolled, at most 8, so that the program does not grow with S.
+    With n blocks the work is (n + 1) / 2n of the full square (Dao 2023, section 3.1.1). No S x S array is kept: the
+    backward pass makes each block's probabilities again from the log sum exp of its rows (section 3.1). The blocks are
+    unrolled, at most 8, so that the program does not grow with S.
     """
-    rows = _block_rows(q.shape[1])
-    q, k, v = (a.swapaxes(1, 2) for a in (q, k, v))  # BNSH
-    starts = range(0, q.shape[2], rows)
-    out = [_attend(q[:, :, start : start + rows], k[:, :, : start + rows], v[:, :, : start + rows]) for start in starts]
-    return jnp.concatenate(out, axis=2).swapaxes(1, 2)
+    return _attention(*(a.swapaxes(1, 2) for a in (q, k, v))).swapaxes(1, 2)
 
 
 @jax.custom_vjp
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """The last queries of a sequence against all keys up to the last one of them: BNSH with S at the end of T."""
-    return _attend_forward(q, k, v)[0]
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _attention_forward(q, k, v)[0]
 
 
-def _attend_forward(q, k, v):
+def _attention_forward(q, k, v):
+    """BNSH in and out; the keys' S is called T."""
+    blocks, sums = [], []
+    for rows, past in _blocks(q.shape[2]):
+        scores = _scores(q[:, :, rows], k[:, :, past])
+        highest = jnp.max(scores, -1, keepdims=True)
+        p = jnp.exp(scores - highest)
+        total = jnp.sum(p, -1, keepdims=True)
+        out = jnp.einsum("BNST,BNTH->BNSH", p.astype(v.dtype), v[:, :, past], preferred_element_type=total.dtype)
+        blocks.append((out / total).astype(v.dtype))
+        sums.append(highest + jnp.log(total))
+    out = jnp.concatenate(blocks, axis=2)
+    return out, (q, k, v, out, jnp.concatenate(sums, axis=2))
+
+
+def _attention_backward(saved, g):
+    """Dao et al. 2022, appendix B.2. dK and dV are formed transposed, so that P and dS, the large ones, are not.
+
+    Q and dO are turned around behind a barrier for the CPU's sake: see `sharding._weight_einsum_backward`.
+    """
+    q, k, v, out, sums = saved
+    q_columns, g_columns = jax.lax.optimization_barrier((q.swapaxes(2, 3), g.swapaxes(2, 3)))
+    correction = jnp.sum((g * out).astype(sums.dtype), -1, keepdims=True)
+    dq, dk, dv = [], 0, 0
+    for rows, past in _blocks(q.shape[2]):
+        after = [(0, 0)] * 3 + [(0, q.shape[2] - past.stop)]
+        p = jnp.exp(_scores(q[:, :, rows], k[:, :, past]) - sums[:, :, rows])
+        dp = jnp.einsum("BNSH,BNTH->BNST", g[:, :, rows], v[:, :, past], preferred_element_type=p.dtype)
+        ds = (p * (dp - correction[:, :, rows]) * q.shape[-1] ** -0.5).astype(q.dtype)
+        dq.append(jnp.einsum("BNST,BNTH->BNSH", ds, k[:, :, past]))
+        dk += jnp.pad(jnp.einsum("BNHS,BNST->BNHT", q_columns[..., rows], ds), after)
+        dv += jnp.pad(jnp.einsum("BNHS,BNST->BNHT", g_columns[..., rows], p.astype(g.dtype)), after)
+    return jnp.concatenate(dq, axis=2), dk.swapaxes(2, 3), dv.swapaxes(2, 3)
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """The last queries of a sequence against all keys up to the last one of them, -inf where a key comes later."""
     scores = jnp.einsum("BNSH,BNTH->BNST", q * q.shape[-1] ** -0.5, k, preferred_element_type=wide(q.dtype))
     visible = jnp.tril(jnp.ones(scores.shape[2:], bool), k.shape[2] - q.shape[2])
-    p = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(v.dtype)
-    out = jnp.einsum("BNST,BNTH->BNSH", p, v)
-    return out, (q, k, v, p, out)
+    return jnp.where(visible, scores, -jnp.inf)
 
 
-def _attend_backward(saved, g):
-    """Dao et al. 2022, appendix B.2. dK and dV are formed transposed, so that P and dS, the large ones, are not."""
-    q, k, v, p, out = saved
-    dv = jnp.einsum("BNSH,BNST->BNHT", g, p)
-    dp = jnp.einsum("BNSH,BNTH->BNST", g, v, preferred_element_type=wide(q.dtype))
-    correction = jnp.sum((g * out).astype(dp.dtype), -1, keepdims=True)
-    ds = (p * (dp - correction) * q.shape[-1] ** -0.5).astype(q.dtype)
-    dk = jnp.einsum("BNSH,BNST->BNHT", q, ds)
-    return jnp.einsum("BNST,BNTH->BNSH", ds, k), dk.swapaxes(2, 3), dv.swapaxes(2, 3)
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+def _blocks(sequence: int) -> list[tuple[slice, slice]]:
+    """(the queries of a block, the keys that some of them see) for every block."""
+    rows = block_rows(sequence)
+    return [(slice(start, start + rows), slice(0, start + rows)) for start in range(0, sequence, rows)]
 
 
 def attention_kernel(sequence: int) -> str:
     """Which attention runs, and why: for the summary of a run."""
-    blocks = sequence // _block_rows(sequence)
+    blocks = sequence // block_rows(sequence)
     return f"causal attention in {blocks} block(s) of queries: the one form that this version has, on every device"
 
 
-def _block_rows(sequence: int) -> int:
+def block_rows(sequence: int) -> int:
+    """How many queries blocked attention works on at a time."""
     blocks = min(8, sequence // ATTENTION_BLOCK)
     while blocks > 1 and sequence % blocks:
         blocks -= 1
@@ -131,7 +167,7 @@ def _block_rows(sequence: int) -> int:
 
 @jax.custom_vjp
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """GELU (Hendrycks and Gimpel 2016), tanh form. Its slope is saved in place of `x`: one tanh, not three."""
+    """GELU (Hendrycks and Gimpel 2016), tanh form. Its slope is made along with it: one tanh, not three."""
     return _gelu_forward(x)[0]
 
 
@@ -156,9 +192,14 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         h = self.layout.einsum("BSD,DF->BSF", x, self.up[...])
-        h = gelu(h + spread(self.up_bias[...], h))
-        out = self.layout.einsum("BSF,FD->BSD", h, self.down[...])
+        out = _activate_and_contract(self.layout, h, self.up_bias[...], self.down[...])
         return out + spread(self.down_bias[...], out)
+
+
+@partial(recomputed, static_argnums=0)
+def _activate_and_contract(layout: Layout, h: jax.Array, bias: jax.Array, down: jax.Array) -> jax.Array:
+    """Keeps `h` alone of the three arrays of width F. The product itself is not computed again: nobody needs it."""
+    return layout.einsum("BSF,FD->BSD", gelu(h + spread(bias, h)), down)
 
 
 def dropout(x: Float[Array, "B S D"], rate: float, keys: Key[Array, " B"] | None, site: int) -> Float[Array, "B S D"]:

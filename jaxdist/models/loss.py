@@ -44,15 +44,12 @@ def _fused_forward(layout, x, table, labels):
         valid = (labels >= 0)[..., None]
         g = jnp.where(valid, jnp.exp(logits - lse) - (ids == labels[..., None]), 0).astype(x.dtype)
         dx = jnp.einsum("BSV,VD->BSD", g, table, out_sharding=layout.activation("BSD"))
-        if layout.platform == "cpu":  # see sharding._weight_einsum_backward
-            g = jax.lax.optimization_barrier(jnp.einsum("BSV->VBS", g))
-            dims = "VBS,BSD->VD"
-        else:
-            dims = "BSV,BSD->VD"
-        part = jnp.einsum(dims, g, x, out_sharding=gradient_spec(table), preferred_element_type=wide(x.dtype))
+        x = jax.lax.optimization_barrier(jnp.einsum("BSD->DBS", x))  # see sharding._weight_einsum_backward
+        part = jnp.einsum("DBS,BSV->DV", x, g, out_sharding=transposed, preferred_element_type=wide(x.dtype))
         return (loss + _nll(logits, lse, labels), d_table + part), dx
 
-    zeros = reshard(jnp.zeros(table.shape, wide(table.dtype)), gradient_spec(table))
+    transposed = gradient_spec(table.T)  # so that x is turned around for the product, which is smaller than g
+    zeros = reshard(jnp.zeros(table.shape[::-1], wide(table.dtype)), transposed)
     (loss, d_table), dx = jax.lax.scan(
         chunk, (jnp.zeros((), wide(x.dtype)), zeros), (_cut(layout, x), _cut(layout, labels))
     )
@@ -61,7 +58,7 @@ def _fused_forward(layout, x, table, labels):
 
 def _fused_backward(layout, saved, g):
     dx, d_table, table = saved
-    return dx * g.astype(dx.dtype), scale_partial(d_table, g).astype(table.dtype), None
+    return dx * g.astype(dx.dtype), scale_partial(d_table, g).T.astype(table.dtype), None
 
 
 _fused.defvjp(_fused_forward, _fused_backward)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxdist.config import Config
+from jaxdist.config import Config, ModelConfig
 from jaxdist.models import Model
+from jaxdist.models.layers import block_rows
+from jaxdist.models.loss import CHUNK_ROWS
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 """Parameter-sized arrays that each update rule keeps."""
@@ -26,6 +28,8 @@ class Memory:
     """The copy in the compute dtype, where that is not f32."""
     activations: int
     """What the forward pass leaves for the backward pass: an estimate."""
+    working: int
+    """What exists only for a moment in either: an estimate."""
 
     @property
     def arguments(self) -> int:
@@ -34,7 +38,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.arguments + self.gradients + self.weights + self.activations
+        return self.arguments + self.gradients + self.weights + self.activations + self.working
 
 
 def predict(config: Config, model: Model, ranks: int) -> Memory:
@@ -50,19 +54,28 @@ def predict(config: Config, model: Model, ranks: int) -> Memory:
         batch=4 * rows * train.accumulation * (2 * sizes.sequence + (sizes.dropout > 0)),  # tokens, labels, row numbers
         gradients=(4 + width) * elements,
         weights=width * elements if width != 4 else 0,
-        activations=width * rows * sizes.sequence * sizes.layers * saved_per_token(config),
+        activations=width * rows * sizes.sequence * sizes.layers * saved_per_token(sizes, sizes.remat),
+        working=_working(sizes, rows, width),
     )
 
 
-def saved_per_token(config: Config) -> int:
-    """Values that a layer saves for each token: 4 of width D in the stream and norms, query, key and value, the
-    attention's output, two of width F, and N rows of probabilities (remat none); the products with weights and the
-    stream (dots); the stream alone (block). After Korthikanti et al. 2022, section 4.1."""
-    m = config.model
-    if m.remat == "block":
+def saved_per_token(m: ModelConfig, remat: str) -> int:
+    """Values that a layer keeps for each token, after Korthikanti et al. 2022, section 4.1.
+
+    With remat block, its input; with dots, the products with weights too (query, key and value, attention's output,
+    the MLP's width); with none, also the norms, what goes into attention's output, and each head's log sum exp.
+    """
+    if remat == "block":
         return m.embed
-    if m.remat == "dots":
-        return 6 * m.embed + m.mlp_size
-    blocks = max(1, min(8, m.sequence // 128))
-    probabilities = m.heads * m.sequence * (blocks + 1) // (2 * blocks)
-    return 8 * m.embed + 2 * m.mlp_size + probabilities
+    if remat == "dots":
+        return 5 * m.embed + m.mlp_size
+    return 9 * m.embed + m.mlp_size + m.heads
+
+
+def _working(m: ModelConfig, rows: int, width: int) -> int:
+    """What exists only for a moment: one layer's backward pass, attention's scores, a chunk of logits; f32 the last."""
+    layer = width * rows * m.sequence * saved_per_token(m, "none")
+    block = block_rows(m.sequence)
+    scores = 3 * 4 * rows * m.heads * block * m.sequence
+    logits = 3 * 4 * min(CHUNK_ROWS, rows * m.sequence) * m.vocab
+    return layer + max(scores, logits)

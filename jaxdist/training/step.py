@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.models import Model, Params
 from jaxdist.parallel import zero
-from jaxdist.sharding import Layout, wide
+from jaxdist.sharding import PRODUCT, Layout, wide
 from jaxdist.training.optimizer import clip
 
 Batch = dict[str, Array]
@@ -148,7 +148,7 @@ class Step:
 
 REMAT = dict(
     none=lambda f: f,
-    dots=partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims),
+    dots=partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(PRODUCT)),
     block=partial(jax.checkpoint, prevent_cse=False),
 )
 """What a layer's backward pass recomputes: `model.remat`."""

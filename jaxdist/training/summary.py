@@ -41,9 +41,10 @@ def summary(run: Run, folder: object, resume: str) -> list[str]:
 def _memory(held: memory.Memory, bytes_there: int | None, sharing: int) -> str:
     """Predicted bytes per device beside what there is; `sharing` devices have one memory."""
     there = "unknown capacity" if bytes_there is None else f"{_size(bytes_there / sharing)}"
+    activations = _size(held.activations + held.working)
     return (
         f"{_size(held.total)} of {there} per device predicted: parameters {_size(held.parameters)}, optimizer "
-        f"{_size(held.optimizer)}, gradients {_size(held.gradients)}, activations about {_size(held.activations)}"
+        f"{_size(held.optimizer)}, gradients {_size(held.gradients)}, activations about {activations}"
     )
 
 
