@@ -8,7 +8,7 @@ import jax
 
 from jaxdist.config import Config, ModelConfig
 from jaxdist.models import Model
-from jaxdist.models.layers import block_rows
+from jaxdist.models.attention import block_rows
 from jaxdist.models.loss import CHUNK_ROWS
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}

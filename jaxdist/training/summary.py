@@ -7,7 +7,7 @@ from importlib.metadata import version
 from jaxdist import __version__, models
 from jaxdist.cluster.runtime import capacity
 from jaxdist.mesh import describe
-from jaxdist.models.layers import attention_kernel
+from jaxdist.models.attention import attention_kernel
 from jaxdist.planning import memory
 from jaxdist.planning.timing import FLOPS_FORMULA, flops_per_token
 from jaxdist.training.run import Run

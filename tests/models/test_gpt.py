@@ -10,6 +10,7 @@ import pytest
 from jaxdist import models
 from jaxdist.config import ModelConfig
 from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.attention import causal_attention
 from jaxdist.models.layers import normal
 from jaxdist.sharding import Layout
 from jaxdist.training.step import Step
@@ -98,8 +99,6 @@ def test_the_step_divides_by_the_labels_that_count(one_device):
 
 @pytest.mark.parametrize("sequence", [256, 320, 384, 130, 1])
 def test_blocked_attention_is_attention(one_device, sequence):
-    from jaxdist.models.layers import causal_attention
-
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, sequence, 2, 8))
 
     def plain(q, k, v):
