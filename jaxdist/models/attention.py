@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -55,7 +53,7 @@ def _attention_backward(saved, g):
     q, k, v, out, sums = saved
     q_columns, g_columns = jax.lax.optimization_barrier((q.swapaxes(2, 3), g.swapaxes(2, 3)))
     correction = jnp.sum((g * out).astype(sums.dtype), -1, keepdims=True)
-    turned = partial(jnp.einsum, "BNHS,BNST->BNHT", preferred_element_type=sums.dtype)
+    turned = lambda a, b: jnp.einsum("BNHS,BNST->BNHT", a, b).astype(sums.dtype)
     dq, dk, dv = [], 0, 0
     for rows, past in _blocks(q.shape[2]):
         after = [(0, 0)] * 3 + [(0, q.shape[2] - past.stop)]
