@@ -70,7 +70,7 @@ class ModelConfig(Section):
     dropout: Fraction = 0.0
     """Probability of dropping an activation, in each block and after the embedding."""
     remat: Literal["none", "dots", "block"] = "none"
-    """What the backward pass recomputes: nothing; all but the products with weights; whole blocks."""
+    """What the backward pass recomputes: what is cheap; all but the products with weights; whole blocks."""
 
     @property
     def mlp_size(self) -> int:
