@@ -15,7 +15,6 @@ from jax.sharding import reshard
 
 from jaxdist.sharding import Layout, wide
 
-is_spec = lambda s: isinstance(s, P)
 is_axes = lambda a: isinstance(a, tuple)
 
 

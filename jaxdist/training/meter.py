@@ -38,7 +38,6 @@ class Meter:
         self.flops = flops_per_token(config.model)
         self.peak = peak_flops(device.device_kind, config.precision)
         self.pending: tuple[int, Metrics] | None = None
-        self.skipped = 0
         self._restart()
 
     def next(self, batches: Iterator[Item]) -> Item:
