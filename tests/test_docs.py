@@ -15,8 +15,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benc
 def reference() -> str:
     """Every knob, as docs/configuration.md shows it."""
     lines = []
-    for section in ("", *SECTIONS):
-        about = Config.model_fields[section].annotation.__doc__ if section else Config.__doc__
+    for section, about in {"": Config.__doc__, **SECTIONS}.items():
         lines += [f"### {section or 'run'}", "", about, "", "| knob | values | default | |", "|---|---|---|---|"]
         for name in (name for name in KNOBS if name.rpartition(".")[0] == section):
             field = KNOBS[name]

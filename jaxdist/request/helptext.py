@@ -35,17 +35,16 @@ def help_text(
         value = "" if extra.flag else f" {kind(extra.annotation)}"
         default = "" if extra.flag else f" (default {_default(extra.default)})"
         lines += _entry(option(extra.name) + value, extra.help + default, width)
-    for section in ("", *SECTIONS):
-        lines += _section(section, knobs, width)
+    for section, about in {"": Config.__doc__, **SECTIONS}.items():
+        lines += _section(section, about, knobs, width)
     return "\n".join(lines)
 
 
-def _section(section: str, knobs: Collection[str] | None, width: int) -> Iterator[str]:
+def _section(section: str, about: str, knobs: Collection[str] | None, width: int) -> Iterator[str]:
     names = [n for n in KNOBS if n.rpartition(".")[0] == section and (knobs is None or within(n, knobs))]
     if not names:
         return
-    about = Config.model_fields[section].annotation.__doc__ if section else Config.__doc__
-    yield from ("", f"{section or 'run'}: {about}")
+    yield from ("", *textwrap.wrap(f"{section or 'run'}: {about}", width))
     for name in names:
         field = KNOBS[name]
         text = f"{field.description or ''} (default {_default(field.default)})"

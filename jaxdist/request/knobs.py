@@ -24,7 +24,17 @@ def _walk(section: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
 KNOBS = _walk(Config)
 """Every knob: `{"mesh": ..., "model.layers": ...}`."""
 
-SECTIONS = tuple(name for name in Config.model_fields if name not in KNOBS)
+
+def _about(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, field in section.model_fields.items():
+        if prefix + name not in KNOBS:
+            found |= {prefix + name: field.annotation.__doc__} | _about(field.annotation, f"{prefix}{name}.")
+    return found
+
+
+SECTIONS = _about(Config)
+"""Every section and what it is about: `{"model": ..., "parallel": ..., "parallel.rules": ...}`."""
 
 RULES = {
     "greater_than_equal": "must be at least {ge}",
@@ -68,6 +78,15 @@ def nest(values: dict[str, Any]) -> dict[str, Any]:
     return nested
 
 
+def from_text(name: str, text: str) -> Any:
+    """What `text` on the command line says for a knob, as pydantic takes it: it never takes "3" for the choice 3."""
+    field = KNOBS[name]
+    if text == "none" and field.default is None:
+        return None
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    return {str(choice): choice for choice in choices}.get(text, text)
+
+
 def within(name: str, chosen: Iterable[str]) -> bool:
     """Whether the knob `name`, or its section, is among `chosen`."""
     return any(name == one or name.startswith(one + ".") for one in chosen)
@@ -76,12 +95,12 @@ def within(name: str, chosen: Iterable[str]) -> bool:
 def suggest(name: str, names: Iterable[str], form: Callable[[str], str] = str) -> str:
     """`did you mean 'x'?`: the same word in another section, a near miss, or else what is valid; written by `form`."""
     names = list(names)
-    section, _, last = name.rpartition(".")
+    last = name.rpartition(".")[2]
     if name in SECTIONS:
         return f"{name} is a section; its knobs are {', '.join(form(n) for n in names if within(n, [name]))}"
-    siblings = [n for n in names if within(n, [section])]
+    siblings = _siblings(name, names)
     word = lambda n: n.rpartition(".")[2]
-    close = [n for n in names if word(n) == last]
+    close = [n for n in siblings if word(n) == last] or [n for n in names if word(n) == last]
     for pool in siblings, names:
         if not close and (match := difflib.get_close_matches(last, map(word, pool), n=1)):
             close = [n for n in pool if word(n) == match[0]]
@@ -91,11 +110,20 @@ def suggest(name: str, names: Iterable[str], form: Callable[[str], str] = str) -
     return f"valid names are {', '.join(map(form, valid))}{'' if siblings else '; --help lists every knob'}"
 
 
+def _siblings(name: str, names: Iterable[str]) -> list[str]:
+    """Those of `names` in the innermost section of `name` that exists."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in SECTIONS:
+            return [n for n in names if within(n, [name])]
+    return []
+
+
 def kind(annotation: Any) -> str:
     """A word for the type of a knob: `int`, `path`, `a|b|c`."""
     if get_origin(annotation) is Literal:
-        return "|".join(get_args(annotation))
-    if Path in (annotation, *get_args(annotation)):
+        return "|".join(map(str, get_args(annotation)))
+    if any(Path in (one, *get_args(one)) for one in (annotation, *get_args(annotation))):
         return "path"
     return {bool: "true|false", str: "text"}.get(annotation) or getattr(annotation, "__name__", "value")
 
@@ -114,7 +142,7 @@ def sentence(name: str, value: object, error: dict[str, Any], annotation: Any) -
     """One of pydantic's errors in our words, such as `model.layers is -3: must be at least 1`."""
     rule, context = error["type"], error.get("ctx", {})
     if rule == "literal_error":
-        choices = get_args(annotation)
+        choices = [str(choice) for choice in get_args(annotation)]
         close = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
         return f"{name} is {shown(value)}: valid are {', '.join(choices)}{hint}"

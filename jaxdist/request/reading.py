@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from jaxdist import __version__
 from jaxdist.config import Config, RequestError, leaves, nearest
 from jaxdist.request import checks
-from jaxdist.request.knobs import KNOBS, SECTIONS, canonical, nest, option, sentence, suggest, within
+from jaxdist.request.knobs import KNOBS, SECTIONS, canonical, from_text, nest, option, sentence, suggest, within
 
 SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))}
 """The configs inside the package, by name."""
@@ -117,8 +117,8 @@ def _flatten(tables: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[s
                 problems.append(f"{path}: {name} is set twice, with hyphens and with underscores; keep one")
             elif name in KNOBS:
                 given[name] = value
-            elif isinstance(value, dict) and not prefix:
-                problems.append(f"{path}: unknown section '{key}'; {nearest(name, SECTIONS)}")
+            elif isinstance(value, dict):
+                problems.append(f"{path}: unknown section '{prefix}{key}'; {nearest(name, SECTIONS)}")
             else:
                 problems.append(f"{path}: unknown key '{prefix}{key}'; {suggest(name, KNOBS)}")
 
@@ -136,7 +136,7 @@ def _read_overrides(overrides: Mapping[str, str], used: Collection[str], also: I
         elif name not in used:
             problems.append(f"{option(name)} has no effect on this command; leave it out (--help lists what it takes)")
         else:
-            given[name] = None if text == "none" and KNOBS[name].default is None else text
+            given[name] = from_text(name, text)
     source = _validate(given, lambda values: Config.model_validate(nest(values)))
     return Source(source.values, source.failed, problems + source.problems)
 
@@ -173,14 +173,12 @@ def _choose_length(file: Source, line: Source) -> None:
 def to_toml(config: Config) -> str:
     """`config`, every knob of it, as TOML that `load` reads back to an equal one, if `load` has made it."""
     lines = [f"# The resolved configuration of a run, written by jaxdist {__version__}."]
-    section = ""
-    for name, value in leaves(config).items():
-        head, _, key = name.rpartition(".")
-        if head != section:
-            section = head
-            lines += ["", f"[{section}]"]
-        if value is not None and not (name == "train.steps" and config.train.epochs):
-            lines.append(f"{key} = {_toml(value)}")
+    values = leaves(config)
+    for section in ("", *SECTIONS):
+        lines += ["", f"[{section}]"] * (section != "")
+        for name in (name for name in values if name.rpartition(".")[0] == section):
+            if values[name] is not None and not (name == "train.steps" and config.train.epochs):
+                lines.append(f"{name.rpartition('.')[2]} = {_toml(values[name])}")
     return "\n".join(lines) + "\n"
 
 
