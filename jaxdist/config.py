@@ -6,13 +6,14 @@ A TOML file holds only its differences from these defaults, which are the shippe
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 
 class RequestError(ValueError):
@@ -37,6 +38,13 @@ def _short_names(path: Path) -> Path:
     return path
 
 
+def _whole(value: object) -> object:
+    """A choice of numbers would take `true` and 1.0 for 1."""
+    if isinstance(value, bool | float):
+        raise PydanticKnownError("int_type")
+    return value
+
+
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # jax drops higher bits without a word
@@ -44,6 +52,7 @@ FilePath = Annotated[Path, AfterValidator(_short_names)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)]
 
 
 class Section(BaseModel):
@@ -51,16 +60,22 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """The decoder's sizes."""
+    """The decoder's family and sizes."""
 
+    family: Literal["gpt", "llama"] = "gpt"
+    """LayerNorm, learned positions and GELU; or RMSNorm, rotary positions, SwiGLU and grouped-query attention."""
     layers: Count = 4
     """Decoder blocks (L)."""
     embed: Count = 128
     """Width of the residual stream (D)."""
     heads: Count = 4
     """Attention heads (N); must divide embed."""
+    kv_heads: CountOrZero = 0
+    """Key/value heads (K) of llama's grouped-query attention; must divide heads; 0 means as many as heads."""
+    rope_theta: Positive = 500_000.0
+    """Base of llama's rotary positions."""
     mlp: CountOrZero = 0
-    """Width of the MLP (F); 0 means 4 x embed."""
+    """Width of the MLP (F); 0 means 4 x embed, or for llama 8/3 x embed rounded up to a multiple of 256."""
     vocab: Count = 2048
     """Rows of the embedding table (V); a tokenizer that is trained here gets this size."""
     sequence: Count = 128
@@ -68,13 +83,43 @@ class ModelConfig(Section):
     tied: bool = True
     """Use the embedding table as the output projection too."""
     dropout: Fraction = 0.0
-    """Probability of dropping an activation, in each block and after the embedding."""
+    """Probability of dropping an activation, in each block and after the embedding; llama has none."""
     remat: Literal["none", "dots", "block"] = "none"
     """What the backward pass recomputes: what is cheap; all but the products with weights; whole blocks."""
 
     @property
+    def key_value_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
     def mlp_size(self) -> int:
-        return self.mlp or 4 * self.embed
+        """Llama's three matrices of 8/3 weigh what the GPT's two of 4 do (Touvron et al. 2023, section 2.2)."""
+        if self.mlp:
+            return self.mlp
+        return 4 * self.embed if self.family == "gpt" else math.ceil(8 * self.embed / (3 * 256)) * 256
+
+
+class RulesConfig(Section):
+    """The mesh axis that splits each logical axis of the model; empty: none, it stays whole."""
+
+    heads: str = "model"
+    """Query heads, and with them the key/value heads."""
+    mlp: str = "model"
+    """Width of the MLP."""
+    vocab: str = "model"
+    """Rows of the embedding table, and the logits."""
+
+
+class ParallelConfig(Section):
+    """How the work is split over the mesh."""
+
+    zero: Stage = 0
+    """ZeRO over data: 1 splits optimizer and parameters at rest; 2 the gradients too; 3 gathers layer by layer."""
+    sequence: bool = False
+    """Split the residual stream along the sequence over model (sequence parallelism)."""
+    micro_batches: Literal["inside", "outside"] = "inside"
+    """Where ZeRO 2 and 3 accumulate: inside each layer; or outside, which saves less and moves more."""
+    rules: RulesConfig = RulesConfig()
 
 
 class DataConfig(Section):
@@ -168,13 +213,14 @@ class Config(Section):
 
     mesh: str = "-1x1x1"
     """data x model x pipeline, such as 4x1x1, or named axes, such as data=4,replica=2; -1 fills one axis."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute in float32, or in bfloat16 over float32 parameters; auto: bfloat16 on GPUs, float32 on CPU."""
+    precision: Literal["auto", "float32", "bfloat16", "mixed"] = "auto"
+    """bfloat16 keeps float32 parameters, mixed only float32 masters in the optimizer; auto: bfloat16 on GPUs."""
     run_dir: FilePath | None = None
     """Folder of the run; none: runs/<config name>."""
     resume: Literal["auto", "never"] = "auto"
     """Go on with the run in run_dir, or refuse to."""
     model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
@@ -183,7 +229,7 @@ class Config(Section):
     log: LogConfig = LogConfig()
 
 
-FREE_ON_RESUME = ("mesh", "run_dir", "resume", "data.prefetch", "validation", "checkpoint", "log")
+FREE_ON_RESUME = ("mesh", "run_dir", "resume", "data.prefetch", "parallel", "validation", "checkpoint", "log")
 """Keys (or whole sections) that may differ when a run goes on: they do not change what is learned."""
 
 

@@ -27,7 +27,10 @@ POSITIONS = (DATA, MODEL, PIPELINE)
 BATCH_AXES = (REPLICA, DATA)
 """The axes that split the rows of a batch."""
 
-BUILT = BATCH_AXES
+LAYER_AXES = (MODEL,)
+"""The axes that may split the dims of a layer: its heads, its MLP, the vocabulary."""
+
+BUILT = (*BATCH_AXES, *LAYER_AXES)
 """The axes whose feature this version has; the others must be 1."""
 
 FILL = -1

@@ -1,7 +1,18 @@
 """From what a person asks for to a checked `Config`: TOML file, command line, every mistake at once. No jax here."""
 
-from jaxdist.request.checks import check_batch
+from jaxdist.request.checks import check_batch, check_mesh_fits
 from jaxdist.request.commandline import Asked, Extra, arguments, outcome, run
 from jaxdist.request.reading import SHIPPED, load, to_toml
 
-__all__ = ["SHIPPED", "Asked", "Extra", "arguments", "check_batch", "load", "outcome", "run", "to_toml"]
+__all__ = [
+    "SHIPPED",
+    "Asked",
+    "Extra",
+    "arguments",
+    "check_batch",
+    "check_mesh_fits",
+    "load",
+    "outcome",
+    "run",
+    "to_toml",
+]

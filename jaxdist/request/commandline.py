@@ -19,7 +19,16 @@ from jaxdist.request.reading import read
 DONE, FAILED, MISTAKE = 0, 1, 2
 """Exit codes: done, anything that went wrong, a mistake in the request."""
 
-RUN_KNOBS = ("mesh", "precision", "data", "train.global_batch_size", "train.accumulation")
+RUN_KNOBS = (
+    "mesh",
+    "precision",
+    "parallel.zero",
+    "parallel.sequence",
+    "parallel.rules",
+    "data",
+    "train.global_batch_size",
+    "train.accumulation",
+)
 """What may differ when the checkpoint of a run is used."""
 
 

@@ -1,0 +1,63 @@
+"""The sizes of the model, and what its family has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxdist.config import Config, ModelConfig
+from jaxdist.request.checks.registry import check, closest, divisors, multiples, remedy, to, unused
+
+
+def head_counts(model: ModelConfig, ways: int = 1) -> list[int]:
+    """The numbers of heads that fit the other sizes and divide by `ways`."""
+    llama = model.family == "llama"
+    unit = model.kv_heads if llama and model.kv_heads else 1
+    even = 2 if llama else 1
+    return [n for n in divisors(model.embed) if n % ways == n % unit == 0 and model.embed // n % even == 0]
+
+
+@check("model.embed", "model.heads")
+def _heads(config: Config) -> Iterator[str]:
+    embed, heads = config.model.embed, config.model.heads
+    if embed % heads:
+        yield f"model.embed {embed} does not divide by model.heads {heads}; {_other_heads(config.model)}"
+
+
+@check("model.family", "model.embed", "model.heads")
+def _rotary(config: Config) -> Iterator[str]:
+    model = config.model
+    size, rest = divmod(model.embed, model.heads)
+    if model.family == "llama" and not rest and size % 2:
+        yield (
+            f"model.embed {model.embed} in {model.heads} model.heads makes heads of size {size}, but the rotary "
+            f"positions of llama turn pairs and need an even size; {_other_heads(model)}"
+        )
+
+
+def _other_heads(model: ModelConfig) -> str:
+    unit = model.heads * (2 if model.family == "llama" else 1)
+    heads = closest(head_counts(model), model.heads)
+    return remedy(to("model.heads", heads), to("model.embed", multiples(unit, near=model.embed)))
+
+
+@check("model.family", "model.heads", "model.kv_heads")
+def _key_value_heads(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.family == "llama" and model.heads % model.key_value_heads:
+        yield f"model.heads {model.heads} does not divide by model.kv_heads {model.kv_heads}; " + remedy(
+            to("model.kv_heads", closest(divisors(model.heads), model.kv_heads)),
+            to("model.heads", closest(head_counts(model), model.heads)),
+        )
+
+
+@check("model.family", "model.kv_heads", "model.rope_theta")
+def _gpt(config: Config) -> Iterator[str]:
+    if config.model.family == "gpt":
+        yield from unused(config, "model.kv_heads", "model.family gpt")
+        yield from unused(config, "model.rope_theta", "model.family gpt")
+
+
+@check("model.family", "model.dropout")
+def _llama(config: Config) -> Iterator[str]:
+    if config.model.family == "llama":
+        yield from unused(config, "model.dropout", "model.family llama, which has no dropout,")

@@ -1,0 +1,50 @@
+"""Length, schedule and update rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxdist.config import Config
+from jaxdist.request.checks.registry import check, unused
+
+
+@check("train.steps", "train.epochs")
+def _length(config: Config) -> Iterator[str]:
+    if not config.train.steps and not config.train.epochs:
+        yield "train.steps and train.epochs are both 0, which trains nothing; set one of them"
+
+
+@check("train.steps", "train.epochs", "optimizer.warmup")
+def _warmup(config: Config) -> Iterator[str]:
+    steps, warmup = config.train.steps, config.optimizer.warmup
+    if not config.train.epochs and 0 < steps < warmup:
+        yield f"optimizer.warmup {warmup} is more than train.steps {steps}; set it to {steps} or less, or train longer"
+
+
+@check("train.steps", "train.epochs", "optimizer.warmup", "optimizer.schedule", "optimizer.decay_fraction")
+def _phases(config: Config) -> Iterator[str]:
+    steps, rule = config.train.steps, config.optimizer
+    decay = round(steps * rule.decay_fraction)
+    if rule.schedule == "constant" and not config.train.epochs and rule.warmup <= steps < rule.warmup + decay:
+        yield (
+            f"optimizer.warmup {rule.warmup} and the decay of optimizer.decay_fraction {rule.decay_fraction} x "
+            f"train.steps {steps} = {decay} are longer than the run; lower one of them"
+        )
+
+
+@check("optimizer.name", "optimizer.beta2")
+def _beta2(config: Config) -> Iterator[str]:
+    if config.optimizer.name == "sgd":
+        yield from unused(config, "optimizer.beta2", "optimizer.name sgd")
+
+
+@check("optimizer.schedule", "optimizer.decay_fraction")
+def _decay_fraction(config: Config) -> Iterator[str]:
+    if config.optimizer.schedule != "constant":
+        yield from unused(config, "optimizer.decay_fraction", f"optimizer.schedule {config.optimizer.schedule}")
+
+
+@check("optimizer.schedule", "optimizer.decay_fraction", "optimizer.final")
+def _final(config: Config) -> Iterator[str]:
+    if config.optimizer.schedule == "constant" and config.optimizer.decay_fraction == 0:
+        yield from unused(config, "optimizer.final", "a constant schedule without decay")
