@@ -34,6 +34,11 @@ def test_hyphens_and_underscores(name):
     assert asked.positional == "gpt_tiny"
 
 
+def test_an_empty_value():
+    for argv in ("--parallel.rules.vocab", ""), ("--parallel.rules.vocab=",):
+        assert ask(*argv, "--parallel.zero", "3").config.parallel.rules.vocab == ""
+
+
 def test_extras():
     extras = [Extra("json", False, "JSON"), Extra("max_tokens", 5, "tokens", Count), Extra("prompt", "", "text")]
     assert ask(extras=extras).extras == {"json": False, "max_tokens": 5, "prompt": ""}
@@ -44,8 +49,10 @@ def test_extras():
 
 def test_run_folder_that_was_moved(tmp_path):
     (tmp_path / "config.toml").write_text(to_toml(load("gpt_tiny", {"model.layers": "3"})))
-    asked = arguments([str(tmp_path), "--mesh", "2x1x1"], "evaluate", "", positional="RUN")
-    assert (asked.config.model.layers, asked.config.mesh, asked.config.run_dir) == (3, "2x1x1", tmp_path)
+    argv = [str(tmp_path), "--mesh", "2x1x1", "--parallel.zero", "3", "--parallel.rules.vocab="]
+    config = arguments(argv, "evaluate", "", positional="RUN").config
+    assert (config.model.layers, config.mesh, config.run_dir) == (3, "2x1x1", tmp_path)
+    assert (config.parallel.zero, config.parallel.rules.vocab) == (3, "")
 
 
 @pytest.mark.parametrize("columns", [72, 80, 200])
@@ -61,6 +68,8 @@ def test_help_tells_everything_in_its_width(capsys, monkeypatch, columns):
     words = " ".join(text.split())
     assert "adamw|lion|sgd Update rule; sgd has momentum. (default adamw)" in words
     assert "Decoder blocks (L). (default 4)" in words
+    assert "--parallel.zero 0|1|2|3 ZeRO" in words
+    assert "parallel.rules: The mesh axis that splits" in words
 
 
 def test_help_leaves_out_what_a_command_does_not_use(capsys):
@@ -139,4 +148,5 @@ def test_forwarding(capsys):
 
 def test_configs_are_in_the_package():
     package = Path(importlib.util.find_spec("jaxdist").origin).parent
-    assert {path.name for path in (package / "configs").iterdir()} == {"gpt_tiny.toml", "gpt2_124m.toml"}
+    names = {"gpt_tiny", "gpt2_124m", "llama_1b", "llama_8b", "llama_70b"}
+    assert {path.name for path in (package / "configs").iterdir()} == {f"{name}.toml" for name in names}

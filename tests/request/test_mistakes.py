@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,7 +14,8 @@ from jaxdist.request import Extra, arguments
 
 @dataclass
 class Wrong:
-    """A command line (FILE is the path of a config with the text `toml`) and what each sentence has to contain."""
+    """A command line and what each sentence has to contain; FILE is the path of a config with the text `toml`, FOLDER
+    that of its folder."""
 
     argv: str
     sentences: list[tuple[str, ...]]
@@ -37,6 +39,12 @@ ONE_KNOB = {
     "neither true nor false": Wrong("--model.tied maybe", [("model.tied is 'maybe': must be true or false",)]),
     "empty value": Wrong("--train.epochs=", [("train.epochs is empty: must be a number",)]),
     "long value": Wrong("--model.mlp " + "9" * 5000, [("model.mlp is '999", "...: unable")]),
+    "no such stage": Wrong("--parallel.zero 4", [("parallel.zero is '4': valid are 0, 1, 2, 3",)]),
+    "stage in words": Wrong("--parallel.zero full", [("parallel.zero is 'full': valid are 0, 1, 2, 3",)]),
+    "near family": Wrong("--model.family lama", [("'lama': valid are gpt, llama; did you mean 'llama'?",)]),
+    "near precision": Wrong("--precision mix", [("auto, float32, bfloat16, mixed; did you mean 'mixed'?",)]),
+    "rotary base": Wrong("--model.rope-theta 0", [("model.rope_theta is 0: must be more than 0",)]),
+    "axis that is not built": Wrong("--mesh 1x2x3", [("pipeline=3", "not built yet; set pipeline to 1")]),
     "mesh of two numbers": Wrong("--mesh 2x2", [("mesh '2x2' has 2 number(s)",)]),
     "mesh: each mistake": Wrong(
         "--mesh dat=2,replica=0", [("'dat' that does not exist", "'data'"), ("replica the size '0'",)]
@@ -52,9 +60,15 @@ NAMES = {
     "in a wrong section": Wrong("--train.learning-rate 1", [("did you mean '--optimizer.learning-rate'?",)]),
     "several of that name": Wrong("--every 1", [("'--validation.every' or '--checkpoint.every' or '--log.every'?",)]),
     "half a name": Wrong("--train.batch_size 1", [("--train.batch-size", "did you mean '--train.global-batch-size'?")]),
-    "a section": Wrong("--model 4", [("model is a section; its knobs are --model.layers, --model.embed",)]),
+    "a section": Wrong("--model 4", [("model is a section; its knobs are --model.family, --model.layers",)]),
     "nothing near": Wrong("--qqq 4", [("unknown option --qqq", "--help")]),
     "nothing near in a section": Wrong("--log.qqq 4", [("valid names are --log.every, --log.tensorboard",)]),
+    "without both its sections": Wrong("--vocab x", [("'--model.vocab' or '--parallel.rules.vocab'?",)]),
+    "without its inner section": Wrong("--parallel.heads x", [("did you mean '--parallel.rules.heads'?",)]),
+    "in a misspelt inner section": Wrong("--parallel.rulez.mlp x", [("did you mean '--parallel.rules.mlp'?",)]),
+    "misspelt, two deep": Wrong("--parallel.rules.vocap x", [("did you mean '--parallel.rules.vocab'?",)]),
+    "a section of a section": Wrong("--parallel.rules x", [("is a section; its knobs are --parallel.rules.heads,",)]),
+    "nothing near, two deep": Wrong("--parallel.rules.qqq x", [("valid names are --parallel.rules.heads,",)]),
     "unknown twice": Wrong("--qqq 4 --qqq 5", [("given twice",), ("unknown option --qqq",)]),
     "no value": Wrong("--train.steps --model.layers 2", [("--train.steps needs a value",)]),
     "no value at the end": Wrong("--train.steps", [("--train.steps needs a value",)]),
@@ -74,8 +88,8 @@ NAMES = {
 
 FILES = {
     "no such config": Wrong("gpt_tny", [("config 'gpt_tny' is neither", "did you mean 'gpt_tiny'?")]),
-    "no such file": Wrong("a/b.toml", [("config 'a/b.toml'", "valid names are gpt2_124m, gpt_tiny")]),
-    "folder": Wrong("/tmp", [("config '/tmp' is a folder", "/tmp/config.toml")]),
+    "no such file": Wrong("a/b.toml", [("config 'a/b.toml'", "valid names are gpt2_124m, gpt_tiny, llama_1b")]),
+    "folder": Wrong("FOLDER", [("config '", "' is a folder", "/config.toml")]),
     "no run": Wrong("", [("evaluate needs a RUN",)], positional="RUN"),
     "not a run": Wrong("none --train.steps 5", [("'none'", "no config.toml"), ("no effect",)], positional="RUN"),
     "syntax": Wrong("FILE", [("my.toml is not valid TOML", "line 2")], "mesh = '1x1x1'\nmodel.layers 4"),
@@ -91,6 +105,16 @@ FILES = {
     "text for a number": Wrong("FILE", [("model.layers is '4': must be a whole number",)], "model.layers = '4'"),
     "number for a truth": Wrong("FILE", [("model.tied is 1: must be true or false",)], "model.tied = 1"),
     "truth for a number": Wrong("FILE", [("train.steps is true: must be a whole number",)], "train.steps = true"),
+    "text for a stage": Wrong("FILE", [("parallel.zero is '3': valid are 0, 1, 2, 3",)], "parallel.zero = '3'"),
+    "truth for a stage": Wrong("FILE", [("parallel.zero is true: must be a whole number",)], "parallel.zero = true"),
+    "fraction for a stage": Wrong("FILE", [("parallel.zero is 3.0: must be a whole number",)], "parallel.zero = 3.0"),
+    "number for an axis": Wrong(
+        "FILE", [("parallel.rules.heads is 2: must be text, in quotes",)], "[parallel.rules]\nheads = 2"
+    ),
+    "inner section as a value": Wrong("FILE", [("parallel.rules is a section",)], "parallel.rules = 'model'"),
+    "misspelt inner section": Wrong(
+        "FILE", [("unknown section 'parallel.rulez'; did you mean 'parallel.rules'?",)], "[parallel.rulez]\nmlp = ''"
+    ),
     "number for a path": Wrong("FILE", [("data.path is 3: must be text, in quotes",)], "data.path = 3"),
     "list for a mesh": Wrong("FILE", [("mesh is [2, 1, 1]: must be text",)], "mesh = [2, 1, 1]"),
     "wrong though overridden": Wrong("FILE --train.steps 20", [("train.steps is -1",)], "train.steps = -1"),
@@ -140,7 +164,112 @@ COMBINATIONS = {
     "no wandb": Wrong("--log.wandb lab", [("log.wandb is 'lab'", "pip install 'jaxdist[wandb]'")]),
 }
 
+LLAMA = "--model.family llama --model.embed 96 --model.heads 12 --model.kv-heads"
+
+MODEL = {
+    "kv heads": Wrong(f"{LLAMA} 5", [("model.heads 12 does not divide by model.kv_heads 5", "kv_heads to 4 or 6")]),
+    "more kv heads than heads": Wrong(
+        f"{LLAMA} 24", [("model.kv_heads 24; set model.kv_heads to 12, or model.heads to 24",)]
+    ),
+    "heads of odd size": Wrong(
+        "--model.family llama --model.embed 60",
+        [("embed 60 in 4 model.heads", "size 15", "heads to 3 or 5, or model.embed to 56 or 64")],
+    ),
+    "heads of llama": Wrong(
+        "--model.family llama --model.heads 7", [("does not divide", "heads to 4 or 8", "embed to 126 or 140")]
+    ),
+    "kv heads of gpt": Wrong("--model.kv-heads 2", [("model.kv_heads is 2", "model.family gpt", "default is 0")]),
+    "rotary base of gpt": Wrong("--model.rope-theta 1e4", [("rope_theta is 10000.0", "gpt", "default is 500000.0")]),
+    "dropout of llama": Wrong(
+        "--model.family llama --model.dropout 0.1", [("model.dropout is 0.1", "llama, which has no dropout", "0.0")]
+    ),
+}
+
+SPLIT = {
+    "heads, MLP and vocabulary": Wrong(
+        "--mesh 1x3x1 --model.vocab 2050",
+        [
+            ("model.heads 4", "model=3 (mesh 1x3x1)", "; set the model axis to 2"),
+            ("model.mlp 0, which means 512, does", "mlp to 510 or 513, or the model axis to 2"),
+            ("model.vocab 2050", "2049 or 2052, or the model axis to 2, or parallel.rules.vocab to ''"),
+        ],
+    ),
+    "more devices than heads": Wrong(
+        "--mesh 1x8x1",
+        [
+            (
+                "heads 4 does",
+                "set model.heads to 8, or the model axis to 4",
+            )
+        ],
+    ),
+    "MLP alone": Wrong("--mesh 1x4x1 --model.mlp 510", [("model.mlp 510 does", "508 or 512, or the model axis to 2")]),
+    "odd vocabulary": Wrong(
+        "--mesh model=2 --model.vocab 50257", [("50257", "model=2 (mesh model=2)", "50256 or 50258")]
+    ),
+    "by a filled mesh's other axis": Wrong("--mesh -1x8x1", [("model.heads 4", "model=8 (mesh -1x8x1)")]),
+    "sequence": Wrong(
+        "--mesh 1x4x1 --parallel.sequence true --model.sequence 126",
+        [("model.sequence 126", "124 or 128, or the model axis to 2, or parallel.sequence to false")],
+    ),
+    "kv heads": Wrong(
+        f"{LLAMA} 3 --mesh 1x4x1",
+        [
+            (
+                "kv_heads 3 can neither be split nor repeated evenly over model=4 (mesh 1x4x1)",
+                "2 or 4, or the model axis",
+            )
+        ],
+    ),
+    "kv heads and a vocabulary": Wrong(
+        f"{LLAMA} 4 --mesh 1x6x1 --model.vocab 2052 --model.mlp 300",
+        [("model.kv_heads 4 can neither", "model.kv_heads to 3 or 6, or the model axis to 4 or 12")],
+    ),
+    "batch and heads": Wrong("--mesh 3x8x1", [("16 does not divide by 3 data ranks",), ("model.heads 4", "model=8")]),
+}
+
+PARALLEL = {
+    "rule of an axis that does not exist": Wrong(
+        "--parallel.rules.mlp modle", [("rules.mlp is 'modle', an axis that does not exist; did you mean 'model'?",)]
+    ),
+    "rule that says none": Wrong(
+        "--parallel.rules.vocab none", [("vocab is 'none'", "valid names are model ('' leaves vocab whole)")]
+    ),
+    "rule of an axis that is not built": Wrong(
+        "--parallel.rules.heads context", [("'context', but context parallelism is not built yet; use 'model', or ''",)]
+    ),
+    "rules of axes of the batch": Wrong(
+        "--parallel.rules.heads data --parallel.rules.vocab replica",
+        [("heads is 'data'", "split both rows and heads"), ("vocab is 'replica'", "split both rows and vocab")],
+    ),
+    "sequence without the MLP": Wrong(
+        "--parallel.sequence true --parallel.rules.mlp=",
+        [("rules.mlp is empty", "rules.mlp to 'model', or parallel.seq")],
+    ),
+    "sequence without its layers": Wrong(
+        "FILE",
+        [("parallel.rules.heads and parallel.rules.mlp are empty", "parallel.sequence to false")],
+        "[parallel]\nsequence = true\nrules = {heads = '', mlp = ''}",
+    ),
+    "micro-batches of stage 0": Wrong(
+        "--parallel.micro-batches outside", [("micro_batches is outside", "parallel.zero 0", "default is inside")]
+    ),
+    "micro-batches of stage 1": Wrong("--parallel.micro-batches outside --parallel.zero 1", [("parallel.zero 1",)]),
+}
+
 SEVERAL = {
+    "of every part at once": Wrong(
+        "llama_8b --mesh 3x3x1 --model.kv-heads 5 --model.dropout 0.5 --parallel.rules.vocab modle --parallel.zero 5",
+        [
+            ("parallel.zero is '5'",),
+            ("model.heads 32 does not divide by model.kv_heads 5",),
+            ("model.dropout is 0.5",),
+            ("parallel.rules.vocab is 'modle'",),
+            ("global_batch_size 512", "3 data ranks", "510 or 513"),
+            ("model.heads 32", "model=3"),
+            ("model.mlp 14336", "model=3"),
+        ],
+    ),
     "all kinds": Wrong(
         "FILE word --train.stepz 3 --model.heads 7 --log.every 0 --train.seed",
         [
@@ -163,7 +292,16 @@ SEVERAL = {
     ),
 }
 
-TABLES = {"knob": ONE_KNOB, "name": NAMES, "file": FILES, "combination": COMBINATIONS, "several": SEVERAL}
+TABLES = {
+    "knob": ONE_KNOB,
+    "name": NAMES,
+    "file": FILES,
+    "combination": COMBINATIONS,
+    "model": MODEL,
+    "split": SPLIT,
+    "parallel": PARALLEL,
+    "several": SEVERAL,
+}
 CASES = {f"{table}: {name}": case for table, cases in TABLES.items() for name, case in cases.items()}
 
 
@@ -174,7 +312,7 @@ def test_every_mistake_is_told(case: Wrong, tmp_path, monkeypatch):
     file = tmp_path / "my.toml"
     if case.toml is not None:
         file.write_bytes(case.toml if isinstance(case.toml, bytes) else case.toml.encode())
-    argv = [word.replace("FILE", str(file)) for word in case.argv.split()]
+    argv = [word.replace("FILE", str(file)).replace("FOLDER", str(tmp_path)) for word in case.argv.split()]
     with pytest.raises(RequestError) as caught:
         arguments(argv, "evaluate", "", positional=case.positional, extras=case.extras)
     told = caught.value.problems
@@ -190,3 +328,31 @@ def test_folder_without_permission(monkeypatch):
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
     with pytest.raises(RequestError, match=r"run_dir 'runs/gpt_tiny' cannot be written: no permission"):
         arguments([], "train", "")
+
+
+SIZES = re.compile(r"(model\.\w+|the model axis) to (\d+)(?: or (\d+))?")
+
+
+@pytest.mark.parametrize("case", [*MODEL.values(), *SPLIT.values()], ids=[*MODEL, *SPLIT])
+def test_sizes_that_are_offered_work(case: Wrong):
+    """Each one alone takes back the sentence that offers it, and brings no other."""
+    told = _problems(case.argv)
+    for problem in told:
+        for name, *sizes in SIZES.findall(problem):
+            for size in filter(None, sizes):
+                changed = f"--mesh model={size}" if name == "the model axis" else f"--{name} {size}"
+                left = {text.split(";")[0] for text in _problems(case.argv, changed)}
+                assert left < {text.split(";")[0] for text in told}, (problem, changed)
+
+
+def _problems(argv: str, changed: str = "") -> list[str]:
+    """What is wrong with `argv`, where `changed` takes the place of the option of its name."""
+    words = argv.replace("_", "-").split()
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    words = changed.replace("_", "-").split()
+    options |= dict(zip(words[::2], words[1::2], strict=True))
+    try:
+        arguments([word for option in options.items() for word in option], "train", "")
+    except RequestError as error:
+        return error.problems
+    return []

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.config import Config, DataConfig, RequestError, TrainConfig, leaves
-from jaxdist.request import SHIPPED, check_batch, load, to_toml
+from jaxdist.config import Config, DataConfig, ModelConfig, RequestError, RulesConfig, TrainConfig, differing, leaves
+from jaxdist.mesh import parse_mesh
+from jaxdist.request import SHIPPED, check_mesh_fits, load, to_toml
 from jaxdist.request.checks import CHECKS
 from jaxdist.request.knobs import KNOBS
 
@@ -32,12 +33,43 @@ def test_no_config_is_the_defaults():
 
 
 def test_shipped_configs():
-    assert list(SHIPPED) == ["gpt2_124m", "gpt_tiny"]
+    assert list(SHIPPED) == ["gpt2_124m", "gpt_tiny", "llama_1b", "llama_70b", "llama_8b"]
     config = load("gpt2-124m", {})
     model = config.model
     assert (model.layers, model.embed, model.heads, model.vocab, model.sequence) == (12, 768, 12, 50304, 1024)
     assert model.tied
     assert config.run_dir == Path("runs/gpt2_124m")
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama_1b", 1.24), ("llama_8b", 8.03), ("llama_70b", 70.6)])
+def test_shipped_llamas_have_the_published_number_of_parameters(name, billions):
+    model = load(name, {"mesh": "1x8x1"}).model
+    attention = 2 * model.embed**2 * (1 + model.key_value_heads / model.heads)
+    block = attention + 3 * model.embed * model.mlp_size + 2 * model.embed
+    tables = (1 if model.tied else 2) * model.vocab * model.embed
+    assert model.family == "llama"
+    assert (model.layers * block + tables + model.embed) / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+@pytest.mark.parametrize(("embed", "size"), [(4096, 11008), (5120, 13824), (96, 256)])  # LLaMA's 7B and 13B
+def test_mlp_of_llama(embed, size):
+    assert ModelConfig(family="llama", embed=embed).mlp_size == size
+    assert ModelConfig(family="llama", embed=embed, mlp=7).mlp_size == 7
+    assert ModelConfig(embed=embed).mlp_size == 4 * embed
+
+
+def test_sections_in_sections(write):
+    text = "[parallel]\nzero = 2\nmicro-batches = 'outside'\n[parallel.rules]\nmlp = ''\nvocab = 'model'"
+    config = load(write(text), {"parallel.zero": "3", "parallel.rules.vocab": ""})
+    assert (config.parallel.zero, config.parallel.micro_batches) == (3, "outside")
+    assert config.parallel.rules == RulesConfig(heads="model", mlp="", vocab="")
+    assert '\n[parallel.rules]\nheads = "model"\nmlp = ""\n' in to_toml(config)
+
+
+def test_a_run_may_go_on_with_another_split():
+    other = {"mesh": "1x2x1", "parallel.zero": "3", "parallel.sequence": "true", "parallel.rules.vocab": ""}
+    assert differing(load(None, {}), load(None, other)) == []
+    assert differing(load(None, {}), load(None, {"model.family": "llama", **other})) == ["model.family"]
 
 
 def test_command_line_over_file_over_defaults(write):
@@ -79,11 +111,47 @@ def test_default_warmup_fits_a_short_run():
 
 def test_every_device_count_is_checked_alike():
     config = load(None, {"train.global_batch_size": "10", "mesh": "-1x1x1"})
-    check_batch(config, 5)
+    check_mesh_fits(config, parse_mesh("5x1x1"))
     with pytest.raises(
         RequestError, match=r"global_batch_size 10 does not divide by 4 data ranks .*; set it to 8 or 12"
     ):
-        check_batch(config, 4)
+        check_mesh_fits(config, parse_mesh("data=2,replica=2"))
+
+
+def test_a_filled_axis_is_checked_when_it_is_known():
+    config = load(None, {"mesh": "1x-1x1", "model.vocab": "2050"})
+    check_mesh_fits(config, parse_mesh("1x2x1"))
+    with pytest.raises(RequestError) as caught:
+        check_mesh_fits(config, parse_mesh("3x8x1"))
+    batch, heads, vocab = caught.value.problems
+    assert "does not divide by 3 data ranks" in batch
+    assert heads.endswith("by model=8 (mesh 1x-1x1); set model.heads to 8, or the model axis to 2")
+    assert "set model.vocab to 2048 or 2056, or the model axis to 2" in vocab
+
+
+LLAMA = {"model.family": "llama", "model.embed": "96", "model.heads": "12"}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"mesh": "2x4x1", "parallel.zero": "3", "parallel.sequence": "true", "precision": "mixed"},
+        {"parallel.sequence": "true", "parallel.zero": "2", "parallel.micro_batches": "outside"},
+        {"mesh": "1x3x1", "parallel.rules.heads": "", "parallel.rules.mlp": "", "model.vocab": "2049"},
+        {"mesh": "1x3x1", "parallel.rules.heads": "", "parallel.rules.vocab": "", "model.mlp": "300"},
+        {"mesh": "1x16x1", "parallel.rules.heads": "", "model.heads": "4"},
+        {"mesh": "1x2x1", "model.vocab": "50257", "parallel.rules.vocab": ""},
+        {"mesh": "data=2,replica=2,model=2", "model.sequence": "127"},
+        {**LLAMA, "model.kv_heads": "4", "mesh": "1x2x1"},
+        {**LLAMA, "model.kv_heads": "2", "mesh": "1x4x1"},
+        {**LLAMA, "model.kv_heads": "12", "model.rope_theta": "10000", "mesh": "1x4x1"},
+        {**LLAMA, "model.kv_heads": "1", "mesh": "1x6x1", "model.mlp": "6", "model.vocab": "600"},
+    ],
+)
+def test_requests_that_fit(write, overrides):
+    config = load(None, overrides)
+    check_mesh_fits(config, parse_mesh(config.mesh.replace("-1", "1")))
+    assert load(write(to_toml(config)), {}) == config
 
 
 def test_what_a_command_does_not_use_is_not_checked(write):
@@ -98,11 +166,11 @@ def test_what_a_command_does_not_use_is_not_checked(write):
     [
         {},
         {"train.epochs": "1.5", "mesh": "data=2,replica=2"},
-        {"train.steps": "3", "optimizer.learning_rate": "1e-05", "model.tied": "no", "model.dropout": "0.1"},
+        {"train.steps": "3", "optimizer.learning_rate": "1e-05", "model.tied": "no", "data.prefetch": "7"},
         {"run_dir": 'we "said"\\so\t\x7f ü 𝄞', "resume": "never", "optimizer.clip": "1e22"},
     ],
 )
-@pytest.mark.parametrize("name", [None, "gpt2_124m"])
+@pytest.mark.parametrize("name", [None, "gpt2_124m", "llama_8b"])
 def test_round_trip(write, name, overrides):
     if name and "train.steps" in overrides:
         overrides = {**overrides, "optimizer.warmup": "2"}
