@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from jaxdist.training.run import Run
 
 DESCRIPTION = "Measure the train step of a configuration on random tokens: no data is read, nothing is saved."
-KNOBS = ["mesh", "precision", "model", "optimizer", "train.global_batch_size", "train.accumulation", "train.seed"]
+KNOBS = [
+    "mesh",
+    "precision",
+    "parallel",
+    "model",
+    "optimizer",
+    "train.global_batch_size",
+    "train.accumulation",
+    "train.seed",
+]
 EXTRAS = [
     Extra("json", False, "Print one JSON object on standard output, and nothing else."),
     Extra("warmup", 3, "Steps before the measurement.", CountOrZero),
