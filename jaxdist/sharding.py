@@ -1,35 +1,50 @@
 """Where arrays lie: from the letters and logical axes that models write to the mesh axes that devices have.
 
-A model says `layout.einsum("BSD,DF->BSF", x, w)` and that `w` carries the logical axes `("embed", "mlp")`. A `Layout`
+A model says `einsum(layout, "BSD,DF->BSF", x, w)` and that `w` carries the logical axes `("embed", "mlp")`. A `Layout`
 knows the mesh and turns both into `PartitionSpec`s, so a model changes its layout without a change of its code.
 
-Letters: B rows, S sequence, D embed, F mlp, N heads, H head size, V vocabulary, L layers; C counts things stacked
-in one weight (query, key, value).
+Letters: B rows, S sequence, D embed, F mlp, N heads, K key/value heads, H head size, V vocabulary, L layers; s is the
+sequence of the residual stream, which sequence parallelism splits; C counts things stacked in one weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import P
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxdist.mesh import BATCH_AXES
+from jaxdist.config import Config
+from jaxdist.mesh import BATCH_AXES, MODEL
 
-LETTERS = dict(B="batch", S="sequence", D="embed", F="mlp", N="heads", H="head", V="vocab", L="layers")
+LETTERS = dict(
+    B="batch", S="sequence", s="residual", D="embed", F="mlp", N="heads", K="kv_heads", H="head", V="vocab", L="layers"
+)
 """The logical axis behind each letter of an einsum string."""
 
-PRODUCT = "product"
-"""The name of every product with a weight, for policies of recomputation: inside a custom VJP they see no operation."""
+Rules = Mapping[str, Sequence[str]]
+"""Logical axis -> the mesh axes that split it. What is not named lies whole on every device."""
 
-RULES = dict(batch=BATCH_AXES)
-"""Logical axis -> the mesh axes that split it. What is not named here lies whole on every device."""
+RULES: Rules = dict(batch=BATCH_AXES, heads=(MODEL,), kv_heads=(MODEL,), mlp=(MODEL,), vocab=(MODEL,))
+"""Data parallelism, and tensor parallelism as Megatron-LM has it (Shoeybi et al. 2019, section 3)."""
+
+
+def rules(config: Config, shape: Mapping[str, int]) -> Rules:
+    """The rules that `config` asks for on a mesh of this shape.
+
+    Key/value heads that are fewer than the parts of the heads stay whole, to be repeated (`tensor.repeat_heads`).
+    """
+    asked = config.parallel.rules
+    split = {name: (axis,) if axis else () for name, axis in asked}
+    parts = math.prod(shape[axis] for axis in split["heads"])
+    whole = config.model.key_value_heads % parts != 0
+    residual = split["heads"] if config.parallel.sequence else ()
+    return {**RULES, **split, "kv_heads": () if whole else split["heads"], "residual": residual}
 
 
 @dataclass(frozen=True)
@@ -38,45 +53,43 @@ class Layout:
 
     axes: tuple[tuple[str, int], ...] = ()
     platform: str = "cpu"
+    rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @classmethod
-    def on(cls, mesh: jax.sharding.Mesh) -> Layout:
-        axes = tuple((name, size) for name, size in mesh.shape.items() if size > 1)
-        return cls(axes, mesh.devices.flat[0].platform)
+    def on(cls, mesh: jax.sharding.Mesh, rules: Rules = RULES) -> Layout:
+        sizes = {name: size for name, size in mesh.shape.items() if size > 1}
+        split = {name: tuple(axis for axis in sizes if axis in axes) for name, axes in rules.items()}
+        return cls(tuple(sizes.items()), mesh.devices.flat[0].platform, tuple(split.items()))
 
-    @property
-    def batch(self) -> tuple[str, ...]:
-        """The mesh axes that split the rows of a batch."""
-        return tuple(name for name, _ in self.axes if name in BATCH_AXES)
+    def split(self, logical: str | None) -> tuple[str, ...]:
+        """The mesh axes that split a logical axis, outermost first."""
+        return dict(self.rules).get(logical, ())
+
+    def parts(self, logical: str) -> int:
+        """Into how many parts a logical axis is split."""
+        return math.prod(dict(self.axes)[axis] for axis in self.split(logical))
 
     @property
     def ranks(self) -> int:
         """Into how many parts the rows of a batch are split."""
         return self.parts("batch")
 
-    def parts(self, logical: str) -> int:
-        split = RULES.get(logical, ())
-        return _product(size for name, size in self.axes if name in split)
-
     def spec(self, logical: Sequence[str | None], **kinds: frozenset[str]) -> P:
         """The `PartitionSpec` of an array whose dims carry these logical axes."""
-        present = [name for name, _ in self.axes]
-        split = [tuple(axis for axis in present if axis in RULES.get(name, ())) for name in logical]
+        split = [self.split(name) for name in logical]
         return P(*(axes[0] if len(axes) == 1 else axes or None for axes in split), **kinds)
 
-    def activation(self, letters: str) -> P:
+    def activation(self, letters: str, **kinds: frozenset[str]) -> P:
         """The `PartitionSpec` of an activation, its dims named by letters: `"BSD"`."""
-        return self.spec([LETTERS.get(letter) for letter in letters])
+        return self.spec([LETTERS.get(letter) for letter in letters], **kinds)
 
-    def einsum(self, dims: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Activation times weight, `"BSD,DF->BSF"`; the result lies as its letters say, the gradient of `w` as a
-        partial sum over the axes that `w` is `reduced` over."""
-        return checkpoint_name(_weight_einsum(self, dims, x, w), PRODUCT)
+    def partial(self, logical: Sequence[str | None]) -> frozenset[str]:
+        """The mesh axes over which the gradient of a parameter with these logical axes is a sum of the devices' parts.
 
-    def lookup(self, table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-        """Rows of a table (NaN for an id outside it). In f32, so that a frequent token's gradients are added in f32."""
-        rows = table.astype(wide(table.dtype)).at[ids].get(out_sharding=self.activation("BSD"))
-        return rows.astype(table.dtype)
+        Those of the batch; those of the residual stream for what is applied to it element by element.
+        """
+        elementwise = self.split("residual") if "norm" in logical else ()
+        return frozenset((*self.split("batch"), *elementwise))
 
 
 ONE_DEVICE = Layout()
@@ -114,38 +127,3 @@ def gradient_spec(a: jax.Array) -> P:
 def scale_partial(sums: Float[Array, "..."], factor: Float[Array, ""]) -> Float[Array, "..."]:
     """Partial sums times a number that every device knows: legal, because it can as well be done after adding up."""
     return sums * reshard(factor, P(reduced=jax.typeof(sums).sharding.spec.unreduced))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _weight_einsum(layout: Layout, dims: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.einsum(dims, x, w, out_sharding=layout.activation(dims.split("->")[1]))
-
-
-def _weight_einsum_forward(layout, dims, x, w):
-    return _weight_einsum(layout, dims, x, w), (x, w)
-
-
-def _weight_einsum_backward(layout, dims, saved, g):
-    x, w = saved
-    operands, out = dims.split("->")
-    x_dims, w_dims = operands.split(",")
-    dx = jnp.einsum(f"{out},{w_dims}->{x_dims}", g, w, out_sharding=gradient_spec(x))
-    dw = partial(jnp.einsum, out_sharding=gradient_spec(w))
-    if layout.platform != "cpu":
-        return dx, dw(f"{x_dims},{out}->{w_dims}", x, g)
-    # XLA's fast CPU kernels do not take a left operand that is contracted over its leading dims. Written out
-    # transposed, behind a barrier that keeps the compiler from folding it back, it is one. The smaller one goes there.
-    (dims, left), (right_dims, right) = sorted(((x_dims, x), (out, g)), key=lambda side: side[1].size)
-    rows_last = "".join(sorted(dims, key=lambda d: d not in w_dims))
-    left = jax.lax.optimization_barrier(jnp.einsum(f"{dims}->{rows_last}", left))
-    return dx, dw(f"{rows_last},{right_dims}->{w_dims}", left, right)
-
-
-_weight_einsum.defvjp(_weight_einsum_forward, _weight_einsum_backward)
-
-
-def _product(sizes) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total

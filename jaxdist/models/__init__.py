@@ -34,17 +34,17 @@ class Model:
         """Parameters in f32; the same bits on every mesh."""
         return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(params=key))))
 
-    def embed(self, params: Params, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None) -> Float[Array, "B S D"]:
+    def embed(self, params: Params, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None) -> Float[Array, "B s D"]:
         return nnx.merge(self.graph, params).embed(tokens, keys)
 
-    def block(self, layer: Params, x: Float[Array, "B S D"], keys: Key[Array, " B"] | None) -> Float[Array, "B S D"]:
+    def block(self, layer: Params, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None) -> Float[Array, "B s D"]:
         """One layer; `layer` is a slice of `params["blocks"]`."""
         return nnx.merge(self.block_graph, layer)(x, keys)
 
-    def loss(self, params: Params, x: Float[Array, "B S D"], labels: Int[Array, "B S"]) -> Float[Array, ""]:
+    def loss(self, params: Params, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:
         return nnx.merge(self.graph, params).loss(x, labels)
 
-    def logits(self, params: Params, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
+    def logits(self, params: Params, x: Float[Array, "B s D"]) -> Float[Array, "B S V"]:
         return nnx.merge(self.graph, params).logits(x)
 
 

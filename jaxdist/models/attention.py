@@ -8,6 +8,9 @@ from jaxtyping import Array, Float
 
 from jaxdist.sharding import wide
 
+ATTENTION = "attention"
+"""The name of attention's results, for policies of recomputation."""
+
 BLOCK = 128
 """Fewest queries that blocked attention works on at a time."""
 

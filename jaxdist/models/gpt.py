@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Key
 from jaxdist.config import ModelConfig
 from jaxdist.models.layers import MLP, Attention, LayerNorm, dropout, weight
 from jaxdist.models.loss import cross_entropy
+from jaxdist.parallel.tensor import einsum, enter, lookup
 from jaxdist.sharding import Layout, spread
 
 
@@ -23,7 +24,7 @@ class Block(nnx.Module):
         self.norm2 = LayerNorm(config.embed)
         self.mlp = MLP(config.embed, config.mlp_size, layout, rngs, out_scale)
 
-    def __call__(self, x: Float[Array, "B S D"], keys: Key[Array, " B"] | None) -> Float[Array, "B S D"]:
+    def __call__(self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None) -> Float[Array, "B s D"]:
         x = x + dropout(self.attention(self.norm1(x)), self.rate, keys, site=0)
         return x + dropout(self.mlp(self.norm2(x)), self.rate, keys, site=1)
 
@@ -34,22 +35,22 @@ class GPT(nnx.Module):
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
         self.layout, self.rate = layout, config.dropout
         self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
-        self.positions = weight(rngs, (config.sequence, config.embed), ("sequence", "embed"), 0.01)
+        self.positions = weight(rngs, (config.sequence, config.embed), ("residual", "embed"), 0.01)
         self.blocks = jax.vmap(lambda rngs: Block(config, layout, rngs))(rngs.split(config.layers))
         self.norm = LayerNorm(config.embed)
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
 
-    def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None) -> Float[Array, "B S D"]:
-        x = self.layout.lookup(self.table[...], tokens)
+    def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None) -> Float[Array, "B s D"]:
+        x = lookup(self.layout, self.table[...], tokens)
         x = x + spread(self.positions[...][: tokens.shape[1]], x)
         return dropout(x, self.rate, keys, site=0)
 
-    def loss(self, x: Float[Array, "B S D"], labels: Int[Array, "B S"]) -> Float[Array, ""]:
+    def loss(self, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:
         """Summed cross-entropy in nats over the labels that are not -1."""
         return cross_entropy(self.layout, self.norm(x), self._output_table(), labels)
 
-    def logits(self, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
-        return self.layout.einsum("BSD,VD->BSV", self.norm(x), self._output_table())
+    def logits(self, x: Float[Array, "B s D"]) -> Float[Array, "B S V"]:
+        return einsum(self.layout, "BSD,VD->BSV", enter(self.layout, self.norm(x), "vocab"), self._output_table())
 
     def _output_table(self) -> Float[Array, "V D"]:
         return self.table[...] if self.output is None else self.output[...]

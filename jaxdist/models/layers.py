@@ -9,9 +9,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import reshard
 from jaxtyping import Array, Float, Key
 
 from jaxdist.models.attention import causal_attention
+from jaxdist.parallel.tensor import einsum, enter
 from jaxdist.sharding import Layout, spread, wide
 
 
@@ -47,10 +49,10 @@ class LayerNorm(nnx.Module):
     """Layer normalisation over D (Ba et al. 2016, eq. 4), computed in f32 at least."""
 
     def __init__(self, embed: int):
-        self.scale = constant(1.0, (embed,), ("embed",))
-        self.bias = constant(0.0, (embed,), ("embed",))
+        self.scale = constant(1.0, (embed,), ("norm",))
+        self.bias = constant(0.0, (embed,), ("norm",))
 
-    def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
         return _layer_norm(x, self.scale[...], self.bias[...])
 
 
@@ -62,6 +64,18 @@ def _layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     return (y * spread(scale, y) + spread(bias, y)).astype(x.dtype)
 
 
+@partial(recomputed, static_argnums=(0, 1, 2))
+def column(layout: Layout, logical: str, dims: str, x: Float[Array, "B s D"], *weights: jax.Array):
+    """The residual stream times weights whose columns are split along `logical`: a product for each.
+
+    Only `x` is kept, as it lies on the residual stream. Where that is split along the sequence, the backward pass
+    gathers it again (Korthikanti et al. 2022, section 4.2.2); nobody needs the products again.
+    """
+    x = enter(layout, x, logical)
+    products = [einsum(layout, dims, x, w) for w in weights]
+    return products if len(products) > 1 else products[0]
+
+
 class Attention(nnx.Module):
     """Causal multi-head self-attention (Vaswani et al. 2017, section 3.2); one product makes query, key and value."""
 
@@ -71,13 +85,13 @@ class Attention(nnx.Module):
         self.qkv = weight(rngs, (embed, 3, heads, size), ("embed", None, "heads", None))
         self.qkv_bias = constant(0.0, (3, heads, size), (None, "heads", None))
         self.out = weight(rngs, (heads, size, embed), ("heads", None, "embed"), out_scale)
-        self.out_bias = constant(0.0, (embed,), ("embed",))
+        self.out_bias = constant(0.0, (embed,), ("norm",))
 
-    def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        qkv = self.layout.einsum("BSD,DCNH->BSCNH", x, self.qkv[...])
+    def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
+        qkv = column(self.layout, "heads", "BSD,DCNH->BSCNH", x, self.qkv[...])
         qkv = qkv + spread(self.qkv_bias[...], qkv)
         q, k, v = (qkv[:, :, i] for i in range(3))
-        out = self.layout.einsum("BSNH,NHD->BSD", causal_attention(q, k, v), self.out[...])
+        out = einsum(self.layout, "BSNH,NHD->BsD", causal_attention(q, k, v), self.out[...])
         return out + spread(self.out_bias[...], out)
 
 
@@ -104,10 +118,10 @@ class MLP(nnx.Module):
         self.up = weight(rngs, (embed, mlp), ("embed", "mlp"))
         self.up_bias = constant(0.0, (mlp,), ("mlp",))
         self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), out_scale)
-        self.down_bias = constant(0.0, (embed,), ("embed",))
+        self.down_bias = constant(0.0, (embed,), ("norm",))
 
-    def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        h = self.layout.einsum("BSD,DF->BSF", x, self.up[...])
+    def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
+        h = column(self.layout, "mlp", "BSD,DF->BSF", x, self.up[...])
         out = _activate_and_contract(self.layout, h, self.up_bias[...], self.down[...])
         return out + spread(self.down_bias[...], out)
 
@@ -115,10 +129,10 @@ class MLP(nnx.Module):
 @partial(recomputed, static_argnums=0)
 def _activate_and_contract(layout: Layout, h: jax.Array, bias: jax.Array, down: jax.Array) -> jax.Array:
     """Keeps `h` alone of the three arrays of width F. The product itself is not computed again: nobody needs it."""
-    return layout.einsum("BSF,FD->BSD", gelu(h + spread(bias, h)), down)
+    return einsum(layout, "BSF,FD->BsD", gelu(h + spread(bias, h)), down)
 
 
-def dropout(x: Float[Array, "B S D"], rate: float, keys: Key[Array, " B"] | None, site: int) -> Float[Array, "B S D"]:
+def dropout(x: Float[Array, "B s D"], rate: float, keys: Key[Array, " B"] | None, site: int) -> Float[Array, "B s D"]:
     """Drop values with probability `rate`; `keys` holds one key per row, so a row's mask depends on no mesh.
 
     `site` tells the places in a layer apart. No keys, no dropout (evaluation).
@@ -126,4 +140,5 @@ def dropout(x: Float[Array, "B S D"], rate: float, keys: Key[Array, " B"] | None
     if keys is None or rate == 0.0:
         return x
     keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x.shape[1:]))(keys)
+    keep = reshard(keep, jax.typeof(x).sharding.spec)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

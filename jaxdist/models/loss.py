@@ -16,44 +16,60 @@ CHUNK_ROWS = 256
 
 
 def cross_entropy(
-    layout: Layout, x: Float[Array, "B S D"], table: Float[Array, "V D"], labels: Int[Array, "B S"]
+    layout: Layout, x: Float[Array, "k B s D"], table: Float[Array, "V D"], labels: Int[Array, "k B S"]
 ) -> Float[Array, ""]:
     """Sum over all labels, but for the negative ones (padding), of log sum exp(x E^T) - (x E^T)[label], in nats, f32.
 
     Neither pass holds a B*S x V array: the rows are taken in chunks, and each chunk's gradient (softmax minus one-hot)
     is used for dx and dE while it is there, so the backward pass only scales what the forward pass has made: three
-    matrix products in place of four. Chunks are cut along S, which leaves B split over the devices as it is.
+    matrix products in place of four. Chunks are cut along S, which leaves B split over the devices as it is. Where the
+    vocabulary is split, each device has its own columns of the logits, and only sums over them travel.
     """
     return _fused(layout, x, table, labels)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(layout: Layout, x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
-    def chunk(total, part):
-        return total + _nll(*_logits(layout, part[0], table), part[1]), None
+    def micro_batch(total, part):
+        x, labels = part
+        x, starts, cut = _chunks(layout, x)
+        chunk = lambda total, at: (total + _nll(*_logits(layout, cut(x, at), table), cut(labels, at)), None)
+        return jax.lax.scan(chunk, total, starts)
 
-    return jax.lax.scan(chunk, jnp.zeros((), wide(x.dtype)), (_cut(layout, x), _cut(layout, labels)))[0]
+    return jax.lax.scan(micro_batch, jnp.zeros((), wide(x.dtype)), (x, labels))[0]
 
 
 def _fused_forward(layout, x, table, labels):
-    def chunk(carry, part):
-        loss, d_table = carry
-        x, labels = part
-        logits, lse = _logits(layout, x, table)
-        ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-        valid = (labels >= 0)[..., None]
-        g = jnp.where(valid, jnp.exp(logits - lse) - (ids == labels[..., None]), 0).astype(x.dtype)
-        dx = jnp.einsum("BSV,VD->BSD", g, table, out_sharding=layout.activation("BSD"))
-        x = jax.lax.optimization_barrier(jnp.einsum("BSD->DBS", x))  # see sharding._weight_einsum_backward
-        part = jnp.einsum("DBS,BSV->DV", x, g, out_sharding=transposed, preferred_element_type=wide(x.dtype))
-        return (loss + _nll(logits, lse, labels), d_table + part), dx
+    residual, transposed = (
+        layout.activation("BsD"),
+        gradient_spec(table.T),
+    )  # so that x is turned for the product, not g
+    partial_sums = layout.activation("BSD", unreduced=frozenset(layout.split("vocab")))
 
-    transposed = gradient_spec(table.T)  # so that x is turned around for the product, which is smaller than g
+    def micro_batch(carry, part):
+        x, labels = part
+        x, starts, cut = _chunks(layout, x)
+
+        def chunk(carry, at):
+            loss, dx, d_table = carry
+            part, ids = cut(x, at), cut(labels, at)
+            logits, lse = _logits(layout, part, table)
+            hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == ids[..., None]
+            g = jnp.where((ids >= 0)[..., None], jnp.exp(logits - lse) - hit, 0).astype(x.dtype)
+            dx_part = jnp.einsum("BSV,VD->BSD", g, table, out_sharding=partial_sums)
+            dx = jax.lax.dynamic_update_slice_in_dim(dx, dx_part, at, axis=1)
+            part = jax.lax.optimization_barrier(jnp.einsum("BSD->DBS", part))  # see tensor._product_backward
+            d_part = jnp.einsum("DBS,BSV->DV", part, g, out_sharding=transposed, preferred_element_type=d_table.dtype)
+            return (loss + _nll(logits, lse, ids), dx, d_table + d_part), None
+
+        loss, d_table = carry
+        dx = reshard(jnp.zeros(x.shape, x.dtype), partial_sums)
+        loss, dx, d_table = jax.lax.scan(chunk, (loss, dx, d_table), starts)[0]
+        return (loss, d_table), reshard(dx, residual)
+
     zeros = reshard(jnp.zeros(table.shape[::-1], wide(table.dtype)), transposed)
-    (loss, d_table), dx = jax.lax.scan(
-        chunk, (jnp.zeros((), wide(x.dtype)), zeros), (_cut(layout, x), _cut(layout, labels))
-    )
-    return loss, (jnp.moveaxis(dx, 0, 1).reshape(x.shape), d_table, table)
+    (loss, d_table), dx = jax.lax.scan(micro_batch, (jnp.zeros((), wide(x.dtype)), zeros), (x, labels))
+    return loss, (dx, d_table, table)
 
 
 def _fused_backward(layout, saved, g):
@@ -78,10 +94,11 @@ def _nll(logits: jax.Array, lse: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(labels >= 0, lse[..., 0] - target, 0))
 
 
-def _cut(layout: Layout, a: jax.Array) -> jax.Array:
-    """[B, S, ...] -> [chunks, B, S / chunks, ...] with about `CHUNK_ROWS` rows a device in each chunk."""
-    batch, sequence = a.shape[:2]
+def _chunks(layout: Layout, x: jax.Array):
+    """`x` with S whole, where its chunks along S start, and how to cut one: about `CHUNK_ROWS` rows a device."""
+    batch, sequence = x.shape[:2]
     length = max(1, min(sequence, CHUNK_ROWS * layout.ranks // batch))
     while sequence % length:
         length -= 1
-    return jnp.moveaxis(a.reshape(batch, sequence // length, length, *a.shape[2:]), 1, 0)
+    cut = lambda a, start: jax.lax.dynamic_slice_in_dim(a, start, length, axis=1)
+    return reshard(x, layout.activation("BSD")), jnp.arange(0, sequence, length), cut

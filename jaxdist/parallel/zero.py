@@ -1,40 +1,136 @@
-"""Data parallelism, and the home of the ZeRO stages: how weights lie at rest and in use, and the two moves between.
+"""Where parameters lie, and the two moves between: data parallelism and the ZeRO stages (Rajbhandari et al. 2020).
 
-Stage 0 (PyTorch DDP, Li et al. 2020): every device keeps all weights. In use they are typed `reduced` over the batch
-axes, which makes their gradients `unreduced`: each device's own partial sum, which nothing may add up but `reduce`,
-once per step. That is 2 (N-1)/N elements of traffic a parameter, however many micro-batches a step has, and a tied
-embedding, whose two gradients meet as partial sums, travels once.
+In use a weight is whole over the data axis and typed `reduced` over the axes of the batch. That makes its gradient
+`unreduced`: each device's own partial sum, which nothing may add up but `reduce`. So two collectives are all that
+ever moves over `data`: `gather` (all-gather) before weights are used, `reduce` (reduce-scatter; or an all-reduce, where
+nothing is sharded) after gradients are made. `replica` adds an all-reduce of the shard (hybrid sharding).
+
+    stage   at rest, sharded over data     gather                reduce                   elements per parameter
+    0       nothing                        -                     once per step            2
+    1       masters and optimizer          once per step         once per step            2
+    2       the same                       once per step         in each layer            2
+    3       the same                       in each layer, twice  in each layer            3
+
+times (N-1)/N (section 7). From stage 2 on no device holds all gradients, from stage 3 on none holds all weights.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import P
 from jax.sharding import reshard
+from jaxtyping import Array, Float
 
+from jaxdist.mesh import DATA
 from jaxdist.sharding import Layout, wide
 
 is_axes = lambda a: isinstance(a, tuple)
 
 
-def layouts(layout: Layout, axes) -> tuple:
-    """(at rest, in use): a `PartitionSpec` for every parameter, from its logical axes."""
-    rest = jax.tree.map(layout.spec, axes, is_leaf=is_axes)
-    use = jax.tree.map(lambda a: layout.spec(a, reduced=frozenset(layout.batch)), axes, is_leaf=is_axes)
-    return rest, use
+@dataclass(frozen=True)
+class Placement:
+    """Where one parameter lies between steps and in use."""
+
+    rest: P
+    use: P
+    repeat: tuple[int, int] = (0, 1)
+    """(dim, times): every index of the dim comes as often in use, so that the model axis can split it."""
+
+    @property
+    def layer(self) -> Placement:
+        """That of one layer of a stack."""
+        first = lambda spec: P(*spec.partitions[1:], unreduced=spec.unreduced, reduced=spec.reduced)
+        return replace(self, rest=first(self.rest), use=first(self.use), repeat=(self.repeat[0] - 1, self.repeat[1]))
+
+    @property
+    def shard_dim(self) -> int | None:
+        """The dim that the data axis splits at rest."""
+        return self.rest.partitions.index(DATA) if DATA in self.rest.partitions else None
+
+    def gather(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Weights at rest -> weights in use."""
+        dim, times = self.repeat
+        w = jnp.repeat(w, times, axis=dim) if times > 1 else w
+        if self.shard_dim is None:
+            return reshard(w, self.use)
+        shard = P(*self._shard.partitions, reduced=self.use.reduced - {DATA})
+        whole = partial(jax.lax.all_gather, axis_name=DATA, axis=self.shard_dim, tiled=True, to="reduced")
+        return jax.shard_map(whole, in_specs=shard, out_specs=self.use)(reshard(w, shard))  # the reshard moves nothing
+
+    def reduce(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Partial sums of the gradient in use -> the gradient, lying as the parameter does at rest."""
+        if self.shard_dim is None:
+            g = reshard(g, self._shard)
+        else:
+            g = jax.shard_map(self._reduce_scatter, in_specs=self._partial, out_specs=self._shard)(g)
+        dim, times = self.repeat
+        if times == 1:
+            return g
+        g = reshard(g, self.rest)
+        return g.reshape(*g.shape[:dim], -1, times, *g.shape[dim + 1 :]).sum(dim + 1)
+
+    def _reduce_scatter(self, g: jax.Array) -> jax.Array:
+        g = jax.lax.psum_scatter(g, DATA, scatter_dimension=self.shard_dim, tiled=True)
+        others = tuple(sorted(self.use.reduced - {DATA}))
+        return jax.lax.psum(g, others) if others else g
+
+    def land(self, w: Float[Array, "..."], sink: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Weights in use, as they are, in f32; their gradient arrives, reduced, as that of `sink`.
+
+        `sink` has the shape of the parameter and lies as it does at rest; its values are not read.
+        """
+        return _land(self, w, sink)
+
+    def partial_sums(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Zeros to add the gradients of a weight in use to: f32 at least, each device its own."""
+        return reshard(jnp.zeros(w.shape, wide(w.dtype)), self._partial)
+
+    def sink(self, w: jax.ShapeDtypeStruct) -> Float[Array, "..."]:
+        """Zeros of the parameter's shape, lying as it does at rest."""
+        return reshard(jnp.zeros(w.shape, wide(w.dtype)), self.rest)
+
+    @property
+    def _partial(self) -> P:
+        return P(*self.use.partitions, unreduced=self.use.reduced)
+
+    @property
+    def _shard(self) -> P:
+        """In use, but for the data axis."""
+        split = list(self.use.partitions)
+        if self.shard_dim is not None:
+            split[self.shard_dim] = DATA
+        return P(*split)
 
 
-def gather(w: jax.Array, use: P) -> jax.Array:
-    """Weights at rest -> weights in use. At stage 0 nothing moves: only the type changes."""
-    return reshard(w, use)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _land(placement: Placement, w: jax.Array, sink: jax.Array) -> jax.Array:
+    return w.astype(sink.dtype)
 
 
-def reduce(g: jax.Array, rest: P) -> jax.Array:
-    """Gradients as partial sums -> summed over the batch axes, lying as the parameters do (one all-reduce)."""
-    return reshard(g, rest)
+_land.defvjp(
+    lambda placement, w, sink: (w.astype(sink.dtype), None),
+    lambda placement, _, g: (None, placement.reduce(g)),
+)
 
 
-def partial_sums(w: jax.Array, use: P) -> jax.Array:
-    """Zeros to add the gradients of a weight in use to: f32 at least, each device its own."""
-    return reshard(jnp.zeros(w.shape, wide(w.dtype)), P(*use.partitions, unreduced=use.reduced))
+def placements(layout: Layout, axes, abstract, stage: int):
+    """A `Placement` for every parameter, from its logical axes and shape."""
+    return jax.tree.map(lambda a, w: _place(layout, a, w.shape, stage), axes, abstract, is_leaf=is_axes)
+
+
+def _place(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], stage: int) -> Placement:
+    rest = list(layout.spec(axes).partitions)
+    times = layout.parts("heads") // shape[axes.index("kv_heads")] if "kv_heads" in axes else 1
+    repeated = "kv_heads" in axes and not layout.split("kv_heads") and layout.split("heads")
+    ranks = dict(layout.axes).get(DATA, 1)
+    if stage and ranks > 1:
+        free = [d for d, name in enumerate(axes) if name != "layers" and rest[d] is None and shape[d] % ranks == 0]
+        if free:
+            rest[free[0]] = DATA
+    use_axes = tuple("heads" if name == "kv_heads" and repeated else name for name in axes)
+    use = layout.spec(use_axes, reduced=layout.partial(axes))
+    return Placement(P(*rest), use, (axes.index("kv_heads"), times) if repeated else (0, 1))

@@ -1,6 +1,6 @@
 """From what a person asks for to a checked `Config`: TOML file, command line, every mistake at once. No jax here."""
 
-from jaxdist.request.checks import check_batch, check_mesh_fits
+from jaxdist.request.checks import check_mesh_fits
 from jaxdist.request.commandline import Asked, Extra, arguments, outcome, run
 from jaxdist.request.reading import SHIPPED, load, to_toml
 
@@ -9,7 +9,6 @@ __all__ = [
     "Asked",
     "Extra",
     "arguments",
-    "check_batch",
     "check_mesh_fits",
     "load",
     "outcome",

@@ -17,8 +17,8 @@ from jaxdist.data.batches import validation_batches
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.mesh import parse_mesh
 from jaxdist.models import Params
-from jaxdist.request import check_batch
-from jaxdist.sharding import Layout, on_devices
+from jaxdist.request import check_mesh_fits
+from jaxdist.sharding import Layout, on_devices, rules
 from jaxdist.training.checkpoint import Checkpoints
 from jaxdist.training.optimizer import optimizer
 from jaxdist.training.step import Step, TrainState
@@ -30,8 +30,8 @@ class Run:
 
     def __init__(self, config: Config):
         self.mesh = runtime.start(parse_mesh(config.mesh))
-        self.layout = Layout.on(self.mesh)
-        check_batch(config, self.layout.ranks)
+        check_mesh_fits(config, self.mesh.shape)
+        self.layout = Layout.on(self.mesh, rules(config, self.mesh.shape))
         precision = _precision(config.precision, self.layout.platform)
         self.config = config.model_copy(update={"precision": precision})
         self.model = models.build(config.model, self.layout)
@@ -73,11 +73,14 @@ class Run:
             self.model,
             self.layout,
             optimizer(config.optimizer, self.steps, models.matrices(self.model)),
-            dtype=jnp.dtype(config.precision),
+            dtype=jnp.dtype(jnp.float32 if config.precision == "float32" else jnp.bfloat16),
             remat=config.model.remat,
             max_norm=config.optimizer.clip,
             dropout=config.model.dropout > 0,
             seed=config.train.seed,
+            stage=config.parallel.zero,
+            inside=config.parallel.micro_batches == "inside",
+            keep=config.precision == "mixed",
         )
 
     def init(self) -> TrainState:

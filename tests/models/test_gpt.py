@@ -64,11 +64,11 @@ def test_loss_gradient_and_logits_are_the_papers(one_device, tied):
     params = jax.tree.map(lambda a: a + 0.05 * jax.random.normal(jax.random.key(a.size), a.shape), params)
     rng = np.random.default_rng(0)
     tokens, labels = rng.integers(0, 80, (3, 24)), rng.integers(-1, 80, (3, 24))
+    batch = {"tokens": jnp.asarray(tokens)[None], "labels": jnp.asarray(labels)[None]}
     step = Step(model, one_device, optimizer=None)
 
     def ours(params):
-        x = step.hidden(params, jnp.asarray(tokens), None)
-        return model.loss(params, x, jnp.asarray(labels)), model.logits(params, x)
+        return step.evaluate(params, batch)[0], step.logits(params, batch["tokens"][0])
 
     (wanted, wanted_logits), wanted_gradient = jax.value_and_grad(reference, has_aux=True)(params, tokens, labels)
     (loss, logits), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)

@@ -13,7 +13,7 @@ import optax
 from jaxdist import models
 from jaxdist.config import ModelConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
-from jaxdist.sharding import Layout
+from jaxdist.sharding import RULES, Layout
 from jaxdist.training.step import Step
 
 ROWS, SEQUENCE, VOCAB = 32, 16, 96
@@ -65,16 +65,21 @@ def train(
     param_dtype=jnp.float32,
     max_norm: float = 0.0,
     steps: int = 3,
+    stage: int = 0,
+    inside: bool = True,
+    keep: bool = False,
+    sequence: bool = False,
 ) -> Outcome:
     shape = parse_mesh(mesh)
     devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
-    layout = Layout.on(devices)
+    table = {**RULES, "residual": RULES["heads"] if sequence else ()}
+    layout = Layout.on(devices, table)
     optimizer = optax.chain(remember(), optimizer or optax.sgd(0.5))
     options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype, max_norm=max_norm)
-    step = Step(models.build(model, layout), layout, optimizer, **options)
+    step = Step(models.build(model, layout), layout, optimizer, stage=stage, inside=inside, keep=keep, **options)
     with jax.set_mesh(devices):
         params = jax.tree.map(lambda a: jax.device_put(a.astype(param_dtype), replicated(devices)), weights(model))
-        state = step.start(params)
+        state = jax.jit(lambda params: step.start(step.place(params)))(params)
         take = jax.jit(step.train)
         before, losses, norms, gradients = jax.device_get(params), [], [], []
         for number in range(steps):

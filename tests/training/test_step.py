@@ -10,6 +10,7 @@ import pytest
 from jaxdist import models
 from jaxdist.config import Config, OptimizerConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
+from jaxdist.parallel.zero import Placement
 from jaxdist.planning import memory
 from jaxdist.sharding import Layout
 from jaxdist.training.optimizer import optimizer
@@ -85,7 +86,8 @@ def test_rows_have_masks_of_their_own():
     from jaxdist.models.layers import dropout
 
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(4))
-    out = dropout(jnp.ones((4, 50, 40)), 0.25, keys, site=0)
+    with jax.set_mesh(Setup("1x1x1").mesh):
+        out = dropout(jnp.ones((4, 50, 40)), 0.25, keys, site=0)
     assert len({np.asarray(row).tobytes() for row in out}) == 4
     assert float(out.mean()) == pytest.approx(1, abs=0.05)
     assert float((out == 0).mean()) == pytest.approx(0.25, abs=0.02)
@@ -103,7 +105,9 @@ def test_layers_and_places_have_masks_of_their_own():
     step = setup.step
     step.model = SimpleNamespace(block=block, embed=lambda w, tokens, keys: block(None, jnp.zeros((2, 3, 4)), keys))
     with jax.disable_jit():
-        step.hidden({"blocks": {"w": jnp.zeros((2, 1))}}, jnp.zeros((2, 3), int), jax.random.split(jax.random.key(0)))
+        tokens, keys = jnp.zeros((1, 2, 3), int), jax.random.split(jax.random.key(0))[None]
+        step.places = {"blocks": {"w": Placement(jax.P(), jax.P())}}
+        step.hidden({"blocks": {"w": jnp.zeros((2, 1))}}, None, tokens, keys)
     assert len({row.tobytes() for keys in seen for row in keys}) == 3 * 2  # embedding and two layers, two rows each
 
 
@@ -111,7 +115,10 @@ def test_gradients_are_added_and_kept_in_f32_under_bfloat16():
     setup = Setup("2x1x1", dtype=jnp.bfloat16)
     with jax.set_mesh(setup.mesh):
         params = jax.eval_shape(setup.model.init, jax.random.key(0))
-        program = jax.make_jaxpr(setup.step.gradients)(params, setup.batch(4))
+        step = setup.step
+        program = jax.make_jaxpr(lambda params, batch: step.gradients(step.weights(params), batch))(
+            params, setup.batch(4)
+        )
     scans = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan"]
     carries = [v.aval for eqn in scans for v in eqn.outvars]  # they return nothing else
     leaves = jax.tree.leaves(params)

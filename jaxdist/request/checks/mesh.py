@@ -32,12 +32,6 @@ def check_mesh_fits(config: Config, shape: Mapping[str, int]) -> None:
         raise RequestError(*problems)
 
 
-def check_batch(config: Config, ranks: int) -> None:
-    """Raise `RequestError` when the global batch does not divide by `ranks` data ranks and the accumulation."""
-    if problems := list(_batch_problems(config, ranks)):
-        raise RequestError(*problems)
-
-
 def _asked(config: Config) -> MeshShape:
     """The mesh as far as the request tells: 1 for an axis that is filled, or for all where the text is wrong."""
     try:
@@ -87,11 +81,8 @@ def _micro_batches(config: Config) -> Iterator[str]:
 
 @fit("train.global_batch_size", "train.accumulation")
 def _batch(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    yield from _batch_problems(config, ranks=math.prod(shape[axis] for axis in BATCH_AXES))
-
-
-def _batch_problems(config: Config, ranks: int) -> Iterator[str]:
     size, accumulation = config.train.global_batch_size, config.train.accumulation
+    ranks = math.prod(shape[axis] for axis in BATCH_AXES)
     unit = accumulation * ranks
     if size % unit:
         factors = [f"train.accumulation {accumulation}"] * (accumulation > 1)

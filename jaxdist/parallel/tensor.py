@@ -1,0 +1,97 @@
+"""Tensor parallelism (Megatron-LM, Shoeybi et al. 2019) and sequence parallelism (Korthikanti et al. 2022).
+
+    x -> enter -> column-parallel weight -> ... -> row-parallel weight -> x
+
+`enter` is Megatron's f: it moves nothing forward and adds up the gradients over the model axis backward. The product
+with a row-parallel weight, whose contracted dim is split, is g: it leaves partial sums, which one all-reduce adds up.
+With sequence parallelism the residual stream (letter s) is split along the sequence, f becomes an all-gather, g a
+reduce-scatter, and the backward pass the other way round (Korthikanti et al., section 4.2.2): the same bytes, and
+nothing of the residual stream is held twice.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import reshard
+from jaxtyping import Array, Float, Int
+
+from jaxdist.sharding import LETTERS, Layout, gradient_spec, wide
+
+PRODUCT = "product"
+"""The name of every product with a weight, for policies of recomputation: inside a custom VJP they see no operation."""
+
+
+def enter(layout: Layout, x: Float[Array, "B s D"], logical: str) -> Float[Array, "B S D"]:
+    """The residual stream on its way into weights whose columns carry the logical axis `logical`.
+
+    Call it once for all the weights that share `x`, so that their gradients are added before they travel.
+    """
+    return reshard(x, layout.activation("BSD", reduced=frozenset(layout.split(logical))))
+
+
+def einsum(layout: Layout, dims: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Activation times weight, `"BSD,DF->BSF"`; the result lies as its letters say (`"BSF,FD->BsD"`).
+
+    Partial sums over a split dim are added up on the way there. The gradient of `w` is a partial sum over the axes
+    that `w` is `reduced` over.
+    """
+    operands, out = dims.split("->")
+    summed = [layout.split(LETTERS.get(letter)) for letter in operands.split(",")[0] if letter not in out.upper()]
+    y = _product(layout, dims.replace("s", "S"), frozenset().union(*summed), x, w)
+    return checkpoint_name(reshard(y, layout.activation(out)), PRODUCT)
+
+
+def lookup(layout: Layout, table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B s D"]:
+    """Rows of a table, NaN for an id outside it; where V is split, each device looks up its own rows (section 3).
+
+    In f32, so that a frequent token's gradients are added in f32.
+    """
+    batch, vocab = layout.split("batch"), layout.split("vocab")
+    out = "BsD" if vocab else "BSD"
+
+    def local(table, ids):
+        table = jax.lax.pcast(table, batch, to="varying") if batch else table  # its gradient becomes a partial sum
+        if not vocab:
+            return table.at[ids].get()
+        own = ids - table.shape[0] * jax.lax.axis_index(vocab)
+        elsewhere = ((own < 0) | (own >= table.shape[0])) & (ids >= 0) & (ids < table.shape[0] * layout.parts("vocab"))
+        rows = jnp.where(elsewhere[..., None], 0, table.at[jnp.where(elsewhere, 0, own)].get())
+        if layout.split("residual"):
+            return jax.lax.psum_scatter(rows, vocab, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(rows, vocab)
+
+    specs = jax.typeof(table).sharding.spec, layout.activation("BS")
+    rows = jax.shard_map(local, in_specs=specs, out_specs=layout.activation(out))(table.astype(wide(table.dtype)), ids)
+    return reshard(rows.astype(table.dtype), layout.activation("BsD"))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _product(layout: Layout, dims: str, summed: frozenset[str], x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.einsum(dims, x, w, out_sharding=layout.activation(dims.split("->")[1], unreduced=summed))
+
+
+def _product_forward(layout, dims, summed, x, w):
+    return _product(layout, dims, summed, x, w), (x, w)
+
+
+def _product_backward(layout, dims, summed, saved, g):
+    x, w = saved
+    operands, out = dims.split("->")
+    x_dims, w_dims = operands.split(",")
+    dx = jnp.einsum(f"{out},{w_dims}->{x_dims}", g, w, out_sharding=gradient_spec(x))
+    dw = partial(jnp.einsum, out_sharding=gradient_spec(w))
+    if layout.platform != "cpu":
+        return dx, dw(f"{x_dims},{out}->{w_dims}", x, g)
+    # XLA's fast CPU kernels do not take a left operand that is contracted over its leading dims. Written out
+    # transposed, behind a barrier that keeps the compiler from folding it back, it is one. The smaller one goes there.
+    (dims, left), (right_dims, right) = sorted(((x_dims, x), (out, g)), key=lambda side: side[1].size)
+    rows_last = "".join(sorted(dims, key=lambda d: d not in w_dims))
+    left = jax.lax.optimization_barrier(jnp.einsum(f"{dims}->{rows_last}", left))
+    return dx, dw(f"{rows_last},{right_dims}->{w_dims}", left, right)
+
+
+_product.defvjp(_product_forward, _product_backward)
