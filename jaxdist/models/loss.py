@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
+from jaxdist.parallel.tensor import leave
 from jaxdist.sharding import Layout, gradient_spec, scale_partial, wide
 
 CHUNK_ROWS = 256
@@ -65,7 +66,7 @@ def _fused_forward(layout, x, table, labels):
         loss, d_table = carry
         dx = reshard(jnp.zeros(x.shape, x.dtype), partial_sums)
         loss, dx, d_table = jax.lax.scan(chunk, (loss, dx, d_table), starts)[0]
-        return (loss, d_table), reshard(dx, residual)
+        return (loss, d_table), leave(layout, dx)
 
     zeros = reshard(jnp.zeros(table.shape[::-1], wide(table.dtype)), transposed)
     (loss, d_table), dx = jax.lax.scan(micro_batch, (jnp.zeros((), wide(x.dtype)), zeros), (x, labels))

@@ -30,19 +30,32 @@ def enter(layout: Layout, x: Float[Array, "B s D"], logical: str) -> Float[Array
 
     Call it once for all the weights that share `x`, so that their gradients are added before they travel.
     """
-    return reshard(x, layout.activation("BSD", reduced=frozenset(layout.split(logical))))
+    axes = layout.split(logical)
+    whole = layout.activation("BSD", reduced=frozenset(axes))
+    if not axes or not layout.split("residual"):
+        return reshard(x, whole)
+    gather = partial(jax.lax.all_gather, axis_name=axes, axis=1, tiled=True, to="reduced")
+    return jax.shard_map(gather, in_specs=layout.activation("BsD"), out_specs=whole)(x)
+
+
+def leave(layout: Layout, y: Float[Array, "B S D"]) -> Float[Array, "B s D"]:
+    """Partial sums on their way back to the residual stream. (`reshard` scatters by an all-reduce on CPU.)"""
+    stream, axes = layout.activation("BsD"), jax.typeof(y).sharding.spec.unreduced
+    if not axes or not layout.split("residual"):
+        return reshard(y, stream)
+    scatter = partial(jax.lax.psum_scatter, axis_name=layout.split("residual"), scatter_dimension=1, tiled=True)
+    return jax.shard_map(scatter, in_specs=layout.activation("BSD", unreduced=axes), out_specs=stream)(y)
 
 
 def einsum(layout: Layout, dims: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Activation times weight, `"BSD,DF->BSF"`; the result lies as its letters say (`"BSF,FD->BsD"`).
+    """Activation times weight, `"BSD,DF->BSF"`, or, back onto the residual stream, `"BSF,FD->BsD"`.
 
-    Partial sums over a split dim are added up on the way there. The gradient of `w` is a partial sum over the axes
-    that `w` is `reduced` over.
+    The gradient of `w` is a partial sum over the axes that `w` is `reduced` over.
     """
     operands, out = dims.split("->")
     summed = [layout.split(LETTERS.get(letter)) for letter in operands.split(",")[0] if letter not in out.upper()]
     y = _product(layout, dims.replace("s", "S"), frozenset().union(*summed), x, w)
-    return checkpoint_name(reshard(y, layout.activation(out)), PRODUCT)
+    return checkpoint_name(leave(layout, y) if out == "BsD" else y, PRODUCT)
 
 
 def lookup(layout: Layout, table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B s D"]:
@@ -83,15 +96,18 @@ def _product_backward(layout, dims, summed, saved, g):
     operands, out = dims.split("->")
     x_dims, w_dims = operands.split(",")
     dx = jnp.einsum(f"{out},{w_dims}->{x_dims}", g, w, out_sharding=gradient_spec(x))
-    dw = partial(jnp.einsum, out_sharding=gradient_spec(w))
     if layout.platform != "cpu":
-        return dx, dw(f"{x_dims},{out}->{w_dims}", x, g)
+        return dx, jnp.einsum(f"{x_dims},{out}->{w_dims}", x, g, out_sharding=gradient_spec(w))
     # XLA's fast CPU kernels do not take a left operand that is contracted over its leading dims. Written out
-    # transposed, behind a barrier that keeps the compiler from folding it back, it is one. The smaller one goes there.
+    # transposed, behind a barrier that keeps the compiler from folding it back, it is one. The smaller one goes there,
+    # and the product comes out as its operands stand: XLA would turn the larger one to have it in another order.
     (dims, left), (right_dims, right) = sorted(((x_dims, x), (out, g)), key=lambda side: side[1].size)
     rows_last = "".join(sorted(dims, key=lambda d: d not in w_dims))
     left = jax.lax.optimization_barrier(jnp.einsum(f"{dims}->{rows_last}", left))
-    return dx, dw(f"{rows_last},{right_dims}->{w_dims}", left, right)
+    product = "".join(d for d in rows_last + right_dims if d in w_dims)
+    turned = gradient_spec(jnp.einsum(f"{w_dims}->{product}", w))
+    dw = jnp.einsum(f"{rows_last},{right_dims}->{product}", left, right, out_sharding=turned)
+    return dx, jnp.einsum(f"{product}->{w_dims}", jax.lax.optimization_barrier(dw))
 
 
 _product.defvjp(_product_forward, _product_backward)
