@@ -24,7 +24,7 @@ def causal_attention(
     backward pass makes each block's probabilities again from the log sum exp of its rows (section 3.1). The blocks are
     unrolled, at most 8, so that the program does not grow with S.
     """
-    return _attention(*(a.swapaxes(1, 2) for a in (q, k, v))).swapaxes(1, 2)
+    return _attention(q, k, v)
 
 
 @jax.custom_vjp
@@ -33,7 +33,8 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def _attention_forward(q, k, v):
-    """BNSH in and out; the keys' S is called T."""
+    """The keys' S is called T. The output is kept as it leaves, which is how its product with a weight keeps it too."""
+    q, k, v = (a.swapaxes(1, 2) for a in (q, k, v))
     blocks, sums = [], []
     for rows, past in _blocks(q.shape[2]):
         scores = _scores(q[:, :, rows], k[:, :, past])
@@ -43,7 +44,7 @@ def _attention_forward(q, k, v):
         out = jnp.einsum("BNST,BNTH->BNSH", p.astype(v.dtype), v[:, :, past], preferred_element_type=total.dtype)
         blocks.append((out / total).astype(v.dtype))
         sums.append(highest + jnp.log(total))
-    out = jnp.concatenate(blocks, axis=2)
+    out = jnp.concatenate(blocks, axis=2).swapaxes(1, 2)
     return out, (q, k, v, out, jnp.concatenate(sums, axis=2))
 
 
@@ -54,8 +55,9 @@ def _attention_backward(saved, g):
     shares of dK and dV are added in f32.
     """
     q, k, v, out, sums = saved
+    correction = jnp.sum((g * out).astype(sums.dtype), -1, keepdims=True).swapaxes(1, 2)
+    g = g.swapaxes(1, 2)
     q_columns, g_columns = jax.lax.optimization_barrier((q.swapaxes(2, 3), g.swapaxes(2, 3)))
-    correction = jnp.sum((g * out).astype(sums.dtype), -1, keepdims=True)
     turned = lambda a, b: jnp.einsum("BNHS,BNST->BNHT", a, b).astype(sums.dtype)
     dq, dk, dv = [], 0, 0
     for rows, past in _blocks(q.shape[2]):
@@ -66,7 +68,8 @@ def _attention_backward(saved, g):
         dq.append(jnp.einsum("BNST,BNTH->BNSH", ds, k[:, :, past]))
         dk += jnp.pad(turned(q_columns[..., rows], ds), after)
         dv += jnp.pad(turned(g_columns[..., rows], p.astype(g.dtype)), after)
-    return jnp.concatenate(dq, axis=2), *(d.swapaxes(2, 3).astype(k.dtype) for d in (dk, dv))
+    dq = jnp.concatenate(dq, axis=2).swapaxes(1, 2)
+    return dq, *(jnp.moveaxis(d, 3, 1).astype(k.dtype) for d in (dk, dv))
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
