@@ -9,33 +9,18 @@ import optax
 import pytest
 
 from jaxdist import models
-from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.sharding import Layout
 from jaxdist.training.step import Step
 from tests.communication.program import Collective, collectives, summary
+from tests.communication.steps import compiled, lower, mesh_of, parameters
 from tests.parity import cases
 
 pytestmark = pytest.mark.smoke
 
 
-def mesh_of(text: str) -> jax.sharding.Mesh:
-    shape = parse_mesh(text)
-    return make_mesh(shape, jax.devices()[: devices_asked(shape)])
-
-
 def communication(mesh: str, accumulation: int, model=cases.MODEL) -> list[Collective]:
     """The collectives of one train step, as XLA will run it."""
-    return collectives(lower(mesh, accumulation, model).compile().as_text(), mesh_of(mesh))
-
-
-def lower(mesh: str, accumulation: int, model=cases.MODEL):
-    devices = mesh_of(mesh)
-    layout = Layout.on(devices)
-    step = Step(models.build(model, layout), layout, optax.adamw(1e-3), dropout=model.dropout > 0)
-    with jax.set_mesh(devices):
-        state = jax.eval_shape(step.init, jax.random.key(0))
-        batch = cases.on_mesh(devices, layout, *cases.rows(), accumulation)
-        return jax.jit(step.train).lower(state, batch)
+    return collectives(compiled(mesh, accumulation, model).as_text(), mesh_of(mesh))
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -47,10 +32,6 @@ def test_each_gradient_is_reduced_once(mesh, axes, accumulation, tied):
     arrays = [one for one in communication(mesh, accumulation, model) if one.elements > 8]
     assert {(one.kind, one.axes, one.count) for one in arrays} == {("all-reduce", axes, 1)}
     assert sum(one.wire for one in arrays) == pytest.approx(2 * 3 / 4 * parameters(model), abs=8)
-
-
-def parameters(model) -> int:
-    return models.parameters(models.build(model))
 
 
 def test_one_device_communicates_nothing():

@@ -1,0 +1,56 @@
+"""What ZeRO saves inside a step, seen in the temporary memory and the arrays of the compiled program.
+
+Bytes are those that one more parameter of a layer costs: the difference between 6 layers and 2.
+"""
+
+import re
+from functools import cache
+
+import pytest
+
+from jaxdist.config import ParallelConfig
+from tests.communication.steps import compiled, parameters
+from tests.parity import cases
+
+MESH, WAYS, LAYERS = "8x1x1", 8, (2, 6)
+
+
+def deep(layers: int):
+    return cases.MODEL.model_copy(update={"layers": layers, "embed": 128, "vocab": 64})
+
+
+def program(layers: int, stage: int, accumulation: int):
+    return compiled(MESH, accumulation, deep(layers), ParallelConfig(zero=stage))
+
+
+@cache
+def bytes_per_parameter(stage: int, accumulation: int) -> float:
+    few, many = (program(n, stage, accumulation).memory_analysis().temp_size_in_bytes for n in LAYERS)
+    return (many - few) / (parameters(deep(LAYERS[1])) - parameters(deep(LAYERS[0])))
+
+
+def holds(stage: int, accumulation: int, width: int) -> bool:
+    """Whether the program has an array that stacks all layers of the MLP's first weight, `width` rows of it."""
+    text = program(LAYERS[1], stage, accumulation).as_text()
+    return bool(re.search(rf"f32\[{LAYERS[1]},{width},{deep(2).mlp_size}\]", text))
+
+
+def test_stage_2_holds_a_shard_of_the_gradients_and_stage_1_all():
+    """With 4 micro-batches, an f32 accumulator: 4 bytes a parameter, or 4/8."""
+    assert bytes_per_parameter(1, 4) - bytes_per_parameter(2, 4) > 4 * (1 - 1 / WAYS)
+    assert holds(2, 4, 128 // WAYS)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_stage_3_holds_no_stack_of_whole_weights_nor_of_whole_gradients(accumulation):
+    """Gathered weights are not kept for the backward pass."""
+    assert not holds(3, accumulation, 128)
+    assert holds(3, accumulation, 128 // WAYS)
+    assert bytes_per_parameter(3, accumulation) < 4
+
+
+def test_the_reader_sees_whole_stacks():
+    """So that the tests above cannot pass by not seeing."""
+    assert holds(1, 4, 128)
+    assert holds(2, 4, 128)  # the weights, which stage 2 gathers all at once
+    assert bytes_per_parameter(2, 4) > 4
