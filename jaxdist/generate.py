@@ -8,7 +8,7 @@ from jaxdist.request import Extra, arguments, run
 DESCRIPTION = "Write text with a run's checkpoint. Needs only the run folder; every device of the mesh writes samples."
 EXTRAS = [
     Extra("checkpoint", "latest", "Which step: latest, best (by validation loss) or a number."),
-    Extra("prompt", "def ", "Text to go on from."),
+    Extra("prompt", "def ", "Text to go on from; the model reads its last model.sequence tokens."),
     Extra("tokens", 100, "Tokens to write.", Count),
     Extra("samples", 1, "Texts to write.", Count),
     Extra("temperature", 0.8, "Divides the logits; 0 takes the likeliest token.", NonNegative),

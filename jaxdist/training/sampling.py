@@ -36,15 +36,16 @@ def sample(
 ) -> list[list[int]]:
     """`samples` continuations of `prompt`, prompt included, by `tokens` tokens each.
 
-    Beyond the model's sequence the window slides. Raises `RequestError` for an empty prompt.
+    The model reads the last tokens, as many as its sequence has: of a longer prompt too. Raises `RequestError` for an
+    empty prompt.
     """
     if not prompt:
         raise RequestError("--prompt is empty; give at least one character to go on from")
     step, layout, sequence = trained.run.step, trained.run.layout, trained.run.config.model.sequence
     rows = -(-samples // layout.ranks) * layout.ranks  # every device writes; what is too many is dropped
     ids = np.zeros((rows, sequence), np.int32)
-    prompt = prompt[-sequence:]
-    ids[:, : len(prompt)] = prompt
+    window = prompt[-sequence:]
+    ids[:, : len(window)] = window
     key = jax.random.key(seed)
 
     @jax.jit
@@ -61,7 +62,7 @@ def sample(
 
     written = [np.tile(prompt, (rows, 1))]
     with jax.set_mesh(trained.run.mesh):
-        ids, length = jnp.asarray(ids), jnp.asarray(len(prompt))
+        ids, length = jnp.asarray(ids), jnp.asarray(len(window))
         for number in range(tokens):
             ids, length, token = extend(trained.params, ids, length, jnp.asarray(number))
             written.append(np.asarray(token)[:, None])

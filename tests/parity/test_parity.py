@@ -4,7 +4,9 @@ One table of rows: a new feature adds rows. SGD, at a rate that moves the weight
 errors of scale; one AdamW row in float64.
 """
 
+import itertools
 from functools import cache
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,17 @@ from tests.parity import cases
 
 TIED = cases.MODEL
 UNTIED = TIED.model_copy(update={"tied": False})
-MODELS = {"tied": TIED, "untied": UNTIED, "dropout": TIED.model_copy(update={"dropout": 0.2})}
+EIGHT_HEADS = TIED.model_copy(update={"heads": 8})
+MODELS = {
+    "tied": TIED,
+    "untied": UNTIED,
+    "dropout": TIED.model_copy(update={"dropout": 0.2}),
+    "gpt-tied": EIGHT_HEADS,
+    "gpt-untied": EIGHT_HEADS.model_copy(update={"tied": False}),
+    "gpt-dropout": EIGHT_HEADS.model_copy(update={"dropout": 0.2}),
+    "llama-tied": cases.LLAMA,
+    "llama-untied": cases.LLAMA.model_copy(update={"tied": False}),
+}
 
 ROWS = [
     (model, mesh, accumulation)
@@ -26,7 +38,38 @@ ROWS = [
 ROWS += [("dropout", "4x1x1", 1), ("dropout", "data=2,replica=2", 4)]
 
 
-EVERY_MESH = ("1x1x1", "2x1x1", "4x1x1", "8x1x1", "data=2,replica=2", "data=2,replica=4", "replica=8")
+class Layout(NamedTuple):
+    """One row: what is trained, and how it is laid out."""
+
+    model: str
+    mesh: str
+    zero: int
+    accumulation: int
+    sequence: bool
+    remat: str
+
+
+EVERY = Layout(
+    model=("gpt-tied", "gpt-untied", "llama-tied", "llama-untied"),
+    mesh=("1x1x1", "8x1x1", "4x2x1", "2x4x1", "1x8x1", "replica=2,data=2,model=2"),
+    zero=(0, 1, 2, 3),
+    accumulation=(1, 4),
+    sequence=(False, True),
+    remat=("none", "dots", "block"),
+)
+"""The values of each field. (The two Llamas have fewer key/value heads than a model axis of 4 or 8 has devices.)"""
+
+
+def pairwise() -> list[Layout]:
+    """Rows among which every two values of two fields meet at least once; greedy, always the same."""
+    pairs = lambda row: set(itertools.combinations(enumerate(row), 2))
+    rest, rows = list(itertools.product(*EVERY)), []
+    missing = set().union(*map(pairs, rest))
+    while missing:
+        best = max(rest, key=lambda row: len(pairs(row) & missing))
+        missing -= pairs(best)
+        rows.append(Layout(*best))
+    return rows
 
 
 @cache
@@ -41,16 +84,44 @@ def test_equals_one_device(model, mesh, accumulation):
     cases.assert_equal(cases.train(mesh, accumulation, MODELS[model]), one_device(model))
 
 
+def check(row: Layout, **options) -> None:
+    config = MODELS[row.model].model_copy(update={"remat": row.remat})
+    got = cases.train(row.mesh, row.accumulation, config, stage=row.zero, sequence=row.sequence, **options)
+    cases.assert_equal(got, one_device(row.model))
+
+
+@pytest.mark.parametrize("row", pairwise(), ids=lambda row: "-".join(map(str, row)))
+def test_every_layout_equals_one_device(row):
+    check(row)
+
+
+@pytest.mark.parametrize(("zero", "mesh"), [(2, "4x2x1"), (3, "8x1x1")])
+def test_micro_batches_outside_the_layers_equal_one_device(zero, mesh):
+    check(Layout("llama-tied", mesh, zero, 4, sequence=True, remat="none"), inside=False)
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("2x2x1", 3), ("replica=2,data=2,model=2", 2)])
+def test_dropout_is_the_same_under_sequence_parallelism(mesh, zero):
+    check(Layout("gpt-dropout", mesh, zero, 4, sequence=True, remat="dots"))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("remat", ["none", "dots", "block"])
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 @pytest.mark.parametrize(
     "mesh", ["1x1x1", "2x1x1", "4x1x1", "8x1x1", "data=2,replica=2", "data=2,replica=4", "replica=8"]
 )
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["tied", "untied", "dropout"])
 def test_every_combination_equals_one_device(model, mesh, accumulation, remat):
-    config = MODELS[model].model_copy(update={"remat": remat})
-    cases.assert_equal(cases.train(mesh, accumulation, config), one_device(model))
+    check(Layout(model, mesh, 0, accumulation, sequence=False, remat=remat))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "row", [Layout(*row) for row in itertools.product(*EVERY)], ids=lambda row: "-".join(map(str, row))
+)
+def test_the_whole_product_of_layouts_equals_one_device(row):
+    check(row)
 
 
 @pytest.mark.parametrize("remat", ["dots", "block"])

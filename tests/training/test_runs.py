@@ -85,10 +85,10 @@ def test_evaluate_on_any_mesh(finished, capsys, mesh):
 
 def test_evaluate_agrees_across_meshes(finished, capsys):
     found = []
-    for mesh in ("1x1x1", "4x1x1"):
-        evaluate.main([str(finished), f"--mesh={mesh}"])
+    for options in (["--mesh=1x1x1"], ["--mesh=4x1x1"], ["--mesh=2x2x1", "--parallel.zero=3"]):
+        evaluate.main([str(finished), *options])
         found.append(capsys.readouterr().out)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("options", [["--temperature=0"], ["--top-k=3", "--seed=5"]])
@@ -101,6 +101,16 @@ def test_generate_writes_the_same_on_any_mesh(finished, capsys, options):
     assert texts[0] == texts[1]
     assert texts[0].count("mesh axis") >= 2
     assert len(texts[0]) > 2 * len("mesh axis") + 60
+
+
+def test_generate_goes_on_from_the_end_of_a_long_prompt(finished, capsys):
+    """And writes all of it: the model reads the last tokens alone."""
+    prompt, written = "a different start. " + 50 * "mesh axis device ", []
+    for text in (prompt, prompt[19:]):
+        generate.main([str(finished), "--mesh=1x1x1", f"--prompt={text}", "--tokens=8", "--temperature=0"])
+        written.append(capsys.readouterr().out)
+    assert written[0].startswith(prompt)
+    assert written[0][len(prompt) :] == written[1][len(prompt) - 19 :]
 
 
 @pytest.mark.parametrize(
