@@ -41,10 +41,7 @@ def _fused(layout: Layout, x: jax.Array, table: jax.Array, labels: jax.Array) ->
 
 
 def _fused_forward(layout, x, table, labels):
-    residual, transposed = (
-        layout.activation("BsD"),
-        gradient_spec(table.T),
-    )  # so that x is turned for the product, not g
+    transposed = gradient_spec(table.T)  # so that x is turned around for the product, which is smaller than g
     partial_sums = layout.activation("BSD", unreduced=frozenset(layout.split("vocab")))
 
     def micro_batch(carry, part):

@@ -123,14 +123,17 @@ def placements(layout: Layout, axes, abstract, stage: int):
 
 
 def _place(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], stage: int) -> Placement:
-    rest = list(layout.spec(axes).partitions)
-    times = layout.parts("heads") // shape[axes.index("kv_heads")] if "kv_heads" in axes else 1
-    repeated = "kv_heads" in axes and not layout.split("kv_heads") and layout.split("heads")
-    ranks = dict(layout.axes).get(DATA, 1)
-    if stage and ranks > 1:
-        free = [d for d, name in enumerate(axes) if name != "layers" and rest[d] is None and shape[d] % ranks == 0]
-        if free:
-            rest[free[0]] = DATA
-    use_axes = tuple("heads" if name == "kv_heads" and repeated else name for name in axes)
-    use = layout.spec(use_axes, reduced=layout.partial(axes))
-    return Placement(P(*rest), use, (axes.index("kv_heads"), times) if repeated else (0, 1))
+    rest, use, repeat = list(layout.spec(axes).partitions), axes, (0, 1)
+    if "kv_heads" in axes and layout.parts("kv_heads") < layout.parts("heads"):
+        dim = axes.index("kv_heads")
+        use, repeat = (*axes[:dim], "heads", *axes[dim + 1 :]), (dim, layout.parts("heads") // shape[dim])
+    if stage and (dim := _first_free(layout, use, shape)) is not None:
+        rest[dim] = DATA
+    return Placement(P(*rest), layout.spec(use, reduced=layout.partial(axes)), repeat)
+
+
+def _first_free(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> int | None:
+    """The first dim that the data axis can split: gathering along the first takes no transposed copy."""
+    ways = dict(layout.axes).get(DATA, 1)
+    free = (d for d, name in enumerate(axes) if name != "layers" and not layout.split(name) and shape[d] % ways == 0)
+    return next(free, None) if ways > 1 else None
