@@ -10,6 +10,7 @@ sequence of the residual stream, which sequence parallelism splits; C counts thi
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,12 +55,15 @@ class Layout:
     axes: tuple[tuple[str, int], ...] = ()
     platform: str = "cpu"
     rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    capability: tuple[int, ...] = ()
+    """Compute capability of CUDA devices, (9, 0) for an H100; empty for others."""
 
     @classmethod
     def on(cls, mesh: jax.sharding.Mesh, rules: Rules = RULES) -> Layout:
         sizes = {name: size for name, size in mesh.shape.items() if size > 1}
         split = {name: tuple(axis for axis in sizes if axis in axes) for name, axes in rules.items()}
-        return cls(tuple(sizes.items()), mesh.devices.flat[0].platform, tuple(split.items()))
+        device = mesh.devices.flat[0]
+        return cls(tuple(sizes.items()), device.platform, tuple(split.items()), _capability(device))
 
     def split(self, logical: str | None) -> tuple[str, ...]:
         """The mesh axes that split a logical axis, outermost first."""
@@ -90,6 +94,12 @@ class Layout:
         """
         elementwise = self.split("residual") if "norm" in logical else ()
         return frozenset((*self.split("batch"), *elementwise))
+
+
+def _capability(device: jax.Device) -> tuple[int, ...]:
+    """CUDA's is written "9.0"; ROCm has names there, such as "gfx942", and a CPU has nothing."""
+    written = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return tuple(map(int, written.groups())) if written else ()
 
 
 ONE_DEVICE = Layout()

@@ -12,7 +12,10 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
 from jaxdist.models.gpt import GPT
+from jaxdist.models.llama import Llama
 from jaxdist.sharding import ONE_DEVICE, Layout
+
+FAMILIES = dict(gpt=GPT, llama=Llama)
 
 Params = dict[str, Any]
 """Nested dict of arrays; `params["blocks"]` holds every layer, stacked on a leading L."""
@@ -59,7 +62,7 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
 
 def build(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
     """The model that `config` asks for, laid out by `layout`."""
-    return describe(lambda rngs: GPT(config, layout, rngs))
+    return describe(lambda rngs: FAMILIES[config.family](config, layout, rngs))
 
 
 def parameters(model: Model) -> int:

@@ -1,12 +1,20 @@
-"""Causal attention, and which form of it runs."""
+"""Causal attention, and which form of it runs: cuDNN's on GPUs that have it, blocks of queries elsewhere.
+
+Query heads are N = G K: each of the K key/value heads serves G of them in a row (grouped-query attention, Ainslie et
+al. 2023). Nothing repeats keys or values.
+"""
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxdist.sharding import wide
+from jaxdist.sharding import Layout, wide
 
 ATTENTION = "attention"
 """The name of attention's results, for policies of recomputation."""
@@ -16,82 +24,168 @@ BLOCK = 128
 
 
 def causal_attention(
-    q: Float[Array, "B S N H"], k: Float[Array, "B S N H"], v: Float[Array, "B S N H"]
+    layout: Layout, q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]
 ) -> Float[Array, "B S N H"]:
-    """Softmax attention over the past, in blocks of queries that skip the keys after them; softmax in f32.
+    """Softmax attention over the past (Vaswani et al. 2017, eq. 1), softmax in f32; the heads are the whole mesh's.
+
+    `attention_kernel` tells which form runs.
+    """
+    if why_not_cudnn(layout, q.shape, q.dtype):
+        return _blocked_attention(q, k, v)
+    return _cudnn_attention(layout, q, k, v)
+
+
+def attention_kernel(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> str:
+    """Which attention runs for queries of `shape` [B, S, N, H] on the whole mesh, and why: for the summary of a run."""
+    reason = why_not_cudnn(layout, shape, dtype)
+    if not reason:
+        return f"cuDNN flash attention: {layout.platform}, {jnp.dtype(dtype).name}, heads of {shape[3]}"
+    blocks = shape[1] // block_rows(shape[1])
+    return f"causal attention in {blocks} block(s) of queries, because {reason}"
+
+
+def why_not_cudnn(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> str:
+    """What keeps cuDNN's attention from queries of `shape` [B, S, N, H] on the whole mesh; empty where nothing does.
+
+    The limits are those that jax.nn.dot_product_attention checks, and two that it does not: flash attention begins
+    with compute capability 8.0, and above 2^31 elements on a device gradients are wrong without a word.
+    """
+    name, size, capability = jnp.dtype(dtype).name, shape[3], layout.capability
+    largest = 256 if capability >= (9, 0) else 128
+    elements = math.prod(shape) // (layout.parts("batch") * layout.parts("heads"))
+    if not capability:
+        return f"cuDNN's is for CUDA devices, not for this {layout.platform}"
+    if capability < (8, 0):
+        return f"cuDNN's needs compute capability 8.0, and this device has {capability[0]}.{capability[1]}"
+    if name not in ("bfloat16", "float16"):
+        return f"cuDNN's takes bfloat16 or float16, not {name}"
+    if size % 8 or size > largest:
+        return f"cuDNN's takes heads of a multiple of 8 up to {largest} here, not of {size}"
+    if elements > 2**31:
+        return f"cuDNN's gradients are wrong above 2^31 query elements on a device, and this one has {elements:,}"
+    return ""
+
+
+def is_cudnn_forward(primitive: jax.extend.core.Primitive, *_, **__) -> bool:
+    """A policy of recomputation that keeps the results of cuDNN's attention: a name would not reach into its VJP."""
+    return primitive.name == "dot_product_attention_fwd_wrapper"
+
+
+def _cudnn_attention(layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """FlashAttention-2 (Dao 2023) as cuDNN has it, on each device's own rows and heads.
+
+    The tests trace it; it has never run, because there was no GPU to run it on.
+    """
+    own = layout.activation("BSNH")
+    local = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    return jax.shard_map(local, in_specs=(own, own, own), out_specs=own)(q, k, v)
+
+
+def _blocked_attention(
+    q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]
+) -> Float[Array, "B S N H"]:
+    """Attention in blocks of queries that skip the keys after them.
 
     With n blocks the work is (n + 1) / 2n of the full square (Dao 2023, section 3.1.1). No S x S array is kept: the
     backward pass makes each block's probabilities again from the log sum exp of its rows (section 3.1). The blocks are
     unrolled, at most 8, so that the program does not grow with S.
+
+    Policies of recomputation see nothing inside a custom VJP: so the results are made and named before it.
     """
-    return _attention(q, k, v)
+    results = _blocked_forward(*map(jax.lax.stop_gradient, (q, k, v)))
+    return _with_gradient(q, k, v, *(checkpoint_name(a, ATTENTION) for a in results))
 
 
-@jax.custom_vjp
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return _attention_forward(q, k, v)[0]
+def _blocked_forward(q, k, v):
+    """Output [B, S, N, H], kept as its product with a weight keeps it, and log sum exp [B, K, S', 1].
 
-
-def _attention_forward(q, k, v):
-    """The keys' S is called T. The output is kept as it leaves, which is how its product with a weight keeps it too."""
-    q, k, v = (a.swapaxes(1, 2) for a in (q, k, v))
+    S' is G S: see `_group`. The keys' S is called T.
+    """
+    group, sequence = q.shape[2] // k.shape[2], q.shape[1]
+    q, k, v = _group(q, group), k.swapaxes(1, 2), v.swapaxes(1, 2)
     blocks, sums = [], []
-    for rows, past in _blocks(q.shape[2]):
-        scores = _scores(q[:, :, rows], k[:, :, past])
+    for rows, past in _blocks(sequence, group):
+        scores = _scores(q[:, :, rows], k[:, :, past], group)
         highest = jnp.max(scores, -1, keepdims=True)
         p = jnp.exp(scores - highest)
         total = jnp.sum(p, -1, keepdims=True)
-        out = jnp.einsum("BNST,BNTH->BNSH", p.astype(v.dtype), v[:, :, past], preferred_element_type=total.dtype)
+        out = jnp.einsum("BKST,BKTH->BKSH", p.astype(v.dtype), v[:, :, past], preferred_element_type=total.dtype)
         blocks.append((out / total).astype(v.dtype))
         sums.append(highest + jnp.log(total))
-    out = jnp.concatenate(blocks, axis=2).swapaxes(1, 2)
-    return out, (q, k, v, out, jnp.concatenate(sums, axis=2))
+    return _ungroup(jnp.concatenate(blocks, axis=2), group), jnp.concatenate(sums, axis=2)
 
 
-def _attention_backward(saved, g):
+@jax.custom_vjp
+def _with_gradient(q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, sums: jax.Array) -> jax.Array:
+    """`out`, whose gradient goes to q, k and v."""
+    return out
+
+
+def _blocked_backward(saved, g):
     """Dao et al. 2022, appendix B.2. dK and dV are formed transposed, so that P and dS, the large ones, are not.
 
-    Q and dO are turned around behind a barrier for the CPU's sake: see `sharding._weight_einsum_backward`. The blocks'
-    shares of dK and dV are added in f32.
+    Q and dO are turned around behind a barrier for the CPU's sake: see `tensor._product_backward`. The blocks' shares
+    of dK and dV are added in f32.
     """
     q, k, v, out, sums = saved
-    correction = jnp.sum((g * out).astype(sums.dtype), -1, keepdims=True).swapaxes(1, 2)
-    g = g.swapaxes(1, 2)
+    group, sequence = q.shape[2] // k.shape[2], q.shape[1]
+    correction = _group(jnp.sum((g * out).astype(sums.dtype), -1, keepdims=True), group)
+    q, g, k, v = _group(q, group), _group(g, group), k.swapaxes(1, 2), v.swapaxes(1, 2)
     q_columns, g_columns = jax.lax.optimization_barrier((q.swapaxes(2, 3), g.swapaxes(2, 3)))
-    turned = lambda a, b: jnp.einsum("BNHS,BNST->BNHT", a, b).astype(sums.dtype)
+    turned = lambda a, b: jnp.einsum("BKHS,BKST->BKHT", a, b).astype(sums.dtype)
     dq, dk, dv = [], 0, 0
-    for rows, past in _blocks(q.shape[2]):
-        after = [(0, 0)] * 3 + [(0, q.shape[2] - past.stop)]
-        p = jnp.exp(_scores(q[:, :, rows], k[:, :, past]) - sums[:, :, rows])
-        dp = jnp.einsum("BNSH,BNTH->BNST", g[:, :, rows], v[:, :, past], preferred_element_type=p.dtype)
+    for rows, past in _blocks(sequence, group):
+        after = [(0, 0)] * 3 + [(0, sequence - past.stop)]
+        p = jnp.exp(_scores(q[:, :, rows], k[:, :, past], group) - sums[:, :, rows])
+        dp = jnp.einsum("BKSH,BKTH->BKST", g[:, :, rows], v[:, :, past], preferred_element_type=p.dtype)
         ds = (p * (dp - correction[:, :, rows]) * q.shape[-1] ** -0.5).astype(q.dtype)
-        dq.append(jnp.einsum("BNST,BNTH->BNSH", ds, k[:, :, past]))
+        dq.append(jnp.einsum("BKST,BKTH->BKSH", ds, k[:, :, past]))
         dk += jnp.pad(turned(q_columns[..., rows], ds), after)
         dv += jnp.pad(turned(g_columns[..., rows], p.astype(g.dtype)), after)
-    dq = jnp.concatenate(dq, axis=2).swapaxes(1, 2)
-    return dq, *(jnp.moveaxis(d, 3, 1).astype(k.dtype) for d in (dk, dv))
+    dk, dv = (jnp.moveaxis(d, 3, 1).astype(k.dtype) for d in (dk, dv))
+    return _ungroup(jnp.concatenate(dq, axis=2), group), dk, dv, None, None
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+_with_gradient.defvjp(lambda *saved: (saved[3], saved), _blocked_backward)
 
 
-def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """The last queries of a sequence against all keys up to the last one of them, -inf where a key comes later."""
-    scores = jnp.einsum("BNSH,BNTH->BNST", q * q.shape[-1] ** -0.5, k, preferred_element_type=wide(q.dtype))
-    visible = jnp.tril(jnp.ones(scores.shape[2:], bool), k.shape[2] - q.shape[2])
+def _scores(q: Float[Array, "B K S' H"], k: Float[Array, "B K T H"], group: int) -> Float[Array, "B K S' T"]:
+    """The last block of queries against all keys up to the last one of them, -inf where a key comes later."""
+    scores = jnp.einsum("BKSH,BKTH->BKST", q * q.shape[-1] ** -0.5, k, preferred_element_type=wide(q.dtype))
+    rows, keys = q.shape[2] // group, k.shape[2]
+    visible = jnp.tile(jnp.tril(jnp.ones((rows, keys), bool), keys - rows), (group, 1))
     return jnp.where(visible, scores, -jnp.inf)
 
 
-def _blocks(sequence: int) -> list[tuple[slice, slice]]:
-    """(the queries of a block, the keys that some of them see) for every block."""
+def _group(a: Float[Array, "B S N H"], group: int) -> Float[Array, "B K S' H"]:
+    """The queries of the `group` heads that share keys as rows of one head: block by block, in each head by head.
+
+    So a block of queries is one slice, and its products with the keys are one each. Where N is split, K is.
+    """
+    batch, sequence, heads, size = a.shape
+    a = a.swapaxes(1, 2)
+    if group == 1:
+        return a
+    a = a.reshape(batch, heads // group, group, sequence, size)
+    a = a.reshape(*a.shape[:3], -1, block_rows(sequence), size)
+    return a.swapaxes(2, 3).reshape(batch, heads // group, -1, size)
+
+
+def _ungroup(a: Float[Array, "B K S' H"], group: int) -> Float[Array, "B S N H"]:
+    """The inverse of `_group`."""
+    batch, kv_heads, queries, size = a.shape
+    if group > 1:
+        a = a.reshape(batch, kv_heads, -1, group, block_rows(queries // group), size)
+        a = a.swapaxes(2, 3).reshape(batch, kv_heads, group, -1, size)
+        a = a.reshape(batch, kv_heads * group, -1, size)
+    return a.swapaxes(1, 2)
+
+
+def _blocks(sequence: int, group: int) -> list[tuple[slice, slice]]:
+    """(the queries of a block, as `_group` has them; the keys that some of them see) for every block."""
     rows = block_rows(sequence)
-    return [(slice(start, start + rows), slice(0, start + rows)) for start in range(0, sequence, rows)]
-
-
-def attention_kernel(sequence: int) -> str:
-    """Which attention runs, and why: for the summary of a run."""
-    blocks = sequence // block_rows(sequence)
-    return f"causal attention in {blocks} block(s) of queries: the one form that this version has, on every device"
+    ends = range(rows, sequence + 1, rows)
+    return [(slice(group * (end - rows), group * end), slice(0, end)) for end in ends]
 
 
 def block_rows(sequence: int) -> int:

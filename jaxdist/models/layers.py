@@ -1,4 +1,4 @@
-"""The parts that models are made of: parameters with logical axes, layer norm, attention, MLP, dropout."""
+"""The parts that models are made of: parameters with logical axes, norms, attention, positions, MLPs, dropout."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Key
@@ -64,16 +65,39 @@ def _layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     return (y * spread(scale, y) + spread(bias, y)).astype(x.dtype)
 
 
-@partial(recomputed, static_argnums=(0, 1, 2))
-def column(layout: Layout, logical: str, dims: str, x: Float[Array, "B s D"], *weights: jax.Array):
-    """The residual stream times weights whose columns are split along `logical`: a product for each.
+class RMSNorm(nnx.Module):
+    """Root mean square normalisation over D (Zhang and Sennrich 2019, eq. 4), computed in f32 at least."""
+
+    def __init__(self, embed: int):
+        self.scale = constant(1.0, (embed,), ("norm",))
+
+    def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
+        return _rms_norm(x, self.scale[...])
+
+
+@recomputed
+def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    y = x.astype(wide(x.dtype))
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + 1e-5)
+    return (y * spread(scale, y)).astype(x.dtype)
+
+
+def column(
+    layout: Layout, logical: str, x: Float[Array, "B s D"], *factors: tuple[str, Float[Array, "..."]]
+) -> list[Float[Array, "..."]]:
+    """The residual stream times weights whose columns are split along `logical`: a product for each (dims, weight).
 
     Only `x` is kept, as it lies on the residual stream. Where that is split along the sequence, the backward pass
     gathers it again (Korthikanti et al. 2022, section 4.2.2); nobody needs the products again.
     """
+    dims, weights = zip(*factors, strict=True)
+    return _column(layout, logical, dims, x, *weights)
+
+
+@partial(recomputed, static_argnums=(0, 1, 2))
+def _column(layout: Layout, logical: str, dims: tuple[str, ...], x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
     x = enter(layout, x, logical)
-    products = [einsum(layout, dims, x, w) for w in weights]
-    return products if len(products) > 1 else products[0]
+    return [einsum(layout, d, x, w) for d, w in zip(dims, weights, strict=True)]
 
 
 class Attention(nnx.Module):
@@ -88,11 +112,56 @@ class Attention(nnx.Module):
         self.out_bias = constant(0.0, (embed,), ("norm",))
 
     def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
-        qkv = column(self.layout, "heads", "BSD,DCNH->BSCNH", x, self.qkv[...])
+        (qkv,) = column(self.layout, "heads", x, ("BSD,DCNH->BSCNH", self.qkv[...]))
         qkv = qkv + spread(self.qkv_bias[...], qkv)
         q, k, v = (qkv[:, :, i] for i in range(3))
-        out = einsum(self.layout, "BSNH,NHD->BsD", causal_attention(q, k, v), self.out[...])
+        out = einsum(self.layout, "BSNH,NHD->BsD", causal_attention(self.layout, q, k, v), self.out[...])
         return out + spread(self.out_bias[...], out)
+
+
+class GroupedAttention(nnx.Module):
+    """Causal self-attention whose `kv_heads` keys and values serve `heads` queries (Ainslie et al. 2023, section 2.2).
+
+    The positions are rotary (Su et al. 2021). In use a weight of keys and values may have each head several times, so
+    that every device has one (`zero.Placement.repeat`): the heads are then counted as they are, and split as queries.
+    """
+
+    def __init__(
+        self, embed: int, heads: int, kv_heads: int, theta: float, layout: Layout, rngs: nnx.Rngs, out_scale: float
+    ):
+        size = embed // heads
+        self.layout, self.theta = layout, theta
+        self.q = weight(rngs, (embed, heads, size), ("embed", "heads", None))
+        self.kv = weight(rngs, (embed, 2, kv_heads, size), ("embed", None, "kv_heads", None))
+        self.out = weight(rngs, (heads, size, embed), ("heads", None, "embed"), out_scale)
+
+    def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
+        factors = ("BSD,DNH->BSNH", self.q[...]), ("BSD,DCNH->BSCNH", self.kv[...])
+        q, kv = column(self.layout, "heads", x, *factors)
+        q, k, v = rotary(q, self.theta), rotary(kv[:, :, 0], self.theta), kv[:, :, 1]
+        return einsum(self.layout, "BSNH,NHD->BsD", causal_attention(self.layout, q, k, v), self.out[...])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def rotary(x: Float[Array, "B S N H"], theta: float) -> Float[Array, "B S N H"]:
+    """Turn dims i and i + H/2 of position s by the angle s theta^(-2i/H) (Su et al. 2021, section 3.2.2).
+
+    So a query times a key depends on how far apart they are alone. The paper pairs neighbouring dims; halves are the
+    same up to the order of the dims, and cheaper to cut. Nothing is kept: the gradient is turned back.
+    """
+    return _turn(x, theta, 1)
+
+
+def _turn(x: jax.Array, theta: float, way: int) -> jax.Array:
+    _, sequence, _, size = x.shape
+    speeds = theta ** -(np.arange(0, size, 2) / size)
+    angles = jnp.arange(sequence, dtype=wide(x.dtype))[:, None] * jnp.asarray(speeds, wide(x.dtype))[None]
+    cos, sin = jnp.cos(angles)[None, :, None], way * jnp.sin(angles)[None, :, None]
+    a, b = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+rotary.defvjp(lambda x, theta: (rotary(x, theta), None), lambda theta, _, g: (_turn(g, theta, -1),))
 
 
 @jax.custom_vjp
@@ -121,7 +190,7 @@ class MLP(nnx.Module):
         self.down_bias = constant(0.0, (embed,), ("norm",))
 
     def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
-        h = column(self.layout, "mlp", "BSD,DF->BSF", x, self.up[...])
+        (h,) = column(self.layout, "mlp", x, ("BSD,DF->BSF", self.up[...]))
         out = _activate_and_contract(self.layout, h, self.up_bias[...], self.down[...])
         return out + spread(self.down_bias[...], out)
 
@@ -130,6 +199,25 @@ class MLP(nnx.Module):
 def _activate_and_contract(layout: Layout, h: jax.Array, bias: jax.Array, down: jax.Array) -> jax.Array:
     """Keeps `h` alone of the three arrays of width F. The product itself is not computed again: nobody needs it."""
     return einsum(layout, "BSF,FD->BsD", gelu(h + spread(bias, h)), down)
+
+
+class SwiGLU(nnx.Module):
+    """Two layers around a product of silu(gate) and another (Shazeer 2020, eq. 6); one product makes both."""
+
+    def __init__(self, embed: int, mlp: int, layout: Layout, rngs: nnx.Rngs, out_scale: float):
+        self.layout = layout
+        self.gate_up = weight(rngs, (embed, 2, mlp), ("embed", None, "mlp"))
+        self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), out_scale)
+
+    def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
+        (h,) = column(self.layout, "mlp", x, ("BSD,DCF->BSCF", self.gate_up[...]))
+        return _gate_and_contract(self.layout, h, self.down[...])
+
+
+@partial(recomputed, static_argnums=0)
+def _gate_and_contract(layout: Layout, h: jax.Array, down: jax.Array) -> jax.Array:
+    """Keeps `h` alone of the arrays of width F."""
+    return einsum(layout, "BSF,FD->BsD", jax.nn.silu(h[:, :, 0]) * h[:, :, 1], down)
 
 
 def dropout(x: Float[Array, "B s D"], rate: float, keys: Key[Array, " B"] | None, site: int) -> Float[Array, "B s D"]:

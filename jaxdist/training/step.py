@@ -17,7 +17,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.models import Model, Params
-from jaxdist.models.attention import ATTENTION
+from jaxdist.models.attention import ATTENTION, is_cudnn_forward
 from jaxdist.parallel import zero
 from jaxdist.parallel.tensor import PRODUCT
 from jaxdist.sharding import Layout, wide
@@ -200,7 +200,10 @@ KEPT = dict(none=(PRODUCT, ATTENTION), dots=(PRODUCT,), block=())
 
 
 def _recompute(names: tuple[str, ...]):
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names(*names)
+    if ATTENTION in names:
+        policy = policies.save_from_both_policies(policy, is_cudnn_forward)
     return partial(jax.checkpoint, prevent_cse=False, policy=policy)
 
 

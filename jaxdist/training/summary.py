@@ -17,8 +17,11 @@ def summary(run: Run, folder: object, resume: str) -> list[str]:
     """Lines of the summary, in the order in which people ask."""
     config, device = run.config, run.mesh.devices.flat[0]
     train, count = config.train, run.mesh.devices.size
+    model = config.model
+    rows = train.global_batch_size // train.accumulation
+    queries = (rows, model.sequence, model.heads, model.embed // model.heads)
     held = memory.predict(config, run.model, run.layout.ranks)
-    rows = [
+    told = [
         ("versions", f"jaxdist {__version__}, jax {version('jax')}, flax {version('flax')}, optax {version('optax')}"),
         ("devices", f"{count} x {device.device_kind} ({device.platform})"),
         ("mesh", f"{describe(run.mesh.shape)}; precision {config.precision}"),
@@ -31,11 +34,11 @@ def summary(run: Run, folder: object, resume: str) -> list[str]:
         ),
         ("arithmetic", f"{flops_per_token(config.model):,} FLOPs per token = {FLOPS_FORMULA}"),
         ("memory", _memory(held, capacity(device), count if device.platform == "cpu" else 1)),
-        ("attention", attention_kernel(config.model.sequence)),
+        ("attention", attention_kernel(run.layout, queries, run.step.dtype)),
         ("data", run.corpus.source),
         ("run folder", f"{folder}; {resume}"),
     ]
-    return [f"{name:<11} {text}" for name, text in rows]
+    return [f"{name:<11} {text}" for name, text in told]
 
 
 def _memory(held: memory.Memory, bytes_there: int | None, sharing: int) -> str:

@@ -1,0 +1,57 @@
+"""Llama (Touvron et al. 2023, section 2.2; Llama 3: Grattafiori et al. 2024, section 3.2).
+
+Pre-norm blocks of RMSNorm, rotary positions, grouped-query attention and SwiGLU; no biases, no dropout; tied or untied
+output. The rotary frequencies are not scaled, as Llama 3.1 scales them for contexts beyond the training's.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from jaxdist.config import ModelConfig
+from jaxdist.models.layers import GroupedAttention, RMSNorm, SwiGLU, weight
+from jaxdist.models.loss import cross_entropy
+from jaxdist.parallel.tensor import einsum, enter, lookup
+from jaxdist.sharding import Layout
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
+        embed, heads, kv_heads, theta = config.embed, config.heads, config.key_value_heads, config.rope_theta
+        out_scale = 0.02 / (2 * config.layers) ** 0.5  # as in the GPT: the papers do not tell theirs
+        self.norm1 = RMSNorm(embed)
+        self.attention = GroupedAttention(embed, heads, kv_heads, theta, layout, rngs, out_scale)
+        self.norm2 = RMSNorm(embed)
+        self.mlp = SwiGLU(embed, config.mlp_size, layout, rngs, out_scale)
+
+    def __call__(self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None) -> Float[Array, "B s D"]:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Llama(nnx.Module):
+    """Offers `embed`, `blocks` (every layer, stacked on a leading L) and `loss` or `logits`, from one to the next."""
+
+    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
+        self.layout = layout
+        self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
+        self.blocks = jax.vmap(lambda rngs: Block(config, layout, rngs))(rngs.split(config.layers))
+        self.norm = RMSNorm(config.embed)
+        self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
+
+    def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None) -> Float[Array, "B s D"]:
+        return lookup(self.layout, self.table[...], tokens)
+
+    def loss(self, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:
+        """Summed cross-entropy in nats over the labels that are not -1."""
+        return cross_entropy(self.layout, self.norm(x), self._output_table(), labels)
+
+    def logits(self, x: Float[Array, "B s D"]) -> Float[Array, "B S V"]:
+        return einsum(self.layout, "BSD,VD->BSV", enter(self.layout, self.norm(x), "vocab"), self._output_table())
+
+    def _output_table(self) -> Float[Array, "V D"]:
+        return self.table[...] if self.output is None else self.output[...]

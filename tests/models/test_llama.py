@@ -1,0 +1,137 @@
+"""Llama against a plain reading of the papers: keys and values repeated, scores whole, rotations as complex numbers."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist import models
+from jaxdist.config import Config, ModelConfig, ParallelConfig
+from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
+from jaxdist.models.layers import rotary
+from jaxdist.request import load
+from jaxdist.sharding import Layout, rules
+from jaxdist.training.step import Step
+
+pytestmark = pytest.mark.smoke
+
+CONFIG = ModelConfig(family="llama", layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=80, sequence=24)
+
+
+def norm(x, p):
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["scale"]
+
+
+def turned(x, theta):
+    """Dims i and i + H/2 are a complex number, turned by the angle s theta^(-2i/H)."""
+    half = x.shape[-1] // 2
+    angles = np.arange(x.shape[1])[:, None] * theta ** (-2 * np.arange(half) / x.shape[-1])
+    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[None, :, None]
+    return jnp.concatenate([z.real, z.imag], -1)
+
+
+def attention(x, p, theta):
+    q, kv = jnp.tensordot(x, p["q"], 1), jnp.tensordot(x, p["kv"], 1)
+    times = q.shape[2] // kv.shape[3]
+    q, k, v = turned(q, theta), turned(kv[:, :, 0], theta), kv[:, :, 1]
+    k, v = (jnp.repeat(a, times, 2) for a in (k, v))
+    scores = jnp.einsum("bsnh,btnh->bnst", q, k) / math.sqrt(q.shape[-1])
+    p_attend = jax.nn.softmax(jnp.where(np.tri(x.shape[1], dtype=bool), scores, -jnp.inf))
+    return jnp.tensordot(jnp.einsum("bnst,btnh->bsnh", p_attend, v), p["out"], 2)
+
+
+def mlp(x, p):
+    gate, up = x @ p["gate_up"][:, 0], x @ p["gate_up"][:, 1]
+    return (gate / (1 + jnp.exp(-gate)) * up) @ p["down"]
+
+
+def reference(config, params, tokens, labels):
+    """(summed loss, logits)"""
+    x = params["table"][tokens]
+    for i in range(config.layers):
+        layer = jax.tree.map(lambda a, i=i: a[i], params["blocks"])
+        x = x + attention(norm(x, layer["norm1"]), layer["attention"], config.rope_theta)
+        x = x + mlp(norm(x, layer["norm2"]), layer["mlp"])
+    logits = norm(x, params["norm"]) @ params.get("output", params["table"]).T
+    nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+    return jnp.sum(jnp.where(labels >= 0, nll, 0)), logits
+
+
+@pytest.fixture
+def one_device():
+    mesh = make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])
+    with jax.set_mesh(mesh), jax.numpy_rank_promotion("allow"):
+        yield Layout.on(mesh)
+
+
+@pytest.mark.parametrize(("tied", "kv_heads"), [(True, 2), (False, 1), (True, 0)])
+def test_loss_gradient_and_logits_are_the_papers(one_device, tied, kv_heads):
+    config = CONFIG.model_copy(update={"tied": tied, "kv_heads": kv_heads, "rope_theta": 100.0})
+    model = models.build(config, one_device)
+    params = jax.jit(model.init)(jax.random.key(1))
+    params = jax.tree.map(lambda a: a + 0.1 * jax.random.normal(jax.random.key(a.size), a.shape), params)
+    rng = np.random.default_rng(0)
+    tokens, labels = rng.integers(0, 80, (3, 24)), rng.integers(-1, 80, (3, 24))
+    batch = {"tokens": jnp.asarray(tokens)[None], "labels": jnp.asarray(labels)[None]}
+    step = Step(model, one_device, optimizer=None)
+
+    def ours(params):
+        return step.evaluate(params, batch)[0], step.logits(params, batch["tokens"][0])
+
+    plain = lambda params: reference(config, params, tokens, labels)
+    (wanted, wanted_logits), wanted_gradient = jax.value_and_grad(plain, has_aux=True)(params)
+    (loss, logits), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    np.testing.assert_allclose(logits, wanted_logits, atol=1e-4)
+    for (path, a), b in zip(jax.tree.leaves_with_path(gradient), jax.tree.leaves(wanted_gradient), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(b).max()), err_msg=jax.tree_util.keystr(path))
+
+
+def test_scores_depend_on_how_far_apart_positions_are(one_device):
+    """And a rotation changes no length (Su et al. 2021, section 3.3)."""
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
+    q, k = (rotary(jnp.tile(a, (1, 40, 1, 1)), 500.0)[0, :, 0] for a in (q, k))
+    scores = np.asarray(q @ k.T)
+    for apart in (-7, 0, 1, 20):
+        diagonal = np.diagonal(scores, apart)
+        np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-4)
+    assert np.ptp(scores[0]) > 0.5
+    np.testing.assert_allclose(np.linalg.norm(q, axis=1), np.linalg.norm(q[0]), rtol=1e-5)
+
+
+def test_rotary_turns_halves_and_its_gradient_is_the_derivative(one_device):
+    x, g = jax.random.normal(jax.random.key(0), (2, 2, 10, 3, 8))
+    got, pull = jax.vjp(lambda x: rotary(x, 100.0), x)
+    wanted, pull_plain = jax.vjp(lambda x: turned(x, 100.0), x)
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+    np.testing.assert_allclose(pull(g)[0], pull_plain(g)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("llama_1b", 1_235_814_400), ("llama_8b", 8_030_261_248), ("llama_70b", 70_553_706_496)]
+)
+def test_shipped_sizes_are_the_published_ones(name, count):
+    """Described with no device."""
+    model = models.build(load(name, {}).model)
+    assert models.parameters(model) == count
+    attention, decays = model.axes["blocks"]["attention"], models.matrices(model)["blocks"]
+    assert attention["kv"] == ("layers", "embed", None, "kv_heads", None)
+    assert all(decays["attention"].values())
+    assert all(decays["mlp"].values())
+    assert not decays["norm1"]["scale"]
+
+
+@pytest.mark.parametrize("mesh", ["8x1x1", "1x2x1", "2x4x1", "data=2,replica=2,model=2"])
+def test_initial_parameters_are_the_same_on_every_mesh(mesh):
+    """To the bit, at rest as ZeRO and tensor parallelism split them."""
+
+    def init(text: str):
+        mesh = make_mesh(parse_mesh(text), jax.devices()[: devices_asked(parse_mesh(text))])
+        layout = Layout.on(mesh, rules(Config(model=CONFIG, parallel=ParallelConfig(zero=3)), mesh.shape))
+        step = Step(models.build(CONFIG, layout), layout, optimizer=None, stage=3)
+        with jax.set_mesh(mesh):
+            return jax.device_get(jax.jit(lambda key: step.place(step.model.init(key)))(jax.random.key(7)))
+
+    assert jax.tree.all(jax.tree.map(np.array_equal, init(mesh), init("1x1x1")))
