@@ -11,13 +11,17 @@ import numpy as np
 import optax
 
 from jaxdist import models
-from jaxdist.config import ModelConfig
+from jaxdist.config import Config, ModelConfig, ParallelConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
-from jaxdist.sharding import RULES, Layout
+from jaxdist.sharding import Layout, rules
 from jaxdist.training.step import Step
 
 ROWS, SEQUENCE, VOCAB = 32, 16, 96
 MODEL = ModelConfig(layers=3, embed=32, heads=4, vocab=VOCAB, sequence=SEQUENCE)
+LLAMA = ModelConfig(
+    family="llama", layers=3, embed=32, heads=8, kv_heads=2, mlp=64, rope_theta=100.0, vocab=VOCAB, sequence=SEQUENCE
+)
+"""Fewer key/value heads than a model axis of 4 or 8 has devices."""
 
 
 @dataclass
@@ -72,8 +76,8 @@ def train(
 ) -> Outcome:
     shape = parse_mesh(mesh)
     devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
-    table = {**RULES, "residual": RULES["heads"] if sequence else ()}
-    layout = Layout.on(devices, table)
+    config = Config(model=model, parallel=ParallelConfig(zero=stage, sequence=sequence))
+    layout = Layout.on(devices, rules(config, devices.shape))
     optimizer = optax.chain(remember(), optimizer or optax.sgd(0.5))
     options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype, max_norm=max_norm)
     step = Step(models.build(model, layout), layout, optimizer, stage=stage, inside=inside, keep=keep, **options)
