@@ -117,3 +117,11 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> jax.sh
     shape = fill(shape, len(devices))  # `jax.make_mesh` would drop the devices that are left over without a word
     grid = np.asarray(devices, dtype=object).reshape([shape[axis] for axis in AXES])
     return jax.sharding.Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))
+
+
+def abstract_mesh(shape: Mapping[str, int]) -> jax.sharding.AbstractMesh:
+    """The mesh of `shape` without devices: enough to tell where everything would lie."""
+    import jax
+
+    sizes = tuple(shape[axis] for axis in AXES)
+    return jax.sharding.AbstractMesh(sizes, AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))

@@ -59,10 +59,13 @@ class Layout:
     """Compute capability of CUDA devices, (9, 0) for an H100; empty for others."""
 
     @classmethod
-    def on(cls, mesh: jax.sharding.Mesh, rules: Rules = RULES) -> Layout:
+    def on(
+        cls, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, rules: Rules = RULES, device: jax.Device | None = None
+    ) -> Layout:
+        """`device` is one like those of `mesh`, which an abstract one does not know."""
+        device = device or mesh.devices.flat[0]
         sizes = {name: size for name, size in mesh.shape.items() if size > 1}
         split = {name: tuple(axis for axis in sizes if axis in axes) for name, axes in rules.items()}
-        device = mesh.devices.flat[0]
         return cls(tuple(sizes.items()), device.platform, tuple(split.items()), _capability(device))
 
     def split(self, logical: str | None) -> tuple[str, ...]:
@@ -72,6 +75,16 @@ class Layout:
     def parts(self, logical: str) -> int:
         """Into how many parts a logical axis is split."""
         return math.prod(dict(self.axes)[axis] for axis in self.split(logical))
+
+    def size(self, axis: str) -> int:
+        """Of a mesh axis."""
+        return dict(self.axes).get(axis, 1)
+
+    def pieces(self, spec: P) -> int:
+        """Into how many parts an array that lies like this is split."""
+        return math.prod(
+            self.size(axis) for part in spec.partitions if part for axis in ([part] if isinstance(part, str) else part)
+        )
 
     @property
     def ranks(self) -> int:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from jaxdist.request import arguments, run
+from jaxdist.config import Config
+from jaxdist.request import Extra, arguments, run
 
 DESCRIPTION = (
     "Train a language model on a mesh of devices. CONFIG is a TOML file or the name of a shipped one; without it, "
     "a small GPT learns the source text of Python's own standard library."
 )
+DRY_RUN = Extra("dry_run", False, "Print the summary, with where every parameter would lie, and do nothing.")
 
 
 def main(argv: list[str] | None = None) -> int:
-    config = arguments(argv, "train", DESCRIPTION).config
+    asked = arguments(argv, "train", DESCRIPTION, extras=[DRY_RUN])
+    if asked.extras["dry_run"]:
+        return look(asked.config)
+    config = asked.config
 
     from jaxdist.training.folder import RunFolder
 
@@ -22,6 +27,15 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.training.trainer import train
 
     return train(Run(config), folder)
+
+
+def look(config: Config) -> int:
+    """Tell what a run would be, on a mesh of any size: no data is read, nothing compiled, allocated or written."""
+    from jaxdist.training.run import Run
+    from jaxdist.training.summary import outlook
+
+    print("\n".join(outlook(Run(config, dry=True))))
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from contextlib import suppress
 import jax
 
 from jaxdist.config import RequestError
-from jaxdist.mesh import describe, devices_asked, fill, make_mesh
+from jaxdist.mesh import FILL, abstract_mesh, describe, devices_asked, fill, make_mesh
 
 MOST_CPU_DEVICES = 1024
 """JAX takes CPU devices with numbers from 2048 for those of other processes."""
@@ -37,6 +37,13 @@ def start(shape: Mapping[str, int]) -> jax.sharding.Mesh:
             )
         devices = devices[:asked]
     return make_mesh(fill(shape, len(devices)), devices)
+
+
+def imagine(shape: Mapping[str, int]) -> jax.sharding.AbstractMesh:
+    """The mesh of `shape` without its devices, of which any number will do; `-1` is filled with those of here."""
+    devices = jax.devices()
+    fixed = FILL not in shape.values() or devices[0].platform == "cpu"
+    return abstract_mesh(fill(shape, devices_asked(shape) if fixed else len(devices)))
 
 
 def _split_cpu(count: int) -> None:

@@ -13,7 +13,10 @@ PEAK_BFLOAT16 = {
 
 
 def peak_flops(device_kind: str, precision: str) -> float | None:
-    """FLOP/s of the matrix units, or None when it is not known: float32, CPUs and devices that are not listed."""
-    if precision != "bfloat16":
+    """FLOP/s of the matrix units, or None when it is not known: float32, CPUs and devices that are not listed.
+
+    `precision` is that of a run; mixed computes in bfloat16 too.
+    """
+    if precision not in ("bfloat16", "mixed"):
         return None
     return next((peak for name, peak in PEAK_BFLOAT16.items() if name.lower() in device_kind.lower()), None)

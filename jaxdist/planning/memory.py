@@ -1,15 +1,26 @@
-"""What one device holds during a step, predicted from the configuration and the abstract parameters alone."""
+"""What one device holds during a step, predicted from the configuration and the abstract parameters alone.
+
+What lies on a device between steps is exact: a step's arguments, leaf by leaf as `zero` places them. In bytes per
+parameter, with AdamW and everything divisible, N devices in `data` (Rajbhandari et al. 2020, figure 1, without its 2 of
+gradients, which exist only during a step):
+
+    stage                      0     1         2         3
+    float32, bfloat16          12    12/N      12/N      12/N        the f32 parameters are the masters
+    mixed                      14    2+12/N    2+12/N    14/N
+
+What a step makes and drops is an estimate: the compiler decides what lives when.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
-
 from jaxdist.config import Config, ModelConfig
 from jaxdist.models import Model
 from jaxdist.models.attention import block_rows
 from jaxdist.models.loss import CHUNK_ROWS
+from jaxdist.planning.placement import Placed, placed
+from jaxdist.sharding import Layout
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 """Parameter-sized arrays that each update rule keeps."""
@@ -21,11 +32,13 @@ class Memory:
 
     parameters: int
     optimizer: int
+    copy: int
+    """The parameters in the compute dtype, where they are kept between steps: `mixed`."""
     batch: int
     gradients: int
-    """Accumulators in f32, and the micro-batch's own gradients beside them."""
+    """Accumulators in f32, and the micro-batch's own gradients beside them: an estimate."""
     weights: int
-    """The copy in the compute dtype, where that is not f32."""
+    """What is cast or gathered at the start of a step, or layer by layer: an estimate."""
     activations: int
     """What the forward pass leaves for the backward pass: an estimate."""
     working: int
@@ -34,48 +47,101 @@ class Memory:
     @property
     def arguments(self) -> int:
         """What lies on the device between steps, exactly."""
-        return self.parameters + self.optimizer + self.batch
+        return self.parameters + self.optimizer + self.copy + self.batch
 
     @property
     def total(self) -> int:
         return self.arguments + self.gradients + self.weights + self.activations + self.working
 
 
-def predict(config: Config, model: Model, ranks: int) -> Memory:
-    """`ranks` is the number of devices that share the rows of a batch; every one holds all parameters."""
-    elements = sum(leaf.size for leaf in jax.tree.leaves(model.abstract))
-    width = 2 if config.precision == "bfloat16" else 4
-    train, sizes = config.train, config.model
-    rows = train.global_batch_size // train.accumulation // ranks
+def predict(config: Config, model: Model, layout: Layout) -> Memory:
+    """For one device of a mesh; `config.precision` is not `auto` any more."""
+    parameters = placed(config, model, layout)
+    rest, moments = sum(p.rest for p in parameters), MOMENTS[config.optimizer.name]
+    train, sizes, k = config.train, config.model, config.train.accumulation
+    rows = train.global_batch_size // k // layout.ranks
     counters = 4 * (3 + (1 if config.optimizer.name == "sgd" else 2))  # step, skipped twice; optax's own counts
+    inside = config.parallel.zero >= 2 and config.parallel.micro_batches == "inside"
+    kept = "named" if config.parallel.zero >= 2 and sizes.remat == "none" else sizes.remat
     return Memory(
-        parameters=4 * elements,
-        optimizer=4 * elements * MOMENTS[config.optimizer.name] + counters,
-        batch=4 * rows * train.accumulation * (2 * sizes.sequence + (sizes.dropout > 0)),  # tokens, labels, row numbers
-        gradients=(4 + width) * elements,
-        weights=width * elements if width != 4 else 0,
-        activations=width * rows * sizes.sequence * sizes.layers * saved_per_token(sizes, sizes.remat),
-        working=_working(sizes, rows, width),
+        parameters=4 * rest,
+        optimizer=4 * rest * moments + counters,
+        copy=sum(_copy(config, p) for p in parameters),
+        batch=4 * rows * k * (2 * sizes.sequence + (sizes.dropout > 0)),  # tokens, labels, row numbers
+        gradients=_gradients(config, parameters),
+        weights=_weights(config, parameters),
+        activations=_width(config)
+        * rows
+        * (k if inside else 1)
+        * sizes.sequence
+        * sizes.layers
+        * saved_per_token(sizes, layout, kept),
+        working=_working(sizes, layout, rows, _width(config)),
     )
 
 
-def saved_per_token(m: ModelConfig, remat: str) -> int:
-    """Values that a layer keeps for each token, after Korthikanti et al. 2022, section 4.1.
+def state(config: Config, p: Placed) -> int:
+    """Bytes of one parameter and all that belongs to it, which a device holds between steps."""
+    return 4 * p.rest * (1 + MOMENTS[config.optimizer.name]) + _copy(config, p)
 
-    With remat block, its input; with dots, the products with weights too (query, key and value, attention's output,
-    the MLP's width); with none, also the norms, what goes into attention's output, and each head's log sum exp.
+
+def _copy(config: Config, p: Placed) -> int:
+    if config.precision != "mixed":
+        return 0
+    return _width(config) * (p.rest if config.parallel.zero == 3 else p.use)
+
+
+def _width(config: Config) -> int:
+    """Bytes of a number in the compute dtype."""
+    return 4 if config.precision == "float32" else 2
+
+
+def _gradients(config: Config, parameters: list[Placed]) -> int:
+    """Stages 0 and 1 add up whole gradients, and hold a micro-batch's own beside them; 2 and 3 shards, one layer whole.
+
+    In stage 1 the sum is reduced to a shard at the end.
     """
+    rest, use, at_once = (sum(getattr(p, name) for p in parameters) for name in ("rest", "use", "at_once"))
+    stage, width = config.parallel.zero, _width(config)
+    if stage >= 2:
+        return 2 * 4 * rest + (4 + width) * at_once
+    return (4 + width) * use + (4 * rest if stage else 0)
+
+
+def _weights(config: Config, parameters: list[Placed]) -> int:
+    """Stage 0 casts, 1 and 2 gather all, 3 one layer and what is no layer; `mixed` keeps what stages 0 to 2 use."""
+    rest, use, at_once = (sum(getattr(p, name) for p in parameters) for name in ("rest", "use", "at_once"))
+    stage, width = config.parallel.zero, _width(config)
+    cast = width * rest if config.precision == "bfloat16" else 0
+    if use == rest:
+        return cast
+    if stage == 3:
+        return cast + width * at_once
+    return 0 if config.precision == "mixed" else width * use
+
+
+def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
+    """Values that a layer keeps for each token on one device, after Korthikanti et al. 2022, section 4.1.
+
+    With remat block, its input. With dots, the products with weights too: query, key and value, attention's output,
+    the MLP's width (llama's twice). Named, which is all that ZeRO 2 and 3 keep, also what goes into attention's output
+    and each head's log sum exp; with none, also the norms and attention's operands. What the model axis splits counts
+    by its part, the residual stream where it is split along the sequence.
+    """
+    size = m.embed // m.heads
+    residual, heads = m.embed // layout.parts("residual"), m.heads // layout.parts("heads")
+    key_values = 2 * max(1, m.key_value_heads // layout.parts("heads"))
+    mlp = (2 if m.family == "llama" else 1) * m.mlp_size // layout.parts("mlp")
     if remat == "block":
-        return m.embed
-    if remat == "dots":
-        return 5 * m.embed + m.mlp_size
-    return 9 * m.embed + m.mlp_size + m.heads
+        return residual
+    dots = 2 * residual + (heads + key_values) * size + mlp
+    named = dots + heads * size + heads
+    return {"dots": dots, "named": named}.get(remat, named + 2 * residual + heads * size)
 
 
-def _working(m: ModelConfig, rows: int, width: int) -> int:
+def _working(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
     """What exists only for a moment: one layer's backward pass, attention's scores, a chunk of logits; f32 the last."""
-    layer = width * rows * m.sequence * saved_per_token(m, "none")
-    block = block_rows(m.sequence)
-    scores = 3 * 4 * rows * m.heads * block * m.sequence
-    logits = 3 * 4 * min(CHUNK_ROWS, rows * m.sequence) * m.vocab
+    layer = width * rows * m.sequence * saved_per_token(m, layout, "none")
+    scores = 3 * 4 * rows * m.heads // layout.parts("heads") * block_rows(m.sequence) * m.sequence
+    logits = 3 * 4 * min(CHUNK_ROWS, rows * m.sequence) * m.vocab // layout.parts("vocab")
     return layer + max(scores, logits)

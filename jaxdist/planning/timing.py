@@ -13,8 +13,15 @@ def flops_per_token(model: ModelConfig) -> int:
     6 for every parameter that multiplies it (PaLM, Chowdhery et al. 2022, appendix B); attention's two products of
     S x D a layer are halved, because a causal model needs one half of them.
     """
-    matrices = model.layers * (4 * model.embed**2 + 2 * model.embed * model.mlp_size) + model.vocab * model.embed
+    matrices = model.layers * matrices_per_layer(model) + model.vocab * model.embed
     return 6 * matrices + 6 * model.layers * model.sequence * model.embed
+
+
+def matrices_per_layer(model: ModelConfig) -> int:
+    """Parameters of a layer's matrices: query and output, key and value, and the two of the MLP or llama's three."""
+    key_value = 2 * model.embed**2 * model.key_value_heads // model.heads
+    mlp = (3 if model.family == "llama" else 2) * model.embed * model.mlp_size
+    return 2 * model.embed**2 + key_value + mlp
 
 
 def mfu(tokens_per_second: float, flops: int, devices: int, peak: float | None) -> float | None:

@@ -66,7 +66,8 @@ class Checkpoints:
     def restore(self, abstract: TrainState, which: str = "latest") -> TrainState:
         """The state of `which` step ("latest", "best" or a number), laid out as `abstract` says: any mesh will do.
 
-        `abstract` holds `jax.ShapeDtypeStruct`s with shardings. Raises `RequestError` when there is no such step.
+        `abstract` holds `jax.ShapeDtypeStruct`s with shardings. Weights in use are not saved: `Run.resume` makes them.
+        Raises `RequestError` when there is no such step.
         """
         items = {name: ocp.args.StandardRestore(tree) for name, tree in _items(abstract).items()}
         found = self._read(*self._find(which), **items)
@@ -114,8 +115,9 @@ def _manager(folder: Path, keep: int | None) -> ocp.CheckpointManager:
 
 
 def _items(state: TrainState) -> dict[str, Any]:
-    """Parameters apart from the rest, so that they can be read alone."""
+    """Parameters apart from the rest, so that they can be read alone; weights in use follow from them."""
     training = state._asdict()
+    del training["weights"]
     return {"params": training.pop("params"), "training": training}
 
 

@@ -28,10 +28,14 @@ class Run:
     """A configuration and the parts that follow from it. Nothing is compiled or written; what is wrong with the
     request on this machine, or with its data, is raised as `RequestError` by the part that finds it."""
 
-    def __init__(self, config: Config):
-        self.mesh = runtime.start(parse_mesh(config.mesh))
+    def __init__(self, config: Config, dry: bool = False):
+        """`dry` is for a look at the request: its devices need not be there, and nothing can be computed on them."""
+        self.mesh = (runtime.imagine if dry else runtime.start)(parse_mesh(config.mesh))
+        self.dry = dry
+        self.device = jax.devices()[0]
+        """One of the devices; all are of its kind."""
         check_mesh_fits(config, self.mesh.shape)
-        self.layout = Layout.on(self.mesh, rules(config, self.mesh.shape))
+        self.layout = Layout.on(self.mesh, rules(config, self.mesh.shape), self.device)
         precision = _precision(config.precision, self.layout.platform)
         self.config = config.model_copy(update={"precision": precision})
         self.model = models.build(config.model, self.layout)
@@ -66,6 +70,11 @@ class Run:
         train = self.config.train
         return math.ceil(train.epochs * self.rows / train.global_batch_size) if train.epochs else train.steps
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """What the model computes in."""
+        return jnp.dtype(jnp.float32 if self.config.precision == "float32" else jnp.bfloat16)
+
     @cached_property
     def step(self) -> Step:
         config = self.config
@@ -73,7 +82,7 @@ class Run:
             self.model,
             self.layout,
             optimizer(config.optimizer, self.steps, models.matrices(self.model)),
-            dtype=jnp.dtype(jnp.float32 if config.precision == "float32" else jnp.bfloat16),
+            dtype=self.dtype,
             remat=config.model.remat,
             max_norm=config.optimizer.clip,
             dropout=config.model.dropout > 0,
@@ -90,6 +99,12 @@ class Run:
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; call under `jax.set_mesh`."""
         return on_devices(jax.eval_shape(self.step.init, jax.random.key(self.config.train.seed)), self.mesh)
+
+    def resume(self, state: TrainState) -> TrainState:
+        """A state from a checkpoint, with the weights that it keeps in use made again; call under `jax.set_mesh`."""
+        if not self.step.keep:
+            return state
+        return state._replace(weights=jax.jit(self.step.weights)(state.params))
 
     @cached_property
     def _evaluate(self):

@@ -8,47 +8,86 @@ from jaxdist import __version__, models
 from jaxdist.cluster.runtime import capacity
 from jaxdist.mesh import describe
 from jaxdist.models.attention import attention_kernel
-from jaxdist.planning import memory
+from jaxdist.planning import memory, placement
 from jaxdist.planning.timing import FLOPS_FORMULA, flops_per_token
 from jaxdist.training.run import Run
 
 
 def summary(run: Run, folder: object, resume: str) -> list[str]:
     """Lines of the summary, in the order in which people ask."""
-    config, device = run.config, run.mesh.devices.flat[0]
-    train, count = config.train, run.mesh.devices.size
-    model = config.model
-    rows = train.global_batch_size // train.accumulation
-    queries = (rows, model.sequence, model.heads, model.embed // model.heads)
-    held = memory.predict(config, run.model, run.layout.ranks)
-    told = [
+    where = [("data", run.corpus.source), ("run folder", f"{folder}; {resume}")]
+    return _lines([*_plan(run, f"{run.steps} steps"), *where, *_layout(run)])
+
+
+def outlook(run: Run) -> list[str]:
+    """The summary of a run that is only looked at: its data are not read, and its devices need not be there."""
+    train = run.config.train
+    length = f"{train.epochs:g} epoch(s)" if train.epochs else f"{train.steps} steps"
+    where = [("data", "not read"), ("run folder", f"{run.config.run_dir}; not entered")]
+    return _lines([*_plan(run, length), *where, *_layout(run)])
+
+
+def _lines(rows: list[tuple[str, str]]) -> list[str]:
+    return [f"{name:<11} {text}".rstrip() for name, text in rows]
+
+
+def _plan(run: Run, length: str) -> list[tuple[str, str]]:
+    config, device, count = run.config, run.device, run.mesh.size
+    train, tokens = config.train, config.train.global_batch_size * config.model.sequence
+    held = memory.predict(config, run.model, run.layout)
+    return [
         ("versions", f"jaxdist {__version__}, jax {version('jax')}, flax {version('flax')}, optax {version('optax')}"),
         ("devices", f"{count} x {device.device_kind} ({device.platform})"),
-        ("mesh", f"{describe(run.mesh.shape)}; precision {config.precision}"),
+        ("mesh", f"{describe(run.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}"),
         ("model", f"{models.parameters(run.model):,} parameters"),
         (
             "batch",
-            f"{train.global_batch_size} rows x {config.model.sequence} = "
-            f"{train.global_batch_size * config.model.sequence:,} tokens per step, "
-            f"{train.accumulation} micro-batch(es), {run.steps} steps",
+            f"{train.global_batch_size} rows x {config.model.sequence} = {tokens:,} tokens per step, "
+            f"{train.accumulation} micro-batch(es), {length}",
         ),
         ("arithmetic", f"{flops_per_token(config.model):,} FLOPs per token = {FLOPS_FORMULA}"),
-        ("memory", _memory(held, capacity(device), count if device.platform == "cpu" else 1)),
-        ("attention", attention_kernel(run.layout, queries, run.step.dtype)),
-        ("data", run.corpus.source),
-        ("run folder", f"{folder}; {resume}"),
+        ("memory", _memory(held, _capacity(run))),
+        ("attention", _attention(run)),
     ]
-    return [f"{name:<11} {text}" for name, text in told]
 
 
-def _memory(held: memory.Memory, bytes_there: int | None, sharing: int) -> str:
-    """Predicted bytes per device beside what there is; `sharing` devices have one memory."""
-    there = "unknown capacity" if bytes_there is None else f"{_size(bytes_there / sharing)}"
-    activations = _size(held.activations + held.working)
-    return (
-        f"{_size(held.total)} of {there} per device predicted: parameters {_size(held.parameters)}, optimizer "
-        f"{_size(held.optimizer)}, gradients {_size(held.gradients)}, activations about {activations}"
-    )
+def _attention(run: Run) -> str:
+    model, train = run.config.model, run.config.train
+    rows = train.global_batch_size // train.accumulation
+    return attention_kernel(run.layout, (rows, model.sequence, model.heads, model.embed // model.heads), run.dtype)
+
+
+def _capacity(run: Run) -> float | None:
+    """Bytes of a device. CPU devices share those of the machine; before a run they stand for others."""
+    if run.device.platform != "cpu":
+        return capacity(run.device)
+    return None if run.dry else capacity(run.device) / run.mesh.size
+
+
+def _memory(held: memory.Memory, there: float | None) -> str:
+    """Predicted bytes per device beside what there is."""
+    there = "unknown capacity" if there is None else _size(there)
+    parts = {
+        "parameters": held.parameters,
+        "optimizer": held.optimizer,
+        "their bfloat16 copy": held.copy,
+        "batch": held.batch,
+        "gradients about": held.gradients,
+        "weights in use about": held.weights,
+        "activations about": held.activations + held.working,
+    }
+    told = ", ".join(f"{name} {_size(count)}" for name, count in parts.items() if count)
+    return f"{_size(held.total)} of {there} per device predicted: {told}"
+
+
+def _layout(run: Run) -> list[tuple[str, str]]:
+    """Where every parameter lies, and what was to be split and is not."""
+    parameters = placement.placed(run.config, run.model, run.layout)
+    notes = [("note", note) for note in placement.notes(run.config, parameters, run.layout)]
+    if all(p.rest == p.use == p.elements for p in parameters):
+        return [*notes, ("layout", "every parameter lies whole on every device")]
+    table = placement.listing(parameters, [memory.state(run.config, p) for p in parameters])
+    return [*notes, ("layout", table[0]), *(("", line) for line in table[1:])]
 
 
 def _size(count: float) -> str:

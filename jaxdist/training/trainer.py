@@ -122,7 +122,7 @@ class Trainer:
             return self.run.init()
         best = self.checkpoints.facts()["best"]
         self.best = math.inf if best is None else best
-        return self.checkpoints.restore(self.run.abstract())
+        return self.run.resume(self.checkpoints.restore(self.run.abstract()))
 
     def compile(self, state: TrainState):
         started = time.perf_counter()

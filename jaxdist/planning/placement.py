@@ -1,0 +1,114 @@
+"""How every parameter is laid out over the mesh: which elements a device holds, and what could not be split."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+
+from jaxdist.config import Config
+from jaxdist.mesh import DATA, MODEL
+from jaxdist.models import Model
+from jaxdist.parallel import zero
+from jaxdist.request.checks.registry import closest, divisors, multiples, remedy, to
+from jaxdist.sharding import Layout
+
+STACKED = "blocks"
+"""The group of parameters whose first dim counts the layers."""
+
+MUCH = 0.1
+"""From this part of the parameters on, what data leaves whole is worth a warning."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One parameter on a mesh."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    place: zero.Placement
+    rest: int
+    """Elements that a device holds at rest."""
+    use: int
+    """Elements that a device holds in use, of all layers."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def at_once(self) -> int:
+        """Elements in use where one layer after the other is."""
+        return self.use // self.shape[0] if self.name.partition(".")[0] == STACKED else self.use
+
+    @property
+    def whole(self) -> bool:
+        """Whether data does not split it."""
+        return self.place.shard_dim is None
+
+
+def placed(config: Config, model: Model, layout: Layout) -> list[Placed]:
+    """Every parameter, in the order in which the model names them. Runs nothing and touches no device."""
+    places = zero.placements(layout, model.axes, model.abstract, config.parallel.zero)
+    leaves = jax.tree.leaves_with_path(model.abstract)
+    axes = jax.tree.leaves(model.axes, is_leaf=zero.is_axes)
+    return [
+        _placed(layout, jax.tree_util.keystr(path, simple=True, separator="."), leaf.shape, names, place)
+        for (path, leaf), names, place in zip(leaves, axes, jax.tree.leaves(places), strict=True)
+    ]
+
+
+def _placed(layout: Layout, name: str, shape: tuple[int, ...], axes, place: zero.Placement) -> Placed:
+    size = math.prod(shape)
+    repeated = size * place.repeat[1]
+    return Placed(name, shape, axes, place, size // layout.pieces(place.rest), repeated // layout.pieces(place.use))
+
+
+def listing(parameters: list[Placed], held: list[int]) -> list[str]:
+    """A table: how each parameter lies, dim by dim, and the bytes of it that a device holds between steps.
+
+    `held` are those bytes: see `memory.state`. A `-` is a dim without a logical axis, or one that nothing splits.
+    """
+    rows = [("parameter", "shape", "logical axes", "at rest", "in use", "bytes per device")]
+    for p, count in zip(parameters, held, strict=True):
+        rest, use = _dims(p.place.rest.partitions), _dims(p.place.use.partitions)
+        shape = "x".join(map(str, p.shape))
+        rows.append((p.name, shape, _dims(p.axes), rest, "same" if use == rest else use, f"{count:,}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pad = lambda row: [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
+    return ["  ".join([*pad(row), row[-1].rjust(widths[-1])]) for row in rows]
+
+
+def _dims(names) -> str:
+    """What each dim carries: `- embed heads`; a dim that two axes split has both, joined by +."""
+    return " ".join("-" if not name else name if isinstance(name, str) else "+".join(name) for name in names)
+
+
+def notes(config: Config, parameters: list[Placed], layout: Layout) -> list[str]:
+    """A sentence for each thing that was asked to be split and is not."""
+    found, parallel = [], config.parallel
+    if parallel.zero and layout.size(DATA) == 1:
+        found.append(f"parallel.zero {parallel.zero} splits nothing here, because {DATA} is 1")
+    elif parallel.zero and any(p.whole for p in parameters):
+        found.append(_left_whole(config, parameters, layout))
+    if parallel.sequence and layout.size(MODEL) == 1:
+        found.append(f"parallel.sequence splits nothing here, because {MODEL} is 1")
+    return found
+
+
+def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str:
+    """Names what no dim lets data split; a warning, with sizes that work, where it is much."""
+    ranks, whole = layout.size(DATA), [p for p in parameters if p.whole]
+    part = sum(p.elements for p in whole) / sum(p.elements for p in parameters)
+    names = ", ".join(f"{p.name} ({'x'.join(map(str, p.shape))})" for p in whole)
+    told = f"{DATA}={ranks} finds no dim to split in {names}: {part:.2%} of the parameters are left to every device"
+    if part <= MUCH:
+        return told
+    sizes, rows = config.model, config.train.global_batch_size // config.train.accumulation
+    unit = math.lcm(ranks, sizes.heads * (2 if sizes.family == "llama" else 1))  # a head of llama has an even size
+    fitting = divisors(math.gcd(sizes.embed, rows // (layout.ranks // ranks)))
+    return f"warning: {told}; " + remedy(
+        to("model.embed", multiples(unit, near=sizes.embed)), to(DATA, closest(fitting, ranks))
+    )

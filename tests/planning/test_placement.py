@@ -1,0 +1,107 @@
+"""Where every parameter lies, told before anything is allocated: the listing, what stays whole, `--dry-run`."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jaxdist import models, train
+from jaxdist.config import Config, ModelConfig, ParallelConfig
+from jaxdist.mesh import parse_mesh
+from jaxdist.planning import memory, placement
+from jaxdist.sharding import Layout, rules
+
+
+class Plan:
+    def __init__(self, mesh: str, zero: int, sequence: bool = False, **model):
+        sizes = ModelConfig(**{"layers": 2, "embed": 32, "heads": 4, "vocab": 96, "sequence": 16} | model)
+        parallel = ParallelConfig(zero=zero, sequence=sequence)
+        self.config = Config(mesh=mesh, precision="float32", model=sizes, parallel=parallel)
+        shape = parse_mesh(mesh)
+        split = rules(self.config, shape)
+        axes = {name: size for name, size in shape.items() if size > 1}
+        by = {logical: tuple(axis for axis in axes if axis in names) for logical, names in split.items()}
+        self.layout = Layout(tuple(axes.items()), "cpu", tuple(by.items()))
+        self.parameters = placement.placed(self.config, models.build(sizes, self.layout), self.layout)
+        self.notes = placement.notes(self.config, self.parameters, self.layout)
+
+    def row(self, name: str) -> list[str]:
+        held = [memory.state(self.config, p) for p in self.parameters]
+        table = placement.listing(self.parameters, held)
+        (row,) = (line for line in table if line.startswith(name + " "))
+        return re.split(r" {2,}", row)
+
+
+def test_the_listing_tells_shape_axes_layout_and_bytes():
+    plan = Plan("4x2x1", zero=1)
+    assert plan.row("table") == ["table", "96x32", "vocab embed", "model data", "model -", f"{96 * 32 * 12 // 8:,}"]
+    assert plan.row("norm.scale") == ["norm.scale", "32", "norm", "data", "-", f"{32 * 12 // 4}"]
+    assert Plan("4x2x1", zero=0).row("table")[3:5] == ["model -", "same"]
+
+
+def test_the_bytes_of_the_listing_add_up_to_the_prediction():
+    plan = Plan("2x2x1", zero=3, sequence=True)
+    held = memory.predict(plan.config, models.build(plan.config.model, plan.layout), plan.layout)
+    listed = sum(memory.state(plan.config, p) for p in plan.parameters)
+    assert listed == held.parameters + held.optimizer - 20  # counters
+
+
+def test_a_little_that_stays_whole_is_named():
+    (note,) = Plan("2x2x1", zero=1, mlp=32).notes
+    assert note.startswith("data=2 finds no dim to split in blocks.mlp.up_bias (2x32): 0.")
+    assert "warning" not in note
+
+
+def test_much_that_stays_whole_is_a_warning_with_sizes_that_work():
+    (note,) = Plan("8x1x1", zero=2, embed=36).notes
+    assert note.startswith("warning: data=8 finds no dim to split in blocks.attention.out (2x4x9x36), ")
+    assert note.endswith("set model.embed to 32 or 40, or data to 4")
+    for embed in (32, 40):
+        assert not any("warning" in note for note in Plan("8x1x1", zero=2, embed=embed).notes)
+    assert not any("warning" in note for note in Plan("4x1x1", zero=2, embed=36).notes)
+
+
+def test_what_splits_nothing_is_said():
+    assert Plan("1x1x1", zero=3, sequence=True).notes == [
+        "parallel.zero 3 splits nothing here, because data is 1",
+        "parallel.sequence splits nothing here, because model is 1",
+    ]
+    assert Plan("4x2x1", zero=0, sequence=True).notes == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], ["1,071,872 parameters", "every parameter lies whole on every device"]),
+        (["llama_70b", "--mesh=data=64,model=8"], ["512 x ", "data=64 model=8", "128256x8192", "model data"]),
+    ],
+)
+def test_dry_run_tells_and_does_nothing(argv, said, tmp_path):
+    """In a process of its own, on however many devices there are; 4 times the promised 15 s stand for a hang."""
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxdist.train", *argv, "--dry-run"], cwd=tmp_path, env=os.environ, timeout=60,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for fragment in (*said, "memory ", "not read"):
+        assert fragment in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_fills_the_mesh_and_takes_more_devices_than_there_are(capsys):
+    assert train.main(["--mesh=2x-1x1", "--dry-run"]) == 0
+    assert "data=2" in capsys.readouterr().out
+    assert train.main(["--mesh=128x4x1", "--parallel.zero=3", "--train.global-batch-size=128", "--dry-run"]) == 0
+    assert "data=128 model=4" in capsys.readouterr().out
+
+
+def test_a_run_says_where_everything_lies(capsys, tmp_path):
+    """Before its first step, as `--dry-run` does."""
+    text = tmp_path / "text.txt"
+    text.write_text("some words to learn from; " * 400)
+    options = ["--model.layers=1", "--model.embed=16", "--model.heads=2", "--model.vocab=300", "--model.sequence=16"]
+    options += ["--mesh=2x1x1", "--parallel.zero=1", "--train.steps=1", "--log.tensorboard=false"]
+    assert train.main([*options, f"--data.path={text}", f"--run-dir={tmp_path / 'run'}"]) == 0
+    said = capsys.readouterr().err
+    assert re.search(r"\n +table +300x16 +vocab embed +data - +- - +28,800\n", said)
