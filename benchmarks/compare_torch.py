@@ -134,8 +134,10 @@ def jobs(table: str, torch: str, jaxdist: list[str]) -> list[Job]:
             name, options = "data=2 in 1 process, ZeRO 3", ("--mesh=2x1x1", "--zero=3")
             return [torch_ranks(torch, "fsdp"), *(jaxdist_job(python, name, *options) for python in jaxdist)]
         case "tensor parallel":
-            name, options = "model=2 in 1 process", ("--mesh=1x2x1", "--whole-vocab")
-            return [torch_ranks(torch, "tensor"), *(jaxdist_job(python, name, *options) for python in jaxdist)]
+            name, mesh = "model=2 in 1 process", "--mesh=1x2x1"
+            whole = [jaxdist_job(python, f"{name}, whole vocabulary", mesh, "--whole-vocab") for python in jaxdist]
+            split = [jaxdist_job(python, f"{name}, split vocabulary", mesh) for python in jaxdist]
+            return [torch_ranks(torch, "tensor"), *whole, *split]
     stages = range(4)
     stage = lambda python, n, base: jaxdist_job(python, f"data=2, ZeRO {n}", "--mesh=2x1x1", f"--zero={n}", base=base)
     return [stage(python, n, len(stages) * at) for at, python in enumerate(jaxdist) for n in stages]

@@ -5,6 +5,9 @@ import os
 import jax
 import pytest
 
+# A collective of a virtual device may hold a thread of XLA until the others come. On a busy machine of 2 cores a step
+# was once seen to wait for ever: more threads than cores, and than devices, cost nothing that could be measured.
+os.environ.setdefault("NPROC", "32")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.devices()  # made now, so that a command that a test runs in this process finds them and makes no others

@@ -62,7 +62,8 @@ def predict(config: Config, model: Model, layout: Layout) -> Memory:
     rows = train.global_batch_size // k // layout.ranks
     counters = 4 * (3 + (1 if config.optimizer.name == "sgd" else 2))  # step, skipped twice; optax's own counts
     inside = config.parallel.zero >= 2 and config.parallel.micro_batches == "inside"
-    kept = "named" if config.parallel.zero >= 2 and sizes.remat == "none" else sizes.remat
+    remat = "named" if config.parallel.zero >= 2 and sizes.remat == "none" else sizes.remat
+    kept = rows * (k if inside else 1) * sizes.sequence * sizes.layers * saved_per_token(sizes, layout, remat)
     return Memory(
         parameters=4 * rest,
         optimizer=4 * rest * moments + counters,
@@ -70,12 +71,7 @@ def predict(config: Config, model: Model, layout: Layout) -> Memory:
         batch=4 * rows * k * (2 * sizes.sequence + (sizes.dropout > 0)),  # tokens, labels, row numbers
         gradients=_gradients(config, parameters),
         weights=_weights(config, parameters),
-        activations=_width(config)
-        * rows
-        * (k if inside else 1)
-        * sizes.sequence
-        * sizes.layers
-        * saved_per_token(sizes, layout, kept),
+        activations=_width(config) * kept,
         working=_working(sizes, layout, rows, _width(config)),
     )
 
