@@ -79,8 +79,9 @@ class Step:
         self.remat = _recompute(KEPT[remat]) if remat != "none" or stage >= 2 else lambda f: f
 
     def init(self, key: Key[Array, ""]) -> TrainState:
-        """The state before the first step, laid out for the mesh."""
-        return self.start(self.place(self.model.init(key)))
+        """The state before the first step, laid out for the mesh: each device makes its own shards."""
+        rest = jax.tree.map(lambda p: p.rest, self.places)
+        return self.start(jax.sharding.auto_axes(self.model.init, out_sharding=rest)(key))
 
     def place(self, params: Params) -> Params:
         """Parameters as they lie at rest."""

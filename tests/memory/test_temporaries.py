@@ -1,15 +1,18 @@
-"""What ZeRO saves inside a step, seen in the temporary memory and the arrays of the compiled program.
-
-Bytes are those that one more parameter of a layer costs: the difference between 6 layers and 2.
-"""
+"""What ZeRO saves inside a step, seen in the temporary memory and the arrays of the compiled program."""
 
 import re
 from functools import cache
 
+import jax
+import numpy as np
+import optax
 import pytest
 
-from jaxdist.config import ParallelConfig
-from tests.communication.steps import compiled, parameters
+from jaxdist import models
+from jaxdist.config import Config, ParallelConfig
+from jaxdist.sharding import Layout, rules
+from jaxdist.training.step import Step
+from tests.communication.steps import compiled, mesh_of, parameters
 from tests.parity import cases
 
 MESH, WAYS, LAYERS = "8x1x1", 8, (2, 6)
@@ -25,6 +28,7 @@ def program(layers: int, stage: int, accumulation: int):
 
 @cache
 def bytes_per_parameter(stage: int, accumulation: int) -> float:
+    """Those that one more parameter of a layer costs: the difference between 6 layers and 2."""
     few, many = (program(n, stage, accumulation).memory_analysis().temp_size_in_bytes for n in LAYERS)
     return (many - few) / (parameters(deep(LAYERS[1])) - parameters(deep(LAYERS[0])))
 
@@ -54,3 +58,24 @@ def test_the_reader_sees_whole_stacks():
     assert holds(1, 4, 128)
     assert holds(2, 4, 128)  # the weights, which stage 2 gathers all at once
     assert bytes_per_parameter(2, 4) > 4
+
+
+def initial(mesh: str, parallel: ParallelConfig):
+    """(parameters, temporary bytes of a device while they are made)"""
+    devices = mesh_of(mesh)
+    layout = Layout.on(devices, rules(Config(model=deep(2), parallel=parallel), devices.shape))
+    step = Step(models.build(deep(2), layout), layout, optax.sgd(0.1), stage=parallel.zero)
+    with jax.set_mesh(devices):
+        init = jax.jit(step.init).lower(jax.random.key(7)).compile()
+        return jax.device_get(init(jax.random.key(7)).params), init.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("mesh", "parallel"), [("8x1x1", ParallelConfig(zero=3)), ("2x4x1", ParallelConfig(zero=1, sequence=True))]
+)
+def test_each_device_makes_its_own_shards_of_the_same_initial_parameters(mesh, parallel):
+    wanted, whole = initial("1x1x1", ParallelConfig())
+    got, shard = initial(mesh, parallel)
+    assert jax.tree.all(jax.tree.map(np.array_equal, got, wanted))
+    assert shard < 1.1 * whole / WAYS
