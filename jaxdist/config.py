@@ -118,7 +118,7 @@ class ParallelConfig(Section):
     sequence: bool = False
     """Split the residual stream along the sequence over model (sequence parallelism)."""
     micro_batches: Literal["inside", "outside"] = "inside"
-    """Where ZeRO 2 and 3 accumulate: inside each layer; or outside, which saves less and moves more."""
+    """Where ZeRO 2 and 3 accumulate: inside each layer; or outside, which holds fewer activations and moves more."""
     rules: RulesConfig = RulesConfig()
 
 
@@ -172,7 +172,7 @@ class TrainConfig(Section):
     global_batch_size: Count = 16
     """Rows per optimizer step over the whole mesh."""
     accumulation: Count = 1
-    """Micro-batches per step, run one after the other."""
+    """Micro-batches per step, run one after the other; saves activations where they run outside the layers."""
     seed: Seed = 0  # jax drops the higher bits without a word
     """Seed of the parameters, the data order and dropout."""
     max_skipped: Count = 10

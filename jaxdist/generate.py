@@ -6,6 +6,7 @@ from jaxdist.config import Count, CountOrZero, NonNegative, Seed
 from jaxdist.request import Extra, arguments, run
 
 DESCRIPTION = "Write text with a run's checkpoint. Needs only the run folder; every device of the mesh writes samples."
+KNOBS = ["mesh", "precision", "parallel.zero", "parallel.sequence", "parallel.rules"]
 EXTRAS = [
     Extra("checkpoint", "latest", "Which step: latest, best (by validation loss) or a number."),
     Extra("prompt", "def ", "Text to go on from; the model reads its last model.sequence tokens."),
@@ -18,7 +19,7 @@ EXTRAS = [
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = arguments(argv, "generate", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=["mesh", "precision"])
+    asked = arguments(argv, "generate", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=KNOBS)
     extras = asked.extras
 
     from jaxdist.training.folder import RunFolder
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
 
     folder = RunFolder(asked.config.run_dir)
     tokenizer = folder.load_tokenizer()
-    trained = restore(asked.config, extras["checkpoint"])
+    trained = restore(asked.config, extras["checkpoint"], batch=False)
     choice = Choice(extras["temperature"], extras["top_k"])
     prompt = tokenizer.encode(extras["prompt"], add_special_tokens=False).ids
     for number, ids in enumerate(sample(trained, prompt, extras["tokens"], extras["samples"], choice, extras["seed"])):

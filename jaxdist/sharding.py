@@ -20,7 +20,7 @@ from jax import P
 from jax.sharding import reshard
 from jaxtyping import Array, Float
 
-from jaxdist.config import Config
+from jaxdist.config import Config, nearest
 from jaxdist.mesh import BATCH_AXES, MODEL
 
 LETTERS = dict(
@@ -62,7 +62,11 @@ class Layout:
     def on(
         cls, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, rules: Rules = RULES, device: jax.Device | None = None
     ) -> Layout:
-        """`device` is one like those of `mesh`, which an abstract one does not know."""
+        """`device` is one like those of `mesh`, which an abstract one does not know.
+
+        Raises `ValueError` for rules that name a logical axis or a mesh axis that does not exist.
+        """
+        _check(rules, tuple(mesh.shape))
         device = device or mesh.devices.flat[0]
         sizes = {name: size for name, size in mesh.shape.items() if size > 1}
         split = {name: tuple(axis for axis in sizes if axis in axes) for name, axes in rules.items()}
@@ -92,8 +96,16 @@ class Layout:
         return self.parts("batch")
 
     def spec(self, logical: Sequence[str | None], **kinds: frozenset[str]) -> P:
-        """The `PartitionSpec` of an array whose dims carry these logical axes."""
+        """The `PartitionSpec` of an array whose dims carry these logical axes.
+
+        Raises `ValueError` when the rules give two of its dims to one mesh axis.
+        """
         split = [self.split(name) for name in logical]
+        axes = [axis for part in split for axis in part]
+        if len(set(axes)) < len(axes):
+            twice = next(axis for axis in axes if axes.count(axis) > 1)
+            dims = " and ".join(str(name) for name in logical if twice in self.split(name))
+            raise ValueError(f"the rules give {dims} of one array to the mesh axis '{twice}'; split only one of them")
         return P(*(axes[0] if len(axes) == 1 else axes or None for axes in split), **kinds)
 
     def activation(self, letters: str, **kinds: frozenset[str]) -> P:
@@ -107,6 +119,17 @@ class Layout:
         """
         elementwise = self.split("residual") if "norm" in logical else ()
         return frozenset((*self.split("batch"), *elementwise))
+
+
+def _check(rules: Rules, mesh_axes: Sequence[str]) -> None:
+    for logical, axes in rules.items():
+        if logical not in LETTERS.values():
+            raise ValueError(f"the rules name a logical axis '{logical}'; {nearest(logical, LETTERS.values())}")
+        if isinstance(axes, str):
+            raise ValueError(f"the rules give '{axes}' for {logical}; give a tuple of mesh axes, such as ('{axes}',)")
+        for axis in axes:
+            if axis not in mesh_axes:
+                raise ValueError(f"the rules split {logical} over a mesh axis '{axis}'; {nearest(axis, mesh_axes)}")
 
 
 def _capability(device: jax.Device) -> tuple[int, ...]:

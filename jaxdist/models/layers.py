@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import reshard
 from jaxtyping import Array, Float, Key
 
 from jaxdist.models.attention import causal_attention
@@ -227,6 +226,6 @@ def dropout(x: Float[Array, "B s D"], rate: float, keys: Key[Array, " B"] | None
     """
     if keys is None or rate == 0.0:
         return x
-    keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x.shape[1:]))(keys)
-    keep = reshard(keep, jax.typeof(x).sharding.spec)
+    one = lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x.shape[1:])
+    keep = jax.sharding.auto_axes(jax.vmap(one), out_sharding=jax.typeof(x).sharding.spec)(keys)  # each its own part
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

@@ -60,7 +60,7 @@ def einsum(layout: Layout, dims: str, x: Float[Array, "..."], w: Float[Array, ".
 
 
 def lookup(layout: Layout, table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B s D"]:
-    """Rows of a table, NaN for an id outside it; where V is split, each device looks up its own rows (section 3).
+    """Rows of a table, NaN for an id of V or more; where V is split, each device looks up its own rows (section 3).
 
     In f32, so that a frequent token's gradients are added in f32.
     """

@@ -3,7 +3,8 @@
 In use a weight is whole over the data axis and typed `reduced` over the axes of the batch. That makes its gradient
 `unreduced`: each device's own partial sum, which nothing may add up but `reduce`. So two collectives are all that
 ever moves over `data`: `gather` (all-gather) before weights are used, `reduce` (reduce-scatter; or an all-reduce, where
-nothing is sharded) after gradients are made. `replica` adds an all-reduce of the shard (hybrid sharding).
+nothing is sharded) after gradients are made. `replica` adds an all-reduce of the shard (hybrid sharding; at stage 0 it
+is one all-reduce over both).
 
     stage   at rest, sharded over data     gather                reduce                   elements per parameter
     0       nothing                        -                     once per step            2

@@ -102,8 +102,11 @@ def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str
     """Names what no dim lets data split; a warning, with sizes that work, where it is much."""
     ranks, whole = layout.size(DATA), [p for p in parameters if p.whole]
     part = sum(p.elements for p in whole) / sum(p.elements for p in parameters)
-    names = ", ".join(f"{p.name} ({'x'.join(map(str, p.shape))})" for p in whole)
-    told = f"{DATA}={ranks} finds no dim to split in {names}: {part:.2%} of the parameters are left to every device"
+    names = ", ".join(f"{p.name} ({'x'.join(map(str, p.shape))})" for p in whole[:3])
+    more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+    told = (
+        f"{DATA}={ranks} finds no dim to split in {names}{more}: {part:.2%} of the parameters are left to every device"
+    )
     if part <= MUCH:
         return told
     sizes, rows = config.model, config.train.global_batch_size // config.train.accumulation

@@ -28,13 +28,15 @@ class Run:
     """A configuration and the parts that follow from it. Nothing is compiled or written; what is wrong with the
     request on this machine, or with its data, is raised as `RequestError` by the part that finds it."""
 
-    def __init__(self, config: Config, dry: bool = False):
-        """`dry` is for a look at the request: its devices need not be there, and nothing can be computed on them."""
+    def __init__(self, config: Config, dry: bool = False, batch: bool = True):
+        """`dry` is for a look at the request: its devices need not be there, and nothing can be computed on them.
+        Without `batch`, nobody is going to ask for one.
+        """
         self.mesh = (runtime.imagine if dry else runtime.start)(parse_mesh(config.mesh))
         self.dry = dry
         self.device = jax.devices()[0]
         """One of the devices; all are of its kind."""
-        check_mesh_fits(config, self.mesh.shape)
+        check_mesh_fits(config, self.mesh.shape, batch)
         self.layout = Layout.on(self.mesh, rules(config, self.mesh.shape), self.device)
         precision = _precision(config.precision, self.layout.platform)
         self.config = config.model_copy(update={"precision": precision})
@@ -130,9 +132,9 @@ class Trained(NamedTuple):
     """Fingerprint of the data that they were trained on."""
 
 
-def restore(config: Config, which: str) -> Trained:
+def restore(config: Config, which: str, batch: bool = True) -> Trained:
     """The parameters of `which` step ("latest", "best" or a number) of the run in `config.run_dir`."""
-    run = Run(config)
+    run = Run(config, batch=batch)
     with jax.set_mesh(run.mesh), Checkpoints(config.run_dir, keep=None) as checkpoints:
         abstract = on_devices(jax.eval_shape(run.step.place, run.model.abstract), run.mesh)
         step, params = checkpoints.restore_params(abstract, which)

@@ -54,7 +54,7 @@ class Step:
 
     `dtype` is what the model computes in; gradients are added and reduced in f32. `stage` is that of ZeRO. `inside`
     runs the micro-batches of stages 2 and 3 inside each layer, so that its weights are gathered and its gradient is
-    reduced once per step, at the price of keeping the layer inputs of all of them; otherwise one after the other.
+    reduced once per step, at the price of keeping what remat leaves of all of them; otherwise one after the other.
     `keep` keeps the weights in use between steps, in `dtype`, beside their f32 masters.
     """
 
@@ -155,14 +155,14 @@ class Step:
     def logits(self, params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
         """What the model thinks comes next, without dropout."""
         weights = self._tops(self.weights(params), None)
-        return self.model.logits(weights, self.hidden(weights, None, tokens[None], None)[0])
+        return self.model.logits(self._cast(weights), self.hidden(weights, None, tokens[None], None)[0])
 
     def _loss(self, weights: Params, sinks: Params | None, parts: Batch, key: Key[Array, ""] | None):
         """Summed over k micro-batches, which run inside each layer one after the other."""
         keys = None if key is None else jax.vmap(jax.vmap(partial(jax.random.fold_in, key)))(parts["rows"])
         weights = self._tops(weights, sinks)
         x = self.hidden(weights, sinks, parts["tokens"], keys)
-        return self.model.loss(weights, x, parts["labels"])
+        return self.model.loss(self._cast(weights), x, parts["labels"])
 
     def hidden(
         self, weights: Params, sinks: Params | None, tokens: Int[Array, "k B S"], keys: Key[Array, "k B"] | None
@@ -178,16 +178,20 @@ class Step:
             one = self.remat(lambda x, keys: self.model.block(self._cast(w), x, _fold(keys, index)))
             return _each(one, x, keys), None
 
-        x = _each(lambda tokens, keys: self.model.embed(weights, tokens, _fold(keys, layers)), tokens, keys)
+        embed = lambda tokens, keys: self.model.embed(self._cast(weights), tokens, _fold(keys, layers))
+        x = _each(embed, tokens, keys)
         return jax.lax.scan(block, x, (jnp.arange(layers), weights["blocks"], sinks and sinks["blocks"]))[0]
 
     def _tops(self, weights: Params, sinks: Params | None) -> Params:
         """`weights` with all but the blocks ready for use."""
         top = lambda tree: tree and {name: tree[name] for name in tree if name != "blocks"}
-        return weights | self._cast(self._in_use(top(self.places), top(weights), top(sinks)))
+        return weights | self._in_use(top(self.places), top(weights), top(sinks))
 
     def _in_use(self, places, weights: Params, sinks: Params | None) -> Params:
-        """Weights whole and, where gradients are reduced as they are made, on the way to their sinks."""
+        """Weights whole and, where gradients are reduced as they are made, on the way to their sinks.
+
+        They are cast where they are used, inside the loop over micro-batches, so that it adds gradients in f32.
+        """
         if self.stage == 3:
             weights = jax.tree.map(lambda p, w: p.gather(w), places, weights)
         return weights if sinks is None else jax.tree.map(lambda p, w, s: p.land(w, s), places, weights, sinks)

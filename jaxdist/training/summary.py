@@ -95,4 +95,4 @@ def _size(count: float) -> str:
         if count < 1024:
             return f"{count:.0f} {unit}"
         count /= 1024
-    return f"{count:.1f} GiB"
+    return f"{count:.1f} GiB" if count < 1024 else f"{count / 1024:.1f} TiB"

@@ -103,6 +103,11 @@ def test_generate_writes_the_same_on_any_mesh(finished, capsys, options):
     assert len(texts[0]) > 2 * len("mesh axis") + 60
 
 
+def test_generate_needs_no_batch_that_divides(finished, capsys):
+    assert generate.main([str(finished), "--mesh=3x1x1", "--tokens=4"]) == 0
+    assert capsys.readouterr().out
+
+
 def test_generate_goes_on_from_the_end_of_a_long_prompt(finished, capsys):
     """And writes all of it: the model reads the last tokens alone."""
     prompt, written = "a different start. " + 50 * "mesh axis device ", []

@@ -110,6 +110,25 @@ def test_layers_and_places_have_masks_of_their_own():
     assert len({row.tobytes() for keys in seen for row in keys}) == 3 * 2  # embedding and two layers, two rows each
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_equal_micro_batches_add_up_to_one_under_bfloat16(stage):
+    """To the rounding of a number. Gradients of tens of micro-batches, added up in bfloat16, would stop growing."""
+    setup = Setup("1x1x1", dtype=jnp.bfloat16, stage=stage)
+    tokens, labels = (a[:1] for a in cases.rows())
+    with jax.set_mesh(setup.mesh):
+        params = jax.jit(setup.model.init)(jax.random.key(0))
+
+        @jax.jit
+        def gradient(batch):
+            return setup.step.gradients(setup.step.weights(params), batch)[1]
+
+        repeated = (np.repeat(a, 64, axis=0) for a in (tokens, labels))
+        many = gradient(cases.on_mesh(setup.mesh, setup.layout, *repeated, 64))
+        one = gradient(cases.on_mesh(setup.mesh, setup.layout, tokens, labels))
+    for (path, a), b in zip(jax.tree.leaves_with_path(many), jax.tree.leaves(one), strict=True):
+        assert np.linalg.norm(a - b) <= 5e-3 * np.linalg.norm(b), jax.tree_util.keystr(path)
+
+
 def test_gradients_are_added_and_kept_in_f32_under_bfloat16():
     setup = Setup("2x1x1", dtype=jnp.bfloat16)
     with jax.set_mesh(setup.mesh):

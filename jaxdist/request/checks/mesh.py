@@ -26,9 +26,13 @@ def fit(*reads: str) -> Callable[[Fit], Fit]:
     return add
 
 
-def check_mesh_fits(config: Config, shape: Mapping[str, int]) -> None:
-    """Raise `RequestError` with a sentence for each size that does not divide over a mesh of `shape`."""
-    if problems := [problem for find in FITS for problem in find(config, shape)]:
+def check_mesh_fits(config: Config, shape: Mapping[str, int], batch: bool = True) -> None:
+    """Raise `RequestError` with a sentence for each size that does not divide over a mesh of `shape`.
+
+    Without `batch`, but for the batch: of a command that takes none.
+    """
+    finds = [find for find in FITS if batch or find is not _batch]
+    if problems := [problem for find in finds for problem in find(config, shape)]:
         raise RequestError(*problems)
 
 
