@@ -21,7 +21,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float
 
 from jaxdist.config import Config, nearest
-from jaxdist.mesh import BATCH_AXES, MODEL
+from jaxdist.mesh import AXES, BATCH_AXES, MODEL
 
 LETTERS = dict(
     B="batch", S="sequence", s="residual", D="embed", F="mlp", N="heads", K="kv_heads", H="head", V="vocab", L="layers"
@@ -66,7 +66,7 @@ class Layout:
 
         Raises `ValueError` for rules that name a logical axis or a mesh axis that does not exist.
         """
-        _check(rules, tuple(mesh.shape))
+        _check(rules)
         device = device or mesh.devices.flat[0]
         sizes = {name: size for name, size in mesh.shape.items() if size > 1}
         split = {name: tuple(axis for axis in sizes if axis in axes) for name, axes in rules.items()}
@@ -121,15 +121,15 @@ class Layout:
         return frozenset((*self.split("batch"), *elementwise))
 
 
-def _check(rules: Rules, mesh_axes: Sequence[str]) -> None:
+def _check(rules: Rules) -> None:
     for logical, axes in rules.items():
         if logical not in LETTERS.values():
             raise ValueError(f"the rules name a logical axis '{logical}'; {nearest(logical, LETTERS.values())}")
         if isinstance(axes, str):
             raise ValueError(f"the rules give '{axes}' for {logical}; give a tuple of mesh axes, such as ('{axes}',)")
         for axis in axes:
-            if axis not in mesh_axes:
-                raise ValueError(f"the rules split {logical} over a mesh axis '{axis}'; {nearest(axis, mesh_axes)}")
+            if axis not in AXES:
+                raise ValueError(f"the rules split {logical} over a mesh axis '{axis}'; {nearest(axis, AXES)}")
 
 
 def _capability(device: jax.Device) -> tuple[int, ...]:
