@@ -80,7 +80,7 @@ class Placement:
         return jax.lax.psum(g, others) if others else g
 
     def land(self, w: Float[Array, "..."], sink: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Weights in use, as they are, in f32; their gradient arrives, reduced, as that of `sink`.
+        """Weights in use, as they are, in the sink's dtype; their gradient arrives, reduced, as that of `sink`.
 
         `sink` has the shape of the parameter and lies as it does at rest; its values are not read.
         """
@@ -90,9 +90,9 @@ class Placement:
         """Zeros to add the gradients of a weight in use to: f32 at least, each device its own."""
         return reshard(jnp.zeros(w.shape, wide(w.dtype)), self._partial)
 
-    def sink(self, w: jax.ShapeDtypeStruct) -> Float[Array, "..."]:
-        """Zeros of the parameter's shape, lying as it does at rest."""
-        return reshard(jnp.zeros(w.shape, wide(w.dtype)), self.rest)
+    def sink(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Float[Array, "..."]:
+        """Zeros of the parameter's shape, lying as it does at rest; `dtype` is what gradients are added in."""
+        return reshard(jnp.zeros(shape, dtype), self.rest)
 
     @property
     def _partial(self) -> P:

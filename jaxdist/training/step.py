@@ -134,7 +134,7 @@ class Step:
 
     def _reduced_in_layers(self, weights: Params, batch: Batch, key: Key[Array, ""] | None):
         """Stages 2 and 3: each layer's gradient is reduced as it is made, and only its shard is kept."""
-        sinks = jax.tree.map(lambda p, w: p.sink(w), self.places, self.model.abstract)
+        sinks = jax.tree.map(lambda p, w: p.sink(w.shape, wide(self.dtype)), self.places, self.model.abstract)
         loss_of = lambda sinks, parts: self._loss(weights, sinks, parts, key)
         groups = jax.tree.map(lambda a: a[None], batch) if self.inside else _one_by_one(batch)
         return self._add_up(loss_of, sinks, sinks, groups)
