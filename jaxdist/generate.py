@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from jaxdist.config import Count, CountOrZero, NonNegative, Seed
-from jaxdist.request import Extra, arguments, run
+from jaxdist.request import LAYOUT_KNOBS, Extra, arguments, run
 
 DESCRIPTION = "Write text with a run's checkpoint. Needs only the run folder; every device of the mesh writes samples."
-KNOBS = ["mesh", "precision", "parallel.zero", "parallel.sequence", "parallel.rules"]
 EXTRAS = [
     Extra("checkpoint", "latest", "Which step: latest, best (by validation loss) or a number."),
     Extra("prompt", "def ", "Text to go on from; the model reads its last model.sequence tokens."),
@@ -19,7 +18,7 @@ EXTRAS = [
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = arguments(argv, "generate", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=KNOBS)
+    asked = arguments(argv, "generate", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=LAYOUT_KNOBS)
     extras = asked.extras
 
     from jaxdist.training.folder import RunFolder

@@ -33,6 +33,9 @@ LAYER_AXES = (MODEL,)
 BUILT = (*BATCH_AXES, *LAYER_AXES)
 """The axes whose feature this version has; the others must be 1."""
 
+MOST_CPU_DEVICES = 1024
+"""JAX takes CPU devices with numbers from 2048 for those of other processes."""
+
 FILL = -1
 
 MeshShape = dict[str, int]

@@ -3,8 +3,8 @@
 A model says `einsum(layout, "BSD,DF->BSF", x, w)` and that `w` carries the logical axes `("embed", "mlp")`. A `Layout`
 knows the mesh and turns both into `PartitionSpec`s, so a model changes its layout without a change of its code.
 
-Letters: B rows, S sequence, D embed, F mlp, N heads, K key/value heads, H head size, V vocabulary, L layers; s is the
-sequence of the residual stream, which sequence parallelism splits; C counts things stacked in one weight.
+Letters: B rows, S sequence, D embed, F mlp, N heads, H head size, V vocabulary, L layers; s is the sequence of the
+residual stream, which sequence parallelism splits; C counts things stacked in one weight.
 """
 
 from __future__ import annotations
@@ -23,29 +23,21 @@ from jaxtyping import Array, Float
 from jaxdist.config import Config, nearest
 from jaxdist.mesh import AXES, BATCH_AXES, MODEL
 
-LETTERS = dict(
-    B="batch", S="sequence", s="residual", D="embed", F="mlp", N="heads", K="kv_heads", H="head", V="vocab", L="layers"
-)
+LETTERS = dict(B="batch", S="sequence", s="residual", D="embed", F="mlp", N="heads", H="head", V="vocab", L="layers")
 """The logical axis behind each letter of an einsum string."""
 
 Rules = Mapping[str, Sequence[str]]
 """Logical axis -> the mesh axes that split it. What is not named lies whole on every device."""
 
-RULES: Rules = dict(batch=BATCH_AXES, heads=(MODEL,), kv_heads=(MODEL,), mlp=(MODEL,), vocab=(MODEL,))
+RULES: Rules = dict(batch=BATCH_AXES, heads=(MODEL,), mlp=(MODEL,), vocab=(MODEL,))
 """Data parallelism, and tensor parallelism as Megatron-LM has it (Shoeybi et al. 2019, section 3)."""
 
 
-def rules(config: Config, shape: Mapping[str, int]) -> Rules:
-    """The rules that `config` asks for on a mesh of this shape.
-
-    Key/value heads that are fewer than the parts of the heads stay whole, to be repeated (`tensor.repeat_heads`).
-    """
-    asked = config.parallel.rules
-    split = {name: (axis,) if axis else () for name, axis in asked}
-    parts = math.prod(shape[axis] for axis in split["heads"])
-    whole = config.model.key_value_heads % parts != 0
+def rules(config: Config) -> Rules:
+    """The rules that `config` asks for."""
+    split = {name: (axis,) if axis else () for name, axis in config.parallel.rules}
     residual = split["heads"] if config.parallel.sequence else ()
-    return {**RULES, **split, "kv_heads": () if whole else split["heads"], "residual": residual}
+    return {**RULES, **split, "residual": residual}
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,7 @@ class Layout:
 
     def parts(self, logical: str) -> int:
         """Into how many parts a logical axis is split."""
-        return math.prod(dict(self.axes)[axis] for axis in self.split(logical))
+        return math.prod(self.size(axis) for axis in self.split(logical))
 
     def size(self, axis: str) -> int:
         """Of a mesh axis."""

@@ -2,6 +2,12 @@
 
 import os
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is imported; its CUDA plug-in would look for a GPU
+# Machine code that is not optimised takes a third less time to compile, and that is what most tests do. What XLA makes
+# of a program before that, its collectives, fusions and memory, stays as it is. `XLA_FLAGS= pytest` optimises; so does
+# CI's smoke set.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 import jax
 import pytest
 

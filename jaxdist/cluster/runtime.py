@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import jax
 
 from jaxdist.config import RequestError
-from jaxdist.mesh import FILL, abstract_mesh, describe, devices_asked, fill, make_mesh
+from jaxdist.mesh import FILL, MOST_CPU_DEVICES, abstract_mesh, describe, devices_asked, fill, make_mesh
 
-MOST_CPU_DEVICES = 1024
-"""JAX takes CPU devices with numbers from 2048 for those of other processes."""
+NO_GPU = "JAX's CUDA plug-in is installed but finds no NVIDIA GPU here: the CPU is used (JAX_PLATFORMS=cpu asks for it)"
 
 
 def start(shape: Mapping[str, int]) -> jax.sharding.Mesh:
@@ -22,7 +23,7 @@ def start(shape: Mapping[str, int]) -> jax.sharding.Mesh:
     """
     asked = devices_asked(shape)
     _split_cpu(min(asked, MOST_CPU_DEVICES))
-    devices = jax.devices()
+    devices = _devices()
     if devices[0].platform == "cpu":  # virtual devices: one left over is no hardware left idle
         if asked > MOST_CPU_DEVICES:
             raise RequestError(
@@ -41,9 +42,36 @@ def start(shape: Mapping[str, int]) -> jax.sharding.Mesh:
 
 def imagine(shape: Mapping[str, int]) -> jax.sharding.AbstractMesh:
     """The mesh of `shape` without its devices, of which any number will do; `-1` is filled with those of here."""
-    devices = jax.devices()
+    devices = _devices()
     fixed = FILL not in shape.values() or devices[0].platform == "cpu"
     return abstract_mesh(fill(shape, devices_asked(shape) if fixed else len(devices)))
+
+
+def _devices() -> list[jax.Device]:
+    """Those of JAX. A CUDA plug-in without an NVIDIA GPU, good for compiling for one, is told in a sentence.
+
+    JAX tells it as an error, with a traceback.
+    """
+    logger = logging.getLogger("jax._src.xla_bridge")
+    if _nvidia():
+        return jax.devices()
+    logger.addFilter(_in_a_sentence)
+    try:
+        return jax.devices()
+    finally:
+        logger.removeFilter(_in_a_sentence)
+
+
+def _nvidia(devices: Path = Path("/dev")) -> bool:
+    """Whether this machine has a driver of NVIDIA's, on Linux or on Windows' Linux."""
+    return any(devices.glob("nvidia*")) or (devices / "dxg").exists()
+
+
+def _in_a_sentence(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    if "plugin configuration error" in text and "cuda" in text:
+        record.msg, record.args, record.exc_info = NO_GPU, (), None
+    return True
 
 
 def _split_cpu(count: int) -> None:

@@ -83,16 +83,26 @@ def train_batch(
             read[key] = _read(tokens, wanted.ravel(), sequence).reshape(*wanted.shape, sequence + 1)
         return read[key]
 
-    sharding = lambda *dims: jax.sharding.NamedSharding(mesh, layout.spec(dims))
-    whole = sharding(None, "batch", None)
     # Sharding by callback asks for the global shape and hands out global indices, so that the copies of a row on
     # several processes cannot differ; slicing by process number can, silently.
-    put = jax.make_array_from_callback
-    return {
-        "tokens": put((*grid.shape, sequence), whole, lambda index: np.ascontiguousarray(windows(index)[..., :-1])),
-        "labels": put((*grid.shape, sequence), whole, lambda index: _labels(grid[index[:2]], windows(index))),
-        "rows": put(grid.shape, sharding(None, "batch"), lambda index: place[index]),
+    made = {
+        "tokens": lambda index: np.ascontiguousarray(windows(index)[..., :-1]),
+        "labels": lambda index: _labels(grid[index[:2]], windows(index)),
+        "rows": lambda index: place[index],
     }
+    wanted = abstract_batch(rows.size, sequence, accumulation, mesh, layout)
+    return {name: jax.make_array_from_callback(a.shape, a.sharding, made[name]) for name, a in wanted.items()}
+
+
+def abstract_batch(rows: int, sequence: int, accumulation: int, mesh: jax.sharding.Mesh, layout: Layout) -> Batch:
+    """Shapes and shardings of a batch of that many rows, as `train_batch` makes it."""
+
+    def array(*dims: int) -> jax.ShapeDtypeStruct:
+        spec = layout.spec((None, "batch", None)[: len(dims)])
+        return jax.ShapeDtypeStruct(dims, np.int32, sharding=jax.sharding.NamedSharding(mesh, spec))
+
+    grid = accumulation, rows // accumulation
+    return {"tokens": array(*grid, sequence), "labels": array(*grid, sequence), "rows": array(*grid)}
 
 
 def validation_batches(

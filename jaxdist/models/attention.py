@@ -63,6 +63,17 @@ def why_not_cudnn(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.d
         return f"cuDNN's takes heads of a multiple of 8 up to {largest} here, not of {size}"
     if elements > 2**31:
         return f"cuDNN's gradients are wrong above 2^31 query elements on a device, and this one has {elements:,}"
+    return cudnn_missing()
+
+
+def cudnn_missing() -> str:
+    """What is said where JAX's CUDA plug-in finds no cuDNN; empty where it does. Devices must have been asked for."""
+    from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version  # what jax.nn asks, and dies of
+
+    try:
+        check_cudnn_version()
+    except RuntimeError:
+        return "cuDNN is not installed here"
     return ""
 
 

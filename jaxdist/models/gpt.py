@@ -7,9 +7,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
+from jaxdist.models.decoder import Decoder
 from jaxdist.models.layers import MLP, Attention, LayerNorm, dropout, weight
-from jaxdist.models.loss import cross_entropy
-from jaxdist.parallel.tensor import einsum, enter, lookup
+from jaxdist.parallel.tensor import lookup
 from jaxdist.sharding import Layout, spread
 
 
@@ -29,8 +29,8 @@ class Block(nnx.Module):
         return x + dropout(self.mlp(self.norm2(x)), self.rate, keys, site=1)
 
 
-class GPT(nnx.Module):
-    """Offers `embed`, `blocks` (every layer, stacked on a leading L) and `loss` or `logits`, from one to the next."""
+class GPT(Decoder):
+    """Learned positions are added to the tokens' vectors."""
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
         self.layout, self.rate = layout, config.dropout
@@ -44,13 +44,3 @@ class GPT(nnx.Module):
         x = lookup(self.layout, self.table[...], tokens)
         x = x + spread(self.positions[...][: tokens.shape[1]], x)
         return dropout(x, self.rate, keys, site=0)
-
-    def loss(self, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:
-        """Summed cross-entropy in nats over the labels that are not -1."""
-        return cross_entropy(self.layout, self.norm(x), self._output_table(), labels)
-
-    def logits(self, x: Float[Array, "B s D"]) -> Float[Array, "B S V"]:
-        return einsum(self.layout, "BSD,VD->BSV", enter(self.layout, self.norm(x), "vocab"), self._output_table())
-
-    def _output_table(self) -> Float[Array, "V D"]:
-        return self.table[...] if self.output is None else self.output[...]

@@ -11,9 +11,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
+from jaxdist.models.decoder import Decoder
 from jaxdist.models.layers import GroupedAttention, RMSNorm, SwiGLU, weight
-from jaxdist.models.loss import cross_entropy
-from jaxdist.parallel.tensor import einsum, enter, lookup
+from jaxdist.parallel.tensor import lookup
 from jaxdist.sharding import Layout
 
 
@@ -33,8 +33,8 @@ class Block(nnx.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class Llama(nnx.Module):
-    """Offers `embed`, `blocks` (every layer, stacked on a leading L) and `loss` or `logits`, from one to the next."""
+class Llama(Decoder):
+    """Positions enter through attention alone."""
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
         self.layout = layout
@@ -45,13 +45,3 @@ class Llama(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None) -> Float[Array, "B s D"]:
         return lookup(self.layout, self.table[...], tokens)
-
-    def loss(self, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:
-        """Summed cross-entropy in nats over the labels that are not -1."""
-        return cross_entropy(self.layout, self.norm(x), self._output_table(), labels)
-
-    def logits(self, x: Float[Array, "B s D"]) -> Float[Array, "B S V"]:
-        return einsum(self.layout, "BSD,VD->BSV", enter(self.layout, self.norm(x), "vocab"), self._output_table())
-
-    def _output_table(self) -> Float[Array, "V D"]:
-        return self.table[...] if self.output is None else self.output[...]

@@ -78,6 +78,14 @@ def _fused_backward(layout, saved, g):
 _fused.defvjp(_fused_forward, _fused_backward)
 
 
+def chunk_length(sequence: int, rows: int) -> int:
+    """Tokens of each of a device's rows that a chunk takes: with all of them about `CHUNK_ROWS`."""
+    length = max(1, min(sequence, CHUNK_ROWS // rows))
+    while sequence % length:
+        length -= 1
+    return length
+
+
 def _logits(layout: Layout, x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Logits and their log sum exp, both in f32 at least."""
     logits = jnp.einsum(
@@ -95,8 +103,6 @@ def _nll(logits: jax.Array, lse: jax.Array, labels: jax.Array) -> jax.Array:
 def _chunks(layout: Layout, x: jax.Array):
     """`x` with S whole, where its chunks along S start, and how to cut one: about `CHUNK_ROWS` rows a device."""
     batch, sequence = x.shape[:2]
-    length = max(1, min(sequence, CHUNK_ROWS * layout.ranks // batch))
-    while sequence % length:
-        length -= 1
+    length = chunk_length(sequence, batch // layout.ranks)
     cut = lambda a, start: jax.lax.dynamic_slice_in_dim(a, start, length, axis=1)
     return reshard(x, layout.activation("BSD")), jnp.arange(0, sequence, length), cut

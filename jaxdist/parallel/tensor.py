@@ -62,25 +62,26 @@ def einsum(layout: Layout, dims: str, x: Float[Array, "..."], w: Float[Array, ".
 def lookup(layout: Layout, table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B s D"]:
     """Rows of a table, NaN for an id of V or more; where V is split, each device looks up its own rows (section 3).
 
-    In f32, so that a frequent token's gradients are added in f32.
+    The table is read in f32, so that a frequent token's gradients are added in f32. What travels is not: all but one of
+    the numbers that are added up there are zeros.
     """
-    batch, vocab = layout.split("batch"), layout.split("vocab")
+    batch, vocab, dtype = layout.split("batch"), layout.split("vocab"), table.dtype
     out = "BsD" if vocab else "BSD"
 
     def local(table, ids):
         table = jax.lax.pcast(table, batch, to="varying") if batch else table  # its gradient becomes a partial sum
         if not vocab:
-            return table.at[ids].get()
+            return table.at[ids].get().astype(dtype)
         own = ids - table.shape[0] * jax.lax.axis_index(vocab)
         elsewhere = ((own < 0) | (own >= table.shape[0])) & (ids >= 0) & (ids < table.shape[0] * layout.parts("vocab"))
-        rows = jnp.where(elsewhere[..., None], 0, table.at[jnp.where(elsewhere, 0, own)].get())
+        rows = jnp.where(elsewhere[..., None], 0, table.at[jnp.where(elsewhere, 0, own)].get()).astype(dtype)
         if layout.split("residual"):
             return jax.lax.psum_scatter(rows, vocab, scatter_dimension=1, tiled=True)
         return jax.lax.psum(rows, vocab)
 
     specs = jax.typeof(table).sharding.spec, layout.activation("BS")
-    rows = jax.shard_map(local, in_specs=specs, out_specs=layout.activation(out))(table.astype(wide(table.dtype)), ids)
-    return reshard(rows.astype(table.dtype), layout.activation("BsD"))
+    rows = jax.shard_map(local, in_specs=specs, out_specs=layout.activation(out))(table.astype(wide(dtype)), ids)
+    return reshard(rows, layout.activation("BsD"))
 
 
 def _dot(layout: Layout, dims: str, a: jax.Array, b: jax.Array, spec: P) -> jax.Array:

@@ -10,7 +10,7 @@ is one all-reduce over both).
     0       nothing                        -                     once per step            2
     1       masters and optimizer          once per step         once per step            2
     2       the same                       once per step         in each layer            2
-    3       the same                       in each layer, twice  in each layer            3
+    3       the same                       in each layer, twice  in each layer            3, or 2 of what is no layer
 
 times (N-1)/N (section 7). From stage 2 on no device holds all gradients, from stage 3 on none holds all weights.
 """
@@ -119,15 +119,23 @@ _land.defvjp(
 
 
 def placements(layout: Layout, axes, abstract, stage: int):
-    """A `Placement` for every parameter, from its logical axes and shape."""
+    """A `Placement` for every parameter, from its logical axes and shape.
+
+    Key/value heads lie as the query heads do. Where they are too few for that, they are whole at rest and repeated in
+    use; raises `ValueError` where that is not even.
+    """
     return jax.tree.map(lambda a, w: _place(layout, a, w.shape, stage), axes, abstract, is_leaf=is_axes)
 
 
 def _place(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], stage: int) -> Placement:
-    rest, use, repeat = list(layout.spec(axes).partitions), axes, (0, 1)
-    if "kv_heads" in axes and layout.parts("kv_heads") < layout.parts("heads"):
-        dim = axes.index("kv_heads")
-        use, repeat = (*axes[:dim], "heads", *axes[dim + 1 :]), (dim, layout.parts("heads") // shape[dim])
+    use, repeat = tuple("heads" if name == "kv_heads" else name for name in axes), (0, 1)
+    rest = list(layout.spec(use).partitions)
+    if "kv_heads" in axes:
+        dim, parts = axes.index("kv_heads"), layout.parts("heads")
+        if shape[dim] % parts and parts % shape[dim]:
+            raise ValueError(f"{shape[dim]} key/value heads neither split nor repeat evenly over {parts} parts")
+        if shape[dim] % parts:
+            rest[dim], repeat = None, (dim, parts // shape[dim])
     if stage and (dim := _first_free(layout, use, shape)) is not None:
         rest[dim] = DATA
     return Placement(P(*rest), layout.spec(use, reduced=layout.partial(axes)), repeat)
@@ -135,6 +143,6 @@ def _place(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...],
 
 def _first_free(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> int | None:
     """The first dim that the data axis can split: gathering along the first takes no transposed copy."""
-    ways = dict(layout.axes).get(DATA, 1)
+    ways = layout.size(DATA)
     free = (d for d, name in enumerate(axes) if name != "layers" and not layout.split(name) and shape[d] % ways == 0)
     return next(free, None) if ways > 1 else None

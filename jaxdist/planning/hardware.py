@@ -1,14 +1,82 @@
-"""What devices can do, from their makers' data sheets."""
+"""What devices can do and how they are built, from their makers' data sheets and what CUDA reports of them."""
 
 from __future__ import annotations
 
-PEAK_BFLOAT16 = {
-    "A100": 312e12,
-    "GH200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU. Sizes in bytes, rates per second."""
+
+    kind: str
+    """The name by which CUDA knows it."""
+    capability: tuple[int, int]
+    cores: int
+    """Streaming multiprocessors."""
+    lanes: int
+    """float32 units of each."""
+    clock_ghz: float
+    shared: int
+    """Shared memory of a core."""
+    cache: int
+    """Of the second level."""
+    memory: int
+    """As CUDA reports it: less than on the box, because of error correction and the driver."""
+    bandwidth: float
+    """Of that memory."""
+    peak: float
+    """Dense bfloat16 FLOP/s."""
+    link: float
+    """What it sends to its neighbours in the host, over NVLink."""
+    network: float
+    """What it sends to other hosts: its share of their network cards as clusters usually have them."""
+    per_host: int = 8
+    """GPUs of one host as clusters usually have them."""
+    platform = "gpu"
+    """As JAX calls it."""
+
+    @property
+    def compute_capability(self) -> str:
+        """As JAX writes it: `9.0`."""
+        return ".".join(map(str, self.capability))
+
+
+_HOPPER = dict(capability=(9, 0), cores=132, lanes=128, clock_ghz=1.98, shared=228 * 2**10, peak=989e12, link=450e9)
+
+GPUS = {
+    "a100": Gpu(
+        "NVIDIA A100-SXM4-80GB",
+        capability=(8, 0),
+        cores=108,
+        lanes=64,
+        clock_ghz=1.41,
+        shared=164 * 2**10,
+        cache=40 * 2**20,
+        memory=85_100_068_864,
+        bandwidth=2.039e12,
+        peak=312e12,
+        link=300e9,
+        network=25e9,
+    ),
+    "gh200": Gpu(
+        "NVIDIA GH200 120GB",
+        **_HOPPER,
+        cache=60 * 2**20,
+        memory=96_768 * 2**20,
+        bandwidth=4.0e12,
+        network=25e9,
+        per_host=4,
+    ),
+    "h100": Gpu(
+        "NVIDIA H100 80GB HBM3", **_HOPPER, cache=50 * 2**20, memory=84_942_979_072, bandwidth=3.352e12, network=50e9
+    ),
+    "h200": Gpu("NVIDIA H200", **_HOPPER, cache=60 * 2**20, memory=143_156 * 2**20, bandwidth=4.8e12, network=50e9),
 }
+"""By the name that people use: the SXM modules, and GH200 with 96 GB, four to a node as on Alps. gh200 stands before
+h200, whose name it contains. The networks: HDR and NDR InfiniBand, a card for each GPU, and Alps' Slingshot-11."""
+
+PEAK_BFLOAT16 = {"H100 PCIe": 756e12, **{name: gpu.peak for name, gpu in GPUS.items()}}
 """Dense bfloat16 FLOP/s by a part of the device's name; the first that fits counts."""
 
 

@@ -19,7 +19,7 @@ from jaxdist.config import Config, ModelConfig
 from jaxdist.models import Model
 from jaxdist.models.attention import block_rows
 from jaxdist.models.loss import CHUNK_ROWS
-from jaxdist.planning.placement import Placed, placed
+from jaxdist.planning.placement import Placed, compute_width, placed
 from jaxdist.sharding import Layout
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
@@ -47,11 +47,30 @@ class Memory:
     @property
     def arguments(self) -> int:
         """What lies on the device between steps, exactly."""
-        return self.parameters + self.optimizer + self.copy + self.batch
+        return sum(self.persistent.values())
 
     @property
     def total(self) -> int:
-        return self.arguments + self.gradients + self.weights + self.activations + self.working
+        return self.arguments + sum(self.transient.values())
+
+    @property
+    def persistent(self) -> dict[str, int]:
+        """What lies on the device between steps, by what people call it."""
+        return {
+            "parameters": self.parameters,
+            "optimizer": self.optimizer,
+            "their bfloat16 copy": self.copy,
+            "batch": self.batch,
+        }
+
+    @property
+    def transient(self) -> dict[str, int]:
+        """What a step makes and drops: estimates."""
+        return {
+            "gradients": self.gradients,
+            "weights in use": self.weights,
+            "activations": self.activations + self.working,
+        }
 
 
 def predict(config: Config, model: Model, layout: Layout) -> Memory:
@@ -71,9 +90,18 @@ def predict(config: Config, model: Model, layout: Layout) -> Memory:
         batch=4 * rows * k * (2 * sizes.sequence + (sizes.dropout > 0)),  # tokens, labels, row numbers
         gradients=_gradients(config, parameters),
         weights=_weights(config, parameters),
-        activations=_width(config) * kept,
-        working=_working(sizes, layout, rows, _width(config)),
+        activations=compute_width(config) * kept,
+        working=_working(sizes, layout, rows, compute_width(config)),
     )
+
+
+def size(count: float) -> str:
+    """Bytes for a person: `1.4 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB" if count < 1024 else f"{count / 1024:.1f} TiB"
 
 
 def state(config: Config, p: Placed) -> int:
@@ -84,30 +112,28 @@ def state(config: Config, p: Placed) -> int:
 def _copy(config: Config, p: Placed) -> int:
     if config.precision != "mixed":
         return 0
-    return _width(config) * (p.rest if config.parallel.zero == 3 else p.use)
-
-
-def _width(config: Config) -> int:
-    """Bytes of a number in the compute dtype."""
-    return 4 if config.precision == "float32" else 2
+    return compute_width(config) * (p.rest if config.parallel.zero == 3 else p.use)
 
 
 def _gradients(config: Config, parameters: list[Placed]) -> int:
     """Stages 0 and 1 add up whole gradients, and hold a micro-batch's own beside them; 2 and 3 shards, one layer whole.
 
-    In stage 1 the sum is reduced to a shard at the end.
+    In stage 1 the sum is reduced to a shard at the end. With one micro-batch there is nothing to add to: XLA takes the
+    loop of one turn apart, and f32 comes when activations and weights have gone.
     """
     rest, use, at_once = (sum(getattr(p, name) for p in parameters) for name in ("rest", "use", "at_once"))
-    stage, width = config.parallel.zero, _width(config)
+    stage, width, alone = config.parallel.zero, compute_width(config), config.train.accumulation == 1
     if stage >= 2:
-        return 2 * 4 * rest + (4 + width) * at_once
+        return (1 if alone else 2) * 4 * rest + (4 + width) * at_once
+    if alone:
+        return width * use
     return (4 + width) * use + (4 * rest if stage else 0)
 
 
 def _weights(config: Config, parameters: list[Placed]) -> int:
     """Stage 0 casts, 1 and 2 gather all, 3 one layer and what is no layer; `mixed` keeps what stages 0 to 2 use."""
     rest, use, at_once = (sum(getattr(p, name) for p in parameters) for name in ("rest", "use", "at_once"))
-    stage, width = config.parallel.zero, _width(config)
+    stage, width = config.parallel.zero, compute_width(config)
     cast = width * rest if config.precision == "bfloat16" else 0
     if use == rest:
         return cast

@@ -41,12 +41,22 @@ class Placed:
     @property
     def at_once(self) -> int:
         """Elements in use where one layer after the other is."""
-        return self.use // self.shape[0] if self.name.partition(".")[0] == STACKED else self.use
+        return self.use // self.shape[0] if self.stacked else self.use
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the first dim counts the layers."""
+        return self.name.partition(".")[0] == STACKED
 
     @property
     def whole(self) -> bool:
         """Whether data does not split it."""
         return self.place.shard_dim is None
+
+
+def compute_width(config: Config) -> int:
+    """Bytes of a number in the compute dtype; `config.precision` is not `auto` any more."""
+    return 4 if config.precision == "float32" else 2
 
 
 def placed(config: Config, model: Model, layout: Layout) -> list[Placed]:

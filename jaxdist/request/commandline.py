@@ -19,16 +19,10 @@ from jaxdist.request.reading import read
 DONE, FAILED, MISTAKE = 0, 1, 2
 """Exit codes: done, anything that went wrong, a mistake in the request."""
 
-RUN_KNOBS = (
-    "mesh",
-    "precision",
-    "parallel.zero",
-    "parallel.sequence",
-    "parallel.rules",
-    "data",
-    "train.global_batch_size",
-    "train.accumulation",
-)
+LAYOUT_KNOBS = ("mesh", "precision", "parallel.zero", "parallel.sequence", "parallel.rules")
+"""Where weights lie, and what is computed in."""
+
+RUN_KNOBS = (*LAYOUT_KNOBS, "data", "train.global_batch_size", "train.accumulation")
 """What may differ when the checkpoint of a run is used."""
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import jax
 
 from jaxdist.cluster.runtime import peak_bytes
+from jaxdist.planning import memory
 from jaxdist.planning.hardware import peak_flops
 from jaxdist.planning.timing import flops_per_token, mfu
 from jaxdist.training.metrics import Log
@@ -38,6 +39,8 @@ class Meter:
         self.flops = flops_per_token(config.model)
         self.peak = peak_flops(device.device_kind, config.precision)
         self.pending: tuple[int, Metrics] | None = None
+        self.predicted: int | None = memory.predict(config, run.model, run.layout).total
+        """Bytes, until they have been told beside what the first step took."""
         self._restart()
 
     def next(self, batches: Iterator[Item]) -> Item:
@@ -60,6 +63,10 @@ class Meter:
         metrics = jax.device_get(metrics)
         self.count += 1
         values = self._figures(step, metrics)
+        if self.predicted and values["memory_bytes"]:
+            there, said = memory.size(values["memory_bytes"]), memory.size(self.predicted)
+            self.log.say(f"memory      {there} at most on a device until now, after the first step; {said} predicted")
+            self.predicted = None
         self.log.progress(values)
         diverged = metrics.skipped_in_a_row >= self.max_skipped
         if step % self.every == 0 or step == self.steps or diverged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -13,9 +14,9 @@ import jax.numpy as jnp
 from jaxdist import models
 from jaxdist.cluster import runtime
 from jaxdist.config import Config, RequestError
-from jaxdist.data.batches import validation_batches
+from jaxdist.data.batches import Batch, abstract_batch, validation_batches
 from jaxdist.data.corpus import Corpus, open_corpus
-from jaxdist.mesh import parse_mesh
+from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models import Params
 from jaxdist.request import check_mesh_fits
 from jaxdist.sharding import Layout, on_devices, rules
@@ -28,16 +29,20 @@ class Run:
     """A configuration and the parts that follow from it. Nothing is compiled or written; what is wrong with the
     request on this machine, or with its data, is raised as `RequestError` by the part that finds it."""
 
-    def __init__(self, config: Config, dry: bool = False, batch: bool = True):
+    def __init__(
+        self, config: Config, dry: bool = False, batch: bool = True, devices: Sequence[jax.Device] | None = None
+    ):
         """`dry` is for a look at the request: its devices need not be there, and nothing can be computed on them.
-        Without `batch`, nobody is going to ask for one.
+        Without `batch`, nobody is going to ask for one. `devices` are all of the mesh, if not those of this machine:
+        for a step to be compiled and not run.
         """
-        self.mesh = (runtime.imagine if dry else runtime.start)(parse_mesh(config.mesh))
+        shape = parse_mesh(config.mesh)
+        self.mesh = make_mesh(shape, devices) if devices else (runtime.imagine if dry else runtime.start)(shape)
         self.dry = dry
-        self.device = jax.devices()[0]
+        self.device = devices[0] if devices else jax.devices()[0]
         """One of the devices; all are of its kind."""
         check_mesh_fits(config, self.mesh.shape, batch)
-        self.layout = Layout.on(self.mesh, rules(config, self.mesh.shape), self.device)
+        self.layout = Layout.on(self.mesh, rules(config), self.device)
         precision = _precision(config.precision, self.layout.platform)
         self.config = config.model_copy(update={"precision": precision})
         self.model = models.build(config.model, self.layout)
@@ -100,7 +105,17 @@ class Run:
 
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; call under `jax.set_mesh`."""
-        return on_devices(jax.eval_shape(self.step.init, jax.random.key(self.config.train.seed)), self.mesh)
+        seed = self.config.train.seed  # its key is made inside: nothing can be computed on devices that are not there
+        return on_devices(jax.eval_shape(lambda: self.step.init(jax.random.key(seed))), self.mesh)
+
+    def batch(self) -> Batch:
+        """Shapes and shardings of a global batch of training."""
+        train, sequence = self.config.train, self.config.model.sequence
+        return abstract_batch(train.global_batch_size, sequence, train.accumulation, self.mesh, self.layout)
+
+    def lower(self) -> jax.stages.Lowered:
+        """The train step, its state donated, ready to be compiled; call under `jax.set_mesh`."""
+        return jax.jit(self.step.train, donate_argnums=0).lower(self.abstract(), self.batch())
 
     def resume(self, state: TrainState) -> TrainState:
         """A state from a checkpoint, with the weights that it keeps in use made again; call under `jax.set_mesh`."""
@@ -120,6 +135,14 @@ class Run:
         parts = validation_batches(self.corpus.validation, sequence, rows, limit, self.mesh, self.layout)
         sums = [jax.device_get(self._evaluate(params, part)) for part in parts]
         return float(sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums))
+
+
+def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:
+    """The train step of `config` over these devices, which need not be there. No data is read."""
+    run = Run(config, devices=devices)
+    run.steps = max(config.train.steps, 1)  # of the schedule alone: no data tells how many rows an epoch has
+    with jax.set_mesh(run.mesh):
+        return run.lower()
 
 
 class Trained(NamedTuple):

@@ -1,6 +1,6 @@
 """One optimizer step as one jit-compiled function: the only place where models, layouts and the optimizer meet.
 
-    micro-batches -> loss and partial-sum gradients, added in f32 -> reduce once -> clip -> update
+    micro-batches -> loss and gradients, added in f32 and reduced over the batch axes -> clip -> update
 
 Every number is a sum over tokens until the end, so k micro-batches, N devices and one big batch give the same loss.
 """
@@ -28,7 +28,7 @@ Batch = dict[str, Array]
 
 
 class TrainState(NamedTuple):
-    """Everything that a checkpoint has to hold."""
+    """What goes from step to step. A checkpoint holds all of it but `weights`."""
 
     step: Int[Array, ""]
     """Steps taken, skipped ones included."""
@@ -38,7 +38,7 @@ class TrainState(NamedTuple):
     """Steps whose update was skipped."""
     skipped_in_a_row: Int[Array, ""]
     weights: Params | None = None
-    """The parameters in use, where they are kept between steps. Not saved: they follow from `params`."""
+    """The parameters in use, where they are kept between steps; they follow from `params`."""
 
 
 class Metrics(NamedTuple):

@@ -8,8 +8,9 @@ from jaxdist import __version__, models
 from jaxdist.cluster.runtime import capacity
 from jaxdist.mesh import describe
 from jaxdist.models.attention import attention_kernel
-from jaxdist.planning import memory, placement
+from jaxdist.planning import memory, placement, remedies
 from jaxdist.planning.timing import FLOPS_FORMULA, flops_per_token
+from jaxdist.request.checks.registry import remedy
 from jaxdist.training.run import Run
 
 
@@ -34,7 +35,7 @@ def _lines(rows: list[tuple[str, str]]) -> list[str]:
 def _plan(run: Run, length: str) -> list[tuple[str, str]]:
     config, device, count = run.config, run.device, run.mesh.size
     train, tokens = config.train, config.train.global_batch_size * config.model.sequence
-    held = memory.predict(config, run.model, run.layout)
+    held, there = memory.predict(config, run.model, run.layout), _capacity(run)
     return [
         ("versions", f"jaxdist {__version__}, jax {version('jax')}, flax {version('flax')}, optax {version('optax')}"),
         ("devices", f"{count} x {device.device_kind} ({device.platform})"),
@@ -46,7 +47,8 @@ def _plan(run: Run, length: str) -> list[tuple[str, str]]:
             f"{train.accumulation} micro-batch(es), {length}",
         ),
         ("arithmetic", f"{flops_per_token(config.model):,} FLOPs per token = {FLOPS_FORMULA}"),
-        ("memory", _memory(held, _capacity(run))),
+        ("memory", _memory(held, there)),
+        *([("warning", _too_small(run, held, there))] if there and held.total > there else []),
         ("attention", _attention(run)),
     ]
 
@@ -66,18 +68,16 @@ def _capacity(run: Run) -> float | None:
 
 def _memory(held: memory.Memory, there: float | None) -> str:
     """Predicted bytes per device beside what there is."""
-    there = "unknown capacity" if there is None else _size(there)
-    parts = {
-        "parameters": held.parameters,
-        "optimizer": held.optimizer,
-        "their bfloat16 copy": held.copy,
-        "batch": held.batch,
-        "gradients about": held.gradients,
-        "weights in use about": held.weights,
-        "activations about": held.activations + held.working,
-    }
-    told = ", ".join(f"{name} {_size(count)}" for name, count in parts.items() if count)
-    return f"{_size(held.total)} of {there} per device predicted: {told}"
+    there = "unknown capacity" if there is None else memory.size(there)
+    parts = held.persistent | {f"{name} about": count for name, count in held.transient.items()}
+    told = ", ".join(f"{name} {memory.size(count)}" for name, count in parts.items() if count)
+    return f"{memory.size(held.total)} of {there} per device predicted: {told}"
+
+
+def _too_small(run: Run, held: memory.Memory, there: float) -> str:
+    ways = remedies.smaller(run.config, run.model, run.layout)
+    told = f"{memory.size(held.total)} predicted may not fit into {memory.size(there)}"
+    return f"{told}; " + remedy(*ways, "the mesh to more devices")
 
 
 def _layout(run: Run) -> list[tuple[str, str]]:
@@ -88,11 +88,3 @@ def _layout(run: Run) -> list[tuple[str, str]]:
         return [*notes, ("layout", "every parameter lies whole on every device")]
     table = placement.listing(parameters, [memory.state(run.config, p) for p in parameters])
     return [*notes, ("layout", table[0]), *(("", line) for line in table[1:])]
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB" if count < 1024 else f"{count / 1024:.1f} TiB"

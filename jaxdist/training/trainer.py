@@ -94,7 +94,7 @@ class Trainer:
     def train(self, first: int | None) -> int:
         """Go on after step `first`, or begin."""
         state, first = self.start(first), first or 0
-        step_function = self.compile(state)
+        step_function = self.compile()
         self.meter = Meter(self.run, self.log)
         with Prefetch(self.batch, first, self.steps, self.config.data.prefetch) as batches:
             for step in range(first + 1, self.steps + 1):
@@ -124,9 +124,9 @@ class Trainer:
         self.best = math.inf if best is None else best
         return self.run.resume(self.checkpoints.restore(self.run.abstract()))
 
-    def compile(self, state: TrainState):
+    def compile(self) -> jax.stages.Compiled:
         started = time.perf_counter()
-        step = jax.jit(self.run.step.train, donate_argnums=0).lower(state, self.batch(0)).compile()
+        step = self.run.lower().compile()
         self.log.say(f"compiled    in {time.perf_counter() - started:.1f} s")
         return step
 

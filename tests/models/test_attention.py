@@ -24,6 +24,9 @@ pytestmark = pytest.mark.smoke
 BF16, F32 = jnp.bfloat16, jnp.float32
 MODEL = ModelConfig(family="llama", layers=1, embed=32, heads=4, kv_heads=2, mlp=48, vocab=80, sequence=256)
 
+CUDNN_VERSION = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
+"""A private function of jax: where it traces, it asks for the version."""
+
 
 def mesh_of(text: str) -> jax.sharding.Mesh:
     shape = parse_mesh(text)
@@ -91,8 +94,9 @@ def test_grouped_attention_in_bfloat16():
         ("gpu", (9, 0), BF16, 128, 8 * 2**10 + 8, "2^31 query elements on a device, and this one has 2,149,580,800"),
     ],
 )
-def test_which_kernel_and_why(platform, capability, dtype, size, rows, reason):
+def test_which_kernel_and_why(monkeypatch, platform, capability, dtype, size, rows, reason):
     """Eight devices: rows over four, 32 heads over two."""
+    monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)
     axes, split = (("data", 4), ("model", 2)), (("batch", ("data",)), ("heads", ("model",)))
     layout = Layout(axes, platform, split, capability)
     shape = (rows, 512, 32, size)
@@ -103,6 +107,17 @@ def test_which_kernel_and_why(platform, capability, dtype, size, rows, reason):
         assert reason in told
     else:
         assert told == f"cuDNN flash attention: gpu, {jnp.dtype(dtype).name}, heads of {size}"
+
+
+def test_a_gpu_without_cudnn(monkeypatch):
+    """jax.nn would die of it: the plug-in comes without cuDNN in `jax[cuda13-local]`."""
+
+    def missing():
+        raise RuntimeError("cuDNN not found.")
+
+    monkeypatch.setattr(CUDNN_VERSION, missing)
+    told = attention_kernel(Layout((), "gpu", (), (9, 0)), (8, 512, 32, 64), BF16)
+    assert told == "causal attention in 4 block(s) of queries, because cuDNN is not installed here"
 
 
 @pytest.mark.parametrize(("written", "capability"), [("9.0", (9, 0)), ("10.3", (10, 3)), ("gfx942", ()), (None, ())])
@@ -152,7 +167,7 @@ def test_recomputation_runs_attention_again_only_where_it_is_asked_to(mesh, rema
 @pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("dots", 2), ("block", 2)])
 def test_recomputation_with_cudnn(monkeypatch, mesh, remat, forwards):
     """Traced only, as if there were a GPU. jax asks for cuDNN's version where it traces: a private function of it."""
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)
     mesh = mesh_of(mesh)
     layout = dataclasses.replace(Layout.on(mesh), platform="gpu", capability=(9, 0))
     counts = gradient_of_block(mesh, layout, remat)

@@ -15,10 +15,11 @@ from jaxdist.models.attention import causal_attention
 from jaxdist.models.layers import normal
 from jaxdist.sharding import Layout
 from jaxdist.training.step import Step
+from tests.models import plain
 
 pytestmark = pytest.mark.smoke
 
-CONFIG = ModelConfig(layers=2, embed=32, heads=4, vocab=80, sequence=24)
+CONFIG = ModelConfig(layers=2, embed=32, heads=4, vocab=plain.VOCAB, sequence=plain.SEQUENCE)
 
 
 def norm(x, p):
@@ -38,45 +39,19 @@ def mlp(x, p):
     return jax.nn.gelu(x @ p["up"] + p["up_bias"], approximate=True) @ p["down"] + p["down_bias"]
 
 
-def reference(params, tokens, labels):
-    """(summed loss, logits)"""
+def reference(params, tokens):
+    """Logits."""
     x = params["table"][tokens] + params["positions"][: tokens.shape[1]]
-    for i in range(CONFIG.layers):
-        layer = jax.tree.map(lambda a, i=i: a[i], params["blocks"])
+    for layer in plain.layers(params, CONFIG.layers):
         x = x + attention(norm(x, layer["norm1"]), layer["attention"])
         x = x + mlp(norm(x, layer["norm2"]), layer["mlp"])
-    logits = norm(x, params["norm"]) @ params.get("output", params["table"]).T
-    nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
-    return jnp.sum(jnp.where(labels >= 0, nll, 0)), logits
-
-
-@pytest.fixture
-def one_device():
-    mesh = make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])
-    with jax.set_mesh(mesh), jax.numpy_rank_promotion("allow"):
-        yield Layout.on(mesh)
+    return norm(x, params["norm"]) @ params.get("output", params["table"]).T
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_loss_gradient_and_logits_are_the_papers(one_device, tied):
-    config = CONFIG.model_copy(update={"tied": tied})
-    model = models.build(config, one_device)
-    params = jax.jit(model.init)(jax.random.key(1))
-    params = jax.tree.map(lambda a: a + 0.05 * jax.random.normal(jax.random.key(a.size), a.shape), params)
-    rng = np.random.default_rng(0)
-    tokens, labels = rng.integers(0, 80, (3, 24)), rng.integers(-1, 80, (3, 24))
-    batch = {"tokens": jnp.asarray(tokens)[None], "labels": jnp.asarray(labels)[None]}
-    step = Step(model, one_device, optimizer=None)
-
-    def ours(params):
-        return step.evaluate(params, batch)[0], step.logits(params, batch["tokens"][0])
-
-    (wanted, wanted_logits), wanted_gradient = jax.value_and_grad(reference, has_aux=True)(params, tokens, labels)
-    (loss, logits), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)
-    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
-    np.testing.assert_allclose(logits, wanted_logits, atol=1e-4)
-    for (path, a), b in zip(jax.tree.leaves_with_path(gradient), jax.tree.leaves(wanted_gradient), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(b).max()), err_msg=jax.tree_util.keystr(path))
+    model = models.build(CONFIG.model_copy(update={"tied": tied}), one_device)
+    plain.assert_same(one_device, model, reference, noise=0.05)
 
 
 def test_the_step_divides_by_the_labels_that_count(one_device):
@@ -86,7 +61,7 @@ def test_the_step_divides_by_the_labels_that_count(one_device):
     rng = np.random.default_rng(0)
     tokens, labels = rng.integers(0, 80, (4, 24)), rng.integers(0, 80, (4, 24))
     labels[0, 2:] = labels[1, 20:] = labels[2] = -1
-    mean = lambda params: reference(params, tokens, labels)[0] / (labels >= 0).sum()
+    mean = lambda params: plain.summed_loss(reference(params, tokens), labels) / (labels >= 0).sum()
     wanted, wanted_gradient = jax.value_and_grad(mean)(params)
     for k in (1, 2, 4):
         cut = lambda a, k=k: jnp.asarray(a).reshape(k, -1, *a.shape[1:])
@@ -102,12 +77,12 @@ def test_the_step_divides_by_the_labels_that_count(one_device):
 def test_blocked_attention_is_attention(one_device, sequence):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, sequence, 2, 8))
 
-    def plain(q, k, v):
+    def whole(q, k, v):
         scores = jnp.einsum("bsnh,btnh->bnst", q, k) / math.sqrt(8)
         p = jax.nn.softmax(jnp.where(np.tri(sequence, dtype=bool), scores, -jnp.inf))
         return jnp.einsum("bnst,btnh->bsnh", p, v)
 
-    wanted, pull = jax.vjp(plain, q, k, v)
+    wanted, pull = jax.vjp(whole, q, k, v)
     got, pull_ours = jax.vjp(partial(causal_attention, one_device), q, k, v)
     np.testing.assert_allclose(got, wanted, atol=1e-5)
     g = jax.random.normal(jax.random.key(1), got.shape)

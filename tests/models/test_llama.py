@@ -1,6 +1,7 @@
 """Llama against a plain reading of the papers: keys and values repeated, scores whole, rotations as complex numbers."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +10,15 @@ import pytest
 
 from jaxdist import models
 from jaxdist.config import Config, ModelConfig, ParallelConfig
-from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.models.layers import rotary
 from jaxdist.request import load
-from jaxdist.sharding import Layout, rules
-from jaxdist.training.step import Step
+from jaxdist.training.run import Run
+from tests.models import plain
 
 pytestmark = pytest.mark.smoke
 
-CONFIG = ModelConfig(family="llama", layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=80, sequence=24)
+SIZES = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=plain.VOCAB, sequence=plain.SEQUENCE)
+CONFIG = ModelConfig(family="llama", **SIZES)
 
 
 def norm(x, p):
@@ -47,46 +48,19 @@ def mlp(x, p):
     return (gate / (1 + jnp.exp(-gate)) * up) @ p["down"]
 
 
-def reference(config, params, tokens, labels):
-    """(summed loss, logits)"""
+def reference(config, params, tokens):
+    """Logits."""
     x = params["table"][tokens]
-    for i in range(config.layers):
-        layer = jax.tree.map(lambda a, i=i: a[i], params["blocks"])
+    for layer in plain.layers(params, config.layers):
         x = x + attention(norm(x, layer["norm1"]), layer["attention"], config.rope_theta)
         x = x + mlp(norm(x, layer["norm2"]), layer["mlp"])
-    logits = norm(x, params["norm"]) @ params.get("output", params["table"]).T
-    nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
-    return jnp.sum(jnp.where(labels >= 0, nll, 0)), logits
-
-
-@pytest.fixture
-def one_device():
-    mesh = make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])
-    with jax.set_mesh(mesh), jax.numpy_rank_promotion("allow"):
-        yield Layout.on(mesh)
+    return norm(x, params["norm"]) @ params.get("output", params["table"]).T
 
 
 @pytest.mark.parametrize(("tied", "kv_heads"), [(True, 2), (False, 1), (True, 0)])
 def test_loss_gradient_and_logits_are_the_papers(one_device, tied, kv_heads):
     config = CONFIG.model_copy(update={"tied": tied, "kv_heads": kv_heads, "rope_theta": 100.0})
-    model = models.build(config, one_device)
-    params = jax.jit(model.init)(jax.random.key(1))
-    params = jax.tree.map(lambda a: a + 0.1 * jax.random.normal(jax.random.key(a.size), a.shape), params)
-    rng = np.random.default_rng(0)
-    tokens, labels = rng.integers(0, 80, (3, 24)), rng.integers(-1, 80, (3, 24))
-    batch = {"tokens": jnp.asarray(tokens)[None], "labels": jnp.asarray(labels)[None]}
-    step = Step(model, one_device, optimizer=None)
-
-    def ours(params):
-        return step.evaluate(params, batch)[0], step.logits(params, batch["tokens"][0])
-
-    plain = lambda params: reference(config, params, tokens, labels)
-    (wanted, wanted_logits), wanted_gradient = jax.value_and_grad(plain, has_aux=True)(params)
-    (loss, logits), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)
-    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
-    np.testing.assert_allclose(logits, wanted_logits, atol=1e-4)
-    for (path, a), b in zip(jax.tree.leaves_with_path(gradient), jax.tree.leaves(wanted_gradient), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(b).max()), err_msg=jax.tree_util.keystr(path))
+    plain.assert_same(one_device, models.build(config, one_device), partial(reference, config), noise=0.1)
 
 
 def test_scores_depend_on_how_far_apart_positions_are(one_device):
@@ -128,10 +102,8 @@ def test_initial_parameters_are_the_same_on_every_mesh(mesh):
     """To the bit, at rest as ZeRO and tensor parallelism split them."""
 
     def init(text: str):
-        mesh = make_mesh(parse_mesh(text), jax.devices()[: devices_asked(parse_mesh(text))])
-        layout = Layout.on(mesh, rules(Config(model=CONFIG, parallel=ParallelConfig(zero=3)), mesh.shape))
-        step = Step(models.build(CONFIG, layout), layout, optimizer=None, stage=3)
-        with jax.set_mesh(mesh):
-            return jax.device_get(jax.jit(lambda key: step.place(step.model.init(key)))(jax.random.key(7)))
+        run = Run(Config(mesh=text, precision="float32", model=CONFIG, parallel=ParallelConfig(zero=3)))
+        with jax.set_mesh(run.mesh):
+            return jax.device_get(run.init().params)
 
     assert jax.tree.all(jax.tree.map(np.array_equal, init(mesh), init("1x1x1")))

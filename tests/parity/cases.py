@@ -77,7 +77,7 @@ def train(
     shape = parse_mesh(mesh)
     devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
     config = Config(model=model, parallel=ParallelConfig(zero=stage, sequence=sequence))
-    layout = Layout.on(devices, rules(config, devices.shape))
+    layout = Layout.on(devices, rules(config))
     optimizer = optax.chain(remember(), optimizer or optax.sgd(0.5))
     options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype, max_norm=max_norm)
     step = Step(models.build(model, layout), layout, optimizer, stage=stage, inside=inside, keep=keep, **options)

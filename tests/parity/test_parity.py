@@ -15,6 +15,7 @@ import pytest
 
 from jaxdist.mesh import parse_mesh
 from tests.parity import cases
+from tests.tiers import thinned
 
 TIED = cases.MODEL
 UNTIED = TIED.model_copy(update={"tied": False})
@@ -80,7 +81,7 @@ def one_device(model: str) -> cases.Outcome:
     return outcome
 
 
-@pytest.mark.parametrize(("model", "mesh", "accumulation"), ROWS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("model", "mesh", "accumulation"), thinned(ROWS, 6), ids=lambda value: str(value))
 def test_equals_one_device(model, mesh, accumulation):
     cases.assert_equal(cases.train(mesh, accumulation, MODELS[model]), one_device(model))
 
@@ -91,7 +92,7 @@ def check(row: Layout, **options) -> None:
     cases.assert_equal(got, one_device(row.model))
 
 
-@pytest.mark.parametrize("row", pairwise(), ids=lambda row: "-".join(map(str, row)))
+@pytest.mark.parametrize("row", thinned(zip(pairwise()), 4), ids=lambda row: "-".join(map(str, row)))
 def test_every_layout_equals_one_device(row):
     check(row)
 

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import re
-from dataclasses import dataclass, field
-
 import pytest
 
 from jaxdist.config import Count, RequestError
 from jaxdist.request import Extra, arguments
-
-
-@dataclass
-class Wrong:
-    """A command line and what each sentence has to contain; FILE is the path of a config with the text `toml`, FOLDER
-    that of its folder."""
-
-    argv: str
-    sentences: list[tuple[str, ...]]
-    toml: str | bytes | None = None
-    positional: str = "CONFIG"
-    extras: list[Extra] = field(default_factory=list)
-
+from tests.request.wrong import Wrong, named
 
 ONE_KNOB = {
     "below its bound": Wrong("--model.layers -3", [("model.layers is -3: must be at least 1",)]),
@@ -164,99 +148,6 @@ COMBINATIONS = {
     "no wandb": Wrong("--log.wandb lab", [("log.wandb is 'lab'", "pip install 'jaxdist[wandb]'")]),
 }
 
-LLAMA = "--model.family llama --model.embed 96 --model.heads 12 --model.kv-heads"
-
-MODEL = {
-    "kv heads": Wrong(f"{LLAMA} 5", [("model.heads 12 does not divide by model.kv_heads 5", "kv_heads to 4 or 6")]),
-    "more kv heads than heads": Wrong(
-        f"{LLAMA} 24", [("model.kv_heads 24; set model.kv_heads to 12, or model.heads to 24",)]
-    ),
-    "heads of odd size": Wrong(
-        "--model.family llama --model.embed 60",
-        [("embed 60 in 4 model.heads", "size 15", "heads to 3 or 5, or model.embed to 56 or 64")],
-    ),
-    "heads of llama": Wrong(
-        "--model.family llama --model.heads 7", [("does not divide", "heads to 4 or 8", "embed to 126 or 140")]
-    ),
-    "kv heads of gpt": Wrong("--model.kv-heads 2", [("model.kv_heads is 2", "model.family gpt", "default is 0")]),
-    "rotary base of gpt": Wrong("--model.rope-theta 1e4", [("rope_theta is 10000.0", "gpt", "default is 500000.0")]),
-    "dropout of llama": Wrong(
-        "--model.family llama --model.dropout 0.1", [("model.dropout is 0.1", "llama, which has no dropout", "0.0")]
-    ),
-}
-
-SPLIT = {
-    "heads, MLP and vocabulary": Wrong(
-        "--mesh 1x3x1 --model.vocab 2050",
-        [
-            ("model.heads 4", "model=3 (mesh 1x3x1)", "; set the model axis to 2"),
-            ("model.mlp 0, which means 512, does", "mlp to 510 or 513, or the model axis to 2"),
-            ("model.vocab 2050", "2049 or 2052, or the model axis to 2, or parallel.rules.vocab to ''"),
-        ],
-    ),
-    "more devices than heads": Wrong(
-        "--mesh 1x8x1",
-        [
-            (
-                "heads 4 does",
-                "set model.heads to 8, or the model axis to 4",
-            )
-        ],
-    ),
-    "MLP alone": Wrong("--mesh 1x4x1 --model.mlp 510", [("model.mlp 510 does", "508 or 512, or the model axis to 2")]),
-    "odd vocabulary": Wrong(
-        "--mesh model=2 --model.vocab 50257", [("50257", "model=2 (mesh model=2)", "50256 or 50258")]
-    ),
-    "by a filled mesh's other axis": Wrong("--mesh -1x8x1", [("model.heads 4", "model=8 (mesh -1x8x1)")]),
-    "sequence": Wrong(
-        "--mesh 1x4x1 --parallel.sequence true --model.sequence 126",
-        [("model.sequence 126", "124 or 128, or the model axis to 2, or parallel.sequence to false")],
-    ),
-    "kv heads": Wrong(
-        f"{LLAMA} 3 --mesh 1x4x1",
-        [
-            (
-                "kv_heads 3 can neither be split nor repeated evenly over model=4 (mesh 1x4x1)",
-                "2 or 4, or the model axis",
-            )
-        ],
-    ),
-    "kv heads and a vocabulary": Wrong(
-        f"{LLAMA} 4 --mesh 1x6x1 --model.vocab 2052 --model.mlp 300",
-        [("model.kv_heads 4 can neither", "model.kv_heads to 3 or 6, or the model axis to 4 or 12")],
-    ),
-    "batch and heads": Wrong("--mesh 3x8x1", [("16 does not divide by 3 data ranks",), ("model.heads 4", "model=8")]),
-}
-
-PARALLEL = {
-    "rule of an axis that does not exist": Wrong(
-        "--parallel.rules.mlp modle", [("rules.mlp is 'modle', an axis that does not exist; did you mean 'model'?",)]
-    ),
-    "rule that says none": Wrong(
-        "--parallel.rules.vocab none", [("vocab is 'none'", "valid names are model ('' leaves vocab whole)")]
-    ),
-    "rule of an axis that is not built": Wrong(
-        "--parallel.rules.heads context", [("'context', but context parallelism is not built yet; use 'model', or ''",)]
-    ),
-    "rules of axes of the batch": Wrong(
-        "--parallel.rules.heads data --parallel.rules.vocab replica",
-        [("heads is 'data'", "split both rows and heads"), ("vocab is 'replica'", "split both rows and vocab")],
-    ),
-    "sequence without the MLP": Wrong(
-        "--parallel.sequence true --parallel.rules.mlp=",
-        [("rules.mlp is empty", "rules.mlp to 'model', or parallel.seq")],
-    ),
-    "sequence without its layers": Wrong(
-        "FILE",
-        [("parallel.rules.heads and parallel.rules.mlp are empty", "parallel.sequence to false")],
-        "[parallel]\nsequence = true\nrules = {heads = '', mlp = ''}",
-    ),
-    "micro-batches of stage 0": Wrong(
-        "--parallel.micro-batches outside", [("micro_batches is outside", "parallel.zero 0", "default is inside")]
-    ),
-    "micro-batches of stage 1": Wrong("--parallel.micro-batches outside --parallel.zero 1", [("parallel.zero 1",)]),
-}
-
 SEVERAL = {
     "of every part at once": Wrong(
         "llama_8b --mesh 3x3x1 --model.kv-heads 5 --model.dropout 0.5 --parallel.rules.vocab modle --parallel.zero 5",
@@ -292,67 +183,23 @@ SEVERAL = {
     ),
 }
 
-TABLES = {
-    "knob": ONE_KNOB,
-    "name": NAMES,
-    "file": FILES,
-    "combination": COMBINATIONS,
-    "model": MODEL,
-    "split": SPLIT,
-    "parallel": PARALLEL,
-    "several": SEVERAL,
-}
-CASES = {f"{table}: {name}": case for table, cases in TABLES.items() for name, case in cases.items()}
+CASES = named(
+    {
+        "knob": ONE_KNOB,
+        "name": NAMES,
+        "file": FILES,
+        "combination": COMBINATIONS,
+        "several": SEVERAL,
+    }
+)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_every_mistake_is_told(case: Wrong, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    file = tmp_path / "my.toml"
-    if case.toml is not None:
-        file.write_bytes(case.toml if isinstance(case.toml, bytes) else case.toml.encode())
-    argv = [word.replace("FILE", str(file)).replace("FOLDER", str(tmp_path)) for word in case.argv.split()]
-    with pytest.raises(RequestError) as caught:
-        arguments(argv, "evaluate", "", positional=case.positional, extras=case.extras)
-    told = caught.value.problems
-    assert len(told) == len(case.sentences), told
-    for problem, fragments in zip(told, case.sentences, strict=True):
-        assert all(fragment in problem for fragment in fragments), (problem, fragments)
-        assert "\n" not in problem
-        assert "Input should" not in problem
-    assert sorted(os.listdir(tmp_path)) == ["my.toml"] * (case.toml is not None)
+    case.assert_told(tmp_path, monkeypatch)
 
 
 def test_folder_without_permission(monkeypatch):
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
     with pytest.raises(RequestError, match=r"run_dir 'runs/gpt_tiny' cannot be written: no permission"):
         arguments([], "train", "")
-
-
-SIZES = re.compile(r"(model\.\w+|the model axis) to (\d+)(?: or (\d+))?")
-
-
-@pytest.mark.parametrize("case", [*MODEL.values(), *SPLIT.values()], ids=[*MODEL, *SPLIT])
-def test_sizes_that_are_offered_work(case: Wrong):
-    """Each one alone takes back the sentence that offers it, and brings no other."""
-    told = _problems(case.argv)
-    for problem in told:
-        for name, *sizes in SIZES.findall(problem):
-            for size in filter(None, sizes):
-                changed = f"--mesh model={size}" if name == "the model axis" else f"--{name} {size}"
-                left = {text.split(";")[0] for text in _problems(case.argv, changed)}
-                assert left < {text.split(";")[0] for text in told}, (problem, changed)
-
-
-def _problems(argv: str, changed: str = "") -> list[str]:
-    """What is wrong with `argv`, where `changed` takes the place of the option of its name."""
-    words = argv.replace("_", "-").split()
-    options = dict(zip(words[::2], words[1::2], strict=True))
-    words = changed.replace("_", "-").split()
-    options |= dict(zip(words[::2], words[1::2], strict=True))
-    try:
-        arguments([word for option in options.items() for word in option], "train", "")
-    except RequestError as error:
-        return error.problems
-    return []

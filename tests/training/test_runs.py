@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -187,6 +188,17 @@ def test_loss_that_is_not_finite_stops_the_run_after_n(run, tmp_path, capsys):
     assert "newest checkpoint is that of step" in said
     assert "update skipped (1 in a row, 1 in all)" in said
     assert lines(tmp_path / "nan")[-1]["skipped"] == 3
+
+
+def test_predicted_and_measured_memory_are_told(run, monkeypatch, capsys):
+    """As on a GPU, which knows its peak; and on a device that is about to be too small, what to change."""
+    monkeypatch.setattr("jaxdist.training.meter.peak_bytes", lambda device: 3 * 2**20)
+    monkeypatch.setattr("jaxdist.training.summary.capacity", lambda device: 2**17)
+    run("told", "--train.steps=3", "--mesh=2x1x1")
+    said = capsys.readouterr().err
+    (warning,) = re.findall(r"warning +(.*)", said)
+    assert re.search(r"predicted may not fit into 64 KiB; set .*\(\d+ KiB predicted\), or .* more devices$", warning)
+    assert len(re.findall(r"3 MiB at most on a device until now, after the first step; \d+ KiB predicted", said)) == 1
 
 
 def test_not_a_terminal_gets_plain_lines(run, monkeypatch, capsys):

@@ -1,0 +1,43 @@
+"""What makes a step smaller, and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxdist.config import Config
+from jaxdist.mesh import DATA
+from jaxdist.models import Model
+from jaxdist.planning import memory
+from jaxdist.request.checks.registry import closest, divisors
+from jaxdist.sharding import Layout
+
+MOST = 3
+
+
+def smaller(config: Config, model: Model, layout: Layout) -> list[str]:
+    """The knobs that, changed alone, save most: `model.remat to block (3.1 GiB predicted)`, best first."""
+    now = memory.predict(config, model, layout).total
+    found = [
+        (memory.predict(_with(config, name, value), model, layout).total, f"{name} to {value}")
+        for name, value in _changes(config, layout)
+    ]
+    return [f"{change} ({memory.size(total)} predicted)" for total, change in sorted(found)[:MOST] if total < now]
+
+
+def _changes(config: Config, layout: Layout) -> Iterator[tuple[str, object]]:
+    """Knobs and values that are legal here and not asked for yet; all leave the layout of the model as it is."""
+    train, parallel = config.train, config.parallel
+    rows = train.global_batch_size // (train.accumulation * layout.ranks)
+    if config.model.remat != "block":
+        yield "model.remat", "block"
+    if parallel.zero < 3 and layout.size(DATA) > 1:
+        yield "parallel.zero", 3
+    for times in closest(divisors(rows), 1):
+        yield "train.accumulation", train.accumulation * times
+    if parallel.zero >= 2 and train.accumulation > 1 and parallel.micro_batches == "inside":
+        yield "parallel.micro_batches", "outside"
+
+
+def _with(config: Config, name: str, value: object) -> Config:
+    section, _, field = name.partition(".")
+    return config.model_copy(update={section: getattr(config, section).model_copy(update={field: value})})

@@ -1,0 +1,83 @@
+"""Data that cannot be used: each mistake is named with its place, its values and a remedy."""
+
+import pytest
+
+from jaxdist.config import RequestError
+from jaxdist.data import documents
+from tests.data.files import POEM, VOCAB, ids, lines, open_, save_tokenizer
+
+GOOD = lines("some text that is long enough for several rows " * 9, "more of it " * 20)
+
+BAD = [
+    # files of the request, its knobs, and what the sentence has to say
+    ({}, {"path": "a.txt"}, ["data.path", "a.txt' does not exist"]),
+    ({}, {"path": "."}, ["data.path", "is a folder", ".jsonl"]),
+    ({}, {"path": "/dev/null"}, ["not a regular file"]),
+    ({"a.txt": ""}, {"path": "a.txt"}, ["is empty"]),
+    ({"a.bin": b""}, {"path": "a.bin"}, ["is empty"]),
+    ({"a.txt": b"abc\n" * 999 + b"\xff\xfe"}, {"path": "a.txt"}, ["not utf-8 text (byte 3997 is 0xff)", "convert"]),
+    ({"a.txt": b"\x80" * 3000}, {"path": "a.txt"}, ["not utf-8 text (byte 1 is 0x80)"]),
+    ({"a.jsonl": GOOD + "{text: 1}\n"}, {"path": "a.jsonl"}, ["line 3", "is not JSON (", "column 2"]),
+    ({"a.jsonl": GOOD + "[" * 99999}, {"path": "a.jsonl"}, ["line 3", "is not JSON"]),
+    ({"a.jsonl": GOOD + '\n["text"]\n'}, {"path": "a.jsonl"}, ["line 4", "has a list", '"text"']),
+    ({"a.jsonl": GOOD + '{"b": 1, "a": 2}'}, {"path": "a.jsonl"}, ["line 3", "has the keys ['a', 'b']", '"text"']),
+    ({"a.jsonl": GOOD + '{"text": null}'}, {"path": "a.jsonl"}, ["line 3", 'a "text" that is no string']),
+    ({"a.jsonl": GOOD + '{"text": "\\uD800"}'}, {"path": "a.jsonl"}, ["line 3", "half of a surrogate pair"]),
+    ({"a.jsonl": GOOD.encode() + b'{"text": "\xff"}'}, {"path": "a.jsonl"}, ["line 3", "not utf-8 text (byte 11"]),
+    ({"a.jsonl": '\n{"text": ""}\n'}, {"path": "a.jsonl"}, ["training data has 0 tokens", "one row needs 17"]),
+    ({"a.jsonl": GOOD}, {"path": "a.jsonl"}, ["validation data has 0 tokens", "raise data.validation_fraction"]),
+    (
+        {"a.jsonl": GOOD, "b.jsonl": lines("x")},
+        {"path": "a.jsonl", "validation_path": "b.jsonl"},
+        ["validation data has 2 tokens and one row needs 17 (model.sequence 16", "data.validation_path longer"],
+    ),
+    ({"a.bin": b"123"}, {"path": "a.bin"}, ["cut short: 3 bytes"]),
+    ({"a.bin": ids(*range(301))}, {"path": "a.bin"}, ["token id 300", "model.vocab is 300", "at least 301"]),
+    (
+        {"a.bin": ids(*range(99)), "b.bin": ids(7, 999)},
+        {"path": "a.bin", "validation_path": "b.bin"},
+        ["b.bin' holds token id 999", "at least 1000"],
+    ),
+    ({"a.bin": ids(*range(99))}, {"path": "a.bin"}, ["validation data has 4 tokens", "lower model.sequence"]),
+    ({"a.bin": ids(*range(9))}, {"path": "a.bin"}, ["training data has 9 tokens", "validation data has 0 tokens"]),
+    ({"a.txt": POEM}, {"path": "a.txt", "vocab": 256}, ["model.vocab 256 is too small", "at least 257"]),
+    ({"a.txt": POEM}, {"path": "a.txt", "tokenizer": "t.json"}, ["data.tokenizer", "does not exist"]),
+    ({"a.txt": POEM, "t.json": "{}"}, {"path": "a.txt", "tokenizer": "t.json"}, ["is no tokenizer (", "leave it out"]),
+    ({"a.txt": POEM, "t.json": b"\xff"}, {"path": "a.txt", "tokenizer": "t.json"}, ["is no tokenizer ("]),
+    (
+        {"a.txt": POEM, "t.json": None},
+        {"path": "a.txt", "tokenizer": "t.json", "vocab": 299},
+        ["has ids up to 299", "model.vocab is 299", "at least 300"],
+    ),
+    ({"a.bin": ids(*range(99)), "t.json": None}, {"path": "a.bin", "tokenizer": "t.json", "vocab": 299}, ["up to 299"]),
+    (
+        {"a.txt": POEM, "b.jsonl": GOOD},
+        {"path": "a.txt", "validation_path": "b.jsonl"},
+        ["is plain text", "is JSON lines", "one kind"],
+    ),
+    ({"b.txt": POEM}, {"validation_path": "b.txt"}, ["data.path is not set"]),
+    ({"a.txt": POEM}, {"path": "a.txt", "validation_path": "a.txt"}, ["the same file"]),
+    (
+        {},
+        {"path": "a.txt", "validation_path": "b.txt", "tokenizer": "t.json"},
+        ["data.path", "data.validation_path", "data.tokenizer"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "knobs", "sentences"), BAD, ids=[" ".join(case[2])[:50] for case in BAD])
+def test_mistakes_are_named_with_values_and_remedy(write, tmp_path, files, knobs, sentences):
+    for name, content in files.items():
+        save_tokenizer(tmp_path / name) if content is None else write(name, content)
+    paths = {name: tmp_path / value for name, value in knobs.items() if name != "vocab"}
+    with pytest.raises(RequestError) as raised:
+        open_(vocab=knobs.get("vocab", VOCAB), **paths)
+    for sentence in sentences:
+        assert sentence in str(raised.value)
+    assert not list((tmp_path / "cache").glob("*.*")), "a half-made folder is left"
+
+
+def test_a_python_without_source_files_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents.os, "__file__", str(tmp_path / "os.py"))
+    with pytest.raises(RequestError, match=r"holds no source files.*set data.path"):
+        open_()

@@ -1,0 +1,47 @@
+"""Plain readings of papers: what the models' own tests compare with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.models import Model
+from jaxdist.training.step import Step
+
+VOCAB, ROWS, SEQUENCE = 80, 3, 24
+
+
+def summed_loss(logits, labels):
+    """Cross-entropy in nats, summed over the labels that are not -1."""
+    nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+    return jnp.sum(jnp.where(labels >= 0, nll, 0))
+
+
+def layers(params, count: int):
+    return [jax.tree.map(lambda a, i=i: a[i], params["blocks"]) for i in range(count)]
+
+
+def assert_same(layout, model: Model, reference, noise: float) -> None:
+    """Loss, gradient and logits of `model` are those of `reference(params, tokens) -> logits`.
+
+    `noise` is added to the initial parameters, so that none is 0 or 1.
+    """
+    params = jax.jit(model.init)(jax.random.key(1))
+    params = jax.tree.map(lambda a: a + noise * jax.random.normal(jax.random.key(a.size), a.shape), params)
+    rng = np.random.default_rng(0)
+    tokens, labels = rng.integers(0, VOCAB, (ROWS, SEQUENCE)), rng.integers(-1, VOCAB, (ROWS, SEQUENCE))
+    batch = {"tokens": jnp.asarray(tokens)[None], "labels": jnp.asarray(labels)[None]}
+    step = Step(model, layout, optimizer=None)
+
+    def ours(params):
+        return step.evaluate(params, batch)[0], step.logits(params, batch["tokens"][0])
+
+    def plain(params):
+        logits = reference(params, tokens)
+        return summed_loss(logits, labels), logits
+
+    (wanted, wanted_logits), wanted_gradient = jax.value_and_grad(plain, has_aux=True)(params)
+    (loss, logits), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    np.testing.assert_allclose(logits, wanted_logits, atol=1e-4)
+    for (path, a), b in zip(jax.tree.leaves_with_path(gradient), jax.tree.leaves(wanted_gradient), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(b).max()), err_msg=jax.tree_util.keystr(path))
