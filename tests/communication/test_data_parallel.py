@@ -3,15 +3,10 @@
 import math
 import re
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
 
-from jaxdist import models
-from jaxdist.sharding import Layout
-from jaxdist.training.step import Step
-from tests.communication.program import Collective, collectives, summary
+from jaxdist.planning.hlo import Collective, summary
+from tests.communication.reading import collectives
 from tests.communication.steps import compiled, lower, mesh_of, parameters
 from tests.parity import cases
 
@@ -57,16 +52,8 @@ def test_the_program_does_not_grow_with_depth():
 def test_no_array_of_all_rows_by_the_vocabulary():
     """Nor by a whole micro-batch of one device: logits exist a chunk at a time."""
     model = cases.MODEL.model_copy(update={"vocab": 1009, "sequence": 64})
-    rows = 32 * 64
-    devices = mesh_of("1x1x1")
-    layout = Layout.on(devices)
-    step = Step(models.build(model, layout), layout, optax.sgd(0.1))
-    with jax.set_mesh(devices):
-        state = jax.eval_shape(step.init, jax.random.key(0))
-        ids = jax.ShapeDtypeStruct((1, 32, 64), jnp.int32)
-        batch = {"tokens": ids, "labels": ids, "rows": jax.ShapeDtypeStruct((1, 32), jnp.int32)}
-        text = jax.jit(step.train).lower(state, batch).compile().as_text()
-    shapes = re.findall(r"\[([\d,]*1009[\d,]*)\]", text)
+    rows = cases.ROWS * 64
+    shapes = re.findall(r"\[([\d,]*1009[\d,]*)\]", compiled("1x1x1", 1, model).as_text())
     arrays = {math.prod(int(size) for size in shape.split(",")) for shape in shapes}
     assert arrays
     assert max(arrays) <= max(256 * 1009, 1009 * model.embed)

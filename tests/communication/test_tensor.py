@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from jaxdist.config import ParallelConfig
-from tests.communication.program import collectives
+from jaxdist.config import ParallelConfig, RulesConfig
+from tests.communication.reading import collectives
 from tests.communication.steps import compiled, mesh_of
 from tests.parity import cases
 
@@ -52,3 +52,11 @@ def test_sequence_parallelism_scatters_and_gathers_in_their_place(mesh, accumula
 def test_whole_blocks_are_computed_again_with_one_all_reduce_more():
     """The attention's output is needed again; the MLP's is not."""
     assert moved("1x4x1", 1, "block") == {"all-reduce": 5 * LAYERS + 2}
+
+
+@pytest.mark.parametrize(
+    ("whole", "calls"), [("vocab", 4 * LAYERS), ("mlp", 2 * LAYERS + 2), ("heads", 2 * LAYERS + 2)]
+)
+def test_what_the_rules_leave_whole_needs_no_sum(whole, calls):
+    """Of a layer's 4 all-reduces half are attention's and half the MLP's; the vocabulary's 2 are outside."""
+    assert moved("1x4x1", 1, rules=RulesConfig(**{whole: ""})) == {"all-reduce": calls}

@@ -5,7 +5,8 @@ import pytest
 
 from jaxdist import models
 from jaxdist.config import ParallelConfig
-from tests.communication.program import collectives, summary
+from jaxdist.planning.hlo import summary
+from tests.communication.reading import collectives
 from tests.communication.steps import compiled, lower, mesh_of, parameters
 from tests.parity import cases
 

@@ -5,14 +5,10 @@ from functools import cache
 
 import jax
 import numpy as np
-import optax
 import pytest
 
-from jaxdist import models
-from jaxdist.config import Config, ParallelConfig
-from jaxdist.sharding import Layout, rules
-from jaxdist.training.step import Step
-from tests.communication.steps import compiled, mesh_of, parameters
+from jaxdist.config import ParallelConfig
+from tests.communication.steps import compiled, parameters, run
 from tests.parity import cases
 
 MESH, WAYS, LAYERS = "8x1x1", 8, (2, 6)
@@ -39,12 +35,14 @@ def holds(stage: int, accumulation: int, width: int) -> bool:
     return bool(re.search(rf"f32\[{LAYERS[1]},{width},{deep(2).mlp_size}\]", text))
 
 
+@pytest.mark.slow
 def test_stage_2_holds_a_shard_of_the_gradients_and_stage_1_all():
     """With 4 micro-batches, an f32 accumulator: 4 bytes a parameter, or 4/8."""
     assert bytes_per_parameter(1, 4) - bytes_per_parameter(2, 4) > 4 * (1 - 1 / WAYS)
     assert holds(2, 4, 128 // WAYS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_stage_3_holds_no_stack_of_whole_weights_nor_of_whole_gradients(accumulation):
     """Gathered weights are not kept for the backward pass."""
@@ -53,6 +51,7 @@ def test_stage_3_holds_no_stack_of_whole_weights_nor_of_whole_gradients(accumula
     assert bytes_per_parameter(3, accumulation) < 4
 
 
+@pytest.mark.slow
 def test_the_reader_sees_whole_stacks():
     """So that the tests above cannot pass by not seeing."""
     assert holds(1, 4, 128)
@@ -62,11 +61,9 @@ def test_the_reader_sees_whole_stacks():
 
 def initial(mesh: str, parallel: ParallelConfig):
     """(parameters, temporary bytes of a device while they are made)"""
-    devices = mesh_of(mesh)
-    layout = Layout.on(devices, rules(Config(model=deep(2), parallel=parallel), devices.shape))
-    step = Step(models.build(deep(2), layout), layout, optax.sgd(0.1), stage=parallel.zero)
-    with jax.set_mesh(devices):
-        init = jax.jit(step.init).lower(jax.random.key(7)).compile()
+    asked = run(mesh, 1, deep(2), parallel)
+    with jax.set_mesh(asked.mesh):
+        init = jax.jit(asked.step.init).lower(jax.random.key(7)).compile()
         return jax.device_get(init(jax.random.key(7)).params), init.memory_analysis().temp_size_in_bytes
 
 

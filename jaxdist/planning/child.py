@@ -1,0 +1,96 @@
+"""The process in which `apart` compiles: `python -m jaxdist.planning.child QUESTION ANSWER`, both pickle files."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxdist.config import RequestError
+from jaxdist.mesh import MOST_CPU_DEVICES
+from jaxdist.planning import target
+from jaxdist.planning.apart import Program
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxdist.planning.apart import Lower
+
+
+def main(question: str, answer: str) -> None:
+    try:
+        result = "program", compiled(*pickle.loads(Path(question).read_bytes()))
+    except Exception as error:
+        kind, told = "other", (f"{type(error).__name__}: {error}",)
+        if isinstance(error, RequestError):
+            kind, told = "request", tuple(error.problems)
+        elif isinstance(error, ValueError):
+            kind, told = "value", (str(error),)
+        result = kind, (told, traceback.format_exc())
+    part = Path(answer + ".part")
+    part.write_bytes(pickle.dumps(result))
+    part.rename(answer)
+
+
+def compiled(lower: Lower, name: str | None, count: int) -> Program:
+    """Compile it in this process."""
+    import jax
+
+    devices = _cpus(count) if name is None else target.devices(name, count)
+    notes = [] if name is None else _cudnn()
+    start = time.perf_counter()
+    lowered = lower(devices)
+    middle = time.perf_counter()
+    program = lowered.compile()
+    end = time.perf_counter()
+    held = program.memory_analysis()
+    return Program(
+        text=program.as_text(),
+        argument_bytes=held.argument_size_in_bytes,
+        output_bytes=held.output_size_in_bytes,
+        alias_bytes=held.alias_size_in_bytes,
+        temporary_bytes=held.temp_size_in_bytes,
+        lower_seconds=middle - start,
+        compile_seconds=end - middle,
+        process_bytes=_most_memory(),
+        jax=jax.__version__,
+        notes=tuple(notes),
+    )
+
+
+def _cpus(count: int) -> list[jax.Device]:
+    import jax
+
+    if count > MOST_CPU_DEVICES:
+        raise RequestError(f"a CPU is split into {MOST_CPU_DEVICES} devices at most, not {count}; ask for fewer")
+    jax.config.update("jax_num_cpu_devices", count)
+    return jax.devices()
+
+
+def _cudnn() -> list[str]:
+    """What is said where cuDNN is missing. The plug-in must have loaded its libraries."""
+    from jaxdist.models.attention import cudnn_missing
+
+    missing = cudnn_missing()
+    told = (
+        f"{missing}: the program has XLA's attention, in blocks of queries; with cuDNN it would have flash attention, "
+        f"which takes less memory; run pip install 'jaxdist[target-cudnn]'"
+    )
+    return [told] if missing else []
+
+
+def _most_memory() -> int:
+    """Bytes. `getrusage` would tell those of the process that started this one, where they are more."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+if __name__ == "__main__":
+    os.dup2(2, 1)  # what XLA writes by itself included
+    main(*sys.argv[1:])

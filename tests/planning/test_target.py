@@ -1,0 +1,152 @@
+"""Compiling for devices that are not there, in another process. What needs JAX's CUDA plug-in is skipped without it."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jaxdist.config import RequestError
+from jaxdist.planning import target
+from jaxdist.planning.apart import compile_apart
+from jaxdist.planning.hardware import GPUS, peak_flops
+from tests.planning import lowering
+
+needs_plugin = pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]")
+
+
+def refused(function, *arguments) -> str:
+    with pytest.raises(RequestError) as error:
+        function(*arguments)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_each_gpu_is_known_by_its_kind(name):
+    gpu = GPUS[name]
+    assert peak_flops(gpu.kind, "bfloat16") == gpu.peak
+    assert f"device_memory_size: {gpu.memory}\n" in target.text(gpu)
+    assert f'device_description_str: "{gpu.kind}"' in target.text(gpu)
+
+
+def test_gibibytes_and_gigabytes_are_not_confused():
+    """CUDA reports 79.1 GiB of an H100's 80."""
+    assert [round(GPUS[name].memory / 2**30, 1) for name in ("a100", "h100", "h200", "gh200")] == [
+        79.3,
+        79.1,
+        139.8,
+        94.5,
+    ]
+
+
+def test_names_and_counts():
+    assert target.hosts("h100", 512) == (64, 8)
+    assert target.hosts("gh200", 512) == (128, 4)
+    assert target.hosts("h100", 4) == (1, 4)
+    assert refused(target.hosts, "h100", 12) == "12 devices do not fill hosts of 8 h100; ask for 8 or 16"
+    assert refused(target.hosts, "h10", 8) == "target 'h10' is not known; did you mean 'h100'?"
+    assert "ask for 1 or more" in refused(target.hosts, "h100", 0)
+
+
+def test_without_the_plugin(monkeypatch):
+    """Told before any process is started."""
+    monkeypatch.setattr(target, "PLUGINS", ("no_such_plugin",))
+    monkeypatch.setattr(subprocess, "run", None)
+    assert refused(compile_apart, lowering.product, "h100", 8) == (
+        "compiling for h100 needs JAX's CUDA plug-in, though no GPU; run pip install 'jaxdist[target]'"
+    )
+
+
+def test_too_large(monkeypatch):
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    assert target.too_large(100 * 2**30, "h100", ["model.remat to block"]) == (
+        "the step needs 100.0 GiB on each h100, of whose 79.1 GiB JAX takes 59.3 GiB (XLA_CLIENT_MEM_FRACTION 0.75); "
+        "set model.remat to block, or the data axis or the model axis to more devices"
+    )
+
+
+def test_what_fits_with_a_larger_share(monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    fits = lambda gib: not target.too_large(int(gib * 2**30), "h100", [])
+    assert fits(59)
+    assert not fits(60)
+    assert target.too_large(70 * 2**30, "h100", []).endswith(", or XLA_CLIENT_MEM_FRACTION to 0.89")
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.89")
+    assert fits(70)
+
+
+def test_a_program_of_more_cpu_devices_than_here(monkeypatch, capfd):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2 --xla_cpu_enable_fast_math=false")
+    program = compile_apart(lowering.product, None, 12)
+    assert re.search(r"num_partitions=12\b", program.text)
+    assert "all-reduce" in program.text
+    assert program.argument_bytes == 4 * (16 * 256 + 256 * 128)
+    assert program.output_bytes == 4 * 128
+    assert program.peak_bytes == program.argument_bytes + program.output_bytes + program.temporary_bytes
+    assert program.lower_seconds > 0
+    assert program.compile_seconds > 0
+    assert 2**26 < program.process_bytes < 2**33
+    assert program.notes == ()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_this_process_keeps_its_backend():
+    """In a fresh one: neither is a backend made, nor does `lower` need to be imported with jax's platform set."""
+    code = (
+        "from tests.planning import lowering; from jaxdist.planning.apart import compile_apart;"
+        "compile_apart(lowering.product, None, 3); from jax._src import xla_bridge;"
+        "assert not xla_bridge.backends_are_initialized()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_errors_come_back_as_they_are():
+    with pytest.raises(RequestError) as request:
+        compile_apart(lowering.mistakes, None, 1)
+    assert request.value.problems == ["the first", "the second"]
+    with pytest.raises(ValueError) as value:
+        compile_apart(lowering.cpu_count, None, 3)
+    assert str(value.value) == "3 x cpu"
+    with pytest.raises(RuntimeError) as other:
+        compile_apart(lowering.bug, None, 1)
+    assert str(other.value) == "KeyError: 'key'"
+    assert "lowering.py" in other.value.__notes__[0]
+    assert "1024 devices at most, not 1025" in refused(compile_apart, lowering.product, None, 1025)
+
+
+def test_a_process_that_dies():
+    with pytest.raises(RuntimeError, match=r"for 2 x CPU device was killed by SIGKILL, as happens .*: last words$"):
+        compile_apart(lowering.crash, None, 2)
+
+
+def test_a_function_of_the_script_is_refused(monkeypatch):
+    monkeypatch.setattr(lowering.product, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "product", lowering.product, raising=False)
+    with pytest.raises(ValueError, match="belongs to the script that runs"):
+        compile_apart(lowering.product, None, 1)
+
+
+@needs_plugin
+@pytest.mark.parametrize("name", GPUS)
+def test_a_program_for_each_gpu(name, capfd):
+    count = 512 if name == "h100" else 16
+    program = compile_apart(lowering.product, name, count)
+    assert re.search(rf"num_partitions={count}\b", program.text)
+    assert "all-reduce" in program.text
+    assert "collective_backend_config" in program.text  # the CPU's programs have none
+    assert program.argument_bytes == 4 * (16 * 256 + 256 * 128)
+    assert all("cuDNN is not installed here" in note for note in program.notes)
+    assert capfd.readouterr() == ("", "")
+
+
+@needs_plugin
+def test_without_a_gpu_the_plugin_is_quiet(tmp_path):
+    """A laptop with `jaxdist[target]`: the plug-in fails to find CUDA, with a traceback that nobody needs."""
+    command = [sys.executable, "-m", "jaxdist.train", "--dry-run", "--mesh", "2x1x1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert "ERROR" not in done.stderr
