@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train a model, or go on with a run",
     "evaluate": "the validation loss of a run's checkpoint",
     "generate": "text from a run's checkpoint",
+    "explain": "what a step holds and moves, compiled for any mesh, also of GPUs that are not here",
     "bench step": "measure the train step: time, tokens per second, MFU, memory",
 }
 

@@ -1,0 +1,85 @@
+"""`python -m jaxdist.explain [CONFIG] --mesh ...`: what a step holds and moves, read off the compiled program."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxdist.config import Config, CountOrZero, RequestError
+from jaxdist.request import Extra, arguments, run
+
+if TYPE_CHECKING:
+    from jaxdist.planning.report import Report
+
+DESCRIPTION = (
+    "Compile the train step of a configuration, and tell which bytes every device holds, what crosses the mesh, and "
+    "whether that is what theory says. Nothing is run, no data is read, and no device has to be there."
+)
+KNOBS = ["mesh", "precision", "parallel", "model", "optimizer", "train.global_batch_size", "train.accumulation"]
+EXTRAS = [
+    Extra("target", "", "Compile for this GPU, which need not be here: a100, h100, h200, gh200. Empty: CPU devices."),
+    Extra("devices", 0, "How many devices, where the mesh has a -1 to be filled; 0: as many as it names.", CountOrZero),
+    Extra("json", False, "Print one JSON object on standard output, and nothing else."),
+    Extra("picture", "", "Draw the memory as stacked bars into this PNG file."),
+]
+
+
+def main(argv: list[str] | None = None) -> int:
+    asked = arguments(argv, "explain", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
+    extras = asked.extras
+    _check_picture(extras["picture"])
+    report = explain(asked.config, extras["target"] or None, extras["devices"])
+
+    from jaxdist.planning.report_text import lines
+
+    print(json.dumps(report.json()) if extras["json"] else "\n".join(lines(report)))
+    if extras["picture"]:
+        from jaxdist.planning.report_picture import draw
+
+        draw(report, Path(extras["picture"]))
+    return 0
+
+
+def _check_picture(path: str) -> None:
+    if path and Path(path).is_dir():
+        raise RequestError(f"picture '{path}' is a folder; name a file in it, such as {path}/memory.png")
+    if path and not Path(path).absolute().parent.is_dir():
+        raise RequestError(f"picture '{path}' cannot be written: its folder does not exist; make it first")
+
+
+def explain(config: Config, target: str | None = None, devices: int = 0) -> Report:
+    """Compile the step of `config` in a process of its own, for CPU devices or a GPU of `planning.hardware.GPUS`.
+
+    Raises `RequestError` for what is wrong with the request or cannot be compiled for here.
+    """
+    from jaxdist import models
+    from jaxdist.mesh import abstract_mesh, devices_asked, fill, parse_mesh
+    from jaxdist.planning.apart import compile_apart
+    from jaxdist.planning.report import Report
+    from jaxdist.planning.target import gpu_of
+    from jaxdist.request import check_mesh_fits
+    from jaxdist.sharding import Layout, rules
+    from jaxdist.training.run import lower_step
+
+    gpu = gpu_of(target) if target else None
+    shape = parse_mesh(config.mesh)
+    shape = fill(shape, devices or devices_asked(shape))
+    if config.precision == "auto":
+        config = config.model_copy(update={"precision": "bfloat16" if gpu else "float32"})
+    check_mesh_fits(config, shape)
+    mesh = abstract_mesh(shape)
+    layout = Layout.on(mesh, rules(config), gpu or CPU)
+    program = compile_apart(partial(lower_step, config), target, mesh.size)
+    return Report(config, models.build(config.model, layout), layout, mesh, program, target, gpu)
+
+
+class CPU:
+    """A device like those that a CPU is split into."""
+
+    platform = "cpu"
+
+
+if __name__ == "__main__":
+    run(main)

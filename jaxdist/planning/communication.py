@@ -1,0 +1,149 @@
+"""What crosses the mesh in one step, predicted from the configuration and the abstract parameters alone.
+
+Over the batch axes go weights and gradients, whose elements per parameter the ZeRO paper counts (Rajbhandari et al.
+2020, section 7); over the model axis the residual stream, as in Shoeybi et al. 2019, section 3, and Korthikanti et al.
+2022, section 4.2.2. Scalars (loss, norm, counts) are left out. Nothing here looks at a program: `tests/communication`
+holds one against the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxdist.config import Config
+from jaxdist.mesh import AXES, DATA
+from jaxdist.models import Model
+from jaxdist.models.loss import chunk_length
+from jaxdist.planning.placement import Placed, compute_width, placed
+from jaxdist.sharding import Layout
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
+
+NOT_NEEDED_BACKWARD = ("blocks.mlp.down_bias",)
+"""Parameters that only shift a block's output: no gradient needs their value, so none gathers them again."""
+
+F32 = 4
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One kind of collective for one purpose: all its calls in a step."""
+
+    what: str
+    kind: str
+    axes: tuple[str, ...]
+    """The mesh axes that it runs over, outermost first."""
+    devices: int
+    """In one group."""
+    calls: int
+    elements: int
+    """Of one device, summed over the calls: what all-gather makes, and what the others are given."""
+    width: int
+    """Bytes of an element."""
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.elements * self.width
+
+    @property
+    def wire_elements(self) -> float:
+        """What one device sends, by the ring algorithms (Thakur et al. 2005, section 4)."""
+        return (2 if self.kind == ALL_REDUCE else 1) * self.elements * (self.devices - 1) / self.devices
+
+    @property
+    def wire_bytes(self) -> float:
+        return self.wire_elements * self.width
+
+
+def predict(config: Config, model: Model, layout: Layout) -> list[Transfer]:
+    """Every transfer of a train step but those of scalars; `config.precision` is not `auto` any more."""
+    found = [
+        *_parameters(config, placed(config, model, layout), layout),
+        *_stream(config, layout),
+        *_loss(config, layout),
+    ]
+    return [one for one in found if one.devices > 1 and one.calls]
+
+
+def data_parallel(model: Model, layout: Layout) -> float:
+    """Elements that plain data parallelism would send: 2 (N-1)/N for each parameter of a model rank."""
+    whole = sum(p.use for p in placed(Config(), model, layout))
+    return 2 * whole * (layout.ranks - 1) / layout.ranks
+
+
+def _parameters(config: Config, parameters: list[Placed], layout: Layout) -> Iterator[Transfer]:
+    """`gather` and `reduce` of `parallel.zero`, for the layers and for what is none."""
+    parallel, k = config.parallel, config.train.accumulation
+    groups = k if parallel.zero >= 2 and parallel.micro_batches == "outside" else 1
+    for p in parameters:
+        calls = groups * (p.shape[0] if p.stacked and parallel.zero >= 2 else 1)
+        name = "layers" if p.stacked else "table and the like"
+        yield from _reduce(config, p, name, layout, calls, groups)
+        if not p.whole:
+            yield from _gather(config, p, name, layout, groups)
+
+
+def _gather(config: Config, p: Placed, name: str, layout: Layout, groups: int) -> Iterator[Transfer]:
+    times, arrays = 1, 1
+    if config.parallel.zero == 3:
+        again = p.stacked and p.name not in NOT_NEEDED_BACKWARD
+        times, arrays = groups * (2 if again else 1), p.shape[0] if p.stacked else 1
+    what, width = f"weights of {name}", compute_width(config)
+    yield _transfer(layout, what, ALL_GATHER, {DATA}, times * arrays, times * p.use, width)
+
+
+def _reduce(config: Config, p: Placed, name: str, layout: Layout, calls: int, times: int) -> Iterator[Transfer]:
+    what, summed, held = f"gradients of {name}", set(p.place.use.reduced), p.use
+    if not p.whole:
+        yield _transfer(layout, what, REDUCE_SCATTER, {DATA}, calls, times * p.use, F32)
+        summed, held = summed - {DATA}, p.use // layout.size(DATA)
+    if summed:
+        yield _transfer(layout, what, ALL_REDUCE, summed, calls, times * held, F32)
+    if p.place.repeat[1] > 1:  # the copies of key/value heads are brought together
+        added = layout.ranks > 1 or config.train.accumulation > 1
+        heads, width = layout.split("heads"), F32 if added else compute_width(config)  # as the product left them
+        yield _transfer(layout, what, ALL_GATHER, heads, calls, times * held * layout.parts("heads"), width)
+
+
+def _stream(config: Config, layout: Layout) -> Iterator[Transfer]:
+    """The residual stream [B, S, D] of k micro-batches, over the axes that split layers, vocabulary and sequence."""
+    split, sizes, width = layout.split("residual"), config.model, compute_width(config)
+    for logical in ("heads", "mlp"):
+        again = logical == "heads" and sizes.remat == "block"  # its output is computed again, the MLP's is not needed
+        moves = {REDUCE_SCATTER: 2 + again, ALL_GATHER: 3} if split else {ALL_REDUCE: 2 + again}
+        for kind, calls in moves.items():
+            what, calls = "residual stream of the layers", calls * sizes.layers
+            yield _streamed(config, layout, what, kind, layout.split(logical), calls, width)
+    vocab = layout.split("vocab")
+    moves = {ALL_REDUCE: 1} if vocab and not split else {ALL_GATHER: bool(split), REDUCE_SCATTER: bool(split and vocab)}
+    for what in ("looked-up vectors", "last hidden states"):
+        for kind, calls in moves.items():
+            yield _streamed(config, layout, what, kind, split or vocab, calls, width)
+
+
+def _streamed(config: Config, layout: Layout, what: str, kind: str, axes, calls: int, width: int) -> Transfer:
+    """`calls` in each micro-batch."""
+    calls *= config.train.accumulation
+    elements = calls * _tokens(config, layout) * config.model.embed
+    return _transfer(layout, what, kind, axes, calls, elements, width)
+
+
+def _loss(config: Config, layout: Layout) -> Iterator[Transfer]:
+    """A maximum, a sum and the label's logit for each token, where the vocabulary is split."""
+    tokens, k, sequence = _tokens(config, layout), config.train.accumulation, config.model.sequence
+    chunks = sequence // chunk_length(sequence, tokens // sequence)
+    axes = layout.split("vocab")
+    yield _transfer(layout, "statistics of the loss", ALL_REDUCE, axes, 3 * chunks * k, 3 * tokens * k, F32)
+
+
+def _tokens(config: Config, layout: Layout) -> int:
+    """Of a micro-batch, on one device."""
+    train = config.train
+    return train.global_batch_size // train.accumulation // layout.ranks * config.model.sequence
+
+
+def _transfer(layout: Layout, what: str, kind: str, axes, calls: int, elements: int, width: int) -> Transfer:
+    axes = tuple(axis for axis in AXES if axis in axes and layout.size(axis) > 1)
+    return Transfer(what, kind, axes, math.prod(layout.size(axis) for axis in axes), calls, elements, width)

@@ -1,0 +1,212 @@
+"""A compiled step beside its prediction: bytes per device, collectives by axis, and where the two differ."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from jax.sharding import AbstractMesh
+
+from jaxdist.config import Config
+from jaxdist.mesh import AXES, BATCH_AXES, describe
+from jaxdist.models import Model
+from jaxdist.planning import communication, memory
+from jaxdist.planning.apart import Program
+from jaxdist.planning.communication import ALL_REDUCE, Transfer
+from jaxdist.planning.hardware import Gpu
+from jaxdist.planning.hlo import Collective, collectives
+from jaxdist.planning.remedies import smaller
+from jaxdist.planning.target import too_large
+from jaxdist.sharding import Layout
+
+PACKED = 32
+"""Elements: more scalars than a step adds up over one set of axes."""
+
+WIDEST_SCALAR = 4
+"""Bytes."""
+
+Key = tuple[tuple[str, ...], str]
+"""(mesh axes, kind) of a collective."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is predicted and what the program moves, over one set of axes by one kind of collective, in one step."""
+
+    axes: tuple[str, ...]
+    kind: str
+    what: tuple[str, ...]
+    """What it is for, as predicted."""
+    predicted_elements: int
+    elements: int
+    """Scalars left out."""
+    predicted_bytes: int
+    payload_bytes: int
+    """Scalars left out."""
+    wire_bytes: float
+    """Of one device, by the ring algorithms; scalars included."""
+    calls: int
+    widened: bool
+    """Whether the compiler may send f32 for bfloat16, as XLA:CPU does."""
+
+    @property
+    def as_predicted(self) -> bool:
+        """To the element and byte; XLA:GPU packs scalars into small vectors, which are told by their size alone."""
+        return not self._more_elements and not self._more_bytes
+
+    @property
+    def remark(self) -> str:
+        """Why the two differ; empty where they do not."""
+        if self._more_elements:
+            return f"NOT PREDICTED: {self._more_elements:+,} elements"
+        if self._more_bytes:
+            return f"NOT PREDICTED: {self._more_bytes:+,} bytes, in as many elements"
+        if self.elements > self.predicted_elements:
+            return f"{self.elements - self.predicted_elements} packed scalars"
+        if self.payload_bytes > self.predicted_bytes:
+            return "sent in f32, as XLA:CPU sends bfloat16"
+        return ""
+
+    @property
+    def _more_elements(self) -> int:
+        more = self.elements - self.predicted_elements
+        return 0 if self.kind == ALL_REDUCE and 0 < more <= PACKED else more
+
+    @property
+    def _more_bytes(self) -> int:
+        more = self.payload_bytes - self.predicted_bytes
+        packed = WIDEST_SCALAR * (self.elements - self.predicted_elements)
+        if self.widened and 0 < more <= self.predicted_bytes + packed:
+            return 0
+        return 0 if 0 <= more <= packed else more
+
+
+@dataclass(frozen=True)
+class Report:
+    config: Config
+    model: Model
+    layout: Layout
+    mesh: AbstractMesh
+    program: Program
+    target: str | None
+    """The name of a GPU; None for CPU devices."""
+    gpu: Gpu | None
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        return collectives(self.program.text, self.mesh)
+
+    @cached_property
+    def transfers(self) -> list[Transfer]:
+        return communication.predict(self.config, self.model, self.layout)
+
+    @cached_property
+    def memory(self) -> memory.Memory:
+        return memory.predict(self.config, self.model, self.layout)
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Outermost axes first; in each, the kinds by name."""
+        moved, predicted = defaultdict(list), defaultdict(list)
+        for one in self.collectives:
+            moved[one.axes, one.kind].append(one)
+        for transfer in self.transfers:
+            predicted[transfer.axes, transfer.kind].append(transfer)
+        keys = sorted({*moved, *predicted}, key=lambda key: ([AXES.index(axis) for axis in key[0]], key[1]))
+        return [_row(key, predicted[key], moved[key], widened=self.gpu is None) for key in keys]
+
+    @property
+    def differences(self) -> list[Row]:
+        """Where the program moves other elements or bytes than were predicted."""
+        return [row for row in self.rows if not row.as_predicted]
+
+    @property
+    def wire_bytes_per_axis(self) -> dict[str, float]:
+        """`replica+data` for what goes over both at once."""
+        total = defaultdict(float)
+        for row in self.rows:
+            total["+".join(row.axes)] += row.wire_bytes
+        return dict(total)
+
+    @property
+    def ratio_to_data_parallel(self) -> float | None:
+        """Elements over the batch axes, against those of plain data parallelism on as many devices."""
+        plain = communication.data_parallel(self.model, self.layout)
+        over = [one for one in self.collectives if set(one.axes) & set(BATCH_AXES)]
+        return sum(one.wire * one.array_elements / one.elements for one in over) / plain if plain else None
+
+    @property
+    def too_large(self) -> str:
+        """What is wrong where the target has too little memory, and what to change; empty where it fits."""
+        if self.target is None:
+            return ""
+        return too_large(self.program.peak_bytes, self.target, smaller(self.config, self.model, self.layout))
+
+    def json(self) -> dict[str, object]:
+        """The schema of `docs/explain.md`."""
+        program, held = self.program, self.memory
+        return {
+            "devices": self.mesh.size,
+            "mesh": describe(self.mesh.shape),
+            "target": self.target,
+            "jax": program.jax,
+            "precision": self.config.precision,
+            "memory": {
+                "arguments": program.argument_bytes,
+                "temporaries": program.temporary_bytes,
+                "peak": program.peak_bytes,
+                "capacity": self.gpu and self.gpu.memory,
+                "predicted": {**asdict(held), "arguments": held.arguments, "total": held.total},
+            },
+            "collectives": [_told(one) for one in self.collectives],
+            "predicted_collectives": [_expected(transfer) for transfer in self.transfers],
+            "wire_bytes_per_axis": self.wire_bytes_per_axis,
+            "ratio_to_data_parallel": self.ratio_to_data_parallel,
+            "differences": [f"{'+'.join(row.axes)} {row.kind}: {row.remark}" for row in self.differences],
+            "lower_seconds": program.lower_seconds,
+            "compile_seconds": program.compile_seconds,
+            "too_large": self.too_large,
+            "notes": list(program.notes),
+        }
+
+
+def _row(key: Key, predicted: list[Transfer], moved: list[Collective], widened: bool) -> Row:
+    return Row(
+        *key,
+        what=tuple(dict.fromkeys(transfer.what for transfer in predicted)),
+        predicted_elements=sum(transfer.elements for transfer in predicted),
+        elements=sum(one.array_elements * one.count for one in moved),
+        predicted_bytes=sum(transfer.payload_bytes for transfer in predicted),
+        payload_bytes=sum(one.array_bytes * one.count for one in moved),
+        wire_bytes=sum(one.wire_bytes for one in moved),
+        calls=sum(one.count for one in moved),
+        widened=widened,
+    )
+
+
+def _told(one: Collective) -> dict[str, object]:
+    return {
+        "axis": "+".join(one.axes),
+        "kind": one.kind,
+        "count": one.count,
+        "elements": one.elements * one.count,
+        "payload_bytes": one.payload_bytes * one.count,
+        "wire_bytes": one.wire_bytes,
+        "dtype": "+".join(one.dtypes),
+        "loop_depth": one.depth,
+        "asynchronous": not one.sync,
+        "overlapped": one.overlapped.matmuls,
+    }
+
+
+def _expected(transfer: Transfer) -> dict[str, object]:
+    return {
+        "axis": "+".join(transfer.axes),
+        "kind": transfer.kind,
+        "what": transfer.what,
+        "count": transfer.calls,
+        "elements": transfer.elements,
+        "payload_bytes": transfer.payload_bytes,
+        "wire_bytes": transfer.wire_bytes,
+    }

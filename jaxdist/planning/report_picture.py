@@ -1,0 +1,33 @@
+"""The memory of a report as stacked bars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxdist.mesh import describe
+from jaxdist.planning.report import Report
+
+GIB = 2**30
+
+
+def draw(report: Report, path: Path) -> None:
+    """Predicted, part by part, beside compiled; a line where the device's memory ends."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    held, program = report.memory, report.program
+    compiled = dict(arguments=program.argument_bytes, temporaries=program.peak_bytes - program.argument_bytes)
+    figure = Figure(figsize=(6, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    title = f"{describe(report.mesh.shape)}, ZeRO {report.config.parallel.zero}, {report.config.precision}"
+    axes = figure.add_subplot(ylabel="GiB per device", title=title)
+    for column, parts in (("predicted", held.persistent | held.transient), ("compiled", compiled)):
+        bottom = 0.0
+        for name, count in parts.items():
+            if count:
+                axes.bar(column, count / GIB, bottom=bottom, label=name)
+                bottom += count / GIB
+    if report.gpu:
+        axes.axhline(report.gpu.memory / GIB, color="grey", linestyle="--", label=f"memory of {report.gpu.kind}")
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
+    figure.savefig(path, dpi=120)

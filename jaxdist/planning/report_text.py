@@ -1,0 +1,110 @@
+"""A report for a person: memory, collectives, and what theory says of both."""
+
+from __future__ import annotations
+
+from jaxdist import models
+from jaxdist.mesh import describe
+from jaxdist.planning.memory import size
+from jaxdist.planning.report import Report
+from jaxdist.planning.timing import bandwidth
+
+BAR = 60
+"""Characters of the bar."""
+
+
+def lines(report: Report) -> list[str]:
+    """What `python -m jaxdist.explain` prints."""
+    parts = _head(report), _memory(report), _collectives(report), _beside(report)
+    return [line.rstrip() for part in parts for line in [*part, ""]][:-1]
+
+
+def _head(report: Report) -> list[str]:
+    config, program = report.config, report.program
+    where = f"{report.gpu.kind}, not here" if report.gpu else "CPU"
+    k = config.train.accumulation
+    notes = [f"note        {note}" for note in program.notes]
+    return [
+        f"compiled    for {report.mesh.size} x {where}, by jax {program.jax}: traced in {program.lower_seconds:.1f} s, "
+        f"compiled in {program.compile_seconds:.1f} s",
+        f"mesh        {describe(report.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}; "
+        f"{k} micro-batch(es); remat {config.model.remat}",
+        f"model       {models.parameters(report.model):,} parameters",
+        *notes,
+    ]
+
+
+def _memory(report: Report) -> list[str]:
+    """Predicted beside compiled, and a bar of what the device would hold."""
+    held, program = report.memory, report.program
+    temporaries = held.total - held.arguments
+    both = lambda name, a, b: (name, size(a), size(b), _off(a, b))
+    rows = [("memory per device", "predicted", "compiled", "")]
+    rows.append(both("arguments", held.arguments, program.argument_bytes))
+    rows += [(f"  {name}", size(count), "", "") for name, count in held.persistent.items() if count]
+    rows.append(both("temporaries", temporaries, program.temporary_bytes))
+    rows += [(f"  {name}, about", size(count), "", "") for name, count in held.transient.items() if count]
+    rows.append(both("together", held.total, program.peak_bytes))
+    told = _table(rows)
+    told += ["", _bar(report)]
+    return [*told, f"TOO LARGE   {report.too_large}"] if report.too_large else told
+
+
+def _bar(report: Report) -> str:
+    """A stacked bar of the compiled bytes, as long as the memory of the device where that is known."""
+    program = report.program
+    whole = max(report.gpu.memory if report.gpu else 0, program.peak_bytes)
+    arguments = round(BAR * program.argument_bytes / whole)
+    temporaries = round(BAR * program.peak_bytes / whole) - arguments
+    bar = ("#" * arguments + "=" * temporaries).ljust(BAR, ".")
+    there = f"of {size(report.gpu.memory)}" if report.gpu else "in all"
+    return f"[{bar}] {size(program.peak_bytes)} {there}: # arguments, = temporaries"
+
+
+def _collectives(report: Report) -> list[str]:
+    rows = [("axes", "collective", "calls", "predicted", "compiled", "sent", "for")]
+    for row in report.rows:
+        what = "; ".join([*row.what, *([row.remark] if row.remark else [])]) or "scalars"
+        sizes = size(row.predicted_bytes), size(row.payload_bytes), size(row.wire_bytes)
+        rows.append(("+".join(row.axes), row.kind, f"{row.calls:,}", *sizes, what))
+    if not rows[1:]:
+        return ["nothing crosses the mesh: there is one device"]
+    return ["collectives of one step, bytes of one device", *_table(rows)]
+
+
+def _beside(report: Report) -> list[str]:
+    """Totals by axis, the ratio of the ZeRO paper, and what runs beside compute."""
+    told = []
+    for axes, sent in report.wire_bytes_per_axis.items():
+        time = ""
+        if report.gpu:
+            rate = bandwidth(report.gpu, report.mesh.shape, axes.split("+"))
+            time = f", {1e3 * sent / rate:,.1f} ms at {rate / 1e9:g} GB/s"
+        told.append(f"sent over {axes}: {size(sent)} per device and step{time}")
+    if report.ratio_to_data_parallel is not None:
+        told.append(
+            f"elements over the batch axes: {report.ratio_to_data_parallel:.3f} x those of plain data parallelism"
+        )
+    if report.gpu and report.collectives:
+        beside = [one for one in report.collectives if not one.sync]
+        covered = sum(one.overlapped.matmuls > 0 for one in beside)
+        told.append(
+            f"{len(beside)} of {len(report.collectives)} collectives in the text are asynchronous, "
+            f"{covered} of them with matrix products between start and done"
+        )
+    if report.differences:
+        told.append("the program does not move what was predicted: see NOT PREDICTED above")
+    else:
+        told.append("every collective is as predicted, to the element; scalars are left out")
+    return told
+
+
+def _off(predicted: int, compiled: int) -> str:
+    return "equal" if predicted == compiled else f"{100 * (predicted / compiled - 1):+.0f} %" if compiled else ""
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Words to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    number = [any(row[i][:1].isdigit() for row in rows[1:]) for i in range(len(widths))]
+    pad = lambda cell, width, right: cell.rjust(width) if right else cell.ljust(width)
+    return ["  ".join(map(pad, row, widths, number)) for row in rows]

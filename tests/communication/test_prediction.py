@@ -1,0 +1,50 @@
+"""Promise 2: what the formulas say crosses the mesh is what the program moves, axis by axis, to the element."""
+
+from collections import Counter
+
+import pytest
+
+from jaxdist.config import ModelConfig, ParallelConfig, RulesConfig
+from jaxdist.planning import communication
+from tests.communication.reading import collectives
+from tests.communication.steps import compiled, run
+from tests.parity import cases
+from tests.tiers import thinned
+
+GPT, LLAMA = cases.MODEL, cases.LLAMA
+UNTIED = LLAMA.model_copy(update={"tied": False, "kv_heads": 4})
+BLOCK = {"remat": "block"}
+
+ROWS = [
+    ("8x1x1", 1, GPT, dict(zero=0)),
+    ("8x1x1", 4, GPT, dict(zero=1)),
+    ("8x1x1", 4, GPT, dict(zero=3)),
+    ("replica=2,data=4", 4, GPT, dict(zero=2)),
+    ("replica=2,data=4", 1, LLAMA, dict(zero=0)),
+    ("1x8x1", 1, LLAMA, dict(zero=0)),
+    ("2x4x1", 4, LLAMA, dict(zero=1, sequence=True)),
+    ("2x4x1", 1, LLAMA, dict(zero=3)),
+    ("4x2x1", 4, UNTIED, dict(zero=3, sequence=True)),
+    ("2x2x1", 4, GPT, dict(zero=3, sequence=True)),
+    ("8x1x1", 4, GPT, dict(zero=2, micro_batches="outside")),
+    ("replica=2,data=2,model=2", 4, UNTIED, dict(zero=2)),
+    ("replica=2,data=2,model=2", 1, GPT, dict(zero=3, sequence=True)),
+    ("2x4x1", 1, GPT.model_copy(update=BLOCK), dict(zero=3, sequence=True)),
+    ("2x4x1", 1, GPT.model_copy(update=BLOCK), dict(zero=0)),
+    ("1x4x1", 1, GPT, dict(zero=0, rules=RulesConfig(vocab=""))),
+    ("1x4x1", 1, GPT, dict(zero=0, sequence=True)),
+    ("1x4x1", 1, GPT, dict(zero=0, sequence=True, rules=RulesConfig(vocab=""))),
+]
+
+
+@pytest.mark.parametrize(("mesh", "accumulation", "model", "parallel"), thinned(ROWS, 4), ids=str)
+def test_elements_are_those_of_the_program(mesh: str, accumulation: int, model: ModelConfig, parallel: dict):
+    asked = mesh, accumulation, model, ParallelConfig(**parallel)
+    one = run(*asked)
+    predicted, moved = Counter(), Counter()
+    for transfer in communication.predict(one.config, one.model, one.layout):
+        predicted[transfer.kind, transfer.axes] += transfer.elements
+        assert transfer.payload_bytes == 4 * transfer.elements
+    for found in collectives(compiled(*asked).as_text(), one.mesh):
+        moved[found.kind, found.axes] += found.array_elements * found.count
+    assert +moved == predicted

@@ -1,0 +1,136 @@
+"""`python -m jaxdist.explain`: a step's bytes and collectives, read and compared, for a person and for a machine."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxdist import explain, models
+from jaxdist.config import Config, ModelConfig, ParallelConfig, RequestError, TrainConfig
+from jaxdist.mesh import parse_mesh
+from jaxdist.planning import communication, report_text, timing
+from jaxdist.planning.hardware import GPUS
+from jaxdist.planning.placement import placed
+from jaxdist.planning.report import Report, Row
+from jaxdist.request import outcome
+from jaxdist.sharding import ONE_DEVICE
+
+SMALL = "--model.layers 2 --model.embed 32 --model.vocab 96 --model.sequence 16"
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    model = ModelConfig(layers=2, embed=32, heads=4, vocab=96, sequence=16)
+    train = TrainConfig(global_batch_size=16, accumulation=2)
+    return explain.explain(Config(mesh="2x2x1", model=model, parallel=ParallelConfig(zero=3), train=train))
+
+
+def test_the_json_has_the_documented_schema(report):
+    told = json.loads(json.dumps(report.json()))
+    assert (told["devices"], told["mesh"], told["target"], told["precision"]) == (4, "data=2 model=2", None, "float32")
+    assert {"arguments", "temporaries", "peak", "predicted"} <= set(told["memory"])
+    assert told["memory"]["arguments"] == told["memory"]["predicted"]["arguments"]
+    keys = {"axis", "kind", "count", "payload_bytes", "wire_bytes", "dtype", "loop_depth", "overlapped"}
+    assert all(keys <= set(one) for one in told["collectives"])
+    sums = dict.fromkeys(told["wire_bytes_per_axis"], 0.0)
+    for one in told["collectives"]:
+        sums[one["axis"]] += one["wire_bytes"]
+    assert sums == pytest.approx(told["wire_bytes_per_axis"])
+    assert {"data", "model"} <= set(sums)
+    assert told["differences"] == []
+    assert told["compile_seconds"] > 0
+
+
+def test_stage_3_sends_half_as_much_again_for_the_layers(report):
+    """The ratio of the ZeRO paper, for the parameters of a model rank that are gathered twice."""
+    parameters = placed(report.config, report.model, report.layout)
+    everything = sum(p.use for p in parameters)
+    layers = sum(p.use for p in parameters if p.stacked and not p.whole and p.name != "blocks.mlp.down_bias")
+    assert report.ratio_to_data_parallel == pytest.approx(1 + layers / 2 / everything)
+
+
+def test_a_person_is_told_the_same(report):
+    text = "\n".join(report_text.lines(report))
+    assert "arguments" in text
+    assert "equal" in text
+    assert "every collective is as predicted, to the element" in text
+    assert "NOT PREDICTED" not in text
+    assert "weights of layers" in text
+
+
+def test_what_theory_does_not_ask_for_is_told(report, monkeypatch):
+    """One transfer less predicted: the program then moves more than theory says."""
+    predicted = [one for one in report.transfers if one.what != "statistics of the loss"]
+    other = dataclasses.replace(report)
+    monkeypatch.setitem(other.__dict__, "transfers", predicted)
+    assert [(row.axes, row.kind) for row in other.differences] == [(("model",), "all-reduce")]
+    assert "NOT PREDICTED: +" in "\n".join(report_text.lines(other))
+    assert other.json()["differences"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "elements", "payload", "widened", "remark"),
+    [
+        ("all-gather", 100, 200, False, ""),
+        ("all-gather", 100, 400, False, "NOT PREDICTED: +200 bytes, in as many elements"),
+        ("all-gather", 100, 400, True, "sent in f32, as XLA:CPU sends bfloat16"),
+        ("all-gather", 100, 401, True, "NOT PREDICTED: +201 bytes, in as many elements"),
+        ("all-gather", 100, 150, True, "NOT PREDICTED: -50 bytes, in as many elements"),
+        ("all-gather", 101, 202, False, "NOT PREDICTED: +1 elements"),
+        ("all-reduce", 132, 328, False, "32 packed scalars"),
+        ("all-reduce", 132, 329, False, "NOT PREDICTED: +129 bytes, in as many elements"),
+        ("all-reduce", 133, 332, False, "NOT PREDICTED: +33 elements"),
+        ("all-reduce", 99, 198, False, "NOT PREDICTED: -1 elements"),
+    ],
+)
+def test_a_row_is_as_predicted_to_the_byte(kind, elements, payload, widened, remark):
+    """Of 100 elements in 200 bytes; bytes that theory does not ask for are excused on a CPU alone."""
+    row = Row(("data",), kind, ("weights",), 100, elements, 200, payload, 0.0, 1, widened)
+    assert row.remark == remark
+    assert row.as_predicted == ("NOT" not in remark)
+
+
+def test_one_device_sends_nothing():
+    config = Config(mesh="1x1x1", precision="float32")
+    assert communication.predict(config, models.build(config.model), ONE_DEVICE) == []
+
+
+def test_the_command_prints_one_json_object_and_draws(tmp_path, capfd):
+    picture = tmp_path / "memory.png"
+    argv = f"{SMALL} --mesh -1x1x1 --devices 2 --json --picture {picture}"
+    assert outcome(explain.main, argv.split()) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert (told["devices"], told["ratio_to_data_parallel"]) == (2, pytest.approx(1, abs=0.01))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ("--target h10", "target 'h10' is not known; did you mean 'h100'?"),
+        ("--mesh 4x1x1 --devices 2", "mesh data=4 does not use all 2 device(s)"),
+        ("--mesh 3x1x1", "train.global_batch_size 16 does not divide by 3 data ranks"),
+        ("--picture nowhere/memory.png", "picture 'nowhere/memory.png' cannot be written"),
+        ("--picture .", "picture '.' is a folder; name a file in it"),
+        ("--mesh 12x1x1 --train.global-batch-size 24 --target h100", "12 devices do not fill hosts of 8 h100"),
+    ],
+)
+def test_mistakes_are_told_before_anything_compiles(argv, sentence, monkeypatch, capfd):
+    monkeypatch.setattr("subprocess.run", None)
+    assert outcome(explain.main, argv.split()) == 2
+    assert sentence in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("axes", "rate"),
+    [(("model",), "link"), (("data",), "network"), (("model", "data"), "network"), (("replica",), "network")],
+)
+def test_axes_inside_a_host_are_fast(axes, rate):
+    shape, gpu = parse_mesh("replica=2,data=4,model=4"), GPUS["h100"]
+    assert timing.bandwidth(gpu, shape, axes) == getattr(gpu, rate)
+    assert timing.bandwidth(gpu, parse_mesh("4x2x1"), axes) == gpu.link
+
+
+def test_an_unknown_knob_is_refused():
+    with pytest.raises(RequestError, match="has no effect on this command"):
+        explain.main(["--data.path", "x.txt"])
