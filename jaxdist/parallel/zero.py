@@ -118,6 +118,17 @@ _land.defvjp(
 )
 
 
+def in_use(places, weights, sinks, stage: int):
+    """Weights whole, gathered if stage 3 has not yet, and, where gradients are reduced as they are made, on the way to
+    their sinks.
+
+    They are cast where they are used, inside the loop over micro-batches, so that it adds gradients in f32.
+    """
+    if stage == 3:
+        weights = jax.tree.map(lambda p, w: p.gather(w), places, weights)
+    return weights if sinks is None else jax.tree.map(lambda p, w, s: p.land(w, s), places, weights, sinks)
+
+
 def placements(layout: Layout, axes, abstract, stage: int):
     """A `Placement` for every parameter, from its logical axes and shape.
 

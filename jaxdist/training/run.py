@@ -21,6 +21,7 @@ from jaxdist.models import Params
 from jaxdist.request import check_mesh_fits
 from jaxdist.sharding import Layout, on_devices, rules
 from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.layered import Layered
 from jaxdist.training.optimizer import optimizer
 from jaxdist.training.step import Step, TrainState
 
@@ -85,18 +86,21 @@ class Run:
     @cached_property
     def step(self) -> Step:
         config = self.config
-        return Step(
+        rule = optimizer(config.optimizer, self.steps, models.matrices(self.model))
+        return Step(self.forward, rule, max_norm=config.optimizer.clip, keep=config.precision == "mixed")
+
+    @cached_property
+    def forward(self) -> Layered:
+        config = self.config
+        return Layered(
             self.model,
             self.layout,
-            optimizer(config.optimizer, self.steps, models.matrices(self.model)),
             dtype=self.dtype,
             remat=config.model.remat,
-            max_norm=config.optimizer.clip,
             dropout=config.model.dropout > 0,
             seed=config.train.seed,
             stage=config.parallel.zero,
             inside=config.parallel.micro_batches == "inside",
-            keep=config.precision == "mixed",
         )
 
     def init(self) -> TrainState:
@@ -133,8 +137,8 @@ class Run:
         rows = train.global_batch_size // train.accumulation  # what fits while training fits here
         limit = batches * train.accumulation
         parts = validation_batches(self.corpus.validation, sequence, rows, limit, self.mesh, self.layout)
-        sums = [jax.device_get(self._evaluate(params, part)) for part in parts]
-        return float(sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums))
+        sums = [jax.device_get(self._evaluate(params, {}, part)) for part in parts]
+        return float(sum(loss for loss, *_ in sums) / sum(count for _, count, _ in sums))
 
 
 def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:

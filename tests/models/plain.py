@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.models import Model
+from jaxdist.training.layered import Layered
 from jaxdist.training.step import Step
 
 VOCAB, ROWS, SEQUENCE = 80, 3, 24
@@ -30,10 +31,11 @@ def assert_same(layout, model: Model, reference, noise: float) -> None:
     rng = np.random.default_rng(0)
     tokens, labels = rng.integers(0, VOCAB, (ROWS, SEQUENCE)), rng.integers(-1, VOCAB, (ROWS, SEQUENCE))
     batch = {"tokens": jnp.asarray(tokens)[None], "labels": jnp.asarray(labels)[None]}
-    step = Step(model, layout, optimizer=None)
+    forward = Layered(model, layout)
+    step = Step(forward, optimizer=None)
 
     def ours(params):
-        return step.evaluate(params, batch)[0], step.logits(params, batch["tokens"][0])
+        return step.evaluate(params, {}, batch)[0], forward.logits(params, batch["tokens"][0])
 
     def plain(params):
         logits = reference(params, tokens)

@@ -17,7 +17,7 @@ from jaxdist.config import ModelConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.models.attention import attention_kernel, causal_attention, why_not_cudnn
 from jaxdist.sharding import Layout
-from jaxdist.training.step import Step
+from jaxdist.training.layered import Layered
 
 pytestmark = pytest.mark.smoke
 
@@ -134,12 +134,12 @@ def gradient_of_block(mesh: jax.sharding.Mesh, layout: Layout, remat: str) -> Co
     The name of each operation, with the rank of its first operand.
     """
     model = models.build(MODEL, layout)
-    step = Step(model, layout, optimizer=None, remat=remat, stage=2)
+    forward = Layered(model, layout, remat=remat, stage=2)
     array = lambda shape, spec: jax.ShapeDtypeStruct(shape, BF16, sharding=jax.sharding.NamedSharding(mesh, spec))
     in_use = lambda a, place: array(a.shape[1:], place.layer.use)
-    params = jax.tree.map(in_use, model.abstract["blocks"], step.places["blocks"])
+    params = jax.tree.map(in_use, model.abstract["blocks"], forward.places["blocks"])
     x = array((4, MODEL.sequence, MODEL.embed), layout.activation("BsD"))
-    block = step.remat(lambda params, x: model.block(params, x, None))
+    block = forward.remat(lambda params, x: model.block(params, x, None))
     with jax.set_mesh(mesh):
         loss = lambda params, x: jnp.sum(block(params, x).astype(F32))
         return Counter(operations(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, x).jaxpr))

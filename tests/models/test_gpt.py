@@ -14,6 +14,7 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.layers import normal
 from jaxdist.sharding import Layout
+from jaxdist.training.layered import Layered
 from jaxdist.training.step import Step
 from tests.models import plain
 
@@ -66,7 +67,8 @@ def test_the_step_divides_by_the_labels_that_count(one_device):
     for k in (1, 2, 4):
         cut = lambda a, k=k: jnp.asarray(a).reshape(k, -1, *a.shape[1:])
         batch = {"tokens": cut(tokens), "labels": cut(labels), "rows": cut(np.arange(4))}
-        loss, gradient, count = jax.jit(Step(model, one_device, optimizer=None).gradients)(params, batch)
+        step = Step(Layered(model, one_device), optimizer=None)
+        loss, gradient, count, *_ = jax.jit(step.gradients)(params, {}, batch)
         assert int(count) == (labels >= 0).sum()
         np.testing.assert_allclose(loss, wanted, rtol=1e-6)
         for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted_gradient), strict=True):

@@ -14,6 +14,7 @@ from jaxdist import models
 from jaxdist.config import Config, ModelConfig, ParallelConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.sharding import Layout, rules
+from jaxdist.training.layered import Layered
 from jaxdist.training.step import Step
 
 ROWS, SEQUENCE, VOCAB = 32, 16, 96
@@ -79,8 +80,9 @@ def train(
     config = Config(model=model, parallel=ParallelConfig(zero=stage, sequence=sequence))
     layout = Layout.on(devices, rules(config))
     optimizer = optax.chain(remember(), optimizer or optax.sgd(0.5))
-    options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype, max_norm=max_norm)
-    step = Step(models.build(model, layout), layout, optimizer, stage=stage, inside=inside, keep=keep, **options)
+    options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype)
+    forward = Layered(models.build(model, layout), layout, stage=stage, inside=inside, **options)
+    step = Step(forward, optimizer, max_norm=max_norm, keep=keep)
     with jax.set_mesh(devices):
         params = jax.tree.map(lambda a: jax.device_put(a.astype(param_dtype), replicated(devices)), weights(model))
         state = jax.jit(lambda params: step.start(step.place(params)))(params)

@@ -12,6 +12,7 @@ from jaxdist.config import OptimizerConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.parallel.zero import Placement
 from jaxdist.sharding import Layout
+from jaxdist.training.layered import Layered
 from jaxdist.training.optimizer import optimizer
 from jaxdist.training.step import Step
 from tests.parity import cases
@@ -26,7 +27,8 @@ class Setup:
         self.layout = Layout.on(self.mesh)
         self.model = models.build(model, self.layout)
         tx = optimizer(config or OptimizerConfig(warmup=5), 20, models.matrices(self.model))
-        self.step = Step(self.model, self.layout, tx, dropout=model.dropout > 0, **options)
+        self.forward = Layered(self.model, self.layout, dropout=model.dropout > 0, **options)
+        self.step = Step(self.forward, tx)
 
     def batch(self, accumulation: int = 1):
         return cases.on_mesh(self.mesh, self.layout, *cases.rows(), accumulation)
@@ -58,7 +60,7 @@ def test_no_label_that_counts_is_no_division_by_zero():
         batch = setup.batch() | {"labels": jnp.full_like(setup.batch()["labels"], -1)}
         _, metrics = jax.jit(setup.step.train)(jax.jit(setup.step.init)(jax.random.key(0)), batch)
     assert float(metrics.loss) == 0
-    assert int(metrics.tokens) == 0
+    assert int(metrics.count) == 0
 
 
 def test_dropout_depends_on_seed_step_and_row_and_is_off_in_evaluation():
@@ -68,7 +70,7 @@ def test_dropout_depends_on_seed_step_and_row_and_is_off_in_evaluation():
         setup = Setup("1x1x1", model, seed=seed)
         with jax.set_mesh(setup.mesh):
             params = jax.jit(setup.model.init)(jax.random.key(0))
-            return float(jax.jit(setup.step.gradients)(params, setup.batch(), step)[0])
+            return float(jax.jit(setup.step.gradients)(params, {}, setup.batch(), step)[0])
 
     values = {(seed, step): loss(seed, step) for seed in (0, 1) for step in (0, 1)}
     assert len(set(values.values())) == 4
@@ -76,8 +78,8 @@ def test_dropout_depends_on_seed_step_and_row_and_is_off_in_evaluation():
     plain, dropped = Setup("1x1x1"), Setup("1x1x1", model)
     with jax.set_mesh(plain.mesh):
         params = jax.jit(plain.model.init)(jax.random.key(0))
-        assert float(plain.step.evaluate(params, plain.batch())[0]) == float(
-            dropped.step.evaluate(params, dropped.batch())[0]
+        assert float(plain.step.evaluate(params, {}, plain.batch())[0]) == float(
+            dropped.step.evaluate(params, {}, dropped.batch())[0]
         )
 
 
@@ -101,12 +103,12 @@ def test_layers_and_places_have_masks_of_their_own():
         seen.append(np.asarray(jax.random.key_data(keys)))
         return x
 
-    step = setup.step
-    step.model = SimpleNamespace(block=block, embed=lambda w, tokens, keys: block(None, jnp.zeros((2, 3, 4)), keys))
+    forward = setup.forward
+    forward.model = SimpleNamespace(block=block, embed=lambda w, tokens, keys: block(None, jnp.zeros((2, 3, 4)), keys))
     with jax.disable_jit():
         tokens, keys = jnp.zeros((1, 2, 3), int), jax.random.split(jax.random.key(0))[None]
-        step.places = {"blocks": {"w": Placement(jax.P(), jax.P())}}
-        step.hidden({"blocks": {"w": jnp.zeros((2, 1))}}, None, tokens, keys)
+        forward.places = {"blocks": {"w": Placement(jax.P(), jax.P())}}
+        forward.hidden({"blocks": {"w": jnp.zeros((2, 1))}}, None, tokens, keys)
     assert len({row.tobytes() for keys in seen for row in keys}) == 3 * 2  # embedding and two layers, two rows each
 
 
@@ -120,7 +122,7 @@ def test_equal_micro_batches_add_up_to_one_under_bfloat16(stage):
 
         @jax.jit
         def gradient(batch):
-            return setup.step.gradients(setup.step.weights(params), batch)[1]
+            return setup.step.gradients(setup.step.weights(params), {}, batch)[1]
 
         repeated = (np.repeat(a, 64, axis=0) for a in (tokens, labels))
         many = gradient(cases.on_mesh(setup.mesh, setup.layout, *repeated, 64))
@@ -134,7 +136,7 @@ def test_gradients_are_added_and_kept_in_f32_under_bfloat16():
     with jax.set_mesh(setup.mesh):
         params = jax.eval_shape(setup.model.init, jax.random.key(0))
         step = setup.step
-        program = jax.make_jaxpr(lambda params, batch: step.gradients(step.weights(params), batch))(
+        program = jax.make_jaxpr(lambda params, batch: step.gradients(step.weights(params), {}, batch))(
             params, setup.batch(4)
         )
     scans = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan"]

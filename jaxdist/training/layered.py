@@ -1,0 +1,122 @@
+"""The loss of a model that offers `embed`, `block` and `loss`: one `scan` over its stacked layers.
+
+At ZeRO 2 and 3 a layer's weights are gathered, and its gradient reduced, inside that scan; k micro-batches run inside
+each layer one after the other, so that this happens once per step.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from jaxdist.models import Model, Params
+from jaxdist.models.attention import ATTENTION, is_cudnn_forward
+from jaxdist.parallel import zero
+from jaxdist.parallel.tensor import PRODUCT
+from jaxdist.sharding import Layout
+from jaxdist.training.step import Batch, Outcome
+
+
+class Layered:
+    """The forward pass of a `Step`: batches of `tokens` [k, B, S], `labels` [k, B, S] (negative: does not count) and
+    `rows` [k, B] (global row).
+
+    `dtype` is what the model computes in, `stage` that of ZeRO. `inside` runs the micro-batches of stages 2 and 3
+    inside each layer, at the price of keeping what `remat` leaves of all of them; otherwise one after the other.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        layout: Layout,
+        dtype: Any = jnp.float32,
+        remat: str = "none",
+        dropout: bool = False,
+        seed: int = 0,
+        stage: int = 0,
+        inside: bool = True,
+    ):
+        self.model, self.dtype, self.dropout, self.seed = model, dtype, dropout, seed
+        self.stage, self.inside = stage, inside
+        self.places = zero.placements(layout, model.axes, model.abstract, stage)
+        self.abstract = model.abstract
+        self.remat = _recompute(KEPT[remat]) if remat != "none" or stage >= 2 else lambda f: f
+
+    def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
+        """(parameters, nothing else), each device making its own shards."""
+        rest = jax.tree.map(lambda p: p.rest, self.places)
+        return jax.sharding.auto_axes(self.model.init, out_sharding=rest)(key), {}
+
+    def count(self, batch: Batch) -> Int[Array, ""]:
+        """Labels that count."""
+        return jnp.sum(batch["labels"] >= 0)
+
+    def loss(
+        self, weights: Params, sinks: Params | None, variables: Params, parts: Batch, step: Int[Array, ""] | None
+    ) -> Outcome:
+        """In nats, summed over the labels of k micro-batches; without a `step` there is no dropout."""
+        keys = None
+        if self.dropout and step is not None:
+            key = jax.random.fold_in(jax.random.key(self.seed), step)
+            keys = jax.vmap(jax.vmap(partial(jax.random.fold_in, key)))(parts["rows"])
+        weights = self._tops(weights, sinks)
+        x = self.hidden(weights, sinks, parts["tokens"], keys)
+        return self.model.loss(self._cast(weights), x, parts["labels"]), variables, {}
+
+    def logits(self, weights: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
+        """What the model thinks comes next, without dropout."""
+        weights = self._tops(weights, None)
+        return self.model.logits(self._cast(weights), self.hidden(weights, None, tokens[None], None)[0])
+
+    def hidden(
+        self, weights: Params, sinks: Params | None, tokens: Int[Array, "k B S"], keys: Key[Array, "k B"] | None
+    ) -> Float[Array, "k B s D"]:
+        """The residual stream after the last block, whatever the number of layers."""
+        layers = jax.tree.leaves(weights["blocks"])[0].shape[0]
+        places = jax.tree.map(lambda p: p.layer, self.places["blocks"])
+
+        @(self.remat if self.stage >= 2 else lambda f: f)  # so that a layer's weights in use are not kept
+        def block(x, layer):
+            index, w, sinks = layer
+            w = zero.in_use(places, w, sinks, self.stage)
+            one = self.remat(lambda x, keys: self.model.block(self._cast(w), x, _fold(keys, index)))
+            return _each(one, x, keys), None
+
+        embed = lambda tokens, keys: self.model.embed(self._cast(weights), tokens, _fold(keys, layers))
+        x = _each(embed, tokens, keys)
+        return jax.lax.scan(block, x, (jnp.arange(layers), weights["blocks"], sinks and sinks["blocks"]))[0]
+
+    def _tops(self, weights: Params, sinks: Params | None) -> Params:
+        """`weights` with all but the blocks ready for use."""
+        top = lambda tree: tree and {name: tree[name] for name in tree if name != "blocks"}
+        return weights | zero.in_use(top(self.places), top(weights), top(sinks), self.stage)
+
+    def _cast(self, params: Params) -> Params:
+        return jax.tree.map(lambda w: w.astype(self.dtype), params)
+
+
+KEPT = dict(none=(PRODUCT, ATTENTION), dots=(PRODUCT,), block=())
+"""What the forward pass of a layer keeps for the backward pass beside its input, by name: `model.remat`."""
+
+
+def _recompute(names: tuple[str, ...]):
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names(*names)
+    if ATTENTION in names:
+        policy = policies.save_from_both_policies(policy, is_cudnn_forward)
+    return partial(jax.checkpoint, prevent_cse=False, policy=policy)
+
+
+def _each(f, *parts):
+    """`f` of the k micro-batches one after the other; the results are stacked."""
+    if jax.tree.leaves(parts)[0].shape[0] == 1:
+        return jax.tree.map(lambda a: a[None], f(*jax.tree.map(lambda a: a[0], parts)))
+    return jax.lax.map(lambda parts: f(*parts), parts)
+
+
+def _fold(keys: Key[Array, " B"] | None, number) -> Key[Array, " B"] | None:
+    return None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
