@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -52,13 +52,17 @@ class Layout:
 
     @classmethod
     def on(
-        cls, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, rules: Rules = RULES, device: jax.Device | None = None
+        cls,
+        mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+        rules: Rules = RULES,
+        device: jax.Device | None = None,
+        names: Collection[str] = tuple(LETTERS.values()),
     ) -> Layout:
-        """`device` is one like those of `mesh`, which an abstract one does not know.
+        """`device` is one like those of `mesh`, which an abstract one does not know; `names` are the logical axes.
 
         Raises `ValueError` for rules that name a logical axis or a mesh axis that does not exist.
         """
-        _check(rules)
+        _check(rules, names)
         device = device or mesh.devices.flat[0]
         sizes = {name: size for name, size in mesh.shape.items() if size > 1}
         split = {name: tuple(axis for axis in sizes if axis in axes) for name, axes in rules.items()}
@@ -113,10 +117,10 @@ class Layout:
         return frozenset((*self.split("batch"), *elementwise))
 
 
-def _check(rules: Rules) -> None:
+def _check(rules: Rules, names: Collection[str]) -> None:
     for logical, axes in rules.items():
-        if logical not in LETTERS.values():
-            raise ValueError(f"the rules name a logical axis '{logical}'; {nearest(logical, LETTERS.values())}")
+        if logical not in names:
+            raise ValueError(f"the rules name a logical axis '{logical}'; {nearest(logical, names)}")
         if isinstance(axes, str):
             raise ValueError(f"the rules give '{axes}' for {logical}; give a tuple of mesh axes, such as ('{axes}',)")
         for axis in axes:

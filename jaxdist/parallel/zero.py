@@ -53,18 +53,22 @@ class Placement:
         return self.rest.partitions.index(DATA) if DATA in self.rest.partitions else None
 
     def gather(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Weights at rest -> weights in use."""
+        """Weights at rest -> weights in use. (The reshards move nothing.)"""
         dim, times = self.repeat
         w = jnp.repeat(w, times, axis=dim) if times > 1 else w
         if self.shard_dim is None:
             return reshard(w, self.use)
         shard = P(*self._shard.partitions, reduced=self.use.reduced - {DATA})
-        whole = partial(jax.lax.all_gather, axis_name=DATA, axis=self.shard_dim, tiled=True, to="reduced")
-        return jax.shard_map(whole, in_specs=shard, out_specs=self.use)(reshard(w, shard))  # the reshard moves nothing
+        whole = P(*self.use.partitions, reduced=self.use.reduced | {DATA})
+        gather = partial(jax.lax.all_gather, axis_name=DATA, axis=self.shard_dim, tiled=True, to="reduced")
+        return reshard(jax.shard_map(gather, in_specs=shard, out_specs=whole)(reshard(w, shard)), self.use)
 
     def reduce(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Partial sums of the gradient in use -> the gradient, lying as the parameter does at rest."""
-        if self.shard_dim is None:
+        """Partial sums of the gradient in use -> the gradient, lying as the parameter does at rest.
+
+        A weight that is not `reduced` in use has a gradient that is added up already: each device keeps its part.
+        """
+        if self.shard_dim is None or not self.use.reduced:
             g = reshard(g, self._shard)
         else:
             g = jax.shard_map(self._reduce_scatter, in_specs=self._partial, out_specs=self._shard)(g)
@@ -129,16 +133,23 @@ def in_use(places, weights, sinks, stage: int):
     return weights if sinks is None else jax.tree.map(lambda p, w, s: p.land(w, s), places, weights, sinks)
 
 
-def placements(layout: Layout, axes, abstract, stage: int):
+def placements(layout: Layout, axes, abstract, stage: int, summed: bool = True, split=None):
     """A `Placement` for every parameter, from its logical axes and shape.
+
+    `summed`: gradients are partial sums of the devices, so weights in use are `reduced`. `split` says of every
+    parameter whether the data axis may split it (None: of all).
 
     Key/value heads lie as the query heads do. Where they are too few for that, they are whole at rest and repeated in
     use; raises `ValueError` where that is not even.
     """
-    return jax.tree.map(lambda a, w: _place(layout, a, w.shape, stage), axes, abstract, is_leaf=is_axes)
+    split = jax.tree.map(lambda _: True, abstract) if split is None else split
+    place = lambda a, w, split: _place(layout, a, w.shape, bool(stage and split), summed)
+    return jax.tree.map(place, axes, abstract, split, is_leaf=is_axes)
 
 
-def _place(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], stage: int) -> Placement:
+def _place(
+    layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], split: bool, summed: bool
+) -> Placement:
     use, repeat = tuple("heads" if name == "kv_heads" else name for name in axes), (0, 1)
     rest = list(layout.spec(use).partitions)
     if "kv_heads" in axes:
@@ -147,9 +158,9 @@ def _place(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...],
             raise ValueError(f"{shape[dim]} key/value heads neither split nor repeat evenly over {parts} parts")
         if shape[dim] % parts:
             rest[dim], repeat = None, (dim, parts // shape[dim])
-    if stage and (dim := _first_free(layout, use, shape)) is not None:
+    if split and (dim := _first_free(layout, use, shape)) is not None:
         rest[dim] = DATA
-    return Placement(P(*rest), layout.spec(use, reduced=layout.partial(axes)), repeat)
+    return Placement(P(*rest), layout.spec(use, reduced=layout.partial(axes) if summed else frozenset()), repeat)
 
 
 def _first_free(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> int | None:

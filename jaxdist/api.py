@@ -1,0 +1,240 @@
+"""`jaxdist.parallelize`: data parallelism, ZeRO and tensor parallelism for a Flax model that you have already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxdist.cluster import runtime
+from jaxdist.mesh import BATCH_AXES, DATA, LAYER_AXES, make_mesh, parse_mesh
+from jaxdist.models import Params, foreign
+from jaxdist.models.foreign import Foreign, LossFunction
+from jaxdist.parallel.foreign import on_shards
+from jaxdist.parallel.zero import is_axes
+from jaxdist.planning.hlo import Collective, collectives
+from jaxdist.sharding import Layout, Rules, on_devices
+from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.step import Metrics, Step, TrainState
+from jaxdist.training.whole import Scope, Whole
+
+Batch = Any
+"""A tree of arrays that share their leading dim, the rows: of NumPy, or global ones of JAX."""
+
+Shard = int | Callable[[str, jax.ShapeDtypeStruct], bool]
+
+
+def parallelize(
+    model_fn: Callable[[nnx.Rngs], nnx.Module],
+    loss_fn: LossFunction,
+    optimizer: optax.GradientTransformation,
+    mesh: str = "-1x1x1",
+    zero: Literal[0, 1, 2, 3] = 0,
+    precision: Literal["float32", "bfloat16", "mixed"] = "float32",
+    accumulation: int = 1,
+    scope: Scope = "batch",
+    rules: Rules | None = None,
+    shard: Shard = 0,
+    devices: Sequence[jax.Device] | None = None,
+) -> Parallel:
+    """Train a module that was written for one device on every device of a mesh.
+
+    * Any `nnx.Module` (a Linen one through `nnx.bridge.ToNNX`) gets data parallelism over `replica` and `data`, and
+      ZeRO 0 to 3. It is made by `model_fn(rngs)`, with batch norm, dropout and tied weights as it has them.
+    * One whose parameters have `axes` in their metadata, a name for each dim, gets tensor parallelism: `rules` gives
+      names mesh axes, `{"mlp": ("model",)}`.
+
+    `loss_fn(module, batch)`, or `loss_fn(module, batch, train)`, returns the mean over the rows of `batch`, or that and
+    a dict of further means. Under `accumulation` it sees one micro-batch at a time, and so does batch norm.
+
+    `scope="batch"` calls it with all rows of a micro-batch, wherever they lie: what it computes is what one device
+    would. `"rows"` calls it on every device with the rows there: fewer bytes (one reduction in a step, for tied weights
+    and for micro-batches too), right where the loss is a mean over rows and nothing but `nnx.BatchNorm` looks across
+    them; dropout has other masks on other meshes. `"device"` is that with batch statistics of each device's own rows,
+    what torch's DDP does: the curve depends on the number of devices.
+
+    `shard` keeps parameters whole that have fewer elements, or of which `shard(name, array)` is false. `precision`
+    bfloat16 casts parameters and the batch's floats before they are used; `mixed` keeps the cast ones between steps.
+
+    Raises `ValueError` for what cannot be done.
+    """
+    shape = parse_mesh(mesh)
+    placed = make_mesh(shape, devices) if devices else runtime.start(shape)
+    model = foreign.describe(model_fn, partial(_statistics, scope, placed))
+    layout = _layout(placed, model, rules or {}, scope)
+    dtype = jnp.float32 if precision == "float32" else jnp.bfloat16
+    forward = Whole(model, loss_fn, layout, scope, dtype, zero, _to_be_split(layout, model, shard))
+    step = Step(forward, on_shards(optimizer, forward.places, model.abstract), keep=precision == "mixed")
+    return Parallel(placed, layout, step, accumulation)
+
+
+class Parallel:
+    """A module, its loss and its optimizer on a mesh. Made by `parallelize`."""
+
+    def __init__(self, mesh: jax.sharding.Mesh, layout: Layout, step: Step, accumulation: int):
+        self.mesh, self.layout, self.accumulation = mesh, layout, accumulation
+        self.model: Foreign = step.forward.model
+        self._step = step
+        self._train = jax.jit(step.train, donate_argnums=0)
+        self._evaluate = jax.jit(step.evaluate)
+
+    def init(self, seed: int) -> TrainState:
+        """The state before the first step; each device makes its own shards."""
+        with jax.set_mesh(self.mesh):
+            return jax.jit(self._step.init)(jax.random.key(seed))
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """One optimizer step, compiled at the first call. `state` is given up: its memory is used again.
+
+        `batch` has the rows of one step over the whole mesh; of several processes, each gives its own part of them. A
+        loss or gradient that is not finite changes nothing but the counts. Raises `ValueError` for a batch that does
+        not divide.
+        """
+        with jax.set_mesh(self.mesh):
+            return self._train(state, self._on_devices(batch))
+
+    def evaluate(self, state: TrainState, batch: Batch) -> dict[str, float]:
+        """`loss` and the further means over the rows of `batch`, of any number, with the module in evaluation mode.
+
+        Rows that do not divide by the devices are computed by all of them, and count once.
+        """
+        rows = _rows(batch)
+        even = rows - rows % self.layout.ranks
+        parts = [(0, even, (None, "batch")), (even, rows, ())]
+        sums: dict[str, float] = {}
+        with jax.set_mesh(self.mesh):
+            for start, stop, dims in parts:
+                if start == stop:
+                    continue
+                part = jax.tree.map(lambda a, cut=slice(start, stop), dims=dims: self._put(a[cut][None], dims), batch)
+                loss, _, further = jax.device_get(self._evaluate(state.params, state.variables, part))
+                sums = {name: sums.get(name, 0.0) + float(one) for name, one in {"loss": loss, **further}.items()}
+        return {name: total / rows for name, total in sums.items()}
+
+    @cached_property
+    def shardings(self) -> TrainState:
+        """A `NamedSharding` for every array of the state."""
+        return jax.tree.map(lambda a: a.sharding, self._abstract)
+
+    def save(self, folder: Path | str, state: TrainState) -> None:
+        """Write a checkpoint that knows no mesh into `folder`, in place of those of earlier steps."""
+        with jax.set_mesh(self.mesh), Checkpoints(Path(folder), keep=1) as checkpoints:
+            checkpoints.save(int(state.step), state, {"step": int(state.step)})
+
+    def restore(self, folder: Path | str) -> TrainState:
+        """The state that `save` wrote there, from any mesh onto this one. Raises `ValueError` where there is none."""
+        with jax.set_mesh(self.mesh), Checkpoints(Path(folder), keep=None) as checkpoints:
+            state = checkpoints.restore(self._abstract)
+            weights = jax.jit(self._step.weights)(state.params) if self._step.keep else None
+            return state._replace(weights=weights)
+
+    def module(self, state: TrainState) -> nnx.Module:
+        """The module with the trained parameters, whole, in evaluation mode: for one device, or to be exported."""
+        params, variables = jax.tree.map(self._whole, (state.params, state.variables))
+        return self.model.merge(params, variables, train=False)
+
+    def lower(self, batch: Batch) -> jax.stages.Lowered:
+        """The train step, its state donated, for a batch of these shapes; the devices need not be there."""
+        with jax.set_mesh(self.mesh):
+            parts = jax.tree.map(self._abstract_part, self._checked(batch))
+            return self._train.lower(self._abstract, parts)
+
+    def collectives(self, batch: Batch) -> list[Collective]:
+        """What crosses the mesh in a step, read off the compiled program."""
+        return collectives(self.lower(batch).compile().as_text(), self.mesh)
+
+    @cached_property
+    def _abstract(self) -> TrainState:
+        with jax.set_mesh(self.mesh):
+            return on_devices(jax.eval_shape(lambda: self._step.init(jax.random.key(0))), self.mesh)
+
+    def _on_devices(self, batch: Batch) -> Batch:
+        return jax.tree.map(lambda a: self._put(self._cut(a), (None, "batch")), self._checked(batch))
+
+    def _cut(self, a: Any) -> Any:
+        """[B, ...] -> [k, B/k, ...]"""
+        return a.reshape(self.accumulation, -1, *a.shape[1:])
+
+    def _abstract_part(self, a: Any) -> jax.ShapeDtypeStruct:
+        shape = self.accumulation, a.shape[0] // self.accumulation, *a.shape[1:]
+        return jax.ShapeDtypeStruct(shape, a.dtype, sharding=self._sharding((None, "batch")))
+
+    def _put(self, a: Any, dims: tuple[str | None, ...]) -> jax.Array:
+        sharding = self._sharding(dims)
+        if isinstance(a, jax.Array):
+            return jax.device_put(a, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(a))
+
+    def _sharding(self, dims: tuple[str | None, ...]) -> jax.sharding.NamedSharding:
+        return jax.sharding.NamedSharding(self.mesh, self.layout.spec(dims))
+
+    def _whole(self, a: jax.Array) -> jax.Array:
+        return jax.device_put(a, self._sharding(())).addressable_data(0)
+
+    def _checked(self, batch: Batch) -> Batch:
+        rows, unit = _rows(batch) * jax.process_count(), self.layout.ranks * self.accumulation
+        if rows % unit:
+            near = f"{rows - rows % unit} or {rows - rows % unit + unit}" if rows > unit else f"{unit}"
+            raise ValueError(
+                f"a batch of {rows} rows does not divide by {self.accumulation} micro-batch(es) x {self.layout.ranks} "
+                f"part(s) of the batch; give {near} rows, or change the mesh or accumulation"
+            )
+        return batch
+
+
+def _rows(batch: Batch) -> int:
+    shapes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    if len(shapes) != 1 or shapes == {()}:
+        told = ", ".join(sorted(str(np.shape(leaf)) for leaf in jax.tree.leaves(batch))) or "nothing"
+        raise ValueError(f"a batch holds {told}; give arrays that share their leading dim, the rows")
+    return shapes.pop()[0]
+
+
+def _statistics(scope: Scope, mesh: jax.sharding.Mesh, module: nnx.Module) -> None:
+    """Where devices compute apart, batch norm is told over which axes its statistics are taken."""
+    axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
+    if scope == "rows" and axes:
+        for norm in foreign.batch_norms(module):
+            norm.axis_name = axes
+
+
+def _layout(mesh: jax.sharding.Mesh, model: Foreign, rules: Rules, scope: Scope) -> Layout:
+    """Raises `ValueError` where a mesh axis would split nothing."""
+    named = jax.tree.leaves(model.axes, is_leaf=is_axes)
+    names = {name for axes in named for name in axes if name}
+    layout = Layout.on(mesh, {"batch": BATCH_AXES, **rules}, names={*names, "batch"})
+    used = {axis for name in names for axis in layout.split(name)}
+    for axis in LAYER_AXES:
+        if mesh.shape[axis] > 1 and axis not in used:
+            raise ValueError(
+                f"{axis}={mesh.shape[axis]} splits nothing: give parameters `axes`, and rules such as "
+                f"{{'mlp': ('{axis}',)}}; or set {axis} to 1"
+            )
+    if used and scope != "batch":
+        raise ValueError(
+            f"rules split {' and '.join(sorted(used))}, which scope '{scope}' cannot do; use scope 'batch'"
+        )
+    return layout
+
+
+def _to_be_split(layout: Layout, model: Foreign, shard: Shard) -> Params:
+    """Of every parameter, whether ZeRO may split it. Raises `ValueError` for one that is asked for and cannot be."""
+
+    def asked(path, a: jax.ShapeDtypeStruct) -> bool:
+        name, ranks = jax.tree_util.keystr(path, simple=True, separator="."), layout.size(DATA)
+        if not callable(shard):
+            return a.size >= shard
+        if shard(name, a) and not any(size % ranks == 0 for size in a.shape):
+            raise ValueError(
+                f"shard asks for {name} {a.shape}, of which no dim divides by {DATA}={ranks}; leave it whole"
+            )
+        return shard(name, a)
+
+    return jax.tree.map_with_path(asked, model.abstract)

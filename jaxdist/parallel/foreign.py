@@ -1,0 +1,112 @@
+"""Calling, on a mesh, what was written for one device: a module's loss, an optimizer's update.
+
+`together`: the module is called with all rows of a micro-batch inside `jax.sharding.auto_axes`. Whatever it computes of
+them, batch statistics or a loss over pairs of rows, is what one device computes. XLA adds up gradients where it likes:
+once for every use of a weight, in every micro-batch.
+
+`apart`: every device calls it with its own rows, as torch's DDP does (Li et al. 2020, section 3), and gradients stay
+partial sums until they are reduced once. That is right where the loss is a mean over rows and nothing looks across them
+but what asks for it by the names of the batch axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import P
+from jax.sharding import auto_axes, reshard
+from jaxtyping import Array, Int
+
+from jaxdist.sharding import Layout, scale_partial
+
+Call = Callable[[Any, Any, Any], tuple[jax.Array, Any, Any]]
+"""(weights, variables, batch) -> (mean loss, variables, further means)."""
+
+
+def init(make: Callable[[jax.Array], tuple[Any, Any]], places, key: jax.Array) -> tuple[Any, Any]:
+    """(parameters at rest, variables), each device making its own shards."""
+    rest = jax.tree.map(lambda p: p.rest, places)
+    return auto_axes(make, out_sharding=(rest, P()))(key)
+
+
+def together(places, call: Call, weights, variables, batch) -> tuple[jax.Array, Any, Any]:
+    """`reduced` weights are unknown to the automatic partitioner: no gradient goes through those."""
+    weights = jax.tree.map(lambda p, w: reshard(w, P(*p.use.partitions)), places, weights)
+    return auto_axes(call, out_sharding=P())(weights, variables, batch)
+
+
+def apart(layout: Layout, places, call: Call, weights, variables, batch) -> tuple[jax.Array, Any, Any]:
+    """Loss and gradient come out of one manual region, without types of which value varies where: a module written for
+    one device, with a loop that begins from zeros, has no use for them."""
+    axes = layout.split("batch")
+    if not axes:
+        return call(weights, variables, batch)
+    use = jax.tree.map(lambda p: p.use, places)
+    sums = jax.tree.map(lambda p: P(*p.use.partitions, unreduced=p.use.reduced), places)
+    local = partial(_local, call, axes, layout.ranks)
+    specs = dict(in_specs=(use, P(), P(axes)), out_specs=((P(), P(), P()), sums), check_vma=False)
+    region = jax.shard_map(local, **specs)
+
+    @jax.custom_vjp
+    def value(weights):
+        return region(weights, variables, batch)[0]
+
+    forward = lambda weights: region(weights, variables, batch)
+    backward = lambda sums, cotangents: (jax.tree.map(lambda g: scale_partial(g, cotangents[0]), sums),)
+    value.defvjp(forward, backward)
+    return value(weights)
+
+
+def _local(call: Call, axes: tuple[str, ...], ranks: int, weights, variables, batch):
+    """((loss, variables, further), this device's part of the gradient), from its own rows."""
+    own = jax.tree.map(partial(_own_key, jax.lax.axis_index(axes)), variables)
+
+    def loss_of(weights):
+        loss, *rest = call(weights, own, batch)
+        return loss, rest
+
+    (loss, (after, further)), grads = jax.value_and_grad(loss_of, has_aux=True)(weights)
+    after = jax.tree.map(partial(_agree, axes), variables, after)
+    loss, further = jax.lax.pmean((loss, further), axes)
+    return (loss, after, further), jax.tree.map(lambda g: g / ranks, grads)
+
+
+def _own_key(rank: Int[Array, ""], variable: jax.Array) -> jax.Array:
+    """Every device draws its own random numbers."""
+    return jax.random.fold_in(variable, rank) if _is_key(variable) else variable
+
+
+def _agree(axes: tuple[str, ...], before: jax.Array, after: jax.Array) -> jax.Array:
+    """Statistics are averaged over the devices, keys are those of before, counts are the same on all."""
+    if _is_key(after):
+        return before
+    return jax.lax.pmean(after, axes) if jnp.issubdtype(after.dtype, jnp.floating) else after
+
+
+def _is_key(a: jax.Array) -> bool:
+    return jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+
+
+def on_shards(optimizer: optax.GradientTransformation, places, abstract) -> optax.GradientTransformation:
+    """An update rule that need not know the mesh; what it keeps of a parameter lies as the parameter does."""
+    rest = jax.tree.map(lambda p: p.rest, places)
+    state = jax.eval_shape(optimizer.init, abstract)
+    specs = optax.tree.map_params(
+        optimizer,
+        lambda kept, a, spec: spec if kept.shape == a.shape else P(),
+        state,
+        abstract,
+        rest,
+        transform_non_params=lambda _: P(),
+    )
+
+    def update(grads, state, params=None, **further):
+        call = lambda grads, state, params: optimizer.update(grads, state, params, **further)
+        return auto_axes(call, out_sharding=(rest, specs))(grads, state, params)
+
+    return optax.GradientTransformation(auto_axes(optimizer.init, out_sharding=specs), update)
