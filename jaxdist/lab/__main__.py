@@ -12,6 +12,7 @@ from jaxdist.request import Extra, arguments, run
 
 LABS = {
     "fsdp-walkthrough": "one step of fully sharded training, phase by phase: what moves and what every device holds",
+    "model-parallel": "one layer on each of two devices: the same result, and a device that always waits",
 }
 """Name -> what it shows. Its module, of the same name, has a `measure()` that returns a `Result`."""
 
