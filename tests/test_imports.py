@@ -127,9 +127,9 @@ def test_axis_names_are_spelled_in_mesh_only():
             assert not set(told) & set(AXES), name(path)
 
 
-@pytest.mark.parametrize("module", ["jaxdist.config", "jaxdist.mesh", "jaxdist.request", "jaxdist.train"])
+@pytest.mark.parametrize("module", ["config", "mesh", "request", "train", "lab.__main__"])
 def test_no_jax_before_the_request_is_read(module):
-    code = f"import sys, {module}; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    code = f"import sys, jaxdist.{module}; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

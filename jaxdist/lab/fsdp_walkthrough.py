@@ -8,6 +8,7 @@ each compiled for itself, as one draws it on a board; then as one compiled step,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
-from jaxdist.lab.phases import Phase, Story, cpu_mesh, shape_text, table
+from jaxdist.lab.phases import Phase, Story, calls_on_arrays, cpu_mesh, shape_text, table
 from jaxdist.lab.two_layers import (
     SEED,
     TOLERANCE,
@@ -77,23 +78,35 @@ def in_phases(story: Story, place: Placement) -> Outcome:
     return Outcome(loss, *grads, story.number("w1"), story.number("w2"))
 
 
+def sharded(layout: Layout) -> Placement:
+    """Where a weight lies at rest and in use in stage 3, as the trainer places those of its layers."""
+    return placements(layout, ("embed", "mlp"), jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), stage=3)
+
+
 def fused(place: Placement):
-    """(the step as one function, its loss as a function of weights and rows).
+    """(the step as one function, its loss as a function of the weights, of any number of layers, and rows).
 
     As in the phases, no whole weight is kept for the backward pass: `jax.checkpoint` says to gather it again. The
     gradient of `gather` is a reduce-scatter, so that automatic differentiation writes the second collective.
     """
     product = jax.checkpoint(lambda w, x: x @ place.gather(w), prevent_cse=False)
 
-    def loss(weights: tuple[Weight, Weight], x: Rows, t: Rows) -> Float[Array, ""]:
-        w1, w2 = weights
-        return mean_squared(product(w2, jnp.tanh(product(w1, x))), t)
+    def loss(weights: Sequence[Weight], x: Rows, t: Rows) -> Float[Array, ""]:
+        *inner, last = weights
+        for w in inner:
+            x = jnp.tanh(product(w, x))
+        return mean_squared(product(last, x), t)
 
     def step(w1: Weight, w2: Weight, x: Rows, t: Rows):
         value, grads = jax.value_and_grad(loss)((w1, w2), x, t)
         return value, *grads, *update_both(w1, w2, *grads)
 
     return step, loss
+
+
+def gathers_asked(program: jax.stages.Lowered) -> int:
+    """All-gathers in a program as JAX hands it to XLA."""
+    return program.as_text().count("stablehlo.all_gather")
 
 
 class Gathers(NamedTuple):
@@ -104,14 +117,14 @@ class Gathers(NamedTuple):
     lowered: int
     """As JAX lowers it: the backward pass of layer 1 needs no weight, so that its second gather is gone."""
     compiled: int
-    """In the program that runs: XLA makes the two gathers of layer 2, with nothing but the loss between, into one."""
+    """In the program that runs: XLA sees that the two gathers of layer 2 make the same, and makes one of them."""
 
 
 @dataclass(frozen=True)
 class Result:
     phases: list[Phase]
     calls: dict[str, dict[str, int]]
-    """Collectives on arrays, as compiled: of all "phases", and of the "fused" step."""
+    """Every collective on arrays, as compiled: of all "phases", and of the "fused" step."""
     gathers: Gathers
     differences: dict[str, dict[str, float]]
     """From one device: of the "phases" and of the "fused" step."""
@@ -149,7 +162,7 @@ def measure() -> Result:
     """Run the step three times, from the same weights and rows: in phases, fused, and on one device."""
     mesh = cpu_mesh(f"{DEVICES}x1x1")
     layout = Layout.on(mesh)
-    place = placements(layout, ("embed", "mlp"), jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), stage=3)
+    place = sharded(layout)
     rows = layout.activation("BD")
     lay = lambda: {
         name: jax.device_put(value, NamedSharding(mesh, place.rest if name.startswith("w") else rows))
@@ -161,7 +174,7 @@ def measure() -> Result:
         outcome, calls, gathers = _run_fused(place, mesh, **lay())
     one = on_one_device(**draw())
 
-    total = {kind: sum(phase.calls(kind) for phase in story.phases) for kind in (GATHER, SCATTER)}
+    total = calls_on_arrays(move for phase in story.phases for move in phase.moves)
     differences = {"phases": told.differences(one), "fused": outcome.differences(one)}
     return Result(story.phases, {"phases": total, "fused": calls}, gathers, differences)
 
@@ -173,11 +186,9 @@ def _run_fused(
     step, loss = fused(place)
     lowered = jax.jit(step).lower(w1, w2, x, t)
     program = lowered.compile()
-    found = [one for one in collectives(program.as_text(), mesh) if one.array_elements]
-    calls = {kind: sum(one.count for one in found if one.kind == kind) for kind in (GATHER, SCATTER)}
+    calls = calls_on_arrays(collectives(program.as_text(), mesh))
     with_input = jax.jit(jax.grad(loss, argnums=(0, 1))).lower((w1, w2), x, t)
-    asked = lambda program: program.as_text().count("stablehlo.all_gather")
-    gathers = Gathers(asked(with_input), asked(lowered), calls[GATHER])
+    gathers = Gathers(gathers_asked(with_input), gathers_asked(lowered), calls.get(GATHER, 0))
     return Outcome(*map(np.array, program(w1, w2, x, t))), calls, gathers
 
 
@@ -203,11 +214,10 @@ def _phases_told(result: Result) -> list[str]:
         *table([heading, *phases]),
         "",
         "weights: whether they are the initial ones, bit for bit. bytes, arrays: alive on each device after the phase.",
-        f"In all: {calls[GATHER]} all-gathers and {calls[SCATTER]} reduce-scatters; and {scalars} collective of one "
-        "number, the loss.",
-        f"Of 2 weights at most {at_once} is whole at a time. The first {updated} rows have the initial weights: a "
-        "layer's backward pass",
-        "needs those of its forward pass, so no update comes before the whole backward pass has ended.",
+        f"In all: {_counted(calls)}; and {scalars} collective of one number, the loss.",
+        f"Of 2 weights at most {at_once} is whole at a time. In the first {updated} rows of the table they are the "
+        "initial ones:",
+        "no weight is updated before the backward pass of all layers has ended.",
     ]
 
 
@@ -220,11 +230,14 @@ def _row(phase: Phase, shapes: tuple[str, ...]) -> tuple[str, ...]:
     return phase.name, ", ".join(moves), "initial" if phase.initial else "updated", bytes, *arrays
 
 
+def _counted(calls: dict[str, int]) -> str:
+    return " and ".join(f"{count} {kind}s" for kind, count in calls.items())
+
+
 def _fused_told(result: Result) -> list[str]:
     calls, gathers = result.calls["fused"], result.gathers
     return [
-        "The same step fused, forward, backward and update in one compiled program: "
-        f"{calls[GATHER]} all-gathers and {calls[SCATTER]} reduce-scatters.",
+        f"The same step fused, forward, backward and update in one compiled program: {_counted(calls)}.",
         f"  {gathers.with_input_gradient} -> {gathers.lowered} all-gathers: the backward pass of layer 1 needs no "
         "weight, because nothing before it needs a gradient (dx).",
         f"  {gathers.lowered} -> {gathers.compiled} all-gathers: that of layer 2 follows right after its forward pass, "

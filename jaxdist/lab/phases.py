@@ -6,7 +6,8 @@ bytes from the arrays that are alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,10 +43,6 @@ class Phase:
     initial: bool
     """Whether every watched array still has, bit for bit, the values that it began with."""
 
-    def calls(self, kind: str) -> int:
-        """How often the phase runs this kind of collective on arrays; scalars are told by `scalars`."""
-        return sum(move.count for move in self.moves if move.kind == kind and move.array_elements)
-
     @property
     def scalars(self) -> int:
         """Collectives that move nothing but a single number."""
@@ -57,12 +54,20 @@ class Phase:
             "takes": list(self.takes),
             "makes": list(self.makes),
             "devices": list(self.devices),
-            "collectives": {move.kind: self.calls(move.kind) for move in self.moves if move.array_elements},
+            "collectives": calls_on_arrays(self.moves),
             "scalar_collectives": self.scalars,
             "alive": {name: {str(d): list(shape) for d, shape in at.items()} for name, at in self.alive.items()},
             "bytes": {str(d): count for d, count in self.bytes.items()},
             "watched_initial": self.initial,
         }
+
+
+def calls_on_arrays(moves: Iterable[Collective]) -> dict[str, int]:
+    """Kind of collective -> calls, in the order of their names; those that move a single number are left out."""
+    calls = Counter()
+    for move in moves:
+        calls[move.kind] += move.count if move.array_elements else 0
+    return {kind: calls[kind] for kind in sorted(calls) if calls[kind]}
 
 
 @dataclass
