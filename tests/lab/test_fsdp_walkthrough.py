@@ -10,6 +10,9 @@ from jaxdist.lab import fsdp_walkthrough as lab
 from jaxdist.lab.__main__ import main
 from jaxdist.lab.phases import Story, cpu_mesh
 from jaxdist.lab.two_layers import draw
+from jaxdist.planning.hlo import collectives, summary
+from jaxdist.sharding import Layout
+from tests.lab.pages import assert_pasted
 
 FLOAT = 4
 SHARD, ROWS, WHOLE = (1, 4), (3, 4), (4, 4)
@@ -38,6 +41,8 @@ def test_what_each_phase_moves(result):
     moves = [move for one in result.phases for move in one.moves]
     assert {(move.axes, move.devices, move.count) for move in moves} == {(("data",), 4, 1)}
     assert {move.elements for move in moves if move.kind != "all-reduce"} == {16}
+    parameters, share = 2 * 16, 3 / 4
+    assert sum(move.wire for move in moves if move.array_elements) == 3 * parameters * share, "the ZeRO paper's 1.5 x 2"
     assert phase(result, "loss").scalars == 1
     assert result.calls["phases"] == {"all-gather": 4, "reduce-scatter": 2}
 
@@ -45,6 +50,21 @@ def test_what_each_phase_moves(result):
 def test_the_fused_step_moves_less_and_why(result):
     assert result.calls["fused"] == {"all-gather": 2, "reduce-scatter": 2}
     assert result.gathers == (4, 3, 2)
+
+
+def test_more_layers_in_a_row_are_merged_too():
+    """What docs/walkthrough.md says of four layers; the trainer's loop over layers is in tests/communication."""
+    mesh = cpu_mesh("4x1x1")
+    layout = Layout.on(mesh)
+    place = lab.sharded(layout)
+    with jax.set_mesh(mesh):
+        lay = lambda shape, spec: jax.ShapeDtypeStruct(shape, np.float32, sharding=jax.NamedSharding(mesh, spec))
+        w, x = lay((4, 4), place.rest), lay((12, 4), layout.activation("BD"))
+        lowered = jax.jit(jax.grad(lab.fused(place)[1])).lower([w] * 4, x, x)
+    found = summary(collectives(lowered.compile().as_text(), mesh))
+    assert lab.gathers_asked(lowered) == 4 + 4 - 1
+    assert found["all-gather", ("data",)] == (4, 4 * 16)
+    assert found["reduce-scatter", ("data",)] == (4, 4 * 16)
 
 
 def test_shapes_on_the_devices(result):
@@ -87,12 +107,24 @@ def test_freed_is_freed():
     assert [one.bytes[0] for one in story.phases] == [64 * 64 * FLOAT + 4 * FLOAT, 4 * FLOAT]
 
 
-def test_nothing_is_left_behind():
-    before = {id(array) for array in jax.live_arrays()}
+def test_what_is_told_to_be_alive_is_all_that_jax_keeps_alive(monkeypatch):
+    """Also while the phase is noted, and with arrays that nobody has named."""
+    others = jax.live_arrays()
+    before = {id(array) for array in others}
+    kept, note = [], Story._note
+
+    def spy(story, *told):
+        note(story, *told)
+        new = [array for array in jax.live_arrays() if id(array) not in before and not array.is_deleted()]
+        pieces = [piece.data for array in new for piece in array.addressable_shards]
+        buffers = {(piece.device, piece.unsafe_buffer_pointer()): piece.nbytes for piece in pieces}
+        kept.append(sum(buffers.values()))
+
+    monkeypatch.setattr(Story, "_note", spy)
     result = lab.measure()
-    left = [array.shape for array in jax.live_arrays() if id(array) not in before and not array.is_deleted()]
-    assert left == []
+    assert kept == [sum(one.bytes.values()) for one in result.phases]
     assert list(result.phases[-1].alive) == ["w1", "w2"]
+    assert not [array.shape for array in jax.live_arrays() if id(array) not in before and not array.is_deleted()]
 
 
 def test_weights_are_untouched_until_the_backward_pass_has_ended(result):
@@ -126,6 +158,11 @@ def test_it_is_the_step_of_one_device(result):
     assert result.passed
 
 
+def test_a_collective_too_many_fails(result):
+    extra = {**result.calls, "fused": {**result.calls["fused"], "all-reduce": 1}}
+    assert not lab.Result(result.phases, extra, result.gathers, result.differences).passed
+
+
 def test_a_difference_fails_the_command(result, monkeypatch, capsys):
     wrong = {**result.differences, "fused": {**result.differences["fused"], "gradient_1": 2e-6}}
     monkeypatch.setattr(lab, "measure", lambda: lab.Result(result.phases, result.calls, result.gathers, wrong))
@@ -149,6 +186,7 @@ def test_the_json(result, monkeypatch, capsys):
 
 def test_what_a_person_reads(result):
     lines = result.lines()
+    assert_pasted(lines)
     assert len(lines) < 60
     assert max(map(len, lines)) <= 120
     assert "4 all-gathers and 2 reduce-scatters" in "\n".join(lines)

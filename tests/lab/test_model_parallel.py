@@ -7,6 +7,7 @@ import pytest
 
 from jaxdist.lab import model_parallel as lab
 from jaxdist.lab.__main__ import main
+from tests.lab.pages import assert_pasted
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,7 @@ def test_both_outputs(result, monkeypatch, capsys):
     assert (told["id"], told["passed"], told["phases_computed"]) == ("model-parallel", True, {"0": 3, "1": 3})
     assert main(["model-parallel"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert_pasted(lines)
     assert len(lines) < 60
     assert max(map(len, lines)) <= 120
     roles = {line[:16].strip(): line[16:].split()[:2] for line in lines[4:13]}
