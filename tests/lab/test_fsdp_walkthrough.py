@@ -158,6 +158,11 @@ def test_it_is_the_step_of_one_device(result):
     assert result.passed
 
 
+def test_a_number_that_is_none_fails(result):
+    wrong = {**result.differences, "fused": {**result.differences["fused"], "weight_1": float("nan")}}
+    assert not lab.Result(result.phases, result.calls, result.gathers, wrong).passed
+
+
 def test_a_collective_too_many_fails(result):
     extra = {**result.calls, "fused": {**result.calls["fused"], "all-reduce": 1}}
     assert not lab.Result(result.phases, extra, result.gathers, result.differences).passed
