@@ -15,10 +15,11 @@ COMMANDS = {
     "generate": "text from a run's checkpoint",
     "explain": "what a step holds and moves, compiled for any mesh, also of GPUs that are not here",
     "bench step": "measure the train step: time, tokens per second, MFU, memory",
+    "lab": "what the lectures tell, run: every number read from the devices",
 }
 
-MODULES = {"bench": "jaxdist.bench.__main__"}
-"""Where a command of several words lives; the others are modules of their own name."""
+MODULES = {"bench": "jaxdist.bench.__main__", "lab": "jaxdist.lab.__main__"}
+"""Where a command that is a package lives; the others are modules of their own name."""
 
 
 def main(argv: list[str] | None = None) -> int:

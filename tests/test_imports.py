@@ -90,10 +90,11 @@ def test_the_rules_can_be_broken(tmp_path, monkeypatch):
         assert offences(path), line
 
 
-def test_nothing_imports_commands_or_benchmarks():
+def test_nothing_imports_commands_labs_or_benchmarks():
     for path in FILES:
-        if not name(path).startswith("bench") and name(path) != "__main__":
-            assert not any(breaks(m, f"jaxdist.{c}") for m in imports(path) for c in COMMANDS | {"bench"}), name(path)
+        if not name(path).startswith(("bench", "lab")) and name(path) != "__main__":
+            banned = COMMANDS | {"bench", "lab"}
+            assert not any(breaks(m, f"jaxdist.{c}") for m in imports(path) for c in banned), name(path)
 
 
 def test_layouts_are_written_in_three_rooms_only():
@@ -126,9 +127,9 @@ def test_axis_names_are_spelled_in_mesh_only():
             assert not set(told) & set(AXES), name(path)
 
 
-@pytest.mark.parametrize("module", ["jaxdist.config", "jaxdist.mesh", "jaxdist.request", "jaxdist.train"])
+@pytest.mark.parametrize("module", ["config", "mesh", "request", "train", "lab.__main__"])
 def test_no_jax_before_the_request_is_read(module):
-    code = f"import sys, {module}; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    code = f"import sys, jaxdist.{module}; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

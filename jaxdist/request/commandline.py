@@ -60,14 +60,14 @@ def arguments(
     command: str,
     description: str,
     *,
-    positional: Literal["CONFIG", "RUN"] = "CONFIG",
+    positional: Literal["CONFIG", "RUN"] | None = "CONFIG",
     extras: Sequence[Extra] = (),
     knobs: Collection[str] | None = None,
 ) -> Asked:
     """Read `argv` (None: that of the process), whose first argument is an optional CONFIG, or a RUN folder.
 
-    `command` is as people write it ("bench step"). `knobs` are those, or the sections, that it uses; None is all, or
-    for a RUN `RUN_KNOBS`.
+    `positional` None is a command that trains nothing: it takes its own options only. `command` is as people write it
+    ("bench step"). `knobs` are those, or the sections, that it uses; None is all, or for a RUN `RUN_KNOBS`.
     Prints the help and exits on --help. Raises `RequestError` with every mistake, a sentence each.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -80,9 +80,10 @@ def arguments(
     if positional == "RUN":
         config, more = _config_of_run(command, scan.positionals)
         problems += more
-    elif scan.positionals:
+    elif scan.positionals and positional:
         config = scan.positionals[0]
-    problems += [f"unexpected argument '{word}'; options are written --name value" for word in scan.positionals[1:]]
+    surplus = scan.positionals[1 if positional else 0 :]
+    problems += [f"unexpected argument '{word}'; options are written --name value" for word in surplus]
     chosen = {extra.name: extra.default for extra in extras}
     for extra in extras:
         if extra.name in scan.options:

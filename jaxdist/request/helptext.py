@@ -17,20 +17,23 @@ if TYPE_CHECKING:
 LEFT = 34
 """Columns for an option and its type."""
 
+ARGUMENTS = {
+    "CONFIG": f"a TOML file, or one of {', '.join(SHIPPED)} (default {DEFAULT}); options win over what it sets",
+    "RUN": "the folder of a run, such as runs/gpt_tiny; options win over its config.toml",
+}
+
 
 def help_text(
-    command: str, description: str, positional: str, extras: Sequence[Extra], knobs: Collection[str] | None
+    command: str, description: str, positional: str | None, extras: Sequence[Extra], knobs: Collection[str] | None
 ) -> str:
     """The help of `command`, as wide as the terminal."""
     width = min(max(shutil.get_terminal_size().columns, 72), 120)
-    first = "[CONFIG]" if positional == "CONFIG" else positional
-    lines = [f"usage: python -m jaxdist.{command} {first} [--section.knob value ...]", ""]
-    lines += [*textwrap.wrap(description, width), "", "arguments:"]
-    if positional == "CONFIG":
-        about = f"a TOML file, or one of {', '.join(SHIPPED)} (default {DEFAULT}); options win over what it sets"
-    else:
-        about = "the folder of a run, such as runs/gpt_tiny; options win over its config.toml"
-    lines += [*_entry(positional, about, width), "", "options:", *_entry("--help", "show this", width)]
+    first = {"CONFIG": " [CONFIG]", "RUN": " RUN", None: ""}[positional]
+    more = "[--section.knob value ...]" if positional else " ".join(f"[{option(extra.name)}]" for extra in extras)
+    lines = [f"usage: python -m jaxdist.{command}{first} {more}", "", *textwrap.wrap(description, width), ""]
+    if positional:
+        lines += ["arguments:", *_entry(positional, ARGUMENTS[positional], width), ""]
+    lines += ["options:", *_entry("--help", "show this", width)]
     for extra in extras:
         value = "" if extra.flag else f" {kind(extra.annotation)}"
         default = "" if extra.flag else f" (default {_default(extra.default)})"

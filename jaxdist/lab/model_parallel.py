@@ -1,0 +1,130 @@
+"""`python -m jaxdist.lab model-parallel`: the simple manual model parallelism, one layer on each of two devices.
+
+A model that is too large for one device is cut between two layers, and what crosses the cut is sent on by hand. Each
+device then waits for the other: the idle time that pipelines fill (GPipe, Huang et al. 2019, section 2.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxdist.lab.phases import Phase, Story, cpu_mesh, table
+from jaxdist.lab.two_layers import (
+    SEED,
+    TOLERANCE,
+    Outcome,
+    backward_1,
+    backward_2,
+    draw,
+    forward_1,
+    forward_2,
+    largest,
+    mean_squared,
+    on_one_device,
+    update,
+    verdict,
+)
+
+
+def in_phases(story: Story) -> Outcome:
+    """One step, each phase where its arrays lie: the activation `h` goes forward, its gradient `dh` comes back."""
+    first, second = story.devices
+    story.run("forward layer 1", forward_1, ["w1", "x"], ["h"])
+    story.send("send h", "h", second, arrives="h'")
+    story.run("forward layer 2", forward_2, ["w2", "h'"], ["y"])
+    story.run("loss", jax.value_and_grad(mean_squared), ["y", "t"], ["loss", "dy"])
+    story.run("backward layer 2", backward_2, ["w2", "h'", "dy"], ["g2", "dh'"])
+    story.send("send dh", "dh'", first, arrives="dh")
+    story.run("backward layer 1", backward_1, ["w1", "x", "h", "dh"], ["g1", "dx"])
+    story.run("update layer 1", update, ["w1", "g1"], ["w1"])
+    story.run("update layer 2", update, ["w2", "g2"], ["w2"])
+    return Outcome(*map(story.number, ("loss", "g1", "g2", "w1", "w2")))
+
+
+@dataclass(frozen=True)
+class Result:
+    phases: list[Phase]
+    differences: dict[str, dict[str, float]]
+    """From one device."""
+
+    @property
+    def chain(self) -> list[Phase]:
+        """The longest row of phases from the first on, each of which takes what the one before it has made."""
+        _, first, *rest = self.phases
+        chain = [first]
+        for phase in rest:
+            if not set(phase.takes) & set(chain[-1].makes):
+                break
+            chain.append(phase)
+        return chain
+
+    @property
+    def work(self) -> dict[int, int]:
+        """Device -> how many phases of the chain it computes; sending does not count."""
+        computing = [phase.devices for phase in self.chain if len(phase.devices) == 1]
+        return {device: computing.count((device,)) for device in self.phases[0].bytes}
+
+    @property
+    def beside(self) -> list[str]:
+        """Phases outside the chain: what could run while another device works."""
+        return [phase.name for phase in self.phases[1 + len(self.chain) :]]
+
+    @property
+    def passed(self) -> bool:
+        return self.beside == ["update layer 2"] and largest(self.differences) < TOLERANCE
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "id": "model-parallel",
+            "passed": self.passed,
+            "chain": [phase.name for phase in self.chain],
+            "beside": self.beside,
+            "phases_computed": {str(device): count for device, count in self.work.items()},
+            "phases": [phase.json() for phase in self.phases],
+            "differences": self.differences,
+            "largest_difference": largest(self.differences),
+            "tolerance": TOLERANCE,
+        }
+
+    def lines(self) -> list[str]:
+        """Under 60 of them, of at most 120 columns."""
+        devices, computed = list(self.work), sum(self.work.values())
+        rows = [
+            (one.name, *(_role(one, device) for device in devices), " ".join(one.takes), " ".join(one.makes))
+            for one in self.phases[1:]
+        ]
+        share = " and ".join(f"device {device} works in {self.work[device]}" for device in devices)
+        return [
+            f"One step on {len(devices)} CPU devices, seed {SEED}: layer 1 lies on device 0, layer 2 on device 1.",
+            "h is what layer 1 makes, dh the gradient of the loss with respect to it; h' and dh' are on device 1.",
+            "",
+            *table([("phase", *(f"device {device}" for device in devices), "takes", "makes"), *rows]),
+            "",
+            f"From '{self.chain[0].name}' to '{self.chain[-1].name}' each phase takes what the one before it has made:",
+            f"none can start earlier. Of {computed} phases that compute, {share},",
+            f"and never both at a time. Beside them could run only: {', '.join(self.beside)}.",
+            "A pipeline therefore cuts the rows into micro-batches: while one device has one, the other has the next.",
+            "",
+            *verdict(self.differences, self.passed),
+        ]
+
+
+def _role(phase: Phase, device: int) -> str:
+    if device not in phase.devices:
+        return "waits"
+    if len(phase.devices) == 1:
+        return "works"
+    return "sends" if device == phase.devices[0] else "receives"
+
+
+def measure() -> Result:
+    """Run the step on two devices and on one, from the same weights and rows."""
+    first, second = cpu_mesh("2x1x1").devices.flat
+    home = {"w1": first, "x": first, "w2": second, "t": second}
+    arrays = {name: jax.device_put(value, home[name]) for name, value in draw().items()}
+    story = Story([first, second], arrays, watched=("w1", "w2"))
+    outcome = in_phases(story)
+    return Result(story.phases, {"two devices": outcome.differences(on_one_device(**draw()))})
