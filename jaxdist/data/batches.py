@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Generic, TypeVar
 
 import jax
@@ -60,6 +61,14 @@ def global_rows(seed: int, step: int, batch: int, n: int) -> Int[np.ndarray, " b
     return rows
 
 
+def splitmix64(x: UInt64[np.ndarray, "..."]) -> UInt64[np.ndarray, "..."]:
+    """Steele, Lea & Flood 2014, "Fast Splittable Pseudorandom Number Generators": 64 bits to 64, one to one."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
 def train_batch(
     tokens: Tokens,
     rows: Int[np.ndarray, " batch"],
@@ -72,37 +81,14 @@ def train_batch(
 
     `batch` must divide by k times the parts that the layout splits it into. A row of -1 is all padding.
     """
-    grid = rows.reshape(accumulation, -1)
-    place = np.arange(rows.size, dtype=np.int32).reshape(grid.shape)
-    read: dict[bytes, np.ndarray] = {}
-
-    def windows(index: tuple[slice, ...]) -> np.ndarray:
-        wanted = np.ascontiguousarray(grid[index[:2]])
-        key = wanted.tobytes()  # devices that hold the same rows, and tokens and labels, share one reading
-        if key not in read:
-            read[key] = _read(tokens, wanted.ravel(), sequence).reshape(*wanted.shape, sequence + 1)
-        return read[key]
-
-    # Sharding by callback asks for the global shape and hands out global indices, so that the copies of a row on
-    # several processes cannot differ; slicing by process number can, silently.
-    made = {
-        "tokens": lambda index: np.ascontiguousarray(windows(index)[..., :-1]),
-        "labels": lambda index: _labels(grid[index[:2]], windows(index)),
-        "rows": lambda index: place[index],
-    }
-    wanted = abstract_batch(rows.size, sequence, accumulation, mesh, layout)
-    return {name: jax.make_array_from_callback(a.shape, a.sharding, made[name]) for name, a in wanted.items()}
+    abstract = abstract_batch(rows.size, sequence, accumulation, mesh, layout)
+    return global_batch(rows, abstract, lambda wanted: _read(tokens, wanted, sequence))
 
 
 def abstract_batch(rows: int, sequence: int, accumulation: int, mesh: jax.sharding.Mesh, layout: Layout) -> Batch:
     """Shapes and shardings of a batch of that many rows, as `train_batch` makes it."""
-
-    def array(*dims: int) -> jax.ShapeDtypeStruct:
-        spec = layout.spec((None, "batch", None)[: len(dims)])
-        return jax.ShapeDtypeStruct(dims, np.int32, sharding=jax.sharding.NamedSharding(mesh, spec))
-
-    grid = accumulation, rows // accumulation
-    return {"tokens": array(*grid, sequence), "labels": array(*grid, sequence), "rows": array(*grid)}
+    row = jax.ShapeDtypeStruct((sequence,), np.int32)
+    return abstract_rows({"tokens": row, "labels": row}, rows, accumulation, mesh, layout)
 
 
 def validation_batches(
@@ -112,11 +98,56 @@ def validation_batches(
 
     The last batch is filled up with rows whose labels are all -1: they count for nothing.
     """
-    n = tokens.rows(sequence)
+    for rows in held_out_rows(tokens.rows(sequence), batch, limit):
+        yield train_batch(tokens, rows, sequence, 1, mesh, layout)
+
+
+def global_batch(
+    rows: Int[np.ndarray, " batch"], abstract: Batch, read: Callable[[Int[np.ndarray, " n"]], dict[str, np.ndarray]]
+) -> Batch:
+    """Global arrays like those of `abstract_rows`; `read` gets the rows of one device, and gives [n, ...] by name.
+
+    Each process reads the rows of its own devices only, each once. What a row of -1 holds is for `read` to say.
+    """
+    grid = rows.reshape(abstract["rows"].shape)
+    place = np.arange(rows.size, dtype=np.int32).reshape(grid.shape)
+    found: dict[bytes, dict[str, np.ndarray]] = {}
+
+    def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        if name == "rows":
+            return place[index]
+        wanted = np.ascontiguousarray(grid[index[:2]])
+        key = wanted.tobytes()  # devices that hold the same rows, and the arrays of a row, share one reading
+        if key not in found:
+            found[key] = read(wanted.ravel())
+        return found[key][name].reshape(*wanted.shape, *abstract[name].shape[2:])
+
+    # Sharding by callback asks for the global shape and hands out global indices, so that the copies of a row on
+    # several processes cannot differ; slicing by process number can, silently.
+    return {
+        name: jax.make_array_from_callback(a.shape, a.sharding, partial(part, name)) for name, a in abstract.items()
+    }
+
+
+def abstract_rows(
+    row: dict[str, jax.ShapeDtypeStruct], rows: int, accumulation: int, mesh: jax.sharding.Mesh, layout: Layout
+) -> Batch:
+    """Shapes and shardings of that many rows in `accumulation` micro-batches, with their places, from those of one."""
+
+    def array(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = layout.spec((None, "batch", *(None for _ in one.shape)))
+        shape = accumulation, rows // accumulation, *one.shape
+        return jax.ShapeDtypeStruct(shape, one.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+
+    return {name: array(one) for name, one in {**row, "rows": jax.ShapeDtypeStruct((), np.int32)}.items()}
+
+
+def held_out_rows(n: int, batch: int, limit: int) -> Iterator[Int[np.ndarray, " batch"]]:
+    """Rows 0..n-1 in batches, the last one filled up with -1; at most the first `limit`, where that is not 0."""
     starts = range(0, n, batch)
     for start in starts[:limit] if limit else starts:
         rows = np.arange(start, start + batch)
-        yield train_batch(tokens, np.where(rows < n, rows, -1), sequence, 1, mesh, layout)
+        yield np.where(rows < n, rows, -1)
 
 
 class Prefetch(Generic[Made]):
@@ -172,15 +203,12 @@ class Prefetch(Generic[Made]):
         self.close()
 
 
-def _read(tokens: Tokens, rows: np.ndarray, sequence: int) -> np.ndarray:
-    """Windows [n, S+1] of these rows; zeros for a row of -1."""
-    out = np.zeros((rows.size, sequence + 1), np.int32)
-    out[rows >= 0] = tokens.window(rows[rows >= 0], sequence)
-    return out
-
-
-def _labels(rows: np.ndarray, windows: np.ndarray) -> np.ndarray:
-    return np.where(rows[..., None] >= 0, windows[..., 1:], np.int32(IGNORED))
+def _read(tokens: Tokens, rows: np.ndarray, sequence: int) -> dict[str, np.ndarray]:
+    """Tokens [n, S] of these rows and the tokens after them; a row of -1 has tokens 0 and labels -1."""
+    windows = np.zeros((rows.size, sequence + 1), np.int32)
+    windows[rows >= 0] = tokens.window(rows[rows >= 0], sequence)
+    labels = np.where(rows[:, None] >= 0, windows[:, 1:], np.int32(IGNORED))
+    return {"tokens": np.ascontiguousarray(windows[:, :-1]), "labels": labels}
 
 
 def _feistel(x: UInt64[np.ndarray, "..."], width: int, keys: UInt64[np.ndarray, " rounds"]) -> np.ndarray:
@@ -188,19 +216,11 @@ def _feistel(x: UInt64[np.ndarray, "..."], width: int, keys: UInt64[np.ndarray, 
     w, mask = np.uint64(width), np.uint64((1 << width) - 1)
     left, right = x >> w, x & mask
     for key in keys:
-        left, right = right, left ^ (_splitmix64(right + key) >> (np.uint64(64) - w))
+        left, right = right, left ^ (splitmix64(right + key) >> (np.uint64(64) - w))
     return (left << w) | right
 
 
 def _round_keys(seed: int, epoch: int) -> UInt64[np.ndarray, " rounds"]:
     word = lambda number: np.array([number % 2**64], np.uint64)
-    state = _splitmix64(_splitmix64(word(seed)) + word(epoch))
-    return _splitmix64(state + np.arange(1, ROUNDS + 1, dtype=np.uint64))
-
-
-def _splitmix64(x: UInt64[np.ndarray, "..."]) -> UInt64[np.ndarray, "..."]:
-    """Steele, Lea & Flood 2014, "Fast Splittable Pseudorandom Number Generators": 64 bits to 64, one to one."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    state = splitmix64(splitmix64(word(seed)) + word(epoch))
+    return splitmix64(state + np.arange(1, ROUNDS + 1, dtype=np.uint64))

@@ -32,3 +32,13 @@ def save_tokenizer(path, size=VOCAB, end=None):
         tokenizer.add_special_tokens([end])
     tokenizer.save(str(path))
     return path
+
+
+def save_pictures(folder, pictures: dict[str, np.ndarray], **how):
+    """uint8 arrays [H, W] or [H, W, 3] as image files below `folder`, by their names."""
+    from PIL import Image
+
+    for name, pixels in pictures.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(folder / name, **how)
+    return folder
