@@ -199,10 +199,8 @@ def _rows(batch: Batch) -> int:
 
 def _statistics(scope: Scope, mesh: jax.sharding.Mesh, module: nnx.Module) -> None:
     """Where devices compute apart, batch norm is told over which axes its statistics are taken."""
-    axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
-    if scope == "rows" and axes:
-        for norm in foreign.batch_norms(module):
-            norm.axis_name = axes
+    if scope == "rows":
+        foreign.synchronise(module, tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1))
 
 
 def _layout(mesh: jax.sharding.Mesh, model: Foreign, rules: Rules, scope: Scope) -> Layout:

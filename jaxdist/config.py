@@ -60,10 +60,10 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """The decoder's family and sizes."""
+    """The family of the model, decoder of text or classifier of images, and its sizes."""
 
-    family: Literal["gpt", "llama"] = "gpt"
-    """LayerNorm, learned positions and GELU; or RMSNorm, rotary positions, SwiGLU and grouped-query attention."""
+    family: Literal["gpt", "llama", "cnn", "resnet18", "resnet50"] = "gpt"
+    """GPT-2's decoder or Llama's, for text; or, for images, a small convolutional network or a ResNet."""
     layers: Count = 4
     """Decoder blocks (L)."""
     embed: Count = 128
@@ -83,9 +83,21 @@ class ModelConfig(Section):
     tied: bool = True
     """Use the embedding table as the output projection too."""
     dropout: Fraction = 0.0
-    """Probability of dropping an activation, in each block and after the embedding; llama has none."""
+    """Probability of dropping an activation: of gpt in each block and after the embedding, of cnn before the head."""
     remat: Literal["none", "dots", "block"] = "none"
     """What the backward pass recomputes: what is cheap; all but the products with weights; whole blocks."""
+
+    classes: Annotated[int, Field(ge=2, lt=2**31)] = 10
+    """Classes of images."""
+    image: Count = 8
+    """Height and width of an image in pixels; those of a folder of pictures are scaled to it."""
+    channels: Count = 1
+    """Channels of an image: 1 for grey, 3 for colour."""
+
+    @property
+    def images(self) -> bool:
+        """Whether it classifies images; it models text otherwise."""
+        return self.family not in ("gpt", "llama")
 
     @property
     def key_value_heads(self) -> int:
@@ -123,16 +135,18 @@ class ParallelConfig(Section):
 
 
 class DataConfig(Section):
-    """Where the tokens come from."""
+    """Where the tokens, or the images, come from."""
 
     path: FilePath | None = None
-    """Text (.txt or any other), JSON lines (.jsonl with "text"), or uint16 tokens (.bin); none: Python's library."""
+    """Text, .jsonl with "text", or uint16 tokens (.bin); images: .npz, or a folder; none: Python's library, digits."""
     tokenizer: FilePath | None = None
     """A tokenizer.json to use; none: train a byte-level BPE on the text."""
     validation_path: FilePath | None = None
     """Held-out data of the same kind; none: a fraction of path is held out."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """How much of path is held out when there is no validation path."""
+    augment: Literal["none", "crop", "crop-flip"] = "none"
+    """Training images: shifted by up to an eighth of their size, and mirrored half of the time."""
     prefetch: Count = 2
     """Batches prepared ahead of the step."""
 

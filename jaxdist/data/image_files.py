@@ -169,7 +169,7 @@ def _decode(files: Sequence[Path], size: int) -> Shaped[np.ndarray, "n H W *C"]:
                 (width, height), (width_0, height_0) = image.size, first[1]
                 raise RequestError(
                     f"'{first[0]}' has {width_0}x{height_0} pixels (width x height) and '{file}' has {width}x{height}; "
-                    "make them alike, or ask for a size that all are stretched to"
+                    "make them alike, or set model.image to the size that all are stretched to"
                 )
     width, height = (size, size) if size else first[1]
     out = np.empty((len(files), height, width) if grey else (len(files), height, width, 3), np.uint8)

@@ -173,7 +173,7 @@ def _count_classes(part: Labelled, classes: int) -> tuple[str, ...]:
     count = classes or len(found)
     if count > 1 and (found[0] < 0 or found[-1] >= count):  # a single class is another mistake
         row = int(np.flatnonzero((part.labels < 0) | (part.labels >= count))[0])
-        remedy = "" if classes else ", without gaps, or tell how many classes there are"
+        remedy = "" if classes else ", without gaps, or set model.classes"
         raise RequestError(
             f"label {int(part.labels[row])} of image {row} of {part.place} is out of range for {count} classes; "
             f"number the classes from 0 to {count - 1}{remedy}"
@@ -185,14 +185,16 @@ def _together_problems(parts: list[Labelled], names: tuple[str, ...], size: int,
     """What does not fit together: the two parts, and what was asked for."""
     train, problems = parts[0], []
     if classes and classes != len(names):
-        problems.append(f"{train.place} has {len(names)} classes, and {classes} were asked for; ask for {len(names)}")
+        problems.append(
+            f"{train.place} has {len(names)} classes, and model.classes is {classes}; set it to {len(names)}"
+        )
     if len(names) < 2:
         problems.append(f"{train.place} has {len(names)} class; give images of at least 2")
     height, width = train.images.shape[1:3]
     if size and (height, width) != (size, size):
         problems.append(
-            f"the images of {train.place} are {height}x{width}, and {size}x{size} was asked for; only images in class "
-            "folders are stretched: resize the arrays, or leave the size out"
+            f"the images of {train.place} are {height}x{width}, and model.image is {size}; only images in class "
+            f"folders are scaled: resize the arrays, or set model.image to {height} if they are square"
         )
     for other in parts[1:]:
         kind = lambda part: f"{'x'.join(map(str, part.images.shape[1:]))} of {part.images.dtype}"

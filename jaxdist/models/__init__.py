@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
+from jaxdist.models import images
+from jaxdist.models.foreign import Foreign, Params
 from jaxdist.models.gpt import GPT
 from jaxdist.models.llama import Llama
 from jaxdist.sharding import ONE_DEVICE, Layout
 
 FAMILIES = dict(gpt=GPT, llama=Llama)
-
-Params = dict[str, Any]
-"""Nested dict of arrays; `params["blocks"]` holds every layer, stacked on a leading L."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +58,21 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     return Model(make, graph, nnx.graphdef(module.blocks), nnx.to_pure_dict(state), nnx.to_pure_dict(axes))
 
 
-def build(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
+def build(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model | Foreign:
     """The model that `config` asks for, laid out by `layout`."""
+    if config.images:
+        return images.build(config, layout)
     return describe(lambda rngs: FAMILIES[config.family](config, layout, rngs))
 
 
-def parameters(model: Model) -> int:
+def parameters(model: Model | Foreign) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(model.abstract))
 
 
-def matrices(model: Model) -> Params:
-    """True where a parameter is a matrix (two named dims or more, layers aside): those decay."""
+def matrices(model: Model | Foreign) -> Params:
+    """True where a parameter is a matrix (two dims or more, layers aside): those decay."""
+    if isinstance(model, Foreign):
+        return jax.tree.map(lambda a: a.ndim >= 2, model.abstract)
     return jax.tree.map(
         lambda axes: sum(name not in (None, "layers") for name in axes) >= 2,
         model.axes,

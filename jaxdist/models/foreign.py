@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from jaxdist.models import Params
+Params = dict[str, Any]
+"""Nested dict of arrays; of a decoder, `params["blocks"]` holds every layer, stacked on a leading L."""
 
 LossFunction = Callable[..., Any]
 """`loss_fn(module, batch)`, or with a third argument named `train`: a mean over the rows of `batch`, or
@@ -76,8 +77,11 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Modu
     return Foreign(make, training, nnx.graphdef(module), abstract, nnx.to_pure_dict(axes), variables)
 
 
-def batch_norms(module: nnx.Module) -> list[nnx.BatchNorm]:
-    return [part for _, part in nnx.iter_modules(module) if isinstance(part, nnx.BatchNorm)]
+def synchronise(module: nnx.Module, axes: tuple[str, ...]) -> None:
+    """Take the statistics of batch norm over the devices of these mesh axes, where each has its own rows."""
+    for _, part in nnx.iter_modules(module):
+        if isinstance(part, nnx.BatchNorm) and axes:
+            part.axis_name = axes
 
 
 def _apart(module: nnx.Module) -> tuple[nnx.GraphDef, Params, Params]:

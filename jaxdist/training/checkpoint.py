@@ -71,12 +71,16 @@ class Checkpoints:
         """
         items = {name: ocp.args.StandardRestore(tree) for name, tree in _items(abstract).items()}
         found = self._read(*self._find(which), **items)
-        return TrainState(params=found.params, **found.training)
+        return TrainState(params=found.params, variables=found.get("variables", {}), **found.training)
 
-    def restore_params(self, abstract: Params, which: str = "latest") -> tuple[int, Params]:
-        """(step, parameters) alone, for evaluation: the optimizer's state is not read."""
+    def restore_params(
+        self, abstract: Params, variables: Params, which: str = "latest"
+    ) -> tuple[int, Params, Params]:
+        """(step, parameters, variables) alone, for evaluation: the optimizer's state is not read."""
         manager, step = self._find(which)
-        return step, self._read(manager, step, params=ocp.args.StandardRestore(abstract)).params
+        trees = {"params": abstract} | ({"variables": variables} if variables else {})
+        found = self._read(manager, step, **{name: ocp.args.StandardRestore(tree) for name, tree in trees.items()})
+        return step, found.params, found.get("variables", {})
 
     def _read(self, manager: ocp.CheckpointManager, step: int, **items: Any) -> Any:
         try:
@@ -115,10 +119,11 @@ def _manager(folder: Path, keep: int | None) -> ocp.CheckpointManager:
 
 
 def _items(state: TrainState) -> dict[str, Any]:
-    """Parameters apart from the rest, so that they can be read alone; weights in use follow from them."""
+    """Parameters and variables apart from the rest, so that they can be read alone; weights in use follow from them."""
     training = state._asdict()
     del training["weights"]
-    return {"params": training.pop("params"), "training": training}
+    variables = training.pop("variables")
+    return {"params": training.pop("params"), "training": training} | ({"variables": variables} if variables else {})
 
 
 def _contents(state: TrainState, facts: dict[str, Any]) -> ocp.args.Composite:

@@ -6,20 +6,20 @@ import json
 from pathlib import Path
 
 
-def plot_loss(metrics: Path, picture: Path, unigram: float) -> None:
-    """Draw training and validation loss over steps from metrics.jsonl, with the unigram entropy as a line."""
+def plot_loss(metrics: Path, picture: Path, baseline: float, name: str, unit: str) -> None:
+    """Draw training and validation loss over steps from metrics.jsonl, and as a line the loss of one who has not looked."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     lines = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)", title=metrics.parent.name)
-    for name, style in (("loss", "-"), ("validation_loss", "o-")):
-        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+    axes = figure.add_subplot(xlabel="step", ylabel=f"loss (nats per {unit})", title=metrics.parent.name)
+    for kind, style in (("loss", "-"), ("validation_loss", "o-")):
+        points = [(line["step"], line[kind]) for line in lines if line.get(kind) is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), style, markersize=4, label=name.replace("_", " "))
-    axes.axhline(unigram, color="grey", linestyle="--", linewidth=1, label="unigram entropy of the held-out part")
+            axes.plot(*zip(*points, strict=True), style, markersize=4, label=kind.replace("_", " "))
+    axes.axhline(baseline, color="grey", linestyle="--", linewidth=1, label=f"{name} of the held-out part")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(picture, dpi=120)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -13,17 +12,17 @@ import jax.numpy as jnp
 
 from jaxdist import models
 from jaxdist.cluster import runtime
-from jaxdist.config import Config, RequestError
-from jaxdist.data.batches import Batch, abstract_batch, validation_batches
-from jaxdist.data.corpus import Corpus, open_corpus
+from jaxdist.config import Config
+from jaxdist.data.batches import Batch
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models import Params
 from jaxdist.request import check_mesh_fits
 from jaxdist.sharding import Layout, on_devices, rules
 from jaxdist.training.checkpoint import Checkpoints
-from jaxdist.training.layered import Layered
 from jaxdist.training.optimizer import optimizer
-from jaxdist.training.step import Step, TrainState
+from jaxdist.training.pictures import Pictures
+from jaxdist.training.step import Forward, Step, TrainState
+from jaxdist.training.text import Text
 
 
 class Run:
@@ -47,36 +46,16 @@ class Run:
         precision = _precision(config.precision, self.layout.platform)
         self.config = config.model_copy(update={"precision": precision})
         self.model = models.build(config.model, self.layout)
-
-    @cached_property
-    def corpus(self) -> Corpus:
-        return open_corpus(self.config.data, self.config.model.vocab, self.config.model.sequence)
-
-    def use_tokenizer(self, path: Path) -> None:
-        """Open the corpus again with the tokenizer at `path`, if there is one: ids that the weights know."""
-        if path.exists():
-            data = self.config.data.model_copy(update={"tokenizer": path})
-            self.corpus = open_corpus(data, self.config.model.vocab, self.config.model.sequence)
-
-    @cached_property
-    def rows(self) -> int:
-        """Rows of the training part."""
-        rows, batch = self.corpus.train.rows(self.config.model.sequence), self.config.train.global_batch_size
-        if rows < batch:
-            raise RequestError(
-                f"the training data has {rows} row(s) of {self.config.model.sequence} tokens, fewer than one global "
-                f"batch of {batch}; lower train.global_batch_size or model.sequence, or give more data"
-            )
-        return rows
+        self.task = (Pictures if config.model.images else Text)(self.config, self.model, self.mesh, self.layout)
 
     def open_data(self) -> tuple[int, int]:
         """(rows, steps): reads, and at the first use tokenizes, the data. Raises `RequestError` if it is wrong."""
-        return self.rows, self.steps
+        return self.task.rows, self.steps
 
     @cached_property
     def steps(self) -> int:
         train = self.config.train
-        return math.ceil(train.epochs * self.rows / train.global_batch_size) if train.epochs else train.steps
+        return math.ceil(train.epochs * self.task.rows / train.global_batch_size) if train.epochs else train.steps
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -90,18 +69,8 @@ class Run:
         return Step(self.forward, rule, max_norm=config.optimizer.clip, keep=config.precision == "mixed")
 
     @cached_property
-    def forward(self) -> Layered:
-        config = self.config
-        return Layered(
-            self.model,
-            self.layout,
-            dtype=self.dtype,
-            remat=config.model.remat,
-            dropout=config.model.dropout > 0,
-            seed=config.train.seed,
-            stage=config.parallel.zero,
-            inside=config.parallel.micro_batches == "inside",
-        )
+    def forward(self) -> Forward:
+        return self.task.forward(self.dtype)
 
     def init(self) -> TrainState:
         """The state before the first step; call under `jax.set_mesh`."""
@@ -114,8 +83,7 @@ class Run:
 
     def batch(self) -> Batch:
         """Shapes and shardings of a global batch of training."""
-        train, sequence = self.config.train, self.config.model.sequence
-        return abstract_batch(train.global_batch_size, sequence, train.accumulation, self.mesh, self.layout)
+        return self.task.abstract_batch()
 
     def lower(self) -> jax.stages.Lowered:
         """The train step, its state donated, ready to be compiled; call under `jax.set_mesh`."""
@@ -131,14 +99,17 @@ class Run:
     def _evaluate(self):
         return jax.jit(self.step.evaluate)
 
-    def validation_loss(self, params: Params, batches: int) -> float:
-        """Mean loss in nats over the held-out part, or its first `batches` global batches (0: all)."""
-        train, sequence = self.config.train, self.config.model.sequence
+    def validate(self, params: Params, variables: Params, batches: int) -> dict[str, float]:
+        """Mean loss in nats, and further means by name, over the held-out part or its first `batches` global batches
+        (0: all)."""
+        train = self.config.train
         rows = train.global_batch_size // train.accumulation  # what fits while training fits here
-        limit = batches * train.accumulation
-        parts = validation_batches(self.corpus.validation, sequence, rows, limit, self.mesh, self.layout)
-        sums = [jax.device_get(self._evaluate(params, {}, part)) for part in parts]
-        return float(sum(loss for loss, *_ in sums) / sum(count for _, count, _ in sums))
+        parts = self.task.validation_batches(rows, batches * train.accumulation)
+        sums = [jax.device_get(self._evaluate(params, variables, part)) for part in parts]
+        count = sum(count for _, count, _ in sums)
+        mean = lambda values: float(sum(values) / count)
+        further = {name: mean(further[name] for _, _, further in sums) for name in sums[0][2]}
+        return {"loss": mean(loss for loss, *_ in sums), **further}
 
 
 def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:
@@ -155,6 +126,7 @@ class Trained(NamedTuple):
     run: Run
     step: int
     params: Params
+    variables: Params
     data: str
     """Fingerprint of the data that they were trained on."""
 
@@ -163,9 +135,10 @@ def restore(config: Config, which: str, batch: bool = True) -> Trained:
     """The parameters of `which` step ("latest", "best" or a number) of the run in `config.run_dir`."""
     run = Run(config, batch=batch)
     with jax.set_mesh(run.mesh), Checkpoints(config.run_dir, keep=None) as checkpoints:
-        abstract = on_devices(jax.eval_shape(run.step.place, run.model.abstract), run.mesh)
-        step, params = checkpoints.restore_params(abstract, which)
-        return Trained(run, step, params, checkpoints.facts(str(step) if which == "latest" else which)["data"])
+        state = run.abstract()
+        step, params, variables = checkpoints.restore_params(state.params, state.variables, which)
+        data = checkpoints.facts(str(step) if which == "latest" else which)["data"]
+        return Trained(run, step, params, variables, data)
 
 
 def _precision(asked: str, platform: str) -> str:

@@ -9,7 +9,7 @@ import time
 
 import jax
 
-from jaxdist.data.batches import Prefetch, global_rows, train_batch
+from jaxdist.data.batches import Prefetch, global_rows
 from jaxdist.training.checkpoint import Checkpoints
 from jaxdist.training.folder import RunFolder
 from jaxdist.training.meter import Diverged, Meter
@@ -35,9 +35,9 @@ def train(run: Run, folder: RunFolder) -> int:
     ):
         first = checkpoints.latest()
         if first is not None:
-            folder.same_data(checkpoints.facts()["data"], run.corpus.fingerprint)
+            folder.same_data(checkpoints.facts()["data"], run.task.fingerprint)
         devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
-        folder.write(run.config, run.corpus.tokenizer, devices)
+        folder.write(run.config, run.task.tokenizer, devices)
         folder.cut_metrics(first or 0)
         with Log(run.config, folder, run.steps, first or 0) as log, StopSignal() as stop:
             try:
@@ -88,7 +88,7 @@ class Trainer:
     def __init__(self, run: Run, folder: RunFolder, checkpoints: Checkpoints, log: Log, stop: StopSignal):
         self.run, self.folder, self.checkpoints, self.log, self.stop = run, folder, checkpoints, log, stop
         self.config, self.steps = run.config, run.steps
-        self.unigram = run.corpus.validation.unigram_entropy()
+        self.baseline = run.task.baseline()
         self.best = math.inf
 
     def train(self, first: int | None) -> int:
@@ -132,9 +132,8 @@ class Trainer:
 
     def batch(self, step: int) -> Batch:
         """The global batch of the step that follows `step` steps: a function of (seed, step) alone."""
-        train, sequence = self.config.train, self.config.model.sequence
-        rows = global_rows(train.seed, step, train.global_batch_size, self.run.rows)
-        return train_batch(self.run.corpus.train, rows, sequence, train.accumulation, self.run.mesh, self.run.layout)
+        train, task = self.config.train, self.run.task
+        return task.batch(global_rows(train.seed, step, train.global_batch_size, task.rows), step)
 
     def due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
@@ -142,10 +141,10 @@ class Trainer:
     def validate(self, step: int, state: TrainState) -> None:
         """Tell the loss on the held-out part; keep the state if it is the best so far."""
         with self.meter.paused():
-            loss = self.run.validation_loss(state.params, self.config.validation.batches)
-            self.log.metrics({"step": step, "validation_loss": loss})
-            if loss < self.best:
-                self.best = loss
+            found = self.run.validate(state.params, state.variables, self.config.validation.batches)
+            self.log.metrics({"step": step, **{f"validation_{name}": value for name, value in found.items()}})
+            if found["loss"] < self.best:
+                self.best = found["loss"]
                 self.checkpoints.save_best(step, state, self.facts(step))
 
     def save(self, step: int, state: TrainState) -> None:
@@ -159,16 +158,17 @@ class Trainer:
             "step": step,
             "steps": self.steps,
             "seed": self.config.train.seed,
-            "data": self.run.corpus.fingerprint,
+            "data": self.run.task.fingerprint,
             "best": best,
-            "unigram": self.unigram,
+            "baseline": self.baseline,
         }
 
     def finish(self) -> None:
-        """Compare the outcome with what no model of single tokens can beat, and draw it."""
+        """Compare the outcome with that of one who has not looked, and draw it."""
         self.meter.flush()
+        task = self.run.task
         self.log.say(
-            f"done        best validation loss {self.best:.4f} nats per token; "
-            f"unigram entropy of the held-out part {self.unigram:.4f}"
+            f"done        best validation loss {self.best:.4f} nats per {task.unit}; "
+            f"{task.baseline_name} of the held-out part {self.baseline:.4f}"
         )
-        plot_loss(self.folder.metrics, self.folder.plot, self.unigram)
+        plot_loss(self.folder.metrics, self.folder.plot, self.baseline, task.baseline_name, task.unit)

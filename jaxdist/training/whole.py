@@ -21,12 +21,20 @@ each device's own in everything."""
 
 
 class Whole:
-    """Batches are trees of arrays [k, B, ...]; `split` says of every parameter whether ZeRO may split it."""
+    """Batches are trees of arrays [k, B, ...]; `split` says of every parameter whether ZeRO may split it (None: of
+    all)."""
 
     inside = False
 
     def __init__(
-        self, model: Foreign, loss_fn: LossFunction, layout: Layout, scope: Scope, dtype: Any, stage: int, split: Params
+        self,
+        model: Foreign,
+        loss_fn: LossFunction,
+        layout: Layout,
+        scope: Scope,
+        dtype: Any,
+        stage: int,
+        split: Params | None = None,
     ):
         self.model, self.loss_fn, self.layout, self.scope = model, loss_fn, layout, scope
         self.dtype, self.stage, self.abstract = dtype, stage, model.abstract

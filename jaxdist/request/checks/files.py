@@ -20,10 +20,10 @@ def _validation_fraction(config: Config) -> Iterator[str]:
         yield from unused(config, "data.validation_fraction", "a data.validation_path")
 
 
-@check("data.path", "data.tokenizer", "data.validation_path")
+@check("model.family", "data.path", "data.tokenizer", "data.validation_path")
 def _files(config: Config) -> Iterator[str]:
-    if not (config.data.path or config.data.tokenizer or config.data.validation_path):
-        return
+    if config.model.images or not (config.data.path or config.data.tokenizer or config.data.validation_path):
+        return  # images are looked at when they are opened
     from jaxdist.data.documents import open_sources  # reads no content, and needs no numpy
 
     try:
@@ -32,8 +32,10 @@ def _files(config: Config) -> Iterator[str]:
         yield from error.problems
 
 
-@check("model.vocab", "data.path", "data.tokenizer")
+@check("model.family", "model.vocab", "data.path", "data.tokenizer")
 def _vocab(config: Config) -> Iterator[str]:
+    if config.model.images:
+        return
     trains = not config.data.tokenizer and (config.data.path is None or config.data.path.suffix.lower() != ".bin")
     if trains and config.model.vocab < BYTE_LEVEL_VOCAB:
         yield (

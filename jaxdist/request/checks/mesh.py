@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxdist.config import Config, RequestError, nearest
-from jaxdist.mesh import AXES, BATCH_AXES, FILL, LAYER_AXES, MODEL, MeshShape, parse_mesh
+from jaxdist.mesh import AXES, BATCH_AXES, DATA, FILL, LAYER_AXES, MODEL, MeshShape, parse_mesh
 from jaxdist.request.checks.model import head_counts
 from jaxdist.request.checks.registry import check, closest, divisors, multiples, remedy, to, unused
 
@@ -95,6 +95,15 @@ def _batch(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
         yield f"train.global_batch_size {size} does not divide by {' x '.join(factors)}; set it to {near}"
 
 
+@fit("model.family")
+def _images(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+    if config.model.images and shape[MODEL] > 1:
+        yield (
+            f"mesh {config.mesh} has {MODEL}={shape[MODEL]}, but model.family {config.model.family} has nothing that "
+            f"{MODEL} splits; give those devices to {DATA}"
+        )
+
+
 @fit("model.heads", "parallel.rules.heads")
 def _heads(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     near = closest(head_counts(config.model, shape[MODEL]), config.model.heads)
@@ -147,6 +156,8 @@ def _split(config: Config, shape: Mapping[str, int], name: str, told: str, *inst
 def _sizes(config: Config) -> dict[str, int]:
     """The sizes that the `model` axis splits, by their knobs."""
     model, rules = config.model, config.parallel.rules
+    if model.images:
+        return {}
     sizes = {
         "model.heads": (rules.heads, model.heads),
         "model.mlp": (rules.mlp, model.mlp_size),

@@ -58,6 +58,22 @@ def _gpt(config: Config) -> Iterator[str]:
 
 
 @check("model.family", "model.dropout")
-def _llama(config: Config) -> Iterator[str]:
-    if config.model.family == "llama":
-        yield from unused(config, "model.dropout", "model.family llama, which has no dropout,")
+def _no_dropout(config: Config) -> Iterator[str]:
+    family = config.model.family
+    if family not in ("gpt", "cnn"):
+        yield from unused(config, "model.dropout", f"model.family {family}, which has no dropout,")
+
+
+OF_TEXT = (
+    *("model.layers", "model.embed", "model.heads", "model.kv_heads", "model.rope_theta", "model.mlp", "model.vocab"),
+    *("model.sequence", "model.tied", "model.remat", "data.tokenizer"),
+    *("parallel.sequence", "parallel.micro_batches", "parallel.rules.heads", "parallel.rules.mlp"),
+    "parallel.rules.vocab",
+)
+OF_IMAGES = ("model.classes", "model.image", "model.channels", "data.augment")
+
+
+@check("model.family", *OF_TEXT, *OF_IMAGES)
+def _other_kind(config: Config) -> Iterator[str]:
+    for name in OF_TEXT if config.model.images else OF_IMAGES:
+        yield from unused(config, name, f"model.family {config.model.family}")
