@@ -107,6 +107,11 @@ def capacity(device: jax.Device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
+def cores() -> int:
+    """CPU cores that this process may use, which all CPU devices share."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
+
+
 def peak_bytes(device: jax.Device) -> int | None:
     """Most bytes that were in use on the device so far; None where the backend does not tell, as on CPU."""
     return (device.memory_stats() or {}).get("peak_bytes_in_use")
