@@ -67,7 +67,7 @@ def _rows(told: Mapping[str, Any]) -> list[str]:
 
 def _fits(fits: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
-        f"{fit['law'] + chr(39) + 's law':<15}ZeRO {fit['zero']}: serial fraction {fit['serial_fraction']:.3f}, "
+        f"{fit['law'] + chr(39) + 's law':<14} ZeRO {fit['zero']}: serial fraction {fit['serial_fraction']:.3f}, "
         f"residual {fit['residual']:.3f} of {fit['residual_of']}"
         for fit in fits
     ]

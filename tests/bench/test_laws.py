@@ -21,7 +21,7 @@ def test_an_exact_curve_gives_its_fraction_back(law, fit, serial):
 def test_the_laws_are_those_of_their_papers():
     assert amdahl(0.05, 20) == pytest.approx(10.256, abs=1e-3)
     assert amdahl(0.01, 1e12) == pytest.approx(100, rel=1e-6)  # 1/s is the limit
-    assert gustafson(0.004, 1024) == pytest.approx(1020, abs=0.1)  # Gustafson 1988: 1021 for s near 0.4 %
+    assert gustafson(0.004, 1024) == pytest.approx(1020, abs=0.1)  # Gustafson 1988 reports 1016 to 1021
     assert amdahl(0.3, 1) == gustafson(0.3, 1) == 1
 
 
