@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": "text from a run's checkpoint",
     "explain": "what a step holds and moves, compiled for any mesh, also of GPUs that are not here",
     "bench step": "measure the train step: time, tokens per second, MFU, memory",
+    "bench scaling": "the step on several numbers of devices: speed-up, efficiency, serial fraction",
     "lab": "what the lectures tell, run: every number read from the devices",
 }
 
@@ -27,12 +28,12 @@ def main(argv: list[str] | None = None) -> int:
     word, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if word in ("--help", "-h"):
         print("usage: python -m jaxdist.COMMAND ...   (--help tells more)\n\ncommands:")
-        print("\n".join(f"  {name:<12}{line}" for name, line in COMMANDS.items()))
+        print("\n".join(f"  {name:<15}{line}" for name, line in COMMANDS.items()))
         return 0
     if word == "--version":
         print(f"jaxdist {__version__}")
         return 0
-    words = [name.split()[0] for name in COMMANDS]
+    words = list(dict.fromkeys(name.split()[0] for name in COMMANDS))
     if word not in words:
         print(f"jaxdist: unknown command '{word}'; {nearest(word, words)}", file=sys.stderr)
         return 2

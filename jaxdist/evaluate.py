@@ -19,13 +19,17 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.training.run import restore
 
     trained = restore(asked.config, asked.extras["checkpoint"])
-    if trained.run.corpus.fingerprint != trained.data:
-        print("note: this is not the data that the run was trained on; the run's tokenizer is used", file=sys.stderr)
-        trained.run.use_tokenizer(RunFolder(asked.config.run_dir).tokenizer)
+    task = trained.run.task
+    if task.fingerprint != trained.data:
+        print(f"note: this is not the data that the run was trained on{task.kept}", file=sys.stderr)
+        task.keep(RunFolder(asked.config.run_dir).tokenizer)
     with jax.set_mesh(trained.run.mesh):
-        loss = trained.run.validation_loss(trained.params, batches=0)
-    unigram = trained.run.corpus.validation.unigram_entropy()
-    print(f"step {trained.step}  validation loss {loss:.4f} nats per token  (unigram entropy {unigram:.4f})")
+        found = trained.run.validate(trained.params, trained.variables, batches=0)
+    further = "".join(f"  {name} {value:.2%}" for name, value in found.items() if name != "loss")
+    print(
+        f"step {trained.step}  validation loss {found['loss']:.4f} nats per {task.unit}{further}  "
+        f"({task.baseline_name} {task.baseline():.4f})"
+    )
     return 0
 
 

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxdist.config import Config, CountOrZero, RequestError
-from jaxdist.request import Extra, arguments, run
+from jaxdist.config import Config, CountOrZero
+from jaxdist.request import Extra, arguments, check_picture, run
 
 if TYPE_CHECKING:
     from jaxdist.planning.report import Report
@@ -29,7 +29,7 @@ EXTRAS = [
 def main(argv: list[str] | None = None) -> int:
     asked = arguments(argv, "explain", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
     extras = asked.extras
-    _check_picture(extras["picture"])
+    check_picture(extras["picture"], "memory.png")
     report = explain(asked.config, extras["target"] or None, extras["devices"])
 
     from jaxdist.planning.report_text import lines
@@ -40,13 +40,6 @@ def main(argv: list[str] | None = None) -> int:
 
         draw(report, Path(extras["picture"]))
     return 0
-
-
-def _check_picture(path: str) -> None:
-    if path and Path(path).is_dir():
-        raise RequestError(f"picture '{path}' is a folder; name a file in it, such as {path}/memory.png")
-    if path and not Path(path).absolute().parent.is_dir():
-        raise RequestError(f"picture '{path}' cannot be written: its folder does not exist; make it first")
 
 
 def explain(config: Config, target: str | None = None, devices: int = 0) -> Report:

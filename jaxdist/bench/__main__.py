@@ -1,20 +1,25 @@
-"""`python -m jaxdist.bench step`: which measurement, then its own arguments."""
+"""`python -m jaxdist.bench step`, `... scaling`: which measurement, then its own arguments."""
 
 from __future__ import annotations
 
 import sys
 
-from jaxdist.bench import step
+from jaxdist.bench import scaling, step
 from jaxdist.config import RequestError, nearest
 from jaxdist.request import run
 
-MEASUREMENTS = {"step": step.main}
+MEASUREMENTS = {"step": step.main, "scaling": scaling.main}
+
+USAGE = """usage: python -m jaxdist.bench MEASUREMENT [CONFIG] [options]   (--help tells more)
+
+  step      time and memory of the train step
+  scaling   its time on several numbers of devices: speed-up, efficiency and the serial fraction"""
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: python -m jaxdist.bench step [CONFIG] [options]\n\n  step   time and memory of the train step")
+        print(USAGE)
         return 0
     if argv[0] not in MEASUREMENTS:
         raise RequestError(f"there is no measurement '{argv[0]}'; {nearest(argv[0], MEASUREMENTS)}")

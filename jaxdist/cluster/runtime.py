@@ -22,22 +22,41 @@ def start(shape: Mapping[str, int]) -> jax.sharding.Mesh:
     Must run before anything else asks JAX for a device: CPU devices can only be made before the first use.
     """
     asked = devices_asked(shape)
-    _split_cpu(min(asked, MOST_CPU_DEVICES))
-    devices = _devices()
+    devices = _at_least(asked, f"mesh {describe(fill(shape, asked))} needs")
     if devices[0].platform == "cpu":  # virtual devices: one left over is no hardware left idle
-        if asked > MOST_CPU_DEVICES:
-            raise RequestError(
-                f"mesh {describe(fill(shape, asked))} needs {asked} devices, but a CPU is split into "
-                f"{MOST_CPU_DEVICES} at most; ask for fewer"
-            )
-        if len(devices) < asked:
-            raise RequestError(
-                f"mesh {describe(fill(shape, asked))} needs {asked} CPU devices, but this process has made "
-                f"{len(devices)} already; start a new process, or set XLA_FLAGS without "
-                f"--xla_force_host_platform_device_count"
-            )
         devices = devices[:asked]
     return make_mesh(fill(shape, len(devices)), devices)
+
+
+def first(count: int, wanted: str) -> list[jax.Device]:
+    """The first `count` devices of this machine, for what uses a part of them on purpose. As early as `start`.
+
+    `wanted` begins the sentence of a `RequestError` where there are not so many: `--devices 1,2,4 needs`.
+    """
+    devices = _at_least(count, wanted)
+    if len(devices) < count:
+        raise RequestError(
+            f"{wanted} {count} devices, but this machine has {len(devices)} ({devices[0].device_kind}); "
+            f"ask for {len(devices)} or fewer, or use its CPU with JAX_PLATFORMS=cpu"
+        )
+    return devices[:count]
+
+
+def _at_least(count: int, wanted: str) -> list[jax.Device]:
+    """All devices; where they are a CPU's there are `count` or more. `wanted` begins the sentence if there are not."""
+    _split_cpu(min(count, MOST_CPU_DEVICES))
+    devices = _devices()
+    if devices[0].platform == "cpu":
+        if count > MOST_CPU_DEVICES:
+            raise RequestError(
+                f"{wanted} {count} devices, but a CPU is split into {MOST_CPU_DEVICES} at most; ask for fewer"
+            )
+        if len(devices) < count:
+            raise RequestError(
+                f"{wanted} {count} CPU devices, but this process has made {len(devices)} already; start a new "
+                f"process, or set XLA_FLAGS without --xla_force_host_platform_device_count"
+            )
+    return devices
 
 
 def imagine(shape: Mapping[str, int]) -> jax.sharding.AbstractMesh:
@@ -86,6 +105,11 @@ def capacity(device: jax.Device) -> int | None:
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def cores() -> int:
+    """CPU cores that this process may use, which all CPU devices share."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
 
 
 def peak_bytes(device: jax.Device) -> int | None:

@@ -12,9 +12,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import jax
+
 from jaxdist.config import Config
 from jaxdist.mesh import AXES, DATA
 from jaxdist.models import Model
+from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
 from jaxdist.planning.placement import Placed, compute_width, placed
 from jaxdist.sharding import Layout
@@ -61,8 +64,7 @@ def predict(config: Config, model: Model, layout: Layout) -> list[Transfer]:
     """Every transfer of a train step but those of scalars; `config.precision` is not `auto` any more."""
     found = [
         *_parameters(config, placed(config, model, layout), layout),
-        *_stream(config, layout),
-        *_loss(config, layout),
+        *(_statistics(config, model, layout) if config.model.images else _decoder(config, layout)),
     ]
     return [one for one in found if one.devices > 1 and one.calls]
 
@@ -76,7 +78,8 @@ def data_parallel(model: Model, layout: Layout) -> float:
 def _parameters(config: Config, parameters: list[Placed], layout: Layout) -> Iterator[Transfer]:
     """`gather` and `reduce` of `parallel.zero`, for the layers and for what is none."""
     parallel, k = config.parallel, config.train.accumulation
-    groups = k if parallel.zero >= 2 and parallel.micro_batches == "outside" else 1
+    outside = parallel.micro_batches == "outside" or config.model.images
+    groups = k if parallel.zero >= 2 and outside else 1
     for p in parameters:
         calls = groups * (p.shape[0] if p.stacked and parallel.zero >= 2 else 1)
         name = "layers" if p.stacked else "table and the like"
@@ -105,6 +108,18 @@ def _reduce(config: Config, p: Placed, name: str, layout: Layout, calls: int, ti
         added = layout.ranks > 1 or config.train.accumulation > 1
         heads, width = layout.split("heads"), F32 if added else compute_width(config)  # as the product left them
         yield _transfer(layout, what, ALL_GATHER, heads, calls, times * held * layout.parts("heads"), width)
+
+
+def _decoder(config: Config, layout: Layout) -> Iterator[Transfer]:
+    yield from _stream(config, layout)
+    yield from _loss(config, layout)
+
+
+def _statistics(config: Config, model: Foreign, layout: Layout) -> Iterator[Transfer]:
+    """Sum and sum of squares of every channel, forward and, of their gradients, backward; then the running ones."""
+    k, channels = config.train.accumulation, sum(a.size for a in jax.tree.leaves(model.variables))
+    axes = layout.split("batch")
+    yield _transfer(layout, "batch statistics", ALL_REDUCE, axes, k, 3 * k * channels, F32)
 
 
 def _stream(config: Config, layout: Layout) -> Iterator[Transfer]:

@@ -88,3 +88,8 @@ def peak_flops(device_kind: str, precision: str) -> float | None:
     if precision not in ("bfloat16", "mixed"):
         return None
     return next((peak for name, peak in PEAK_BFLOAT16.items() if name.lower() in device_kind.lower()), None)
+
+
+def known(device_kind: str) -> Gpu | None:
+    """The GPU that CUDA calls so, to the letter: a sister with other links or another memory is not known."""
+    return next((gpu for gpu in GPUS.values() if gpu.kind == device_kind), None)

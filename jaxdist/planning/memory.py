@@ -15,9 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
+
 from jaxdist.config import Config, ModelConfig
 from jaxdist.models import Model
 from jaxdist.models.attention import block_rows
+from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import CHUNK_ROWS
 from jaxdist.planning.placement import Placed, compute_width, placed
 from jaxdist.sharding import Layout
@@ -43,6 +46,8 @@ class Memory:
     """What the forward pass leaves for the backward pass: an estimate."""
     working: int
     """What exists only for a moment in either: an estimate."""
+    variables: int = 0
+    """Batch statistics, and keys and counts of random numbers."""
 
     @property
     def arguments(self) -> int:
@@ -61,6 +66,7 @@ class Memory:
             "optimizer": self.optimizer,
             "their bfloat16 copy": self.copy,
             "batch": self.batch,
+            "batch statistics": self.variables,
         }
 
     @property
@@ -73,26 +79,38 @@ class Memory:
         }
 
 
-def predict(config: Config, model: Model, layout: Layout) -> Memory:
-    """For one device of a mesh; `config.precision` is not `auto` any more."""
+def predict(config: Config, model: Model | Foreign, layout: Layout) -> Memory:
+    """For one device of a mesh; `config.precision` is not `auto` any more. Activations of images are not predicted."""
     parameters = placed(config, model, layout)
     rest, moments = sum(p.rest for p in parameters), MOMENTS[config.optimizer.name]
     train, sizes, k = config.train, config.model, config.train.accumulation
     rows = train.global_batch_size // k // layout.ranks
     counters = 4 * (3 + (1 if config.optimizer.name == "sgd" else 2))  # step, skipped twice; optax's own counts
+    held = dict(
+        parameters=4 * rest,
+        optimizer=4 * rest * moments + counters,
+        copy=sum(_copy(config, p) for p in parameters),
+        gradients=_gradients(config, parameters),
+        weights=_weights(config, parameters),
+    )
+    if isinstance(model, Foreign):
+        pixels = sizes.image**2 * sizes.channels
+        variables = sum(_bytes(a) for a in jax.tree.leaves(model.variables))
+        return Memory(**held, batch=4 * rows * k * (pixels + 1), activations=0, working=0, variables=variables)
     inside = config.parallel.zero >= 2 and config.parallel.micro_batches == "inside"
     remat = "named" if config.parallel.zero >= 2 and sizes.remat == "none" else sizes.remat
     kept = rows * (k if inside else 1) * sizes.sequence * sizes.layers * saved_per_token(sizes, layout, remat)
     return Memory(
-        parameters=4 * rest,
-        optimizer=4 * rest * moments + counters,
-        copy=sum(_copy(config, p) for p in parameters),
+        **held,
         batch=4 * rows * k * (2 * sizes.sequence + (sizes.dropout > 0)),  # tokens, labels, row numbers
-        gradients=_gradients(config, parameters),
-        weights=_weights(config, parameters),
         activations=compute_width(config) * kept,
         working=_working(sizes, layout, rows, compute_width(config)),
     )
+
+
+def _bytes(a: jax.ShapeDtypeStruct) -> int:
+    """A key of JAX's usual generator is two words of 32 bits."""
+    return 8 if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) else a.size * a.dtype.itemsize
 
 
 def size(count: float) -> str:

@@ -30,4 +30,4 @@ def draw(report: Report, path: Path) -> None:
     if report.gpu:
         axes.axhline(report.gpu.memory / GIB, color="grey", linestyle="--", label=f"memory of {report.gpu.kind}")
     figure.legend(loc="outside lower center", ncols=3, fontsize="small")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")

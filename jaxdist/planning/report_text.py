@@ -44,7 +44,7 @@ def _memory(report: Report) -> list[str]:
     rows.append(both("temporaries", temporaries, program.temporary_bytes))
     rows += [(f"  {name}, about", size(count), "", "") for name, count in held.transient.items() if count]
     rows.append(both("together", held.total, program.peak_bytes))
-    told = _table(rows)
+    told = table(rows)
     told += ["", _bar(report)]
     return [*told, f"TOO LARGE   {report.too_large}"] if report.too_large else told
 
@@ -68,7 +68,7 @@ def _collectives(report: Report) -> list[str]:
         rows.append(("+".join(row.axes), row.kind, f"{row.calls:,}", *sizes, what))
     if not rows[1:]:
         return ["nothing crosses the mesh: there is one device"]
-    return ["collectives of one step, bytes of one device", *_table(rows)]
+    return ["collectives of one step, bytes of one device", *table(rows)]
 
 
 def _beside(report: Report) -> list[str]:
@@ -102,7 +102,7 @@ def _off(predicted: int, compiled: int) -> str:
     return "equal" if predicted == compiled else f"{100 * (predicted / compiled - 1):+.0f} %" if compiled else ""
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def table(rows: list[tuple[str, ...]]) -> list[str]:
     """Words to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     number = [any(row[i][:1].isdigit() for row in rows[1:]) for i in range(len(widths))]

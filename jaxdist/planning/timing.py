@@ -40,6 +40,6 @@ def bandwidth(gpu: Gpu, shape: Mapping[str, int], axes: Collection[str]) -> floa
     return gpu.link if reach <= gpu.per_host else gpu.network
 
 
-def mfu(tokens_per_second: float, flops: int, devices: int, peak: float | None) -> float | None:
+def mfu(tokens_per_second: float, flops: int | None, devices: int, peak: float | None) -> float | None:
     """Model FLOPs utilisation: `flops` a token times tokens a second, over the peak of all devices; None if unknown."""
-    return None if peak is None else tokens_per_second * flops / (devices * peak)
+    return None if peak is None or flops is None else tokens_per_second * flops / (devices * peak)

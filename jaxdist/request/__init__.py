@@ -1,6 +1,6 @@
 """From what a person asks for to a checked `Config`: TOML file, command line, every mistake at once. No jax here."""
 
-from jaxdist.request.checks import check_mesh_fits
+from jaxdist.request.checks import check_mesh_fits, check_picture
 from jaxdist.request.commandline import LAYOUT_KNOBS, Asked, Extra, arguments, outcome, run
 from jaxdist.request.reading import SHIPPED, load, to_toml
 
@@ -11,6 +11,7 @@ __all__ = [
     "Extra",
     "arguments",
     "check_mesh_fits",
+    "check_picture",
     "load",
     "outcome",
     "run",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -121,6 +121,8 @@ def _siblings(name: str, names: Iterable[str]) -> list[str]:
 
 def kind(annotation: Any) -> str:
     """A word for the type of a knob: `int`, `path`, `a|b|c`."""
+    if get_origin(annotation) is Annotated:
+        return kind(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return "|".join(map(str, get_args(annotation)))
     if any(Path in (one, *get_args(one)) for one in (annotation, *get_args(annotation))):

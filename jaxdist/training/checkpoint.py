@@ -73,9 +73,7 @@ class Checkpoints:
         found = self._read(*self._find(which), **items)
         return TrainState(params=found.params, variables=found.get("variables", {}), **found.training)
 
-    def restore_params(
-        self, abstract: Params, variables: Params, which: str = "latest"
-    ) -> tuple[int, Params, Params]:
+    def restore_params(self, abstract: Params, variables: Params, which: str = "latest") -> tuple[int, Params, Params]:
         """(step, parameters, variables) alone, for evaluation: the optimizer's state is not read."""
         manager, step = self._find(which)
         trees = {"params": abstract} | ({"variables": variables} if variables else {})

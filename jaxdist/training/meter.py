@@ -12,7 +12,7 @@ import jax
 from jaxdist.cluster.runtime import peak_bytes
 from jaxdist.planning import memory
 from jaxdist.planning.hardware import peak_flops
-from jaxdist.planning.timing import flops_per_token, mfu
+from jaxdist.planning.timing import mfu
 from jaxdist.training.metrics import Log
 from jaxdist.training.optimizer import schedule
 from jaxdist.training.step import Metrics
@@ -34,9 +34,9 @@ class Meter:
         config, device = run.config, run.mesh.devices.flat[0]
         self.log, self.device, self.devices = log, device, run.mesh.devices.size
         self.every, self.steps, self.max_skipped = config.log.every, run.steps, config.train.max_skipped
-        self.tokens_per_step = config.train.global_batch_size * config.model.sequence
+        self.unit, self.per_step = run.task.unit, config.train.global_batch_size * run.task.units
         self.learning_rate = schedule(config.optimizer, run.steps)
-        self.flops = flops_per_token(config.model)
+        self.flops = run.task.flops
         self.peak = peak_flops(device.device_kind, config.precision)
         self.pending: tuple[int, Metrics] | None = None
         self.predicted: int | None = memory.predict(config, run.model, run.layout).total
@@ -93,17 +93,17 @@ class Meter:
 
     def _figures(self, step: int, metrics: Metrics) -> dict[str, float | int | None]:
         seconds = (time.perf_counter() - self.started) / self.count
-        rate = self.tokens_per_step / seconds
+        rate = self.per_step / seconds
         updates = step - int(metrics.skipped)
         return {
             "step": step,
             "loss": float(metrics.loss),
             "grad_norm": float(metrics.grad_norm),
             "learning_rate": float(self.learning_rate(max(updates - 1, 0))),
-            "tokens": step * self.tokens_per_step,
+            f"{self.unit}s": step * self.per_step,
             "step_seconds": seconds,
             "data_seconds": self.data_seconds / self.count,
-            "tokens_per_second": rate,
+            f"{self.unit}s_per_second": rate,
             "mfu": mfu(rate, self.flops, self.devices, self.peak),
             "memory_bytes": peak_bytes(self.device),
             "skipped": int(metrics.skipped),

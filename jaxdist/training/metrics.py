@@ -61,7 +61,8 @@ class Log:
         if self._wandb:
             self._guard(lambda: self._wandb.log(numbers, step=values["step"]))
         if "validation_loss" in values:
-            self.say(f"step {values['step']}  validation loss {values['validation_loss']:.4f}")
+            accuracy = f"  accuracy {values['validation_accuracy']:.2%}" if "validation_accuracy" in values else ""
+            self.say(f"step {values['step']}  validation loss {values['validation_loss']:.4f}{accuracy}")
         elif not self._console.is_terminal:
             self.say(_line(values, self._steps))
 
@@ -114,7 +115,8 @@ def _finite(value: float | int | None) -> bool:
 
 def _figures(values: Mapping[str, float | int | None]) -> str:
     mfu = "" if values["mfu"] is None else f"  MFU {values['mfu']:.1%}"
-    return f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s{mfu}"
+    unit, rate = next((name.split("_")[0], rate) for name, rate in values.items() if name.endswith("s_per_second"))
+    return f"loss {values['loss']:.4f}  {rate:,.0f} {unit}/s{mfu}"
 
 
 def _line(values: Mapping[str, float | int | None], steps: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -38,6 +39,9 @@ class Pictures:
     units = 1
     baseline_name = "entropy of the classes"
     tokenizer = None
+    flops = None
+    """Nobody has counted them."""
+    kept = ""
 
     def __init__(self, config: Config, model: Foreign, mesh: jax.sharding.Mesh, layout: Layout):
         self.config, self.model, self.mesh, self.layout = config, model, mesh, layout
@@ -62,6 +66,9 @@ class Pictures:
                 f"model.channels is {sizes.channels}; set it to {found.train.shape[-1]}"
             )
         return found
+
+    def keep(self, path: Path) -> None:
+        """Nothing of a run's own data is needed to look at others."""
 
     @property
     def source(self) -> str:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 
-def plot_loss(metrics: Path, picture: Path, baseline: float, name: str, unit: str) -> None:
+def plot_loss(metrics: Path, picture: Path, nats: float, name: str, unit: str) -> None:
     """Draw training and validation loss over steps from metrics.jsonl, and as a line the loss of one who has not looked."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -19,7 +19,7 @@ def plot_loss(metrics: Path, picture: Path, baseline: float, name: str, unit: st
         points = [(line["step"], line[kind]) for line in lines if line.get(kind) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), style, markersize=4, label=kind.replace("_", " "))
-    axes.axhline(baseline, color="grey", linestyle="--", linewidth=1, label=f"{name} of the held-out part")
+    axes.axhline(nats, color="grey", linestyle="--", linewidth=1, label=f"{name} of the held-out part")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(picture, dpi=120)

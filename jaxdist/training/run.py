@@ -34,7 +34,7 @@ class Run:
     ):
         """`dry` is for a look at the request: its devices need not be there, and nothing can be computed on them.
         Without `batch`, nobody is going to ask for one. `devices` are all of the mesh, if not those of this machine:
-        for a step to be compiled and not run.
+        for a step to be compiled and not run, or to be measured on a part of them.
         """
         shape = parse_mesh(config.mesh)
         self.mesh = make_mesh(shape, devices) if devices else (runtime.imagine if dry else runtime.start)(shape)

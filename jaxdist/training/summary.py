@@ -9,14 +9,14 @@ from jaxdist.cluster.runtime import capacity
 from jaxdist.mesh import describe
 from jaxdist.models.attention import attention_kernel
 from jaxdist.planning import memory, placement, remedies
-from jaxdist.planning.timing import FLOPS_FORMULA, flops_per_token
+from jaxdist.planning.timing import FLOPS_FORMULA
 from jaxdist.request.checks.registry import remedy
 from jaxdist.training.run import Run
 
 
 def summary(run: Run, folder: object, resume: str) -> list[str]:
     """Lines of the summary, in the order in which people ask."""
-    where = [("data", run.corpus.source), ("run folder", f"{folder}; {resume}")]
+    where = [("data", run.task.source), ("run folder", f"{folder}; {resume}")]
     return _lines([*_plan(run, f"{run.steps} steps"), *where, *_layout(run)])
 
 
@@ -34,23 +34,27 @@ def _lines(rows: list[tuple[str, str]]) -> list[str]:
 
 def _plan(run: Run, length: str) -> list[tuple[str, str]]:
     config, device, count = run.config, run.device, run.mesh.size
-    train, tokens = config.train, config.train.global_batch_size * config.model.sequence
     held, there = memory.predict(config, run.model, run.layout), _capacity(run)
     return [
         ("versions", f"jaxdist {__version__}, jax {version('jax')}, flax {version('flax')}, optax {version('optax')}"),
         ("devices", f"{count} x {device.device_kind} ({device.platform})"),
         ("mesh", f"{describe(run.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}"),
         ("model", f"{models.parameters(run.model):,} parameters"),
-        (
-            "batch",
-            f"{train.global_batch_size} rows x {config.model.sequence} = {tokens:,} tokens per step, "
-            f"{train.accumulation} micro-batch(es), {length}",
-        ),
-        ("arithmetic", f"{flops_per_token(config.model):,} FLOPs per token = {FLOPS_FORMULA}"),
-        ("memory", _memory(held, there)),
+        ("batch", f"{_batch(run)} per step, {config.train.accumulation} micro-batch(es), {length}"),
+        *([("arithmetic", f"{run.task.flops:,} FLOPs per token = {FLOPS_FORMULA}")] if run.task.flops else []),
+        ("memory", _memory(held, there) + ("; activations are not predicted" if config.model.images else "")),
         *([("warning", _too_small(run, held, there))] if there and held.total > there else []),
-        ("attention", _attention(run)),
+        *([("statistics", _statistics(run))] if config.model.images else [("attention", _attention(run))]),
     ]
+
+
+def _batch(run: Run) -> str:
+    rows, units = run.config.train.global_batch_size, run.task.units
+    return f"{rows} images" if run.config.model.images else f"{rows} rows x {units} = {rows * units:,} tokens"
+
+
+def _statistics(run: Run) -> str:
+    return "batch norm takes those of a micro-batch over all devices, as one device would"
 
 
 def _attention(run: Run) -> str:

@@ -14,6 +14,7 @@ from jaxdist.config import Config, RequestError
 from jaxdist.data.batches import Batch, abstract_batch, train_batch, validation_batches
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.models import Model
+from jaxdist.planning.timing import flops_per_token
 from jaxdist.sharding import Layout
 from jaxdist.training.layered import Layered
 
@@ -22,6 +23,8 @@ class Text:
     """A `Task`: batches of tokens and their labels, and the forward pass that makes a loss of them."""
 
     unit = "token"
+    kept = "; the run's tokenizer is used"
+    """What of a run's own data is used with others."""
     baseline_name = "unigram entropy"
 
     def __init__(self, config: Config, model: Model, mesh: jax.sharding.Mesh, layout: Layout):
@@ -45,11 +48,16 @@ class Text:
     def corpus(self) -> Corpus:
         return open_corpus(self.config.data, self.config.model.vocab, self.config.model.sequence)
 
-    def use_tokenizer(self, path: Path) -> None:
+    def keep(self, path: Path) -> None:
         """Open the corpus again with the tokenizer at `path`, if there is one: ids that the weights know."""
         if path.exists():
             data = self.config.data.model_copy(update={"tokenizer": path})
             self.corpus = open_corpus(data, self.config.model.vocab, self.config.model.sequence)
+
+    @property
+    def flops(self) -> int:
+        """To train on one token."""
+        return flops_per_token(self.config.model)
 
     @property
     def source(self) -> str:

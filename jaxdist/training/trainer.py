@@ -56,7 +56,7 @@ def finished(folder: RunFolder) -> bool:
             return False
         step, facts = checkpoints.latest(), checkpoints.facts()
     if not folder.plot.exists():  # it was killed between its last checkpoint and its end
-        plot_loss(folder.metrics, folder.plot, facts["unigram"])
+        plot_loss(folder.metrics, folder.plot, **facts["baseline"])
     print(f"{folder.path} is finished at step {step}; to start anew, name another --run-dir", file=sys.stderr)
     return True
 
@@ -88,7 +88,7 @@ class Trainer:
     def __init__(self, run: Run, folder: RunFolder, checkpoints: Checkpoints, log: Log, stop: StopSignal):
         self.run, self.folder, self.checkpoints, self.log, self.stop = run, folder, checkpoints, log, stop
         self.config, self.steps = run.config, run.steps
-        self.baseline = run.task.baseline()
+        self.baseline = {"nats": run.task.baseline(), "name": run.task.baseline_name, "unit": run.task.unit}
         self.best = math.inf
 
     def train(self, first: int | None) -> int:
@@ -166,9 +166,9 @@ class Trainer:
     def finish(self) -> None:
         """Compare the outcome with that of one who has not looked, and draw it."""
         self.meter.flush()
-        task = self.run.task
+        told = self.baseline
         self.log.say(
-            f"done        best validation loss {self.best:.4f} nats per {task.unit}; "
-            f"{task.baseline_name} of the held-out part {self.baseline:.4f}"
+            f"done        best validation loss {self.best:.4f} nats per {told['unit']}; "
+            f"{told['name']} of the held-out part {told['nats']:.4f}"
         )
-        plot_loss(self.folder.metrics, self.folder.plot, self.baseline, task.baseline_name, task.unit)
+        plot_loss(self.folder.metrics, self.folder.plot, **told)

@@ -292,7 +292,7 @@ def test_bench_prints_one_json_object_and_nothing_else(tmp_path):
 
 
 def test_the_picture_shows_both_losses(finished, tmp_path):
-    plots.plot_loss(finished / "metrics.jsonl", tmp_path / "loss.png", 5.0)
+    plots.plot_loss(finished / "metrics.jsonl", tmp_path / "loss.png", 5.0, "unigram entropy", "token")
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 

@@ -63,3 +63,14 @@ def _wandb(config: Config) -> Iterator[str]:
                 f"log.wandb is '{config.log.wandb}', but the package wandb is not installed; "
                 f"run pip install 'jaxdist[wandb]', or leave log.wandb empty"
             )
+
+
+def check_picture(path: str, example: str) -> None:
+    """Raise `RequestError` where a picture cannot be written to `path`, before the work that it is to show.
+
+    `example` is a good name for it; an empty path is no picture.
+    """
+    if path and Path(path).is_dir():
+        raise RequestError(f"picture '{path}' is a folder; name a file in it, such as {path}/{example}")
+    if path and not Path(path).absolute().parent.is_dir():
+        raise RequestError(f"picture '{path}' cannot be written: its folder does not exist; make it first")

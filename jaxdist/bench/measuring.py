@@ -1,0 +1,108 @@
+"""A compiled train step and its times: what the measurements share. No data is read, nothing is saved."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxdist.data.batches import Batch, train_batch
+from jaxdist.data.tokens import Tokens, TokenWriter
+from jaxdist.training.run import Run
+from jaxdist.training.step import TrainState
+
+
+class Work(NamedTuple):
+    """What a step is measured on."""
+
+    batch: Batch
+    tokens: int
+    """In the whole batch."""
+
+
+def random_work(run: Run) -> Work:
+    """A global batch of random tokens, by the way that real ones take; a smaller batch is the beginning of a larger.
+
+    Only this function knows that a row is made of tokens.
+    """
+    config, sequence = run.config, run.config.model.sequence
+    rows = np.arange(config.train.global_batch_size)
+    ids = np.random.default_rng(0).integers(0, config.model.vocab, rows.size * sequence + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokens.bin"
+        with TokenWriter(path, "uint32") as writer:
+            writer.write(ids)
+        tokens = Tokens.open(path, "uint32")
+        batch = train_batch(tokens, rows, sequence, config.train.accumulation, run.mesh, run.layout)
+    return Work(batch, rows.size * sequence)
+
+
+@dataclass
+class Timed:
+    """The compiled step of a run, and the seconds of the steps that were measured."""
+
+    run: Run
+    program: jax.stages.Compiled
+    compile_seconds: float
+    """Tracing and lowering included."""
+    seconds: list[float] = field(default_factory=list)
+    loss: float | None = None
+    """Of the last step; None where it is not finite, which JSON cannot say."""
+    tokens: int = 0
+    """Of a step."""
+    _state: TrainState | None = None
+    _batch: Batch | None = None
+
+    @classmethod
+    def compile(cls, run: Run) -> Timed:
+        """Nothing is placed on the devices yet."""
+        run.steps = max(run.config.train.steps, 1)  # of the schedule alone: no data tells how many rows an epoch has
+        started = time.perf_counter()
+        with jax.set_mesh(run.mesh):
+            program = run.lower().compile()
+        return cls(run, program, time.perf_counter() - started)
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """Lower quartile, median and upper quartile of a step's seconds."""
+        low, median, high = np.percentile(self.seconds, [25, 50, 75])
+        return float(low), float(median), float(high)
+
+    def place(self) -> None:
+        with jax.set_mesh(self.run.mesh):
+            self._state, work = self.run.init(), random_work(self.run)
+        self._batch, self.tokens = work
+        jax.block_until_ready((self._state, self._batch))
+
+    def drop(self) -> None:
+        self._state = self._batch = None
+
+    def advance(self) -> float:
+        """One step, waited for; its seconds."""
+        with jax.set_mesh(self.run.mesh):
+            started = time.perf_counter()
+            self._state, metrics = self.program(self._state, self._batch)
+            jax.block_until_ready(self._state)
+            seconds = time.perf_counter() - started
+        self.loss = float(metrics.loss) if np.isfinite(metrics.loss) else None
+        return seconds
+
+
+def measure_together(timed: Sequence[Timed], warmup: int, repeats: int) -> None:
+    """Fill in `seconds`, `loss` and `tokens`: `warmup` + `repeats` rounds, in each of which every program makes a step.
+
+    What else a shared machine does, and how it drifts, then hits all of them alike. Their states lie on the devices at
+    the same time, and are gone afterwards.
+    """
+    for one in timed:
+        one.place()
+    rounds = [[one.advance() for one in timed] for _ in range(warmup + repeats)]
+    for one, seconds in zip(timed, zip(*rounds, strict=True), strict=True):
+        one.seconds = list(seconds[warmup:])
+        one.drop()

@@ -1,0 +1,149 @@
+"""`python -m jaxdist.bench scaling [CONFIG] --devices 1,2,4,8 --mode strong`: how a train step scales."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+from jaxdist.bench.step import JSON, REPEATS, WARMUP
+from jaxdist.config import Config, CountOrZero, RequestError
+from jaxdist.request import Extra, arguments, check_picture
+from jaxdist.request.checks.registry import multiples, problems
+from jaxdist.request.reading import DEFAULT
+
+DESCRIPTION = (
+    "Measure the train step of a configuration on several numbers of devices, all of them data ranks, on random "
+    "tokens: speed-up and efficiency against the smallest number, the serial fraction of Amdahl's or Gustafson's law, "
+    "and what is sent. The numbers take turns, so that a machine that drifts does so for all. Nothing is read or saved."
+)
+KNOBS = [
+    "precision",
+    "parallel.micro_batches",
+    "model",
+    "optimizer",
+    "train.global_batch_size",
+    "train.accumulation",
+    "train.seed",
+]
+"""Those of `bench step`, but for what `--devices` and `--zero` say, and for what needs a `model` axis."""
+
+MOST_DEVICES, MOST_STAGE = 10**6, 3
+
+
+def _numbers(name: str, least: int, most: int, example: str) -> Callable[[str], str]:
+    """A validator of ascending whole numbers with commas between."""
+
+    def wrong(problem: str, **values: object) -> PydanticCustomError:
+        return PydanticCustomError(name, problem, {"name": name, "example": example, **values})
+
+    def check(text: str) -> str:
+        words = text.split(",")
+        for word in words:
+            if not (word.strip().isascii() and word.strip().isdigit()):
+                raise wrong("'{word}' is no whole number; write {name} such as {example}", word=word.strip()[:20])
+            if not least <= int(word[:20]) <= most:
+                bounds = dict(word=word.strip()[:20], least=least, most=most)
+                raise wrong("{word} is not from {least} to {most}; write {name} such as {example}", **bounds)
+        numbers = [int(word) for word in words]
+        if numbers != sorted(set(numbers)):
+            better = ",".join(map(str, sorted(set(numbers))))
+            raise wrong("write each of the {name} once, ascending: {better}", better=better)
+        return text
+
+    return check
+
+
+Counts = Annotated[str, AfterValidator(_numbers("numbers of devices", 1, MOST_DEVICES, "1,2,4,8"))]
+Stages = Annotated[str, AfterValidator(_numbers("ZeRO stages", 0, MOST_STAGE, "0,3"))]
+
+EXTRAS = [
+    Extra(
+        "devices", "1,2,4,8", "Numbers of devices to compare, ascending; the first is what speed-up is against.", Counts
+    ),
+    Extra(
+        "mode",
+        "strong",
+        "strong: train.global_batch_size rows on every number of devices; weak: that many rows for each device.",
+        Literal["strong", "weak"],
+    ),
+    Extra("zero", "", "ZeRO stages to compare, such as 0,3; empty: that of the configuration.", Stages),
+    Extra("rows", 0, "Rows of an epoch, to tell its seconds too; 0: not known.", CountOrZero),
+    JSON,
+    Extra("picture", "", "Draw speed-up and efficiency into this PNG file."),
+    WARMUP,
+    REPEATS,
+]
+
+
+def main(argv: list[str] | None = None) -> int:
+    asked = arguments(argv, "bench scaling", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
+    config, extras = asked.config, asked.extras
+    counts = _list(extras["devices"])
+    stages = _list(extras["zero"]) if extras["zero"] else [config.parallel.zero]
+    if found := list(_problems(config, extras["mode"], counts, stages, extras["picture"])):
+        raise RequestError(*found)
+
+    from jaxdist.bench.scaling_text import lines
+    from jaxdist.bench.study import Study, result
+
+    study = Study(config, extras["mode"], counts, stages, extras["warmup"], extras["repeats"], extras["rows"] or None)
+    told = {"config": Path(asked.positional or DEFAULT).stem, **result(study)}
+    print(json.dumps(told) if extras["json"] else "\n".join(lines(told)), flush=True)
+    if extras["picture"]:
+        from jaxdist.bench.scaling_picture import draw
+
+        draw(told, Path(extras["picture"]))
+    return 0
+
+
+def _list(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _problems(config: Config, mode: str, counts: Sequence[int], stages: Sequence[int], picture: str) -> Iterator[str]:
+    """A sentence for each mistake that the options alone do not show. Nothing is compiled, and no device looked for."""
+    if config.mesh != Config().mesh:
+        yield (
+            f"mesh {config.mesh} is set, but bench scaling makes its own meshes, of --devices data ranks each; leave "
+            f"mesh out, or measure that one mesh with bench step"
+        )
+    highest = {"zero": max(stages)}  # the one that may use what lower ones do not
+    staged = config.model_copy(update={"parallel": config.parallel.model_copy(update=highest)})
+    yield from problems(staged, ("parallel.zero", "parallel.micro_batches"))
+    yield from _batch(config, mode, counts)
+    if (processes := int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))) > 1:
+        yield (
+            f"srun has started {processes} processes, but bench scaling measures the devices of one; start it with "
+            f"srun --ntasks 1 and all the GPUs of a node"
+        )
+    try:
+        check_picture(picture, "scaling.png")
+    except RequestError as error:
+        yield from error.problems
+
+
+def _batch(config: Config, mode: str, counts: Sequence[int]) -> Iterator[str]:
+    """Every device needs as many rows as any other, in each micro-batch."""
+    size, accumulation = config.train.global_batch_size, config.train.accumulation
+    micro = f" x train.accumulation {accumulation}" * (accumulation > 1)
+    if mode == "weak":
+        if size % accumulation:
+            near = " or ".join(map(str, multiples(accumulation, size)))
+            yield (
+                f"train.global_batch_size {size}, in weak scaling the rows of one device, does not divide by "
+                f"train.accumulation {accumulation}; set it to {near}"
+            )
+    elif bad := [n for n in counts if size % (n * accumulation)]:
+        unit = math.lcm(*counts) * accumulation
+        near = " or ".join(map(str, multiples(unit, size)))
+        yield (
+            f"train.global_batch_size {size} does not divide by {' or '.join(map(str, bad))} devices{micro}; for "
+            f"--devices {','.join(map(str, counts))} set it to {near}, or leave these counts out"
+        )

@@ -1,0 +1,205 @@
+"""A scaling study: the same step on several numbers of devices and ZeRO stages, as one table of plain values."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Literal
+
+from jaxdist import __version__, models
+from jaxdist.bench.laws import Fit, fit_amdahl, fit_gustafson
+from jaxdist.bench.measuring import Timed, measure_together
+from jaxdist.cluster.runtime import capacity, cores, first
+from jaxdist.config import Config
+from jaxdist.mesh import describe
+from jaxdist.planning import communication, hardware
+from jaxdist.planning.timing import bandwidth
+from jaxdist.training.run import Run
+
+ROOM = 0.8
+"""Part of a device's memory that the states of all counts together may take, and the working memory of one."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """What to measure; `jaxdist.bench.scaling` checks it."""
+
+    config: Config
+    mode: Literal["strong", "weak"]
+    counts: Sequence[int]
+    """Numbers of devices, ascending."""
+    stages: Sequence[int]
+    """Of ZeRO."""
+    warmup: int
+    repeats: int
+    rows: int | None = None
+    """Of an epoch, where that is known."""
+
+    def config_of(self, count: int, stage: int) -> Config:
+        """That of one measurement: `count` data ranks, and in weak scaling as many batches."""
+        config, size = self.config, self.config.train.global_batch_size
+        if self.mode == "weak":
+            size *= count
+        parts = dict(
+            parallel=config.parallel.model_copy(update={"zero": stage}),
+            train=config.train.model_copy(update={"global_batch_size": size}),
+        )
+        return config.model_copy(update={"mesh": f"{count}x1x1", **parts})
+
+
+def result(study: Study) -> dict[str, Any]:
+    """Measure, and tell it with the schema of `docs/scaling.md`.
+
+    Raises `RequestError` where there are fewer devices than asked for, before anything compiles.
+    """
+    counts = ",".join(map(str, study.counts))
+    devices = first(study.counts[-1], f"--devices {counts} needs")
+    places = [(stage, count) for stage in study.stages for count in study.counts]
+    runs = [Run(study.config_of(count, stage), devices=devices[:count]) for stage, count in places]
+    timed = []
+    for (stage, count), run in zip(places, runs, strict=True):
+        timed.append(Timed.compile(run))
+        _progress(f"compiled ZeRO {stage} on {count} device(s) in {timed[-1].compile_seconds:.1f} s")
+    together = _fit_together(timed)
+    _progress(f"measuring {len(timed)} steps {study.warmup} + {study.repeats} times")
+    for group in [timed] if together else [[one] for one in timed]:
+        measure_together(group, study.warmup, study.repeats)
+    measurements = [_told(one, study) for one in timed]
+    _compare(measurements)
+    fits = [_fit(study.mode, stage, measurements) for stage in study.stages] if len(study.counts) > 1 else []
+    return {
+        **_setting(study, runs[0]),
+        "interleaved": together,
+        "measurements": measurements,
+        "fits": fits,
+        "notes": _notes(study, runs[0], together, fits),
+    }
+
+
+def _progress(line: str) -> None:
+    """To standard error: a study takes minutes, and standard output is for its result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _setting(study: Study, run: Run) -> dict[str, Any]:
+    """On what, and what of, the study was taken."""
+    config, virtual = run.config, run.device.platform == "cpu"
+    return {
+        "mode": study.mode,
+        "device": run.device.device_kind,
+        "virtual_devices": virtual,
+        "cores": cores() if virtual else None,
+        "versions": {"jaxdist": __version__, "jax": version("jax")},
+        "model": config.model.family,
+        "parameters": models.parameters(run.model),
+        "sequence": config.model.sequence,
+        "precision": config.precision,
+        "batch": study.config.train.global_batch_size,
+        "accumulation": config.train.accumulation,
+        "warmup": study.warmup,
+        "repeats": study.repeats,
+        "rows_per_epoch": study.rows,
+    }
+
+
+def _told(one: Timed, study: Study) -> dict[str, Any]:
+    """One measurement by itself. Seconds and bytes; `wire_bytes` is what one device sends in a step, predicted."""
+    config, mesh = one.run.config, one.run.mesh
+    low, median, high = one.quartiles
+    rows = config.train.global_batch_size
+    transfers = communication.predict(config, one.run.model, one.run.layout)
+    gpu = hardware.known(one.run.device.device_kind)
+    sending = sum(t.wire_bytes / bandwidth(gpu, mesh.shape, t.axes) for t in transfers) if gpu else None
+    return {
+        "devices": mesh.size,
+        "mesh": describe(mesh.shape),
+        "zero": config.parallel.zero,
+        "global_batch_size": rows,
+        "step_seconds": median,
+        "step_seconds_quartiles": [low, high],
+        "rows_per_second": rows / median,
+        "tokens_per_second": one.tokens / median,
+        "epoch_seconds": study.rows / rows * median if study.rows else None,
+        "wire_bytes": sum(t.wire_bytes for t in transfers),
+        "communication_seconds": sending,
+        "communication_share": sending / median if gpu else None,
+        "argument_bytes": one.program.memory_analysis().argument_size_in_bytes,
+        "temporary_bytes": one.program.memory_analysis().temp_size_in_bytes,
+        "compile_seconds": round(one.compile_seconds, 3),
+        "loss": one.loss,
+    }
+
+
+def _compare(measurements: Sequence[dict[str, Any]]) -> None:
+    """Add speed-up, ideal and efficiency, against the smallest number of devices of the same ZeRO stage.
+
+    Speed-up is the ratio of rows per second: with a fixed batch the ratio of times, with one for each device the
+    scaled speed-up of Gustafson. Its quartiles are those of the step's own seconds, the base's median held fixed.
+    """
+    base = {}
+    for one in measurements:
+        start = base.setdefault(one["zero"], one)
+        ideal, median = one["devices"] / start["devices"], one["step_seconds"]
+        speed_up = one["rows_per_second"] / start["rows_per_second"]
+        low, high = one["step_seconds_quartiles"]
+        one["speed_up"], one["speed_up_quartiles"] = speed_up, [speed_up * median / high, speed_up * median / low]
+        one["ideal"], one["efficiency"] = ideal, speed_up / ideal
+
+
+def _fit(mode: str, stage: int, measurements: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """N is counted in units of the smallest number of devices."""
+    points = [(one["ideal"], one["speed_up"]) for one in measurements if one["zero"] == stage]
+    fit: Fit = fit_amdahl(points) if mode == "strong" else fit_gustafson(points)
+    of = "1/S" if mode == "strong" else "S"
+    return {
+        "zero": stage,
+        "law": fit.name,
+        "serial_fraction": fit.serial,
+        "residual": fit.residual,
+        "residual_of": of,
+        "at_bound": fit.bounded,
+    }
+
+
+def _fit_together(timed: Sequence[Timed]) -> bool:
+    """Whether the states of all fit beside each other, as planned by the compiler. The first device is in every mesh;
+    what a CPU is split into shares its memory."""
+    device = timed[0].run.device
+    there, needed, working = capacity(device), 0, 0
+    for one in timed:
+        planned, sharers = one.program.memory_analysis(), one.run.mesh.size if device.platform == "cpu" else 1
+        needed += planned.argument_size_in_bytes * sharers
+        working = max(working, planned.temp_size_in_bytes * sharers)
+    return there is None or needed + working <= ROOM * there
+
+
+def _notes(study: Study, run: Run, together: bool, fits: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a reader has to know, a sentence each."""
+    notes = []
+    if run.device.platform == "cpu":
+        fixed = "a speed-up near 1"
+        growing = "N devices have N times the work, and an efficiency near 1/N"
+        notes.append(
+            f"these are virtual devices of one CPU: they share its {cores()} core(s) and bring no computing power, so "
+            f"{fixed if study.mode == 'strong' else growing} is all that can be expected; less is what splitting "
+            f"costs, more is a core that fewer devices left idle; how real devices scale, this does not show"
+        )
+    if hardware.known(run.device.device_kind) is None:
+        notes.append(
+            f"the bandwidth between devices of kind '{run.device.device_kind}' is not known, so the share of "
+            f"communication is left open; the bytes that a device sends are predicted"
+        )
+    if not together:
+        notes.append(
+            "the states of all measurements do not fit into memory together, so they ran one after the other: a "
+            "drift of the machine looks like scaling"
+        )
+    for fit in fits:
+        if fit["at_bound"]:
+            notes.append(
+                f"ZeRO {fit['zero']}: the best serial fraction lies outside 0 to 1 and was set to "
+                f"{fit['serial_fraction']:g}; {fit['law']}'s law does not describe these times"
+            )
+    return notes
