@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,6 +66,8 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     mesh = abstract_mesh(shape)
     layout = Layout.on(mesh, rules(config), gpu or CPU)
     program = compile_apart(partial(lower_step, config), target, mesh.size)
+    if config.model.images:
+        program = replace(program, notes=())  # they are about attention
     return Report(config, models.build(config.model, layout), layout, mesh, program, target, gpu)
 
 

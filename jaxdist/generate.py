@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist.config import Count, CountOrZero, NonNegative, Seed
+from jaxdist.config import Count, CountOrZero, NonNegative, RequestError, Seed
 from jaxdist.request import LAYOUT_KNOBS, Extra, arguments, run
 
 DESCRIPTION = "Write text with a run's checkpoint. Needs only the run folder; every device of the mesh writes samples."
@@ -20,6 +20,10 @@ EXTRAS = [
 def main(argv: list[str] | None = None) -> int:
     asked = arguments(argv, "generate", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=LAYOUT_KNOBS)
     extras = asked.extras
+    if asked.config.model.images:
+        raise RequestError(
+            f"the run is of model.family {asked.config.model.family}, which writes no text; name another"
+        )
 
     from jaxdist.training.folder import RunFolder
     from jaxdist.training.run import restore

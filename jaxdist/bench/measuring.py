@@ -7,40 +7,42 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from jaxdist.config import Config
 from jaxdist.data.batches import Batch, train_batch
+from jaxdist.data.image_batches import image_batch
+from jaxdist.data.images import Part
 from jaxdist.data.tokens import Tokens, TokenWriter
 from jaxdist.training.run import Run
 from jaxdist.training.step import TrainState
 
 
-class Work(NamedTuple):
-    """What a step is measured on."""
-
-    batch: Batch
-    tokens: int
-    """In the whole batch."""
-
-
-def random_work(run: Run) -> Work:
-    """A global batch of random tokens, by the way that real ones take; a smaller batch is the beginning of a larger.
-
-    Only this function knows that a row is made of tokens.
-    """
+def random_work(run: Run) -> Batch:
+    """A global batch of random tokens or images, by the way that real ones take; a smaller batch is the beginning of a
+    larger."""
     config, sequence = run.config, run.config.model.sequence
     rows = np.arange(config.train.global_batch_size)
+    if config.model.images:
+        return image_batch(_noise(config, rows.size), rows, config.train.accumulation, run.mesh, run.layout)
     ids = np.random.default_rng(0).integers(0, config.model.vocab, rows.size * sequence + 1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
         with TokenWriter(path, "uint32") as writer:
             writer.write(ids)
         tokens = Tokens.open(path, "uint32")
-        batch = train_batch(tokens, rows, sequence, config.train.accumulation, run.mesh, run.layout)
-    return Work(batch, rows.size * sequence)
+        return train_batch(tokens, rows, sequence, config.train.accumulation, run.mesh, run.layout)
+
+
+def _noise(config: Config, rows: int) -> Part:
+    """That many images of normal noise with labels."""
+    sizes, rng = config.model, np.random.default_rng(0)
+    labels = rng.integers(0, sizes.classes, rows, dtype=np.int32)
+    images = rng.normal(size=(rows, sizes.image, sizes.image, sizes.channels)).astype(np.float32)
+    channels = np.ones(sizes.channels, np.float32)
+    return Part(images, np.arange(rows), labels, 0 * channels, channels)
 
 
 @dataclass
@@ -54,8 +56,6 @@ class Timed:
     seconds: list[float] = field(default_factory=list)
     loss: float | None = None
     """Of the last step; None where it is not finite, which JSON cannot say."""
-    tokens: int = 0
-    """Of a step."""
     _state: TrainState | None = None
     _batch: Batch | None = None
 
@@ -69,6 +69,11 @@ class Timed:
         return cls(run, program, time.perf_counter() - started)
 
     @property
+    def units(self) -> int:
+        """Tokens, or images, of a step."""
+        return self.run.config.train.global_batch_size * self.run.task.units
+
+    @property
     def quartiles(self) -> tuple[float, float, float]:
         """Lower quartile, median and upper quartile of a step's seconds."""
         low, median, high = np.percentile(self.seconds, [25, 50, 75])
@@ -76,8 +81,7 @@ class Timed:
 
     def place(self) -> None:
         with jax.set_mesh(self.run.mesh):
-            self._state, work = self.run.init(), random_work(self.run)
-        self._batch, self.tokens = work
+            self._state, self._batch = self.run.init(), random_work(self.run)
         jax.block_until_ready((self._state, self._batch))
 
     def drop(self) -> None:
@@ -95,7 +99,7 @@ class Timed:
 
 
 def measure_together(timed: Sequence[Timed], warmup: int, repeats: int) -> None:
-    """Fill in `seconds`, `loss` and `tokens`: `warmup` + `repeats` rounds, in each of which every program makes a step.
+    """Fill in `seconds` and `loss`: `warmup` + `repeats` rounds, in each of which every program makes a step.
 
     What else a shared machine does, and how it drifts, then hits all of them alike. Their states lie on the devices at
     the same time, and are gone afterwards.

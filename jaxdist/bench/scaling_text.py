@@ -22,11 +22,12 @@ def setting(told: Mapping[str, Any]) -> list[str]:
     """Model, batch, devices and versions: what a table or a picture needs beside it."""
     each = "on every number of devices" if told["mode"] == "strong" else "for each device"
     micro = f" in {told['accumulation']} micro-batches" if told["accumulation"] > 1 else ""
+    length = f" x {told['sequence']} tokens" if told["sequence"] else ""
     most = max(one["devices"] for one in told["measurements"])
     virtual = f", virtual: one CPU with {told['cores']} core(s)" if told["virtual_devices"] else ""
     return [
         f"{told['config']} ({told['model']}, {told['parameters']:,} parameters, {told['precision']})",
-        f"{told['batch']} rows x {told['sequence']} tokens per step {each}{micro}",
+        f"{told['batch']} rows{length} per step {each}{micro}",
         f"up to {most} x {told['device']}{virtual}",
         ", ".join(f"{name} {number}" for name, number in told["versions"].items()),
     ]
@@ -44,8 +45,9 @@ def _head(told: Mapping[str, Any]) -> list[str]:
 
 
 def _rows(told: Mapping[str, Any]) -> list[str]:
+    tokens = ["tokens/s"] if told["unit"] == "token" else []
     epoch = ["s/epoch"] if told["rows_per_epoch"] else []
-    head = ["ZeRO", "devices", "rows", "ms/step", "quartiles", "rows/s", "tokens/s", *epoch]
+    head = ["ZeRO", "devices", "rows", "ms/step", "quartiles", "rows/s", *tokens, *epoch]
     rows = [(*head, "speed-up", "ideal", "efficiency", "sent/step", "share", "loss")]
     for one in told["measurements"]:
         low, high = one["step_seconds_quartiles"]
@@ -57,7 +59,7 @@ def _rows(told: Mapping[str, Any]) -> list[str]:
             f"{1e3 * one['step_seconds']:.1f}",
         ]
         cells += [f"{1e3 * low:.1f}-{1e3 * high:.1f}", f"{one['rows_per_second']:,.1f}"]
-        cells += [f"{one['tokens_per_second']:,.0f}"]
+        cells += [f"{one['tokens_per_second']:,.0f}"] if tokens else []
         cells += [f"{one['epoch_seconds']:,.1f}"] if epoch else []
         cells += [f"{one['speed_up']:.2f}", f"{one['ideal']:g}", f"{100 * one['efficiency']:.0f} %"]
         cells += [size(one["wire_bytes"]), "unknown" if share is None else f"{100 * share:.1f} %"]

@@ -11,7 +11,7 @@ from jaxdist.request import Extra, arguments
 if TYPE_CHECKING:
     from jaxdist.config import Config
 
-DESCRIPTION = "Measure the train step of a configuration on random tokens: no data is read, nothing is saved."
+DESCRIPTION = "Measure the train step of a configuration on random tokens or images: no data is read, nothing is saved."
 KNOBS = [
     "mesh",
     "precision",
@@ -39,14 +39,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(config: Config, warmup: int, repeats: int) -> dict[str, object]:
-    """Step seconds (median, quartiles), tokens per second, MFU and bytes per device, with what they were taken on."""
+    """Step seconds (median, quartiles), tokens or images per second, MFU and bytes per device, and on what."""
     from importlib.metadata import version
 
     from jaxdist.bench.measuring import Timed, measure_together
     from jaxdist.cluster.runtime import peak_bytes
     from jaxdist.mesh import describe
     from jaxdist.planning.hardware import peak_flops
-    from jaxdist.planning.timing import FLOPS_FORMULA, flops_per_token, mfu
+    from jaxdist.planning.timing import FLOPS_FORMULA, mfu
     from jaxdist.training.run import Run
 
     run = Run(config)
@@ -54,7 +54,7 @@ def measure(config: Config, warmup: int, repeats: int) -> dict[str, object]:
     measure_together([timed], warmup, repeats)
     device, count = run.device, run.mesh.size
     low, median, high = timed.quartiles
-    flops, peak = flops_per_token(config.model), peak_flops(device.device_kind, run.config.precision)
+    unit, flops, peak = run.task.unit, run.task.flops, peak_flops(device.device_kind, run.config.precision)
     planned = timed.program.memory_analysis()
     return {
         "device": device.device_kind,
@@ -66,12 +66,12 @@ def measure(config: Config, warmup: int, repeats: int) -> dict[str, object]:
         "compile_seconds": round(timed.compile_seconds, 3),
         "step_seconds": median,
         "step_seconds_quartiles": [low, high],
-        "tokens_per_step": timed.tokens,
-        "tokens_per_second": timed.tokens / median,
-        "flops_per_token": flops,
-        "flops_formula": FLOPS_FORMULA,
+        f"{unit}s_per_step": timed.units,
+        f"{unit}s_per_second": timed.units / median,
+        f"flops_per_{unit}": flops,
+        "flops_formula": flops and FLOPS_FORMULA,
         "peak_flops": peak,
-        "mfu": mfu(timed.tokens / median, flops, count, peak),
+        "mfu": mfu(timed.units / median, flops, count, peak),
         "memory_bytes": peak_bytes(device),
         "argument_bytes": planned.argument_size_in_bytes,
         "temporary_bytes": planned.temp_size_in_bytes,

@@ -82,7 +82,7 @@ def _parameters(config: Config, parameters: list[Placed], layout: Layout) -> Ite
     groups = k if parallel.zero >= 2 and outside else 1
     for p in parameters:
         calls = groups * (p.shape[0] if p.stacked and parallel.zero >= 2 else 1)
-        name = "layers" if p.stacked else "table and the like"
+        name = "layers" if p.stacked else "parameters" if config.model.images else "table and the like"
         yield from _reduce(config, p, name, layout, calls, groups)
         if not p.whole:
             yield from _gather(config, p, name, layout, groups)

@@ -41,7 +41,8 @@ def _memory(report: Report) -> list[str]:
     rows = [("memory per device", "predicted", "compiled", "")]
     rows.append(both("arguments", held.arguments, program.argument_bytes))
     rows += [(f"  {name}", size(count), "", "") for name, count in held.persistent.items() if count]
-    rows.append(both("temporaries", temporaries, program.temporary_bytes))
+    name = "temporaries, without activations" if report.config.model.images else "temporaries"
+    rows.append(both(name, temporaries, program.temporary_bytes))
     rows += [(f"  {name}, about", size(count), "", "") for name, count in held.transient.items() if count]
     rows.append(both("together", held.total, program.peak_bytes))
     told = table(rows)

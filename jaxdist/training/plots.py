@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def plot_loss(metrics: Path, picture: Path, nats: float, name: str, unit: str) -> None:
-    """Draw training and validation loss over steps from metrics.jsonl, and as a line the loss of one who has not looked."""
+    """Draw training and validation loss over steps from metrics.jsonl, and as a line `nats`, the loss of one who has
+    not looked."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

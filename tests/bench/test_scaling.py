@@ -18,7 +18,8 @@ SMALL = ModelConfig(layers=1, embed=16, heads=2, vocab=300, sequence=16)
 TINY = "--model.layers 1 --model.embed 16 --model.heads 2 --model.vocab 300 --model.sequence 16"
 
 KEYS = {
-    "config", "mode", "device", "virtual_devices", "cores", "versions", "model", "parameters", "sequence", "precision",
+    "config", "mode", "device", "virtual_devices", "cores", "versions", "model", "parameters", "sequence",
+        "unit", "precision",
     "batch", "accumulation", "warmup", "repeats", "rows_per_epoch", "interleaved", "measurements", "fits", "notes",
 }  # fmt: skip
 MEASURED = {

@@ -45,12 +45,12 @@ BAD_ARRAYS = [
     (arrays(labels=L[:, None]), {}, ["labels of", "2 dims (40, 1)", "they need 1"]),
     (arrays(labels=np.eye(4)[L]), {}, ["are float64", "2 dims (40, 4)"]),
     (arrays(labels=L - 1), {}, ["label -1 of image 0", "out of range for 4 classes", "from 0 to 3"]),
-    (arrays(labels=L + 1), {}, ["label 4 of image 3", "without gaps, or tell how many"]),
+    (arrays(labels=L + 1), {}, ["label 4 of image 3", "without gaps, or set model.classes"]),
     (arrays(labels=L), {"classes": 3}, ["label 3 of image 3", "out of range for 3 classes"]),
     (arrays(labels=L * 0), {}, ["has 1 class; give images of at least 2"]),
     (arrays(labels=L * 0 + 5), {}, ["has 1 class"]),
     (arrays(labels=L * 0), {"classes": 4}, ["to train on", "are of 1 of the 4 classes"]),
-    (arrays(), {"size": 32}, ["are 6x5, and 32x32 was asked for", "resize the arrays"]),
+    (arrays(), {"size": 32}, ["are 6x5, and model.image is 32", "resize the arrays"]),
     (arrays(label=L), {}, ["has 'label'; did you mean 'labels'?"]),
     (arrays(zzz=L), {}, ["has 'zzz'; valid names are images, labels"]),
     ({"images": U8}, {}, ["lacks labels", "labels [n]"]),
@@ -115,7 +115,7 @@ BAD_FILES = [
     ({"d/a/1.png": 0, "d/b/c/1.png": 0}, {"path": "d"}, ["c' is a folder inside that of a class"]),
     ({"d/a/1.png": 0, "d/a/2.png": 1}, {"path": "d"}, ["has 1 class"]),
     ({"d/a/1.png": 0, "d/b/2.png": b"words"}, {"path": "d"}, ["2.png' cannot be read (cannot identify"]),
-    ({"d/a/1.png": 0, "d/b/2.png": 9}, {"path": "d"}, ["1.png' has 5x6 pixels", "2.png' has 4x7", "a size"]),
+    ({"d/a/1.png": 0, "d/b/2.png": 9}, {"path": "d"}, ["1.png' has 5x6 pixels", "2.png' has 4x7", "set model.image"]),
     ({"d/a/1.png": 0, "d/b/2.png": -16}, {"path": "d"}, ["2.png' has more than 8 bits", "mode I;16"]),
     (
         {"d/train/a/1.png": 0, "d/train/b/1.png": 1, "d/val/c/1.png": 2},
@@ -160,7 +160,7 @@ def test_arrays_beside_class_folders(tmp_path):
     np.savez(tmp_path / "a.npz", images=U8[:2], labels=L[:2])
     text = told({"path": tmp_path / "d", "validation_path": tmp_path / "a.npz"})
     assert "names its classes; give two of one kind" in text
-    assert "has 2 classes, and 3 were asked for" in told({"path": tmp_path / "d"}, classes=3)
+    assert "has 2 classes, and model.classes is 3" in told({"path": tmp_path / "d"}, classes=3)
 
 
 def test_a_file_with_one_nameless_array(tmp_path):

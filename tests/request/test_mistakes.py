@@ -25,8 +25,15 @@ ONE_KNOB = {
     "long value": Wrong("--model.mlp " + "9" * 5000, [("model.mlp is '999", "...: unable")]),
     "no such stage": Wrong("--parallel.zero 4", [("parallel.zero is '4': valid are 0, 1, 2, 3",)]),
     "stage in words": Wrong("--parallel.zero full", [("parallel.zero is 'full': valid are 0, 1, 2, 3",)]),
-    "near family": Wrong("--model.family lama", [("'lama': valid are gpt, llama; did you mean 'llama'?",)]),
+    "near family": Wrong(
+        "--model.family lama", [("'lama': valid are gpt, llama, cnn, resnet18, resnet50; did you mean 'llama'?",)]
+    ),
     "near precision": Wrong("--precision mix", [("auto, float32, bfloat16, mixed; did you mean 'mixed'?",)]),
+    "knob of text": Wrong("cnn_digits --model.heads 8", [("model.heads is 8, but model.family cnn makes no use",)]),
+    "knob of images": Wrong("--model.classes 3", [("model.classes is 3, but model.family gpt makes no use of it",)]),
+    "no crop of text": Wrong("--data.augment crop", [("data.augment is crop, but model.family gpt",)]),
+    "split images": Wrong("cnn_digits --mesh 2x2x1", [("model=2, but model.family cnn has nothing", "to data")]),
+    "no dropout": Wrong("--model.family resnet18 --model.dropout 0.1", [("resnet18, which has no dropout",)]),
     "rotary base": Wrong("--model.rope-theta 0", [("model.rope_theta is 0: must be more than 0",)]),
     "axis that is not built": Wrong("--mesh 1x2x3", [("pipeline=3", "not built yet; set pipeline to 1")]),
     "mesh of two numbers": Wrong("--mesh 2x2", [("mesh '2x2' has 2 number(s)",)]),
@@ -72,7 +79,7 @@ NAMES = {
 
 FILES = {
     "no such config": Wrong("gpt_tny", [("config 'gpt_tny' is neither", "did you mean 'gpt_tiny'?")]),
-    "no such file": Wrong("a/b.toml", [("config 'a/b.toml'", "valid names are gpt2_124m, gpt_tiny, llama_1b")]),
+    "no such file": Wrong("a/b.toml", [("config 'a/b.toml'", "valid names are cnn_digits, gpt2_124m, gpt_tiny")]),
     "folder": Wrong("FOLDER", [("config '", "' is a folder", "/config.toml")]),
     "no run": Wrong("", [("evaluate needs a RUN",)], positional="RUN"),
     "not a run": Wrong("none --train.steps 5", [("'none'", "no config.toml"), ("no effect",)], positional="RUN"),
