@@ -1,0 +1,144 @@
+"""Runs of image classifiers: one loss on every mesh, batch statistics that go on, accuracy, and what does not fit."""
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxdist import evaluate, generate, train
+from jaxdist.config import Config, RequestError
+from jaxdist.explain import explain
+from jaxdist.planning import target
+from jaxdist.request import load
+from tests.training.conftest import lines, over
+
+pytest.importorskip("sklearn", reason="the digits come with scikit-learn: jaxdist[lab]")
+
+SHORT = [
+    *("cnn_digits", "--train.steps=6", "--train.global-batch-size=16", "--optimizer.name=sgd", "--optimizer.warmup=1"),
+    *("--optimizer.learning-rate=0.05", "--log.every=1", "--log.tensorboard=false", "--checkpoint.every=3"),
+    *("--validation.every=3", "--validation.batches=2"),
+]
+
+
+def ran(folder: Path, *more: str) -> Path:
+    assert train.main(over(SHORT, f"--run-dir={folder}", *more)) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    """A short run on one device with these options."""
+    return cache(lambda *more: ran(tmp_path_factory.mktemp("runs") / "one", *more))
+
+
+def curve(folder: Path) -> np.ndarray:
+    """Loss and gradient norm of every step, then loss and accuracy of every validation."""
+    names = ("loss", "grad_norm"), ("validation_loss", "validation_accuracy")
+    return np.array([[line[name] for name in pair] for pair in names for line in lines(folder) if pair[0] in line])
+
+
+def saved(folder: Path) -> dict:
+    with ocp.CheckpointManager(folder / "checkpoints") as manager:
+        items = {name: ocp.args.StandardRestore() for name in ("params", "variables")}
+        found = dict(manager.restore(6, args=ocp.args.Composite(**items)).items())
+    is_key = lambda a: jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)
+    return jax.device_get(jax.tree.map(lambda a: jax.random.key_data(a) if is_key(a) else a, found))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [
+        ("replica=2,data=2", ("--parallel.zero=3",)),
+        pytest.param("8x1x1", ("--parallel.zero=0",), marks=pytest.mark.slow),
+        pytest.param("8x1x1", ("--parallel.zero=1",), marks=pytest.mark.slow),
+        pytest.param("4x1x1", ("--parallel.zero=2", "--train.accumulation=2"), marks=pytest.mark.slow),
+        pytest.param("4x1x1", ("--parallel.zero=3", "--model.dropout=0.3"), marks=pytest.mark.slow),
+        pytest.param("2x1x1", ("--data.augment=crop-flip",), marks=pytest.mark.slow),
+    ],
+)
+def test_equals_one_device(mesh, more, one_device, tmp_path):
+    """Under accumulation batch norm sees micro-batches, on one device too."""
+    got = ran(tmp_path / "run", f"--mesh={mesh}", *more)
+    alone = one_device(*(option for option in more if "zero" not in option))
+    np.testing.assert_allclose(curve(got), curve(alone), rtol=1e-4)
+    for a, b in zip(jax.tree.leaves(saved(got)), jax.tree.leaves(saved(alone)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_goes_on_with_its_batch_statistics(one_device, tmp_path):
+    whole = one_device()
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+    again = ran(tmp_path / "run")
+    jax.tree.map(np.testing.assert_array_equal, saved(again), saved(whole))
+    np.testing.assert_array_equal(curve(again), curve(whole))
+
+
+def test_metrics_count_images_and_evaluation_tells_the_accuracy(one_device, capsys):
+    folder = one_device()
+    last = [line for line in lines(folder) if "loss" in line][-1]
+    assert last["images"] == 6 * 16
+    assert last["images_per_second"] > 0
+    assert last["mfu"] is None
+    assert evaluate.main([str(folder), "--mesh=2x1x1"]) == 0
+    assert "nats per image  accuracy" in capsys.readouterr().out
+    with pytest.raises(RequestError, match="family cnn, which writes no text"):
+        generate.main([str(folder), "--prompt=a"])
+
+
+def test_augmented_images_are_others(one_device):
+    assert abs(curve(one_device())[0, 0] - curve(one_device("--data.augment=crop-flip"))[0, 0]) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--model.channels=3",), "have 1 channel.* model.channels is 3; set it to 1"),
+        (("--model.classes=12",), "label|model.classes"),
+        (("--model.image=16",), "8x8, and model.image is 16"),
+        (("--train.global-batch-size=4096",), "images to train on, fewer than one global batch of 4096"),
+    ],
+)
+def test_data_that_do_not_fit_are_told_and_nothing_is_written(more, told, tmp_path):
+    with pytest.raises(RequestError, match=told):
+        train.main(over(SHORT, f"--run-dir={tmp_path / 'run'}", *more))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--mesh=4x1x1", "--parallel.zero=3")], ids=str)
+def test_the_labs_network_reads_digits(options, tmp_path):
+    """With optimised code: convolutions are slow without."""
+    command = [sys.executable, "-m", "jaxdist.train", "cnn_digits", f"--run-dir={tmp_path}", *options]
+    subprocess.run(command, check=True, env={**os.environ, "XLA_FLAGS": ""})
+    assert lines(tmp_path)[-1]["validation_accuracy"] >= 0.97
+
+
+def asked(mesh: str, zero: int, accumulation: int = 1) -> Config:
+    knobs = {"mesh": mesh, "parallel.zero": str(zero), "train.accumulation": str(accumulation)}
+    return load("cnn_digits", knobs)
+
+
+@pytest.mark.parametrize(("mesh", "zero", "accumulation"), [("4x1x1", 2, 2), ("replica=2,data=2", 3, 1)])
+def test_bytes_and_collectives_are_predicted(mesh, zero, accumulation):
+    """Those of batch norm too: the statistics of every channel, their gradients, and the running ones."""
+    found = explain(asked(mesh, zero, accumulation))
+    assert found.differences == []
+    assert found.program.argument_bytes == found.memory.arguments
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]")
+@pytest.mark.parametrize(("zero", "accumulation"), [(0, 1), (3, 2)])
+def test_bytes_and_collectives_of_a_gpu_are_predicted(zero, accumulation):
+    found = explain(asked("8x1x1", zero, accumulation), "h100")
+    assert found.differences == []
+    assert found.program.argument_bytes == found.memory.arguments
