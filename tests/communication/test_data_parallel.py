@@ -33,6 +33,7 @@ def test_one_device_communicates_nothing():
     assert communication("1x1x1", 4) == []
 
 
+@pytest.mark.slow
 def test_dropout_communicates_nothing_more():
     plain = communication("2x1x1", 2)
     dropped = communication("2x1x1", 2, cases.MODEL.model_copy(update={"dropout": 0.1}))

@@ -99,6 +99,7 @@ def test_temporary_bytes_are_about_as_predicted(mesh, precision, zero, remat):
     assert 0.6 < (predicted.total - predicted.arguments) / found.temp_size_in_bytes < 1.4
 
 
+@pytest.mark.slow
 def test_each_form_of_recomputation_holds_less():
     sizes = dict(layers=8, embed=128, heads=4, vocab=1024, sequence=128)
     none, dots, block = (

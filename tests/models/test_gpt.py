@@ -17,6 +17,7 @@ from jaxdist.sharding import Layout
 from jaxdist.training.layered import Layered
 from jaxdist.training.step import Step
 from tests.models import plain
+from tests.tiers import thinned
 
 pytestmark = pytest.mark.smoke
 
@@ -49,12 +50,13 @@ def reference(params, tokens):
     return norm(x, params["norm"]) @ params.get("output", params["table"]).T
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", thinned([(False,), (True,)], 2))
 def test_loss_gradient_and_logits_are_the_papers(one_device, tied):
     model = models.build(CONFIG.model_copy(update={"tied": tied}), one_device)
     plain.assert_same(one_device, model, reference, noise=0.05)
 
 
+@pytest.mark.slow
 def test_the_step_divides_by_the_labels_that_count(one_device):
     """`Step.gradients` against the plain reading: a mean over valid labels, whatever the micro-batches."""
     model = models.build(CONFIG, one_device)

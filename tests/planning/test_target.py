@@ -1,11 +1,13 @@
 """Compiling for devices that are not there, in another process. What needs JAX's CUDA plug-in is skipped without it."""
 
+import os
 import re
 import subprocess
 import sys
 
 import pytest
 
+from jaxdist.cluster import runtime
 from jaxdist.config import RequestError
 from jaxdist.planning import target
 from jaxdist.planning.apart import compile_apart
@@ -150,3 +152,14 @@ def test_without_a_gpu_the_plugin_is_quiet(tmp_path):
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
     assert "ERROR" not in done.stderr
+
+
+@needs_plugin
+@pytest.mark.skipif(runtime._nvidia(), reason="there is an NVIDIA GPU here")
+def test_a_plug_in_without_a_gpu_is_told_in_a_sentence():
+    """JAX tells it as an error, with a traceback."""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-m", "jaxdist.train", "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert runtime.NO_GPU in done.stderr
+    assert "Traceback" not in done.stderr

@@ -40,6 +40,7 @@ def losses(folder) -> list[float]:
     return [line["loss"] for line in lines(folder) if "loss" in line]
 
 
+@pytest.mark.slow
 def test_trains_as_bfloat16_does(run):
     mixed, wanted = (losses(run(name, f"--precision={name}", "--mesh=2x1x1")) for name in ("mixed", "bfloat16"))
     assert mixed[-1] < mixed[0] - 0.2
@@ -57,6 +58,7 @@ def test_killed_and_resumed_equals_straight_to_the_bit(run, request_of, options)
     assert without_times(resumed) == without_times(straight)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_f32_masters_only(run, capsys):
     folder = run("masters", "--precision=mixed", "--mesh=2x1x1", "--parallel.zero=1")
     found = saved(folder)

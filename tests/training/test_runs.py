@@ -156,6 +156,7 @@ def test_evaluate_on_other_data_uses_the_runs_tokenizer(finished, tmp_path, caps
     assert capsys.readouterr().out == said.out
 
 
+@pytest.mark.slow
 def test_validation_does_not_depend_on_accumulation(run):
     found = [lines(run(f"k{k}", f"--train.accumulation={k}", "--train.steps=4")) for k in (1, 4)]
     values = [[line["validation_loss"] for line in one if "validation_loss" in line] for one in found]
@@ -263,6 +264,7 @@ def test_epochs_count_rows(request_of, tmp_path):
     assert lines(tmp_path / "epochs")[-1]["step"] == math.ceil(rows / 2 / 8)
 
 
+@pytest.mark.slow
 def test_lion_and_sgd_train_too(run):
     for name, rate in (("lion", "1e-3"), ("sgd", "0.3")):
         found = lines(run(name, f"--optimizer.name={name}", f"--optimizer.learning-rate={rate}"))
