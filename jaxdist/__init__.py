@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxdist.api import Parallel, parallelize
+    from jaxdist.api import Parallel, parallelize, scan, stack
 
-__all__ = ["Parallel", "parallelize"]
+__all__ = ["Parallel", "parallelize", "scan", "stack"]
 __version__ = "0.1.0"
 
 

@@ -17,6 +17,7 @@ from jaxdist.cluster import runtime
 from jaxdist.mesh import BATCH_AXES, DATA, LAYER_AXES, make_mesh, parse_mesh
 from jaxdist.models import Params, foreign
 from jaxdist.models.foreign import Foreign, LossFunction
+from jaxdist.models.stacked import scan, stack
 from jaxdist.parallel.foreign import on_shards
 from jaxdist.parallel.zero import is_axes
 from jaxdist.planning.hlo import Collective, collectives
@@ -24,6 +25,8 @@ from jaxdist.sharding import Layout, Rules, on_devices
 from jaxdist.training.checkpoint import Checkpoints
 from jaxdist.training.step import Metrics, Step, TrainState
 from jaxdist.training.whole import Scope, Whole
+
+__all__ = ["Parallel", "parallelize", "scan", "stack"]
 
 Batch = Any
 """A tree of arrays that share their leading dim, the rows: of NumPy, or global ones of JAX."""
@@ -164,7 +167,9 @@ class Parallel:
 
     def _abstract_part(self, a: Any) -> jax.ShapeDtypeStruct:
         shape = self.accumulation, a.shape[0] // self.accumulation, *a.shape[1:]
-        return jax.ShapeDtypeStruct(shape, a.dtype, sharding=self._sharding((None, "batch")))
+        return jax.ShapeDtypeStruct(
+            shape, jax.dtypes.canonicalize_dtype(a.dtype), sharding=self._sharding((None, "batch"))
+        )
 
     def _put(self, a: Any, dims: tuple[str | None, ...]) -> jax.Array:
         sharding = self._sharding(dims)

@@ -23,6 +23,9 @@ from jaxtyping import Array, Float
 from jaxdist.config import Config, nearest
 from jaxdist.mesh import AXES, BATCH_AXES, MODEL
 
+LAYERS = "layers"
+"""The logical axis of the dim that stacks layers."""
+
 LETTERS = dict(B="batch", S="sequence", s="residual", D="embed", F="mlp", N="heads", H="head", V="vocab", L="layers")
 """The logical axis behind each letter of an einsum string."""
 

@@ -12,6 +12,7 @@ but what asks for it by the names of the batch axes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,19 @@ def init(make: Callable[[jax.Array], tuple[Any, Any]], places, key: jax.Array) -
 def together(places, call: Call, weights, variables, batch) -> tuple[jax.Array, Any, Any]:
     """`reduced` weights are unknown to the automatic partitioner: no gradient goes through those."""
     weights = jax.tree.map(lambda p, w: reshard(w, P(*p.use.partitions)), places, weights)
-    return auto_axes(call, out_sharding=P())(weights, variables, batch)
+    token = _GATHERS.set(True)
+    try:
+        return auto_axes(call, out_sharding=P())(weights, variables, batch)
+    finally:
+        _GATHERS.reset(token)
+
+
+_GATHERS = ContextVar("whether a module is being called together", default=False)
+
+
+def whole(w: jax.Array) -> jax.Array:
+    """A layer's weight, gathered here and now where the module is called together; as it is anywhere else."""
+    return jax.lax.with_sharding_constraint(w, P()) if _GATHERS.get() else w
 
 
 def apart(layout: Layout, places, call: Call, weights, variables, batch) -> tuple[jax.Array, Any, Any]:
@@ -78,7 +91,9 @@ def _local(call: Call, axes: tuple[str, ...], ranks: int, weights, variables, ba
 
 def _own_key(rank: Int[Array, ""], variable: jax.Array) -> jax.Array:
     """Every device draws its own random numbers."""
-    return jax.random.fold_in(variable, rank) if _is_key(variable) else variable
+    if not _is_key(variable):
+        return variable
+    return jax.vmap(lambda key: jax.random.fold_in(key, rank))(variable.ravel()).reshape(variable.shape)
 
 
 def _agree(axes: tuple[str, ...], before: jax.Array, after: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float
 
 from jaxdist.mesh import DATA
-from jaxdist.sharding import Layout, wide
+from jaxdist.sharding import LAYERS, Layout, wide
 
 is_axes = lambda a: isinstance(a, tuple)
 
@@ -56,7 +56,7 @@ class Placement:
         """Weights at rest -> weights in use. (The reshards move nothing.)"""
         dim, times = self.repeat
         w = jnp.repeat(w, times, axis=dim) if times > 1 else w
-        if self.shard_dim is None:
+        if self.shard_dim is None or self.use == self.rest:
             return reshard(w, self.use)
         shard = P(*self._shard.partitions, reduced=self.use.reduced - {DATA})
         whole = P(*self.use.partitions, reduced=self.use.reduced | {DATA})
@@ -133,17 +133,22 @@ def in_use(places, weights, sinks, stage: int):
     return weights if sinks is None else jax.tree.map(lambda p, w, s: p.land(w, s), places, weights, sinks)
 
 
-def placements(layout: Layout, axes, abstract, stage: int, summed: bool = True, split=None):
+def placements(layout: Layout, axes, abstract, stage: int, summed: bool = True, split=None, stacks: bool = False):
     """A `Placement` for every parameter, from its logical axes and shape.
 
     `summed`: gradients are partial sums of the devices, so weights in use are `reduced`. `split` says of every
-    parameter whether the data axis may split it (None: of all).
+    parameter whether the data axis may split it (None: of all). `stacks`: stacked layers are used as they lie at rest,
+    by a module that gathers each when it is its turn.
 
     Key/value heads lie as the query heads do. Where they are too few for that, they are whole at rest and repeated in
     use; raises `ValueError` where that is not even.
     """
     split = jax.tree.map(lambda _: True, abstract) if split is None else split
-    place = lambda a, w, split: _place(layout, a, w.shape, bool(stage and split), summed)
+
+    def place(a, w, split: bool) -> Placement:
+        found = _place(layout, a, w.shape, bool(stage and split), summed)
+        return replace(found, use=found.rest) if stacks and LAYERS in a else found
+
     return jax.tree.map(place, axes, abstract, split, is_leaf=is_axes)
 
 
@@ -166,5 +171,5 @@ def _place(
 def _first_free(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> int | None:
     """The first dim that the data axis can split: gathering along the first takes no transposed copy."""
     ways = layout.size(DATA)
-    free = (d for d, name in enumerate(axes) if name != "layers" and not layout.split(name) and shape[d] % ways == 0)
+    free = (d for d, name in enumerate(axes) if name != LAYERS and not layout.split(name) and shape[d] % ways == 0)
     return next(free, None) if ways > 1 else None

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
+from jaxdist.mesh import BATCH_AXES
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign, LossFunction
 from jaxdist.parallel import foreign, zero
@@ -38,7 +39,9 @@ class Whole:
     ):
         self.model, self.loss_fn, self.layout, self.scope = model, loss_fn, layout, scope
         self.dtype, self.stage, self.abstract = dtype, stage, model.abstract
-        self.places = zero.placements(layout, model.axes, model.abstract, stage, scope != "batch", split)
+        together = scope == "batch"
+        stacks = together and stage == 3 and set(dict(layout.axes)) <= set(BATCH_AXES)
+        self.places = zero.placements(layout, model.axes, model.abstract, stage, not together, split, stacks)
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """(parameters at rest, variables)."""

@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxdist
 from jaxdist.api import Parallel
-from tests.parity.modules import CASES, Tied, next_word
+from tests.parity.modules import CASES, Deep, Tied, next_word
 
 ROWS = {"x": np.zeros((32, 9), np.int32)}
 
@@ -81,3 +81,16 @@ def test_logical_axes_make_tensor_parallelism():
         np.testing.assert_allclose([one.loss, one.grad_norm], [other.loss, other.grad_norm], rtol=1e-5)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     jax.tree.map(close, *(jax.device_get(state.params) for state in states))
+
+
+def test_stacked_layers_are_whole_one_at_a_time():
+    """FSDP's order: each layer's weights are gathered in the forward and in the backward pass, and never all at once."""
+    _, loss, batch = CASES["stacked"]
+    on_mesh = make("4x1x1", loss, Deep, zero=3)
+    rows = batch(np.random.default_rng(0))
+    text = on_mesh.lower(rows).compile().as_text()
+    assert "f32[3,12,32]" not in text
+    assert "f32[3,12,32]" in make("4x1x1", loss, Deep, zero=3, scope="rows").lower(rows).compile().as_text()
+    matrix = 12 * 32
+    gathered = [one for one in on_mesh.collectives(rows) if one.kind == "all-gather" and one.array_elements == matrix]
+    assert sum(one.count for one in gathered) == 2 * 2 * 3  # twice each of two matrices in three layers

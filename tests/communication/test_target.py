@@ -9,6 +9,7 @@ from jaxdist.explain import explain
 from jaxdist.planning import target
 from jaxdist.planning.placement import placed
 from jaxdist.planning.report import PACKED, Report
+from tests.memory.test_target import llama_1b
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,6 +46,13 @@ def test_elements_over_data_are_those_of_the_zero_paper(zero, accumulation, devi
     whole = sum(p.elements for p in parameters if p.stacked and p.whole) if zero == 3 else 0
     expected = (expected - whole) * (devices - 1) / devices
     assert expected <= sent_over_data(found) <= expected + 2 * PACKED
+
+
+@pytest.mark.parametrize(("zero", "accumulation"), [(0, 1), (1, 4), (3, 1)])
+def test_only_scalars_are_waited_for(zero, accumulation):
+    """Of Llama 1B over `data`. What tensor and sequence parallelism wait for is told in docs/communication.md."""
+    waited_for = [one for one in llama_1b(zero, "block", accumulation).collectives if one.sync]
+    assert all(one.elements <= PACKED for one in waited_for), waited_for
 
 
 @pytest.mark.parametrize("zero", [1, 3])

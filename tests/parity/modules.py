@@ -16,6 +16,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+import jaxdist
+
 ROWS, WORDS, CLASSES = 16, 24, 8
 
 
@@ -115,6 +117,26 @@ class Convolution(nnx.Module):
         return self.head(self.dropout(x))
 
 
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.down = nnx.Linear(12, 32, rngs=rngs), nnx.Linear(32, 12, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.dropout(self.down(jnp.tanh(self.up(x))))
+
+
+class Deep(nnx.Module):
+    """Stacked layers."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = jaxdist.stack(Block, 3, rngs)
+        self.head = nnx.Linear(12, CLASSES, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(jaxdist.scan(self.blocks, x))
+
+
 class TwoOutputs(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.body = nnx.Linear(12, 16, rngs=rngs)
@@ -156,6 +178,7 @@ CASES = {
     "tied": Case(Tied, next_word, sentences),
     "vision transformer": Case(Transformer, cross_entropy, images),
     "convolution": Case(Convolution, cross_entropy, images),
+    "stacked": Case(Deep, cross_entropy, vectors),
     "two outputs": Case(TwoOutputs, with_auxiliary, vectors),
     "linen": Case(linen, linen_loss, vectors),
 }

@@ -1,0 +1,43 @@
+"""Layers of a module of one's own, stacked: one `scan` over them, and with ZeRO 3 one of them whole at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxdist.parallel.foreign import whole
+from jaxdist.sharding import LAYERS
+
+
+def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
+    """`count` modules of `make(rngs)` as one, whose every array has a leading dim of `count`; run it with `scan`."""
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    keys = jax.random.split(rngs(), count)
+    made = jax.vmap(lambda key: nnx.to_pure_dict(nnx.state(make(nnx.Rngs(key)))))(keys)
+    nnx.replace_by_pure_dict(abstract, made)
+    for variable in jax.tree.leaves(abstract, is_leaf=lambda v: isinstance(v, nnx.Variable)):
+        named = variable.get_metadata().get("axes", (None,) * (variable.ndim - 1))
+        variable.set_metadata(axes=(LAYERS, *named))
+    return nnx.merge(graph, abstract)
+
+
+def scan(blocks: nnx.Module, x: Any) -> Any:
+    """`x` through every layer of `blocks`, which `stack` has made; each layer maps it to its like.
+
+    The backward pass computes each layer again. Under `parallelize(..., zero=3)` with scope "batch" a layer is
+    gathered when it is its turn, in both passes, and no device ever holds the whole stack.
+    """
+    graph, params, rest = nnx.split(blocks, nnx.Param, ...)
+
+    @jax.checkpoint
+    def layer(x: Any, arrays: Any) -> tuple[Any, Any]:
+        params, rest = arrays
+        block = nnx.merge(graph, jax.tree.map(whole, params), rest, copy=True)
+        return block(x), nnx.split(block, nnx.Param, ...)[2]
+
+    x, rest = jax.lax.scan(layer, x, (params, rest))
+    nnx.update(blocks, rest)
+    return x
