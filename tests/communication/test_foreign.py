@@ -84,7 +84,7 @@ def test_logical_axes_make_tensor_parallelism():
 
 
 def test_stacked_layers_are_whole_one_at_a_time():
-    """FSDP's order: each layer's weights are gathered in the forward and in the backward pass, and never all at once."""
+    """FSDP's order: a layer's weights are gathered in the forward and in the backward pass, and never all at once."""
     _, loss, batch = CASES["stacked"]
     on_mesh = make("4x1x1", loss, Deep, zero=3)
     rows = batch(np.random.default_rng(0))
