@@ -1,4 +1,4 @@
-"""Handwritten digits, a small CNN with batch norm: torch with DistributedDataParallel; (*) marks what one device lacks."""
+"""Handwritten digits, a small CNN with batch norm: torch's DistributedDataParallel. (*): not on one device."""
 
 import sys
 

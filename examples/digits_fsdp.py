@@ -1,4 +1,4 @@
-"""Handwritten digits, a small CNN with batch norm: torch with FSDP2 (ZeRO 3); (*) marks what one device lacks."""
+"""Handwritten digits, a small CNN with batch norm: torch's FSDP2. (*): not on one device."""
 
 import sys
 

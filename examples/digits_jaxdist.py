@@ -2,11 +2,12 @@
 
 import sys
 
-import jaxdist
 import numpy as np
 import optax
 from flax import nnx
 from sklearn.datasets import load_digits
+
+import jaxdist
 
 ROWS, STEPS = 64, 40
 

@@ -1,4 +1,4 @@
-"""`python examples/weights.py weights.npz`: the weights that all four scripts begin with, named and laid out as torch's."""
+"""`python examples/weights.py weights.npz`: the weights all four scripts begin with, named and laid out as torch's."""
 
 import sys
 
