@@ -58,8 +58,8 @@ def parallelize(
     a dict of further means. Under `accumulation` it sees one micro-batch at a time, and so does batch norm.
 
     `scope="batch"` calls it with all rows of a micro-batch, wherever they lie: what it computes is what one device
-    would. `"rows"` calls it on every device with the rows there: fewer bytes (one reduction in a step, for tied weights
-    and for micro-batches too), right where the loss is a mean over rows and nothing but `nnx.BatchNorm` looks across
+    would. `"rows"` calls it on every device with the rows there: fewer bytes (one reduction in a step, of tied weights
+    too; with ZeRO 2 and 3 one in each micro-batch), right where the loss is a mean over rows and nothing but `nnx.BatchNorm` looks across
     them; dropout has other masks on other meshes. `"device"` is that with batch statistics of each device's own rows,
     what torch's DDP does: the curve depends on the number of devices.
 

@@ -265,3 +265,10 @@ def test_parameters_in_bfloat16_keep_their_dtype_and_that_of_the_optimizer():
     on_mesh = made(Small, optimizer=optax.adam(1e-3), zero=1)
     state, _ = on_mesh.step(on_mesh.init(0), batch())
     assert {a.dtype for a in jax.tree.leaves((state.params, state.optimizer[0].mu))} == {jnp.bfloat16.dtype}
+
+
+@pytest.mark.parametrize(("zero", "reductions"), [(1, 1), (3, 2)])
+def test_with_rows_gradients_are_reduced_once_in_a_step_or_in_a_micro_batch(zero, reductions):
+    on_mesh = made(zero=zero, scope="rows", accumulation=2)
+    scattered = sum(c.count for c in on_mesh.collectives(batch()) if c.kind == "reduce-scatter")
+    assert scattered == reductions * len(jax.tree.leaves(on_mesh.shardings.params))
