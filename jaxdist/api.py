@@ -59,9 +59,9 @@ def parallelize(
 
     `scope="batch"` calls it with all rows of a micro-batch, wherever they lie: what it computes is what one device
     would. `"rows"` calls it on every device with the rows there: fewer bytes (one reduction in a step, of tied weights
-    too; with ZeRO 2 and 3 one in each micro-batch), right where the loss is a mean over rows and nothing but `nnx.BatchNorm` looks across
-    them; dropout has other masks on other meshes. `"device"` is that with batch statistics of each device's own rows,
-    what torch's DDP does: the curve depends on the number of devices.
+    too; with ZeRO 2 and 3 one in each micro-batch), right where the loss is a mean over rows and nothing but
+    `nnx.BatchNorm` looks across them; dropout has other masks on other meshes. `"device"` is that with batch statistics
+    of each device's own rows, what torch's DDP does: the curve depends on the number of devices.
 
     `shard` keeps parameters whole that have fewer elements, or of which `shard(name, array)` is false. `precision`
     bfloat16 casts parameters and the batch's floats before they are used; `mixed` keeps the cast ones between steps.
