@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ import optax
 from flax import nnx
 
 from jaxdist.cluster import runtime
-from jaxdist.mesh import BATCH_AXES, DATA, LAYER_AXES, make_mesh, parse_mesh
+from jaxdist.config import nearest
+from jaxdist.mesh import BATCH_AXES, DATA, LAYER_AXES, describe, make_mesh, parse_mesh
 from jaxdist.models import Params, foreign
 from jaxdist.models.foreign import Foreign, LossFunction
 from jaxdist.models.stacked import scan, stack
@@ -32,6 +33,8 @@ Batch = Any
 """A tree of arrays that share their leading dim, the rows: of NumPy, or global ones of JAX."""
 
 Shard = int | Callable[[str, jax.ShapeDtypeStruct], bool]
+Zero = Literal[0, 1, 2, 3]
+Precision = Literal["float32", "bfloat16", "mixed"]
 
 
 def parallelize(
@@ -39,8 +42,8 @@ def parallelize(
     loss_fn: LossFunction,
     optimizer: optax.GradientTransformation,
     mesh: str = "-1x1x1",
-    zero: Literal[0, 1, 2, 3] = 0,
-    precision: Literal["float32", "bfloat16", "mixed"] = "float32",
+    zero: Zero = 0,
+    precision: Precision = "float32",
     accumulation: int = 1,
     scope: Scope = "batch",
     rules: Rules | None = None,
@@ -58,16 +61,18 @@ def parallelize(
     a dict of further means. Under `accumulation` it sees one micro-batch at a time, and so does batch norm.
 
     `scope="batch"` calls it with all rows of a micro-batch, wherever they lie: what it computes is what one device
-    would. `"rows"` calls it on every device with the rows there: fewer bytes (one reduction in a step, for tied weights
-    and for micro-batches too), right where the loss is a mean over rows and nothing but `nnx.BatchNorm` looks across
-    them; dropout has other masks on other meshes. `"device"` is that with batch statistics of each device's own rows,
-    what torch's DDP does: the curve depends on the number of devices.
+    would. `"rows"` calls it on every device with the rows there: fewer bytes (one reduction in a step, of tied weights
+    too; with ZeRO 2 and 3 one in each micro-batch), right where the loss is a mean over rows and nothing but
+    `nnx.BatchNorm` looks across them; dropout has other masks on other meshes. `"device"` is that with batch statistics
+    of each device's own rows, what torch's DDP does: the curve depends on the number of devices.
 
     `shard` keeps parameters whole that have fewer elements, or of which `shard(name, array)` is false. `precision`
     bfloat16 casts parameters and the batch's floats before they are used; `mixed` keeps the cast ones between steps.
 
-    Raises `ValueError` for what cannot be done.
+    Raises `ValueError` for what cannot be done, before anything compiles.
     """
+    _check_values(mesh, zero, precision, accumulation, scope, shard, rules)
+    foreign.check_call("loss_fn", loss_fn, ("module", "batch"))
     shape = parse_mesh(mesh)
     placed = make_mesh(shape, devices) if devices else runtime.start(shape)
     model = foreign.describe(model_fn, partial(_statistics, scope, placed))
@@ -98,8 +103,9 @@ class Parallel:
 
         `batch` has the rows of one step over the whole mesh; of several processes, each gives its own part of them. A
         loss or gradient that is not finite changes nothing but the counts. Raises `ValueError` for a batch that does
-        not divide.
+        not divide, and for a state that was given up or lies on another mesh.
         """
+        self._check_state(state)
         with jax.set_mesh(self.mesh):
             return self._train(state, self._on_devices(batch))
 
@@ -108,6 +114,7 @@ class Parallel:
 
         Rows that do not divide by the devices are computed by all of them, and count once.
         """
+        self._check_state(state)
         rows = _rows(batch)
         even = rows - rows % self.layout.ranks
         parts = [(0, even, (None, "batch")), (even, rows, ())]
@@ -128,6 +135,7 @@ class Parallel:
 
     def save(self, folder: Path | str, state: TrainState) -> None:
         """Write a checkpoint that knows no mesh into `folder`, in place of those of earlier steps."""
+        self._check_state(state)
         with jax.set_mesh(self.mesh), Checkpoints(Path(folder), keep=1) as checkpoints:
             checkpoints.save(int(state.step), state, {"step": int(state.step)})
 
@@ -140,6 +148,7 @@ class Parallel:
 
     def module(self, state: TrainState) -> nnx.Module:
         """The module with the trained parameters, whole, in evaluation mode: for one device, or to be exported."""
+        self._check_state(state)
         params, variables = jax.tree.map(self._whole, (state.params, state.variables))
         return self.model.merge(params, variables, train=False)
 
@@ -183,6 +192,21 @@ class Parallel:
     def _whole(self, a: jax.Array) -> jax.Array:
         return jax.device_put(a, self._sharding(())).addressable_data(0)
 
+    def _check_state(self, state: TrainState) -> None:
+        """Of all arrays in it the count of steps is looked at alone: the others share its fate."""
+        if not isinstance(state, TrainState):
+            raise ValueError(f"state is {type(state).__name__}; give what init, step or restore returned")
+        if state.step.is_deleted():
+            raise ValueError(
+                "this state was given up to a step, which used its memory again; go on with what it returned"
+            )
+        mesh = state.step.sharding.mesh
+        if mesh != self.mesh:
+            raise ValueError(
+                f"this state lies on the mesh {describe(mesh.shape)}, not on {describe(self.mesh.shape)} or its "
+                f"devices; save it there and restore it here"
+            )
+
     def _checked(self, batch: Batch) -> Batch:
         rows, unit = _rows(batch) * jax.process_count(), self.layout.ranks * self.accumulation
         if rows % unit:
@@ -195,11 +219,41 @@ class Parallel:
 
 
 def _rows(batch: Batch) -> int:
-    shapes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
-    if len(shapes) != 1 or shapes == {()}:
-        told = ", ".join(sorted(str(np.shape(leaf)) for leaf in jax.tree.leaves(batch))) or "nothing"
-        raise ValueError(f"a batch holds {told}; give arrays that share their leading dim, the rows")
+    leaves = foreign.named(batch)
+    shapes = {np.shape(leaf)[:1] for leaf in leaves.values()}
+    if len(shapes) != 1 or shapes & {(), (0,)}:
+        told = [f"{name or 'one array'} of shape {np.shape(leaf)}" for name, leaf in leaves.items()]
+        more = [f"{len(told) - 6} more"] * (len(told) > 6)
+        raise ValueError(
+            f"a batch holds {', '.join(told[:6] + more) or 'nothing'}; give arrays that share their leading dim, one "
+            f"row or more"
+        )
+    for name, leaf in leaves.items():
+        kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        if not any(jnp.issubdtype(kind, some) for some in (jnp.number, jnp.bool_, jax.dtypes.extended)):
+            raise ValueError(f"{name or 'an array'} of a batch holds {kind}; give numbers")
     return shapes.pop()[0]
+
+
+def _check_values(mesh: Any, zero: Any, precision: Any, accumulation: Any, scope: Any, shard: Any, rules: Any) -> None:
+    """Raises `ValueError` for what type annotations would refuse."""
+    for name, value, valid in (
+        ("zero", zero, get_args(Zero)),
+        ("precision", precision, get_args(Precision)),
+        ("scope", scope, get_args(Scope)),
+    ):
+        if value not in valid or isinstance(value, bool):
+            near = nearest(value, valid) if isinstance(value, str) and value.isalpha() else f"use one of {valid}"
+            raise ValueError(f"{name} is {value!r}; {near}")
+    whole = lambda value: isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not isinstance(mesh, str):
+        raise ValueError(f"mesh is {mesh!r}; write it as text, '4x1x1' or 'data=4'")
+    if not whole(accumulation) or accumulation < 1:
+        raise ValueError(f"accumulation is {accumulation!r}; give the number of micro-batches, 1 or more")
+    if not callable(shard) and not (whole(shard) and shard >= 0):
+        raise ValueError(f"shard is {shard!r}; give a least number of elements, 0 or more, or a function (name, array)")
+    if rules is not None and not isinstance(rules, Mapping):
+        raise ValueError(f"rules are {rules!r}; give a dict such as {{'mlp': {LAYER_AXES}}}")
 
 
 def _statistics(scope: Scope, mesh: jax.sharding.Mesh, module: nnx.Module) -> None:
@@ -212,7 +266,16 @@ def _layout(mesh: jax.sharding.Mesh, model: Foreign, rules: Rules, scope: Scope)
     """Raises `ValueError` where a mesh axis would split nothing."""
     named = jax.tree.leaves(model.axes, is_leaf=is_axes)
     names = {name for axes in named for name in axes if name}
+    if "batch" in {*names, *rules}:
+        raise ValueError(f"'batch' names the rows, which {' and '.join(BATCH_AXES)} split; call the axis otherwise")
     layout = Layout.on(mesh, {"batch": BATCH_AXES, **rules}, names={*names, "batch"})
+    for name, axes in rules.items():
+        if wrong := set(axes) - set(LAYER_AXES):
+            raise ValueError(
+                f"rules split {name} over {' and '.join(sorted(wrong))}, which parameters cannot be split over by a "
+                f"rule; use {' or '.join(LAYER_AXES)} (zero=3 splits parameters over {DATA})"
+            )
+    _check_parts(layout, model)
     used = {axis for name in names for axis in layout.split(name)}
     for axis in LAYER_AXES:
         if mesh.shape[axis] > 1 and axis not in used:
@@ -225,6 +288,21 @@ def _layout(mesh: jax.sharding.Mesh, model: Foreign, rules: Rules, scope: Scope)
             f"rules split {' and '.join(sorted(used))}, which scope '{scope}' cannot do; use scope 'batch'"
         )
     return layout
+
+
+def _check_parts(layout: Layout, model: Foreign) -> None:
+    """Raises `ValueError` for a dim that the rules split and that does not divide."""
+    for (path, a), axes in zip(
+        jax.tree.leaves_with_path(model.abstract), jax.tree.leaves(model.axes, is_leaf=is_axes), strict=True
+    ):
+        for size, name in zip(a.shape, axes, strict=True):
+            if size % layout.parts(name):
+                where = jax.tree_util.keystr(path, simple=True, separator=".")
+                over = " x ".join(f"{axis}={layout.size(axis)}" for axis in layout.split(name))
+                raise ValueError(
+                    f"{where} {a.shape} has a dim '{name}' of {size}, which does not divide by {over}; give it a size "
+                    f"that does, or leave '{name}' out of the rules"
+                )
 
 
 def _to_be_split(layout: Layout, model: Foreign, shard: Shard) -> Params:

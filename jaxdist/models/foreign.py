@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import flax.linen
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
@@ -60,18 +62,20 @@ class Foreign:
 def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Module], None] = lambda _: None) -> Foreign:
     """Describe the module that `make` builds; `prepare` may change its attributes. Computes nothing, needs no device.
 
-    Raises `ValueError` for what is no module or has no parameters.
+    Raises `ValueError` for what is no module, or has no parameters or such that cannot be trained.
     """
-    module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
-    if not isinstance(module, nnx.Module):
-        raise ValueError(
-            f"model_fn returned {type(module).__name__}; return a flax.nnx.Module (Linen: nnx.bridge.ToNNX)"
-        )
+    check_call("model_fn", make, ("rngs",))
+    module = nnx.eval_shape(lambda: _module(make(nnx.Rngs(0))))
     prepare(module)
     module.train()
     training, abstract, variables = _apart(module)
     if not jax.tree.leaves(abstract):
         raise ValueError(f"{type(module).__name__} has no parameters (nnx.Param); Linen modules need lazy_init first")
+    for name, a in named(abstract).items():
+        if not jnp.issubdtype(a.dtype, jnp.floating):
+            raise ValueError(
+                f"parameter {name} is of {a.dtype}, which is not trained; make it an nnx.Variable, or of floats"
+            )
     axes = jax.tree.map(_axes, nnx.state(module, nnx.Param), is_leaf=lambda p: isinstance(p, nnx.Variable))
     module.eval()
     return Foreign(make, training, nnx.graphdef(module), abstract, nnx.to_pure_dict(axes), variables)
@@ -82,6 +86,44 @@ def synchronise(module: nnx.Module, axes: tuple[str, ...]) -> None:
     for _, part in nnx.iter_modules(module):
         if isinstance(part, nnx.BatchNorm) and axes:
             part.axis_name = axes
+
+
+def check_call(what: str, function: Any, arguments: tuple[str, ...]) -> None:
+    """Raises `ValueError` for what cannot be called with these arguments, by position, and perhaps `train`."""
+    call = f"{what}({', '.join(arguments)})"
+    if isinstance(function, nnx.Module | flax.linen.Module):
+        raise ValueError(
+            f"{what} is a {type(function).__name__} that is built already; give a function {call} that builds it, so "
+            f"that each device makes its own shards (Linen: nnx.bridge.ToNNX)"
+        )
+    if not callable(function):
+        raise ValueError(f"{what} is {function!r}, which cannot be called; give a function {call}")
+    signature = _signature(function)
+    try:
+        signature.bind(*arguments, **({"train": True} if "train" in signature.parameters else {}))
+    except TypeError as error:
+        hint = "lambda rngs: Model(rngs=rngs)" if "rngs" in arguments else "lambda module, batch: ..."
+        raise ValueError(f"{what} takes {signature}, but is called as {call}: {error}; wrap it: {hint}") from error
+
+
+def _signature(function: Callable) -> inspect.Signature:
+    """Of a class, what its constructor takes: Flax's metaclass takes anything."""
+    if not isinstance(function, type):
+        return inspect.signature(function)
+    signature = inspect.signature(function.__init__)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """Leaves by the names on the way to them: "conv.kernel"."""
+    path = lambda keys: jax.tree_util.keystr(keys, simple=True, separator=".")
+    return {path(keys): leaf for keys, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _module(made: Any) -> nnx.Module:
+    if not isinstance(made, nnx.Module):
+        raise ValueError(f"model_fn returned {type(made).__name__}; return a flax.nnx.Module (Linen: nnx.bridge.ToNNX)")
+    return made
 
 
 def _apart(module: nnx.Module) -> tuple[nnx.GraphDef, Params, Params]:
@@ -103,19 +145,19 @@ def _result(returned: Any) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]
         raise ValueError(
             f"loss_fn returned a pair whose second part is {type(further).__name__}; return a dict of means"
         )
+    if "loss" in further:
+        raise ValueError("loss_fn names a further mean 'loss', as the loss itself is called; give it another name")
     for name, value in {"loss": loss, **further}.items():
-        if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-            kind = f"shape {jnp.shape(value)} and dtype {jnp.result_type(value)}"
-            raise ValueError(f"loss_fn returned a {name} of {kind}; return the mean over the rows, one real number")
-    return loss, further
+        number = isinstance(value, jax.Array | np.ndarray | np.generic | float | int)
+        if not number or jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            kind = f"shape {jnp.shape(value)} and dtype {jnp.result_type(value)}" if number else type(value).__name__
+            raise ValueError(f"loss_fn returned {name}: {kind}; return the mean over the rows, one real number")
+    return jnp.asarray(loss), {name: jnp.asarray(value) for name, value in further.items()}
 
 
 def _check_variables(before: Params, after: Params) -> None:
-    named = lambda tree: {
-        jax.tree_util.keystr(path, simple=True, separator="."): (leaf.shape, leaf.dtype)
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
-    before, after = named(before), named(after)
+    kinds = lambda tree: {name: (leaf.shape, leaf.dtype) for name, leaf in named(tree).items()}
+    before, after = kinds(before), kinds(after)
     for what, names in {
         "adds": after.keys() - before.keys(),
         "removes": before.keys() - after.keys(),

@@ -108,7 +108,12 @@ def _is_key(a: jax.Array) -> bool:
 
 
 def on_shards(optimizer: optax.GradientTransformation, places, abstract) -> optax.GradientTransformation:
-    """An update rule that need not know the mesh; what it keeps of a parameter lies as the parameter does."""
+    """An update rule that need not know the mesh; what it keeps of a parameter lies as the parameter does.
+
+    Gradients reach it in the dtype of their parameters, as on one device. Raises `ValueError` for what is no update
+    rule, and for one that does not leave everything of the shape and dtype that it had.
+    """
+    _check_optimizer(optimizer, abstract)
     rest = jax.tree.map(lambda p: p.rest, places)
     state = jax.eval_shape(optimizer.init, abstract)
     specs = optax.tree.map_params(
@@ -121,7 +126,44 @@ def on_shards(optimizer: optax.GradientTransformation, places, abstract) -> opta
     )
 
     def update(grads, state, params=None, **further):
+        grads = jax.tree.map(lambda g, a: g.astype(a.dtype), grads, abstract)
         call = lambda grads, state, params: optimizer.update(grads, state, params, **further)
         return auto_axes(call, out_sharding=(rest, specs))(grads, state, params)
 
     return optax.GradientTransformation(auto_axes(optimizer.init, out_sharding=specs), update)
+
+
+def _check_optimizer(optimizer: Any, abstract) -> None:
+    """Tries the update on shapes alone."""
+    if isinstance(optimizer, type) or not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        raise ValueError(
+            f"optimizer is {optimizer!r}; give an optax.GradientTransformation such as optax.adamw(1e-3), not an "
+            f"nnx.Optimizer"
+        )
+    state = jax.eval_shape(optimizer.init, abstract)
+    try:
+        returned = jax.eval_shape(optimizer.update, abstract, state, abstract)
+    except TypeError as error:
+        raise ValueError(f"the optimizer cannot be called as update(gradients, state, params): {error}") from error
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise ValueError(
+            f"the optimizer's update returned {type(returned).__name__}; return a pair (updates, state), as optax does"
+        )
+    for what, before, after in (("updates", abstract, returned[0]), ("state", state, returned[1])):
+        if jax.tree.structure(before) != jax.tree.structure(after):
+            raise ValueError(
+                f"the optimizer's update returned {what} of another structure, {_told(after)} in place of "
+                f"{_told(before)}; return what it got, changed in values only"
+            )
+        for (path, a), b in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
+            if (a.shape, a.dtype) != (b.shape, b.dtype):
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                raise ValueError(
+                    f"the optimizer's update makes {what} {name} {b.dtype}{list(b.shape)} of what was "
+                    f"{a.dtype}{list(a.shape)}; keep shape and dtype"
+                )
+
+
+def _told(tree) -> str:
+    text = str(jax.tree.structure(tree)).removeprefix("PyTreeDef(").removesuffix(")")
+    return text if len(text) < 100 else text[:100] + " ..."
