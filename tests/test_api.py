@@ -272,3 +272,21 @@ def test_with_rows_gradients_are_reduced_once_in_a_step_or_in_a_micro_batch(zero
     on_mesh = made(zero=zero, scope="rows", accumulation=2)
     scattered = sum(c.count for c in on_mesh.collectives(batch()) if c.kind == "reduce-scatter")
     assert scattered == reductions * len(jax.tree.leaves(on_mesh.shardings.params))
+
+
+@pytest.mark.parametrize("name", ["multi_transform", "muon", "adafactor"])
+def test_optimizers_that_keep_something_of_some_parameters_only(name):
+    """Or of another shape than the parameter's."""
+    rules = {"matrix": optax.sgd(0.1, momentum=0.9), "vector": optax.adam(0.1)}
+    label = lambda params: jax.tree.map(lambda a: "matrix" if a.ndim > 1 else "vector", params)
+    optimizer = {
+        "multi_transform": optax.multi_transform(rules, label),
+        "muon": optax.contrib.muon(1e-2),
+        "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    }[name]
+    losses = {}
+    for mesh in ("1x1x1", "4x1x1"):
+        on_mesh = made(optimizer=optimizer, mesh=mesh, zero=3)
+        state, _ = on_mesh.step(on_mesh.init(0), batch())
+        losses[mesh] = float(on_mesh.step(state, batch(seed=1))[1].loss)
+    assert losses["4x1x1"] == pytest.approx(losses["1x1x1"], rel=1e-5)

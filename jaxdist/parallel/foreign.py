@@ -115,14 +115,15 @@ def on_shards(optimizer: optax.GradientTransformation, places, abstract) -> opta
     """
     _check_optimizer(optimizer, abstract)
     rest = jax.tree.map(lambda p: p.rest, places)
-    state = jax.eval_shape(optimizer.init, abstract)
+    masked = lambda kept: isinstance(kept, optax.MaskedNode)  # a parameter of which a part of the rule keeps nothing
     specs = optax.tree.map_params(
         optimizer,
-        lambda kept, a, spec: spec if kept.shape == a.shape else P(),
-        state,
+        lambda kept, a, spec: kept if masked(kept) else spec if kept.shape == a.shape else P(),
+        jax.eval_shape(optimizer.init, abstract),
         abstract,
         rest,
         transform_non_params=lambda _: P(),
+        is_leaf=masked,
     )
 
     def update(grads, state, params=None, **further):
