@@ -54,6 +54,7 @@ def raw(a: jax.Array) -> jax.Array:
     return jax.random.key_data(a) if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) else a
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("name", "mesh", "zero"), thinned(ROWS, 8))
 def test_equals_one_device(name, mesh, zero):
     check(train(name, mesh, zero=zero), one_device(name))
