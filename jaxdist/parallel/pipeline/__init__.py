@@ -1,0 +1,1 @@
+"""Pipelines: who computes what and when (`schedules`), and what follows from it."""

@@ -1,0 +1,229 @@
+"""Pipeline schedules: in which tick each rank runs which unit. Numpy only, for the executor and the planner alike.
+
+The layers are cut into v*S chunks; chunk g = virtual_index * S + rank lies on rank g % S. A unit is one chunk on one of
+M micro-batches: F its forward pass, B its backward pass, or, where that is split, B the gradient with respect to the
+input and W that with respect to the weights (Zero Bubble, Qi et al. 2024, section 2). All ranks count ticks together.
+In a tick a rank runs at most one F, one B and one W, in this order, so the last chunk's B may share the tick of its F;
+what a tick sends to a neighbour is there from the next tick on.
+
+A tick lasts as long as its slowest rank. That is why F and B share a tick here ("paired") where the papers have one or
+the other: neighbours would then do F and B in turns, and each tick would last as long as a B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from jaxtyping import Int
+
+Ticks = Int[np.ndarray, "chunks micro"]
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The tick of each unit, [v*S, M]. `weight` is None where B is the whole backward pass."""
+
+    name: str
+    stages: int
+    micro_batches: int
+    virtual: int
+    forward: Ticks
+    backward: Ticks
+    weight: Ticks | None = None
+    uniform: bool = True
+    """Every rank may run every slot that is occupied in a tick, with masks where it has nothing to do, and no time is
+    lost. False: one unit per tick and rank, which is only worth it where each rank runs its own."""
+
+    def __post_init__(self):
+        for ticks in self.units.values():
+            ticks.flags.writeable = False  # `make` hands the same object to all who ask
+
+    @property
+    def units(self) -> dict[str, Ticks]:
+        """Kind of unit -> ticks, in the order in which they run within a tick."""
+        kinds = {"F": self.forward, "B": self.backward, "W": self.weight}
+        return {kind: ticks for kind, ticks in kinds.items() if ticks is not None}
+
+    @property
+    def chunks(self) -> int:
+        return self.stages * self.virtual
+
+    @property
+    def ticks(self) -> int:
+        return 1 + int(max(ticks.max() for ticks in self.units.values()))
+
+    @property
+    def split(self) -> bool:
+        return self.weight is not None
+
+    @property
+    def paired(self) -> bool:
+        """Whether some rank runs F and B in one tick."""
+        F, B = (ticks.reshape(self.virtual, self.stages, -1) for ticks in (self.forward, self.backward))
+        return any(np.intersect1d(F[:, rank], B[:, rank]).size for rank in range(self.stages))
+
+    @property
+    def last(self) -> Ticks:
+        """The tick that ends the life of what F has kept for the backward pass."""
+        return self.backward if self.weight is None else self.weight
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each unit stands if every rank goes through groups of micro-batches, chunk by chunk.
+
+    A rank takes a group through its first chunk, then its second, and so on (Narayanan et al. 2021, section 2.2.2). The
+    first of a group is back at rank 0, for the next chunk, S ticks later: a group of fewer than S would wait. More than
+    S do as well (Llama Team 2024, section 3.3.2), so M micro-batches make M // S groups, as even as can be, and need no
+    M % S == 0, as they do in Megatron-LM. With M < S each chunk but the last is followed by S - M ticks of waiting.
+    """
+
+    S: int
+    M: int
+    v: int
+
+    @property
+    def group(self) -> int:
+        """Micro-batches of the largest group, the first one."""
+        return -(-self.M // max(1, self.M // self.S))
+
+    @property
+    def period(self) -> int:
+        """Ticks from a unit of the first group to the same micro-batch in the rank's next chunk."""
+        return max(self.group, self.S)
+
+    def along(self, backwards: bool, wait: bool = True) -> Ticks:
+        """[v*S, M]: ticks since the first unit of the rank; chunks are taken from the last one when `backwards`.
+
+        Without `wait`, the units follow one another also where M < S.
+        """
+        sizes = np.array([len(group) for group in np.array_split(np.arange(self.M), max(1, self.M // self.S))])
+        of = np.repeat(np.arange(len(sizes)), sizes)
+        before = (np.cumsum(sizes) - sizes)[of]
+        k = np.arange(self.v)[:, None]
+        turn = self.v - 1 - k if backwards else k
+        length = np.maximum(sizes, self.S if wait else 0)[of]
+        place = self.v * before + turn * length + (np.arange(self.M) - before)
+        return np.repeat(place, self.S, axis=0)
+
+    @property
+    def rank(self) -> Ticks:
+        """[v*S, 1]."""
+        return np.tile(np.arange(self.S), self.v)[:, None]
+
+
+def gpipe(S: int, M: int, v: int = 1) -> Schedule:
+    """All forward passes, then all backward passes, last micro-batch first (GPipe, Huang et al. 2019, figure 2c)."""
+    g, m = np.arange(S)[:, None], np.arange(M)
+    return Schedule("gpipe", S, M, 1, m + g, M + S - 1 + (M - 1 - m) + (S - 1 - g))
+
+
+def one_f_one_b(S: int, M: int, v: int = 1) -> Schedule:
+    """Each micro-batch turns back at the last stage at once (PipeDream-flush, Narayanan et al. 2021, section 2.2.1)."""
+    g, m = np.arange(S)[:, None], np.arange(M)
+    return Schedule("1f1b", S, M, 1, m + g, m + 2 * (S - 1) - g)
+
+
+def interleaved(S: int, M: int, v: int) -> Schedule:
+    """1F1B with v chunks on each rank: 1/v of the bubble (Narayanan et al. 2021, section 2.2.2); any M, by `Places`."""
+    F, B = _interleaved(Places(S, M, v))
+    return Schedule("interleaved", S, M, v, F, B)
+
+
+def _interleaved(at: Places) -> tuple[Ticks, Ticks]:
+    """Backward passes follow forward ones as soon as the first group is through its last chunk."""
+    turn = (at.v - 1) * at.period + at.S - 1
+    return at.along(backwards=False) + at.rank, turn + at.along(backwards=True) + at.S - 1 - at.rank
+
+
+def zb_u(S: int, M: int, v: int = 1) -> Schedule:
+    """1F1B with the backward pass split, and W of all ranks in the ticks in which rank 0 could run its own.
+
+    W waits for the slowest rank, and so has no bubble: what is left is that of F and B, (S-1)(F+B)/v. All that is run
+    in a tick is run by all ranks, which zero-bubble schedules of the paper (Qi et al. 2024) do not have.
+    """
+    at = Places(S, M, v)
+    F, B = _interleaved(at)
+    start = B.max() - (v * M - 1)
+    return Schedule("zb-u", S, M, v, F, B, start + at.along(backwards=True, wait=False))
+
+
+def zb_h1(S: int, M: int, v: int = 1) -> Schedule:
+    """1F1B with the backward pass split, and W where a rank would wait (ZB-H1, Qi et al. 2024, section 2.1).
+
+    One unit per tick and rank. Forward and backward passes keep the order of 1F1B, and each rank starts W so late that
+    it has S micro-batches in flight, as rank 0 has in 1F1B: bubble (S-1)(F+B-W) where the three last equally long. With
+    v chunks it is 1/v of that; in flight are (v-1) groups of `Places` and S chunks, v*S where S divides M.
+    """
+    return Schedule("zb-h1", S, M, v, *_list_scheduling(Places(S, M, v)), uniform=False)
+
+
+def _list_scheduling(at: Places) -> tuple[Ticks, Ticks, Ticks]:
+    """Tick by tick, each rank runs the first of its next F, B and W that can run and fits into what may be in flight.
+
+    That bound grows with every B, from where 1F1B has it on this rank to where it has it on rank 0.
+    """
+    S, count = at.S, at.v * at.M
+    never = np.iinfo(int).max
+    F, B, W = (np.full((S * at.v, at.M), never) for _ in range(3))
+    forwards, backwards = _orders(at, backwards=False), _orders(at, backwards=True)
+    done = [[0, 0, 0] for _ in range(S)]
+    most, t = (at.v - 1) * at.group + S, 0
+    while any(w < count for _, _, w in done):
+        for rank in range(S):
+            f, b, w = done[rank]
+            unit, back = forwards[rank][min(f, count - 1)], backwards[rank][min(b, count - 1)]
+            if f < count and f - w < min(most, most - rank + b) and _before(t, F, unit, -1):
+                F[unit], done[rank][0] = t, f + 1
+            elif b < count and F[back] < t and _before(t, B, back, +1):
+                B[back], done[rank][1] = t, b + 1
+            elif w < b:
+                W[backwards[rank][w]], done[rank][2] = t, w + 1
+        t += 1
+    return F, B, W
+
+
+def _orders(at: Places, backwards: bool) -> list[list[tuple[int, int]]]:
+    """Rank -> its units (g, m), in the order in which they run."""
+    place = at.along(backwards)
+    units = [[(g, m) for g in range(rank, at.S * at.v, at.S) for m in range(at.M)] for rank in range(at.S)]
+    return [sorted(of, key=place.__getitem__) for of in units]
+
+
+def _before(t: int, ticks: Ticks, unit: tuple[int, int], step: int) -> bool:
+    """Whether the neighbouring chunk, `step` further on, has run the same micro-batch before tick t."""
+    g, m = unit[0] + step, unit[1]
+    return not 0 <= g < len(ticks) or ticks[g, m] < t
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-u": zb_u,
+}
+"""Name on the command line -> (S, M, v) -> schedule."""
+
+ONE_CHUNK = ("gpipe", "1f1b")
+"""Schedules for one chunk per rank."""
+
+
+@lru_cache(maxsize=64)
+def make(name: str, S: int, M: int, v: int = 1) -> Schedule:
+    """The schedule `name` for S stages, M micro-batches and v virtual stages. Raises ValueError, in one sentence."""
+    if name not in SCHEDULES:
+        raise ValueError(f"there is no pipeline schedule '{name}'; there are {', '.join(SCHEDULES)}")
+    for number, what in ((S, "stages"), (M, "micro-batches"), (v, "virtual stages")):
+        if number < 1:
+            raise ValueError(f"{number} {what} are no pipeline; ask for 1 or more")
+    if name in ONE_CHUNK and v > 1:
+        raise ValueError(
+            f"schedule {name} has 1 virtual stage, but {v} were asked for; ask for 1, or for schedule interleaved"
+        )
+    if name == "interleaved" and v == 1:
+        raise ValueError("schedule interleaved with 1 virtual stage is 1f1b; ask for 2 or more, or for schedule 1f1b")
+    return SCHEDULES[name](S, M, v)
