@@ -18,10 +18,11 @@ from jaxdist.models.attention import ATTENTION, is_cudnn_forward
 from jaxdist.parallel import zero
 from jaxdist.parallel.tensor import PRODUCT
 from jaxdist.sharding import Layout
-from jaxdist.training.step import Batch, Outcome
+from jaxdist.training.differentiated import Differentiated, Outcome
+from jaxdist.training.step import Batch
 
 
-class Layered:
+class Layered(Differentiated):
     """The forward pass of a `Step`: batches of `tokens` [k, B, S], `labels` [k, B, S] (negative: does not count) and
     `rows` [k, B] (global row).
 
@@ -44,7 +45,7 @@ class Layered:
         self.stage, self.inside = stage, inside
         self.places = zero.placements(layout, model.axes, model.abstract, stage)
         self.abstract = model.abstract
-        self.remat = _recompute(KEPT[remat]) if remat != "none" or stage >= 2 else lambda f: f
+        self.remat = recompute(remat) if remat != "none" or stage >= 2 else lambda f: f
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """(parameters, nothing else), each device making its own shards."""
@@ -83,10 +84,10 @@ class Layered:
         def block(x, layer):
             index, w, sinks = layer
             w = zero.in_use(places, w, sinks, self.stage)
-            one = self.remat(lambda x, keys: self.model.block(self._cast(w), x, _fold(keys, index)))
+            one = self.remat(lambda x, keys: self.model.block(self._cast(w), x, fold_in(keys, index)))
             return _each(one, x, keys), None
 
-        embed = lambda tokens, keys: self.model.embed(self._cast(weights), tokens, _fold(keys, layers))
+        embed = lambda tokens, keys: self.model.embed(self._cast(weights), tokens, fold_in(keys, layers))
         x = _each(embed, tokens, keys)
         return jax.lax.scan(block, x, (jnp.arange(layers), weights["blocks"], sinks and sinks["blocks"]))[0]
 
@@ -103,7 +104,9 @@ KEPT = dict(none=(PRODUCT, ATTENTION), dots=(PRODUCT,), block=())
 """What the forward pass of a layer keeps for the backward pass beside its input, by name: `model.remat`."""
 
 
-def _recompute(names: tuple[str, ...]):
+def recompute(remat: str):
+    """What makes a function of a layer keep no more than `remat` says."""
+    names = KEPT[remat]
     policies = jax.checkpoint_policies
     policy = policies.save_only_these_names(*names)
     if ATTENTION in names:
@@ -118,5 +121,6 @@ def _each(f, *parts):
     return jax.lax.map(lambda parts: f(*parts), parts)
 
 
-def _fold(keys: Key[Array, " B"] | None, number) -> Key[Array, " B"] | None:
+def fold_in(keys: Key[Array, " B"] | None, number) -> Key[Array, " B"] | None:
+    """Each row's key for a layer."""
     return None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)

@@ -93,7 +93,7 @@ class Run:
         """A state from a checkpoint, with the weights that it keeps in use made again; call under `jax.set_mesh`."""
         if not self.step.keep:
             return state
-        return state._replace(weights=jax.jit(self.step.weights)(state.params))
+        return state._replace(weights=jax.jit(self.forward.weights)(state.params))
 
     @cached_property
     def _evaluate(self):

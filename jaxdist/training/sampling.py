@@ -41,7 +41,7 @@ def sample(
     """
     if not prompt:
         raise RequestError("--prompt is empty; give at least one character to go on from")
-    step, layout, sequence = trained.run.step, trained.run.layout, trained.run.config.model.sequence
+    forward, layout, sequence = trained.run.forward, trained.run.layout, trained.run.config.model.sequence
     rows = -(-samples // layout.ranks) * layout.ranks  # every device writes; what is too many is dropped
     ids = np.zeros((rows, sequence), np.int32)
     window = prompt[-sequence:]
@@ -51,7 +51,7 @@ def sample(
     @jax.jit
     def extend(params, ids: Int[Array, "B S"], length: Int[Array, ""], number: Int[Array, ""]):
         """The window with one token more (one token less at its start, if it was full), and that token."""
-        logits = trained.run.forward.logits(step.weights(params), reshard(ids, layout.activation("BS")))
+        logits = forward.logits(forward.weights(params), reshard(ids, layout.activation("BS")))
         last = jax.lax.dynamic_index_in_dim(logits, length - 1, axis=1, keepdims=False)
         last = reshard(last, layout.spec((None, None)))  # so that every device draws the same
         token = choice(jax.random.fold_in(key, number), last.astype(jnp.float32))

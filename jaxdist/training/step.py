@@ -17,14 +17,16 @@ from jax.sharding import reshard
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.models import Params
-from jaxdist.sharding import wide
 from jaxdist.training.optimizer import clip
 
 Batch = Any
 """A tree of arrays [k, B, ...]: k micro-batches of B rows."""
 
-Outcome = tuple[Float[Array, ""], Params, dict[str, Float[Array, ""]]]
-"""(summed loss, variables after it, further sums by name)."""
+Further = dict[str, Float[Array, ""]]
+"""What a loss function returns beside the loss, by name."""
+
+Summed = tuple[Float[Array, ""], Params, Params, Further]
+"""(loss, gradients, variables, further), all but the variables sums over what `Forward.count` counts."""
 
 
 class TrainState(NamedTuple):
@@ -50,33 +52,31 @@ class Metrics(NamedTuple):
     """What the loss is a mean over: labels that count, or rows."""
     skipped: Int[Array, ""]
     skipped_in_a_row: Int[Array, ""]
-    further: dict[str, Float[Array, ""]]
+    further: Further
     """Means that the model's loss function returns beside the loss."""
 
 
 class Forward(Protocol):
-    """How a model's loss comes from its weights: what a step asks of a model."""
+    """How a model's loss and gradients come from its weights: what a step asks of a model."""
 
     places: Any
     """A `zero.Placement` for every parameter."""
     abstract: Params
-    dtype: Any
-    """What the model computes in."""
-    stage: int
-    """Of ZeRO."""
-    inside: bool
-    """Whether `loss` takes all k micro-batches at stages 2 and 3; otherwise one at a time."""
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """(parameters at rest, variables)."""
 
-    def loss(
-        self, weights: Params, sinks: Params | None, variables: Params, parts: Batch, step: Int[Array, ""] | None
-    ) -> Outcome:
-        """Of one or more micro-batches; gradients go to `sinks` from stage 2 on. No `step`: evaluation."""
+    def weights(self, params: Params) -> Params:
+        """What a step begins with: parameters in the compute dtype, and gathered, if that is done once per step."""
+
+    def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
+        """Over all micro-batches and devices; gradients lie as parameters at rest, in f32."""
+
+    def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Further]:
+        """(summed loss, further sums)."""
 
     def count(self, batch: Batch) -> Int[Array, ""]:
-        """What to divide the summed loss by."""
+        """What to divide sums by."""
 
 
 class Step:
@@ -103,17 +103,12 @@ class Step:
     def start(self, params: Params, variables: Params | None = None) -> TrainState:
         """The state before the first step from these parameters, as `place` returns them."""
         count = jnp.zeros((), jnp.int32)
-        weights = self.weights(params) if self.keep else None
+        weights = self.forward.weights(params) if self.keep else None
         return TrainState(count, params, self.optimizer.init(params), count, count, weights, variables or {})
-
-    def weights(self, params: Params) -> Params:
-        """What a step begins with: parameters in the compute dtype, gathered, but for stage 3."""
-        cast = jax.tree.map(lambda w: w.astype(self.forward.dtype), params)
-        return cast if self.forward.stage == 3 else jax.tree.map(lambda p, w: p.gather(w), self.places, cast)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step. A loss or gradient that is not finite leaves all but the counts as it is."""
-        weights = state.weights if self.keep else self.weights(state.params)
+        weights = state.weights if self.keep else self.forward.weights(state.params)
         loss, grads, count, variables, further = self.gradients(weights, state.variables, batch, state.step)
         norm = optax.tree.norm(grads)
         updates, optimizer = self.optimizer.update(clip(grads, norm, self.max_norm), state.optimizer, state.params)
@@ -122,7 +117,7 @@ class Step:
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         old = state.params, state.optimizer, state.variables
         params, optimizer, variables = _choose(finite, (params, optimizer, variables), old)
-        weights = self.weights(params) if self.keep else None
+        weights = self.forward.weights(params) if self.keep else None
         skipped = state.skipped + ~finite
         in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
         metrics = Metrics(loss, norm, count, skipped, in_a_row, further)
@@ -130,53 +125,15 @@ class Step:
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""] | int = 0):
         """(mean loss, its gradient in f32, what it is a mean over, variables, further means), over all devices."""
-        summed = self._reduced_at_the_end if self.forward.stage < 2 else self._reduced_in_layers
-        loss, grads, variables, further = summed(weights, variables, batch, jnp.asarray(step))
+        loss, grads, variables, further = self.forward.gradients(weights, variables, batch, jnp.asarray(step))
         count = self.forward.count(batch)
         mean = lambda total: total * (1 / jnp.maximum(count, 1).astype(loss.dtype))
         return mean(loss), jax.tree.map(mean, grads), count, variables, jax.tree.map(mean, further)
 
-    def _reduced_at_the_end(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]):
-        """Stages 0 and 1: each device adds up its own gradients of all micro-batches, whole and in f32."""
-        loss_of = lambda weights, variables, parts: self.forward.loss(weights, None, variables, parts, step)
-        zeros = jax.tree.map(lambda p, w: p.partial_sums(w), self.places, weights)
-        loss, grads, *more = self._add_up(loss_of, weights, zeros, variables, _one_by_one(batch))
-        return loss, jax.tree.map(lambda p, g: p.reduce(g), self.places, grads), *more
-
-    def _reduced_in_layers(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]):
-        """Stages 2 and 3: each layer's gradient is reduced as it is made, and only its shard is kept."""
-        dtype = wide(self.forward.dtype)
-        sinks = jax.tree.map(lambda p, w: p.sink(w.shape, dtype), self.places, self.forward.abstract)
-        loss_of = lambda sinks, variables, parts: self.forward.loss(weights, sinks, variables, parts, step)
-        groups = jax.tree.map(lambda a: a[None], batch) if self.forward.inside else _one_by_one(batch)
-        return self._add_up(loss_of, sinks, sinks, variables, groups)
-
-    def _add_up(self, loss_of, towards: Params, zeros: Params, variables: Params, groups: Batch):
-        """(loss, gradient with respect to `towards`, variables, further sums), over the leading dim of `groups`."""
-
-        def with_rest(towards, variables, parts):
-            loss, variables, further = loss_of(towards, variables, parts)
-            return loss, (variables, further)
-
-        def add(carry, parts: Batch):
-            total, variables = carry
-            (loss, (variables, further)), grads = jax.value_and_grad(with_rest, has_aux=True)(towards, variables, parts)
-            total = jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, (loss, grads))
-            return (total, variables), further
-
-        zero = jnp.zeros((), wide(self.forward.dtype))
-        ((loss, grads), variables), further = jax.lax.scan(add, ((zero, zeros), variables), groups)
-        return loss, grads, variables, jax.tree.map(lambda a: a.sum(0), further)
-
     def evaluate(self, params: Params, variables: Params, batch: Batch):
         """(summed loss, what to divide it by, further sums); divide the sums over all batches."""
-        loss, _, further = self.forward.loss(self.weights(params), None, variables, batch, None)
+        loss, further = self.forward.evaluate(self.forward.weights(params), variables, batch)
         return loss, self.forward.count(batch), further
-
-
-def _one_by_one(batch: Batch) -> Batch:
-    """k groups of one micro-batch each."""
-    return jax.tree.map(lambda a: a[:, None], batch)
 
 
 def _choose(condition: Bool[Array, ""], yes, no):

@@ -14,14 +14,15 @@ from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign, LossFunction
 from jaxdist.parallel import foreign, zero
 from jaxdist.sharding import Layout, wide
-from jaxdist.training.step import Batch, Outcome
+from jaxdist.training.differentiated import Differentiated, Outcome
+from jaxdist.training.step import Batch
 
 Scope = Literal["batch", "rows", "device"]
 """What the loss function sees at once: all rows of a micro-batch; each device's own, batch statistics taken over all;
 each device's own in everything."""
 
 
-class Whole:
+class Whole(Differentiated):
     """Batches are trees of arrays [k, B, ...]; `split` says of every parameter whether ZeRO may split it (None: of
     all)."""
 

@@ -87,10 +87,11 @@ def test_dropout_depends_on_seed_step_and_row_and_is_off_in_evaluation():
 
 def test_rows_have_masks_of_their_own():
     from jaxdist.models.layers import dropout
+    from jaxdist.sharding import ONE_DEVICE
 
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(4))
     with jax.set_mesh(Setup("1x1x1").mesh):
-        out = dropout(jnp.ones((4, 50, 40)), 0.25, keys, site=0)
+        out = dropout(ONE_DEVICE, jnp.ones((4, 50, 40)), 0.25, keys, site=0)
     assert len({np.asarray(row).tobytes() for row in out}) == 4
     assert float(out.mean()) == pytest.approx(1, abs=0.05)
     assert float((out == 0).mean()) == pytest.approx(0.25, abs=0.02)
@@ -124,7 +125,7 @@ def test_equal_micro_batches_add_up_to_one_under_bfloat16(stage):
 
         @jax.jit
         def gradient(batch):
-            return setup.step.gradients(setup.step.weights(params), {}, batch)[1]
+            return setup.step.gradients(setup.step.forward.weights(params), {}, batch)[1]
 
         repeated = (np.repeat(a, 64, axis=0) for a in (tokens, labels))
         many = gradient(cases.on_mesh(setup.mesh, setup.layout, *repeated, 64))
@@ -138,7 +139,7 @@ def test_gradients_are_added_and_kept_in_f32_under_bfloat16():
     with jax.set_mesh(setup.mesh):
         params = jax.eval_shape(setup.model.init, jax.random.key(0))
         step = setup.step
-        program = jax.make_jaxpr(lambda params, batch: step.gradients(step.weights(params), {}, batch))(
+        program = jax.make_jaxpr(lambda params, batch: step.gradients(step.forward.weights(params), {}, batch))(
             params, setup.batch(4)
         )
     scans = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan"]
