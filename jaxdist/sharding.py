@@ -21,10 +21,13 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float
 
 from jaxdist.config import Config, nearest
-from jaxdist.mesh import AXES, BATCH_AXES, MODEL
+from jaxdist.mesh import AXES, BATCH_AXES, MODEL, PIPELINE
 
 LAYERS = "layers"
 """The logical axis of the dim that stacks layers."""
+
+BATCH, STAGES = "batch", "stages"
+"""The logical axes of the rows of a batch, and of the dim that stacks the stages of a pipeline."""
 
 LETTERS = dict(B="batch", S="sequence", s="residual", D="embed", F="mlp", N="heads", H="head", V="vocab", L="layers")
 """The logical axis behind each letter of an einsum string."""
@@ -32,8 +35,9 @@ LETTERS = dict(B="batch", S="sequence", s="residual", D="embed", F="mlp", N="hea
 Rules = Mapping[str, Sequence[str]]
 """Logical axis -> the mesh axes that split it. What is not named lies whole on every device."""
 
-RULES: Rules = dict(batch=BATCH_AXES, heads=(MODEL,), mlp=(MODEL,), vocab=(MODEL,))
-"""Data parallelism, and tensor parallelism as Megatron-LM has it (Shoeybi et al. 2019, section 3)."""
+RULES: Rules = dict(batch=BATCH_AXES, heads=(MODEL,), mlp=(MODEL,), vocab=(PIPELINE, MODEL), stages=(PIPELINE,))
+"""Data parallelism, tensor parallelism as Megatron-LM has it (Shoeybi et al. 2019, section 3), and a pipeline's stages,
+all of which share the work on the vocabulary."""
 
 
 def rules(config: Config) -> Rules:
@@ -52,6 +56,9 @@ class Layout:
     rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
     capability: tuple[int, ...] = ()
     """Compute capability of CUDA devices, (9, 0) for an H100; empty for others."""
+    manual: bool = False
+    """Whether a model is to run inside a pipeline's region: arrays are the devices' own parts there, of which no spec
+    says anything, and `parallel.tensor` writes out what moves."""
 
     @classmethod
     def on(
@@ -59,7 +66,7 @@ class Layout:
         mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
         rules: Rules = RULES,
         device: jax.Device | None = None,
-        names: Collection[str] = tuple(LETTERS.values()),
+        names: Collection[str] = (*LETTERS.values(), STAGES),
     ) -> Layout:
         """`device` is one like those of `mesh`, which an abstract one does not know; `names` are the logical axes.
 
@@ -94,6 +101,10 @@ class Layout:
         """Into how many parts the rows of a batch are split."""
         return self.parts("batch")
 
+    def own_rows(self, batch: int) -> int:
+        """How many of the rows of an activation a device holds."""
+        return batch if self.manual else batch // self.ranks
+
     def spec(self, logical: Sequence[str | None], **kinds: frozenset[str]) -> P:
         """The `PartitionSpec` of an array whose dims carry these logical axes.
 
@@ -105,6 +116,8 @@ class Layout:
             twice = next(axis for axis in axes if axes.count(axis) > 1)
             dims = " and ".join(str(name) for name in logical if twice in self.split(name))
             raise ValueError(f"the rules give {dims} of one array to the mesh axis '{twice}'; split only one of them")
+        if self.manual:
+            return P(*(None for _ in logical))
         return P(*(axes[0] if len(axes) == 1 else axes or None for axes in split), **kinds)
 
     def activation(self, letters: str, **kinds: frozenset[str]) -> P:

@@ -52,7 +52,7 @@ def why_not_cudnn(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.d
     """
     name, size, capability = jnp.dtype(dtype).name, shape[3], layout.capability
     largest = 256 if capability >= (9, 0) else 128
-    elements = math.prod(shape) // (layout.parts("batch") * layout.parts("heads"))
+    elements = math.prod(shape) // (1 if layout.manual else layout.parts("batch") * layout.parts("heads"))
     if not capability:
         return f"cuDNN's is for CUDA devices, not for this {layout.platform}"
     if capability < (8, 0):
@@ -89,6 +89,8 @@ def _cudnn_attention(layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array) -
     """
     own = layout.activation("BSNH")
     local = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    if layout.manual:
+        return local(q, k, v)
     return jax.shard_map(local, in_specs=(own, own, own), out_specs=own)(q, k, v)
 
 

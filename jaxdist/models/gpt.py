@@ -18,15 +18,15 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
         out_scale = 0.02 / (2 * config.layers) ** 0.5  # keeps the variance of the residual stream: GPT-2, section 2.3
-        self.rate = config.dropout
+        self.layout, self.rate = layout, config.dropout
         self.norm1 = LayerNorm(config.embed)
         self.attention = Attention(config.embed, config.heads, layout, rngs, out_scale)
         self.norm2 = LayerNorm(config.embed)
         self.mlp = MLP(config.embed, config.mlp_size, layout, rngs, out_scale)
 
     def __call__(self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None) -> Float[Array, "B s D"]:
-        x = x + dropout(self.attention(self.norm1(x)), self.rate, keys, site=0)
-        return x + dropout(self.mlp(self.norm2(x)), self.rate, keys, site=1)
+        x = x + dropout(self.layout, self.attention(self.norm1(x)), self.rate, keys, site=0)
+        return x + dropout(self.layout, self.mlp(self.norm2(x)), self.rate, keys, site=1)
 
 
 class GPT(Decoder):
@@ -43,4 +43,4 @@ class GPT(Decoder):
     def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None) -> Float[Array, "B s D"]:
         x = lookup(self.layout, self.table[...], tokens)
         x = x + spread(self.positions[...][: tokens.shape[1]], x)
-        return dropout(x, self.rate, keys, site=0)
+        return dropout(self.layout, x, self.rate, keys, site=0)

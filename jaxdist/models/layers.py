@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from jaxdist.models.attention import causal_attention
+from jaxdist.parallel import region
 from jaxdist.parallel.tensor import einsum, enter
 from jaxdist.sharding import Layout, spread, wide
 
@@ -219,13 +220,19 @@ def _gate_and_contract(layout: Layout, h: jax.Array, down: jax.Array) -> jax.Arr
     return einsum(layout, "BSF,FD->BsD", jax.nn.silu(h[:, :, 0]) * h[:, :, 1], down)
 
 
-def dropout(x: Float[Array, "B s D"], rate: float, keys: Key[Array, " B"] | None, site: int) -> Float[Array, "B s D"]:
+def dropout(
+    layout: Layout, x: Float[Array, "B s D"], rate: float, keys: Key[Array, " B"] | None, site: int
+) -> Float[Array, "B s D"]:
     """Drop values with probability `rate`; `keys` holds one key per row, so a row's mask depends on no mesh.
 
     `site` tells the places in a layer apart. No keys, no dropout (evaluation).
     """
     if keys is None or rate == 0.0:
         return x
-    one = lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x.shape[1:])
-    keep = jax.sharding.auto_axes(jax.vmap(one), out_sharding=jax.typeof(x).sharding.spec)(keys)  # each its own part
+    whole = (x.shape[1] * layout.parts("residual"), x.shape[2]) if layout.manual else x.shape[1:]
+    one = lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, whole)
+    if layout.manual:
+        keep = region.own(jax.vmap(one)(keys), layout.split("residual"), dim=1)
+    else:
+        keep = jax.sharding.auto_axes(jax.vmap(one), out_sharding=jax.typeof(x).sharding.spec)(keys)  # its own part
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
+from jaxdist.parallel import region
 from jaxdist.parallel.tensor import leave
 from jaxdist.sharding import Layout, gradient_spec, scale_partial, wide
 
@@ -34,10 +35,10 @@ def _fused(layout: Layout, x: jax.Array, table: jax.Array, labels: jax.Array) ->
     def micro_batch(total, part):
         x, labels = part
         x, starts, cut = _chunks(layout, x)
-        chunk = lambda total, at: (total + _nll(*_logits(layout, cut(x, at), table), cut(labels, at)), None)
+        chunk = lambda total, at: (total + _nll(layout, *_logits(layout, cut(x, at), table), cut(labels, at)), None)
         return jax.lax.scan(chunk, total, starts)
 
-    return jax.lax.scan(micro_batch, jnp.zeros((), wide(x.dtype)), (x, labels))[0]
+    return jax.lax.scan(micro_batch, region.zeros((), wide(x.dtype), region.varying(labels)), (x, labels))[0]
 
 
 def _fused_forward(layout, x, table, labels):
@@ -52,21 +53,22 @@ def _fused_forward(layout, x, table, labels):
             loss, dx, d_table = carry
             part, ids = cut(x, at), cut(labels, at)
             logits, lse = _logits(layout, part, table)
-            hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == ids[..., None]
+            hit = _vocabulary(layout, logits) == ids[..., None]
             g = jnp.where((ids >= 0)[..., None], jnp.exp(logits - lse) - hit, 0).astype(x.dtype)
             dx_part = jnp.einsum("BSV,VD->BSD", g, table, out_sharding=partial_sums)
             dx = jax.lax.dynamic_update_slice_in_dim(dx, dx_part, at, axis=1)
             part = jax.lax.optimization_barrier(jnp.einsum("BSD->DBS", part))  # see tensor._product_backward
             d_part = jnp.einsum("DBS,BSV->DV", part, g, out_sharding=transposed, preferred_element_type=d_table.dtype)
-            return (loss + _nll(logits, lse, ids), dx, d_table + d_part), None
+            return (loss + _nll(layout, logits, lse, ids), dx, d_table + d_part), None
 
         loss, d_table = carry
-        dx = reshard(jnp.zeros(x.shape, x.dtype), partial_sums)
+        dx = reshard(region.zeros(x.shape, x.dtype, region.varying(x, table)), partial_sums)
         loss, dx, d_table = jax.lax.scan(chunk, (loss, dx, d_table), starts)[0]
-        return (loss, d_table), leave(layout, dx)
+        return (loss, d_table), leave(layout, dx, layout.split("vocab"))
 
-    zeros = reshard(jnp.zeros(table.shape[::-1], wide(table.dtype)), transposed)
-    (loss, d_table), dx = jax.lax.scan(micro_batch, (jnp.zeros((), wide(x.dtype)), zeros), (x, labels))
+    zeros = reshard(region.zeros(table.shape[::-1], wide(table.dtype), region.varying(x, table)), transposed)
+    zero = region.zeros((), wide(x.dtype), region.varying(labels))
+    (loss, d_table), dx = jax.lax.scan(micro_batch, (zero, zeros), (x, labels))
     return loss, (dx, d_table, table)
 
 
@@ -91,18 +93,32 @@ def _logits(layout: Layout, x: jax.Array, table: jax.Array) -> tuple[jax.Array, 
     logits = jnp.einsum(
         "BSD,VD->BSV", x, table, out_sharding=layout.activation("BSV"), preferred_element_type=wide(x.dtype)
     )
-    return logits, jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    if not layout.manual:
+        return logits, jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    vocab = layout.split("vocab")
+    highest = jnp.max(logits, -1, keepdims=True)
+    highest = jax.lax.pmax(highest, vocab) if vocab else highest
+    return logits, highest + jnp.log(region.add_up(jnp.sum(jnp.exp(logits - highest), -1, keepdims=True), vocab))
 
 
-def _nll(logits: jax.Array, lse: jax.Array, labels: jax.Array) -> jax.Array:
-    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-    target = jnp.sum(jnp.where(ids == labels[..., None], logits, 0), axis=-1)
+def _nll(layout: Layout, logits: jax.Array, lse: jax.Array, labels: jax.Array) -> jax.Array:
+    target = jnp.sum(jnp.where(_vocabulary(layout, logits) == labels[..., None], logits, 0), axis=-1)
+    target = region.add_up(target, layout.split("vocab")) if layout.manual else target
     return jnp.sum(jnp.where(labels >= 0, lse[..., 0] - target, 0))
+
+
+def _vocabulary(layout: Layout, logits: jax.Array) -> jax.Array:
+    """The token that each logit is of."""
+    ids, vocab = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2), layout.split("vocab")
+    return ids + logits.shape[2] * jax.lax.axis_index(vocab) if layout.manual and vocab else ids
 
 
 def _chunks(layout: Layout, x: jax.Array):
     """`x` with S whole, where its chunks along S start, and how to cut one: about `CHUNK_ROWS` rows a device."""
+    stream = layout.split("residual")
+    if layout.manual and stream:
+        x = jax.lax.all_gather(x, stream, axis=1, tiled=True, to="invarying")
     batch, sequence = x.shape[:2]
-    length = chunk_length(sequence, batch // layout.ranks)
+    length = chunk_length(sequence, layout.own_rows(batch))
     cut = lambda a, start: jax.lax.dynamic_slice_in_dim(a, start, length, axis=1)
     return reshard(x, layout.activation("BSD")), jnp.arange(0, sequence, length), cut

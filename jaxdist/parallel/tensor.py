@@ -7,10 +7,13 @@ with a row-parallel weight, whose contracted dim is split, is g: it leaves parti
 With sequence parallelism the residual stream (letter s) is split along the sequence, f becomes an all-gather, g a
 reduce-scatter, and the backward pass the other way round (Korthikanti et al., section 4.2.2): the same bytes, and
 nothing of the residual stream is held twice.
+
+Inside a pipeline's region (`Layout.manual`) arrays are the devices' own parts, and the same moves are written out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 
 import jax
@@ -20,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
+from jaxdist.parallel import region
 from jaxdist.sharding import LETTERS, Layout, gradient_spec, wide
 
 PRODUCT = "product"
@@ -31,21 +35,37 @@ def enter(layout: Layout, x: Float[Array, "B s D"], logical: str) -> Float[Array
 
     Call it once for all the weights that share `x`, so that their gradients are added before they travel.
     """
-    axes = layout.split(logical)
+    axes, stream = layout.split(logical), layout.split("residual")
+    if layout.manual:
+        x = jax.lax.all_gather(x, stream, axis=1, tiled=True) if stream else x
+        return region.vary(x, axes)
     whole = layout.activation("BSD", reduced=frozenset(axes))
-    if not axes or not layout.split("residual"):
+    if not axes or not stream:
         return reshard(x, whole)
     gather = partial(jax.lax.all_gather, axis_name=axes, axis=1, tiled=True, to="reduced")
     return jax.shard_map(gather, in_specs=layout.activation("BsD"), out_specs=whole)(x)
 
 
-def leave(layout: Layout, y: Float[Array, "B S D"]) -> Float[Array, "B s D"]:
-    """Partial sums on their way back to the residual stream. (`reshard` scatters by an all-reduce on CPU.)"""
-    stream, axes = layout.activation("BsD"), jax.typeof(y).sharding.spec.unreduced
-    if not axes or not layout.split("residual"):
-        return reshard(y, stream)
-    scatter = partial(jax.lax.psum_scatter, axis_name=layout.split("residual"), scatter_dimension=1, tiled=True)
-    return jax.shard_map(scatter, in_specs=layout.activation("BSD", unreduced=axes), out_specs=stream)(y)
+def leave(layout: Layout, y: Float[Array, "B S D"], summed: Collection[str]) -> Float[Array, "B s D"]:
+    """Partial sums over the axes `summed` on their way back to the residual stream.
+
+    (`reshard` scatters by an all-reduce on CPU.)
+    """
+    stream = layout.split("residual")
+    if layout.manual:
+        return _leave_by_hand(y, summed, stream)
+    if not summed or not stream:
+        return reshard(y, layout.activation("BsD"))
+    scatter = partial(jax.lax.psum_scatter, axis_name=stream, scatter_dimension=1, tiled=True)
+    specs = layout.activation("BSD", unreduced=frozenset(summed)), layout.activation("BsD")
+    return jax.shard_map(scatter, in_specs=specs[0], out_specs=specs[1])(y)
+
+
+def _leave_by_hand(y: jax.Array, summed: Collection[str], stream: tuple[str, ...]) -> jax.Array:
+    y = region.add_up(y, [axis for axis in summed if axis not in stream])
+    if stream and set(stream) <= set(summed):
+        return jax.lax.psum_scatter(y, stream, scatter_dimension=1, tiled=True)
+    return region.own(y, stream, dim=1)
 
 
 def einsum(layout: Layout, dims: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -55,8 +75,9 @@ def einsum(layout: Layout, dims: str, x: Float[Array, "..."], w: Float[Array, ".
     """
     operands, out = dims.split("->")
     summed = [layout.split(LETTERS.get(letter)) for letter in operands.split(",")[0] if letter not in out.upper()]
-    y = _product(layout, dims.replace("s", "S"), frozenset().union(*summed), x, w)
-    return checkpoint_name(leave(layout, y) if out == "BsD" else y, PRODUCT)
+    summed = frozenset().union(*summed)
+    y = _product(layout, dims.replace("s", "S"), summed, x, w)
+    return checkpoint_name(leave(layout, y, summed) if out == "BsD" else y, PRODUCT)
 
 
 def lookup(layout: Layout, table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B s D"]:
@@ -66,21 +87,22 @@ def lookup(layout: Layout, table: Float[Array, "V D"], ids: Int[Array, "B S"]) -
     the numbers that are added up there are zeros.
     """
     batch, vocab, dtype = layout.split("batch"), layout.split("vocab"), table.dtype
-    out = "BsD" if vocab else "BSD"
+    leaves = partial(_leave_by_hand, summed=vocab, stream=layout.split("residual"))
 
     def local(table, ids):
-        table = jax.lax.pcast(table, batch, to="varying") if batch else table  # its gradient becomes a partial sum
+        table = region.vary(table, batch)  # its gradient becomes a partial sum
         if not vocab:
             return table.at[ids].get().astype(dtype)
         own = ids - table.shape[0] * jax.lax.axis_index(vocab)
         elsewhere = ((own < 0) | (own >= table.shape[0])) & (ids >= 0) & (ids < table.shape[0] * layout.parts("vocab"))
         rows = jnp.where(elsewhere[..., None], 0, table.at[jnp.where(elsewhere, 0, own)].get()).astype(dtype)
-        if layout.split("residual"):
-            return jax.lax.psum_scatter(rows, vocab, scatter_dimension=1, tiled=True)
-        return jax.lax.psum(rows, vocab)
+        return leaves(rows)
 
+    table = table.astype(wide(dtype))
+    if layout.manual:
+        return local(table, ids) if vocab else leaves(local(table, ids))
     specs = jax.typeof(table).sharding.spec, layout.activation("BS")
-    rows = jax.shard_map(local, in_specs=specs, out_specs=layout.activation(out))(table.astype(wide(dtype)), ids)
+    rows = jax.shard_map(local, in_specs=specs, out_specs=layout.activation("BsD" if vocab else "BSD"))(table, ids)
     return reshard(rows, layout.activation("BsD"))
 
 

@@ -27,6 +27,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float
 
 from jaxdist.mesh import DATA
+from jaxdist.parallel import region
 from jaxdist.sharding import LAYERS, Layout, wide
 
 is_axes = lambda a: isinstance(a, tuple)
@@ -83,6 +84,25 @@ class Placement:
         others = tuple(sorted(self.use.reduced - {DATA}))
         return jax.lax.psum(g, others) if others else g
 
+    def own(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
+        """`gather` inside a pipeline's region: this device's part at rest -> its part in use."""
+        dim, times = self.repeat
+        if self.shard_dim is not None:
+            w = jax.lax.all_gather(w, DATA, axis=self.shard_dim, tiled=True)
+        if times > 1:
+            w = region.own(jnp.repeat(w, times, axis=dim), self._repeated, dim)
+        return region.vary(w, self.use.reduced)
+
+    def add_up(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
+        """`reduce` inside a pipeline's region: this device's partial sums in use -> its part of the sum at rest."""
+        dim, times = self.repeat
+        if times > 1:
+            g = region.add_up(region.placed(g, self._repeated, dim), self._repeated)
+            g = g.reshape(*g.shape[:dim], -1, times, *g.shape[dim + 1 :]).sum(dim + 1)
+        if self.shard_dim is not None:
+            g = jax.lax.psum_scatter(g, DATA, scatter_dimension=self.shard_dim, tiled=True)
+        return region.add_up(g, sorted(self.use.reduced - {DATA} if self.shard_dim is not None else self.use.reduced))
+
     def land(self, w: Float[Array, "..."], sink: Float[Array, "..."]) -> Float[Array, "..."]:
         """Weights in use, as they are, in the sink's dtype; their gradient arrives, reduced, as that of `sink`.
 
@@ -97,6 +117,12 @@ class Placement:
     def sink(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Float[Array, "..."]:
         """Zeros of the parameter's shape, lying as it does at rest; `dtype` is what gradients are added in."""
         return reshard(jnp.zeros(shape, dtype), self.rest)
+
+    @property
+    def _repeated(self) -> tuple[str, ...]:
+        """The mesh axes that split the dim that is repeated."""
+        axes = self.use.partitions[self.repeat[0]]
+        return (axes,) if isinstance(axes, str) else axes
 
     @property
     def _partial(self) -> P:

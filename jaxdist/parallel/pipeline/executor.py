@@ -1,0 +1,246 @@
+"""Runs the table of a schedule: the forward and backward passes of a pipelined model, in one manual region.
+
+Every device does in each tick what its row of the table says, in the order
+
+    messages arrive -> F -> head -> send onward -> B -> send back -> W
+
+F of the first chunk begins with the embedding; the head is the last chunk's loss and its gradient, made at the time of
+F. The embedding and the head belong to all ranks, each with its part of the vocabulary. A run of ticks with the same
+slots is one `lax.scan`, with nothing to branch on: a rank that has nothing to do computes on what is there, and what
+comes of it goes to a slot that nobody reads, or is masked where it would be added. In lockstep that takes no time, as
+the others would be waited for.
+
+Nothing differentiates through the ticks. F keeps what `jax.vjp` of each layer wants to see again, as its policy of
+recomputation has it, in a buffer as deep as the schedule needs; so memory does not grow with the micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import P, lax
+from jax.sharding import reshard
+from jaxtyping import Array, Float
+
+from jaxdist.mesh import PIPELINE
+from jaxdist.parallel import region
+from jaxdist.parallel.pipeline.layers import Layers
+from jaxdist.parallel.pipeline.stages import Stages
+from jaxdist.parallel.pipeline.table import Table
+from jaxdist.sharding import BATCH, Layout, wide
+
+BLOCKS = "blocks"
+"""The name of the stacked layers among the parameters; the others are the model's tops."""
+
+Tree = Any
+"""Nested dicts of arrays."""
+Row = dict[str, Array]
+"""One tick of a `Table`, for this rank."""
+Carry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model as a pipeline needs it, in functions of what one device holds. `part` is a micro-batch."""
+
+    embed: Callable[[Tree, Tree], Float[Array, "..."]]
+    """(tops, part) -> the residual stream."""
+    layer: Callable[[Tree, Float[Array, "..."], Tree, Array], Float[Array, "..."]]
+    """(weights of a layer, residual stream, part, number of the layer) -> residual stream."""
+    loss: Callable[[Tree, Float[Array, "..."], Tree], Float[Array, ""]]
+    """(tops, residual stream, part) -> summed loss."""
+
+
+@dataclass(frozen=True)
+class Executor:
+    """`places` are those of the folded parameters, `stage` that of ZeRO.
+
+    Weights are gathered once per step; those of layers at stage 3 when F or B runs the layer. Gradients are added up in
+    f32 and reduced once per step; those of layers from stage 2 on when B has made them, and only shards are kept.
+    """
+
+    table: Table
+    stages: Stages
+    layout: Layout
+    places: Tree
+    stage: int
+    program: Program
+    recompute: bool
+    """Keep only the input of a chunk, and compute it again when its B runs."""
+
+    def gradients(self, weights: Tree, batch: Tree) -> tuple[Float[Array, ""], Tree]:
+        """(summed loss, its gradient in f32, which lies as parameters do at rest), of micro-batches [M, B, ...]."""
+        rest = jax.tree.map(lambda p: p.rest, self.places)
+        return self._region((P(), rest), backward=True)(*self._arguments(weights, batch))
+
+    def loss(self, weights: Tree, batch: Tree) -> Float[Array, ""]:
+        """The summed loss alone: F and head of the same table."""
+        return self._region(P(), backward=False)(*self._arguments(weights, batch))
+
+    def _region(self, out_specs: Any, backward: bool):
+        rows, ticks = P(None, PIPELINE), P()
+        rest = jax.tree.map(lambda p: p.rest, self.places)
+        specs = (rows, ticks, rest, self.layout.spec([None, BATCH]))
+        return jax.shard_map(partial(self._run, backward), in_specs=specs, out_specs=out_specs)
+
+    def _arguments(self, weights: Tree, batch: Tree):
+        columns = {name: a for name, a in vars(self.table).items() if hasattr(a, "shape")}
+        rows = {name: reshard(jnp.asarray(a), P(None, PIPELINE)) for name, a in columns.items() if a.ndim == 2}
+        ticks = {name: jnp.asarray(a) for name, a in columns.items() if a.ndim == 1}
+        return rows, ticks, weights, batch
+
+    def _run(self, backward: bool, rows: Row, ticks: Row, weights: Tree, batch: Tree):
+        rows = jax.tree.map(lambda a: a[:, 0], rows)
+        run = Region(self, weights, batch, backward)
+        carry = run.start()
+        for first, end, slots in self.table.segments:
+            slots = slots if backward else slots & {"F", "H"}
+            if slots:
+                part = jax.tree.map(lambda a, at=slice(first, end): a[at], rows | ticks)
+                heads = bool(self.table.head_on[first:end].all())
+                carry = lax.scan(partial(run.tick, slots, heads), carry, part)[0]
+        return run.end(carry)
+
+
+class Region:
+    """What one device does: the state of the executor inside the region. Methods of its carry, tick by tick."""
+
+    def __init__(self, executor: Executor, weights: Tree, batch: Tree, backward: bool):
+        self.of, self.batch, self.backward = executor, batch, backward
+        self.table, self.program, self.layout = executor.table, executor.program, executor.layout
+        split = self.layout.split
+        self.stream = (*split(BATCH), PIPELINE, *split("residual"))
+        places = {name: place for name, place in executor.places.items() if name != BLOCKS}
+        self.top_places, self.block_places = places, executor.places[BLOCKS]
+        own = partial(jax.tree.map, lambda p, w: p.own(w))
+        self.tops = own(places, {name: weights[name] for name in places})
+        blocks = weights[BLOCKS] if executor.stage == 3 else own(self.block_places, weights[BLOCKS])
+        self.blocks = jax.tree.map(lambda w: w[:, 0], blocks)
+        self.at_rest = jax.tree.map(lambda w: w[:, 0], weights[BLOCKS])
+        of_one = jax.tree.map(lambda p: p.layer.layer.layer, self.block_places)
+        self.layers = Layers(self.program.layer, executor.stages, of_one, executor.stage)
+        ring = [(i, (i + 1) % self.table.schedule.stages) for i in range(self.table.schedule.stages)]
+        ring = ring if self.table.schedule.virtual > 1 else ring[:-1]
+        self.onward, self.back = ring, [(b, a) for a, b in ring]
+
+    def start(self) -> Carry:
+        """Buffers and sums, empty."""
+        part = self.part(jnp.zeros((), jnp.int32))
+        x = jax.eval_shape(lambda: region.vary(self.program.embed(self.tops, part), self.stream))
+        ring = lambda depth: region.zeros_like(x, (depth + 1,))
+        loss = region.zeros((), wide(x.dtype), self.layout.split(BATCH))
+        carry = dict(acts=ring(self.table.acts), sent=region.zeros_like(x), loss=loss)
+        if not self.backward:
+            return carry
+        kept = x if self.of.recompute else self.layers.kept(self.chunk(0), region.zeros_like(x), part, self.numbers(0))
+        blocks = self.at_rest if self.of.stage >= 2 else self.blocks
+        sums = partial(jax.tree.map, lambda w: region.zeros(w.shape, wide(w.dtype), region.varying(w)))
+        buffer = lambda a: region.vary(region.zeros_like(a, (self.table.residuals + 1,)), (PIPELINE,))
+        residuals = jax.tree.map(buffer, kept)
+        carry |= dict(cots=ring(self.table.cots), residuals=residuals, returned=region.zeros_like(x))
+        return carry | dict(blocks=sums(blocks), tops=sums(self.tops))
+
+    def tick(self, slots: frozenset[str], heads: bool, carry: Carry, row: Row) -> tuple[Carry, None]:
+        """One row of the table. `heads`: the last chunk runs F in every tick of this segment."""
+        carry = carry | {"acts": _put(carry["acts"], carry["sent"], row["recv_act"])}
+        if "B" in slots or "cots" in carry:
+            carry |= {"cots": _put(carry["cots"], carry["returned"], row["recv_cot"])}
+        if "F" in slots:
+            carry, y = self.forward(carry, row)
+            if "H" in slots:
+                carry = self.head(carry, row, y, heads)
+            carry |= {"sent": lax.ppermute(y, PIPELINE, self.onward)}
+        if "B" in slots:
+            carry, dx = self.backwards(carry, row)
+            carry |= {"returned": lax.ppermute(dx, PIPELINE, self.back)}
+        return carry, None
+
+    def forward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
+        """F of a chunk."""
+        first = self.program.embed(self.tops, self.part(row["embed_micro"]))
+        x = jnp.where(row["f_first"], first, _get(carry["acts"], row["f_act"]))
+        chunk, part = row["f_chunk"], self.part(row["f_micro"])
+        y, kept = self.layers.forward(self.chunk(chunk), x, part, self.numbers(chunk))
+        if self.backward:
+            kept = x if self.of.recompute else kept
+            carry = carry | {"residuals": _put(carry["residuals"], kept, row["f_res"])}
+        return carry, y
+
+    def head(self, carry: Carry, row: Row, y: jax.Array, always: bool) -> Carry:
+        """The loss of the micro-batch that leaves the last chunk, on all ranks together, and its gradient."""
+        last = region.add_up(jnp.where(row["f_last"], y, jnp.zeros((), y.dtype)), (PIPELINE,))
+        loss_of = lambda tops, x: self.program.loss(tops, x, self.part(row["head_micro"]))
+        if not self.backward:
+            loss = loss_of(self.tops, last)
+            return carry | {"loss": carry["loss"] + jnp.where(row["head_on"], loss, 0)}
+        loss, vjp = jax.vjp(loss_of, self.tops, last)
+        tops, dy = vjp(region.vary(jnp.ones_like(loss), region.varying(loss)))
+        dy = region.vary(dy, self.stream)
+        return carry | {
+            "loss": carry["loss"] + jnp.where(row["head_on"], loss, 0),
+            "tops": _add(carry["tops"], tops, row["head_on"]),
+            "cots": _put(carry["cots"], dy, row["f_cot"]),
+        }
+
+    def backwards(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
+        """B of a chunk, and of the embedding where it is the first."""
+        chunk, part = row["b_chunk"], self.part(row["b_micro"])
+        w, numbers, dy = self.chunk(chunk), self.numbers(chunk), _get(carry["cots"], row["b_cot"])
+        kept = _get(carry["residuals"], row["b_res"])
+        if self.of.recompute:
+            kept = self.layers.forward(w, lax.optimization_barrier(kept), part, numbers)[1]
+        dw, dx = self.layers.backward(w, kept, part, numbers, dy)
+        blocks = _add_at(carry["blocks"], dw, chunk, row["b_on"])
+        first = region.add_up(jnp.where(row["b_first"], dx, jnp.zeros((), dx.dtype)), (PIPELINE,))
+        embed = lambda tops: self.program.embed(tops, self.part(row["unembed_micro"]))
+        x, vjp = jax.vjp(embed, self.tops)
+        tops = _add(carry["tops"], vjp(region.vary(first, region.varying(x)))[0], row["unembed_on"])
+        return carry | {"blocks": blocks, "tops": tops}, dx
+
+    def end(self, carry: Carry):
+        """What is left to add up, once per step."""
+        loss = region.add_up(carry["loss"], self.layout.split(BATCH))
+        if not self.backward:
+            return loss
+        reduce = partial(jax.tree.map, lambda p, g: p.add_up(g))
+        blocks = jax.tree.map(lambda g: g[:, None], carry["blocks"])
+        blocks = blocks if self.of.stage >= 2 else reduce(self.block_places, blocks)
+        return loss, reduce(self.top_places, carry["tops"]) | {BLOCKS: blocks}
+
+    def part(self, micro: jax.Array) -> Tree:
+        return _get(self.batch, micro)
+
+    def chunk(self, virtual: jax.Array | int) -> Tree:
+        """Weights of one of this rank's chunks, [depth, ...]."""
+        if self.of.stages.virtual == 1:
+            return jax.tree.map(lambda w: w[0], self.blocks)
+        return _get(self.blocks, virtual)
+
+    def numbers(self, virtual: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """Which layers those are, and which of them are no padding."""
+        stages, rank = self.of.stages, lax.axis_index(PIPELINE)
+        return jnp.asarray(stages.layer)[virtual, rank], jnp.asarray(stages.valid)[virtual, rank]
+
+
+def _get(buffers: Tree, slot: jax.Array | int) -> Tree:
+    return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, slot, 0, keepdims=False), buffers)
+
+
+def _put(buffers: Tree, values: Tree, slot: jax.Array) -> Tree:
+    return jax.tree.map(lambda b, x: lax.dynamic_update_index_in_dim(b, x, slot, 0), buffers, values)
+
+
+def _add(sums: Tree, values: Tree, on: jax.Array) -> Tree:
+    """What is masked may be anything, NaN too."""
+    return jax.tree.map(lambda s, x: s + jnp.where(on, x, jnp.zeros((), x.dtype)).astype(s.dtype), sums, values)
+
+
+def _add_at(sums: Tree, values: Tree, slot: jax.Array, on: jax.Array) -> Tree:
+    if jax.tree.leaves(sums)[0].shape[0] == 1:
+        return jax.tree.map(lambda s: s[None], _add(jax.tree.map(lambda s: s[0], sums), values, on))
+    return _put(sums, _add(_get(sums, slot), values, on), slot)

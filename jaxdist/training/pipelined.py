@@ -1,0 +1,103 @@
+"""The loss and gradients of a decoder whose layers are stages of a pipeline: the schedule's table runs them."""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Key
+
+from jaxdist.models import Model, Params
+from jaxdist.parallel import zero
+from jaxdist.parallel.pipeline.executor import BLOCKS, Executor, Program
+from jaxdist.parallel.pipeline.schedules import make
+from jaxdist.parallel.pipeline.stages import Stages
+from jaxdist.parallel.pipeline.table import make_table
+from jaxdist.sharding import STAGES, Layout
+from jaxdist.training.layered import fold_in, recompute
+from jaxdist.training.step import Batch
+
+
+class Pipelined:
+    """The forward and backward passes of a `Step`, as those of `Layered`; `model` is laid out for a region.
+
+    Parameters of layers are held as [v, S, depth, ...]. The micro-batches of a batch are those of the schedule.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        layout: Layout,
+        stages: Stages,
+        schedule: str,
+        dtype: Any = jnp.float32,
+        remat: str = "stage",
+        dropout: bool = False,
+        seed: int = 0,
+        stage: int = 0,
+    ):
+        self.model, self.layout, self.stages, self.schedule = model, layout, stages, schedule
+        self.dtype, self.dropout, self.seed, self.stage, self.remat = dtype, dropout, seed, stage, remat
+        blocks = lambda f, tree, **more: tree | {BLOCKS: jax.tree.map(f, tree[BLOCKS], **more)}
+        self.abstract = blocks(stages.shape, model.abstract)
+        axes = blocks(lambda a: (None, STAGES, *a), model.axes, is_leaf=zero.is_axes)
+        self.places = zero.placements(layout, axes, self.abstract, stage)
+
+    def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
+        """(parameters, nothing else), each device making its own shards; padding is zero."""
+        return jax.sharding.auto_axes(lambda key: self.fold(self.model.init(key)), out_sharding=self._rest)(key), {}
+
+    def fold(self, params: Params) -> Params:
+        """Layers [L, ...] -> [v, S, depth, ...]."""
+        return params | {BLOCKS: jax.tree.map(self.stages.fold, params[BLOCKS])}
+
+    def weights(self, params: Params) -> Params:
+        """In the compute dtype. They are gathered inside the region."""
+        return jax.tree.map(lambda w: w.astype(self.dtype), params)
+
+    def count(self, batch: Batch) -> Int[Array, ""]:
+        """Labels that count."""
+        return jnp.sum(batch["labels"] >= 0)
+
+    def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]):
+        """(summed loss, its gradient in f32, variables, further sums)."""
+        batch = self._with_keys(batch, step)
+        loss, grads = self._executor(batch).gradients(weights, batch)
+        return loss, grads, variables, {}
+
+    def evaluate(self, weights: Params, variables: Params, batch: Batch):
+        """(summed loss, further sums)."""
+        return self._executor(batch).loss(weights, batch), {}
+
+    def _executor(self, batch: Batch) -> Executor:
+        k = jax.tree.leaves(batch)[0].shape[0]
+        table = make_table(make(self.schedule, self.stages.ranks, k, self.stages.virtual))
+        recomputed = self.remat == "stage"
+        return Executor(table, self.stages, self.layout, self.places, self.stage, self._program, recompute=recomputed)
+
+    @cached_property
+    def _program(self) -> Program:
+        layers = sum(self.stages.sizes)
+        keys = lambda part, number: fold_in(part["keys"], number) if "keys" in part else None
+        embed = lambda tops, part: self.model.embed(self._whole(tops), part["tokens"], keys(part, layers))
+        loss = lambda tops, x, part: self.model.loss(self._whole(tops), x[None], part["labels"][None])
+        remat = recompute("none" if self.remat == "stage" else self.remat)
+        layer = remat(lambda w, x, part, number: self.model.block(w, x, keys(part, number)))
+        return Program(embed, layer, loss)
+
+    def _whole(self, tops: Params) -> Params:
+        """With something in the place of the layers, which are not used."""
+        return tops | {BLOCKS: self.model.abstract[BLOCKS]}
+
+    def _with_keys(self, batch: Batch, step: Int[Array, ""]) -> Batch:
+        """Each row's key, if there is dropout."""
+        if not self.dropout:
+            return batch
+        key = jax.random.fold_in(jax.random.key(self.seed), step)
+        return batch | {"keys": jax.vmap(jax.vmap(partial(jax.random.fold_in, key)))(batch["rows"])}
+
+    @property
+    def _rest(self):
+        return jax.tree.map(lambda p: p.rest, self.places)
