@@ -26,7 +26,7 @@ def test_every_lab_has_a_module_and_help(name, capsys):
         main([name, "--help"])
     assert stop.value.code == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"usage: python -m jaxdist.lab {name} [--json]\n")
+    assert out.startswith(f"usage: python -m jaxdist.lab {name} [--json]")
     assert "CONFIG" not in out
 
 
@@ -36,6 +36,10 @@ def test_every_lab_has_a_module_and_help(name, capsys):
         (["fsdp-walktrough"], ["there is no lab 'fsdp-walktrough'; did you mean 'fsdp-walkthrough'?"]),
         (["model-parallel", "gpt_tiny"], ["unexpected argument 'gpt_tiny'; options are written --name value"]),
         (["model-parallel", "--jsn"], ["unknown option --jsn; did you mean '--json'?"]),
+        (
+            ["model-parallel", "--stages", "4"],
+            ["unknown option --stages; valid names are --json; --help lists every knob"],
+        ),
         (["model-parallel", "--train.steps=5"], ["--train.steps has no effect on this command; leave it out"]),
     ],
 )

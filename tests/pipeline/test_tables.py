@@ -1,15 +1,126 @@
-"""Every schedule is one, and every table runs it; tables with a wrong entry are seen."""
+"""Every schedule is one, and every table runs it; schedules and tables with a wrong entry are seen."""
 
+from dataclasses import fields, replace
+
+import numpy as np
 import pytest
 
+from jaxdist.parallel.pipeline.formulas import residual_slots
 from jaxdist.parallel.pipeline.schedules import make
-from jaxdist.parallel.pipeline.table import make_table
+from jaxdist.parallel.pipeline.table import MOST_SEGMENTS, Table, make_table
 from jaxdist.parallel.pipeline.validate import check_schedule, check_table
-from tests.pipeline.grid import GRID
+from tests.pipeline.grid import GRID, NAMES
+
+BUFFERS = {"act": "acts", "cot": "cots", "res": "residuals", "wst": "stash"}
 
 
 @pytest.mark.parametrize(("name", "S", "M", "v"), GRID)
 def test_schedule_and_table(name, S, M, v):
     schedule = make(name, S, M, v)
     check_schedule(schedule)
-    check_table(make_table(schedule))
+    table = make_table(schedule)
+    check_table(table)
+    assert table.residuals == residual_slots(name, S, M, v)
+    assert len(table.segments) <= (3 if not schedule.split else 4 if schedule.uniform else MOST_SEGMENTS)
+    if schedule.uniform:  # F, B and W are occupied from their first tick to their last: widening costs heads only
+        for ticks in schedule.units.values():
+            assert np.unique(ticks).size == ticks.max() - ticks.min() + 1
+
+
+def test_the_largest_is_made_at_once():
+    """S=16, M=256, v=2 in well under a second; no time is asserted here, but minutes would be seen."""
+    for name in ("interleaved", "zb-h1", "zb-u"):
+        schedule = make(name, 16, 256, 2)
+        check_schedule(schedule)
+        assert make_table(schedule).schedule is schedule
+
+
+def test_properties():
+    found = {name: make(name, 4, 8, v) for name, v in NAMES if v < 3}
+    assert {name: schedule.paired for name, schedule in found.items()} == {
+        "gpipe": False, "1f1b": True, "interleaved": True, "zb-h1": False, "zb-u": True
+    }  # fmt: skip
+    assert [name for name in found if found[name].split] == ["zb-h1", "zb-u"]
+    assert [name for name in found if not found[name].uniform] == ["zb-h1"]
+
+
+def test_interleaved_is_megatrons_where_the_stages_divide_the_micro_batches():
+    """Rank 0 takes 4 micro-batches through its first chunk, then its second (Narayanan et al. 2021, figure 4)."""
+    forward = make("interleaved", 4, 8, 2).forward
+    order = sorted((tick, chunk, m) for chunk in range(2) for m, tick in enumerate(forward[4 * chunk]))
+    assert [(chunk, m) for _, chunk, m in order] == [
+        (chunk, 4 * group + m) for group in range(2) for chunk in range(2) for m in range(4)
+    ]
+
+
+def wrong_values(table: Table, column: str, value: int) -> list[int]:
+    """Other values that the entry could have; the last slot of a buffer among them."""
+    kind = column.partition("_")[2]
+    if column.endswith(("_on", "_first", "_last")):
+        return [1 - value]
+    limits = {"chunk": table.schedule.virtual, "micro": table.schedule.micro_batches}
+    limit = limits[kind] if kind in limits else getattr(table, BUFFERS[kind]) + 1
+    return [other for other in range(limit) if other != value]
+
+
+def used(table: Table) -> list[tuple[str, np.ndarray]]:
+    """Columns, and where their entries matter."""
+    result = []
+    for field in fields(Table):
+        value = getattr(table, field.name)
+        if not isinstance(value, np.ndarray):
+            continue
+        name, kind = field.name.split("_")
+        if value.dtype == bool:
+            where = np.ones_like(value)
+        elif kind in ("chunk", "micro"):
+            where = getattr(table, f"{name}_on")
+        else:
+            where = value < getattr(table, BUFFERS[kind])
+        result.append((field.name, np.argwhere(where)))
+    return [(name, places) for name, places in result if len(places)]
+
+
+@pytest.mark.parametrize(("name", "v"), NAMES)
+def test_a_wrong_entry_is_seen(name, v):
+    """Each column of the table, at random places, with every other value that it could have."""
+    random = np.random.default_rng(0)
+    for S, M in ((2, 3), (4, 5), (3, 6)):
+        table = make_table(make(name, S, M, v))
+        for column, places in used(table):
+            for place in random.permutation(places)[:3]:
+                array = getattr(table, column)
+                for value in wrong_values(table, column, int(array[tuple(place)])):
+                    mutated = array.copy()
+                    mutated[tuple(place)] = value
+                    with pytest.raises(AssertionError):
+                        check_table(replace(table, **{column: mutated}))
+
+
+def test_what_is_told_of_a_wrong_entry():
+    table = make_table(make("1f1b", 2, 3))
+    moved = table.f_res.copy()
+    moved[0, 0] = 1
+    with pytest.raises(AssertionError, match=r"B\(0,0\) needs \('r', 0, 0\), but b_res is slot 0 with None"):
+        check_table(replace(table, f_res=moved))
+    with pytest.raises(AssertionError, match="H runs in ticks 1 to 4, that leave it out"):
+        check_table(replace(table, segments=((0, 1, {"F"}), (1, 4, {"F", "B"}), (4, 5, {"B"}))))
+    with pytest.raises(AssertionError, match="segments end at tick 4 of 5"):
+        check_table(replace(table, segments=table.segments[:-1]))
+
+
+@pytest.mark.parametrize(("name", "v"), NAMES)
+def test_a_wrong_schedule_is_seen(name, v):
+    """A unit that is moved before what it needs, or onto another of its rank."""
+    schedule = make(name, 3, 4, v)
+    for kind, of in (("F", "forward"), ("B", "backward"), ("W", "weight")):
+        if kind not in schedule.units:
+            continue
+        for g, m in np.ndindex(*schedule.forward.shape):
+            ticks = schedule.units[kind].copy()
+            before = schedule.forward[g - 1, m] if g else -1
+            early = {"F": before, "B": schedule.forward[g, m] - 1, "W": schedule.backward[g, m] - 1}[kind]
+            for tick in (early, ticks[g, (m + 1) % 4]):
+                ticks[g, m] = tick
+                with pytest.raises(AssertionError, match=rf"{kind}|rank {g % 3} runs two"):
+                    check_schedule(replace(schedule, **{of: ticks.copy()}))

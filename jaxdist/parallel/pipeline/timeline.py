@@ -60,11 +60,12 @@ def text(schedule: Schedule, width: int = 120) -> str:
     cells = [["."] * len(all_columns) for _ in range(schedule.stages)]
     for bar in bars(schedule):
         cells[bar.rank][bar.column] = f"{bar.kind}{bar.micro}{letter[bar.chunk % len(letter)]}"
-    new = [i == 0 or all_columns[i - 1].tick != column.tick for i, column in enumerate(all_columns)]
-    ticks = [str(column.tick) if first else "" for column, first in zip(all_columns, new, strict=True)]
-    rows = {"tick": ticks, **{f"rank {rank}": row for rank, row in enumerate(cells)}}
-    margin, wide = max(map(len, rows)) + 1, max(len(cell) for row in rows.values() for cell in row) + 1
+    margin = len(f"rank {schedule.stages - 1} ")
+    wide = max(len(cell) for row in [*cells, [str(schedule.ticks)]] for cell in row) + 1
     fit = max(1, (width - margin) // wide)
+    new = lambda i: i % fit == 0 or all_columns[i - 1].tick != all_columns[i].tick
+    ticks = [str(column.tick) if new(i) else "" for i, column in enumerate(all_columns)]
+    rows = {"tick": ticks, **{f"rank {rank}": row for rank, row in enumerate(cells)}}
     line = lambda name, some: (name.ljust(margin) + "".join(cell.ljust(wide) for cell in some)).rstrip()
     parts = [
         "\n".join(line(name, row[begin : begin + fit]) for name, row in rows.items())

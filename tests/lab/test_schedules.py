@@ -1,0 +1,64 @@
+"""The lab of pipeline schedules: what it counts, what it says, what it refuses."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from jaxdist.config import RequestError
+from jaxdist.lab import schedules as lab
+from jaxdist.lab.__main__ import main
+from jaxdist.parallel.pipeline.schedules import SCHEDULES, make
+from tests.lab.pages import assert_pasted
+
+
+def measure(stages=4, microbatches=8, virtual_stages=0, schedule="all", picture="") -> lab.Result:
+    return lab.measure(stages, microbatches, virtual_stages, schedule, picture)
+
+
+def test_all():
+    result = measure()
+    assert result.passed
+    assert [look.schedule.name for look in result.looks] == list(SCHEDULES)
+    assert [look.schedule.virtual for look in result.looks] == [1, 1, 2, 1, 1]
+    assert [look.schedule.virtual for look in measure(virtual_stages=3).looks] == [1, 1, 3, 3, 3]
+    assert_pasted(result.lines(), "pipelines.md")
+    assert max(map(len, result.lines())) <= 120
+
+
+def test_the_json(capsys, tmp_path):
+    picture = tmp_path / "one.png"
+    asked = ["--schedule", "1f1b", "--stages=2", "--microbatches", "3", "--picture", str(picture)]
+    assert main(["schedules", *asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["id"], told["passed"], told["stages"], told["micro_batches"]) == ("schedules", True, 2, 3)
+    assert told["value"] == told["expected"] == {"1f1b": {"bubble": 3.0, "free_bubble": 3.0, "in_flight": [3, 1]}}
+    (one,) = told["schedules"]
+    assert one["segments"] == [[0, 1, "F"], [1, 4, "BFH"], [4, 5, "B"]]
+    assert one["slots"] == {"acts": 1, "cots": 1, "residuals": 3, "stash": 0}
+    assert one["timeline"][1] == "rank 0 F0 F1 .  F2 B0 .  B1 B2"
+    assert picture.exists()
+
+
+def test_a_wrong_schedule_fails_the_command(monkeypatch, capsys):
+    good = make("1f1b", 2, 3)
+    monkeypatch.setitem(SCHEDULES, "gpipe", lambda S, M, v: replace(good, forward=good.forward[::-1].copy()))
+    make.cache_clear()
+    assert main(["schedules", "--schedule", "gpipe", "--stages", "2", "--microbatches", "3"]) == 1
+    assert "NOT AS CLAIMED:\n1f1b: F(1,0) is not after F(0,0)" in capsys.readouterr().out
+    make.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--schedule", "1f2b"], "there is no pipeline schedule '1f2b'"),
+        (["--schedule", "1f1b", "--virtual-stages", "2"], "schedule 1f1b has 1 virtual stage, but 2 were asked for"),
+        (["--stages", "0"], "--stages"),
+        (["--picture", "nowhere/at/all.png"], "picture 'nowhere/at/all.png' cannot be written"),
+    ],
+)
+def test_refused(words, sentence):
+    with pytest.raises(RequestError) as error:
+        main(["schedules", *words])
+    assert sentence in error.value.problems[0]
