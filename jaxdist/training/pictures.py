@@ -7,18 +7,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxdist.config import Config, RequestError
+from jaxdist.config import RequestError
 from jaxdist.data.batches import Batch
 from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batch, image_validation_batches
 from jaxdist.data.images import Images, open_images
 from jaxdist.models import images
-from jaxdist.models.foreign import Foreign
-from jaxdist.sharding import Layout
+from jaxdist.training.task import Task
 from jaxdist.training.whole import Whole
 
 CROP = 8
@@ -32,31 +30,18 @@ class Classifier(Whole):
         return jnp.sum(batch["labels"] >= 0)
 
 
-class Pictures:
-    """A `Task`: batches of images and labels, and the forward pass that makes a loss of them."""
+class Pictures(Task):
+    """Batches of images and the numbers of their classes."""
 
     unit = "image"
-    units = 1
     baseline_name = "entropy of the classes"
-    tokenizer = None
-    flops = None
-    """Nobody has counted them."""
-    kept = ""
-
-    def __init__(self, config: Config, model: Foreign, mesh: jax.sharding.Mesh, layout: Layout):
-        self.config, self.model, self.mesh, self.layout = config, model, mesh, layout
-        sizes = config.model
-        self.shape = sizes.image, sizes.image, sizes.channels
-        kind, seed = config.data.augment, config.train.seed
-        crop = Augment(seed, pad=max(1, sizes.image // CROP), flip=kind == "crop-flip")
-        self.augment = None if kind == "none" else crop
 
     def forward(self, dtype: Any) -> Classifier:
         scope, stage = images.scope(self.config.model), self.config.parallel.zero
         return Classifier(self.model, images.loss, self.layout, scope, dtype, stage)
 
     @cached_property
-    def images(self) -> Images:
+    def data(self) -> Images:
         """Raises `RequestError` for images that the model does not take."""
         sizes = self.config.model
         found = open_images(self.config.data, size=sizes.image, classes=sizes.classes)
@@ -70,38 +55,31 @@ class Pictures:
     def keep(self, path: Path) -> None:
         """Nothing of a run's own data is needed to look at others."""
 
-    @property
-    def source(self) -> str:
-        return self.images.source
-
-    @property
-    def fingerprint(self) -> str:
-        return self.images.fingerprint
-
-    @cached_property
-    def rows(self) -> int:
-        """Raises `RequestError` where they are fewer than one batch."""
-        rows, batch = self.images.train.rows, self.config.train.global_batch_size
-        if rows < batch:
-            raise RequestError(
-                f"there are {rows} images to train on, fewer than one global batch of {batch}; "
-                f"lower train.global_batch_size, or give more images"
-            )
-        return rows
+    def available(self) -> tuple[int, str]:
+        return self.data.train.rows, "images"
 
     def baseline(self) -> float:
-        """Nats per image of one who knows how frequent each class is, and has not looked."""
-        share = np.bincount(self.images.validation.labels) / self.images.validation.rows
+        """That of one who knows how frequent each class is."""
+        share = np.bincount(self.data.validation.labels) / self.data.validation.rows
         return float(-np.sum(share[share > 0] * np.log(share[share > 0])))
 
-    def batch(self, rows: np.ndarray, step: int) -> Batch:
-        """`rows` of the training part, cropped and mirrored as in this step alone."""
-        k = self.config.train.accumulation
-        return image_batch(self.images.train, rows, k, self.mesh, self.layout, self.augment, step)
+    @property
+    def augment(self) -> Augment | None:
+        """What every step does to the images of its own rows."""
+        if self.config.data.augment == "none":
+            return None
+        pad, flip = max(1, self.config.model.image // CROP), self.config.data.augment == "crop-flip"
+        return Augment(self.config.train.seed, pad=pad, flip=flip)
 
-    def abstract_batch(self) -> Batch:
-        train = self.config.train
-        return abstract_image_batch(train.global_batch_size, self.shape, train.accumulation, self.mesh, self.layout)
+    def batch(self, rows: np.ndarray, step: int) -> Batch:
+        """Cropped and mirrored as in this step alone."""
+        k = self.config.train.accumulation
+        return image_batch(self.data.train, rows, k, self.mesh, self.layout, self.augment, step)
+
+    def abstract(self, rows: int, accumulation: int) -> Batch:
+        sizes = self.config.model
+        shape = sizes.image, sizes.image, sizes.channels
+        return abstract_image_batch(rows, shape, accumulation, self.mesh, self.layout)
 
     def validation_batches(self, rows: int, limit: int) -> Iterator[Batch]:
-        return image_validation_batches(self.images.validation, rows, limit, self.mesh, self.layout)
+        return image_validation_batches(self.data.validation, rows, limit, self.mesh, self.layout)
