@@ -12,7 +12,7 @@ from jaxdist.mesh import DATA, MODEL
 from jaxdist.models import Model
 from jaxdist.parallel import zero
 from jaxdist.request.checks.registry import closest, divisors, multiples, remedy, to
-from jaxdist.sharding import Layout
+from jaxdist.sharding import LAYERS, Layout
 
 STACKED = "blocks"
 """The group of parameters whose first dim counts the layers."""
@@ -119,9 +119,23 @@ def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str
     )
     if part <= MUCH:
         return told
-    sizes, rows = config.model, config.train.global_batch_size // config.train.accumulation
+    rows = config.train.global_batch_size // config.train.accumulation // (layout.ranks // ranks)
+    fitting = [n for n in divisors(rows) if n > 1 and _left(parameters, layout, n) <= MUCH]
+    ways = [_wider(config, ranks), to(DATA, closest(fitting, ranks))]
+    return f"warning: {told}" + ("; " + remedy(*ways) if any(ways) else "")
+
+
+def _left(parameters: list[Placed], layout: Layout, ranks: int) -> float:
+    """The part of the parameters that so many data ranks would leave whole."""
+    free = lambda p: [n for n, axis in zip(p.shape, p.axes, strict=True) if axis != LAYERS and not layout.split(axis)]
+    whole = sum(p.elements for p in parameters if all(n % ranks for n in free(p)))
+    return whole / sum(p.elements for p in parameters)
+
+
+def _wider(config: Config, ranks: int) -> str:
+    """The next widths of a decoder that divide; a classifier of images has those of its family."""
+    sizes = config.model
+    if sizes.images:
+        return ""
     unit = math.lcm(ranks, sizes.heads * (2 if sizes.family == "llama" else 1))  # a head of llama has an even size
-    fitting = divisors(math.gcd(sizes.embed, rows // (layout.ranks // ranks)))
-    return f"warning: {told}; " + remedy(
-        to("model.embed", multiples(unit, near=sizes.embed)), to(DATA, closest(fitting, ranks))
-    )
+    return to("model.embed", multiples(unit, near=sizes.embed))

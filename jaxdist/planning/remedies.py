@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from jaxdist.config import Config
 from jaxdist.mesh import DATA
 from jaxdist.models import Model
+from jaxdist.models.foreign import Foreign
 from jaxdist.planning import memory
 from jaxdist.request.checks.registry import closest, divisors
 from jaxdist.sharding import Layout
@@ -14,7 +15,7 @@ from jaxdist.sharding import Layout
 MOST = 3
 
 
-def smaller(config: Config, model: Model, layout: Layout) -> list[str]:
+def smaller(config: Config, model: Model | Foreign, layout: Layout) -> list[str]:
     """The knobs that, changed alone, save most: `model.remat to block (3.1 GiB predicted)`, best first."""
     now = memory.predict(config, model, layout).total
     found = [
@@ -28,13 +29,14 @@ def _changes(config: Config, layout: Layout) -> Iterator[tuple[str, object]]:
     """Knobs and values that are legal here and not asked for yet; all leave the layout of the model as it is."""
     train, parallel = config.train, config.parallel
     rows = train.global_batch_size // (train.accumulation * layout.ranks)
-    if config.model.remat != "block":
+    if config.model.remat != "block" and not config.model.images:
         yield "model.remat", "block"
     if parallel.zero < 3 and layout.size(DATA) > 1:
         yield "parallel.zero", 3
     for times in closest(divisors(rows), 1):
         yield "train.accumulation", train.accumulation * times
-    if parallel.zero >= 2 and train.accumulation > 1 and parallel.micro_batches == "inside":
+    outside = parallel.micro_batches == "outside" or config.model.images  # whose layers are not looked into
+    if parallel.zero >= 2 and train.accumulation > 1 and not outside:
         yield "parallel.micro_batches", "outside"
 
 

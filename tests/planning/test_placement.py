@@ -8,17 +8,18 @@ import sys
 import pytest
 
 from jaxdist import models, train
-from jaxdist.config import Config, ModelConfig, ParallelConfig
+from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.planning import memory, placement
 from jaxdist.sharding import Layout, rules
 
 
 class Plan:
-    def __init__(self, mesh: str, zero: int, sequence: bool = False, **model):
+    def __init__(self, mesh: str, zero: int, sequence: bool = False, rows: int = 16, **model):
         sizes = ModelConfig(**{"layers": 2, "embed": 32, "heads": 4, "vocab": 96, "sequence": 16} | model)
         parallel = ParallelConfig(zero=zero, sequence=sequence)
-        self.config = Config(mesh=mesh, precision="float32", model=sizes, parallel=parallel)
+        train = TrainConfig(global_batch_size=rows)
+        self.config = Config(mesh=mesh, precision="float32", model=sizes, parallel=parallel, train=train)
         shape = parse_mesh(mesh)
         split = rules(self.config)
         axes = {name: size for name, size in shape.items() if size > 1}
@@ -61,6 +62,17 @@ def test_much_that_stays_whole_is_a_warning_with_sizes_that_work():
     for embed in (32, 40):
         assert not any("warning" in note for note in Plan("8x1x1", zero=2, embed=embed).notes)
     assert not any("warning" in note for note in Plan("4x1x1", zero=2, embed=36).notes)
+
+
+def test_a_classifier_of_images_is_offered_what_its_family_has():
+    """It has no model.embed; of 7 rows no other number of data ranks works."""
+    (note,) = Plan("7x1x1", zero=3, family="cnn").notes
+    assert note.startswith("warning: data=7 finds no dim to split in head.bias (10), head.kernel (128x10), ")
+    assert note.endswith("100.00% of the parameters are left to every device; set data to 4 or 8")
+    for data in (4, 8):
+        assert not any("warning" in note for note in Plan(f"{data}x1x1", zero=3, family="cnn").notes)
+    (note,) = Plan("7x1x1", zero=3, family="cnn", rows=7).notes
+    assert note.endswith("100.00% of the parameters are left to every device")
 
 
 def test_what_splits_nothing_is_said():
