@@ -62,7 +62,8 @@ def _rows(told: Mapping[str, Any]) -> list[str]:
         cells += [f"{one['tokens_per_second']:,.0f}"] if tokens else []
         cells += [f"{one['epoch_seconds']:,.1f}"] if epoch else []
         cells += [f"{one['speed_up']:.2f}", f"{one['ideal']:g}", f"{100 * one['efficiency']:.0f} %"]
-        cells += [size(one["wire_bytes"]), "unknown" if share is None else f"{100 * share:.1f} %"]
+        cells += ["unknown" if one["wire_bytes"] is None else size(one["wire_bytes"])]
+        cells += ["unknown" if share is None else f"{100 * share:.1f} %"]
         rows.append((*cells, "not finite" if loss is None else f"{loss:.5f}"))
     return table(rows)
 

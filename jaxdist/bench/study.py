@@ -74,7 +74,7 @@ def result(study: Study) -> dict[str, Any]:
         "interleaved": together,
         "measurements": measurements,
         "fits": fits,
-        "notes": _notes(study, runs[0], together, fits),
+        "notes": _notes(study, runs, together, fits),
     }
 
 
@@ -110,9 +110,9 @@ def _told(one: Timed, study: Study) -> dict[str, Any]:
     config, mesh = one.run.config, one.run.mesh
     low, median, high = one.quartiles
     rows = config.train.global_batch_size
-    transfers = communication.predict(config, one.run.model, one.run.layout)
-    gpu = hardware.known(one.run.device.device_kind)
-    sending = sum(t.wire_bytes / bandwidth(gpu, mesh.shape, t.axes) for t in transfers) if gpu else None
+    foretold, gpu = not communication.unpredicted(config, one.run.layout), hardware.known(one.run.device.device_kind)
+    transfers = communication.predict(config, one.run.model, one.run.layout) if foretold else []
+    sending = sum(t.wire_bytes / bandwidth(gpu, mesh.shape, t.axes) for t in transfers) if gpu and foretold else None
     return {
         "devices": mesh.size,
         "mesh": describe(mesh.shape),
@@ -123,9 +123,9 @@ def _told(one: Timed, study: Study) -> dict[str, Any]:
         "rows_per_second": rows / median,
         f"{one.run.task.unit}s_per_second": one.units / median,
         "epoch_seconds": study.rows / rows * median if study.rows else None,
-        "wire_bytes": sum(t.wire_bytes for t in transfers),
+        "wire_bytes": sum(t.wire_bytes for t in transfers) if foretold else None,
         "communication_seconds": sending,
-        "communication_share": sending / median if gpu else None,
+        "communication_share": None if sending is None else sending / median,
         "argument_bytes": one.program.memory_analysis().argument_size_in_bytes,
         "temporary_bytes": one.program.memory_analysis().temp_size_in_bytes,
         "compile_seconds": round(one.compile_seconds, 3),
@@ -176,9 +176,9 @@ def _fit_together(timed: Sequence[Timed]) -> bool:
     return there is None or needed + working <= ROOM * there
 
 
-def _notes(study: Study, run: Run, together: bool, fits: Sequence[Mapping[str, Any]]) -> list[str]:
+def _notes(study: Study, runs: Sequence[Run], together: bool, fits: Sequence[Mapping[str, Any]]) -> list[str]:
     """What a reader has to know, a sentence each."""
-    notes = []
+    notes, run, largest = [], runs[0], max(runs, key=lambda run: run.mesh.size)
     if run.device.platform == "cpu":
         fixed = "a speed-up near 1"
         growing = "N devices have N times the work, and an efficiency near 1/N"
@@ -187,7 +187,9 @@ def _notes(study: Study, run: Run, together: bool, fits: Sequence[Mapping[str, A
             f"{fixed if study.mode == 'strong' else growing} is all that can be expected; less is what splitting "
             f"costs, more is a core that fewer devices left idle; how real devices scale, this does not show"
         )
-    if hardware.known(run.device.device_kind) is None:
+    if unpredicted := communication.unpredicted(largest.config, largest.layout):
+        notes.append(unpredicted)
+    elif hardware.known(run.device.device_kind) is None:
         notes.append(
             f"the bandwidth between devices of kind '{run.device.device_kind}' is not known, so the share of "
             f"communication is left open; the bytes that a device sends are predicted"

@@ -16,7 +16,7 @@ import jax
 
 from jaxdist.config import Config
 from jaxdist.mesh import AXES, DATA
-from jaxdist.models import Model
+from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
 from jaxdist.planning.placement import Placed, compute_width, placed
@@ -60,8 +60,21 @@ class Transfer:
         return self.wire_elements * self.width
 
 
-def predict(config: Config, model: Model, layout: Layout) -> list[Transfer]:
-    """Every transfer of a train step but those of scalars; `config.precision` is not `auto` any more."""
+def unpredicted(config: Config, layout: Layout) -> str:
+    """Why `predict` cannot tell what crosses the mesh; empty where it can."""
+    if layout.ranks == 1 or not config.model.images or images.scope(config.model) == "rows":
+        return ""
+    return (
+        "what crosses the mesh is not predicted: with dropout a classifier is called with all rows of a micro-batch at "
+        "once, so that its masks are those of one device, and the compiler chooses where gradients and statistics are "
+        "added up; set model.dropout to 0 for one reduction of each"
+    )
+
+
+def predict(config: Config, model: Model | Foreign, layout: Layout) -> list[Transfer]:
+    """Every transfer of a train step but those of scalars; `config.precision` is not `auto` any more, and `unpredicted`
+    is empty."""
+    assert not unpredicted(config, layout)
     found = [
         *_parameters(config, placed(config, model, layout), layout),
         *(_statistics(config, model, layout) if config.model.images else _decoder(config, layout)),

@@ -49,15 +49,19 @@ class Row:
     calls: int
     widened: bool
     """Whether the compiler may send f32 for bfloat16, as XLA:CPU does."""
+    foretold: bool = True
+    """Whether there is a prediction at all."""
 
     @property
     def as_predicted(self) -> bool:
         """To the element and byte; XLA:GPU packs scalars into small vectors, which are told by their size alone."""
-        return not self._more_elements and not self._more_bytes
+        return self.foretold and not self._more_elements and not self._more_bytes
 
     @property
     def remark(self) -> str:
         """Why the two differ; empty where they do not."""
+        if not self.foretold:
+            return "not predicted"
         if self._more_elements:
             return f"NOT PREDICTED: {self._more_elements:+,} elements"
         if self._more_bytes:
@@ -99,7 +103,12 @@ class Report:
 
     @cached_property
     def transfers(self) -> list[Transfer]:
-        return communication.predict(self.config, self.model, self.layout)
+        """As predicted; none where `unpredicted` says why."""
+        return [] if self.unpredicted else communication.predict(self.config, self.model, self.layout)
+
+    @property
+    def unpredicted(self) -> str:
+        return communication.unpredicted(self.config, self.layout)
 
     @cached_property
     def memory(self) -> memory.Memory:
@@ -114,11 +123,12 @@ class Report:
         for transfer in self.transfers:
             predicted[transfer.axes, transfer.kind].append(transfer)
         keys = sorted({*moved, *predicted}, key=lambda key: ([AXES.index(axis) for axis in key[0]], key[1]))
-        return [_row(key, predicted[key], moved[key], widened=self.gpu is None) for key in keys]
+        told = dict(widened=self.gpu is None, foretold=not self.unpredicted)
+        return [_row(key, predicted[key], moved[key], **told) for key in keys]
 
     @property
     def differences(self) -> list[Row]:
-        """Where the program moves other elements or bytes than were predicted."""
+        """Where the program moves other elements or bytes than were predicted, or nothing was."""
         return [row for row in self.rows if not row.as_predicted]
 
     @property
@@ -167,11 +177,11 @@ class Report:
             "lower_seconds": program.lower_seconds,
             "compile_seconds": program.compile_seconds,
             "too_large": self.too_large,
-            "notes": list(program.notes),
+            "notes": [*program.notes, *([self.unpredicted] if self.unpredicted else [])],
         }
 
 
-def _row(key: Key, predicted: list[Transfer], moved: list[Collective], widened: bool) -> Row:
+def _row(key: Key, predicted: list[Transfer], moved: list[Collective], **told: bool) -> Row:
     return Row(
         *key,
         what=tuple(dict.fromkeys(transfer.what for transfer in predicted)),
@@ -181,7 +191,7 @@ def _row(key: Key, predicted: list[Transfer], moved: list[Collective], widened: 
         payload_bytes=sum(one.array_bytes * one.count for one in moved),
         wire_bytes=sum(one.wire_bytes for one in moved),
         calls=sum(one.count for one in moved),
-        widened=widened,
+        **told,
     )
 
 

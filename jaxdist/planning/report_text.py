@@ -65,7 +65,8 @@ def _collectives(report: Report) -> list[str]:
     rows = [("axes", "collective", "calls", "predicted", "compiled", "sent", "for")]
     for row in report.rows:
         what = "; ".join([*row.what, *([row.remark] if row.remark else [])]) or "scalars"
-        sizes = size(row.predicted_bytes), size(row.payload_bytes), size(row.wire_bytes)
+        predicted = size(row.predicted_bytes) if row.foretold else "-"
+        sizes = predicted, size(row.payload_bytes), size(row.wire_bytes)
         rows.append(("+".join(row.axes), row.kind, f"{row.calls:,}", *sizes, what))
     if not rows[1:]:
         return ["nothing crosses the mesh: there is one device"]
@@ -92,7 +93,9 @@ def _beside(report: Report) -> list[str]:
             f"{len(beside)} of {len(report.collectives)} collectives in the text are asynchronous, "
             f"{covered} of them with matrix products between start and done"
         )
-    if report.differences:
+    if report.unpredicted:
+        told.append(report.unpredicted)
+    elif report.differences:
         told.append("the program does not move what was predicted: see NOT PREDICTED above")
     else:
         told.append("every collective is as predicted, to the element; scalars are left out")

@@ -14,9 +14,12 @@ import pytest
 
 from jaxdist import evaluate, generate, train
 from jaxdist.config import Config, RequestError
-from jaxdist.explain import explain
-from jaxdist.planning import target
+from jaxdist.explain import CPU, explain
+from jaxdist.mesh import abstract_mesh, parse_mesh
+from jaxdist.planning import communication, target
+from jaxdist.planning.report_text import lines as lines_of
 from jaxdist.request import load
+from jaxdist.sharding import Layout
 from tests.training.conftest import lines, over
 
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn: jaxdist[lab]")
@@ -122,9 +125,9 @@ def test_the_labs_network_reads_digits(options, tmp_path):
     assert lines(tmp_path)[-1]["validation_accuracy"] >= 0.97
 
 
-def asked(mesh: str, zero: int, accumulation: int = 1) -> Config:
+def asked(mesh: str, zero: int, accumulation: int = 1, dropout: float = 0.0) -> Config:
     knobs = {"mesh": mesh, "parallel.zero": str(zero), "train.accumulation": str(accumulation)}
-    return load("cnn_digits", knobs)
+    return load("cnn_digits", {**knobs, "model.dropout": str(dropout)})
 
 
 @pytest.mark.parametrize(("mesh", "zero", "accumulation"), [("4x1x1", 2, 2), ("replica=2,data=2", 3, 1)])
@@ -133,6 +136,27 @@ def test_bytes_and_collectives_are_predicted(mesh, zero, accumulation):
     found = explain(asked(mesh, zero, accumulation))
     assert found.differences == []
     assert found.program.argument_bytes == found.memory.arguments
+
+
+def test_with_dropout_it_is_told_that_collectives_are_not_predicted():
+    """Bytes are; `differences` is not empty, as if all had been found right."""
+    found = explain(asked("2x1x1", 0, dropout=0.3))
+    text = "\n".join(lines_of(found))
+    assert "NOT PREDICTED" not in text
+    assert "what crosses the mesh is not predicted: with dropout" in text
+    assert "as predicted" not in text
+    assert found.json()["predicted_collectives"] == []
+    assert found.json()["differences"] == ["data all-reduce: not predicted"]
+    assert found.unpredicted in found.json()["notes"]
+    assert found.program.argument_bytes == found.memory.arguments
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dropout", "told"), [("1x1x1", 0.3, False), ("2x1x1", 0, False), ("2x1x1", 0.3, True)]
+)
+def test_what_a_compiler_chooses_is_not_predicted(mesh, dropout, told):
+    layout = Layout.on(abstract_mesh(parse_mesh(mesh)), device=CPU)
+    assert bool(communication.unpredicted(asked(mesh, 0, dropout=dropout), layout)) == told
 
 
 @pytest.mark.slow
