@@ -22,7 +22,7 @@ from jaxdist.models.stacked import scan, stack
 from jaxdist.parallel.foreign import on_shards
 from jaxdist.parallel.zero import is_axes
 from jaxdist.planning.hlo import Collective, collectives
-from jaxdist.sharding import Layout, Rules, on_devices
+from jaxdist.sharding import Layout, Rules, name_of, on_devices
 from jaxdist.training.checkpoint import Checkpoints
 from jaxdist.training.step import Metrics, Step, TrainState
 from jaxdist.training.whole import Scope, Whole
@@ -297,11 +297,10 @@ def _check_parts(layout: Layout, model: Foreign) -> None:
     ):
         for size, name in zip(a.shape, axes, strict=True):
             if size % layout.parts(name):
-                where = jax.tree_util.keystr(path, simple=True, separator=".")
                 over = " x ".join(f"{axis}={layout.size(axis)}" for axis in layout.split(name))
                 raise ValueError(
-                    f"{where} {a.shape} has a dim '{name}' of {size}, which does not divide by {over}; give it a size "
-                    f"that does, or leave '{name}' out of the rules"
+                    f"{name_of(path)} {a.shape} has a dim '{name}' of {size}, which does not divide by {over}; give it "
+                    f"a size that does, or leave '{name}' out of the rules"
                 )
 
 
@@ -309,7 +308,7 @@ def _to_be_split(layout: Layout, model: Foreign, shard: Shard) -> Params:
     """Of every parameter, whether ZeRO may split it. Raises `ValueError` for one that is asked for and cannot be."""
 
     def asked(path, a: jax.ShapeDtypeStruct) -> bool:
-        name, ranks = jax.tree_util.keystr(path, simple=True, separator="."), layout.size(DATA)
+        name, ranks = name_of(path), layout.size(DATA)
         if not callable(shard):
             return a.size >= shard
         if shard(name, a) and not any(size % ranks == 0 for size in a.shape):

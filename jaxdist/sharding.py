@@ -29,7 +29,7 @@ LAYERS = "layers"
 BATCH, STAGES = "batch", "stages"
 """The logical axes of the rows of a batch, and of the dim that stacks the stages of a pipeline."""
 
-LETTERS = dict(B="batch", S="sequence", s="residual", D="embed", F="mlp", N="heads", H="head", V="vocab", L="layers")
+LETTERS = dict(B=BATCH, S="sequence", s="residual", D="embed", F="mlp", N="heads", H="head", V="vocab", L=LAYERS)
 """The logical axis behind each letter of an einsum string."""
 
 Rules = Mapping[str, Sequence[str]]
@@ -158,6 +158,11 @@ def on_devices(abstract, mesh: jax.sharding.Mesh):
     """A tree from `jax.eval_shape`, whose layouts name no devices, as one that lies on the devices of `mesh`."""
     place = lambda a: jax.sharding.NamedSharding(mesh, a.sharding.spec if a.sharding else P())
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place(a)), abstract)
+
+
+def name_of(path: tuple) -> str:
+    """The names on the way to a leaf of a tree: `conv.kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def wide(dtype: jnp.dtype) -> jnp.dtype:

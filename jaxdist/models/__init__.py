@@ -14,7 +14,7 @@ from jaxdist.models import images
 from jaxdist.models.foreign import Foreign, Params
 from jaxdist.models.gpt import GPT
 from jaxdist.models.llama import Llama
-from jaxdist.sharding import ONE_DEVICE, Layout
+from jaxdist.sharding import LAYERS, ONE_DEVICE, Layout
 
 FAMILIES = dict(gpt=GPT, llama=Llama)
 
@@ -53,7 +53,7 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     """Describe the module that `make` builds. Runs no computation and touches no device."""
     module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
     graph, state = nnx.split(module)
-    layered = lambda p: ("layers",) * (p.ndim - len(p.axes)) + p.axes  # vmap stacked the blocks' parameters
+    layered = lambda p: (LAYERS,) * (p.ndim - len(p.axes)) + p.axes  # vmap stacked the blocks' parameters
     axes = jax.tree.map(layered, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
     return Model(make, graph, nnx.graphdef(module.blocks), nnx.to_pure_dict(state), nnx.to_pure_dict(axes))
 
@@ -74,7 +74,7 @@ def matrices(model: Model | Foreign) -> Params:
     if isinstance(model, Foreign):
         return jax.tree.map(lambda a: a.ndim >= 2, model.abstract)
     return jax.tree.map(
-        lambda axes: sum(name not in (None, "layers") for name in axes) >= 2,
+        lambda axes: sum(name not in (None, LAYERS) for name in axes) >= 2,
         model.axes,
         is_leaf=lambda axes: isinstance(axes, tuple),
     )

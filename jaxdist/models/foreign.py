@@ -14,6 +14,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
+from jaxdist.sharding import LAYERS, name_of
+
 Params = dict[str, Any]
 """Nested dict of arrays; of a decoder, `params["blocks"]` holds every layer, stacked on a leading L."""
 
@@ -116,8 +118,7 @@ def _signature(function: Callable) -> inspect.Signature:
 
 def named(tree: Any) -> dict[str, Any]:
     """Leaves by the names on the way to them: "conv.kernel"."""
-    path = lambda keys: jax.tree_util.keystr(keys, simple=True, separator=".")
-    return {path(keys): leaf for keys, leaf in jax.tree.leaves_with_path(tree)}
+    return {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def _module(made: Any) -> nnx.Module:
@@ -136,7 +137,7 @@ def _axes(p: nnx.Variable) -> tuple[str | None, ...]:
     named = p.get_metadata().get("axes", (None,) * p.ndim)
     if len(named) > p.ndim:
         raise ValueError(f"a parameter of shape {p.shape} has {len(named)} logical axes {named}; name one for each dim")
-    return ("layers",) * (p.ndim - len(named)) + tuple(named)
+    return (LAYERS,) * (p.ndim - len(named)) + tuple(named)
 
 
 def _result(returned: Any) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:

@@ -23,7 +23,7 @@ from jax import P
 from jax.sharding import auto_axes, reshard
 from jaxtyping import Array, Int
 
-from jaxdist.sharding import Layout, scale_partial
+from jaxdist.sharding import Layout, name_of, scale_partial
 
 Call = Callable[[Any, Any, Any], tuple[jax.Array, Any, Any]]
 """(weights, variables, batch) -> (mean loss, variables, further means)."""
@@ -158,9 +158,8 @@ def _check_optimizer(optimizer: Any, abstract) -> None:
             )
         for (path, a), b in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
             if (a.shape, a.dtype) != (b.shape, b.dtype):
-                name = jax.tree_util.keystr(path, simple=True, separator=".")
                 raise ValueError(
-                    f"the optimizer's update makes {what} {name} {b.dtype}{list(b.shape)} of what was "
+                    f"the optimizer's update makes {what} {name_of(path)} {b.dtype}{list(b.shape)} of what was "
                     f"{a.dtype}{list(a.shape)}; keep shape and dtype"
                 )
 

@@ -12,7 +12,7 @@ from jaxdist.mesh import DATA, MODEL
 from jaxdist.models import Model
 from jaxdist.parallel import zero
 from jaxdist.request.checks.registry import closest, divisors, multiples, remedy, to
-from jaxdist.sharding import LAYERS, Layout
+from jaxdist.sharding import LAYERS, Layout, name_of
 
 STACKED = "blocks"
 """The group of parameters whose first dim counts the layers."""
@@ -65,7 +65,7 @@ def placed(config: Config, model: Model, layout: Layout) -> list[Placed]:
     leaves = jax.tree.leaves_with_path(model.abstract)
     axes = jax.tree.leaves(model.axes, is_leaf=zero.is_axes)
     return [
-        _placed(layout, jax.tree_util.keystr(path, simple=True, separator="."), leaf.shape, names, place)
+        _placed(layout, name_of(path), leaf.shape, names, place)
         for (path, leaf), names, place in zip(leaves, axes, jax.tree.leaves(places), strict=True)
     ]
 

@@ -13,6 +13,8 @@ from jaxdist.planning.timing import FLOPS_FORMULA
 from jaxdist.request.checks.registry import remedy
 from jaxdist.training.run import Run
 
+STATISTICS = "batch norm takes those of a micro-batch over all devices, as one device would"
+
 
 def summary(run: Run, folder: object, resume: str) -> list[str]:
     """Lines of the summary, in the order in which people ask."""
@@ -44,17 +46,13 @@ def _plan(run: Run, length: str) -> list[tuple[str, str]]:
         *([("arithmetic", f"{run.task.flops:,} FLOPs per token = {FLOPS_FORMULA}")] if run.task.flops else []),
         ("memory", _memory(held, there) + ("; activations are not predicted" if config.model.images else "")),
         *([("warning", _too_small(run, held, there))] if there and held.total > there else []),
-        *([("statistics", _statistics(run))] if config.model.images else [("attention", _attention(run))]),
+        ("statistics", STATISTICS) if config.model.images else ("attention", _attention(run)),
     ]
 
 
 def _batch(run: Run) -> str:
     rows, units = run.config.train.global_batch_size, run.task.units
     return f"{rows} images" if run.config.model.images else f"{rows} rows x {units} = {rows * units:,} tokens"
-
-
-def _statistics(run: Run) -> str:
-    return "batch norm takes those of a micro-batch over all devices, as one device would"
 
 
 def _attention(run: Run) -> str:
