@@ -101,9 +101,9 @@ class Parallel:
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step, compiled at the first call. `state` is given up: its memory is used again.
 
-        `batch` has the rows of one step over the whole mesh; of several processes, each gives its own part of them. A
-        loss or gradient that is not finite changes nothing but the counts. Raises `ValueError` for a batch that does
-        not divide, and for a state that was given up or lies on another mesh.
+        `batch` has the rows of one step over the whole mesh; of several processes each gives all of them, the same, and
+        its devices take theirs. A loss or gradient that is not finite changes nothing but the counts. Raises
+        `ValueError` for a batch that does not divide, and for a state that was given up or lies on another mesh.
         """
         self._check_state(state)
         with jax.set_mesh(self.mesh):
@@ -184,7 +184,8 @@ class Parallel:
         sharding = self._sharding(dims)
         if isinstance(a, jax.Array):
             return jax.device_put(a, sharding)
-        return jax.make_array_from_process_local_data(sharding, np.asarray(a))
+        a = np.asarray(a)
+        return jax.make_array_from_callback(a.shape, sharding, a.__getitem__)  # global indices: replicas cannot differ
 
     def _sharding(self, dims: tuple[str | None, ...]) -> jax.sharding.NamedSharding:
         return jax.sharding.NamedSharding(self.mesh, self.layout.spec(dims))
@@ -208,7 +209,7 @@ class Parallel:
             )
 
     def _checked(self, batch: Batch) -> Batch:
-        rows, unit = _rows(batch) * jax.process_count(), self.layout.ranks * self.accumulation
+        rows, unit = _rows(batch), self.layout.ranks * self.accumulation
         if rows % unit:
             near = f"{rows - rows % unit} or {rows - rows % unit + unit}" if rows > unit else f"{unit}"
             raise ValueError(
