@@ -20,6 +20,8 @@ from jaxdist.planning import communication, target
 from jaxdist.planning.report_text import lines as lines_of
 from jaxdist.request import load
 from jaxdist.sharding import Layout
+from jaxdist.training.run import Run
+from tests.tiers import thinned
 from tests.training.conftest import lines, over
 
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn: jaxdist[lab]")
@@ -97,6 +99,7 @@ def test_metrics_count_images_and_evaluation_tells_the_accuracy(one_device, caps
         generate.main([str(folder), "--prompt=a"])
 
 
+@pytest.mark.slow
 def test_augmented_images_are_others(one_device):
     assert abs(curve(one_device())[0, 0] - curve(one_device("--data.augment=crop-flip"))[0, 0]) > 1e-4
 
@@ -125,12 +128,28 @@ def test_the_labs_network_reads_digits(options, tmp_path):
     assert lines(tmp_path)[-1]["validation_accuracy"] >= 0.97
 
 
+@pytest.mark.parametrize(("rows", "mesh"), thinned([(64, "4x1x1"), (16, "1x1x1")], 2))
+def test_rows_that_fill_up_the_last_batch_count_for_nothing(rows, mesh):
+    """The loss and accuracy of an evaluation are those of all held-out images at once, computed by hand."""
+    knobs = {"mesh": mesh, "train.global_batch_size": str(rows), "train.steps": "10"}
+    run = Run(load("cnn_digits", knobs))
+    part = run.task.data.validation
+    assert part.rows % rows
+    with jax.set_mesh(run.mesh):
+        state = run.init()
+        found = run.validate(state.params, state.variables, 0)
+    module = run.model.merge(*jax.device_get((state.params, state.variables)), train=False)
+    logits = np.asarray(module(part.read(np.arange(part.rows))), np.float64)
+    loss = np.log(np.exp(logits).sum(1)) - logits[np.arange(part.rows), part.labels]
+    assert found == pytest.approx({"loss": loss.mean(), "accuracy": np.mean(logits.argmax(1) == part.labels)}, rel=1e-5)
+
+
 def asked(mesh: str, zero: int, accumulation: int = 1, dropout: float = 0.0) -> Config:
     knobs = {"mesh": mesh, "parallel.zero": str(zero), "train.accumulation": str(accumulation)}
     return load("cnn_digits", {**knobs, "model.dropout": str(dropout)})
 
 
-@pytest.mark.parametrize(("mesh", "zero", "accumulation"), [("4x1x1", 2, 2), ("replica=2,data=2", 3, 1)])
+@pytest.mark.parametrize(("mesh", "zero", "accumulation"), thinned([("4x1x1", 2, 2), ("replica=2,data=2", 3, 1)], 2))
 def test_bytes_and_collectives_are_predicted(mesh, zero, accumulation):
     """Those of batch norm too: the statistics of every channel, their gradients, and the running ones."""
     found = explain(asked(mesh, zero, accumulation))
@@ -138,6 +157,7 @@ def test_bytes_and_collectives_are_predicted(mesh, zero, accumulation):
     assert found.program.argument_bytes == found.memory.arguments
 
 
+@pytest.mark.slow
 def test_with_dropout_it_is_told_that_collectives_are_not_predicted():
     """Bytes are; `differences` is not empty, as if all had been found right."""
     found = explain(asked("2x1x1", 0, dropout=0.3))

@@ -5,7 +5,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxdist.config import OptimizerConfig
+from jaxdist import models
+from jaxdist.config import ModelConfig, OptimizerConfig
+from jaxdist.models.foreign import named
 from jaxdist.training.optimizer import clip, optimizer, schedule
 
 BASE = OptimizerConfig(learning_rate=0.1, warmup=0, schedule="constant", decay_fraction=0.0, weight_decay=0.0)
@@ -105,3 +107,11 @@ def test_clip_scales_to_the_limit_and_leaves_small_gradients():
     for limit in (0, 100.0):
         np.testing.assert_array_equal(clip(GRADS[0], norm, limit)["w"], GRADS[0]["w"])
     assert np.isfinite(clip({"w": jnp.zeros(3)}, jnp.zeros(()), 1.0)["w"]).all()
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "cnn", "resnet18"])
+def test_matrices_decay_and_biases_and_scales_do_not(family):
+    """Whether or not layers are stacked: a stack of biases has two dims."""
+    decays = named(models.matrices(models.build(ModelConfig(family=family))))
+    assert decays == {name: not name.endswith(("bias", "scale")) for name in decays}
+    assert set(decays.values()) == {True, False}
