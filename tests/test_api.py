@@ -9,6 +9,7 @@ from flax import nnx
 
 import jaxdist
 from tests.parity.modules import MLP, Convolution, cross_entropy, images, vectors
+from tests.tiers import thinned
 
 
 class Named(nnx.Module):
@@ -274,7 +275,7 @@ def test_with_rows_gradients_are_reduced_once_in_a_step_or_in_a_micro_batch(zero
     assert scattered == reductions * len(jax.tree.leaves(on_mesh.shardings.params))
 
 
-@pytest.mark.parametrize("name", ["multi_transform", "muon", "adafactor"])
+@pytest.mark.parametrize("name", thinned([("multi_transform",), ("muon",), ("adafactor",)], 3))
 def test_optimizers_that_keep_something_of_some_parameters_only(name):
     """Or of another shape than the parameter's."""
     rules = {"matrix": optax.sgd(0.1, momentum=0.9), "vector": optax.adam(0.1)}

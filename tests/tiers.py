@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 
-def thinned(rows: Iterable[tuple], every: int) -> list:
-    """All `rows`, each a tuple of arguments; all but each `every`-th are slow, the first is not."""
-    return [pytest.param(*row, marks=pytest.mark.slow if place % every else ()) for place, row in enumerate(rows)]
+def thinned(rows: Iterable[tuple], every: int, first: int = 0) -> list:
+    """All `rows`, each a tuple of arguments; all are slow but each `every`-th from number `first` on."""
+    slow = lambda place: place < first or (place - first) % every
+    return [pytest.param(*row, marks=pytest.mark.slow if slow(place) else ()) for place, row in enumerate(rows)]

@@ -37,7 +37,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "accumulation", "model", "parallel"), thinned(ROWS, 4), ids=str)
+@pytest.mark.parametrize(("mesh", "accumulation", "model", "parallel"), thinned(ROWS, 9, first=4), ids=str)
 def test_elements_are_those_of_the_program(mesh: str, accumulation: int, model: ModelConfig, parallel: dict):
     asked = mesh, accumulation, model, ParallelConfig(**parallel)
     one = run(*asked)

@@ -8,9 +8,17 @@ from jaxdist.config import ParallelConfig, RulesConfig
 from tests.communication.reading import collectives
 from tests.communication.steps import compiled, mesh_of
 from tests.parity import cases
+from tests.tiers import thinned
 
 LAYERS = cases.MODEL.layers
 MODEL = ("model",)
+
+ROWS = [
+    ("1x4x1", 1, 0, "none"),
+    ("1x4x1", 1, 0, "dots"),
+    ("2x2x1", 4, 3, "dots"),
+    ("2x2x1", 4, 3, "none"),
+]
 
 
 def moved(mesh: str, accumulation: int, remat: str = "none", **parallel) -> Counter:
@@ -29,8 +37,7 @@ def moved(mesh: str, accumulation: int, remat: str = "none", **parallel) -> Coun
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("mesh", "accumulation", "zero"), [("1x4x1", 1, 0), ("2x2x1", 4, 3)])
-@pytest.mark.parametrize("remat", ["none", "dots"])
+@pytest.mark.parametrize(("mesh", "accumulation", "zero", "remat"), thinned(ROWS, 4))
 def test_two_all_reduces_each_way_in_every_layer(mesh, accumulation, zero, remat):
     """Shoeybi et al. 2019, section 3; and one for the lookup, one for the gradient of what goes into the logits."""
     per_micro_batch = 4 * LAYERS + 2
@@ -38,8 +45,7 @@ def test_two_all_reduces_each_way_in_every_layer(mesh, accumulation, zero, remat
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("mesh", "accumulation", "zero"), [("1x4x1", 1, 0), ("2x2x1", 4, 3)])
-@pytest.mark.parametrize("remat", ["none", "dots"])
+@pytest.mark.parametrize(("mesh", "accumulation", "zero", "remat"), thinned(ROWS, 4, first=3))
 def test_sequence_parallelism_scatters_and_gathers_in_their_place(mesh, accumulation, zero, remat):
     """Korthikanti et al. 2022, section 4.2.2. Six gathers a layer: two forward, two for the gradients, and two that
     gather the layer's saved inputs again. Outside: the lookup scatters and its gradient is gathered; what goes into
@@ -55,7 +61,7 @@ def test_whole_blocks_are_computed_again_with_one_all_reduce_more():
 
 
 @pytest.mark.parametrize(
-    ("whole", "calls"), [("vocab", 4 * LAYERS), ("mlp", 2 * LAYERS + 2), ("heads", 2 * LAYERS + 2)]
+    ("whole", "calls"), thinned([("vocab", 4 * LAYERS), ("mlp", 2 * LAYERS + 2), ("heads", 2 * LAYERS + 2)], 3)
 )
 def test_what_the_rules_leave_whole_needs_no_sum(whole, calls):
     """Of a layer's 4 all-reduces half are attention's and half the MLP's; the vocabulary's 2 are outside."""

@@ -1,5 +1,7 @@
 """Promise 2 for the ZeRO stages: what moves over `data` and `replica` is what the papers say, whatever k is."""
 
+import itertools
+
 import jax
 import pytest
 
@@ -9,6 +11,7 @@ from jaxdist.planning.hlo import summary
 from tests.communication.reading import collectives
 from tests.communication.steps import compiled, lower, mesh_of, parameters
 from tests.parity import cases
+from tests.tiers import thinned
 
 SCALARS = 64
 """Loss, norm and counts: elements that any step may add up beside its parameters."""
@@ -36,8 +39,7 @@ DATA = ("data",)
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("stage", "accumulation"), thinned(itertools.product((1, 2), (1, 4)), 4, first=3))
 def test_stages_1_and_2_move_2_elements_per_parameter(stage, accumulation):
     """One gather and one reduce-scatter (Rajbhandari et al. 2020, section 7.2)."""
     whole = parameters(cases.MODEL)
@@ -45,7 +47,7 @@ def test_stages_1_and_2_move_2_elements_per_parameter(stage, accumulation):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", thinned([(1,), (4,)], 2, first=1))
 def test_stage_3_moves_3_per_parameter_of_the_blocks_and_2_of_the_table(accumulation):
     """A block is gathered again in the backward pass (section 7.2); the table is held from lookup to output."""
     table, blocks = table_and_blocks()
@@ -53,7 +55,7 @@ def test_stage_3_moves_3_per_parameter_of_the_blocks_and_2_of_the_table(accumula
     assert moved("8x1x1", accumulation, 3) == gathered
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", thinned([(2,), (3,)], 2, first=1))
 def test_micro_batches_outside_the_layers_cost_a_reduction_each(stage):
     """Stage 3 gathers the blocks for each too; the gather of the table XLA lifts out of the loop."""
     k, (table, blocks) = 4, table_and_blocks()
@@ -63,8 +65,7 @@ def test_micro_batches_outside_the_layers_cost_a_reduction_each(stage):
     assert moved("8x1x1", k, stage, "outside") == expected
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "accumulation"), thinned(itertools.product((1, 2, 3), (1, 4)), 6, first=5))
 def test_replicas_add_up_shards(stage, accumulation):
     """Hybrid sharding (Zhao et al. 2023, section 3.2.2): over `replica` only the shard of a gradient travels."""
     found = moved("replica=2,data=4", accumulation, stage)

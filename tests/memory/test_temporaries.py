@@ -10,6 +10,7 @@ import pytest
 from jaxdist.config import ParallelConfig
 from tests.communication.steps import compiled, parameters, run
 from tests.parity import cases
+from tests.tiers import thinned
 
 MESH, WAYS, LAYERS = "8x1x1", 8, (2, 6)
 
@@ -69,7 +70,8 @@ def initial(mesh: str, parallel: ParallelConfig):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("mesh", "parallel"), [("8x1x1", ParallelConfig(zero=3)), ("2x4x1", ParallelConfig(zero=1, sequence=True))]
+    ("mesh", "parallel"),
+    thinned([("8x1x1", ParallelConfig(zero=3)), ("2x4x1", ParallelConfig(zero=1, sequence=True))], 2),
 )
 def test_each_device_makes_its_own_shards_of_the_same_initial_parameters(mesh, parallel):
     wanted, whole = initial("1x1x1", ParallelConfig())

@@ -108,6 +108,7 @@ def test_dry_run_fills_the_mesh_and_takes_more_devices_than_there_are(capsys):
     assert "data=128 model=4" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_says_where_everything_lies(capsys, tmp_path):
     """Before its first step, as `--dry-run` does."""
     text = tmp_path / "text.txt"

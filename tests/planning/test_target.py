@@ -13,6 +13,7 @@ from jaxdist.planning import target
 from jaxdist.planning.apart import compile_apart
 from jaxdist.planning.hardware import GPUS, peak_flops
 from tests.planning import lowering
+from tests.tiers import thinned
 
 needs_plugin = pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]")
 
@@ -132,7 +133,7 @@ def test_a_function_of_the_script_is_refused(monkeypatch):
 
 
 @needs_plugin
-@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("name", thinned(zip(GPUS), len(GPUS), first=1))
 def test_a_program_for_each_gpu(name, capfd):
     count = 512 if name == "h100" else 16
     program = compile_apart(lowering.product, name, count)

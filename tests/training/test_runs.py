@@ -272,6 +272,7 @@ def test_lion_and_sgd_train_too(run):
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_bfloat16_trains(run):
     losses = [line["loss"] for line in lines(run("bf16", "--precision=bfloat16")) if "loss" in line]
     assert losses[-1] < losses[0] - 0.2
