@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxdist.cluster import runtime
 from jaxdist.config import nearest
-from jaxdist.mesh import BATCH_AXES, DATA, LAYER_AXES, describe, make_mesh, parse_mesh
+from jaxdist.mesh import BATCH_AXES, DATA, LAYER_AXES, PIPELINE, describe, make_mesh, parse_mesh
 from jaxdist.models import Params, foreign
 from jaxdist.models.foreign import Foreign, LossFunction
 from jaxdist.models.stacked import scan, stack
@@ -74,6 +74,11 @@ def parallelize(
     _check_values(mesh, zero, precision, accumulation, scope, shard, rules)
     foreign.check_call("loss_fn", loss_fn, ("module", "batch"))
     shape = parse_mesh(mesh)
+    if shape[PIPELINE] > 1:
+        raise ValueError(
+            f"mesh '{mesh}' has {PIPELINE}={shape[PIPELINE]}, but parallelize makes no stages of your own module; "
+            f"set {PIPELINE} to 1 (python -m jaxdist.train pipelines its own decoders)"
+        )
     placed = make_mesh(shape, devices) if devices else runtime.start(shape)
     model = foreign.describe(model_fn, partial(_statistics, scope, placed))
     layout = _layout(placed, model, rules or {}, scope)

@@ -84,8 +84,8 @@ class ModelConfig(Section):
     """Use the embedding table as the output projection too."""
     dropout: Fraction = 0.0
     """Probability of dropping an activation: of gpt in each block and after the embedding, of cnn before the head."""
-    remat: Literal["none", "dots", "block"] = "none"
-    """What the backward pass recomputes: what is cheap; all but the products with weights; whole blocks."""
+    remat: Literal["none", "dots", "block", "stage"] = "none"
+    """What the backward pass recomputes: what is cheap; all but products with weights; blocks; a pipeline's stages."""
 
     classes: Annotated[int, Field(ge=2, lt=2**31)] = 10
     """Classes of images."""
@@ -132,6 +132,21 @@ class ParallelConfig(Section):
     micro_batches: Literal["inside", "outside"] = "inside"
     """Where ZeRO 2 and 3 accumulate: inside each layer; or outside, which holds fewer activations and moves more."""
     rules: RulesConfig = RulesConfig()
+
+
+class PipelineConfig(Section):
+    """The order of work where the layers are split over the pipeline axis of the mesh."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """Which micro-batch goes forward or backward when; gpipe holds all of them, interleaved waits less."""
+    microbatches: Count = 8
+    """Micro-batches per step (M); they take the place of train.accumulation."""
+    virtual_stages: CountOrZero = 0
+    """Parts of the model on each device (v); 0 means 2 for interleaved, and 1 for the others."""
+
+    @property
+    def virtual(self) -> int:
+        return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
 
 
 class DataConfig(Section):
@@ -235,6 +250,7 @@ class Config(Section):
     """Go on with the run in run_dir, or refuse to."""
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
@@ -243,7 +259,17 @@ class Config(Section):
     log: LogConfig = LogConfig()
 
 
-FREE_ON_RESUME = ("mesh", "run_dir", "resume", "data.prefetch", "parallel", "validation", "checkpoint", "log")
+FREE_ON_RESUME = (
+    "mesh",
+    "run_dir",
+    "resume",
+    "data.prefetch",
+    "parallel",
+    "pipeline",
+    "validation",
+    "checkpoint",
+    "log",
+)
 """Keys (or whole sections) that may differ when a run goes on: they do not change what is learned."""
 
 

@@ -64,7 +64,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
         config = config.model_copy(update={"precision": "bfloat16" if gpu else "float32"})
     check_mesh_fits(config, shape)
     mesh = abstract_mesh(shape)
-    layout = Layout.on(mesh, rules(config), gpu or CPU)
+    layout = Layout.on(mesh, rules(config, shape), gpu or CPU)
     program = compile_apart(partial(lower_step, config), target, mesh.size)
     if config.model.images:
         program = replace(program, notes=())  # they are about attention

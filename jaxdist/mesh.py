@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jaxdist.config import RequestError, nearest
+from jaxdist.config import Config, RequestError, nearest
 
 if TYPE_CHECKING:
     import jax
@@ -30,7 +30,7 @@ BATCH_AXES = (REPLICA, DATA)
 LAYER_AXES = (MODEL,)
 """The axes that may split the dims of a layer: its heads, its MLP, the vocabulary."""
 
-BUILT = (*BATCH_AXES, *LAYER_AXES)
+BUILT = (*BATCH_AXES, *LAYER_AXES, PIPELINE)
 """The axes whose feature this version has; the others must be 1."""
 
 MOST_CPU_DEVICES = 1024
@@ -110,6 +110,11 @@ def fixed_product(shape: Mapping[str, int]) -> int:
 def describe(shape: Mapping[str, int]) -> str:
     """`data=4 replica=2`: the axes that are not 1, outermost first."""
     return " ".join(f"{axis}={shape[axis]}" for axis in AXES if shape[axis] != 1) or "one device"
+
+
+def micro_batches(config: Config, shape: Mapping[str, int]) -> int:
+    """k: into how many parts a step cuts its rows; with a pipeline its micro-batches, else those of accumulation."""
+    return config.pipeline.microbatches if shape.get(PIPELINE, 1) > 1 else config.train.accumulation
 
 
 def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:

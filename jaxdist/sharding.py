@@ -40,9 +40,11 @@ RULES: Rules = dict(batch=BATCH_AXES, heads=(MODEL,), mlp=(MODEL,), vocab=(PIPEL
 all of which share the work on the vocabulary."""
 
 
-def rules(config: Config) -> Rules:
-    """The rules that `config` asks for."""
+def rules(config: Config, shape: Mapping[str, int]) -> Rules:
+    """The rules that `config` asks for on a mesh of `shape`; stages share a vocabulary that divides among them."""
     split = {name: (axis,) if axis else () for name, axis in config.parallel.rules}
+    if split["vocab"] and config.model.vocab % (shape[PIPELINE] * shape[MODEL]) == 0:
+        split["vocab"] = RULES["vocab"]
     residual = split["heads"] if config.parallel.sequence else ()
     return {**RULES, **split, "residual": residual}
 

@@ -72,6 +72,7 @@ by_rule = lambda *axes: {"mlp": axes}
 REQUESTS = [
     (dict(mesh="dat=4"), r"an axis 'dat' that does not exist; did you mean 'data'"),
     (dict(mesh=(4, 1, 1)), r"mesh is \(4, 1, 1\); write it as text"),
+    (dict(mesh="context=2"), r"context=2.*set context to 1"),
     (dict(mesh="2x1x2"), r"pipeline=2.*set pipeline to 1"),
     (dict(zero=4), r"zero is 4; use one of \(0, 1, 2, 3\)"),
     (dict(zero="3"), r"zero is '3'; use one of"),

@@ -92,14 +92,21 @@ def abstract_batch(rows: int, sequence: int, accumulation: int, mesh: jax.shardi
 
 
 def validation_batches(
-    tokens: Tokens, sequence: int, batch: int, limit: int, mesh: jax.sharding.Mesh, layout: Layout
+    tokens: Tokens,
+    sequence: int,
+    batch: int,
+    limit: int,
+    accumulation: int,
+    mesh: jax.sharding.Mesh,
+    layout: Layout,
 ) -> Iterator[Batch]:
-    """Every held-out row once, in order; at most the first `limit` batches, where that is not 0.
+    """Every held-out row once, in order, `batch` at a time as `train_batch` has them; at most `limit` batches,
+    where that is not 0.
 
     The last batch is filled up with rows whose labels are all -1: they count for nothing.
     """
     for rows in held_out_rows(tokens.rows(sequence), batch, limit):
-        yield train_batch(tokens, rows, sequence, 1, mesh, layout)
+        yield train_batch(tokens, rows, sequence, accumulation, mesh, layout)
 
 
 def global_batch(

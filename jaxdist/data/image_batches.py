@@ -94,14 +94,15 @@ def abstract_image_batch(
 
 
 def image_validation_batches(
-    images: Part, batch: int, limit: int, mesh: jax.sharding.Mesh, layout: Layout
+    images: Part, batch: int, limit: int, accumulation: int, mesh: jax.sharding.Mesh, layout: Layout
 ) -> Iterator[Batch]:
-    """Every row once, in order; at most the first `limit` batches, where that is not 0.
+    """Every row once, in order, `batch` at a time as `image_batch` has them; at most the first `limit` batches, where
+    that is not 0.
 
     The last batch is filled up with rows of the label -1: they count for nothing.
     """
     for rows in held_out_rows(images.rows, batch, limit):
-        yield image_batch(images, rows, 1, mesh, layout)
+        yield image_batch(images, rows, accumulation, mesh, layout)
 
 
 def _word(number: int) -> UInt64[np.ndarray, " 1"]:

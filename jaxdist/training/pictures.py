@@ -73,13 +73,13 @@ class Pictures(Task):
 
     def batch(self, rows: np.ndarray, step: int) -> Batch:
         """Cropped and mirrored as in this step alone."""
-        k = self.config.train.accumulation
-        return image_batch(self.data.train, rows, k, self.mesh, self.layout, self.augment, step)
+        k, augment = self.micro_batches, self.augment
+        return image_batch(self.data.train, rows, k, self.mesh, self.layout, augment, step)
 
     def abstract(self, rows: int, accumulation: int) -> Batch:
         sizes = self.config.model
         shape = sizes.image, sizes.image, sizes.channels
         return abstract_image_batch(rows, shape, accumulation, self.mesh, self.layout)
 
-    def validation_batches(self, rows: int, limit: int) -> Iterator[Batch]:
-        return image_validation_batches(self.data.validation, rows, limit, self.mesh, self.layout)
+    def held_out(self, rows: int, limit: int, accumulation: int) -> Iterator[Batch]:
+        return image_validation_batches(self.data.validation, rows, limit, accumulation, self.mesh, self.layout)

@@ -11,11 +11,11 @@ from jaxtyping import Array, Int, Key
 
 from jaxdist.models import Model, Params
 from jaxdist.parallel import zero
-from jaxdist.parallel.pipeline.executor import BLOCKS, Executor, Program
+from jaxdist.parallel.pipeline.executor import Executor, Program
 from jaxdist.parallel.pipeline.schedules import make
-from jaxdist.parallel.pipeline.stages import Stages
+from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import make_table
-from jaxdist.sharding import STAGES, Layout
+from jaxdist.sharding import Layout
 from jaxdist.training.layered import fold_in, recompute
 from jaxdist.training.step import Batch
 
@@ -40,18 +40,13 @@ class Pipelined:
     ):
         self.model, self.layout, self.stages, self.schedule = model, layout, stages, schedule
         self.dtype, self.dropout, self.seed, self.stage, self.remat = dtype, dropout, seed, stage, remat
-        blocks = lambda f, tree, **more: tree | {BLOCKS: jax.tree.map(f, tree[BLOCKS], **more)}
-        self.abstract = blocks(stages.shape, model.abstract)
-        axes = blocks(lambda a: (None, STAGES, *a), model.axes, is_leaf=zero.is_axes)
-        self.places = zero.placements(layout, axes, self.abstract, stage)
+        self.abstract = stages.abstract(model.abstract)
+        self.places = zero.placements(layout, stages.axes(model.axes), self.abstract, stage)
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """(parameters, nothing else), each device making its own shards; padding is zero."""
-        return jax.sharding.auto_axes(lambda key: self.fold(self.model.init(key)), out_sharding=self._rest)(key), {}
-
-    def fold(self, params: Params) -> Params:
-        """Layers [L, ...] -> [v, S, depth, ...]."""
-        return params | {BLOCKS: jax.tree.map(self.stages.fold, params[BLOCKS])}
+        rest = jax.tree.map(lambda p: p.rest, self.places)
+        return jax.sharding.auto_axes(lambda key: self.stages.fold(self.model.init(key)), out_sharding=rest)(key), {}
 
     def weights(self, params: Params) -> Params:
         """In the compute dtype. They are gathered inside the region."""
@@ -97,7 +92,3 @@ class Pipelined:
             return batch
         key = jax.random.fold_in(jax.random.key(self.seed), step)
         return batch | {"keys": jax.vmap(jax.vmap(partial(jax.random.fold_in, key)))(batch["rows"])}
-
-    @property
-    def _rest(self):
-        return jax.tree.map(lambda p: p.rest, self.places)

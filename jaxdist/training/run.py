@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,14 @@ from jaxdist import models
 from jaxdist.cluster import runtime
 from jaxdist.config import Config
 from jaxdist.data.batches import Batch
-from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.mesh import PIPELINE, make_mesh, parse_mesh
 from jaxdist.models import Params
 from jaxdist.request import check_mesh_fits
 from jaxdist.sharding import Layout, on_devices, rules
 from jaxdist.training.checkpoint import Checkpoints
 from jaxdist.training.optimizer import optimizer
 from jaxdist.training.pictures import Pictures
+from jaxdist.training.pipelined import Pipelined
 from jaxdist.training.step import Forward, Step, TrainState
 from jaxdist.training.text import Text
 
@@ -42,10 +44,11 @@ class Run:
         self.device = devices[0] if devices else jax.devices()[0]
         """One of the devices; all are of its kind."""
         check_mesh_fits(config, self.mesh.shape, batch)
-        self.layout = Layout.on(self.mesh, rules(config), self.device)
+        self.layout = Layout.on(self.mesh, rules(config, self.mesh.shape), self.device)
         precision = _precision(config.precision, self.layout.platform)
         self.config = config.model_copy(update={"precision": precision})
-        self.model = models.build(config.model, self.layout)
+        pipelined = self.mesh.shape[PIPELINE] > 1
+        self.model = models.build(config.model, replace(self.layout, manual=True) if pipelined else self.layout)
         self.task = (Pictures if config.model.images else Text)(self.config, self.model, self.mesh, self.layout)
 
     def open_data(self) -> tuple[int, int]:
@@ -89,11 +92,29 @@ class Run:
         """The train step, its state donated, ready to be compiled; call under `jax.set_mesh`."""
         return jax.jit(self.step.train, donate_argnums=0).lower(self.abstract(), self.batch())
 
+    def logical(self, state: TrainState) -> TrainState:
+        """The state as a checkpoint holds it, layers as [L, ...] whatever the mesh; call under `jax.set_mesh`."""
+        state = state._replace(weights=None)
+        return jax.jit(self.forward.stages.unfolded)(state) if isinstance(self.forward, Pipelined) else state
+
+    def abstract_logical(self) -> TrainState:
+        """Shapes, dtypes and shardings of `logical`; call under `jax.set_mesh`."""
+        seed = self.config.train.seed
+        made = lambda: self.logical(self.step.init(jax.random.key(seed)))
+        return on_devices(jax.eval_shape(made), self.mesh)
+
     def resume(self, state: TrainState) -> TrainState:
-        """A state from a checkpoint, with the weights that it keeps in use made again; call under `jax.set_mesh`."""
+        """The inverse of `logical`, with the weights that are kept in use made again; call under `jax.set_mesh`."""
+        state = state._replace(params=self.folded(state.params), optimizer=self.folded(state.optimizer))
         if not self.step.keep:
             return state
         return state._replace(weights=jax.jit(self.forward.weights)(state.params))
+
+    def folded(self, tree: Any) -> Any:
+        """Parameters, or what has their names, from a checkpoint, as the step wants them; they are given up."""
+        if not isinstance(self.forward, Pipelined):
+            return tree
+        return jax.jit(self.forward.stages.folded, donate_argnums=0)(tree)
 
     @cached_property
     def _evaluate(self):
@@ -102,9 +123,7 @@ class Run:
     def validate(self, params: Params, variables: Params, batches: int) -> dict[str, float]:
         """Mean loss in nats, and further means by name, over the held-out part or its first `batches` global batches
         (0: all)."""
-        train = self.config.train
-        rows = train.global_batch_size // train.accumulation  # what fits while training fits here
-        parts = self.task.validation_batches(rows, batches * train.accumulation)
+        parts = self.task.validation_batches(batches)
         sums = [jax.device_get(self._evaluate(params, variables, part)) for part in parts]
         count = sum(count for _, count, _ in sums)
         mean = lambda values: float(sum(values) / count)
@@ -135,8 +154,9 @@ def restore(config: Config, which: str, batch: bool = True) -> Trained:
     """The parameters of `which` step ("latest", "best" or a number) of the run in `config.run_dir`."""
     run = Run(config, batch=batch)
     with jax.set_mesh(run.mesh), Checkpoints(config.run_dir, keep=None) as checkpoints:
-        state = run.abstract()
+        state = run.abstract_logical()
         step, params, variables = checkpoints.restore_params(state.params, state.variables, which)
+        params = run.folded(params)
         data = checkpoints.facts(str(step) if which == "latest" else which)["data"]
         return Trained(run, step, params, variables, data)
 

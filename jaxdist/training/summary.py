@@ -42,7 +42,7 @@ def _plan(run: Run, length: str) -> list[tuple[str, str]]:
         ("devices", f"{count} x {device.device_kind} ({device.platform})"),
         ("mesh", f"{describe(run.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}"),
         ("model", f"{models.parameters(run.model):,} parameters"),
-        ("batch", f"{_batch(run)} per step, {config.train.accumulation} micro-batch(es), {length}"),
+        ("batch", f"{_batch(run)} per step, {run.task.micro_batches} micro-batch(es), {length}"),
         *([("arithmetic", f"{run.task.flops:,} FLOPs per token = {FLOPS_FORMULA}")] if run.task.flops else []),
         ("memory", _memory(held, there) + ("; activations are not predicted" if config.model.images else "")),
         *([("warning", _too_small(run, held, there))] if there and held.total > there else []),
@@ -56,8 +56,7 @@ def _batch(run: Run) -> str:
 
 
 def _attention(run: Run) -> str:
-    model, train = run.config.model, run.config.train
-    rows = train.global_batch_size // train.accumulation
+    model, rows = run.config.model, run.config.train.global_batch_size // run.task.micro_batches
     return attention_kernel(run.layout, (rows, model.sequence, model.heads, model.embed // model.heads), run.dtype)
 
 

@@ -15,6 +15,7 @@ from jaxdist.config import Config, RequestError
 from jaxdist.data.batches import Batch
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.images import Images
+from jaxdist.mesh import PIPELINE, micro_batches
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.sharding import Layout
@@ -39,6 +40,8 @@ class Task(ABC):
 
     def __init__(self, config: Config, model: Model | Foreign, mesh: jax.sharding.Mesh, layout: Layout):
         self.config, self.model, self.mesh, self.layout = config, model, mesh, layout
+        self.micro_batches = micro_batches(config, mesh.shape)
+        """In a step."""
 
     @abstractmethod
     def forward(self, dtype: Any) -> Forward:
@@ -66,12 +69,20 @@ class Task(ABC):
         """Shapes and shardings of a batch of that many rows."""
 
     @abstractmethod
-    def validation_batches(self, rows: int, limit: int) -> Iterator[Batch]:
+    def held_out(self, rows: int, limit: int, accumulation: int) -> Iterator[Batch]:
         """Every held-out row once, `rows` at a time; at most `limit` batches, where that is not 0."""
 
     @abstractmethod
     def keep(self, path: Path) -> None:
         """Look at other data with the run's tokenizer, at `path`, where there is one."""
+
+    def validation_batches(self, limit: int) -> Iterator[Batch]:
+        """Every held-out row once, as many at a time as fit while training fits; at most as many as in `limit` global
+        batches, where that is not 0."""
+        size, k = self.config.train.global_batch_size, self.micro_batches
+        if self.mesh.shape[PIPELINE] > 1:  # it works on all of its micro-batches at a time, and holds few of them
+            return self.held_out(size, limit, k)
+        return self.held_out(size // k, limit * k, 1)
 
     @property
     def source(self) -> str:
@@ -94,4 +105,4 @@ class Task(ABC):
 
     def abstract_batch(self) -> Batch:
         """Of one training step."""
-        return self.abstract(self.config.train.global_batch_size, self.config.train.accumulation)
+        return self.abstract(self.config.train.global_batch_size, self.micro_batches)

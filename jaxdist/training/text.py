@@ -11,8 +11,10 @@ import numpy as np
 
 from jaxdist.data.batches import Batch, abstract_batch, train_batch, validation_batches
 from jaxdist.data.corpus import Corpus, open_corpus
+from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.training.layered import Layered
+from jaxdist.training.pipelined import Pipelined
 from jaxdist.training.task import Task
 
 
@@ -24,18 +26,18 @@ class Text(Task):
     baseline_name = "unigram entropy"
     lower = "train.global_batch_size or model.sequence"
 
-    def forward(self, dtype: Any) -> Layered:
+    def forward(self, dtype: Any) -> Layered | Pipelined:
         config = self.config
-        return Layered(
-            self.model,
-            self.layout,
+        options = dict(
             dtype=dtype,
             remat=config.model.remat,
             dropout=config.model.dropout > 0,
             seed=config.train.seed,
             stage=config.parallel.zero,
-            inside=config.parallel.micro_batches == "inside",
         )
+        if stages := stages_of(config, self.mesh.shape):
+            return Pipelined(self.model, self.layout, stages, config.pipeline.schedule, **options)
+        return Layered(self.model, self.layout, inside=config.parallel.micro_batches == "inside", **options)
 
     @cached_property
     def data(self) -> Corpus:
@@ -68,11 +70,10 @@ class Text(Task):
 
     def batch(self, rows: np.ndarray, step: int) -> Batch:
         """The same in every step."""
-        k = self.config.train.accumulation
-        return train_batch(self.data.train, rows, self.units, k, self.mesh, self.layout)
+        return train_batch(self.data.train, rows, self.units, self.micro_batches, self.mesh, self.layout)
 
     def abstract(self, rows: int, accumulation: int) -> Batch:
         return abstract_batch(rows, self.units, accumulation, self.mesh, self.layout)
 
-    def validation_batches(self, rows: int, limit: int) -> Iterator[Batch]:
-        return validation_batches(self.data.validation, self.units, rows, limit, self.mesh, self.layout)
+    def held_out(self, rows: int, limit: int, accumulation: int) -> Iterator[Batch]:
+        return validation_batches(self.data.validation, self.units, rows, limit, accumulation, self.mesh, self.layout)

@@ -122,7 +122,7 @@ class Trainer:
             return self.run.init()
         best = self.checkpoints.facts()["best"]
         self.best = math.inf if best is None else best
-        return self.run.resume(self.checkpoints.restore(self.run.abstract()))
+        return self.run.resume(self.checkpoints.restore(self.run.abstract_logical()))
 
     def compile(self) -> jax.stages.Compiled:
         started = time.perf_counter()
@@ -145,11 +145,11 @@ class Trainer:
             self.log.metrics({"step": step, **{f"validation_{name}": value for name, value in found.items()}})
             if found["loss"] < self.best:
                 self.best = found["loss"]
-                self.checkpoints.save_best(step, state, self.facts(step))
+                self.checkpoints.save_best(step, self.run.logical(state), self.facts(step))
 
     def save(self, step: int, state: TrainState) -> None:
         with self.meter.paused():  # the metrics of this step are on disk before its checkpoint is
-            self.checkpoints.save(step, state, self.facts(step))
+            self.checkpoints.save(step, self.run.logical(state), self.facts(step))
 
     def facts(self, step: int) -> dict[str, object]:
         """What a checkpoint holds beside arrays: the position in the data is (seed, step)."""

@@ -78,7 +78,7 @@ def train(
     shape = parse_mesh(mesh)
     devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
     config = Config(model=model, parallel=ParallelConfig(zero=stage, sequence=sequence))
-    layout = Layout.on(devices, rules(config))
+    layout = Layout.on(devices, rules(config, shape))
     optimizer = optax.chain(remember(), optimizer or optax.sgd(0.5))
     options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype)
     forward = Layered(models.build(model, layout), layout, stage=stage, inside=inside, **options)

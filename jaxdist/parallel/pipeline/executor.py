@@ -30,12 +30,9 @@ from jaxtyping import Array, Float
 from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region
 from jaxdist.parallel.pipeline.layers import Layers
-from jaxdist.parallel.pipeline.stages import Stages
+from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import Table
 from jaxdist.sharding import BATCH, Layout, wide
-
-BLOCKS = "blocks"
-"""The name of the stacked layers among the parameters; the others are the model's tops."""
 
 Tree = Any
 """Nested dicts of arrays."""

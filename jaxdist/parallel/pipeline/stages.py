@@ -6,14 +6,27 @@ they do not, each is padded with zeros to `depth`, the largest; the executor pas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import P
 from jaxtyping import Array, Bool, Int
+
+from jaxdist.config import Config
+from jaxdist.mesh import PIPELINE
+from jaxdist.parallel.zero import is_axes
+from jaxdist.sharding import STAGES
+
+BLOCKS = "blocks"
+"""The name of the stacked layers among the parameters; the others are the model's tops."""
+
+Tree = Any
+"""Nested dicts of arrays."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +60,62 @@ class Stages:
         there = np.arange(self.depth) < np.asarray(self.sizes)[:, None]
         return there.reshape(self.virtual, self.ranks, self.depth)
 
-    def fold(self, a: Array) -> Array:
-        """[L, ...] -> [v, S, depth, ...]."""
+    def fold(self, tree: Tree) -> Tree:
+        """Layers [L, ...] -> [v, S, depth, ...], of parameters or of what has their names: an optimizer's state."""
+        return _of_layers(self._fold, tree)
+
+    def folded(self, tree: Tree) -> Tree:
+        """`fold` of arrays on a mesh, each stage where it belongs."""
+        layers = lambda dims: P(None, PIPELINE, None, *dims[1:])
+        return _of_layers(lambda a: _relaid(a, self._fold, layers), tree)
+
+    def unfolded(self, tree: Tree) -> Tree:
+        """The inverse of `folded`, without the padding: as checkpoints hold it."""
+        even = sum(self.sizes) % self.ranks == 0
+        layers = lambda dims: P(PIPELINE if even else None, *dims[3:])
+        return _of_layers(lambda a: _relaid(a, self._unfold, layers), tree)
+
+    def _fold(self, a: Array) -> Array:
         lead = self.virtual, self.ranks, self.depth
         if not self.padded:
             return a.reshape(*lead, *a.shape[1:])
         valid = self.valid.reshape(*lead, *(1 for _ in a.shape[1:]))
         return jnp.where(valid, a[self.layer], jnp.zeros((), a.dtype))
 
-    def unfold(self, a: Array) -> Array:
-        """[v, S, depth, ...] -> [L, ...], without the padding."""
+    def _unfold(self, a: Array) -> Array:
         flat = a.reshape(-1, *a.shape[3:])
         return flat[np.flatnonzero(self.valid)] if self.padded else flat
 
-    def shape(self, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """That of `fold(a)`."""
-        return jax.ShapeDtypeStruct((self.virtual, self.ranks, self.depth, *a.shape[1:]), a.dtype)
+    def abstract(self, tree: Tree) -> Tree:
+        """Shapes of `fold(tree)`, from shapes."""
+        lead = self.virtual, self.ranks, self.depth
+        return _of_layers(lambda a: jax.ShapeDtypeStruct((*lead, *a.shape[1:]), a.dtype), tree)
+
+    def axes(self, tree: Tree) -> Tree:
+        """Logical axes of `fold(tree)`, from logical axes."""
+        return tree | {BLOCKS: jax.tree.map(lambda a: (None, STAGES, *a), tree[BLOCKS], is_leaf=is_axes)}
+
+
+def _of_layers(f: Callable[[Any], Any], tree: Tree) -> Tree:
+    """`f` of all that belongs to layers."""
+    of_layers = lambda path: any(getattr(key, "key", None) == BLOCKS for key in path)
+    return jax.tree.map_with_path(lambda path, a: f(a) if of_layers(path) else a, tree)
+
+
+def _relaid(a: Array, f: Callable[[Array], Array], layers: Callable[[tuple], P]) -> Array:
+    """`f(a)`, which lies as `layers` says of how `a` does."""
+    return jax.sharding.auto_axes(f, out_sharding=layers(jax.typeof(a).sharding.spec.partitions))(a)
+
+
+def stages_of(config: Config, shape: Mapping[str, int]) -> Stages | None:
+    """How a mesh of `shape` cuts the layers of `config`'s model; None without a pipeline.
+
+    All layers cost the same, and all ranks share the embedding and the head. Raises `ValueError` as `split` does.
+    """
+    ranks, virtual = shape[PIPELINE], config.pipeline.virtual
+    if ranks == 1:
+        return None
+    return Stages(ranks, virtual, split([1.0] * config.model.layers, ranks * virtual))
 
 
 def split(costs: Sequence[float], chunks: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxdist.config import Config, RequestError, nearest
-from jaxdist.mesh import AXES, BATCH_AXES, DATA, FILL, LAYER_AXES, MODEL, MeshShape, parse_mesh
+from jaxdist.mesh import AXES, BATCH_AXES, DATA, FILL, LAYER_AXES, MODEL, PIPELINE, MeshShape, micro_batches, parse_mesh
 from jaxdist.request.checks.model import head_counts
 from jaxdist.request.checks.registry import check, closest, divisors, multiples, remedy, to, unused
 
@@ -58,6 +58,8 @@ def _rules(config: Config) -> Iterator[str]:
         rule, valid = f"parallel.rules.{dim} is '{axis}'", f"use '{MODEL}', or '' to leave {dim} whole"
         if axis in BATCH_AXES:
             yield f"{rule}, which splits the rows of the batch: one axis cannot split both rows and {dim}; {valid}"
+        elif axis == PIPELINE:
+            yield f"{rule}, which splits the layers (and shares the vocabulary by itself); {valid}"
         elif axis in AXES and axis not in LAYER_AXES:
             yield f"{rule}, but {axis} parallelism is not built yet; {valid}"
         elif axis and axis not in LAYER_AXES:
@@ -83,13 +85,14 @@ def _micro_batches(config: Config) -> Iterator[str]:
         yield from unused(config, "parallel.micro_batches", because)
 
 
-@fit("train.global_batch_size", "train.accumulation")
+@fit("train.global_batch_size", "train.accumulation", "pipeline.microbatches")
 def _batch(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    size, accumulation = config.train.global_batch_size, config.train.accumulation
+    size, k = config.train.global_batch_size, micro_batches(config, shape)
     ranks = math.prod(shape[axis] for axis in BATCH_AXES)
-    unit = accumulation * ranks
+    unit = k * ranks
     if size % unit:
-        factors = [f"train.accumulation {accumulation}"] * (accumulation > 1)
+        knob = "pipeline.microbatches" if shape[PIPELINE] > 1 else "train.accumulation"
+        factors = [f"{knob} {k}"] * (k > 1)
         factors += [f"{ranks} data ranks (mesh {config.mesh})"] * (ranks > 1)
         near = " or ".join(map(str, multiples(unit, size)))
         yield f"train.global_batch_size {size} does not divide by {' x '.join(factors)}; set it to {near}"

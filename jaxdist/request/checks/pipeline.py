@@ -1,0 +1,84 @@
+"""Whether the layers, the schedule and the micro-batches make a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from jaxdist.config import Config, RequestError
+from jaxdist.mesh import DATA, PIPELINE, parse_mesh
+from jaxdist.request.checks.mesh import fit
+from jaxdist.request.checks.registry import check, remedy, to, unused
+
+CHUNKED = ("interleaved",)
+"""Schedules that give each device more than one part of the model."""
+
+
+@check("pipeline.schedule", "pipeline.virtual_stages")
+def _virtual_stages(config: Config) -> Iterator[str]:
+    name, virtual = config.pipeline.schedule, config.pipeline.virtual_stages
+    told = f"pipeline.virtual_stages is {virtual}, but pipeline.schedule {name}"
+    if virtual > 1 and name not in CHUNKED:
+        yield f"{told} has one stage on each device; " + remedy(
+            "pipeline.virtual_stages to 1", f"pipeline.schedule to {' or '.join(CHUNKED)}"
+        )
+    if virtual == 1 and name == "interleaved":
+        yield f"{told} needs at least 2; " + remedy("pipeline.virtual_stages to 2", "pipeline.schedule to 1f1b")
+
+
+@fit("model.family", "model.layers", "pipeline.schedule", "pipeline.virtual_stages")
+def _layers(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+    ranks, layers, virtual = shape[PIPELINE], config.model.layers, config.pipeline.virtual
+    if ranks == 1 or config.model.images or layers >= ranks * virtual:
+        return
+    cut = f"{ranks} stages" + f" x {virtual} virtual stages" * (virtual > 1)
+    told = f"model.layers {layers} is fewer than the {cut} of mesh {config.mesh}, and each needs a layer"
+    yield f"{told}; " + remedy(
+        f"model.layers to {ranks * virtual}",
+        to(f"the {PIPELINE} axis", [n for n in range(2, ranks) if n * virtual <= layers][-1:]),
+        to("pipeline.virtual_stages", [layers // ranks] if layers // ranks > 1 else []),
+        "pipeline.schedule to 1f1b" if virtual > 1 and layers >= ranks else "",
+    )
+
+
+@fit("model.family")
+def _images(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+    if config.model.images and shape[PIPELINE] > 1:
+        yield (
+            f"mesh {config.mesh} has {PIPELINE}={shape[PIPELINE]}, but model.family {config.model.family} is no stack "
+            f"of like blocks that could be its stages; give those devices to {DATA}"
+        )
+
+
+@fit("train.accumulation")
+def _accumulation(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+    if shape[PIPELINE] > 1 and (k := config.train.accumulation) > 1:
+        yield (
+            f"train.accumulation is {k}, but the micro-batches of a pipeline (mesh {config.mesh}) take its place; "
+            f"leave it out, and set pipeline.microbatches to {k}"
+        )
+
+
+@fit("parallel.zero", "parallel.micro_batches")
+def _micro_batches(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+    if shape[PIPELINE] > 1 and config.parallel.zero >= 2:
+        because = f"the schedule of a pipeline (mesh {config.mesh}), which orders the micro-batches itself,"
+        yield from unused(config, "parallel.micro_batches", because)
+
+
+KNOBS = ("pipeline.schedule", "pipeline.microbatches", "pipeline.virtual_stages")
+
+
+@check("mesh", "model.remat", *KNOBS)
+def _no_pipeline(config: Config) -> Iterator[str]:
+    try:
+        alone = parse_mesh(config.mesh)[PIPELINE] == 1  # not where it is -1, and filled
+    except RequestError:  # told of the mesh
+        return
+    if alone:
+        for name in KNOBS:
+            yield from unused(config, name, f"mesh {config.mesh}, whose {PIPELINE} axis is 1,")
+        if config.model.remat == "stage":
+            yield (
+                f"model.remat is stage, but mesh {config.mesh} has no stages; set it to block, or give the {PIPELINE} "
+                f"axis more devices"
+            )
