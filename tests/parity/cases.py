@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import jax
@@ -11,10 +11,12 @@ import numpy as np
 import optax
 
 from jaxdist import models
-from jaxdist.config import Config, ModelConfig, ParallelConfig
+from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
+from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.sharding import Layout, rules
 from jaxdist.training.layered import Layered
+from jaxdist.training.pipelined import Pipelined
 from jaxdist.training.step import Step
 
 ROWS, SEQUENCE, VOCAB = 32, 16, 96
@@ -40,13 +42,13 @@ class Outcome:
         return jax.tree.map(np.subtract, self.after, self.before)
 
 
-def rows(seed: int = 0, padded: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def rows(seed: int = 0, padded: bool = True, count: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and labels of a global batch; rows have unequal numbers of labels that count."""
     rng = np.random.default_rng(seed)
-    text = rng.integers(0, VOCAB, (ROWS, SEQUENCE + 1), dtype=np.int32)
+    text = rng.integers(0, VOCAB, (count, SEQUENCE + 1), dtype=np.int32)
     tokens, labels = text[:, :-1], text[:, 1:].copy()
     if padded:
-        labels[np.arange(SEQUENCE) >= rng.integers(1, SEQUENCE + 1, (ROWS, 1))] = -1
+        labels[np.arange(SEQUENCE) >= rng.integers(1, SEQUENCE + 1, (count, 1))] = -1
     return tokens, labels
 
 
@@ -74,26 +76,37 @@ def train(
     inside: bool = True,
     keep: bool = False,
     sequence: bool = False,
+    pipeline: PipelineConfig | None = None,
+    count: int = ROWS,
 ) -> Outcome:
+    """`accumulation` micro-batches of `count` rows; those of the `pipeline`, if the mesh has stages."""
     shape = parse_mesh(mesh)
     devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
-    config = Config(model=model, parallel=ParallelConfig(zero=stage, sequence=sequence))
+    pipeline = pipeline or PipelineConfig()
+    config = Config(model=model, parallel=ParallelConfig(zero=stage, sequence=sequence), pipeline=pipeline)
     layout = Layout.on(devices, rules(config, shape))
     optimizer = optax.chain(remember(), optimizer or optax.sgd(0.5))
-    options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype)
-    forward = Layered(models.build(model, layout), layout, stage=stage, inside=inside, **options)
+    options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype, stage=stage)
+    if stages := stages_of(config, shape):
+        forward = Pipelined(
+            models.build(model, replace(layout, manual=True)), layout, stages, pipeline.schedule, **options
+        )
+        folded, logical = jax.jit(stages.folded), jax.jit(stages.unfolded)
+    else:
+        forward = Layered(models.build(model, layout), layout, inside=inside, **options)
+        folded = logical = lambda tree: tree
     step = Step(forward, optimizer, max_norm=max_norm, keep=keep)
     with jax.set_mesh(devices):
         params = jax.tree.map(lambda a: jax.device_put(a.astype(param_dtype), replicated(devices)), weights(model))
-        state = jax.jit(lambda params: step.start(step.place(params)))(params)
-        take = jax.jit(step.train)
         before, losses, norms, gradients = jax.device_get(params), [], [], []
+        state = jax.jit(lambda params: step.start(step.place(params)))(folded(params))
+        take = jax.jit(step.train)
         for number in range(steps):
-            state, metrics = take(state, on_mesh(devices, layout, *rows(number), accumulation))
+            state, metrics = take(state, on_mesh(devices, layout, *rows(number, count=count), accumulation))
             losses.append(float(metrics.loss))
             norms.append(float(metrics.grad_norm))
-            gradients.append(jax.device_get(state.optimizer[0]))
-        return Outcome(losses, norms, gradients[0], before, jax.device_get(state.params))
+            gradients.append(jax.device_get(logical(state.optimizer[0])))
+        return Outcome(losses, norms, gradients[0], before, jax.device_get(logical(state.params)))
 
 
 @cache

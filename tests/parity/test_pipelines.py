@@ -1,0 +1,92 @@
+"""Promise 1 for pipelines: any schedule on any mesh gives the losses, gradients and weights of one device."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+
+from jaxdist.config import ModelConfig, PipelineConfig
+from jaxdist.mesh import parse_mesh
+from tests.parity import cases
+from tests.parity.test_parity import MODELS
+from tests.tiers import thinned
+
+
+class Row(NamedTuple):
+    model: str
+    mesh: str
+    schedule: tuple[str, int]
+    """Name, and v."""
+    micro_batches: int
+    zero: int
+    sequence: bool
+    remat: str
+
+
+EVERY = Row(
+    model=("gpt-tied", "gpt-untied", "llama-tied", "llama-untied"),
+    mesh=("1x1x2", "1x1x3", "1x1x4", "1x1x8", "2x2x2", "1x2x4", "2x1x4", "replica=2,pipeline=2,data=2"),
+    schedule=(("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)),
+    micro_batches=(1, 2, 3, 5, 8, 11),
+    zero=(0, 1, 2, 3),
+    sequence=(False, True),
+    remat=("none", "dots", "block", "stage"),
+)
+
+
+def pairwise() -> list[Row]:
+    """Rows among which every two values of two fields meet at least once; greedy, always the same."""
+    missing = set()
+    for i, j in itertools.combinations(range(len(EVERY)), 2):
+        missing |= {((i, a), (j, b)) for a in EVERY[i] for b in EVERY[j]}
+    rows = []
+    while missing:
+        row = _grown(dict(min(missing, key=str)), missing)
+        rows.append(Row(*(row[field] for field in range(len(EVERY)))))
+        missing -= set(itertools.combinations(sorted(row.items()), 2))
+    return rows
+
+
+def _grown(row: dict[int, object], missing: set) -> dict[int, object]:
+    """Field by field, the value that meets most of `missing` with what is in the row already."""
+    for field in sorted(set(range(len(EVERY))) - set(row)):
+        met = {a: sum(tuple(sorted([(field, a), other])) in missing for other in row.items()) for a in EVERY[field]}
+        row[field] = max(met, key=met.get)
+    return row
+
+
+def shaped(model: str, chunks: int, remat: str = "none") -> ModelConfig:
+    """Six layers, or one for each chunk: four chunks have two layers, or one and padding."""
+    return MODELS[model].model_copy(update={"layers": max(6, chunks), "remat": remat})
+
+
+@cache
+def one_device(model: str, layers: int, count: int) -> cases.Outcome:
+    outcome = cases.train(model=shaped(model, layers), count=count)
+    assert cases.moved(outcome) > 0.01
+    return outcome
+
+
+def check(row: Row) -> None:
+    name, virtual = row.schedule
+    chunks, count = parse_mesh(row.mesh)["pipeline"] * virtual, 4 * row.micro_batches
+    pipeline = PipelineConfig(schedule=name, virtual_stages=virtual)
+    model, layout = shaped(row.model, chunks, row.remat), dict(stage=row.zero, sequence=row.sequence)
+    got = cases.train(row.mesh, row.micro_batches, model, pipeline=pipeline, count=count, **layout)
+    cases.assert_equal(got, one_device(row.model, model.layers, count))
+
+
+@pytest.mark.parametrize("row", thinned(zip(pairwise()), 12), ids=lambda row: "-".join(map(str, row)))
+def test_every_pipeline_equals_one_device(row):
+    check(row)
+
+
+def test_the_cover_is_a_cover():
+    rows = pairwise()
+    met = {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)}
+    wanted = sum(len(a) * len(b) for a, b in itertools.combinations(EVERY, 2))
+    assert len(met) == wanted
+    assert len(rows) <= 60
