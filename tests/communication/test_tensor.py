@@ -55,6 +55,7 @@ def test_sequence_parallelism_scatters_and_gathers_in_their_place(mesh, accumula
     assert found == {kind: calls * accumulation for kind, calls in expected.items()}
 
 
+@pytest.mark.slow
 def test_whole_blocks_are_computed_again_with_one_all_reduce_more():
     """The attention's output is needed again; the MLP's is not."""
     assert moved("1x4x1", 1, "block") == {"all-reduce": 5 * LAYERS + 2}

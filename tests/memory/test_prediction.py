@@ -49,7 +49,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "mesh", "precision", "zero", "sequence"), thinned(ROWS, 8, first=5), ids=str)
+@pytest.mark.parametrize(("model", "mesh", "precision", "zero", "sequence"), thinned(ROWS, 16, first=5), ids=str)
 def test_argument_bytes_are_predicted_exactly_and_the_state_is_donated(model, mesh, precision, zero, sequence):
     found, predicted = planned(config(mesh, precision, zero, sequence, MODELS[model]))
     assert found.argument_size_in_bytes == predicted.arguments

@@ -104,6 +104,7 @@ def test_initial_numbers_are_normal():
     assert (x**4).mean() == pytest.approx(3 - 1.2 / 8, abs=0.05)
 
 
+@pytest.mark.slow
 def test_initial_parameters_are_the_same_on_every_mesh():
     """To the bit, on every supported jax."""
 
