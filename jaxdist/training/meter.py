@@ -44,7 +44,13 @@ class Meter:
         self._restart()
 
     def next(self, batches: Iterator[Item]) -> Item:
-        """The next batch; the wait for it counts as `data_seconds`."""
+        """The next batch; the wait for it counts as `data_seconds`.
+
+        A step that has ended is told first. Where a call of the step returns when it has ended, as on CPU, the next
+        step's time would else count as this one's.
+        """
+        if self.pending and self.pending[1].loss.is_ready():
+            self.flush()
         started = time.perf_counter()
         batch = next(batches)
         self.data_seconds += time.perf_counter() - started
