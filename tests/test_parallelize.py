@@ -79,13 +79,15 @@ def by_hand(module: nnx.Module, batch, parts: int) -> tuple[float, nnx.State, nn
     """(loss, parameters, statistics) after a step of SGD, of `parts` that have statistics of their own."""
     graph, params, rest = nnx.split(module, nnx.Param, ...)
 
-    def loss_of(params, part):
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def gradient(params, part):
         module = nnx.merge(graph, params, rest, copy=True)
         loss, _ = cross_entropy(module, part)
         return loss, nnx.split(module, nnx.Param, ...)[2]
 
     cut = [jax.tree.map(lambda a, i=i: np.split(a, parts)[i], batch) for i in range(parts)]
-    found = [jax.value_and_grad(loss_of, has_aux=True)(params, part) for part in cut]
+    found = [gradient(params, part) for part in cut]
     mean = lambda *values: sum(values) / parts
     (loss, rest), grads = jax.tree.map(mean, *found)
     return float(loss), jax.tree.map(lambda w, g: w - RATE * g, params, grads), rest

@@ -195,7 +195,7 @@ def test_predicted_and_measured_memory_are_told(run, monkeypatch, capsys):
     """As on a GPU, which knows its peak; and on a device that is about to be too small, what to change."""
     monkeypatch.setattr("jaxdist.training.meter.peak_bytes", lambda device: 3 * 2**20)
     monkeypatch.setattr("jaxdist.training.summary.capacity", lambda device: 2**17)
-    run("told", "--train.steps=3", "--mesh=2x1x1")
+    run("told", "--mesh=2x1x1")
     said = capsys.readouterr().err
     (warning,) = re.findall(r"warning +(.*)", said)
     assert re.search(r"predicted may not fit into 64 KiB; set .*\(\d+ KiB predicted\), or .* more devices$", warning)
@@ -253,7 +253,7 @@ def test_wandb_that_fails_never_stops_a_run(run, monkeypatch, tmp_path, capsys):
     package.parent.mkdir()
     package.write_text("Settings = dict\ndef init(**_):\n    raise ConnectionError('no network')\n")
     monkeypatch.syspath_prepend(package.parent)
-    run("tracked", "--log.wandb=project", "--train.steps=3")
+    run("tracked", "--log.wandb=project")
     assert "wandb could not start and is switched off for this run: no network" in capsys.readouterr().err
 
 
@@ -278,6 +278,7 @@ def test_bfloat16_trains(run):
     assert losses[-1] < losses[0] - 0.2
 
 
+@pytest.mark.slow
 def test_bench_prints_one_json_object_and_nothing_else(tmp_path):
     options = ["--model.layers=1", "--model.embed=16", "--model.heads=2", "--model.sequence=16", "--repeats=3"]
     done = subprocess.run(
