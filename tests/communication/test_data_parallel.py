@@ -12,8 +12,6 @@ from tests.communication.steps import compiled, lower, mesh_of, parameters
 from tests.parity import cases
 from tests.tiers import thinned
 
-pytestmark = pytest.mark.smoke
-
 
 def communication(mesh: str, accumulation: int, model=cases.MODEL) -> list[Collective]:
     """The collectives of one train step, as XLA will run it."""
@@ -23,6 +21,7 @@ def communication(mesh: str, accumulation: int, model=cases.MODEL) -> list[Colle
 AXES = {"4x1x1": ("data",), "data=2,replica=2": ("replica", "data")}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("mesh", "accumulation", "tied"), thinned(itertools.product(AXES, (1, 4), (True, False)), 5, first=1)
 )

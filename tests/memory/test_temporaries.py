@@ -68,7 +68,6 @@ def initial(mesh: str, parallel: ParallelConfig):
         return jax.device_get(init(jax.random.key(7)).params), init.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("mesh", "parallel"),
     thinned([("8x1x1", ParallelConfig(zero=3)), ("2x4x1", ParallelConfig(zero=1, sequence=True))], 2),

@@ -54,18 +54,19 @@ def raw(a: jax.Array) -> jax.Array:
     return jax.random.key_data(a) if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) else a
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(("name", "mesh", "zero"), thinned(ROWS, 9))
 def test_equals_one_device(name, mesh, zero):
     check(train(name, mesh, zero=zero), one_device(name))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("name", "zero"), thinned(itertools.product(CASES, (0, 3)), 9))
 def test_micro_batches_on_a_mesh_equal_those_of_one_device(name, zero):
     """Batch norm and dropout go micro-batch by micro-batch, everywhere."""
     check(train(name, "4x1x1", zero=zero, accumulation=2), one_device(name, 2))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("name", "zero", "accumulation"), thinned(itertools.product(MEANS_OVER_ROWS, (0, 1, 2, 3), (1, 2)), 19)
 )
