@@ -17,7 +17,7 @@ MISTAKES = {
     ),
     "chunks of a schedule that has none": Wrong(
         "--mesh 1x1x2 --pipeline.virtual-stages 2",
-        [("virtual_stages is 2, but pipeline.schedule 1f1b has one stage", "to 1, or pipeline.schedule to interleaved")],
+        [("virtual_stages is 2, but pipeline.schedule 1f1b has one stage", "1, or pipeline.schedule to interleaved")],
     ),
     "no chunks": Wrong(
         "--mesh 1x1x2 --pipeline.schedule interleaved --pipeline.virtual-stages 1",
