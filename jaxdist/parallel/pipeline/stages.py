@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int
 from jaxdist.config import Config
 from jaxdist.mesh import PIPELINE
 from jaxdist.parallel.zero import is_axes
-from jaxdist.sharding import STAGES
+from jaxdist.sharding import LAYERS, STAGES
 
 BLOCKS = "blocks"
 """The name of the stacked layers among the parameters; the others are the model's tops."""
@@ -92,8 +92,11 @@ class Stages:
         return _of_layers(lambda a: jax.ShapeDtypeStruct((*lead, *a.shape[1:]), a.dtype), tree)
 
     def axes(self, tree: Tree) -> Tree:
-        """Logical axes of `fold(tree)`, from logical axes."""
-        return tree | {BLOCKS: jax.tree.map(lambda a: (None, STAGES, *a), tree[BLOCKS], is_leaf=is_axes)}
+        """Logical axes of `fold(tree)`, from logical axes.
+
+        Virtual stages are layers too: nothing but a layer itself may be split over data, whatever divides v.
+        """
+        return tree | {BLOCKS: jax.tree.map(lambda a: (LAYERS, STAGES, *a), tree[BLOCKS], is_leaf=is_axes)}
 
 
 def _of_layers(f: Callable[[Any], Any], tree: Tree) -> Tree:
