@@ -1,0 +1,263 @@
+"""Cuts a function into what is needed at once and what can wait: B and W of a layer's backward pass.
+
+    B  the gradient with respect to the input, which the previous stage waits for
+    W  the gradient with respect to the weights, which nobody waits for (Zero Bubble, Qi et al. 2024, section 2)
+
+Here that is done to the program of a layer's VJP, equation by equation, so a model says nothing of it. Products,
+collectives and all that is not known to be cheap run once: with B if the input's gradient needs them, else with W.
+What is cheap, elementwise and the like, may run on both sides, or with B for W alone, wherever the stash, the values
+that B hands to W, comes out smallest: a minimum cut of the program's graph, whose values weigh what they have bytes
+(as He and Yu, "Transcending runtime-memory tradeoffs in checkpointing by being fusion aware", MLSys 2023, do with a
+forward and a backward pass). So the slope of an activation is not stashed where its input is, and the sums that are
+gradients of a norm's scale are made with B, which has both factors in hand. What is there again at W costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxdist.parallel import region
+
+Arrays = Sequence[jax.Array]
+Flat = Callable[..., Arrays]
+
+CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "checkpoint",
+    "remat",
+    "remat2",
+    "custom_jvp_call",
+    "custom_vjp_call",
+)
+"""Equations that stand for those of a program they carry."""
+
+VARY = ("pvary", "pcast")
+"""Equations that make a value vary, of those that are cheap."""
+
+CHEAP = """
+abs add add_any and axis_index broadcast_in_dim ceil clamp concatenate convert_element_type copy copy_p cos div
+dynamic_slice eq erf exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min
+mul ne neg not optimization_barrier or pad pcast pow pvary reduce_max reduce_min reduce_sum rem reshape rev round rsqrt
+select_n sign sin slice split sqrt square squeeze stop_gradient sub tanh transpose xor
+"""
+"""Equations that may run twice: none of them waits for another device."""
+
+
+def _cheap(equation: core.JaxprEqn) -> bool:
+    return equation.primitive.name in CHEAP.split()
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Programs of (again, once) -> (results needed at once, stash) and (again, stash) -> the other results."""
+
+    first: core.ClosedJaxpr
+    second: core.ClosedJaxpr
+    now: int
+
+    def at_once(self, again: Arrays, once: Arrays) -> tuple[Arrays, Arrays]:
+        """(the results that are needed at once, what `later` wants to see)."""
+        made = core.jaxpr_as_fun(self.first)(*again, *once)
+        return made[: self.now], made[self.now :]
+
+    def later(self, again: Arrays, stash: Arrays) -> Arrays:
+        """The other results."""
+        return core.jaxpr_as_fun(self.second)(*again, *stash)
+
+
+def halves(f: Flat, again: Arrays, once: Arrays, now: int) -> Halves:
+    """Cuts `f(*again, *once)`, whose first `now` results are needed at once. `again` will be there for the others too.
+
+    `f` may close over no traced value: the halves may be run where it is gone.
+    """
+    closed = _flat_program(f, (*again, *once))
+    program, late = closed.jaxpr, _late(closed.jaxpr, now)
+    stash = _smallest_stash(program, late, program.invars[len(again) :], now)
+    first = _needed(program.eqns, [*program.outvars[:now], *stash])
+    second = _needed(program.eqns, program.outvars[now:], stash)
+    twice = {id(e) for e in first} & {id(e) for e in second}
+    assert all(_cheap(e) for e in first if id(e) in twice)
+    assert late.isdisjoint(map(id, first))
+    invars = program.invars[: len(again)]
+    part = lambda equations, more, results: core.ClosedJaxpr(
+        core.Jaxpr(program.constvars, [*invars, *more], results, equations), closed.consts
+    )
+    return Halves(
+        part(first, program.invars[len(again) :], [*program.outvars[:now], *stash]),
+        part(second, stash, program.outvars[now:]),
+        now,
+    )
+
+
+def _flat_program(f: Flat, arrays: Arrays) -> core.ClosedJaxpr:
+    """The equations of `f`, those of its calls among them. A checkpoint's barrier is not needed here: what it would
+    keep apart, F and B, are apart in time."""
+    calls = _program(f, arrays)
+    closed = _program(lambda *arrays: _inlined(calls, arrays), arrays)
+    assert not any(isinstance(c, jax.core.Tracer) for c in closed.consts), "the function closes over a traced value"
+    return closed
+
+
+def _program(f: Flat, arrays: Arrays) -> core.ClosedJaxpr:
+    """`jax.make_jaxpr` refuses arguments that vary over a manual axis; a call of a jitted function takes them."""
+    traced = jax.make_jaxpr(lambda: jax.jit(lambda *arrays: tuple(f(*arrays)))(*arrays))()
+    (call,) = (e for e in traced.jaxpr.eqns if e.primitive.name in ("jit", "pjit"))
+    program = call.params["jaxpr"]
+    assert len(program.jaxpr.invars) == len(arrays), "the function closes over a traced value"
+    return program
+
+
+def _inlined(closed: core.ClosedJaxpr, arrays: Arrays) -> Arrays:
+    """Runs a program, the programs that its calls carry in the place of the calls."""
+    program = closed.jaxpr
+    known = dict(zip([*program.constvars, *program.invars], [*closed.consts, *arrays], strict=True))
+    read = lambda v: v.val if isinstance(v, core.Literal) else known[v]
+    for equation in program.eqns:
+        if equation.primitive.name in CALLS:
+            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            inner = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, [])
+            made = _inlined(inner, [read(v) for v in equation.invars])
+        else:
+            made = _run(equation, [read(v) for v in equation.invars])
+        known |= zip(equation.outvars, made, strict=True)
+    return [read(v) for v in program.outvars]
+
+
+def _run(equation: core.JaxprEqn, values: Arrays) -> Arrays:
+    """One equation.
+
+    What was the same on all devices when the program was made, a constant, may come out of a buffer as a value that
+    varies: those that meet it then have to vary as well.
+    """
+    was = frozenset().union(*(v.aval.manual_axis_type.varying for v in _variables(equation.invars)))
+    axes = frozenset().union(*map(region.varying, values))
+    if equation.primitive.name in VARY:
+        return [region.vary(jnp.asarray(values[0]), equation.params["axes"])]
+    if axes != was:
+        values = [region.vary(jnp.asarray(a), axes) for a in values]
+    made = equation.primitive.bind(*values, **equation.params)
+    return made if equation.primitive.multiple_results else [made]
+
+
+def _variables(atoms: Iterable[Any]) -> list[core.Var]:
+    return [v for v in atoms if not isinstance(v, core.Literal)]
+
+
+def _needed(equations: Sequence[core.JaxprEqn], results: Iterable[Any], given: Iterable[Any] = ()) -> list:
+    """Those of `equations` that `results` follow from, where `given` is known."""
+    given = set(given)
+    wanted, kept = set(_variables(results)) - given, []
+    for equation in reversed(equations):
+        if not wanted.isdisjoint(equation.outvars):
+            kept.append(equation)
+            wanted |= set(_variables(equation.invars)) - given
+    return kept[::-1]
+
+
+def _late(program: core.Jaxpr, now: int) -> set[int]:
+    """Equations that only the second half may run: they are not needed at once, and are not cheap or wait for such."""
+    at_once = {id(e) for e in _needed(program.eqns, program.outvars[:now])}
+    late, made = set(), set()
+    for equation in _needed(program.eqns, program.outvars[now:]):
+        waits = not made.isdisjoint(_variables(equation.invars))
+        if id(equation) not in at_once and (waits or not _cheap(equation)):
+            late.add(id(equation))
+            made |= set(equation.outvars)
+    return late
+
+
+def _smallest_stash(program: core.Jaxpr, late: set[int], once: Sequence[core.Var], now: int) -> list[core.Var]:
+    """The values that the second half needs to be handed, of as few bytes as can be.
+
+    Of equally many: such that the second half repeats as little as can be, and the first does nothing for it alone.
+    """
+    at_once = {id(e) for e in _needed(program.eqns, program.outvars[:now])}
+    network, price = _Network(), {v: 2 * v.aval.size * v.aval.dtype.itemsize for v in program.invars}
+    for v in once:
+        network.source((v, "in"))
+    made_late = set()
+    wanted = set(_variables(program.outvars[now:]))
+    for equation in _needed(program.eqns, program.outvars):
+        if id(equation) in late:
+            made_late |= set(equation.outvars)
+            wanted |= set(_variables(equation.invars))
+            continue
+        for out in equation.outvars:
+            price[out] = 2 * out.aval.size * out.aval.dtype.itemsize + (id(equation) not in at_once)
+            if not _cheap(equation):
+                network.source((out, "in"))
+            for v in set(_variables(equation.invars)) - set(program.constvars):
+                network.edge((v, "out"), (out, "in"))
+    for v, bytes_of in price.items():
+        network.edge((v, "in"), (v, "out"), bytes_of)
+    for v in wanted - made_late - set(program.constvars):
+        network.sink((v, "out"))
+    return [v for v, _ in network.cut()]
+
+
+class _Network:
+    """Maximum flow by shortest paths (Edmonds and Karp 1972), and the minimum cut that goes with it."""
+
+    def __init__(self):
+        self.left = defaultdict(dict)
+
+    def edge(self, a: Any, b: Any, capacity: float = float("inf")) -> None:
+        self.left[a][b] = capacity
+        self.left[b].setdefault(a, 0)
+
+    def source(self, a: Any) -> None:
+        self.edge("source", a)
+
+    def sink(self, a: Any) -> None:
+        self.edge(a, "sink")
+
+    def cut(self) -> list[Any]:
+        """Where the edges begin that are cut, as near to the sink as can be."""
+        while path := self._path():
+            flow = min(self.left[a][b] for a, b in path)
+            for a, b in path:
+                self.left[a][b] -= flow
+                self.left[b][a] += flow
+        beyond = self._reaching("sink")
+        return [
+            a for a, ends in self.left.items() for b in ends if self._forward(a, b) and a not in beyond and b in beyond
+        ]
+
+    def _forward(self, a: Any, b: Any) -> bool:
+        return a != "source" and b != "sink" and a[0] is b[0] and a[1] == "in"
+
+    def _path(self) -> list[tuple[Any, Any]]:
+        """Edges from the source to the sink that have something left."""
+        before, queue = {"source": None}, deque(["source"])
+        while queue and "sink" not in before:
+            a = queue.popleft()
+            for b, left in self.left[a].items():
+                if left > 0 and b not in before:
+                    before[b] = a
+                    queue.append(b)
+        path, b = [], "sink"
+        while b in before and before[b] is not None:
+            path.append((before[b], b))
+            b = before[b]
+        return path
+
+    def _reaching(self, end: Any) -> set[Any]:
+        """From where there is something left to `end`."""
+        found, queue = {end}, deque([end])
+        while queue:
+            b = queue.popleft()
+            for a in self.left[b]:
+                if a not in found and self.left[a][b] > 0:
+                    found.add(a)
+                    queue.append(a)
+        return found
