@@ -36,6 +36,10 @@ from jaxdist.sharding import BATCH, Layout, wide
 
 Tree = Any
 """Nested dicts of arrays."""
+
+SHARED = "the_same_on_all_ranks"
+"""The name in a program of branches that all devices take alike."""
+
 Row = dict[str, Array]
 """One tick of a `Table`, for this rank."""
 Carry = dict[str, Any]
@@ -69,6 +73,13 @@ class Executor:
     program: Program
     recompute: bool
     """Keep only the input of a chunk, and compute it again when its B runs."""
+
+    def __post_init__(self):
+        if self.recompute and self.table.schedule.split:
+            raise ValueError(
+                f"schedule {self.table.schedule.name} splits the backward pass and keeps what both parts need, which "
+                "computing the whole stage again would undo; ask for remat block, dots or none, or for another schedule"
+            )
 
     def gradients(self, weights: Tree, batch: Tree) -> tuple[Float[Array, ""], Tree]:
         """(summed loss, its gradient in f32, which lies as parameters do at rest), of micro-batches [M, B, ...]."""
@@ -110,6 +121,7 @@ class Region:
     def __init__(self, executor: Executor, weights: Tree, batch: Tree, backward: bool):
         self.of, self.batch, self.backward = executor, batch, backward
         self.table, self.program, self.layout = executor.table, executor.program, executor.layout
+        self.uniform = self.table.schedule.uniform
         split = self.layout.split
         self.stream = (*split(BATCH), PIPELINE, *split("residual"))
         places = {name: place for name, place in executor.places.items() if name != BLOCKS}
@@ -127,7 +139,7 @@ class Region:
 
     def start(self) -> Carry:
         """Buffers and sums, empty."""
-        part = self.part(jnp.zeros((), jnp.int32))
+        part = self.part(region.zeros((), jnp.int32, (PIPELINE,)))
         x = jax.eval_shape(lambda: region.vary(self.program.embed(self.tops, part), self.stream))
         ring = lambda depth: region.zeros_like(x, (depth + 1,))
         loss = region.zeros((), wide(x.dtype), self.layout.split(BATCH))
@@ -137,15 +149,23 @@ class Region:
         kept = x if self.of.recompute else self.layers.kept(self.chunk(0), region.zeros_like(x), part, self.numbers(0))
         blocks = self.at_rest if self.of.stage >= 2 else self.blocks
         sums = partial(jax.tree.map, lambda w: region.zeros(w.shape, wide(w.dtype), region.varying(w)))
-        buffer = lambda a: region.vary(region.zeros_like(a, (self.table.residuals + 1,)), (PIPELINE,))
-        residuals = jax.tree.map(buffer, kept)
-        carry |= dict(cots=ring(self.table.cots), residuals=residuals, returned=region.zeros_like(x))
+        empty = lambda depth, a: region.vary(region.zeros_like(a, (depth + 1,)), (PIPELINE,))
+        buffer = lambda depth, of: jax.tree.map(partial(empty, depth), of)
+        carry |= dict(cots=ring(self.table.cots), residuals=buffer(self.table.residuals, kept))
+        carry |= dict(returned=region.zeros_like(x))
+        if self.table.schedule.split:
+            carry |= dict(stash=buffer(self.table.stash, self._stash(carry["residuals"], region.zeros_like(x), part)))
         return carry | dict(blocks=sums(blocks), tops=sums(self.tops))
+
+    def _stash(self, residuals: Tree, x: jax.Array, part: Tree) -> Tree:
+        """Shapes of what B leaves for W."""
+        backward = lambda: self.layers.of_input(self.chunk(0), _get(residuals, 0), part, self.numbers(0), x)
+        return jax.eval_shape(backward)[0]
 
     def tick(self, slots: frozenset[str], heads: bool, carry: Carry, row: Row) -> tuple[Carry, None]:
         """One row of the table. `heads`: the last chunk runs F in every tick of this segment."""
         carry = carry | {"acts": _put(carry["acts"], carry["sent"], row["recv_act"])}
-        if "B" in slots or "cots" in carry:
+        if self.backward:
             carry |= {"cots": _put(carry["cots"], carry["returned"], row["recv_cot"])}
         if "F" in slots:
             carry, y = self.forward(carry, row)
@@ -154,50 +174,110 @@ class Region:
             carry |= {"sent": lax.ppermute(y, PIPELINE, self.onward)}
         if "B" in slots:
             carry, dx = self.backwards(carry, row)
+            carry = self.unembed(carry, row, dx)
             carry |= {"returned": lax.ppermute(dx, PIPELINE, self.back)}
+        if "W" in slots:
+            carry = self.of_weights(carry, row)
         return carry, None
 
     def forward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
         """F of a chunk."""
-        first = self.program.embed(self.tops, self.part(row["embed_micro"]))
-        x = jnp.where(row["f_first"], first, _get(carry["acts"], row["f_act"]))
         chunk, part = row["f_chunk"], self.part(row["f_micro"])
-        y, kept = self.layers.forward(self.chunk(chunk), x, part, self.numbers(chunk))
-        if self.backward:
+
+        def run(residuals, x):
+            y, kept = self.layers.forward(self.chunk(chunk), x, part, self.numbers(chunk))
             kept = x if self.of.recompute else kept
-            carry = carry | {"residuals": _put(carry["residuals"], kept, row["f_res"])}
-        return carry, y
+            return (_put(residuals, kept, row["f_res"]) if self.backward else residuals), y
+
+        x = self.embed(row, _get(carry["acts"], row["f_act"]))
+        residuals, y = self._own(row["f_on"], run, carry.get("residuals"), x)
+        return carry | ({"residuals": residuals} if self.backward else {}), y
+
+    def embed(self, row: Row, x: jax.Array) -> jax.Array:
+        """The input of a chunk: `x`, but where it is the first."""
+
+        def run(x):
+            return jnp.where(row["f_first"], self.program.embed(self.tops, self.part(row["embed_micro"])), x)
+
+        return self._shared(row["embed_on"], self.uniform, run, x)
 
     def head(self, carry: Carry, row: Row, y: jax.Array, always: bool) -> Carry:
         """The loss of the micro-batch that leaves the last chunk, on all ranks together, and its gradient."""
-        last = region.add_up(jnp.where(row["f_last"], y, jnp.zeros((), y.dtype)), (PIPELINE,))
         loss_of = lambda tops, x: self.program.loss(tops, x, self.part(row["head_micro"]))
-        if not self.backward:
-            loss = loss_of(self.tops, last)
-            return carry | {"loss": carry["loss"] + jnp.where(row["head_on"], loss, 0)}
-        loss, vjp = jax.vjp(loss_of, self.tops, last)
-        tops, dy = vjp(region.vary(jnp.ones_like(loss), region.varying(loss)))
-        dy = region.vary(dy, self.stream)
-        return carry | {
-            "loss": carry["loss"] + jnp.where(row["head_on"], loss, 0),
-            "tops": _add(carry["tops"], tops, row["head_on"]),
-            "cots": _put(carry["cots"], dy, row["f_cot"]),
-        }
+
+        def run(sums):
+            last = region.add_up(jnp.where(row["f_last"], y, jnp.zeros((), y.dtype)), (PIPELINE,))
+            if not self.backward:
+                return sums | {"loss": sums["loss"] + loss_of(self.tops, last)}
+            loss, vjp = jax.vjp(loss_of, self.tops, last)
+            tops, dy = vjp(region.vary(jnp.ones_like(loss), region.varying(loss)))
+            cots = _put(sums["cots"], region.vary(dy, self.stream), row["f_cot"])
+            return {"loss": sums["loss"] + loss, "tops": _add(sums["tops"], tops), "cots": cots}
+
+        names = ("loss", "tops", "cots") if self.backward else ("loss",)
+        return carry | self._shared(row["head_on"], always, run, {name: carry[name] for name in names})
 
     def backwards(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
-        """B of a chunk, and of the embedding where it is the first."""
+        """B of a chunk: the whole backward pass, or where that is split, the gradient of its input."""
         chunk, part = row["b_chunk"], self.part(row["b_micro"])
-        w, numbers, dy = self.chunk(chunk), self.numbers(chunk), _get(carry["cots"], row["b_cot"])
-        kept = _get(carry["residuals"], row["b_res"])
-        if self.of.recompute:
-            kept = self.layers.forward(w, lax.optimization_barrier(kept), part, numbers)[1]
-        dw, dx = self.layers.backward(w, kept, part, numbers, dy)
-        blocks = _add_at(carry["blocks"], dw, chunk, row["b_on"])
-        first = region.add_up(jnp.where(row["b_first"], dx, jnp.zeros((), dx.dtype)), (PIPELINE,))
-        embed = lambda tops: self.program.embed(tops, self.part(row["unembed_micro"]))
-        x, vjp = jax.vjp(embed, self.tops)
-        tops = _add(carry["tops"], vjp(region.vary(first, region.varying(x)))[0], row["unembed_on"])
-        return carry | {"blocks": blocks, "tops": tops}, dx
+        kept = partial(_get, carry["residuals"], row["b_res"])
+
+        def whole(blocks, dy):
+            w, numbers, saved = self.chunk(chunk), self.numbers(chunk), kept()
+            if self.of.recompute:
+                saved = self.layers.forward(w, lax.optimization_barrier(saved), part, numbers)[1]
+            dw, dx = self.layers.backward(w, saved, part, numbers, dy)
+            return _add_at(blocks, dw, chunk, row["b_on"]), dx
+
+        def half(stash, dy):
+            wanted, dx = self.layers.of_input(self.chunk(chunk), kept(), part, self.numbers(chunk), dy)
+            return _put(stash, wanted, row["b_wst"]), dx
+
+        run, name = (half, "stash") if self.table.schedule.split else (whole, "blocks")
+        made, dx = self._own(row["b_on"], run, carry[name], _get(carry["cots"], row["b_cot"]))
+        return carry | {name: made}, dx
+
+    def unembed(self, carry: Carry, row: Row, dx: jax.Array) -> Carry:
+        """B of the embedding, where the chunk is the first."""
+
+        def run(tops):
+            first = region.add_up(jnp.where(row["b_first"], dx, jnp.zeros((), dx.dtype)), (PIPELINE,))
+            embed = lambda tops: self.program.embed(tops, self.part(row["unembed_micro"]))
+            x, vjp = jax.vjp(embed, self.tops)
+            return _add(tops, vjp(region.vary(first, region.varying(x)))[0], row["unembed_on"])
+
+        return carry | {"tops": self._shared(row["unembed_on"], self.uniform, run, carry["tops"])}
+
+    def of_weights(self, carry: Carry, row: Row) -> Carry:
+        """W of a chunk."""
+        chunk, part = row["w_chunk"], self.part(row["w_micro"])
+
+        def run(blocks):
+            stash = _get(carry["stash"], row["w_wst"])
+            dw = self.layers.of_weights(self.chunk(chunk), stash, part, self.numbers(chunk))
+            return (_add_at(blocks, dw, chunk, row["w_on"]),)
+
+        return carry | {"blocks": self._own(row["w_on"], run, carry["blocks"])[0]}
+
+    def _own(self, on: jax.Array, run: Callable, *state: Tree) -> tuple[Tree, ...]:
+        """`run(*state)` where this rank has the unit.
+
+        Uniform schedules run it wherever some rank has it: what comes of it is masked, or goes where nobody looks. In
+        others each rank goes its own way. What runs there may wait only for devices of the same rank, which go the same
+        way: the groups of its collectives lie within one, and none is a permutation, for which all devices meet
+        (`planning.branches` reads that off the compiled program). Only what changes goes through the branch.
+        """
+        return run(*state) if self.uniform else lax.cond(on, run, lambda *state: state, *state)
+
+    def _shared(self, on: jax.Array, always: bool, run: Callable, state: Tree) -> Tree:
+        """`run(state)` in ticks that are `on`, or in `always` all of them, on all ranks together.
+
+        All have the same `on`, and so go the same way: collectives of any group, over the pipeline too, are legal.
+        """
+        if always:
+            return run(state)
+        with jax.named_scope(SHARED):
+            return lax.cond(on, run, lambda state: state, state)
 
     def end(self, carry: Carry):
         """What is left to add up, once per step."""
@@ -232,7 +312,7 @@ def _put(buffers: Tree, values: Tree, slot: jax.Array) -> Tree:
     return jax.tree.map(lambda b, x: lax.dynamic_update_index_in_dim(b, x, slot, 0), buffers, values)
 
 
-def _add(sums: Tree, values: Tree, on: jax.Array) -> Tree:
+def _add(sums: Tree, values: Tree, on: jax.Array | bool = True) -> Tree:
     """What is masked may be anything, NaN too."""
     return jax.tree.map(lambda s, x: s + jnp.where(on, x, jnp.zeros((), x.dtype)).astype(s.dtype), sums, values)
 
