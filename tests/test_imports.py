@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "jaxdist"
 FILES = sorted(PACKAGE.rglob("*.py"))
 COMMANDS = {"train", "evaluate", "generate", "explain"}
 
-READERS = ["jaxdist.planning.hlo", "jaxdist.planning.hlo_text", "jaxdist.planning.target", "jaxdist.planning.apart"]
+READERS = [f"jaxdist.planning.{name}" for name in ("hlo", "hlo_text", "target", "apart", "branches")]
 """What reads or makes a compiled program: a prediction is not read off the program."""
 
 FORBIDDEN = {

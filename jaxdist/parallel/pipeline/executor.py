@@ -267,15 +267,20 @@ class Region:
         way: the groups of its collectives lie within one, and none is a permutation, for which all devices meet
         (`planning.branches` reads that off the compiled program). Only what changes goes through the branch.
         """
-        return run(*state) if self.uniform else lax.cond(on, run, lambda *state: state, *state)
+        if self.uniform:
+            return run(*state)
+        assert region.varying(on) == {PIPELINE}
+        return lax.cond(on, run, lambda *state: state, *state)
 
     def _shared(self, on: jax.Array, always: bool, run: Callable, state: Tree) -> Tree:
         """`run(state)` in ticks that are `on`, or in `always` all of them, on all ranks together.
 
-        All have the same `on`, and so go the same way: collectives of any group, over the pipeline too, are legal.
+        All have the same `on`, as its type says, and so go the same way: collectives of any group, over the pipeline
+        too, are legal.
         """
         if always:
             return run(state)
+        assert not region.varying(on)
         with jax.named_scope(SHARED):
             return lax.cond(on, run, lambda state: state, state)
 
