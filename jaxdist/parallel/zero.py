@@ -87,21 +87,21 @@ class Placement:
     def own(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         """`gather` inside a pipeline's region: this device's part at rest -> its part in use."""
         dim, times = self.repeat
+        if times > 1:  # first, so that data gathers the one head that this device uses
+            w = region.own(jnp.repeat(w, times, axis=dim), self._repeated, dim)
         if self.shard_dim is not None:
             w = jax.lax.all_gather(w, DATA, axis=self.shard_dim, tiled=True)
-        if times > 1:
-            w = region.own(jnp.repeat(w, times, axis=dim), self._repeated, dim)
         return region.vary(w, self.use.reduced)
 
     def add_up(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
         """`reduce` inside a pipeline's region: this device's partial sums in use -> its part of the sum at rest."""
         dim, times = self.repeat
-        if times > 1:
-            g = region.add_up(region.placed(g, self._repeated, dim), self._repeated)
-            g = g.reshape(*g.shape[:dim], -1, times, *g.shape[dim + 1 :]).sum(dim + 1)
         if self.shard_dim is not None:
             g = jax.lax.psum_scatter(g, DATA, scatter_dimension=self.shard_dim, tiled=True)
-        return region.add_up(g, sorted(self.use.reduced - {DATA} if self.shard_dim is not None else self.use.reduced))
+        g = region.add_up(g, sorted(self.use.reduced - {DATA} if self.shard_dim is not None else self.use.reduced))
+        if times > 1:  # last, when a device has the least; the copies of a head are added up on the way
+            g = region.add_up(region.placed(g, self._repeated, dim, times), self._repeated)
+        return g
 
     def land(self, w: Float[Array, "..."], sink: Float[Array, "..."]) -> Float[Array, "..."]:
         """Weights in use, as they are, in the sink's dtype; their gradient arrives, reduced, as that of `sink`.
