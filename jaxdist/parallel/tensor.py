@@ -62,10 +62,11 @@ def leave(layout: Layout, y: Float[Array, "B S D"], summed: Collection[str]) -> 
 
 
 def _leave_by_hand(y: jax.Array, summed: Collection[str], stream: tuple[str, ...]) -> jax.Array:
-    y = region.add_up(y, [axis for axis in summed if axis not in stream])
     if stream and set(stream) <= set(summed):
-        return jax.lax.psum_scatter(y, stream, scatter_dimension=1, tiled=True)
-    return region.own(y, stream, dim=1)
+        y = jax.lax.psum_scatter(y, stream, scatter_dimension=1, tiled=True)
+    else:
+        y = region.own(y, stream, dim=1)
+    return region.add_up(y, [axis for axis in summed if axis not in stream])  # only of its own part of the sequence
 
 
 def einsum(layout: Layout, dims: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> Float[Array, "..."]:
