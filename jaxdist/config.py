@@ -137,8 +137,8 @@ class ParallelConfig(Section):
 class PipelineConfig(Section):
     """The order of work where the layers are split over the pipeline axis of the mesh."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """Which micro-batch goes forward or backward when; gpipe holds all of them, interleaved waits less."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-u"] = "1f1b"
+    """Which micro-batch goes forward or backward when; gpipe holds all of them, the last three wait less."""
     microbatches: Count = 8
     """Micro-batches per step (M); they take the place of train.accumulation."""
     virtual_stages: CountOrZero = 0

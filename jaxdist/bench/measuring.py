@@ -65,7 +65,7 @@ class Timed:
         run.steps = max(run.config.train.steps, 1)  # of the schedule alone: no data tells how many rows an epoch has
         started = time.perf_counter()
         with jax.set_mesh(run.mesh):
-            program = run.lower().compile()
+            program = run.compile()
         return cls(run, program, time.perf_counter() - started)
 
     @property

@@ -66,6 +66,11 @@ class Pipelined:
         """(summed loss, further sums)."""
         return self._executor(batch).loss(weights, batch), {}
 
+    @property
+    def uniform(self) -> bool:
+        """Whether all ranks run the same in every tick, whatever the number of micro-batches."""
+        return make(self.schedule, self.stages.ranks, 1, self.stages.virtual).uniform
+
     def _executor(self, batch: Batch) -> Executor:
         k = jax.tree.leaves(batch)[0].shape[0]
         table = make_table(make(self.schedule, self.stages.ranks, k, self.stages.virtual))

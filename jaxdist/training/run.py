@@ -13,10 +13,11 @@ import jax.numpy as jnp
 
 from jaxdist import models
 from jaxdist.cluster import runtime
-from jaxdist.config import Config
+from jaxdist.config import Config, RequestError
 from jaxdist.data.batches import Batch
 from jaxdist.mesh import PIPELINE, make_mesh, parse_mesh
 from jaxdist.models import Params
+from jaxdist.planning.branches import across_ranks
 from jaxdist.request import check_mesh_fits
 from jaxdist.sharding import Layout, on_devices, rules
 from jaxdist.training.checkpoint import Checkpoints
@@ -91,6 +92,17 @@ class Run:
     def lower(self) -> jax.stages.Lowered:
         """The train step, its state donated, ready to be compiled; call under `jax.set_mesh`."""
         return jax.jit(self.step.train, donate_argnums=0).lower(self.abstract(), self.batch())
+
+    def compile(self) -> jax.stages.Compiled:
+        """The train step as a program; call under `jax.set_mesh`.
+
+        Raises `RequestError` for a program in which ranks of a pipeline could wait for each other for ever.
+        """
+        compiled, forward = self.lower().compile(), self.forward
+        own_ways = isinstance(forward, Pipelined) and not forward.uniform
+        if own_ways and (problems := across_ranks(compiled.as_text(), self.mesh)):
+            raise RequestError(f"{forward.schedule} cannot run here ({problems[0]}); set pipeline.schedule to zb-u")
+        return compiled
 
     def logical(self, state: TrainState) -> TrainState:
         """The state as a checkpoint holds it, layers as [L, ...] whatever the mesh; call under `jax.set_mesh`."""

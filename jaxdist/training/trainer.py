@@ -126,7 +126,7 @@ class Trainer:
 
     def compile(self) -> jax.stages.Compiled:
         started = time.perf_counter()
-        step = self.run.lower().compile()
+        step = self.run.compile()
         self.log.say(f"compiled    in {time.perf_counter() - started:.1f} s")
         return step
 

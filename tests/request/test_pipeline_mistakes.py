@@ -17,7 +17,7 @@ MISTAKES = {
     ),
     "chunks of a schedule that has none": Wrong(
         "--mesh 1x1x2 --pipeline.virtual-stages 2",
-        [("virtual_stages is 2, but pipeline.schedule 1f1b has one stage", "1, or pipeline.schedule to interleaved")],
+        [("virtual_stages is 2, but pipeline.schedule 1f1b has one stage", "to 1, or pipeline.schedule to inter")],
     ),
     "no chunks": Wrong(
         "--mesh 1x1x2 --pipeline.schedule interleaved --pipeline.virtual-stages 1",
@@ -42,6 +42,12 @@ MISTAKES = {
     "stages recomputed without a pipeline": Wrong(
         "--model.remat stage", [("model.remat is stage, but mesh -1x1x1 has no stages; set it to block",)]
     ),
+    "zero bubbles that recompute stages": Wrong(
+        "--mesh 1x1x2 --pipeline.schedule zb-u --model.remat stage", [("remat is stage, but", "zb-u keeps", "to 1f1b")]
+    ),
+    "zero bubbles that recompute blocks": Wrong(
+        "--mesh 1x1x2 --pipeline.schedule zb-h1 --model.remat block", [("waits in every tick", "zb-u or interleaved")]
+    ),
     "near schedule": Wrong("--mesh 1x1x2 --pipeline.schedule 1fb1", [("did you mean '1f1b'?",)]),
     "split by the pipeline": Wrong(
         "--mesh 1x1x2 --parallel.rules.mlp pipeline", [("parallel.rules.mlp is 'pipeline', which splits the layers",)]
@@ -62,6 +68,7 @@ def test_every_mistake_is_told(case, tmp_path, monkeypatch):
         "--mesh 1x1x2 --pipeline.schedule interleaved --pipeline.virtual-stages 2",
         "--mesh 1x1x2 --pipeline.microbatches 4 --model.remat stage",
         "--mesh 2x1x2 --train.global-batch-size 16",
+        "--mesh 1x1x2 --pipeline.schedule zb-u --model.remat block --pipeline.virtual-stages 2",
         "--mesh 1x1x3",  # layers that do not divide are padded
         "--mesh 1x1x2 --model.vocab 2049",  # and a vocabulary that does not is whole on every stage
     ],

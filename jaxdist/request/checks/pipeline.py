@@ -9,8 +9,8 @@ from jaxdist.mesh import DATA, PIPELINE, parse_mesh
 from jaxdist.request.checks.mesh import fit
 from jaxdist.request.checks.registry import check, remedy, to, unused
 
-CHUNKED = ("interleaved",)
-"""Schedules that give each device more than one part of the model."""
+CHUNKED = ("interleaved", "zb-h1", "zb-u")
+"""Schedules that may give each device more than one part of the model."""
 
 
 @check("pipeline.schedule", "pipeline.virtual_stages")
@@ -23,6 +23,20 @@ def _virtual_stages(config: Config) -> Iterator[str]:
         )
     if virtual == 1 and name == "interleaved":
         yield f"{told} needs at least 2; " + remedy("pipeline.virtual_stages to 2", "pipeline.schedule to 1f1b")
+
+
+@check("pipeline.schedule", "model.remat")
+def _recomputing(config: Config) -> Iterator[str]:
+    name, remat = config.pipeline.schedule, config.model.remat
+    told = f"model.remat is {remat}, but pipeline.schedule {name}"
+    if name in ("zb-h1", "zb-u") and remat == "stage":
+        yield f"{told} keeps what both halves of a backward pass need; " + remedy(
+            "model.remat to dots or none", "pipeline.schedule to 1f1b"
+        )
+    if name == "zb-h1" and remat == "block":
+        yield f"{told} then waits in every tick for a rank that recomputes, longer than 1f1b does; " + remedy(
+            "model.remat to dots or none", "pipeline.schedule to zb-u or interleaved"
+        )
 
 
 @fit("model.family", "model.layers", "pipeline.schedule", "pipeline.virtual_stages")
