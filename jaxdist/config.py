@@ -284,6 +284,7 @@ def leaves(section: BaseModel, prefix: str = "") -> dict[str, object]:
 
 def differing(old: Config, new: Config) -> list[str]:
     """Dotted names of the knobs that differ and must not when a run goes on."""
-    free = lambda name: name in FREE_ON_RESUME or name.split(".")[0] in FREE_ON_RESUME
+    also = () if new.model.images else ("train.accumulation",)  # batch norm takes the statistics of a micro-batch
+    free = lambda name: name in (*FREE_ON_RESUME, *also) or name.split(".")[0] in FREE_ON_RESUME
     old_leaves, new_leaves = leaves(old), leaves(new)
     return [name for name, value in new_leaves.items() if old_leaves[name] != value and not free(name)]

@@ -18,7 +18,16 @@ DESCRIPTION = (
     "Compile the train step of a configuration, and tell which bytes every device holds, what crosses the mesh, and "
     "whether that is what theory says. Nothing is run, no data is read, and no device has to be there."
 )
-KNOBS = ["mesh", "precision", "parallel", "model", "optimizer", "train.global_batch_size", "train.accumulation"]
+KNOBS = [
+    "mesh",
+    "precision",
+    "parallel",
+    "pipeline",
+    "model",
+    "optimizer",
+    "train.global_batch_size",
+    "train.accumulation",
+]
 EXTRAS = [
     Extra("target", "", "Compile for this GPU, which need not be here: a100, h100, h200, gh200. Empty: CPU devices."),
     Extra("devices", 0, "How many devices, where the mesh has a -1 to be filled; 0: as many as it names.", CountOrZero),

@@ -16,6 +16,7 @@ KNOBS = [
     "mesh",
     "precision",
     "parallel",
+    "pipeline",
     "model",
     "optimizer",
     "train.global_batch_size",

@@ -19,7 +19,7 @@ from jaxdist.request.reading import read
 DONE, FAILED, MISTAKE = 0, 1, 2
 """Exit codes: done, anything that went wrong, a mistake in the request."""
 
-LAYOUT_KNOBS = ("mesh", "precision", "parallel.zero", "parallel.sequence", "parallel.rules")
+LAYOUT_KNOBS = ("mesh", "precision", "parallel.zero", "parallel.sequence", "parallel.rules", "pipeline")
 """Where weights lie, and what is computed in."""
 
 RUN_KNOBS = (*LAYOUT_KNOBS, "data", "train.global_batch_size", "train.accumulation")

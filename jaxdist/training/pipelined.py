@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -65,6 +66,14 @@ class Pipelined:
     def evaluate(self, weights: Params, variables: Params, batch: Batch):
         """(summed loss, further sums)."""
         return self._executor(batch).loss(weights, batch), {}
+
+    def logits(self, weights: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
+        """What the model thinks comes next, without dropout: one micro-batch through all stages."""
+        batch = {"tokens": tokens[None]}
+        executor = self._executor(batch)
+        head = lambda tops, x, part: self.model.logits(self._whole(tops), x)
+        executor = replace(executor, program=replace(executor.program, loss=head))
+        return executor.output(weights, batch, self.layout.activation("BSV"))
 
     @property
     def uniform(self) -> bool:

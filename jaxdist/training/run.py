@@ -123,10 +123,8 @@ class Run:
         return state._replace(weights=jax.jit(self.forward.weights)(state.params))
 
     def folded(self, tree: Any) -> Any:
-        """Parameters, or what has their names, from a checkpoint, as the step wants them; they are given up."""
-        if not isinstance(self.forward, Pipelined):
-            return tree
-        return jax.jit(self.forward.stages.folded, donate_argnums=0)(tree)
+        """Parameters, or what has their names, from a checkpoint, as the step wants them."""
+        return jax.jit(self.forward.stages.folded)(tree) if isinstance(self.forward, Pipelined) else tree
 
     @cached_property
     def _evaluate(self):

@@ -83,18 +83,26 @@ class Executor:
 
     def gradients(self, weights: Tree, batch: Tree) -> tuple[Float[Array, ""], Tree]:
         """(summed loss, its gradient in f32, which lies as parameters do at rest), of micro-batches [M, B, ...]."""
-        rest = jax.tree.map(lambda p: p.rest, self.places)
-        return self._region((P(), rest), backward=True)(*self._arguments(weights, batch))
+        run = partial(self._run, True)
+        return self._region(run, (P(), self._rest))(*self._arguments(weights, batch))
 
     def loss(self, weights: Tree, batch: Tree) -> Float[Array, ""]:
         """The summed loss alone: F and head of the same table."""
-        return self._region(P(), backward=False)(*self._arguments(weights, batch))
+        run = lambda *arguments: region.add_up(self._run(False, *arguments), self.layout.split(BATCH))
+        return self._region(run, P())(*self._arguments(weights, batch))
 
-    def _region(self, out_specs: Any, backward: bool):
-        rows, ticks = P(None, PIPELINE), P()
-        rest = jax.tree.map(lambda p: p.rest, self.places)
-        specs = (rows, ticks, rest, self.layout.spec([None, BATCH]))
-        return jax.shard_map(partial(self._run, backward), in_specs=specs, out_specs=out_specs)
+    def output(self, weights: Tree, batch: Tree, spec: P) -> Float[Array, "..."]:
+        """What `program.loss` makes of the only micro-batch, where that is an array that lies as `spec` says."""
+        assert self.table.schedule.micro_batches == 1
+        return self._region(partial(self._run, False), spec)(*self._arguments(weights, batch))
+
+    def _region(self, run: Callable, out_specs: Any):
+        specs = (P(None, PIPELINE), P(), self._rest, self.layout.spec([None, BATCH]))
+        return jax.shard_map(run, in_specs=specs, out_specs=out_specs)
+
+    @property
+    def _rest(self) -> Tree:
+        return jax.tree.map(lambda p: p.rest, self.places)
 
     def _arguments(self, weights: Tree, batch: Tree):
         columns = {name: a for name, a in vars(self.table).items() if hasattr(a, "shape")}
@@ -142,8 +150,9 @@ class Region:
         part = self.part(region.zeros((), jnp.int32, (PIPELINE,)))
         x = jax.eval_shape(lambda: region.vary(self.program.embed(self.tops, part), self.stream))
         ring = lambda depth: region.zeros_like(x, (depth + 1,))
-        loss = region.zeros((), wide(x.dtype), self.layout.split(BATCH))
-        carry = dict(acts=ring(self.table.acts), sent=region.zeros_like(x), loss=loss)
+        last = lambda: region.add_up(region.zeros_like(x), (PIPELINE,))
+        loss = jax.eval_shape(lambda: self.program.loss(self.tops, last(), self.part(jnp.zeros((), jnp.int32))))
+        carry = dict(acts=ring(self.table.acts), sent=region.zeros_like(x), loss=region.zeros_like(loss))
         if not self.backward:
             return carry
         kept = x if self.of.recompute else self.layers.kept(self.chunk(0), region.zeros_like(x), part, self.numbers(0))
@@ -285,10 +294,10 @@ class Region:
             return lax.cond(on, run, lambda state: state, state)
 
     def end(self, carry: Carry):
-        """What is left to add up, once per step."""
-        loss = region.add_up(carry["loss"], self.layout.split(BATCH))
+        """What is left to add up, once per step; without a backward pass nothing is."""
         if not self.backward:
-            return loss
+            return carry["loss"]
+        loss = region.add_up(carry["loss"], self.layout.split(BATCH))
         reduce = partial(jax.tree.map, lambda p, g: p.add_up(g))
         blocks = jax.tree.map(lambda g: g[:, None], carry["blocks"])
         blocks = blocks if self.of.stage >= 2 else reduce(self.block_places, blocks)

@@ -12,14 +12,15 @@ from jaxdist.request.checks.registry import check, closest, divisors, multiples,
 
 Fit = Callable[[Config, Mapping[str, int]], Iterator[str]]
 
-FITS: list[Fit] = []
+FITS: list[tuple[tuple[str, ...], Fit]] = []
+"""What each reads, and what it finds."""
 
 
 def fit(*reads: str) -> Callable[[Fit], Fit]:
     """Add a check of sizes against the mesh: as it is asked for, and by `check_mesh_fits` as it is."""
 
     def add(find: Fit) -> Fit:
-        FITS.append(find)
+        FITS.append((reads, find))
         check("mesh", *reads)(lambda config: find(config, _asked(config)))
         return find
 
@@ -29,9 +30,10 @@ def fit(*reads: str) -> Callable[[Fit], Fit]:
 def check_mesh_fits(config: Config, shape: Mapping[str, int], batch: bool = True) -> None:
     """Raise `RequestError` with a sentence for each size that does not divide over a mesh of `shape`.
 
-    Without `batch`, but for the batch: of a command that takes none.
+    Without `batch`, but for the batch and its micro-batches: of a command that takes none.
     """
-    finds = [find for find in FITS if batch or find is not _batch]
+    of_batch = lambda reads: any(name.startswith("train.") for name in reads)
+    finds = [find for reads, find in FITS if batch or not of_batch(reads)]
     if problems := [problem for find in finds for problem in find(config, shape)]:
         raise RequestError(*problems)
 

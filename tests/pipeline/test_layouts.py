@@ -1,0 +1,88 @@
+"""Layers in chunks: what a rank holds, and checkpoints that know nothing of it."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist.config import Config
+from jaxdist.parallel.pipeline.stages import Stages, split
+from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.run import Run
+
+
+def run_on(mesh: str, schedule: str = "1f1b", virtual: int = 0, zero: int = 0, **train) -> Run:
+    config = Config(
+        mesh=mesh,
+        precision="float32",
+        model=dict(layers=6, embed=32, heads=4, vocab=98, sequence=16, dropout=0.1),
+        parallel=dict(zero=zero),
+        pipeline=dict(schedule=schedule, virtual_stages=virtual),
+        train=dict(steps=4, global_batch_size=16, **train),
+        optimizer=dict(warmup=0),
+    )
+    return Run(config, devices=jax.devices()[: int(np.prod([int(size) for size in mesh.split("x")]))])
+
+
+def test_layers_saved_on_one_pipeline_are_the_same_bits_on_another(tmp_path):
+    """Four stages of 2, 2, 1 and 1 layers; then two stages in three parts each; then one device."""
+    wanted = None
+    for step, (mesh, *pipeline) in enumerate([("1x1x4",), ("1x1x2", "interleaved", 3), ("2x1x1", "1f1b", 0, 3)], 1):
+        run = run_on(mesh, *pipeline)
+        with jax.set_mesh(run.mesh), Checkpoints(tmp_path, keep=3) as checkpoints:
+            state = run.resume(checkpoints.restore(run.abstract_logical())) if wanted else run.init()
+            saved = run.logical(state)
+            assert {a.shape[0] for a in jax.tree.leaves(saved.params["blocks"])} == {6}
+            bits = [np.asarray(a).tobytes() for a in jax.tree.leaves((saved.params, saved.optimizer))]
+            wanted = wanted or bits
+            assert bits == wanted
+            checkpoints.save(step, saved, {"step": step})
+
+
+def test_one_initial_model_whatever_the_stages():
+    one = run_on("1x1x1")
+    with jax.set_mesh(one.mesh):
+        wanted = jax.device_get(one.init().params)
+    run = run_on("2x1x4", zero=3)
+    with jax.set_mesh(run.mesh):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.logical(run.init()).params), wanted)
+
+
+@pytest.mark.parametrize(("mesh", "pipeline"), [("1x1x4", ("gpipe",)), ("1x2x2", ("interleaved", 3))])
+def test_logits_and_validation_are_those_of_one_device(mesh, pipeline):
+    told = []
+    for run in (run_on("1x1x1"), run_on(mesh, *pipeline)):
+        with jax.set_mesh(run.mesh):
+            weights = run.forward.weights(run.init().params)
+            tokens = np.arange(16 * 16, dtype=np.int32).reshape(16, 16) % 98
+            logits = jax.jit(run.forward.logits)(weights, jax.device_put(tokens, run.layout.spec(["batch", None])))
+            batch = {"tokens": tokens[None], "labels": np.roll(tokens, -1, 1)[None], "rows": np.arange(16)[None]}
+            batch = {name: a.reshape(run.task.micro_batches, -1, *a.shape[2:]) for name, a in batch.items()}
+            batch = jax.device_put(batch, run.layout.spec([None, "batch"]))
+            told.append(jax.device_get((logits, jax.jit(run.forward.evaluate)(weights, {}, batch)[0])))
+    np.testing.assert_allclose(told[1][0], told[0][0], atol=2e-6)
+    np.testing.assert_allclose(told[1][1], told[0][1], rtol=1e-6)
+
+
+def test_a_split_is_the_best_there_is():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        layers = int(rng.integers(1, 9))
+        chunks, costs = int(rng.integers(1, layers + 1)), rng.integers(1, 9, layers).tolist()
+        sizes = split(costs, chunks)
+        best = min(worst(costs, ends) for ends in itertools.combinations(range(1, layers), chunks - 1))
+        assert len(sizes) == chunks
+        assert sum(sizes) == layers
+        assert worst(costs, np.cumsum(sizes)[:-1].tolist()) == best
+
+
+def worst(costs, ends):
+    return max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *ends, len(costs)]))
+
+
+def test_equal_layers_are_dealt_as_evenly_as_can_be():
+    assert split([1] * 6, 4) == (2, 2, 1, 1)
+    assert Stages(4, 1, split([1] * 6, 4)).valid[0, :, 1].tolist() == [True, True, False, False]
+    with pytest.raises(ValueError, match=r"2 layer\(s\) do not make 3 chunk"):
+        split([1, 1], 3)
