@@ -64,15 +64,17 @@ class Halves:
     first: core.ClosedJaxpr
     second: core.ClosedJaxpr
     now: int
+    constants: Arrays
+    """Both take them before all else."""
 
     def at_once(self, again: Arrays, once: Arrays) -> tuple[Arrays, Arrays]:
         """(the results that are needed at once, what `later` wants to see)."""
-        made = core.jaxpr_as_fun(self.first)(*again, *once)
+        made = core.jaxpr_as_fun(self.first)(*self.constants, *again, *once)
         return made[: self.now], made[self.now :]
 
     def later(self, again: Arrays, stash: Arrays) -> Arrays:
         """The other results."""
-        return core.jaxpr_as_fun(self.second)(*again, *stash)
+        return core.jaxpr_as_fun(self.second)(*self.constants, *again, *stash)
 
 
 def halves(f: Flat, again: Arrays, once: Arrays, now: int) -> Halves:
@@ -88,15 +90,18 @@ def halves(f: Flat, again: Arrays, once: Arrays, now: int) -> Halves:
     twice = {id(e) for e in first} & {id(e) for e in second}
     assert all(_cheap(e) for e in first if id(e) in twice)
     assert late.isdisjoint(map(id, first))
-    invars = program.invars[: len(again)]
-    part = lambda equations, more, results: core.ClosedJaxpr(
-        core.Jaxpr(program.constvars, [*invars, *more], results, equations), closed.consts
-    )
+    there = [*program.constvars, *program.invars[: len(again)]]
     return Halves(
-        part(first, program.invars[len(again) :], [*program.outvars[:now], *stash]),
-        part(second, stash, program.outvars[now:]),
+        _part([*there, *program.invars[len(again) :]], first, [*program.outvars[:now], *stash]),
+        _part([*there, *stash], second, program.outvars[now:]),
         now,
+        closed.consts,
     )
+
+
+def _part(takes: Sequence[core.Var], equations: Sequence[core.JaxprEqn], gives: Sequence[Any]) -> core.ClosedJaxpr:
+    told = core.DebugInfo("split", "halves", None, None)
+    return core.ClosedJaxpr(core.Jaxpr([], takes, gives, equations, debug_info=told), [])
 
 
 def _flat_program(f: Flat, arrays: Arrays) -> core.ClosedJaxpr:

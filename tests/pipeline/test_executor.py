@@ -1,0 +1,122 @@
+"""What the executor runs, read off its program, and that its gradients are those of one device."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist.parallel import region
+from jaxdist.parallel.pipeline.executor import SHARED
+from jaxdist.parallel.pipeline.schedules import make
+from jaxdist.parallel.pipeline.table import make_table
+from jaxdist.planning.branches import across_ranks
+from tests.pipeline.toy import Piped, count, loops
+from tests.tiers import thinned
+
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-u", 1), ("zb-u", 2), ("zb-h1", 1), ("zb-h1", 2)]
+
+ROWS = [
+    ("2x2x2", "zb-h1", dict(zero=3, sequence=True, rate=0.1)),
+    ("1x1x4", "gpipe", dict(micro=5, remat="stage")),
+    ("2x2x2", "1f1b", dict(zero=2, sequence=True, remat="stage", layers=3)),
+    ("1x1x4", "1f1b", dict(micro=3, layers=6, remat="block")),
+    ("2x2x2", "interleaved", dict(v=2, zero=3, rate=0.1, remat="dots")),
+    ("2x1x2", "interleaved", dict(v=2, zero=1, micro=5, layers=5, remat="stage")),
+    ("2x2x2", "zb-u", dict(zero=2, sequence=True, rate=0.1)),
+    ("2x1x2", "zb-u", dict(v=2, zero=3, layers=5, remat="block")),
+    ("1x2x4", "zb-u", dict(micro=6, remat="dots")),
+    ("2x2x2", "zb-u", dict(zero=1, v=2)),
+    ("1x2x4", "zb-h1", dict(micro=6, sequence=True, remat="block")),
+    ("2x1x2", "zb-h1", dict(v=2, zero=2, micro=5, layers=5)),
+    ("2x2x2", "zb-h1", dict(zero=1, v=2, remat="dots")),
+]
+
+
+@pytest.mark.parametrize(("mesh", "schedule", "options"), thinned(ROWS, every=len(ROWS)))
+def test_gradients_are_those_of_one_device(mesh, schedule, options):
+    piped = Piped(mesh, schedule, **options)
+    compiled = piped.compiled()
+    assert piped.error(compiled) < 1e-6
+    text = compiled.as_text()
+    assert across_ranks(text, piped.mesh) == []
+    if schedule == "zb-h1":  # the branches that all take alike move between ranks, and are seen
+        assert across_ranks(text.replace(SHARED, ""), piped.mesh) != []
+
+
+@pytest.mark.parametrize(("schedule", "v"), thinned(SCHEDULES, every=3, first=2))
+def test_what_idle_units_make_of_nan_reaches_nothing(monkeypatch, schedule, v):
+    """All buffers and messages are NaN until something is written to them."""
+    empty = lambda a, lead=(): region.zeros((*lead, *a.shape), a.dtype, ()) + jnp.nan
+    monkeypatch.setattr(region, "zeros_like", lambda a, lead=(): region.vary(empty(a, lead), varying(a)))
+    assert Piped("1x1x2", schedule, micro=3, v=v).error() < 1e-6
+
+
+def varying(a) -> frozenset[str]:
+    return jax.typeof(a).manual_axis_type.varying if isinstance(a, jax.Array) else a.manual_axis_type.varying
+
+
+@pytest.mark.parametrize(("schedule", "v"), SCHEDULES)
+def test_ticks_permutes_and_branches(schedule, v):
+    """Each segment is one loop of as many ticks, and sends each way at most once in a tick, in no branch.
+
+    Uniform schedules have no branch, but that of the head where only some ticks of a segment have one.
+    """
+    S, M = 2, 4
+    table = make_table(make(schedule, S, M, v))
+    found = loops(Piped("1x1x2", schedule, micro=M, v=v).program())
+    assert [length for length, _ in found] == [end - begin for begin, end, _ in table.segments]
+    assert sum(length for length, _ in found) == table.schedule.ticks
+    for (begin, end, slots), (_, body) in zip(table.segments, found, strict=True):
+        sends = [e for e in body.eqns if e.primitive.name == "ppermute"]
+        assert len(sends) == ("F" in slots) + ("B" in slots) == count(body, "ppermute")
+        some = "H" in slots and not table.head_on[begin:end].all()
+        if table.schedule.uniform:
+            assert count(body, "cond") == some, (begin, end, slots)
+        else:  # F, B and W for each rank; the embedding, its gradient and the head for all
+            assert count(body, "cond") == 2 * ("F" in slots) + some + 2 * ("B" in slots) + ("W" in slots)
+
+
+def test_heads_run_in_branches_where_some_ticks_have_none():
+    table = make_table(make("interleaved", 2, 4, 2))
+    assert any("H" in slots and not table.head_on[begin:end].all() for begin, end, slots in table.segments)
+    table = make_table(make("1f1b", 2, 4))
+    assert all(table.head_on[begin:end].all() for begin, end, slots in table.segments if "H" in slots)
+
+
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "stage"])
+def test_memory_is_flat_in_the_micro_batches(remat):
+    """1F1B: what is in flight does not grow with them (Narayanan et al. 2021, section 2.2.1)."""
+    few, many = (temporaries("1f1b", micro, remat) for micro in (8, 64))
+    assert math.isclose(few, many, rel_tol=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "stage"])
+def test_memory_of_gpipe_grows_with_them(remat):
+    few, more, many = (temporaries("gpipe", micro, remat) for micro in (8, 36, 64))
+    assert many > 2 * few
+    assert math.isclose(many - more, more - few, rel_tol=0.02)
+
+
+def temporaries(schedule: str, micro: int, remat: str) -> int:
+    piped = Piped("1x1x2", schedule, micro=micro, remat=remat, rows=64)
+    return piped.compiled().memory_analysis().temp_size_in_bytes
+
+
+def test_whole_stages_are_not_computed_again_where_the_backward_pass_is_split():
+    with pytest.raises(
+        ValueError, match=r"schedule zb-u splits the backward pass .* ask for remat block, dots or none"
+    ):
+        Piped("1x1x2", "zb-u", remat="stage").program()
+
+
+@pytest.mark.parametrize(("zero", "v"), [(1, 2), (3, 4)])
+def test_virtual_stages_are_not_split_over_data(zero, v):
+    """v divides by 2 here; layers would be read from another chunk."""
+    places = Piped("2x1x2", "interleaved", v=v, zero=zero, layers=8).forward.places["blocks"]
+    assert all(
+        place.shard_dim in (None, 3, 4) for place in jax.tree.leaves(places, is_leaf=lambda p: hasattr(p, "rest"))
+    )
+    assert np.all([place.shard_dim is not None for place in places.values()])
