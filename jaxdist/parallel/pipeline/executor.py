@@ -152,7 +152,8 @@ class Region:
         ring = lambda depth: region.zeros_like(x, (depth + 1,))
         last = lambda: region.add_up(region.zeros_like(x), (PIPELINE,))
         loss = jax.eval_shape(lambda: self.program.loss(self.tops, last(), self.part(jnp.zeros((), jnp.int32))))
-        carry = dict(acts=ring(self.table.acts), sent=region.zeros_like(x), loss=region.zeros_like(loss))
+        loss = region.zeros(loss.shape, loss.dtype, loss.manual_axis_type.varying)
+        carry = dict(acts=ring(self.table.acts), sent=region.zeros_like(x), loss=loss)
         if not self.backward:
             return carry
         kept = x if self.of.recompute else self.layers.kept(self.chunk(0), region.zeros_like(x), part, self.numbers(0))
