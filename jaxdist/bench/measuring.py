@@ -26,14 +26,14 @@ def random_work(run: Run) -> Batch:
     config, sequence = run.config, run.config.model.sequence
     rows = np.arange(config.train.global_batch_size)
     if config.model.images:
-        return image_batch(_noise(config, rows.size), rows, config.train.accumulation, run.mesh, run.layout)
+        return image_batch(_noise(config, rows.size), rows, run.task.micro_batches, run.mesh, run.layout)
     ids = np.random.default_rng(0).integers(0, config.model.vocab, rows.size * sequence + 1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
         with TokenWriter(path, "uint32") as writer:
             writer.write(ids)
         tokens = Tokens.open(path, "uint32")
-        return train_batch(tokens, rows, sequence, config.train.accumulation, run.mesh, run.layout)
+        return train_batch(tokens, rows, sequence, run.task.micro_batches, run.mesh, run.layout)
 
 
 def _noise(config: Config, rows: int) -> Part:

@@ -43,13 +43,14 @@ class Outcome:
 
 
 def rows(seed: int = 0, padded: bool = True, count: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and labels of a global batch; rows have unequal numbers of labels that count."""
+    """Tokens and labels of a global batch; rows have unequal numbers of labels that count, those beyond ROWS none."""
     rng = np.random.default_rng(seed)
-    text = rng.integers(0, VOCAB, (count, SEQUENCE + 1), dtype=np.int32)
+    text = rng.integers(0, VOCAB, (ROWS, SEQUENCE + 1), dtype=np.int32)
     tokens, labels = text[:, :-1], text[:, 1:].copy()
     if padded:
-        labels[np.arange(SEQUENCE) >= rng.integers(1, SEQUENCE + 1, (count, 1))] = -1
-    return tokens, labels
+        labels[np.arange(SEQUENCE) >= rng.integers(1, SEQUENCE + 1, (ROWS, 1))] = -1
+    further = np.full((count - ROWS, SEQUENCE), -1, np.int32)
+    return np.concatenate([tokens, -further]), np.concatenate([labels, further])
 
 
 def on_mesh(mesh, layout: Layout, tokens: np.ndarray, labels: np.ndarray, accumulation: int = 1) -> dict:

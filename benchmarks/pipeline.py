@@ -1,0 +1,115 @@
+"""What a pipeline costs beside its schedule, on CPU devices: time over the ideal, compile time, memory.
+
+    python benchmarks/pipeline.py [time] [compile] [memory]
+
+time      2 stages on 2 devices, one for each core. A unit (F and B of a stage) is measured, not assumed: 2 devices run
+          the layers of one stage as data parallelism, both at once as in the pipeline. Ideal is (M + S - 1) units.
+compile   the step of a pipeline beside that of the same model on one device, for 8 and for 64 micro-batches.
+memory    temporaries of loss and gradients by schedule and micro-batches, and of GPipe as JAX differentiates it: the
+          gradient of the executor's forward pass alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from importlib.metadata import version
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.bench.measuring import Timed, measure_together
+from jaxdist.config import Config
+from jaxdist.mesh import devices_asked, parse_mesh
+from jaxdist.training.run import Run
+
+SIZES = dict(embed=256, heads=4, vocab=256, sequence=128)
+ROWS = 8
+"""Rows of a micro-batch."""
+
+
+def run_on(mesh: str, layers: int, micro: int, schedule: str = "1f1b", virtual: int = 0, remat: str = "none") -> Run:
+    shape = parse_mesh(mesh)
+    stages = shape["pipeline"]
+    config = Config(
+        mesh=mesh,
+        precision="float32",
+        model=dict(layers=layers, remat=remat, **SIZES),
+        pipeline=dict(schedule=schedule, virtual_stages=virtual, microbatches=micro) if stages > 1 else {},
+        train=dict(global_batch_size=ROWS * micro * shape["data"], accumulation=1 if stages > 1 else micro, steps=10),
+        optimizer=dict(name="sgd"),
+    )
+    return Run(config, devices=jax.devices()[: devices_asked(shape)])
+
+
+def times() -> None:
+    print("time        schedule     M  step ms  unit ms  ideal ms  over the ideal")
+    cases = ("1f1b", 1, 8), ("1f1b", 1, 32), ("gpipe", 1, 8), ("interleaved", 2, 8), ("zb-u", 1, 8)
+    for schedule, virtual, micro in cases:
+        pipe = Timed.compile(run_on("1x1x2", 8, micro, schedule, virtual))
+        unit = Timed.compile(run_on("2x1x1", 4, micro))
+        measure_together([pipe, unit], warmup=2, repeats=8)
+        step, each = pipe.quartiles[1], unit.quartiles[1] / micro
+        waiting = 2 / 3 if schedule == "zb-u" else 1 / virtual  # of S - 1 = 1 unit: W has no bubble
+        ideal = (micro + waiting) * each
+        figures = f"{1e3 * step:7.0f}  {1e3 * each:7.1f}  {1e3 * ideal:8.0f}  {step / ideal - 1:+.1%}"
+        print(f"            {schedule:<11} {micro:>2}  {figures}")
+
+
+def compiles() -> None:
+    print("compile     mesh   schedule     M  seconds")
+    for mesh, schedule, virtual, micro in (
+        *(("1x1x1", "none", 0, micro) for micro in (8, 64)),
+        *(("1x1x4", "1f1b", 1, micro) for micro in (8, 64)),
+        *(("1x1x4", name, 2, 8) for name in ("interleaved", "zb-u")),
+        ("1x1x4", "zb-h1", 1, 8),
+    ):
+        run = run_on(mesh, 8, micro, *(() if schedule == "none" else (schedule, virtual)))
+        started = time.perf_counter()
+        with jax.set_mesh(run.mesh):
+            run.lower().compile()
+        print(f"            {mesh}  {schedule:<11} {micro:>2}  {time.perf_counter() - started:7.1f}")
+
+
+def temporaries(run: Run, by_jax: bool = False) -> int:
+    """Bytes on a device."""
+    forward = run.forward
+
+    def step(weights, batch):
+        if by_jax:
+            return jax.value_and_grad(lambda w: forward.evaluate(w, {}, batch)[0])(weights)
+        return forward.gradients(weights, {}, batch, jnp.asarray(0))[:2]
+
+    with jax.set_mesh(run.mesh):
+        compiled = jax.jit(step).lower(run.abstract().params, run.batch()).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def memory() -> None:
+    print("memory      MiB of temporaries on a device, 4 stages, by micro-batches")
+    counts = (8, 16, 32, 64)
+    print("            schedule      remat " + "".join(f"{micro:>9}" for micro in counts))
+    rows = [("gpipe by JAX", "none"), ("gpipe", "none"), ("1f1b", "none"), ("zb-u", "none"), ("zb-h1", "none")]
+    rows += [("gpipe", "stage"), ("1f1b", "stage"), ("1f1b", "block"), ("1f1b", "dots"), ("interleaved", "none")]
+    for name, remat in rows:
+        schedule, _, by_jax = name.partition(" ")
+        found = [
+            temporaries(run_on("1x1x4", 8, micro, schedule, remat=remat), bool(by_jax)) / 2**20
+            for micro in (counts if schedule in ("gpipe", "1f1b") else (8, 32))
+        ]
+        print(f"            {name:<13} {remat:<6}" + "".join(f"{size:9.1f}" for size in found))
+
+
+def main() -> None:
+    asked = sys.argv[1:] or ["time", "compile", "memory"]
+    wide = 4 if {"compile", "memory"} & set(asked) else 2
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", wide)
+    print(f"jax {version('jax')}, {' '.join(f'{k}={v}' for k, v in SIZES.items())}, {ROWS} rows a micro-batch")
+    for name, measure in (("time", times), ("compile", compiles), ("memory", memory)):
+        if name in asked:
+            measure()
+
+
+if __name__ == "__main__":
+    main()
