@@ -1,6 +1,7 @@
 """What the executor runs, read off its program, and that its gradients are those of one device."""
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxdist.parallel.pipeline.executor import SHARED
 from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.parallel.pipeline.table import make_table
 from jaxdist.planning.branches import across_ranks
+from jaxdist.training import pipelined
 from tests.pipeline.toy import Piped, count, loops
 from tests.tiers import thinned
 
@@ -45,12 +47,23 @@ def test_gradients_are_those_of_one_device(mesh, schedule, options):
         assert across_ranks(text.replace(SHARED, ""), piped.mesh) != []
 
 
-@pytest.mark.parametrize(("schedule", "v"), thinned(SCHEDULES, every=3, first=2))
-def test_what_idle_units_make_of_nan_reaches_nothing(monkeypatch, schedule, v):
+@pytest.fixture
+def nan(monkeypatch):
     """All buffers and messages are NaN until something is written to them."""
     empty = lambda a, lead=(): region.zeros((*lead, *a.shape), a.dtype, ()) + jnp.nan
     monkeypatch.setattr(region, "zeros_like", lambda a, lead=(): region.vary(empty(a, lead), varying(a)))
+
+
+@pytest.mark.parametrize(("schedule", "v"), thinned(SCHEDULES, every=3, first=2))
+def test_what_idle_units_make_of_nan_reaches_nothing(nan, schedule, v):
     assert Piped("1x1x2", schedule, micro=3, v=v).error() < 1e-6
+
+
+def test_what_idle_weights_make_of_nan_reaches_nothing(nan, monkeypatch):
+    """With each W in the tick of its B, the ranks that begin later have none to run; zb-u itself has no idle W."""
+    both = make("zb-u", 2, 3)
+    monkeypatch.setattr(pipelined, "make", lambda *_: replace(both, weight=both.backward.copy()))
+    assert Piped("1x1x2", "zb-u", micro=3).error() < 1e-6
 
 
 def varying(a) -> frozenset[str]:

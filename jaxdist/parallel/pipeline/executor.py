@@ -5,10 +5,14 @@ Every device does in each tick what its row of the table says, in the order
     messages arrive -> F -> head -> send onward -> B -> send back -> W
 
 F of the first chunk begins with the embedding; the head is the last chunk's loss and its gradient, made at the time of
-F. The embedding and the head belong to all ranks, each with its part of the vocabulary. A run of ticks with the same
-slots is one `lax.scan`, with nothing to branch on: a rank that has nothing to do computes on what is there, and what
+F. The embedding and the head belong to all ranks, each with its part of the vocabulary. W is there where the schedule
+splits the backward pass (Qi et al. 2024, section 2): `split` says how a layer's is cut. A run of ticks with the same
+slots is one `lax.scan`.
+
+In uniform schedules it has nothing to branch on: a rank that has nothing to do computes on what is there, and what
 comes of it goes to a slot that nobody reads, or is masked where it would be added. In lockstep that takes no time, as
-the others would be waited for.
+the others would be waited for. The head is the exception where only some of the ticks have one, but all ranks branch
+alike. Other schedules have each rank branch for itself on F, B and W, and nothing in there waits for another rank.
 
 Nothing differentiates through the ticks. F keeps what `jax.vjp` of each layer wants to see again, as its policy of
 recomputation has it, in a buffer as deep as the schedule needs; so memory does not grow with the micro-batches.
@@ -254,7 +258,7 @@ class Region:
             first = region.add_up(jnp.where(row["b_first"], dx, jnp.zeros((), dx.dtype)), (PIPELINE,))
             embed = lambda tops: self.program.embed(tops, self.part(row["unembed_micro"]))
             x, vjp = jax.vjp(embed, self.tops)
-            return _add(tops, vjp(region.vary(first, region.varying(x)))[0], row["unembed_on"])
+            return _add(tops, vjp(region.vary(first, region.varying(x)))[0])  # of zeros, where no rank has it
 
         return carry | {"tops": self._shared(row["unembed_on"], self.uniform, run, carry["tops"])}
 
