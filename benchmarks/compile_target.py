@@ -15,14 +15,19 @@ from pathlib import Path
 from jaxdist.explain import explain
 from jaxdist.request import load
 
+PIPELINE = {"parallel.zero": "1", "model.remat": "stage", "pipeline.schedule": "1f1b", "pipeline.microbatches": "16"}
+"""Gradients are reduced once per step, after the loops."""
+
 ROWS = [
     ("llama_8b", "h100", 64, {"mesh": "64x1x1", "train.accumulation": "8"}),
     ("llama_8b", "h100", 512, {"mesh": "512x1x1"}),
     ("llama_8b", "h100", 512, {"mesh": "64x8x1"}),
     ("llama_70b", "h100", 512, {"mesh": "512x1x1"}),
     ("llama_70b", "h100", 512, {"mesh": "64x8x1", "train.accumulation": "8", "parallel.sequence": "true"}),
+    ("llama_8b", "h100", 512, {"mesh": "16x8x4", **PIPELINE}),
+    ("llama_70b", "h100", 512, {"mesh": "16x8x4", **PIPELINE, "parallel.sequence": "true"}),
 ]
-"""All with ZeRO 3, remat block, `mixed` and 512 rows of 8192 tokens, as the files have it."""
+"""All with ZeRO 3, remat block, `mixed` and 512 rows of 8192 tokens, as the files have it, but for what is named."""
 
 GIB = 2**30
 

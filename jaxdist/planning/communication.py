@@ -8,56 +8,21 @@ holds one against the other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import jax
 
 from jaxdist.config import Config
-from jaxdist.mesh import AXES, DATA
+from jaxdist.mesh import DATA
 from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
+from jaxdist.planning import pipeline_traffic
+from jaxdist.planning.pipeline_traffic import NOT_NEEDED_BACKWARD
+from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.placement import Placed, compute_width, placed
+from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, F32, REDUCE_SCATTER, Transfer, transfer
 from jaxdist.sharding import Layout
-
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
-
-NOT_NEEDED_BACKWARD = ("blocks.mlp.down_bias",)
-"""Parameters that only shift a block's output: no gradient needs their value, so none gathers them again."""
-
-F32 = 4
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One kind of collective for one purpose: all its calls in a step."""
-
-    what: str
-    kind: str
-    axes: tuple[str, ...]
-    """The mesh axes that it runs over, outermost first."""
-    devices: int
-    """In one group."""
-    calls: int
-    elements: int
-    """Of one device, summed over the calls: what all-gather makes, and what the others are given."""
-    width: int
-    """Bytes of an element."""
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.elements * self.width
-
-    @property
-    def wire_elements(self) -> float:
-        """What one device sends, by the ring algorithms (Thakur et al. 2005, section 4)."""
-        return (2 if self.kind == ALL_REDUCE else 1) * self.elements * (self.devices - 1) / self.devices
-
-    @property
-    def wire_bytes(self) -> float:
-        return self.wire_elements * self.width
 
 
 def unpredicted(config: Config, layout: Layout) -> str:
@@ -75,16 +40,20 @@ def predict(config: Config, model: Model | Foreign, layout: Layout) -> list[Tran
     """Every transfer of a train step but those of scalars; `config.precision` is not `auto` any more, and `unpredicted`
     is empty."""
     assert not unpredicted(config, layout)
-    found = [
-        *_parameters(config, placed(config, model, layout), layout),
-        *(_statistics(config, model, layout) if config.model.images else _decoder(config, layout)),
-    ]
+    parameters = placed(config, model, layout)
+    if pipe := pipeline_of(config, layout):
+        found = [*pipeline_traffic.predict(config, parameters, layout, pipe)]
+    else:
+        found = [
+            *_parameters(config, parameters, layout),
+            *(_statistics(config, model, layout) if config.model.images else _decoder(config, layout)),
+        ]
     return [one for one in found if one.devices > 1 and one.calls]
 
 
-def data_parallel(model: Model, layout: Layout) -> float:
-    """Elements that plain data parallelism would send: 2 (N-1)/N for each parameter of a model rank."""
-    whole = sum(p.use for p in placed(Config(), model, layout))
+def data_parallel(config: Config, model: Model, layout: Layout) -> float:
+    """Elements that plain data parallelism would send: 2 (N-1)/N for each parameter of a stage and model rank."""
+    whole = sum(p.use for p in placed(config, model, layout))
     return 2 * whole * (layout.ranks - 1) / layout.ranks
 
 
@@ -94,7 +63,7 @@ def _parameters(config: Config, parameters: list[Placed], layout: Layout) -> Ite
     outside = parallel.micro_batches == "outside" or config.model.images
     groups = k if parallel.zero >= 2 and outside else 1
     for p in parameters:
-        calls = groups * (p.shape[0] if p.stacked and parallel.zero >= 2 else 1)
+        calls = groups * (p.layers if parallel.zero >= 2 else 1)
         name = "layers" if p.stacked else "parameters" if config.model.images else "table and the like"
         yield from _reduce(config, p, name, layout, calls, groups)
         if not p.whole:
@@ -105,22 +74,22 @@ def _gather(config: Config, p: Placed, name: str, layout: Layout, groups: int) -
     times, arrays = 1, 1
     if config.parallel.zero == 3:
         again = p.stacked and p.name not in NOT_NEEDED_BACKWARD
-        times, arrays = groups * (2 if again else 1), p.shape[0] if p.stacked else 1
+        times, arrays = groups * (2 if again else 1), p.layers
     what, width = f"weights of {name}", compute_width(config)
-    yield _transfer(layout, what, ALL_GATHER, {DATA}, times * arrays, times * p.use, width)
+    yield transfer(layout, what, ALL_GATHER, {DATA}, times * arrays, times * p.use, width)
 
 
 def _reduce(config: Config, p: Placed, name: str, layout: Layout, calls: int, times: int) -> Iterator[Transfer]:
     what, summed, held = f"gradients of {name}", set(p.place.use.reduced), p.use
     if not p.whole:
-        yield _transfer(layout, what, REDUCE_SCATTER, {DATA}, calls, times * p.use, F32)
+        yield transfer(layout, what, REDUCE_SCATTER, {DATA}, calls, times * p.use, F32)
         summed, held = summed - {DATA}, p.use // layout.size(DATA)
     if summed:
-        yield _transfer(layout, what, ALL_REDUCE, summed, calls, times * held, F32)
+        yield transfer(layout, what, ALL_REDUCE, summed, calls, times * held, F32)
     if p.place.repeat[1] > 1:  # the copies of key/value heads are brought together
         added = layout.ranks > 1 or config.train.accumulation > 1
         heads, width = layout.split("heads"), F32 if added else compute_width(config)  # as the product left them
-        yield _transfer(layout, what, ALL_GATHER, heads, calls, times * held * layout.parts("heads"), width)
+        yield transfer(layout, what, ALL_GATHER, heads, calls, times * held * layout.parts("heads"), width)
 
 
 def _decoder(config: Config, layout: Layout) -> Iterator[Transfer]:
@@ -132,7 +101,7 @@ def _statistics(config: Config, model: Foreign, layout: Layout) -> Iterator[Tran
     """Sum and sum of squares of every channel, forward and, of their gradients, backward; then the running ones."""
     k, channels = config.train.accumulation, sum(a.size for a in jax.tree.leaves(model.variables))
     axes = layout.split("batch")
-    yield _transfer(layout, "batch statistics", ALL_REDUCE, axes, k, 3 * k * channels, F32)
+    yield transfer(layout, "batch statistics", ALL_REDUCE, axes, k, 3 * k * channels, F32)
 
 
 def _stream(config: Config, layout: Layout) -> Iterator[Transfer]:
@@ -155,7 +124,7 @@ def _streamed(config: Config, layout: Layout, what: str, kind: str, axes, calls:
     """`calls` in each micro-batch."""
     calls *= config.train.accumulation
     elements = calls * _tokens(config, layout) * config.model.embed
-    return _transfer(layout, what, kind, axes, calls, elements, width)
+    return transfer(layout, what, kind, axes, calls, elements, width)
 
 
 def _loss(config: Config, layout: Layout) -> Iterator[Transfer]:
@@ -163,15 +132,10 @@ def _loss(config: Config, layout: Layout) -> Iterator[Transfer]:
     tokens, k, sequence = _tokens(config, layout), config.train.accumulation, config.model.sequence
     chunks = sequence // chunk_length(sequence, tokens // sequence)
     axes = layout.split("vocab")
-    yield _transfer(layout, "statistics of the loss", ALL_REDUCE, axes, 3 * chunks * k, 3 * tokens * k, F32)
+    yield transfer(layout, "statistics of the loss", ALL_REDUCE, axes, 3 * chunks * k, 3 * tokens * k, F32)
 
 
 def _tokens(config: Config, layout: Layout) -> int:
     """Of a micro-batch, on one device."""
     train = config.train
     return train.global_batch_size // train.accumulation // layout.ranks * config.model.sequence
-
-
-def _transfer(layout: Layout, what: str, kind: str, axes, calls: int, elements: int, width: int) -> Transfer:
-    axes = tuple(axis for axis in AXES if axis in axes and layout.size(axis) > 1)
-    return Transfer(what, kind, axes, math.prod(layout.size(axis) for axis in axes), calls, elements, width)

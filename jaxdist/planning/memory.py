@@ -17,11 +17,13 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxdist.config import Config, ModelConfig
+from jaxdist.config import Config
+from jaxdist.mesh import micro_batches
 from jaxdist.models import Model
-from jaxdist.models.attention import block_rows
 from jaxdist.models.foreign import Foreign
-from jaxdist.models.loss import CHUNK_ROWS
+from jaxdist.planning import pipeline_memory
+from jaxdist.planning.activations import saved_per_token, working
+from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.placement import Placed, compute_width, placed
 from jaxdist.sharding import Layout
 
@@ -83,28 +85,32 @@ def predict(config: Config, model: Model | Foreign, layout: Layout) -> Memory:
     """For one device of a mesh; `config.precision` is not `auto` any more. Activations of images are not predicted."""
     parameters = placed(config, model, layout)
     rest, moments = sum(p.rest for p in parameters), MOMENTS[config.optimizer.name]
-    train, sizes, k = config.train, config.model, config.train.accumulation
+    train, sizes, k = config.train, config.model, micro_batches(config, dict(layout.axes))
+    pipe = pipeline_of(config, layout)
     rows = train.global_batch_size // k // layout.ranks
     counters = 4 * (3 + (1 if config.optimizer.name == "sgd" else 2))  # step, skipped twice; optax's own counts
     held = dict(
         parameters=4 * rest,
         optimizer=4 * rest * moments + counters,
-        copy=sum(_copy(config, p) for p in parameters),
-        gradients=_gradients(config, parameters),
-        weights=_weights(config, parameters),
+        copy=sum(_copy(config, p, bool(pipe)) for p in parameters),
+        gradients=pipeline_memory.gradients(config, parameters, pipe) if pipe else _gradients(config, parameters),
+        weights=pipeline_memory.weights(config, parameters, pipe) if pipe else _weights(config, parameters),
     )
     if isinstance(model, Foreign):
         pixels = sizes.image**2 * sizes.channels
         variables = sum(_bytes(a) for a in jax.tree.leaves(model.variables))
         return Memory(**held, batch=4 * rows * k * (pixels + 1), activations=0, working=0, variables=variables)
+    batch = 4 * rows * k * (2 * sizes.sequence + (sizes.dropout > 0))  # tokens, labels, row numbers
+    if pipe:
+        return Memory(**held, batch=batch, **pipeline_memory.activations(config, layout, pipe, rows))
     inside = config.parallel.zero >= 2 and config.parallel.micro_batches == "inside"
     remat = "named" if config.parallel.zero >= 2 and sizes.remat == "none" else sizes.remat
     kept = rows * (k if inside else 1) * sizes.sequence * sizes.layers * saved_per_token(sizes, layout, remat)
     return Memory(
         **held,
-        batch=4 * rows * k * (2 * sizes.sequence + (sizes.dropout > 0)),  # tokens, labels, row numbers
+        batch=batch,
         activations=compute_width(config) * kept,
-        working=_working(sizes, layout, rows, compute_width(config)),
+        working=working(sizes, layout, rows, compute_width(config)),
     )
 
 
@@ -122,15 +128,16 @@ def size(count: float) -> str:
     return f"{count:.1f} GiB" if count < 1024 else f"{count / 1024:.1f} TiB"
 
 
-def state(config: Config, p: Placed) -> int:
+def state(config: Config, p: Placed, pipelined: bool = False) -> int:
     """Bytes of one parameter and all that belongs to it, which a device holds between steps."""
-    return 4 * p.rest * (1 + MOMENTS[config.optimizer.name]) + _copy(config, p)
+    return 4 * p.rest * (1 + MOMENTS[config.optimizer.name]) + _copy(config, p, pipelined)
 
 
-def _copy(config: Config, p: Placed) -> int:
+def _copy(config: Config, p: Placed, pipelined: bool) -> int:
     if config.precision != "mixed":
         return 0
-    return compute_width(config) * (p.rest if config.parallel.zero == 3 else p.use)
+    at_rest = config.parallel.zero == 3 or pipelined  # whose region gathers them
+    return compute_width(config) * (p.rest if at_rest else p.use)
 
 
 def _gradients(config: Config, parameters: list[Placed]) -> int:
@@ -158,30 +165,3 @@ def _weights(config: Config, parameters: list[Placed]) -> int:
     if stage == 3:
         return cast + width * at_once
     return 0 if config.precision == "mixed" else width * use
-
-
-def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
-    """Values that a layer keeps for each token on one device, after Korthikanti et al. 2022, section 4.1.
-
-    With remat block, its input. With dots, the products with weights too: query, key and value, attention's output,
-    the MLP's width (llama's twice). Named, which is all that ZeRO 2 and 3 keep, also what goes into attention's output
-    and each head's log sum exp; with none, also the norms and attention's operands. What the model axis splits counts
-    by its part, the residual stream where it is split along the sequence.
-    """
-    size = m.embed // m.heads
-    residual, heads = m.embed // layout.parts("residual"), m.heads // layout.parts("heads")
-    key_values = 2 * max(1, m.key_value_heads // layout.parts("heads"))
-    mlp = (2 if m.family == "llama" else 1) * m.mlp_size // layout.parts("mlp")
-    if remat == "block":
-        return residual
-    dots = 2 * residual + (heads + key_values) * size + mlp
-    named = dots + heads * size + heads
-    return {"dots": dots, "named": named}.get(remat, named + 2 * residual + heads * size)
-
-
-def _working(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
-    """What exists only for a moment: one layer's backward pass, attention's scores, a chunk of logits; f32 the last."""
-    layer = width * rows * m.sequence * saved_per_token(m, layout, "none")
-    scores = 3 * 4 * rows * m.heads // layout.parts("heads") * block_rows(m.sequence) * m.sequence
-    logits = 3 * 4 * min(CHUNK_ROWS, rows * m.sequence) * m.vocab // layout.parts("vocab")
-    return layer + max(scores, logits)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import jax
 
 from jaxdist.config import Config
-from jaxdist.mesh import DATA, MODEL
+from jaxdist.mesh import DATA, MODEL, micro_batches
 from jaxdist.models import Model
 from jaxdist.parallel import zero
+from jaxdist.planning import pipelines
+from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.request.checks.registry import closest, divisors, multiples, remedy, to
 from jaxdist.sharding import LAYERS, Layout, name_of
 
@@ -32,7 +34,9 @@ class Placed:
     rest: int
     """Elements that a device holds at rest."""
     use: int
-    """Elements that a device holds in use, of all layers."""
+    """Elements that a device holds in use, of all its layers."""
+    layers: int = 1
+    """Layers that a device holds, padding included; 1 of what is no layer."""
 
     @property
     def elements(self) -> int:
@@ -41,7 +45,7 @@ class Placed:
     @property
     def at_once(self) -> int:
         """Elements in use where one layer after the other is."""
-        return self.use // self.shape[0] if self.stacked else self.use
+        return self.use // self.layers
 
     @property
     def stacked(self) -> bool:
@@ -60,10 +64,15 @@ def compute_width(config: Config) -> int:
 
 
 def placed(config: Config, model: Model, layout: Layout) -> list[Placed]:
-    """Every parameter, in the order in which the model names them. Runs nothing and touches no device."""
-    places = zero.placements(layout, model.axes, model.abstract, config.parallel.zero)
-    leaves = jax.tree.leaves_with_path(model.abstract)
-    axes = jax.tree.leaves(model.axes, is_leaf=zero.is_axes)
+    """Every parameter, in the order in which the model names them. Runs nothing and touches no device.
+
+    Those of layers are [v, S, depth, ...] in a pipeline, as they are held, padding included.
+    """
+    abstract, names = model.abstract, model.axes
+    if pipe := pipeline_of(config, layout):
+        abstract, names = pipe.stages.abstract(abstract), pipe.stages.axes(names)
+    places = zero.placements(layout, names, abstract, config.parallel.zero)
+    leaves, axes = jax.tree.leaves_with_path(abstract), jax.tree.leaves(names, is_leaf=zero.is_axes)
     return [
         _placed(layout, name_of(path), leaf.shape, names, place)
         for (path, leaf), names, place in zip(leaves, axes, jax.tree.leaves(places), strict=True)
@@ -71,9 +80,10 @@ def placed(config: Config, model: Model, layout: Layout) -> list[Placed]:
 
 
 def _placed(layout: Layout, name: str, shape: tuple[int, ...], axes, place: zero.Placement) -> Placed:
-    size = math.prod(shape)
-    repeated = size * place.repeat[1]
-    return Placed(name, shape, axes, place, size // layout.pieces(place.rest), repeated // layout.pieces(place.use))
+    size, repeated = math.prod(shape), math.prod(shape) * place.repeat[1]
+    layers = math.prod(n for n, axis in zip(shape, axes, strict=True) if axis == LAYERS)
+    rest, use = size // layout.pieces(place.rest), repeated // layout.pieces(place.use)
+    return Placed(name, shape, axes, place, rest, use, layers)
 
 
 def listing(parameters: list[Placed], held: list[int]) -> list[str]:
@@ -105,7 +115,8 @@ def notes(config: Config, parameters: list[Placed], layout: Layout) -> list[str]
         found.append(_left_whole(config, parameters, layout))
     if parallel.sequence and layout.size(MODEL) == 1:
         found.append(f"parallel.sequence splits nothing here, because {MODEL} is 1")
-    return found
+    pipe = pipeline_of(config, layout)
+    return found + (pipelines.notes(config, layout, pipe) if pipe else [])
 
 
 def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str:
@@ -119,7 +130,7 @@ def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str
     )
     if part <= MUCH:
         return told
-    rows = config.train.global_batch_size // config.train.accumulation // (layout.ranks // ranks)
+    rows = config.train.global_batch_size // micro_batches(config, dict(layout.axes)) // (layout.ranks // ranks)
     fitting = [n for n in divisors(rows) if n > 1 and _left(parameters, layout, n) <= MUCH]
     ways = [_wider(config, ranks), to(DATA, closest(fitting, ranks))]
     return f"warning: {told}" + ("; " + remedy(*ways) if any(ways) else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxdist.config import Config
-from jaxdist.mesh import DATA
+from jaxdist.mesh import DATA, PIPELINE, micro_batches
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import memory
@@ -28,13 +28,21 @@ def smaller(config: Config, model: Model | Foreign, layout: Layout) -> list[str]
 def _changes(config: Config, layout: Layout) -> Iterator[tuple[str, object]]:
     """Knobs and values that are legal here and not asked for yet; all leave the layout of the model as it is."""
     train, parallel = config.train, config.parallel
-    rows = train.global_batch_size // (train.accumulation * layout.ranks)
-    if config.model.remat != "block" and not config.model.images:
+    pipelined = layout.size(PIPELINE) > 1
+    k = micro_batches(config, dict(layout.axes))
+    rows = train.global_batch_size // (k * layout.ranks)
+    if config.model.remat not in ("block", "stage") and not config.model.images:
         yield "model.remat", "block"
+    if pipelined and config.model.remat != "stage":
+        yield "model.remat", "stage"
+    if pipelined and config.pipeline.schedule == "gpipe":
+        yield "pipeline.schedule", "1f1b"
     if parallel.zero < 3 and layout.size(DATA) > 1:
         yield "parallel.zero", 3
     for times in closest(divisors(rows), 1):
-        yield "train.accumulation", train.accumulation * times
+        yield "pipeline.microbatches" if pipelined else "train.accumulation", k * times
+    if pipelined:
+        return
     outside = parallel.micro_batches == "outside" or config.model.images  # whose layers are not looked into
     if parallel.zero >= 2 and train.accumulation > 1 and not outside:
         yield "parallel.micro_batches", "outside"

@@ -11,13 +11,14 @@ from jax.sharding import AbstractMesh
 from jaxdist.config import Config
 from jaxdist.mesh import AXES, BATCH_AXES, describe
 from jaxdist.models import Model
-from jaxdist.planning import communication, memory
+from jaxdist.planning import communication, memory, pipelines
 from jaxdist.planning.apart import Program
-from jaxdist.planning.communication import ALL_REDUCE, Transfer
 from jaxdist.planning.hardware import Gpu
 from jaxdist.planning.hlo import Collective, collectives
+from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.remedies import smaller
 from jaxdist.planning.target import too_large
+from jaxdist.planning.transfers import ALL_REDUCE, Transfer
 from jaxdist.sharding import Layout
 
 PACKED = 32
@@ -111,6 +112,10 @@ class Report:
         return communication.unpredicted(self.config, self.layout)
 
     @cached_property
+    def pipeline(self) -> Pipeline | None:
+        return pipeline_of(self.config, self.layout)
+
+    @cached_property
     def memory(self) -> memory.Memory:
         return memory.predict(self.config, self.model, self.layout)
 
@@ -142,9 +147,15 @@ class Report:
     @property
     def ratio_to_data_parallel(self) -> float | None:
         """Elements over the batch axes, against those of plain data parallelism on as many devices."""
-        plain = communication.data_parallel(self.model, self.layout)
+        plain = communication.data_parallel(self.config, self.model, self.layout)
         over = [one for one in self.collectives if set(one.axes) & set(BATCH_AXES)]
         return sum(one.wire * one.array_elements / one.elements for one in over) / plain if plain else None
+
+    @property
+    def notes(self) -> list[str]:
+        """What differs from the program on real devices, and what stages do not share evenly."""
+        shared = pipelines.notes(self.config, self.layout, self.pipeline) if self.pipeline else []
+        return [*self.program.notes, *shared]
 
     @property
     def too_large(self) -> str:
@@ -162,6 +173,7 @@ class Report:
             "target": self.target,
             "jax": program.jax,
             "precision": self.config.precision,
+            "pipeline": self.pipeline and self.pipeline.json(),
             "memory": {
                 "arguments": program.argument_bytes,
                 "temporaries": program.temporary_bytes,
@@ -177,7 +189,7 @@ class Report:
             "lower_seconds": program.lower_seconds,
             "compile_seconds": program.compile_seconds,
             "too_large": self.too_large,
-            "notes": [*program.notes, *([self.unpredicted] if self.unpredicted else [])],
+            "notes": [*self.notes, *([self.unpredicted] if self.unpredicted else [])],
         }
 
 

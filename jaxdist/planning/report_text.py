@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from jaxdist import models
-from jaxdist.mesh import describe
+from jaxdist.mesh import describe, micro_batches
+from jaxdist.planning import pipelines
 from jaxdist.planning.memory import size
 from jaxdist.planning.report import Report
 from jaxdist.planning.timing import bandwidth
@@ -21,13 +22,15 @@ def lines(report: Report) -> list[str]:
 def _head(report: Report) -> list[str]:
     config, program = report.config, report.program
     where = f"{report.gpu.kind}, not here" if report.gpu else "CPU"
-    k = config.train.accumulation
-    notes = [f"note        {note}" for note in program.notes]
+    k = micro_batches(config, report.mesh.shape)
+    pipeline = [f"pipeline    {pipelines.told(report.pipeline)}"] if report.pipeline else []
+    notes = [f"note        {note}" for note in report.notes]
     return [
         f"compiled    for {report.mesh.size} x {where}, by jax {program.jax}: traced in {program.lower_seconds:.1f} s, "
         f"compiled in {program.compile_seconds:.1f} s",
         f"mesh        {describe(report.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}; "
         f"{k} micro-batch(es); remat {config.model.remat}",
+        *pipeline,
         f"model       {models.parameters(report.model):,} parameters",
         *notes,
     ]

@@ -6,9 +6,9 @@ from importlib.metadata import version
 
 from jaxdist import __version__, models
 from jaxdist.cluster.runtime import capacity
-from jaxdist.mesh import describe
+from jaxdist.mesh import PIPELINE, describe
 from jaxdist.models.attention import attention_kernel
-from jaxdist.planning import memory, placement, remedies
+from jaxdist.planning import memory, pipelines, placement, remedies
 from jaxdist.planning.timing import FLOPS_FORMULA
 from jaxdist.request.checks.registry import remedy
 from jaxdist.training.run import Run
@@ -37,12 +37,14 @@ def _lines(rows: list[tuple[str, str]]) -> list[str]:
 def _plan(run: Run, length: str) -> list[tuple[str, str]]:
     config, device, count = run.config, run.device, run.mesh.size
     held, there = memory.predict(config, run.model, run.layout), _capacity(run)
+    pipe = pipelines.pipeline_of(config, run.layout)
     return [
         ("versions", f"jaxdist {__version__}, jax {version('jax')}, flax {version('flax')}, optax {version('optax')}"),
         ("devices", f"{count} x {device.device_kind} ({device.platform})"),
         ("mesh", f"{describe(run.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}"),
         ("model", f"{models.parameters(run.model):,} parameters"),
         ("batch", f"{_batch(run)} per step, {run.task.micro_batches} micro-batch(es), {length}"),
+        *([("pipeline", pipelines.told(pipe))] if pipe else []),
         *([("arithmetic", f"{run.task.flops:,} FLOPs per token = {FLOPS_FORMULA}")] if run.task.flops else []),
         ("memory", _memory(held, there) + ("; activations are not predicted" if config.model.images else "")),
         *([("warning", _too_small(run, held, there))] if there and held.total > there else []),
@@ -87,5 +89,6 @@ def _layout(run: Run) -> list[tuple[str, str]]:
     notes = [("note", note) for note in placement.notes(run.config, parameters, run.layout)]
     if all(p.rest == p.use == p.elements for p in parameters):
         return [*notes, ("layout", "every parameter lies whole on every device")]
-    table = placement.listing(parameters, [memory.state(run.config, p) for p in parameters])
+    pipelined = run.mesh.shape[PIPELINE] > 1
+    table = placement.listing(parameters, [memory.state(run.config, p, pipelined) for p in parameters])
     return [*notes, ("layout", table[0]), *(("", line) for line in table[1:])]

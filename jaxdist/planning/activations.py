@@ -1,0 +1,35 @@
+"""What a layer's forward pass leaves for its backward pass, and what exists for a moment in either."""
+
+from __future__ import annotations
+
+from jaxdist.config import ModelConfig
+from jaxdist.models.attention import block_rows
+from jaxdist.models.loss import CHUNK_ROWS
+from jaxdist.sharding import Layout
+
+
+def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
+    """Values that a layer keeps for each token on one device, after Korthikanti et al. 2022, section 4.1.
+
+    With remat block, its input. With dots, the products with weights too: query, key and value, attention's output,
+    the MLP's width (llama's twice). Named, which is all that ZeRO 2 and 3 keep, also what goes into attention's output
+    and each head's log sum exp; with none, also the norms and attention's operands. What the model axis splits counts
+    by its part, the residual stream where it is split along the sequence.
+    """
+    size = m.embed // m.heads
+    residual, heads = m.embed // layout.parts("residual"), m.heads // layout.parts("heads")
+    key_values = 2 * max(1, m.key_value_heads // layout.parts("heads"))
+    mlp = (2 if m.family == "llama" else 1) * m.mlp_size // layout.parts("mlp")
+    if remat == "block":
+        return residual
+    dots = 2 * residual + (heads + key_values) * size + mlp
+    named = dots + heads * size + heads
+    return {"dots": dots, "named": named}.get(remat, named + 2 * residual + heads * size)
+
+
+def working(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
+    """What exists only for a moment: one layer's backward pass, attention's scores, a chunk of logits; f32 the last."""
+    layer = width * rows * m.sequence * saved_per_token(m, layout, "none")
+    scores = 3 * 4 * rows * m.heads // layout.parts("heads") * block_rows(m.sequence) * m.sequence
+    logits = 3 * 4 * min(CHUNK_ROWS, rows * m.sequence) * m.vocab // layout.parts("vocab")
+    return layer + max(scores, logits)

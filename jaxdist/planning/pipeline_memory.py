@@ -1,0 +1,64 @@
+"""What a device of a pipeline holds during a step: estimates, as those of `memory`, by the depths of the buffers.
+
+A rank has its own chunks of the layers, and its part of what all ranks share. Weights are gathered and gradients added
+up for all micro-batches of a step, so neither grows with them; nor do activations in 1F1B.
+"""
+
+from __future__ import annotations
+
+from jaxdist.config import Config
+from jaxdist.planning.activations import saved_per_token, working
+from jaxdist.planning.pipelines import Pipeline
+from jaxdist.planning.placement import Placed, compute_width
+from jaxdist.sharding import Layout
+
+F32 = 4
+
+
+def gradients(config: Config, parameters: list[Placed], pipe: Pipeline) -> int:
+    """Accumulators in f32, those of layers from stage 2 on shards; beside them what one B, or the head, makes.
+
+    In stage 1 the sums are reduced to shards at the end.
+    """
+    layers, tops = _split(parameters)
+    width, v = compute_width(config), pipe.stages.virtual
+    shared = 2 * F32 * tops["use"]
+    if config.parallel.zero >= 2:
+        return shared + F32 * (layers["rest"] + layers["rest"] // v) + (F32 + width) * layers["at_once"]
+    return shared + F32 * layers["use"] + width * layers["use"] // v
+
+
+def weights(config: Config, parameters: list[Placed], pipe: Pipeline) -> int:
+    """Cast, and gathered once per step; at stage 3 one layer at a time. One of several chunks is cut out to be used."""
+    layers, tops = _split(parameters)
+    width, v = compute_width(config), pipe.stages.virtual
+    rest, use = layers["rest"] + tops["rest"], layers["use"] + tops["use"]
+    cast = width * rest if config.precision == "bfloat16" else 0
+    if config.parallel.zero == 3:
+        return cast + width * (tops["use"] + layers["at_once"] + (layers["rest"] // v if v > 1 else 0))
+    chunk = width * layers["use"] // v if v > 1 else 0
+    return cast + chunk + (width * use if use != rest else 0)
+
+
+def activations(config: Config, layout: Layout, pipe: Pipeline, rows: int) -> dict[str, int]:
+    """Bytes by the names of `memory.Memory`: buffers, and what one unit makes on its way.
+
+    Each buffer has a slot more than the schedule needs (`table`). With remat stage only inputs of chunks are kept, and
+    what a chunk keeps of one micro-batch exists once: while its B runs.
+    """
+    sizes, width, table = config.model, compute_width(config), pipe.table
+    tokens = rows * sizes.sequence
+    stream = width * tokens * sizes.embed // layout.parts("residual")
+    named = "named" if sizes.remat in ("none", "stage") else sizes.remat
+    chunk = width * tokens * pipe.stages.depth * saved_per_token(sizes, layout, named)
+    kept = stream if pipe.recomputes else chunk
+    buffers = (table.acts + table.cots + 2 + 2) * stream + (table.residuals + 1) * kept
+    return dict(activations=buffers, working=chunk + working(sizes, layout, rows, width))
+
+
+def _split(parameters: list[Placed]) -> tuple[dict[str, int], dict[str, int]]:
+    """Elements of the layers and of what is none: at rest, in use, and of one layer."""
+    count = lambda stacked: {
+        name: sum(getattr(p, name) for p in parameters if p.stacked == stacked) for name in ("rest", "use", "at_once")
+    }
+    return count(True), count(False)

@@ -1,0 +1,159 @@
+"""What crosses the mesh in one step of a pipeline, as `communication` tells it of a step without one.
+
+Between neighbours in `pipeline` goes the residual stream, once per tick and way (Narayanan et al. 2021, section 2.2).
+The stages share the vocabulary: what the last one has made goes to all, and what each makes of its part of the
+embedding and of the loss is added up. Over `data` weights and gradients go as `parallel.pipeline.executor` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxdist.config import Config
+from jaxdist.mesh import DATA, PIPELINE
+from jaxdist.models.loss import chunk_length
+from jaxdist.planning.pipelines import Pipeline
+from jaxdist.planning.placement import Placed, compute_width
+from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, F32, PERMUTE, REDUCE_SCATTER, Transfer, transfer
+from jaxdist.sharding import Layout
+
+NOT_NEEDED_BACKWARD = ("blocks.mlp.down_bias",)
+"""Parameters that only shift a block's output: no gradient needs their value, so none gathers them again."""
+
+
+def predict(config: Config, parameters: list[Placed], layout: Layout, pipe: Pipeline) -> Iterator[Transfer]:
+    """Every transfer but those of scalars."""
+    for p in parameters:
+        yield from _gradients(config, p, layout, pipe)
+        if not p.whole:
+            yield _weights(config, p, layout, pipe)
+    stream = _Stream(config, layout, pipe)
+    yield from stream.messages()
+    yield from stream.layers()
+    yield from stream.tops()
+    yield stream.statistics()
+
+
+def _name(p: Placed) -> str:
+    return "layers" if p.stacked else "table and the like"
+
+
+def _weights(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Transfer:
+    """Once per step; at stage 3 those of a layer whenever a tick runs it: in F, in B, and to compute it again."""
+    arrays, elements = 1, p.use
+    if p.stacked and config.parallel.zero == 3:
+        runs = _gathered(p, layout, pipe)
+        arrays, elements = runs * pipe.stages.depth, runs * p.use // pipe.stages.virtual
+    what = f"weights of {_name(p)}"
+    return transfer(layout, what, ALL_GATHER, {DATA}, arrays, elements, compute_width(config))
+
+
+def _gathered(p: Placed, layout: Layout, pipe: Pipeline) -> int:
+    """How often a layer's weight is gathered at stage 3.
+
+    Where a chunk is one layer, there is no loop over layers, and XLA makes one of all gathers of a weight in a tick:
+    of those of B, and of F and B where a rank has no other chunk. Then ticks do not differ either, and XLA:CPU gathers
+    once; XLA:GPU in each turn of a loop, and once for all segments of a single tick, which are no loops.
+    """
+    stages, forward, backward = pipe.stages, pipe.ticks("F"), pipe.ticks("B")
+    again = p.name not in NOT_NEEDED_BACKWARD
+    if stages.depth > 1:
+        return forward + (pipe.recomputes + again) * backward
+    if stages.virtual > 1:
+        return forward + again * backward
+    if layout.platform == "cpu":
+        return 1
+    needing = [(end - first) for first, end, slots in pipe.table.segments if "F" in slots or again]
+    return sum(ticks for ticks in needing if ticks > 1) + (1 in needing)
+
+
+def _gradients(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Iterator[Transfer]:
+    """Once per step; from stage 2 on those of a layer in each tick of B."""
+    calls, elements, summed = 1, p.use, set(p.place.use.reduced)
+    if p.stacked and config.parallel.zero >= 2:
+        calls, elements = pipe.ticks("B") * pipe.stages.depth, pipe.ticks("B") * p.use // pipe.stages.virtual
+    what = f"gradients of {_name(p)}"
+    if not p.whole:
+        yield transfer(layout, what, REDUCE_SCATTER, {DATA}, calls, elements, F32)
+        summed, elements = summed - {DATA}, elements // layout.size(DATA)
+    if summed:
+        yield transfer(layout, what, ALL_REDUCE, summed, calls, elements, F32)
+    if (times := p.place.repeat[1]) > 1:  # the copies of key/value heads are added up where each head has its place
+        heads = layout.split("heads")
+        yield transfer(layout, what, ALL_REDUCE, heads, calls, elements * layout.parts("heads") // times, F32)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The residual stream [B, S, D] of a micro-batch, and what is made of it at both ends."""
+
+    config: Config
+    layout: Layout
+    pipe: Pipeline
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, on one device."""
+        config, ranks = self.config, self.layout.ranks
+        rows = config.train.global_batch_size // self.pipe.schedule.micro_batches // ranks
+        return rows * config.model.sequence
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """The mesh axes that split its sequence."""
+        return self.layout.split("residual")
+
+    def moved(self, what: str, kind: str, axes, calls: int, part: bool = False) -> Transfer:
+        """`calls` times the residual stream, or a device's own part of it."""
+        elements = self.tokens * self.config.model.embed // (self.layout.parts("residual") if part else 1)
+        return transfer(self.layout, what, kind, axes, calls, calls * elements, compute_width(self.config))
+
+    def messages(self) -> Iterator[Transfer]:
+        """What neighbours send each other."""
+        for slot, what in (("F", "residual stream between stages"), ("B", "its gradient between stages")):
+            yield self.moved(what, PERMUTE, {PIPELINE}, self.pipe.messages(slot), part=True)
+
+    def layers(self) -> Iterator[Transfer]:
+        """As of tensor and sequence parallelism (`communication`), in every tick that runs layers."""
+        what, depth = "residual stream of the layers", self.pipe.stages.depth
+        forward, backward = depth * self.pipe.ticks("F"), depth * self.pipe.ticks("B")
+        for logical in ("heads", "mlp"):
+            again, gathered = self._again(logical)
+            if self.split:
+                moves = {REDUCE_SCATTER: forward + (1 + again) * backward}
+                moves |= {ALL_GATHER: forward + (2 + gathered) * backward}
+            else:
+                moves = {ALL_REDUCE: forward + (1 + again) * backward}
+            for kind, calls in moves.items():
+                yield self.moved(what, kind, self.layout.split(logical), calls)
+
+    def _again(self, logical: str) -> tuple[int, int]:
+        """Whether B computes a layer's product again, back onto the residual stream; and whether it gathers for it."""
+        if not self.pipe.recomputes:
+            return int(logical == "heads" and self.config.model.remat == "block"), 0
+        last = logical == "mlp" and self.pipe.stages.depth == 1  # nobody needs what comes out of a chunk
+        return int(not last), 1
+
+    def tops(self) -> Iterator[Transfer]:
+        """Embedding, the hand-over to the head, and their gradients."""
+        vocab, pipe = self.layout.split("vocab"), self.pipe
+        ends = (
+            ("looked-up vectors", pipe.shared("F"), pipe.shared("B")),
+            ("last hidden states", pipe.ticks("H"), pipe.ticks("H")),
+        )
+        shared = [axis for axis in vocab if axis not in self.split]
+        for what, added, gathered in ends:
+            if self.split and set(self.split) <= set(vocab):
+                yield self.moved(what, REDUCE_SCATTER, self.split, added)
+            yield self.moved(what, ALL_REDUCE, shared, added, part=True)
+            yield self.moved(what, ALL_GATHER, self.split, gathered)
+        yield self.moved("last hidden states", ALL_REDUCE, {PIPELINE}, pipe.ticks("H"), part=True)
+        yield self.moved("gradient of the looked-up vectors", ALL_REDUCE, {PIPELINE}, pipe.shared("B"), part=True)
+
+    def statistics(self) -> Transfer:
+        """A maximum, a sum and the label's logit for each token, where the vocabulary is split."""
+        sequence, heads = self.config.model.sequence, self.pipe.ticks("H")
+        calls = 3 * heads * (sequence // chunk_length(sequence, self.tokens // sequence))
+        axes = self.layout.split("vocab")
+        return transfer(self.layout, "statistics of the loss", ALL_REDUCE, axes, calls, 3 * heads * self.tokens, F32)
