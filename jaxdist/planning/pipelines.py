@@ -108,8 +108,8 @@ def told(pipe: Pipeline) -> str:
     ratio = f"{pipe.times.F:g} : {pipe.times.B:g}"
     return (
         f"{schedule.name}, {cut} of {layers}; {schedule.micro_batches} micro-batch(es) in {schedule.ticks} ticks, of "
-        f"whose time {pipe.bubble.share:.1%} is waiting (F : B as {ratio}); in flight by rank "
-        f"{' '.join(map(str, pipe.in_flight))} {what}"
+        f"whose time {pipe.bubble.share:.1%} is waiting (F : B as {ratio}); {what} in flight by rank: "
+        f"{' '.join(map(str, pipe.in_flight))}"
     )
 
 

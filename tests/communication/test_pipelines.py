@@ -1,0 +1,86 @@
+"""Promise 2 for pipelines: every transfer of a step is predicted, axis by axis, to the element."""
+
+from collections import Counter
+from functools import cache
+
+import jax
+import pytest
+
+from jaxdist.config import Config
+from jaxdist.mesh import devices_asked, parse_mesh
+from jaxdist.planning import communication
+from jaxdist.planning.hlo import Collective
+from jaxdist.planning.pipelines import pipeline_of
+from jaxdist.training.run import Run
+from tests.communication.reading import collectives
+from tests.planning.pipelines import config
+from tests.tiers import thinned
+
+GROUPED = dict(family="llama", heads=8, kv_heads=2, mlp=64)
+"""Fewer key/value heads than a model axis of 4 has devices."""
+
+ROWS = [
+    ("1x1x2", dict()),
+    ("2x1x2", dict(zero=1, remat="none")),
+    ("2x2x2", dict(zero=3)),
+    ("2x1x4", dict(zero=1, microbatches=3, rows=12, layers=5)),  # padded
+    ("2x2x2", dict(zero=2, sequence=True)),
+    ("2x2x2", dict(zero=1, remat="block", layers=3)),
+    ("1x4x2", GROUPED),
+    ("2x2x2", dict(zero=3, schedule="interleaved", remat="none")),  # a layer in each chunk, as below
+    ("2x1x2", dict(zero=3, schedule="interleaved")),
+    ("2x1x2", dict(zero=3, layers=2)),
+    ("2x2x2", dict(zero=3, schedule="gpipe", sequence=True, remat="dots")),
+    ("replica=2,data=2,pipeline=2", dict(zero=2, family="llama", tied=False)),
+    ("1x2x2", dict(sequence=True, layers=2)),
+    ("1x2x2", dict(sequence=True, vocab=98, remat="none")),  # a vocabulary that stages do not share
+    ("1x2x2", dict(whole_vocab=True)),
+    ("1x1x2", dict(microbatches=1, rows=4)),
+    ("2x2x2", dict(zero=3, sequence=True, schedule="interleaved", layers=8, virtual=2)),
+]
+
+
+@cache
+def moved(asked: Config) -> tuple[Run, list[Collective]]:
+    run = Run(asked, devices=jax.devices()[: devices_asked(parse_mesh(asked.mesh))])
+    with jax.set_mesh(run.mesh):
+        return run, collectives(run.lower().compile().as_text(), run.mesh)
+
+
+@pytest.mark.parametrize(("mesh", "of"), thinned(ROWS, 8, first=2), ids=str)
+def test_elements_are_those_of_the_program(mesh, of):
+    run, found = moved(config(mesh, **of))
+    predicted, counted = Counter(), Counter()
+    for transfer in communication.predict(run.config, run.model, run.layout):
+        predicted[transfer.kind, transfer.axes] += transfer.elements
+        assert transfer.payload_bytes == 4 * transfer.elements
+    for one in found:
+        counted[one.kind, one.axes] += one.array_elements * one.count
+    assert +counted == predicted
+
+
+@pytest.mark.parametrize("schedule", thinned([("1f1b",), ("gpipe",), ("interleaved",)], 3, first=2))
+def test_neighbours_send_the_residual_stream_and_its_gradient_once_per_tick(schedule):
+    """Two collective-permutes in the loop that runs F and B, one where there is either; of a micro-batch each."""
+    run, found = moved(config("1x2x2", schedule, layers=8))
+    pipe, sizes = pipeline_of(run.config, run.layout), run.config.model
+    sent = [one for one in found if one.kind == "collective-permute"]
+    assert {(one.axes, one.elements) for one in sent} == {(("pipeline",), 4 * sizes.sequence * sizes.embed)}
+    assert sum(one.count for one in sent) == pipe.messages("F") + pipe.messages("B")
+    assert max(one.depth for one in sent) == 1
+
+
+@pytest.mark.parametrize("zero", thinned([(0,), (1,)], 2, first=0))
+def test_each_gradient_is_reduced_over_data_once_after_the_loops(zero):
+    _, found = moved(config("2x1x2", zero=zero))
+    over = [one for one in found if "data" in one.axes and one.array_elements]
+    assert over
+    assert all((one.depth, one.count) == (0, 1) for one in over), over
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_more_micro_batches_send_more_over_pipeline_and_model_alone(schedule):
+    of = [moved(config("2x2x2", schedule, microbatches=m, rows=4 * m, zero=2)) for m in (4, 8)]
+    weights = [sum(one.elements * one.count for one in found if one.kind == "all-gather") for _, found in of]
+    assert weights[0] == weights[1]

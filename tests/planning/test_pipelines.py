@@ -1,0 +1,129 @@
+"""What a plan says of a pipeline: which layers lie where, what is uneven, ticks, bubble and what is in flight."""
+
+import pytest
+
+from jaxdist import models, train
+from jaxdist.planning import memory, pipelines, placement, remedies
+from jaxdist.planning.pipelines import pipeline_of
+from jaxdist.request.checks import problems
+from jaxdist.request.knobs import KNOBS
+from tests.planning.pipelines import config, laid
+from tests.planning.test_placement import Plan
+
+
+def told(mesh: str, **of) -> list[str]:
+    one = config(mesh, **of)
+    return placement.notes(one, placement.placed(one, models.build(one.model), laid(one)), laid(one))
+
+
+def test_a_device_holds_the_layers_of_its_stage_and_its_part_of_the_vocabulary():
+    one = config("2x2x2", zero=1)
+    by_name = {p.name: p for p in placement.placed(one, models.build(one.model), laid(one))}
+    up, table = by_name["blocks.mlp.up"], by_name["table"]
+    assert (up.shape, up.layers, up.rest, up.use) == ((1, 2, 2, 32, 128), 2, 2 * 32 * 128 // 4, 2 * 32 * 128 // 2)
+    assert (table.rest, table.use, table.layers) == (96 * 32 // 8, 96 * 32 // 4, 1)
+    assert up.at_once == up.use // 2
+
+
+@pytest.mark.parametrize("virtual", [2, 4])
+def test_data_never_splits_what_counts_layers(virtual):
+    """The dim of a rank's chunks divides by data, and gradients came out wrong where it was split."""
+    one = config("2x1x2", "interleaved", virtual=virtual, zero=3, layers=8)
+    parameters = placement.placed(one, models.build(one.model), laid(one))
+    stacked = [p.place.shard_dim for p in parameters if p.stacked]
+    assert len(stacked) == 12
+    assert all(dim > 2 for dim in stacked)
+
+
+def test_a_pipeline_lists_what_it_is_and_the_bytes_add_up():
+    plan = Plan("2x2x2", zero=3)
+    row = plan.row("blocks.norm1.scale")
+    assert row[1:5] == ["1x2x1x32", "layers stages layers norm", "- pipeline - data", "- pipeline - -"]
+    assert plan.row("table")[3] == "pipeline+model data"
+    held = memory.predict(plan.config, models.build(plan.config.model), plan.layout)
+    listed = sum(memory.state(plan.config, p, pipelined=True) for p in plan.parameters)
+    assert listed == held.parameters + held.optimizer - 20  # counters
+
+
+def test_padding_is_told_with_its_cost():
+    (note,) = told("1x1x2", layers=5)
+    assert note.startswith("model.layers 5 does not divide by 2 stages: chunks have 3 2 layers")
+    assert "1 of 6 are padding, which takes 20.0% more memory and time of the layers" in note
+    assert note.endswith("set model.layers to 4 or 6")
+    (note,) = told("1x1x2", schedule="interleaved", layers=6)
+    assert "2 stages x 2 virtual stages" in note
+    assert note.endswith("set model.layers to 4 or 8")
+    assert told("1x1x2", layers=6) == []
+
+
+def test_a_vocabulary_that_stages_cannot_share_is_told():
+    (note,) = told("1x2x2", vocab=98)
+    assert note == (
+        "model.vocab 98 does not divide by pipeline=2 x model=2: every stage holds and computes 1/2 of the vocabulary, "
+        "not 1/4; set model.vocab to 96 or 100"
+    )
+    (note,) = told("1x1x2", vocab=97)
+    assert "every stage holds and computes all of the vocabulary, not 1/2" in note
+    assert told("1x2x2", vocab=98, whole_vocab=True) == []  # as asked for
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ticks", "slots", "messages"),
+    [
+        ("1f1b", 14, (11, 8, 11), (11, 11)),
+        ("gpipe", 22, (11, 8, 11), (11, 11)),
+        ("interleaved", 26, (19, 12, 19), (19, 19)),
+    ],
+)
+def test_slots_run_in_whole_segments(schedule, ticks, slots, messages):
+    """S=4, M=8: forward and backward M + S - 1 ticks each; interleaved vM + S - 1, the head in more than M."""
+    pipe = pipeline_of(config("1x1x4", schedule, microbatches=8, layers=8), laid(config("1x1x4")))
+    assert pipe.schedule.ticks == ticks
+    assert tuple(pipe.ticks(slot) for slot in "FHB") == slots
+    assert tuple(pipe.messages(slot) for slot in "FB") == messages
+
+
+def test_the_bubble_counts_recomputation():
+    """(S-1)/(M+S-1) whatever B takes; interleaved, half of (S-1) in as much work."""
+    for remat, backward in (("none", 2), ("dots", 2), ("block", 3), ("stage", 3)):
+        one = config("1x1x4", microbatches=8, remat=remat)
+        told = pipeline_of(one, laid(one)).json()
+        assert told["bubble"] == pytest.approx(3 / 11)
+        assert told["backward_over_forward"] == backward
+        assert told["in_flight"] == [7, 5, 3, 1]
+    assert pipeline_of(config("8x1x1"), laid(config("8x1x1"))) is None
+
+
+def test_the_summary_tells_all_of_it(capsys):
+    argv = ["--mesh=1x2x2", "--model.layers=5", "--model.vocab=2050", "--pipeline.microbatches=4"]
+    assert train.main([*argv, "--model.remat=stage", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "pipeline    1f1b, 2 stages of 2 or 3 layers; 4 micro-batch(es) in 6 ticks, of whose time 20.0% is waiting "
+        "(F : B as 1 : 3); micro-batches in flight by rank: 3 1\n"
+    ) in said
+    assert "are padding" in said
+    assert "model.vocab 2050 does not divide" in said
+    assert "16 rows x 128 = 2,048 tokens per step, 4 micro-batch(es)" in said
+
+
+def test_remedies_know_micro_batches_and_stages():
+    one = config("2x1x2", "gpipe", microbatches=2, remat="none", rows=64).model_copy(update={"run_dir": "run"})
+    model, layout = models.build(one.model), laid(one)
+    changes = dict(remedies._changes(one, layout))
+    assert changes == {
+        "model.remat": "stage", "pipeline.schedule": "1f1b", "parallel.zero": 3, "pipeline.microbatches": 4
+    }  # fmt: skip
+    tried = [remedies._with(one, *change) for change in remedies._changes(one, layout)]
+    assert [problem for other in tried for problem in problems(other, KNOBS)] == []
+    told = remedies.smaller(one, model, layout)
+    assert all(memory.size(memory.predict(one, model, layout).total) not in line for line in told)
+    assert any(line.startswith("pipeline.microbatches to 4 (") for line in told)
+
+
+def test_a_person_is_told_in_one_line():
+    one = config("1x1x2", "interleaved", layers=4)
+    assert pipelines.told(pipeline_of(one, laid(one))) == (
+        "interleaved, 2 stages x 2 virtual stages of 1 layer; 4 micro-batch(es) in 12 ticks, of whose time 11.1% is "
+        "waiting (F : B as 1 : 3); chunks of micro-batches in flight by rank: 5 3"
+    )
