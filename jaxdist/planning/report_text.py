@@ -112,6 +112,7 @@ def _off(predicted: int, compiled: int) -> str:
 def table(rows: list[tuple[str, ...]]) -> list[str]:
     """Words to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    number = [any(row[i][:1].isdigit() for row in rows[1:]) for i in range(len(widths))]
+    numeric = lambda cell: cell[:1].isdigit() or cell in ("", "-")
+    number = [all(numeric(row[i]) for row in rows[1:]) for i in range(len(widths))]
     pad = lambda cell, width, right: cell.rjust(width) if right else cell.ljust(width)
     return ["  ".join(map(pad, row, widths, number)) for row in rows]
