@@ -43,7 +43,7 @@ def weights(config: Config, parameters: list[Placed], pipe: Pipeline) -> int:
 def activations(config: Config, layout: Layout, pipe: Pipeline, rows: int) -> dict[str, int]:
     """Bytes by the names of `memory.Memory`: buffers, and what one unit makes on its way.
 
-    Each buffer has a slot more than the schedule needs (`table`). With remat stage only inputs of chunks are kept, and
+    Some have a slot more than the schedule needs (`table`). With remat stage only inputs of chunks are kept, and
     what a chunk keeps of one micro-batch exists once: while its B runs.
     """
     sizes, width, table = config.model, compute_width(config), pipe.table
@@ -52,7 +52,7 @@ def activations(config: Config, layout: Layout, pipe: Pipeline, rows: int) -> di
     named = "named" if sizes.remat in ("none", "stage") else sizes.remat
     chunk = width * tokens * pipe.stages.depth * saved_per_token(sizes, layout, named)
     kept = stream if pipe.recomputes else chunk
-    buffers = (table.acts + table.cots + 2 + 2) * stream + (table.residuals + 1) * kept
+    buffers = (table.slots["acts"] + table.slots["cots"] + 2) * stream + table.slots["residuals"] * kept
     return dict(activations=buffers, working=chunk + working(sizes, layout, rows, width))
 
 

@@ -73,8 +73,8 @@ def used(table: Table) -> list[tuple[str, np.ndarray]]:
         name, kind = field.name.split("_")
         if value.dtype == bool:
             where = np.ones_like(value)
-        elif kind in ("chunk", "micro"):
-            where = getattr(table, f"{name}_on")
+        elif kind in ("chunk", "micro", "res", "wst"):
+            where = getattr(table, f"{name}_on") & (table.schedule.split or kind != "wst")
         else:
             where = value < getattr(table, BUFFERS[kind])
         result.append((field.name, np.argwhere(where)))
@@ -95,6 +95,18 @@ def test_a_wrong_entry_is_seen(name, v):
                     mutated[tuple(place)] = value
                     with pytest.raises(AssertionError):
                         check_table(replace(table, **{column: mutated}))
+
+
+def test_what_nobody_needs_goes_where_nothing_lives():
+    """To a slot of its own only where there is no other; not onto what a later B reads."""
+    slots = lambda name, v=1: make_table(make(name, 4, 9, v)).slots["residuals"]
+    assert [slots("gpipe"), slots("1f1b"), slots("interleaved", 2), slots("zb-h1")] == [9 + 1, 7, 12, 4]
+    table = make_table(make("1f1b", 4, 9))
+    idle = table.f_res.copy()
+    assert not table.f_on[9, 0]
+    idle[9, 0] = table.b_res[10, 0]
+    with pytest.raises(AssertionError, match=r"needs \('r', 0, 4\)"):
+        check_table(replace(table, f_res=idle))
 
 
 def test_what_is_told_of_a_wrong_entry():

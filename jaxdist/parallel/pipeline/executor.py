@@ -153,22 +153,22 @@ class Region:
         """Buffers and sums, empty."""
         part = self.part(region.zeros((), jnp.int32, (PIPELINE,)))
         x = jax.eval_shape(lambda: region.vary(self.program.embed(self.tops, part), self.stream))
-        ring = lambda depth: region.zeros_like(x, (depth + 1,))
+        ring = lambda name: region.zeros_like(x, (self.table.slots[name],))
         last = lambda: region.add_up(region.zeros_like(x), (PIPELINE,))
         loss = jax.eval_shape(lambda: self.program.loss(self.tops, last(), self.part(jnp.zeros((), jnp.int32))))
         loss = region.zeros(loss.shape, loss.dtype, loss.manual_axis_type.varying)
-        carry = dict(acts=ring(self.table.acts), sent=region.zeros_like(x), loss=loss)
+        carry = dict(acts=ring("acts"), sent=region.zeros_like(x), loss=loss)
         if not self.backward:
             return carry
         kept = x if self.of.recompute else self.layers.kept(self.chunk(0), region.zeros_like(x), part, self.numbers(0))
         blocks = self.at_rest if self.of.stage >= 2 else self.blocks
         sums = partial(jax.tree.map, lambda w: region.zeros(w.shape, wide(w.dtype), region.varying(w)))
-        empty = lambda depth, a: region.vary(region.zeros_like(a, (depth + 1,)), (PIPELINE,))
-        buffer = lambda depth, of: jax.tree.map(partial(empty, depth), of)
-        carry |= dict(cots=ring(self.table.cots), residuals=buffer(self.table.residuals, kept))
+        empty = lambda slots, a: region.vary(region.zeros_like(a, (slots,)), (PIPELINE,))
+        buffer = lambda name, of: jax.tree.map(partial(empty, self.table.slots[name]), of)
+        carry |= dict(cots=ring("cots"), residuals=buffer("residuals", kept))
         carry |= dict(returned=region.zeros_like(x))
         if self.table.schedule.split:
-            carry |= dict(stash=buffer(self.table.stash, self._stash(carry["residuals"], region.zeros_like(x), part)))
+            carry |= dict(stash=buffer("stash", self._stash(carry["residuals"], region.zeros_like(x), part)))
         return carry | dict(blocks=sums(blocks), tops=sums(self.tops))
 
     def _stash(self, residuals: Tree, x: jax.Array, part: Tree) -> Tree:

@@ -9,6 +9,7 @@ Four ring buffers on each rank, with slots given by a linear scan over lifetimes
 
 Within a tick: messages arrive, then F, the head, B, W. The buffers of all ranks are as deep as the deepest one. One
 slot more, the last, takes what nobody needs: messages of ranks that had nothing to run, and what such ranks compute.
+Residuals and stash are large: there it is a slot that is free in the tick, and one more only where none is.
 """
 
 from __future__ import annotations
@@ -84,20 +85,34 @@ class Table:
     segments: tuple[Segment, ...]
     """(first tick, last tick + 1, slots), in order. See `segments_of`."""
 
+    @property
+    def slots(self) -> dict[str, int]:
+        """Slots of each buffer, with the one that takes what nobody needs, if there is one."""
+        residuals = self.residuals + self._spare("F", self.f_res, self.residuals)
+        stash = self.stash + self._spare("B", self.b_wst, self.stash)
+        return dict(acts=self.acts + 1, cots=self.cots + 1, residuals=residuals, stash=stash)
+
+    def _spare(self, kind: str, slots: Numbers, depth: int) -> bool:
+        """Whether ranks that have no such unit to run write beyond `depth`."""
+        runs = np.concatenate([np.full(end - begin, kind in units) for begin, end, units in self.segments])
+        return self.schedule.uniform and bool((slots[runs] == depth).any())
+
 
 @lru_cache(maxsize=64)
 def make_table(schedule: Schedule) -> Table:
     """The table of a schedule."""
     S, T, M = schedule.stages, schedule.ticks, schedule.micro_batches
     F, B, W = schedule.forward, schedule.backward, schedule.weight
-    slots = {name: _allocate(*life, S) for name, life in _lifetimes(schedule).items()}
+    lives = _lifetimes(schedule)
+    slots = {name: _allocate(*life, S) for name, life in lives.items()}
     depths = {name: int(slot.max(initial=-1)) + 1 for name, slot in slots.items()}
-    act, cot, res, wst = ((slots[name], depths[name]) for name in ("acts", "cots", "residuals", "stash"))
+    act, cot = ((slots[name], depths[name]) for name in ("acts", "cots"))
+    res, wst = ((slots[name], _free(lives[name], slots[name], S, T)) for name in ("residuals", "stash"))
 
     g = np.arange(schedule.chunks)[:, None]
     rank, chunk, micro, one = g % S, g // S, np.arange(M), np.array(True)
 
-    def column(ticks: Ticks | None, value: np.ndarray, default: int = 0, of: slice = np.s_[:]) -> Numbers:
+    def column(ticks: Ticks | None, value: np.ndarray, default: int | Numbers = 0, of: slice = np.s_[:]) -> Numbers:
         """[T, S] with the values of units `of` at their ticks, and `default` elsewhere."""
         array = np.full((T, S), default, bool if value is one else np.int32)
         if ticks is not None:
@@ -113,8 +128,8 @@ def make_table(schedule: Schedule) -> Table:
         recv_act=column(F[before] + 1, *act, rest), recv_cot=column(B[rest] + 1, *cot, before),
         f_act=column(F[rest], *act, rest), f_res=column(F, *res), f_cot=column(F[last], *cot, last),
         f_first=column(F[first], one, of=first), f_last=column(F[last], one, of=last),
-        b_cot=column(B, *cot), b_res=column(B, *res), b_wst=column(None if W is None else B, *wst),
-        b_first=column(B[first], one, of=first), w_wst=column(W, *wst),
+        b_cot=column(B, *cot), b_res=column(B, res[0]), b_wst=column(None if W is None else B, *wst),
+        b_first=column(B[first], one, of=first), w_wst=column(W, wst[0]),
         **_everywhere("embed", F[0], T), **_everywhere("head", F[-1], T), **_everywhere("unembed", B[0], T),
         segments=segments_of(schedule),
     )  # fmt: skip
@@ -159,6 +174,15 @@ def _allocate(start: Ticks, end: Ticks, S: int) -> Ticks:
             slot[g, m] = heappop(free)
             heappush(busy, (ends, slot[g, m]))
     return slot
+
+
+def _free(life: tuple[Ticks, Ticks], slot: Ticks, S: int, T: int) -> Numbers:
+    """[T, S]: the first slot in which nothing lives in the tick; one more than there are where all are taken."""
+    busy = np.zeros((T, S, int(slot.max(initial=-1)) + 2), bool)
+    for (g, m), at in np.ndenumerate(slot):
+        if at >= 0:
+            busy[life[0][g, m] : life[1][g, m] + 1, g % S, at] = True
+    return busy.argmin(-1).astype(np.int32)
 
 
 def segments_of(schedule: Schedule) -> tuple[Segment, ...]:
