@@ -14,6 +14,9 @@ COMMANDS = {"train", "evaluate", "generate", "explain"}
 READERS = [f"jaxdist.planning.{name}" for name in ("hlo", "hlo_text", "target", "apart", "branches")]
 """What reads or makes a compiled program: a prediction is not read off the program."""
 
+PREDICTIONS = ["memory", "activations", "communication", "transfers", "placement"]
+PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic"]
+
 FORBIDDEN = {
     "config": ["jaxdist", "jax", "flax"],
     "mesh": ["jaxdist.!config"],
@@ -23,7 +26,7 @@ FORBIDDEN = {
     "models": ["jaxdist.parallel.zero", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
     "data": ["jaxdist.!config,mesh,sharding,data"],
     "planning": ["jaxdist.training", "jaxdist.data", "jaxdist.cluster"],
-    **dict.fromkeys(("planning.memory", "planning.communication", "planning.placement"), READERS),
+    **dict.fromkeys((f"planning.{name}" for name in PREDICTIONS), READERS),
     "cluster": ["jaxdist.!config,mesh,cluster"],
     "training.step": ["jaxdist.data", "jaxdist.training.checkpoint", "jaxdist.training.metrics"],
     "training": ["jaxdist.lab", "jaxdist.bench"],
