@@ -4,7 +4,8 @@
 
 time      2 stages on 2 devices, one for each core. A unit (F and B of a stage) is measured, not assumed: 2 devices run
           the layers of one stage as data parallelism, both at once as in the pipeline. Ideal is (M + S - 1) units.
-compile   the step of a pipeline beside that of the same model on one device, for 8 and for 64 micro-batches.
+compile   the step of a pipeline beside that of the same model on one device, for 8 and for 64 micro-batches; CPU time,
+          which depends less on what else runs.
 memory    temporaries of loss and gradients by schedule and micro-batches, and of GPipe as JAX differentiates it: the
           gradient of the executor's forward pass alone.
 """
@@ -57,7 +58,7 @@ def times() -> None:
 
 
 def compiles() -> None:
-    print("compile     mesh   schedule     M  seconds")
+    print("compile     mesh   schedule     M  seconds  CPU seconds")
     for mesh, schedule, virtual, micro in (
         *(("1x1x1", "none", 0, micro) for micro in (8, 64)),
         *(("1x1x4", "1f1b", 1, micro) for micro in (8, 64)),
@@ -65,10 +66,11 @@ def compiles() -> None:
         ("1x1x4", "zb-h1", 1, 8),
     ):
         run = run_on(mesh, 8, micro, *(() if schedule == "none" else (schedule, virtual)))
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), time.process_time()
         with jax.set_mesh(run.mesh):
             run.lower().compile()
-        print(f"            {mesh}  {schedule:<11} {micro:>2}  {time.perf_counter() - started:7.1f}")
+        seconds, busy = time.perf_counter() - started, time.process_time() - busy
+        print(f"            {mesh}  {schedule:<11} {micro:>2}  {seconds:7.1f}  {busy:11.1f}")
 
 
 def temporaries(run: Run, by_jax: bool = False) -> int:
