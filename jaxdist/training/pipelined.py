@@ -34,7 +34,7 @@ class Pipelined:
         stages: Stages,
         schedule: str,
         dtype: Any = jnp.float32,
-        remat: str = "stage",
+        remat: str = "none",
         dropout: bool = False,
         seed: int = 0,
         stage: int = 0,
