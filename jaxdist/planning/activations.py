@@ -27,6 +27,18 @@ def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
     return {"dots": dots, "named": named}.get(remat, named + 2 * residual + heads * size)
 
 
+def stashed_per_token(m: ModelConfig, layout: Layout) -> int:
+    """Values for each token of a layer that a split backward pass (Qi et al. 2024, section 2) leaves for W.
+
+    Both operands of each product with a weight: its input, and the gradient of its output; and what norms need.
+    """
+    size = m.embed // m.heads
+    residual, heads = m.embed // layout.parts("residual"), m.heads // layout.parts("heads")
+    key_values = 2 * max(1, m.key_value_heads // layout.parts("heads"))
+    mlp = (3 if m.family == "llama" else 2) * m.mlp_size // layout.parts("mlp")
+    return 6 * residual + (2 * heads + key_values) * size + mlp
+
+
 def working(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
     """What exists only for a moment: one layer's backward pass, attention's scores, a chunk of logits; f32 the last."""
     layer = width * rows * m.sequence * saved_per_token(m, layout, "none")

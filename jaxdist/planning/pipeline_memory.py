@@ -7,7 +7,7 @@ up for all micro-batches of a step, so neither grows with them; nor do activatio
 from __future__ import annotations
 
 from jaxdist.config import Config
-from jaxdist.planning.activations import saved_per_token, working
+from jaxdist.planning.activations import saved_per_token, stashed_per_token, working
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.placement import Placed, compute_width
 from jaxdist.sharding import Layout
@@ -53,6 +53,8 @@ def activations(config: Config, layout: Layout, pipe: Pipeline, rows: int) -> di
     chunk = width * tokens * pipe.stages.depth * saved_per_token(sizes, layout, named)
     kept = stream if pipe.recomputes else chunk
     buffers = (table.slots["acts"] + table.slots["cots"] + 2) * stream + table.slots["residuals"] * kept
+    stash = table.slots["stash"] if pipe.schedule.split else 0
+    buffers += stash * width * tokens * pipe.stages.depth * stashed_per_token(sizes, layout)
     return dict(activations=buffers, working=chunk + working(sizes, layout, rows, width))
 
 

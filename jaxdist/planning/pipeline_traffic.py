@@ -69,10 +69,11 @@ def _gathered(p: Placed, layout: Layout, pipe: Pipeline) -> int:
 
 
 def _gradients(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Iterator[Transfer]:
-    """Once per step; from stage 2 on those of a layer in each tick of B."""
+    """Once per step; from stage 2 on those of a layer in each tick that makes them: of B, or of W."""
     calls, elements, summed = 1, p.use, set(p.place.use.reduced)
     if p.stacked and config.parallel.zero >= 2:
-        calls, elements = pipe.ticks("B") * pipe.stages.depth, pipe.ticks("B") * p.use // pipe.stages.virtual
+        ticks = pipe.ticks("W" if pipe.schedule.split else "B")
+        calls, elements = ticks * pipe.stages.depth, ticks * p.use // pipe.stages.virtual
     what = f"gradients of {_name(p)}"
     if not p.whole:
         yield transfer(layout, what, REDUCE_SCATTER, {DATA}, calls, elements, F32)
@@ -118,11 +119,12 @@ class _Stream:
         """As of tensor and sequence parallelism (`communication`), in every tick that runs layers."""
         what, depth = "residual stream of the layers", self.pipe.stages.depth
         forward, backward = depth * self.pipe.ticks("F"), depth * self.pipe.ticks("B")
+        weights = depth * self.pipe.ticks("W") if self.pipe.schedule.split else backward  # which gather their operand
         for logical in ("heads", "mlp"):
             again, gathered = self._again(logical)
             if self.split:
                 moves = {REDUCE_SCATTER: forward + (1 + again) * backward}
-                moves |= {ALL_GATHER: forward + (2 + gathered) * backward}
+                moves |= {ALL_GATHER: forward + (1 + gathered) * backward + weights}
             else:
                 moves = {ALL_REDUCE: forward + (1 + again) * backward}
             for kind, calls in moves.items():
@@ -131,7 +133,8 @@ class _Stream:
     def _again(self, logical: str) -> tuple[int, int]:
         """Whether B computes a layer's product again, back onto the residual stream; and whether it gathers for it."""
         if not self.pipe.recomputes:
-            return int(logical == "heads" and self.config.model.remat == "block"), 0
+            block = self.config.model.remat == "block"
+            return int(logical == "heads" and block), int(block and self.pipe.schedule.split)  # W gathers for itself
         last = logical == "mlp" and self.pipe.stages.depth == 1  # nobody needs what comes out of a chunk
         return int(not last), 1
 
@@ -139,7 +142,7 @@ class _Stream:
         """Embedding, the hand-over to the head, and their gradients."""
         vocab, pipe = self.layout.split("vocab"), self.pipe
         ends = (
-            ("looked-up vectors", pipe.shared("F"), pipe.shared("B")),
+            ("looked-up vectors", pipe.embedded, pipe.ticks("B")),
             ("last hidden states", pipe.ticks("H"), pipe.ticks("H")),
         )
         shared = [axis for axis in vocab if axis not in self.split]
@@ -149,7 +152,7 @@ class _Stream:
             yield self.moved(what, ALL_REDUCE, shared, added, part=True)
             yield self.moved(what, ALL_GATHER, self.split, gathered)
         yield self.moved("last hidden states", ALL_REDUCE, {PIPELINE}, pipe.ticks("H"), part=True)
-        yield self.moved("gradient of the looked-up vectors", ALL_REDUCE, {PIPELINE}, pipe.shared("B"), part=True)
+        yield self.moved("gradient of the looked-up vectors", ALL_REDUCE, {PIPELINE}, pipe.ticks("B"), part=True)
 
     def statistics(self) -> Transfer:
         """A maximum, a sum and the label's logit for each token, where the vocabulary is split."""

@@ -31,7 +31,7 @@ class Pipeline:
         return self.table.schedule
 
     def ticks(self, slot: str) -> int:
-        """In how many all ranks run a slot: "F", "H" (head) or "B"."""
+        """In how many all ranks run a slot: "F", "H" (head), "B" or "W"."""
         return sum(end - first for first, end, slots in self.table.segments if slot in slots)
 
     def messages(self, slot: str) -> int:
@@ -40,12 +40,13 @@ class Pipeline:
         first, end, _ = [segment for segment in self.table.segments if slot in segment[2]][-1]
         return self.ticks(slot) - (end - first == 1)
 
-    def shared(self, slot: str) -> int:
-        """In how many ticks of F all ranks embed a micro-batch, or of B take the gradient of that. All ticks do, but
-        for a segment's only one in which the first chunk has none: what masks it is known to XLA then."""
-        on = {"F": self.table.embed_on, "B": self.table.unembed_on}[slot]
+    @property
+    def embedded(self) -> int:
+        """In how many ticks all ranks embed a micro-batch: those of F, but for a segment's only one in which the first
+        chunk has none; XLA knows then that nobody reads it."""
+        on = self.table.embed_on
         counts = lambda first, end: end - first if end - first > 1 else int(on[first])
-        return sum(counts(first, end) for first, end, slots in self.table.segments if slot in slots)
+        return sum(counts(first, end) for first, end, slots in self.table.segments if "F" in slots)
 
     @property
     def recomputes(self) -> bool:

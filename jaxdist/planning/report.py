@@ -154,8 +154,21 @@ class Report:
     @property
     def notes(self) -> list[str]:
         """What differs from the program on real devices, and what stages do not share evenly."""
-        shared = pipelines.notes(self.config, self.layout, self.pipeline) if self.pipeline else []
-        return [*self.program.notes, *shared]
+        pipe = self.pipeline
+        return [
+            *self.program.notes,
+            *(pipelines.notes(self.config, self.layout, pipe) if pipe else []),
+            *self._branches,
+        ]
+
+    @property
+    def _branches(self) -> list[str]:
+        """What is counted more often than it runs."""
+        if not any(one.branch for one in self.collectives):
+            return []
+        return [
+            "collectives in branches, of which a rank takes those where it has something to run, count in all ticks"
+        ]
 
     @property
     def too_large(self) -> str:

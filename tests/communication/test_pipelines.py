@@ -9,10 +9,9 @@ import pytest
 from jaxdist.config import Config
 from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.planning import communication
-from jaxdist.planning.hlo import Collective
+from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.training.run import Run
-from tests.communication.reading import collectives
 from tests.planning.pipelines import config
 from tests.tiers import thinned
 
@@ -37,11 +36,16 @@ ROWS = [
     ("1x2x2", dict(whole_vocab=True)),
     ("1x1x2", dict(microbatches=1, rows=4)),
     ("2x2x2", dict(zero=3, sequence=True, schedule="interleaved", layers=8, virtual=2)),
+    ("2x2x2", dict(zero=3, sequence=True, schedule="zb-u", remat="none")),
+    ("1x2x2", dict(sequence=True, schedule="zb-u", remat="block")),
+    ("2x2x2", dict(zero=3, schedule="zb-h1", remat="none")),
+    ("1x2x2", dict(sequence=True, schedule="zb-h1", remat="dots")),
 ]
 
 
 @cache
 def moved(asked: Config) -> tuple[Run, list[Collective]]:
+    """Those in a branch count as if all ranks took it in every tick: in the prediction too."""
     run = Run(asked, devices=jax.devices()[: devices_asked(parse_mesh(asked.mesh))])
     with jax.set_mesh(run.mesh):
         return run, collectives(run.lower().compile().as_text(), run.mesh)
