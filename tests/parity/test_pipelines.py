@@ -88,6 +88,7 @@ def check(row: Row) -> None:
     cases.assert_equal(got, one_device(row.model, model.layers))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("row", thinned(zip(pairwise()), 12), ids=lambda row: "-".join(map(str, row)))
 def test_every_pipeline_equals_one_device(row):
     check(row)
@@ -97,3 +98,12 @@ def test_the_cover_is_a_cover():
     rows = pairwise()
     assert {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)} == pairs()
     assert len(rows) <= 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "zero", "sequence"), [("1x4x2", 0, True), ("2x2x2", 3, False), ("2x2x2", 1, True)])
+def test_repeated_key_value_heads_equal_one_device(mesh, zero, sequence):
+    """One head for keys and values, or two for a model axis of four."""
+    model = MODELS["llama-tied"].model_copy(update={"kv_heads": parse_mesh(mesh)["model"] // 2, "layers": 2})
+    got = cases.train(mesh, 4, model, stage=zero, sequence=sequence)
+    cases.assert_equal(got, cases.train(model=model))
