@@ -177,13 +177,14 @@ def free_port() -> str:
 # ---- validation
 
 
-@pytest.mark.parametrize("batch", [4, 8, 12, 20, 24])
-def test_validation_covers_each_row_once_and_fills_up_with_nothing(tokens, batch):
+@pytest.mark.parametrize(("batch", "k"), [(4, 1), (8, 2), (12, 1), (20, 5), (24, 1)])
+def test_validation_covers_each_row_once_and_fills_up_with_nothing(tokens, batch, k):
+    """In k micro-batches, as a pipeline takes them."""
     mesh, layout = on("4x1x1")
-    batches = [jax.tree.map(np.asarray, b) for b in validation_batches(tokens, S, batch, 0, mesh, layout)]
-    assert all(b["tokens"].shape == b["labels"].shape == (1, batch, S) for b in batches)
-    labels = np.concatenate([b["labels"][0] for b in batches])
-    inputs = np.concatenate([b["tokens"][0] for b in batches])
+    batches = [jax.tree.map(np.asarray, b) for b in validation_batches(tokens, S, batch, 0, k, mesh, layout)]
+    assert all(b["tokens"].shape == b["labels"].shape == (k, batch // k, S) for b in batches)
+    labels = np.concatenate([b["labels"].reshape(batch, S) for b in batches])
+    inputs = np.concatenate([b["tokens"].reshape(batch, S) for b in batches])
     n = tokens.rows(S)
     assert np.array_equal(labels[:n], tokens.window(np.arange(n), S)[:, 1:])
     assert np.array_equal(inputs[:n], tokens.window(np.arange(n), S)[:, :-1])
@@ -194,9 +195,9 @@ def test_validation_covers_each_row_once_and_fills_up_with_nothing(tokens, batch
 
 def test_validation_limit_takes_the_first_batches(tokens):
     mesh, layout = on("1x1x1")
-    some = list(validation_batches(tokens, S, 4, 2, mesh, layout))
+    some = list(validation_batches(tokens, S, 4, 2, 1, mesh, layout))
     assert np.array_equal(np.concatenate([b["tokens"][0] for b in some]), tokens.window(np.arange(8), S)[:, :-1])
-    assert len(list(validation_batches(tokens, S, 4, 99, mesh, layout))) == 5
+    assert len(list(validation_batches(tokens, S, 4, 99, 1, mesh, layout))) == 5
 
 
 # ---- prefetch

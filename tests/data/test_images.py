@@ -267,7 +267,7 @@ def test_a_sample_reaches_one_data_rank_once_an_epoch(numbered, mesh, ranks, mon
 
 @pytest.mark.parametrize("batch", [4, 12, 24, 20])
 def test_validation_covers_each_row_once_and_fills_up_with_nothing(numbered, batch):
-    batches = [jax.tree.map(np.asarray, b) for b in image_validation_batches(numbered, batch, 0, *on("4x1x1"))]
+    batches = [jax.tree.map(np.asarray, b) for b in image_validation_batches(numbered, batch, 0, 1, *on("4x1x1"))]
     assert all(b["images"].shape == (1, batch, 1, 1, 1) for b in batches)
     pixels = np.concatenate([b["images"].ravel() for b in batches])
     labels = np.concatenate([b["labels"].ravel() for b in batches])
@@ -276,4 +276,4 @@ def test_validation_covers_each_row_once_and_fills_up_with_nothing(numbered, bat
     assert (labels[24:] == IGNORED).all()
     assert not pixels[24:].any()
     assert len(labels) - 24 < batch
-    assert len(list(image_validation_batches(numbered, batch, 1, *on("1x1x1")))) == 1
+    assert len(list(image_validation_batches(numbered, batch, 1, 1, *on("1x1x1")))) == 1
