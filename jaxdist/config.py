@@ -264,6 +264,7 @@ FREE_ON_RESUME = (
     "run_dir",
     "resume",
     "data.prefetch",
+    "model.remat",
     "parallel",
     "pipeline",
     "validation",

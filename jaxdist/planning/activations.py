@@ -20,7 +20,7 @@ def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
     residual, heads = m.embed // layout.parts("residual"), m.heads // layout.parts("heads")
     key_values = 2 * max(1, m.key_value_heads // layout.parts("heads"))
     mlp = (2 if m.family == "llama" else 1) * m.mlp_size // layout.parts("mlp")
-    if remat == "block":
+    if remat in ("block", "stage"):  # which without stages is the same
         return residual
     dots = 2 * residual + (heads + key_values) * size + mlp
     named = dots + heads * size + heads

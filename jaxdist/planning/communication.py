@@ -108,7 +108,8 @@ def _stream(config: Config, layout: Layout) -> Iterator[Transfer]:
     """The residual stream [B, S, D] of k micro-batches, over the axes that split layers, vocabulary and sequence."""
     split, sizes, width = layout.split("residual"), config.model, compute_width(config)
     for logical in ("heads", "mlp"):
-        again = logical == "heads" and sizes.remat == "block"  # its output is computed again, the MLP's is not needed
+        whole = sizes.remat in ("block", "stage")  # attention's output is computed again, the MLP's is not needed
+        again = logical == "heads" and whole
         moves = {REDUCE_SCATTER: 2 + again, ALL_GATHER: 3} if split else {ALL_REDUCE: 2 + again}
         for kind, calls in moves.items():
             what, calls = "residual stream of the layers", calls * sizes.layers

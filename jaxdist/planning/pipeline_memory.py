@@ -10,9 +10,8 @@ from jaxdist.config import Config
 from jaxdist.planning.activations import saved_per_token, stashed_per_token, working
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.placement import Placed, compute_width
+from jaxdist.planning.transfers import F32
 from jaxdist.sharding import Layout
-
-F32 = 4
 
 
 def gradients(config: Config, parameters: list[Placed], pipe: Pipeline) -> int:

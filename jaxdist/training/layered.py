@@ -100,8 +100,9 @@ class Layered(Differentiated):
         return jax.tree.map(lambda w: w.astype(self.dtype), params)
 
 
-KEPT = dict(none=(PRODUCT, ATTENTION), dots=(PRODUCT,), block=())
-"""What the forward pass of a layer keeps for the backward pass beside its input, by name: `model.remat`."""
+KEPT = dict(none=(PRODUCT, ATTENTION), dots=(PRODUCT,), block=(), stage=())
+"""What the forward pass of a layer keeps for the backward pass beside its input, by name: `model.remat`. Where a mesh
+has no stages, a run that recomputes them (it came from one that has) recomputes blocks."""
 
 
 def recompute(remat: str):

@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 from jaxdist import __version__, models
 from jaxdist.cluster.runtime import capacity
+from jaxdist.config import PipelineConfig
 from jaxdist.mesh import PIPELINE, describe
 from jaxdist.models.attention import attention_kernel
 from jaxdist.planning import memory, pipelines, placement, remedies
@@ -86,9 +87,21 @@ def _too_small(run: Run, held: memory.Memory, there: float) -> str:
 def _layout(run: Run) -> list[tuple[str, str]]:
     """Where every parameter lies, and what was to be split and is not."""
     parameters = placement.placed(run.config, run.model, run.layout)
-    notes = [("note", note) for note in placement.notes(run.config, parameters, run.layout)]
+    notes = [("note", note) for note in placement.notes(run.config, parameters, run.layout) + _no_stages(run)]
     if all(p.rest == p.use == p.elements for p in parameters):
         return [*notes, ("layout", "every parameter lies whole on every device")]
     pipelined = run.mesh.shape[PIPELINE] > 1
     table = placement.listing(parameters, [memory.state(run.config, p, pipelined) for p in parameters])
     return [*notes, ("layout", table[0]), *(("", line) for line in table[1:])]
+
+
+def _no_stages(run: Run) -> list[str]:
+    """What is not used of a request on a mesh whose pipeline axis was filled with 1."""
+    config = run.config
+    if run.mesh.shape[PIPELINE] > 1:
+        return []
+    unused = {
+        "model.remat stage recomputes blocks": config.model.remat == "stage",
+        "the schedule and its micro-batches are not used": config.pipeline != PipelineConfig(),
+    }
+    return [f"mesh {config.mesh} has no stages here, so {what}" for what, told in unused.items() if told]

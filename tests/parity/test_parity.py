@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from jaxdist.config import PipelineConfig
 from jaxdist.mesh import parse_mesh
 from tests.parity import cases
 from tests.tiers import thinned
@@ -169,6 +170,9 @@ STRATEGIES = {
     "hybrid ZeRO 2": ("gpt-tied", "data=4,replica=2", dict(stage=2)),
     "ZeRO 1 and tensor parallel": ("gpt-untied", "2x4x1", dict(stage=1)),
     "ZeRO 3, tensor and sequence parallel": ("llama-tied", "2x4x1", dict(stage=3, sequence=True)),
+    "padded stages": ("gpt-untied", "1x1x2", dict()),
+    "stages, ZeRO 3, tensor and sequence parallel": ("llama-tied", "2x2x2", dict(stage=3, sequence=True)),
+    "zero bubble and ZeRO 1": ("gpt-tied", "2x1x2", dict(stage=1, pipeline=PipelineConfig(schedule="zb-u"))),
 }
 
 
