@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist.config import Config, CountOrZero
-from jaxdist.request import Extra, arguments, check_picture, run
+from jaxdist.request import STEP_KNOBS, Extra, arguments, check_picture, run
 
 if TYPE_CHECKING:
     from jaxdist.planning.report import Report
@@ -18,16 +18,6 @@ DESCRIPTION = (
     "Compile the train step of a configuration, and tell which bytes every device holds, what crosses the mesh, and "
     "whether that is what theory says. Nothing is run, no data is read, and no device has to be there."
 )
-KNOBS = [
-    "mesh",
-    "precision",
-    "parallel",
-    "pipeline",
-    "model",
-    "optimizer",
-    "train.global_batch_size",
-    "train.accumulation",
-]
 EXTRAS = [
     Extra("target", "", "Compile for this GPU, which need not be here: a100, h100, h200, gh200. Empty: CPU devices."),
     Extra("devices", 0, "How many devices, where the mesh has a -1 to be filled; 0: as many as it names.", CountOrZero),
@@ -37,7 +27,7 @@ EXTRAS = [
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = arguments(argv, "explain", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
+    asked = arguments(argv, "explain", DESCRIPTION, extras=EXTRAS, knobs=STEP_KNOBS)
     extras = asked.extras
     check_picture(extras["picture"], "memory.png")
     report = explain(asked.config, extras["target"] or None, extras["devices"])

@@ -6,23 +6,13 @@ import json
 from typing import TYPE_CHECKING
 
 from jaxdist.config import Count, CountOrZero
-from jaxdist.request import Extra, arguments
+from jaxdist.request import STEP_KNOBS, Extra, arguments
 
 if TYPE_CHECKING:
     from jaxdist.config import Config
 
 DESCRIPTION = "Measure the train step of a configuration on random tokens or images: no data is read, nothing is saved."
-KNOBS = [
-    "mesh",
-    "precision",
-    "parallel",
-    "pipeline",
-    "model",
-    "optimizer",
-    "train.global_batch_size",
-    "train.accumulation",
-    "train.seed",
-]
+KNOBS = [*STEP_KNOBS, "train.seed"]
 JSON = Extra("json", False, "Print one JSON object on standard output, and nothing else.")
 WARMUP = Extra("warmup", 3, "Steps before the measurement.", CountOrZero)
 REPEATS = Extra("repeats", 20, "Steps that are measured, each one waited for.", Count)

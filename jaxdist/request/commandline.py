@@ -22,6 +22,10 @@ DONE, FAILED, MISTAKE = 0, 1, 2
 LAYOUT_KNOBS = ("mesh", "precision", "parallel.zero", "parallel.sequence", "parallel.rules", "pipeline")
 """Where weights lie, and what is computed in."""
 
+STEP_KNOBS = ("mesh", "precision", "parallel", "pipeline", "model", "optimizer")
+STEP_KNOBS += ("train.global_batch_size", "train.accumulation")
+"""What a train step follows from."""
+
 RUN_KNOBS = (*LAYOUT_KNOBS, "data", "train.global_batch_size", "train.accumulation")
 """What may differ when the checkpoint of a run is used."""
 
