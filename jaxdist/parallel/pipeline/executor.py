@@ -33,13 +33,10 @@ from jaxtyping import Array, Float
 
 from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region
-from jaxdist.parallel.pipeline.layers import Layers
+from jaxdist.parallel.pipeline.device import Device, Program, Tree, get, own, put
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import Table
 from jaxdist.sharding import BATCH, Layout, wide
-
-Tree = Any
-"""Nested dicts of arrays."""
 
 SHARED = "the_same_on_all_ranks"
 """The name in a program of branches that all devices take alike."""
@@ -47,18 +44,6 @@ SHARED = "the_same_on_all_ranks"
 Row = dict[str, Array]
 """One tick of a `Table`, for this rank."""
 Carry = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Program:
-    """A model as a pipeline needs it, in functions of what one device holds. `part` is a micro-batch."""
-
-    embed: Callable[[Tree, Tree], Float[Array, "..."]]
-    """(tops, part) -> the residual stream."""
-    layer: Callable[[Tree, Float[Array, "..."], Tree, Array], Float[Array, "..."]]
-    """(weights of a layer, residual stream, part, number of the layer) -> residual stream."""
-    loss: Callable[[Tree, Float[Array, "..."], Tree], Float[Array, ""]]
-    """(tops, residual stream, part) -> summed loss."""
 
 
 @dataclass(frozen=True)
@@ -127,27 +112,17 @@ class Executor:
         return run.end(carry)
 
 
-class Region:
+class Region(Device):
     """What one device does: the state of the executor inside the region. Methods of its carry, tick by tick."""
 
-    def __init__(self, executor: Executor, weights: Tree, batch: Tree, backward: bool):
-        self.of, self.batch, self.backward = executor, batch, backward
-        self.table, self.program, self.layout = executor.table, executor.program, executor.layout
+    def __init__(self, of: Executor, weights: Tree, batch: Tree, backward: bool):
+        super().__init__(of.program, of.stages, of.layout, of.places, of.stage)
+        self.table, self.recompute, self.batch, self.backward = of.table, of.recompute, batch, backward
         self.uniform = self.table.schedule.uniform
-        split = self.layout.split
-        self.stream = (*split(BATCH), PIPELINE, *split("residual"))
-        places = {name: place for name, place in executor.places.items() if name != BLOCKS}
-        self.top_places, self.block_places = places, executor.places[BLOCKS]
-        own = partial(jax.tree.map, lambda p, w: p.own(w))
-        self.tops = own(places, {name: weights[name] for name in places})
-        blocks = weights[BLOCKS] if executor.stage == 3 else own(self.block_places, weights[BLOCKS])
+        self.tops = own(self.top_places, {name: weights[name] for name in self.top_places})
+        blocks = weights[BLOCKS] if of.stage == 3 else own(self.block_places, weights[BLOCKS])
         self.blocks = jax.tree.map(lambda w: w[:, 0], blocks)
         self.at_rest = jax.tree.map(lambda w: w[:, 0], weights[BLOCKS])
-        of_one = jax.tree.map(lambda p: p.layer.layer.layer, self.block_places)
-        self.layers = Layers(self.program.layer, executor.stages, of_one, executor.stage)
-        ring = [(i, (i + 1) % self.table.schedule.stages) for i in range(self.table.schedule.stages)]
-        ring = ring if self.table.schedule.virtual > 1 else ring[:-1]
-        self.onward, self.back = ring, [(b, a) for a, b in ring]
 
     def start(self) -> Carry:
         """Buffers and sums, empty."""
@@ -160,8 +135,8 @@ class Region:
         carry = dict(acts=ring("acts"), sent=region.zeros_like(x), loss=loss)
         if not self.backward:
             return carry
-        kept = x if self.of.recompute else self.layers.kept(self.chunk(0), region.zeros_like(x), part, self.numbers(0))
-        blocks = self.at_rest if self.of.stage >= 2 else self.blocks
+        kept = x if self.recompute else self.layers.kept(self.chunk(0), region.zeros_like(x), part, self.numbers(0))
+        blocks = self.at_rest if self.stage >= 2 else self.blocks
         sums = partial(jax.tree.map, lambda w: region.zeros(w.shape, wide(w.dtype), region.varying(w)))
         empty = lambda slots, a: region.vary(region.zeros_like(a, (slots,)), (PIPELINE,))
         buffer = lambda name, of: jax.tree.map(partial(empty, self.table.slots[name]), of)
@@ -173,14 +148,14 @@ class Region:
 
     def _stash(self, residuals: Tree, x: jax.Array, part: Tree) -> Tree:
         """Shapes of what B leaves for W."""
-        backward = lambda: self.layers.of_input(self.chunk(0), _get(residuals, 0), part, self.numbers(0), x)
+        backward = lambda: self.layers.of_input(self.chunk(0), get(residuals, 0), part, self.numbers(0), x)
         return jax.eval_shape(backward)[0]
 
     def tick(self, slots: frozenset[str], heads: bool, carry: Carry, row: Row) -> tuple[Carry, None]:
         """One row of the table. `heads`: the last chunk runs F in every tick of this segment."""
-        carry = carry | {"acts": _put(carry["acts"], carry["sent"], row["recv_act"])}
+        carry = carry | {"acts": put(carry["acts"], carry["sent"], row["recv_act"])}
         if self.backward:
-            carry |= {"cots": _put(carry["cots"], carry["returned"], row["recv_cot"])}
+            carry |= {"cots": put(carry["cots"], carry["returned"], row["recv_cot"])}
         if "F" in slots:
             carry, y = self.forward(carry, row)
             if "H" in slots:
@@ -200,10 +175,10 @@ class Region:
 
         def run(residuals, x):
             y, kept = self.layers.forward(self.chunk(chunk), x, part, self.numbers(chunk))
-            kept = x if self.of.recompute else kept
-            return (_put(residuals, kept, row["f_res"]) if self.backward else residuals), y
+            kept = x if self.recompute else kept
+            return (put(residuals, kept, row["f_res"]) if self.backward else residuals), y
 
-        x = self.embed(row, _get(carry["acts"], row["f_act"]))
+        x = self.embed(row, get(carry["acts"], row["f_act"]))
         residuals, y = self._own(row["f_on"], run, carry.get("residuals"), x)
         return carry | ({"residuals": residuals} if self.backward else {}), y
 
@@ -225,7 +200,7 @@ class Region:
                 return sums | {"loss": sums["loss"] + loss_of(self.tops, last)}
             loss, vjp = jax.vjp(loss_of, self.tops, last)
             tops, dy = vjp(region.vary(jnp.ones_like(loss), region.varying(loss)))
-            cots = _put(sums["cots"], region.vary(dy, self.stream), row["f_cot"])
+            cots = put(sums["cots"], region.vary(dy, self.stream), row["f_cot"])
             return {"loss": sums["loss"] + loss, "tops": _add(sums["tops"], tops), "cots": cots}
 
         names = ("loss", "tops", "cots") if self.backward else ("loss",)
@@ -234,21 +209,21 @@ class Region:
     def backwards(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
         """B of a chunk: the whole backward pass, or where that is split, the gradient of its input."""
         chunk, part = row["b_chunk"], self.part(row["b_micro"])
-        kept = partial(_get, carry["residuals"], row["b_res"])
+        kept = partial(get, carry["residuals"], row["b_res"])
 
         def whole(blocks, dy):
             w, numbers, saved = self.chunk(chunk), self.numbers(chunk), kept()
-            if self.of.recompute:
+            if self.recompute:
                 saved = self.layers.forward(w, lax.optimization_barrier(saved), part, numbers)[1]
             dw, dx = self.layers.backward(w, saved, part, numbers, dy)
             return _add_at(blocks, dw, chunk, row["b_on"]), dx
 
         def half(stash, dy):
             wanted, dx = self.layers.of_input(self.chunk(chunk), kept(), part, self.numbers(chunk), dy)
-            return _put(stash, wanted, row["b_wst"]), dx
+            return put(stash, wanted, row["b_wst"]), dx
 
         run, name = (half, "stash") if self.table.schedule.split else (whole, "blocks")
-        made, dx = self._own(row["b_on"], run, carry[name], _get(carry["cots"], row["b_cot"]))
+        made, dx = self._own(row["b_on"], run, carry[name], get(carry["cots"], row["b_cot"]))
         return carry | {name: made}, dx
 
     def unembed(self, carry: Carry, row: Row, dx: jax.Array) -> Carry:
@@ -267,7 +242,7 @@ class Region:
         chunk, part = row["w_chunk"], self.part(row["w_micro"])
 
         def run(blocks):
-            stash = _get(carry["stash"], row["w_wst"])
+            stash = get(carry["stash"], row["w_wst"])
             dw = self.layers.of_weights(self.chunk(chunk), stash, part, self.numbers(chunk))
             return (_add_at(blocks, dw, chunk, row["w_on"]),)
 
@@ -277,14 +252,9 @@ class Region:
         """`run(*state)` where this rank has the unit.
 
         Uniform schedules run it wherever some rank has it: what comes of it is masked, or goes where nobody looks. In
-        others each rank goes its own way. What runs there may wait only for devices of the same rank, which go the same
-        way: the groups of its collectives lie within one, and none is a permutation, for which all devices meet
-        (`planning.branches` reads that off the compiled program). Only what changes goes through the branch.
+        others each rank goes its own way.
         """
-        if self.uniform:
-            return run(*state)
-        assert region.varying(on) == {PIPELINE}
-        return lax.cond(on, run, lambda *state: state, *state)
+        return run(*state) if self.uniform else self.alone(on, run, *state)
 
     def _shared(self, on: jax.Array, always: bool, run: Callable, state: Tree) -> Tree:
         """`run(state)` in ticks that are `on`, or in `always` all of them, on all ranks together.
@@ -305,30 +275,17 @@ class Region:
         loss = region.add_up(carry["loss"], self.layout.split(BATCH))
         reduce = partial(jax.tree.map, lambda p, g: p.add_up(g))
         blocks = jax.tree.map(lambda g: g[:, None], carry["blocks"])
-        blocks = blocks if self.of.stage >= 2 else reduce(self.block_places, blocks)
+        blocks = blocks if self.stage >= 2 else reduce(self.block_places, blocks)
         return loss, reduce(self.top_places, carry["tops"]) | {BLOCKS: blocks}
 
     def part(self, micro: jax.Array) -> Tree:
-        return _get(self.batch, micro)
+        return get(self.batch, micro)
 
     def chunk(self, virtual: jax.Array | int) -> Tree:
         """Weights of one of this rank's chunks, [depth, ...]."""
-        if self.of.stages.virtual == 1:
+        if self.stages.virtual == 1:
             return jax.tree.map(lambda w: w[0], self.blocks)
-        return _get(self.blocks, virtual)
-
-    def numbers(self, virtual: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        """Which layers those are, and which of them are no padding."""
-        stages, rank = self.of.stages, lax.axis_index(PIPELINE)
-        return jnp.asarray(stages.layer)[virtual, rank], jnp.asarray(stages.valid)[virtual, rank]
-
-
-def _get(buffers: Tree, slot: jax.Array | int) -> Tree:
-    return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, slot, 0, keepdims=False), buffers)
-
-
-def _put(buffers: Tree, values: Tree, slot: jax.Array) -> Tree:
-    return jax.tree.map(lambda b, x: lax.dynamic_update_index_in_dim(b, x, slot, 0), buffers, values)
+        return get(self.blocks, virtual)
 
 
 def _add(sums: Tree, values: Tree, on: jax.Array | bool = True) -> Tree:
@@ -339,4 +296,4 @@ def _add(sums: Tree, values: Tree, on: jax.Array | bool = True) -> Tree:
 def _add_at(sums: Tree, values: Tree, slot: jax.Array, on: jax.Array) -> Tree:
     if jax.tree.leaves(sums)[0].shape[0] == 1:
         return jax.tree.map(lambda s: s[None], _add(jax.tree.map(lambda s: s[0], sums), values, on))
-    return _put(sums, _add(_get(sums, slot), values, on), slot)
+    return put(sums, _add(get(sums, slot), values, on), slot)
