@@ -1,6 +1,6 @@
 """What a pipeline costs beside its schedule, on CPU devices: time over the ideal, compile time, memory.
 
-    python benchmarks/pipeline.py [time] [compile] [memory]
+    python benchmarks/pipeline.py [time] [compile] [memory] [curve]
 
 time      2 stages on 2 devices, one for each core. A unit (F and B of a stage) is measured, not assumed: 2 devices run
           the layers of one stage as data parallelism, both at once as in the pipeline. Ideal is (M + S - 1) units.
@@ -8,13 +8,18 @@ compile   the step of a pipeline beside that of the same model on one device, fo
           which depends less on what else runs.
 memory    temporaries of loss and gradients by schedule and micro-batches, and of GPipe as JAX differentiates it: the
           gradient of the executor's forward pass alone.
+curve     the quickstart on 4 stages, 1F1B against PipeDream, whose gradients are late; nothing is clipped in either.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
+import tempfile
 import time
 from importlib.metadata import version
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -102,13 +107,39 @@ def memory() -> None:
         print(f"            {name:<13} {remat:<6}" + "".join(f"{size:9.1f}" for size in found))
 
 
+def curves() -> None:
+    told = (25, 50, 75, 100, 125, 150)
+    print("curve       loss by step; validation loss in the end")
+    print("            schedule      rate " + "".join(f"{step:>8}" for step in told) + "  validation")
+    for rate in (4e-3, 1e-3):
+        for schedule in ("1f1b", "pipedream"):
+            losses, last, summary = _curve(schedule, rate)
+            of_steps = "".join(f"{losses[step]:8.3f}" for step in told)
+            print(f"            {schedule:<11} {rate:.4f} {of_steps}{last:12.4f}")
+    print(f"            {summary}")
+
+
+def _curve(schedule: str, rate: float) -> tuple[dict[int, float], float, str]:
+    """(step -> loss, last validation loss, what the summary says of the pipeline)."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"mesh": "1x1x4", "pipeline.schedule": schedule, "optimizer.clip": 0, "log.every": 25}
+        options |= {"optimizer.learning-rate": rate, "run-dir": f"{folder}/run"}
+        words = [f"--{name}={value}" for name, value in options.items()]
+        command = [sys.executable, "-m", "jaxdist.train", *words]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        lines = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    (pipeline,) = (line for line in said.splitlines() if line.startswith("pipeline"))
+    return losses, lines[-1]["validation_loss"], pipeline
+
+
 def main() -> None:
-    asked = sys.argv[1:] or ["time", "compile", "memory"]
+    asked = sys.argv[1:] or ["time", "compile", "memory", "curve"]
     wide = 4 if {"compile", "memory"} & set(asked) else 2
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", wide)
     print(f"jax {version('jax')}, {' '.join(f'{k}={v}' for k, v in SIZES.items())}, {ROWS} rows a micro-batch")
-    for name, measure in (("time", times), ("compile", compiles), ("memory", memory)):
+    for name, measure in (("time", times), ("compile", compiles), ("memory", memory), ("curve", curves)):
         if name in asked:
             measure()
 

@@ -137,12 +137,21 @@ class ParallelConfig(Section):
 class PipelineConfig(Section):
     """The order of work where the layers are split over the pipeline axis of the mesh."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-u"] = "1f1b"
-    """Which micro-batch goes forward or backward when; gpipe holds all of them, the last three wait less."""
-    microbatches: Count = 8
-    """Micro-batches per step (M); they take the place of train.accumulation."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-u", "pipedream"] = "1f1b"
+    """Which micro-batch goes when; gpipe holds all, the next ones wait less, pipedream never, with older gradients."""
+    microbatches: CountOrZero = 0
+    """Micro-batches per step (M), in place of train.accumulation; 0 means 8, and for pipedream 1: it has no others."""
     virtual_stages: CountOrZero = 0
     """Parts of the model on each device (v); 0 means 2 for interleaved, and 1 for the others."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the next step begins before the last one has ended."""
+        return self.schedule == "pipedream"
+
+    @property
+    def micro(self) -> int:
+        return self.microbatches or (1 if self.asynchronous else 8)
 
     @property
     def virtual(self) -> int:

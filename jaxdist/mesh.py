@@ -114,7 +114,7 @@ def describe(shape: Mapping[str, int]) -> str:
 
 def micro_batches(config: Config, shape: Mapping[str, int]) -> int:
     """k: into how many parts a step cuts its rows; with a pipeline its micro-batches, else those of accumulation."""
-    return config.pipeline.microbatches if shape.get(PIPELINE, 1) > 1 else config.train.accumulation
+    return config.pipeline.micro if shape.get(PIPELINE, 1) > 1 else config.train.accumulation
 
 
 def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:

@@ -50,10 +50,13 @@ class Memory:
     """What exists only for a moment in either: an estimate."""
     variables: int = 0
     """Batch statistics, and keys and counts of random numbers."""
+    in_flight: int = 0
+    """What an asynchronous pipeline holds between steps: versions of the weights and batches, exactly, and activations,
+    which are an estimate."""
 
     @property
     def arguments(self) -> int:
-        """What lies on the device between steps, exactly."""
+        """What lies on the device between steps, exactly; but for `in_flight`."""
         return sum(self.persistent.values())
 
     @property
@@ -69,6 +72,7 @@ class Memory:
             "their bfloat16 copy": self.copy,
             "batch": self.batch,
             "batch statistics": self.variables,
+            "in flight": self.in_flight,
         }
 
     @property
@@ -88,7 +92,8 @@ def predict(config: Config, model: Model | Foreign, layout: Layout) -> Memory:
     train, sizes, k = config.train, config.model, micro_batches(config, dict(layout.axes))
     pipe = pipeline_of(config, layout)
     rows = train.global_batch_size // k // layout.ranks
-    counters = 4 * (3 + (1 if config.optimizer.name == "sgd" else 2))  # step, skipped twice; optax's own counts
+    counts = 1 if config.optimizer.name == "sgd" else 2
+    counters = 4 * (3 + (counts if pipe is None or pipe.flush else 0))  # step, skipped twice; optax's own, if used
     held = dict(
         parameters=4 * rest,
         optimizer=4 * rest * moments + counters,
@@ -102,7 +107,9 @@ def predict(config: Config, model: Model | Foreign, layout: Layout) -> Memory:
         return Memory(**held, batch=4 * rows * k * (pixels + 1), activations=0, working=0, variables=variables)
     batch = 4 * rows * k * (2 * sizes.sequence + (sizes.dropout > 0))  # tokens, labels, row numbers
     if pipe:
-        return Memory(**held, batch=batch, **pipeline_memory.activations(config, layout, pipe, rows))
+        in_flight = 0 if pipe.flush else pipeline_memory.in_flight(config, layout, parameters, pipe, rows)
+        activations = pipeline_memory.activations(config, layout, pipe, rows)
+        return Memory(**held, batch=batch, **activations, in_flight=in_flight)
     inside = config.parallel.zero >= 2 and config.parallel.micro_batches == "inside"
     remat = "named" if config.parallel.zero >= 2 and sizes.remat == "none" else sizes.remat
     kept = rows * (k if inside else 1) * sizes.sequence * sizes.layers * saved_per_token(sizes, layout, remat)

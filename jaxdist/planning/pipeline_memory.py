@@ -57,6 +57,24 @@ def activations(config: Config, layout: Layout, pipe: Pipeline, rows: int) -> di
     return dict(activations=buffers, working=chunk + working(sizes, layout, rows, width))
 
 
+def in_flight(config: Config, layout: Layout, parameters: list[Placed], pipe: Pipeline, rows: int) -> int:
+    """What an asynchronous pipeline holds between steps, all buffers as deep as those of the first rank.
+
+    For each batch in flight the weights of its F and what that has kept; for those that have passed the head, the
+    gradient of that; one message each way.
+    """
+    layers, tops = _split(parameters)
+    sizes, width, S = config.model, compute_width(config), pipe.stages.ranks
+    tokens = rows * sizes.sequence
+    stream = width * tokens * sizes.embed // layout.parts("residual")
+    named = "named" if sizes.remat == "none" else sizes.remat
+    kept = stream if pipe.recomputes else width * tokens * pipe.stages.depth * saved_per_token(sizes, layout, named)
+    batch = F32 * rows * (2 * sizes.sequence + (2 if sizes.dropout else 0))  # tokens, labels, keys
+    numbers = 4 * F32  # the batch's number and count, its loss, the square of its norm
+    of_batch = width * layers["rest"] + kept + batch + numbers
+    return S * of_batch + (S // 2 + 1) * F32 * tops["use"] + 2 * stream + F32  # and the number of the round
+
+
 def _split(parameters: list[Placed]) -> tuple[dict[str, int], dict[str, int]]:
     """Elements of the layers and of what is none: at rest, in use, and of one layer."""
     count = lambda stacked: {

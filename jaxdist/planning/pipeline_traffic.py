@@ -42,7 +42,11 @@ def _name(p: Placed) -> str:
 def _weights(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Transfer:
     """Once per step; at stage 3 those of a layer whenever a tick runs it: in F, in B, and to compute it again."""
     arrays, elements = 1, p.use
-    if p.stacked and config.parallel.zero == 3:
+    if p.stacked and config.parallel.zero < 3 and not pipe.flush:
+        again = (pipe.recomputes and pipe.stages.depth > 1) or p.name not in NOT_NEEDED_BACKWARD
+        arrays = pipe.ticks("F") + again * pipe.ticks("B")
+        elements *= arrays
+    elif p.stacked and config.parallel.zero == 3:
         runs = _gathered(p, layout, pipe)
         arrays, elements = runs * pipe.stages.depth, runs * p.use // pipe.stages.virtual
     what = f"weights of {_name(p)}"
@@ -60,7 +64,7 @@ def _gathered(p: Placed, layout: Layout, pipe: Pipeline) -> int:
     again = p.name not in NOT_NEEDED_BACKWARD
     if stages.depth > 1:
         return forward + (pipe.recomputes + again) * backward
-    if stages.virtual > 1:
+    if stages.virtual > 1 or not pipe.flush:
         return forward + again * backward
     if layout.platform == "cpu":
         return 1
@@ -74,6 +78,8 @@ def _gradients(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Ite
     if p.stacked and config.parallel.zero >= 2:
         ticks = pipe.ticks("W" if pipe.schedule.split else "B")
         calls, elements = ticks * pipe.stages.depth, ticks * p.use // pipe.stages.virtual
+    elif p.stacked and not pipe.flush:
+        calls, elements = pipe.ticks("B"), pipe.ticks("B") * p.use
     what = f"gradients of {_name(p)}"
     if not p.whole:
         yield transfer(layout, what, REDUCE_SCATTER, {DATA}, calls, elements, F32)
@@ -142,7 +148,7 @@ class _Stream:
         """Embedding, the hand-over to the head, and their gradients."""
         vocab, pipe = self.layout.split("vocab"), self.pipe
         ends = (
-            ("looked-up vectors", pipe.embedded, pipe.ticks("B")),
+            ("looked-up vectors", pipe.embedded, pipe.unembedded),
             ("last hidden states", pipe.ticks("H"), pipe.ticks("H")),
         )
         shared = [axis for axis in vocab if axis not in self.split]
@@ -152,7 +158,7 @@ class _Stream:
             yield self.moved(what, ALL_REDUCE, shared, added, part=True)
             yield self.moved(what, ALL_GATHER, self.split, gathered)
         yield self.moved("last hidden states", ALL_REDUCE, {PIPELINE}, pipe.ticks("H"), part=True)
-        yield self.moved("gradient of the looked-up vectors", ALL_REDUCE, {PIPELINE}, pipe.ticks("B"), part=True)
+        yield self.moved("gradient of the looked-up vectors", ALL_REDUCE, {PIPELINE}, pipe.unembedded, part=True)
 
     def statistics(self) -> Transfer:
         """A maximum, a sum and the label's logit for each token, where the vocabulary is split."""

@@ -26,6 +26,10 @@ class Pipeline:
     remat: str
     """What the backward pass recomputes, as `config.model.remat`."""
 
+    flush = True
+    """Whether weights are the same for a whole step. If not, they are gathered for each F and B, and gradients reduced
+    after each B, at any stage of ZeRO."""
+
     @property
     def schedule(self) -> Schedule:
         return self.table.schedule
@@ -49,6 +53,11 @@ class Pipeline:
         return sum(counts(first, end) for first, end, slots in self.table.segments if "F" in slots)
 
     @property
+    def unembedded(self) -> int:
+        """In how many ticks all ranks share the gradient of an embedded micro-batch."""
+        return self.ticks("B")
+
+    @property
     def recomputes(self) -> bool:
         """Whether F keeps the input of a chunk alone, and B runs all of it again."""
         return self.remat == "stage"
@@ -67,6 +76,21 @@ class Pipeline:
         """Rank -> the most micro-batches times chunks."""
         s = self.schedule
         return in_flight(s.name, s.stages, s.micro_batches, s.virtual)
+
+    @property
+    def timed(self) -> str:
+        """How long it takes and what it holds, for a person."""
+        schedule = self.schedule
+        what = "micro-batches" if self.stages.virtual == 1 else "chunks of micro-batches"
+        waiting = f"{self.bubble.share:.1%} is waiting ({self.ratio})"
+        return (
+            f"{schedule.micro_batches} micro-batch(es) in {schedule.ticks} ticks, of whose time {waiting}; "
+            f"{what} in flight by rank: {_listed(self.in_flight)}"
+        )
+
+    @property
+    def ratio(self) -> str:
+        return f"F : B as {self.times.F:g} : {self.times.B:g}"
 
     @property
     def padding(self) -> int:
@@ -89,6 +113,58 @@ class Pipeline:
         }
 
 
+class Unflushed(Pipeline):
+    """That of an asynchronous schedule: a round of the program, of whose two ticks a rank runs F in one and B in the
+    other; the program has both in both."""
+
+    flush = False
+
+    def ticks(self, slot: str) -> int:
+        return {"F": 2, "B": 2, "H": 1}[slot]
+
+    def messages(self, slot: str) -> int:
+        return self.ticks(slot)
+
+    @property
+    def embedded(self) -> int:
+        return 1
+
+    @property
+    def unembedded(self) -> int:
+        return 1
+
+    @property
+    def bubble(self) -> Bubble:
+        """Of a round: a rank waits where a neighbour's B takes longer than its F."""
+        F, B = self.times.F, self.times.B
+        return Bubble(F + B, 2 * max(F, B), F + B)
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Rank -> global batches, and versions of the weights."""
+        return [self.stages.ranks - rank for rank in range(self.stages.ranks)]
+
+    @property
+    def stale(self) -> list[int]:
+        """Rank -> updates between F and B of a batch."""
+        return [batches - 1 for batches in self.in_flight]
+
+    @property
+    def timed(self) -> str:
+        return (
+            f"never empty, a global batch in 2 ticks, of whose time {self.bubble.share:.1%} is waiting ({self.ratio}); "
+            f"batches in flight and versions of the weights by rank: {_listed(self.in_flight)}; updates by which a "
+            f"gradient is late: {_listed(self.stale)}, of the head's {self.stages.ranks // 2}"
+        )
+
+    def json(self) -> dict[str, object]:
+        return super().json() | {"ticks": 2, "stale": self.stale}
+
+
+def _listed(numbers: list[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
 def pipeline_of(config: Config, layout: Layout) -> Pipeline | None:
     """None without a pipeline. Raises `ValueError` as `stages_of` does."""
     shape = {PIPELINE: layout.size(PIPELINE)}
@@ -96,7 +172,7 @@ def pipeline_of(config: Config, layout: Layout) -> Pipeline | None:
     if stages is None:
         return None
     schedule = make(config.pipeline.schedule, stages.ranks, micro_batches(config, shape), stages.virtual)
-    return Pipeline(stages, make_table(schedule), config.model.remat)
+    return (Pipeline if schedule.flush else Unflushed)(stages, make_table(schedule), config.model.remat)
 
 
 def told(pipe: Pipeline) -> str:
@@ -105,13 +181,7 @@ def told(pipe: Pipeline) -> str:
     sizes = sorted({*stages.sizes})
     layers = " or ".join(map(str, sizes)) + (" layer" if sizes == [1] else " layers")
     cut = f"{stages.ranks} stages" + f" x {stages.virtual} virtual stages" * (stages.virtual > 1)
-    what = "micro-batches" if stages.virtual == 1 else "chunks of micro-batches"
-    ratio = f"{pipe.times.F:g} : {pipe.times.B:g}"
-    return (
-        f"{schedule.name}, {cut} of {layers}; {schedule.micro_batches} micro-batch(es) in {schedule.ticks} ticks, of "
-        f"whose time {pipe.bubble.share:.1%} is waiting (F : B as {ratio}); {what} in flight by rank: "
-        f"{' '.join(map(str, pipe.in_flight))}"
-    )
+    return f"{schedule.name}, {cut} of {layers}; {pipe.timed}"
 
 
 def notes(config: Config, layout: Layout, pipe: Pipeline) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -12,8 +13,10 @@ from jaxtyping import Array, Int, Key
 
 from jaxdist.models import Model, Params
 from jaxdist.parallel import zero
-from jaxdist.parallel.pipeline.executor import Executor, Program
-from jaxdist.parallel.pipeline.schedules import make
+from jaxdist.parallel.pipeline.asynchronous import Asynchronous
+from jaxdist.parallel.pipeline.device import Program
+from jaxdist.parallel.pipeline.executor import Executor
+from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import make_table
 from jaxdist.sharding import Layout
@@ -59,7 +62,7 @@ class Pipelined:
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]):
         """(summed loss, its gradient in f32, variables, further sums)."""
-        batch = self._with_keys(batch, step)
+        batch = self.with_keys(batch, step)
         loss, grads = self._executor(batch).gradients(weights, batch)
         return loss, grads, variables, {}
 
@@ -78,13 +81,29 @@ class Pipelined:
     @property
     def uniform(self) -> bool:
         """Whether all ranks run the same in every tick, whatever the number of micro-batches."""
-        return make(self.schedule, self.stages.ranks, 1, self.stages.virtual).uniform
+        return self._of_one.uniform
+
+    @property
+    def flush(self) -> bool:
+        """Whether the pipeline is empty after each step."""
+        return self._of_one.flush
+
+    @property
+    def _of_one(self) -> Schedule:
+        return make(self.schedule, self.stages.ranks, 1, self.stages.virtual)
+
+    def asynchronous(self, update: Callable) -> Asynchronous:
+        """The pipeline that is never emptied, with weights of the compute dtype; see there for `update`."""
+        parts = self.stages, self.layout, self.places, self.stage, self._program, self.dtype
+        return Asynchronous(*parts, recompute=self.remat == "stage", update=update)
 
     def _executor(self, batch: Batch) -> Executor:
+        """For the micro-batches of one step. What is asynchronous else is not, where weights stay as they are."""
         k = jax.tree.leaves(batch)[0].shape[0]
-        table = make_table(make(self.schedule, self.stages.ranks, k, self.stages.virtual))
-        recomputed = self.remat == "stage"
-        return Executor(table, self.stages, self.layout, self.places, self.stage, self._program, recompute=recomputed)
+        schedule = make(self.schedule, self.stages.ranks, k, self.stages.virtual)
+        schedule = schedule if schedule.flush else make("1f1b", self.stages.ranks, k)
+        parts = make_table(schedule), self.stages, self.layout, self.places, self.stage, self._program
+        return Executor(*parts, recompute=self.remat == "stage")
 
     @cached_property
     def _program(self) -> Program:
@@ -100,9 +119,10 @@ class Pipelined:
         """With something in the place of the layers, which are not used."""
         return tops | {BLOCKS: self.model.abstract[BLOCKS]}
 
-    def _with_keys(self, batch: Batch, step: Int[Array, ""]) -> Batch:
-        """Each row's key, if there is dropout."""
+    def with_keys(self, batch: Batch, step: Int[Array, ""]) -> Batch:
+        """Each row's key in the place of its number, if there is dropout."""
+        others = {name: a for name, a in batch.items() if name != "rows"}
         if not self.dropout:
-            return batch
+            return others
         key = jax.random.fold_in(jax.random.key(self.seed), step)
-        return batch | {"keys": jax.vmap(jax.vmap(partial(jax.random.fold_in, key)))(batch["rows"])}
+        return others | {"keys": jax.vmap(jax.vmap(partial(jax.random.fold_in, key)))(batch["rows"])}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from jaxdist.models import Params
 from jaxdist.planning.branches import across_ranks
 from jaxdist.request import check_mesh_fits
 from jaxdist.sharding import Layout, on_devices, rules
+from jaxdist.training.asynchronous import AsynchronousStep
 from jaxdist.training.checkpoint import Checkpoints
 from jaxdist.training.optimizer import optimizer
 from jaxdist.training.pictures import Pictures
@@ -68,9 +69,11 @@ class Run:
 
     @cached_property
     def step(self) -> Step:
-        config = self.config
-        rule = optimizer(config.optimizer, self.steps, models.matrices(self.model))
-        return Step(self.forward, rule, max_norm=config.optimizer.clip, keep=config.precision == "mixed")
+        config, decay = self.config, models.matrices(self.model)
+        rule = partial(optimizer, config.optimizer, self.steps)
+        if isinstance(self.forward, Pipelined) and not self.forward.flush:
+            return AsynchronousStep(self.forward, rule, decay, self.batch())
+        return Step(self.forward, rule(decay), max_norm=config.optimizer.clip, keep=config.precision == "mixed")
 
     @cached_property
     def forward(self) -> Forward:
@@ -89,6 +92,11 @@ class Run:
         """Shapes and shardings of a global batch of training."""
         return self.task.abstract_batch()
 
+    def no_batch(self) -> Batch:
+        """A global batch without a label; call under `jax.set_mesh`."""
+        fill = lambda name, a: jnp.full(a.shape, -1 if name == "labels" else 0, a.dtype, device=a.sharding)
+        return {name: fill(name, a) for name, a in self.batch().items()}
+
     def lower(self) -> jax.stages.Lowered:
         """The train step, its state donated, ready to be compiled; call under `jax.set_mesh`."""
         return jax.jit(self.step.train, donate_argnums=0).lower(self.abstract(), self.batch())
@@ -106,7 +114,7 @@ class Run:
 
     def logical(self, state: TrainState) -> TrainState:
         """The state as a checkpoint holds it, layers as [L, ...] whatever the mesh; call under `jax.set_mesh`."""
-        state = state._replace(weights=None)
+        state = state._replace(weights=None, in_flight=None)
         return jax.jit(self.forward.stages.unfolded)(state) if isinstance(self.forward, Pipelined) else state
 
     def abstract_logical(self) -> TrainState:
@@ -116,11 +124,9 @@ class Run:
         return on_devices(jax.eval_shape(made), self.mesh)
 
     def resume(self, state: TrainState) -> TrainState:
-        """The inverse of `logical`, with the weights that are kept in use made again; call under `jax.set_mesh`."""
+        """The inverse of `logical`, with what a checkpoint does not hold made again; call under `jax.set_mesh`."""
         state = state._replace(params=self.folded(state.params), optimizer=self.folded(state.optimizer))
-        if not self.step.keep:
-            return state
-        return state._replace(weights=jax.jit(self.forward.weights)(state.params))
+        return jax.jit(self.step.with_derived)(state)
 
     def folded(self, tree: Any) -> Any:
         """Parameters, or what has their names, from a checkpoint, as the step wants them."""

@@ -30,7 +30,7 @@ Summed = tuple[Float[Array, ""], Params, Params, Further]
 
 
 class TrainState(NamedTuple):
-    """What goes from step to step. A checkpoint holds all of it but `weights`."""
+    """What goes from step to step. A checkpoint holds all of it but what follows from the rest (`with_derived`)."""
 
     step: Int[Array, ""]
     """Steps taken, skipped ones included."""
@@ -43,6 +43,8 @@ class TrainState(NamedTuple):
     """The parameters in use, where they are kept between steps; they follow from `params`."""
     variables: Params | None = None
     """What the model changes while it computes: batch statistics, counts of random numbers."""
+    in_flight: Any = None
+    """What is under way in an asynchronous pipeline, which is emptied before its state is saved."""
 
 
 class Metrics(NamedTuple):
@@ -91,6 +93,8 @@ class Step:
     ):
         self.forward, self.optimizer, self.max_norm, self.keep = forward, optimizer, max_norm, keep
         self.places = forward.places
+        self.late = 0
+        """Steps until the metrics of a step are told."""
 
     def init(self, key: Key[Array, ""]) -> TrainState:
         """The state before the first step, laid out for the mesh."""
@@ -103,8 +107,12 @@ class Step:
     def start(self, params: Params, variables: Params | None = None) -> TrainState:
         """The state before the first step from these parameters, as `place` returns them."""
         count = jnp.zeros((), jnp.int32)
-        weights = self.forward.weights(params) if self.keep else None
-        return TrainState(count, params, self.optimizer.init(params), count, count, weights, variables or {})
+        state = TrainState(count, params, self.optimizer.init(params), count, count, None, variables or {})
+        return self.with_derived(state)
+
+    def with_derived(self, state: TrainState) -> TrainState:
+        """With what a checkpoint does not hold."""
+        return state._replace(weights=self.forward.weights(state.params)) if self.keep else state
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step. A loss or gradient that is not finite leaves all but the counts as it is."""

@@ -94,18 +94,19 @@ class Trainer:
     def train(self, first: int | None) -> int:
         """Go on after step `first`, or begin."""
         state, first = self.start(first), first or 0
-        step_function = self.compile()
+        self.program, self.settled_at = self.compile(), first
         self.meter = Meter(self.run, self.log)
         with Prefetch(self.batch, first, self.steps, self.config.data.prefetch) as batches:
             for step in range(first + 1, self.steps + 1):
                 batch = self.meter.next(batches)
-                state, metrics = step_function(state, batch)
-                self.meter.step(step, metrics)
+                state = self.step(step, state, batch)
                 self.checkpoints.check()
                 if self.due(step, self.config.validation.every):
+                    state = self.settled(step, state)
                     self.validate(step, state)
                 stopped_by = self.stop.name
                 if self.due(step, self.config.checkpoint.every) or stopped_by:
+                    state = self.settled(step, state)
                     self.save(step, state)
                 if stopped_by and step < self.steps:
                     self.log.say(f"stopped by {stopped_by}: step {step} is saved; the same command goes on")
@@ -134,6 +135,23 @@ class Trainer:
         """The global batch of the step that follows `step` steps: a function of (seed, step) alone."""
         train, task = self.config.train, self.run.task
         return task.batch(global_rows(train.seed, step, train.global_batch_size, task.rows), step)
+
+    def step(self, step: int, state: TrainState, batch: Batch) -> TrainState:
+        """Give `batch` to the program, and tell the results of the step that ends with it."""
+        state, metrics = self.program(state, batch)
+        ends = step - self.run.step.late
+        if ends > self.settled_at:
+            self.meter.step(ends, metrics)
+        return state
+
+    def settled(self, step: int, state: TrainState) -> TrainState:
+        """The state with the updates of all steps up to `step`: what an asynchronous pipeline still has in it comes
+        through."""
+        if self.settled_at < step:
+            for late in range(1, self.run.step.late + 1):
+                state = self.step(step + late, state, self.run.no_batch())
+            self.settled_at = step
+        return state
 
     def due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)

@@ -40,6 +40,9 @@ ROWS = [
     ("1x2x2", dict(sequence=True, schedule="zb-u", remat="block")),
     ("2x2x2", dict(zero=3, schedule="zb-h1", remat="none")),
     ("1x2x2", dict(sequence=True, schedule="zb-h1", remat="dots")),
+    ("2x1x2", dict(zero=1, schedule="pipedream", microbatches=1)),
+    ("2x2x2", dict(zero=3, sequence=True, schedule="pipedream", microbatches=1, remat="none")),
+    ("2x1x4", dict(zero=2, schedule="pipedream", microbatches=1, dropout=0.1)),
 ]
 
 

@@ -39,6 +39,17 @@ def test_argument_bytes_are_predicted_exactly_and_the_state_is_donated(mesh, of)
     assert found.alias_size_in_bytes == predicted.arguments - predicted.batch
 
 
+@pytest.mark.parametrize(
+    ("mesh", "of"), [("2x1x4", dict(zero=1, dropout=0.1, layers=5)), ("1x2x2", dict(precision="bfloat16", zero=3))]
+)
+def test_what_is_in_flight_is_predicted_and_donated(mesh, of):
+    """With remat stage a batch leaves the input of a stage, and the bytes are exact."""
+    found, predicted = planned(config(mesh, "pipedream", microbatches=1, **of))
+    assert found.argument_size_in_bytes == predicted.arguments
+    assert predicted.in_flight > predicted.parameters
+    assert found.alias_size_in_bytes == predicted.arguments - predicted.batch
+
+
 def test_mixed_precision_keeps_its_copy_as_the_masters_lie():
     """2 bytes of what a device has at rest, at any stage: the weights are gathered inside the region."""
     for zero in range(4):

@@ -2,13 +2,13 @@
 
 import pytest
 
-from jaxdist.parallel.pipeline.schedules import make
+from jaxdist.parallel.pipeline.schedules import SCHEDULES, make
 
 
 @pytest.mark.parametrize(
     ("request_", "sentence"),
     [
-        (("1f2b", 4, 8), "there is no pipeline schedule '1f2b'; there are gpipe, 1f1b, interleaved, zb-h1, zb-u"),
+        (("1f2b", 4, 8), f"there is no pipeline schedule '1f2b'; there are {', '.join(SCHEDULES)}"),
         (("1f1b", 0, 8), "0 stages are no pipeline; ask for 1 or more"),
         (("1f1b", 4, 0), "0 micro-batches are no pipeline; ask for 1 or more"),
         (("zb-u", 4, 8, 0), "0 virtual stages are no pipeline; ask for 1 or more"),

@@ -21,7 +21,7 @@ def test_schedule_and_table(name, S, M, v):
     table = make_table(schedule)
     check_table(table)
     assert table.residuals == residual_slots(name, S, M, v)
-    assert len(table.segments) <= (3 if not schedule.split else 4 if schedule.uniform else MOST_SEGMENTS)
+    assert len(table.segments) <= (MOST_SEGMENTS if not schedule.uniform else 4 if schedule.split else 3)
     if schedule.uniform:  # F, B and W are occupied from their first tick to their last: widening costs heads only
         for ticks in schedule.units.values():
             assert np.unique(ticks).size == ticks.max() - ticks.min() + 1
@@ -38,10 +38,11 @@ def test_the_largest_is_made_at_once():
 def test_properties():
     found = {name: make(name, 4, 8, v) for name, v in NAMES if v < 3}
     assert {name: schedule.paired for name, schedule in found.items()} == {
-        "gpipe": False, "1f1b": True, "interleaved": True, "zb-h1": False, "zb-u": True
+        "gpipe": False, "1f1b": True, "interleaved": True, "zb-h1": False, "zb-u": True, "pipedream": False
     }  # fmt: skip
     assert [name for name in found if found[name].split] == ["zb-h1", "zb-u"]
-    assert [name for name in found if not found[name].uniform] == ["zb-h1"]
+    assert [name for name in found if not found[name].uniform] == ["zb-h1", "pipedream"]
+    assert [name for name in found if not found[name].flush] == ["pipedream"]
 
 
 def test_interleaved_is_megatrons_where_the_stages_divide_the_micro_batches():

@@ -17,7 +17,7 @@ from jaxdist.sharding import ONE_DEVICE, RULES, Layout, spread
 from jaxdist.training.layered import Layered
 from jaxdist.training.pipelined import Pipelined
 
-ROWS, SEQUENCE, VOCAB, EMBED, MLP = 4, 8, 16, 8, 16
+ROWS, SEQUENCE, VOCAB, EMBED, MLP = 4, 8, 24, 8, 16
 
 
 AXES = dict(
@@ -99,10 +99,15 @@ class Piped:
         gradients = lambda w, b: self.forward.gradients(w, {}, b, jnp.asarray(0))[:2]
         rest = jax.tree.map(lambda p: p.rest, self.forward.places)
         with jax.set_mesh(self.mesh):
-            place = lambda spec, a: jax.device_put(a, jax.NamedSharding(self.mesh, spec))
             folded = jax.tree.map(np.asarray, self.forward.stages.fold(weights(self.layers)))
-            parts = jax.tree.map(partial(place, self.layout.spec([None, "batch"])), batch(self.micro, self.rows))
-            return transform(gradients, jax.tree.map(place, rest, folded), parts)
+            parts = self.put(batch(self.micro, self.rows))
+            return transform(gradients, jax.tree.map(self.place, rest, folded), parts)
+
+    def place(self, spec, a):
+        return jax.device_put(a, jax.NamedSharding(self.mesh, spec))
+
+    def put(self, parts):
+        return jax.tree.map(partial(self.place, self.layout.spec([None, "batch"])), parts)
 
     def program(self) -> core.Jaxpr:
         """What is traced for one device."""

@@ -83,6 +83,20 @@ def test_slots_run_in_whole_segments(schedule, ticks, slots, messages):
     assert tuple(pipe.messages(slot) for slot in "FB") == messages
 
 
+def test_an_asynchronous_pipeline_tells_its_versions_and_how_late_gradients_are():
+    asked = config("1x1x4", "pipedream", microbatches=1, remat="none")
+    pipe = pipeline_of(asked, laid(asked))
+    assert pipe.json() | {"schedule": "pipedream", "ticks": 2, "in_flight": [4, 3, 2, 1], "stale": [3, 2, 1, 0]} == (
+        pipe.json()
+    )
+    assert pipe.bubble.share == pytest.approx(1 / 4)  # of two ticks as long as B a rank works 3 of 4
+    assert pipelines.told(pipe) == (
+        "pipedream, 4 stages of 1 layer; never empty, a global batch in 2 ticks, of whose time 25.0% is waiting "
+        "(F : B as 1 : 2); batches in flight and versions of the weights by rank: 4 3 2 1; updates by which a gradient "
+        "is late: 3 2 1 0, of the head's 2"
+    )
+
+
 def test_the_bubble_counts_recomputation():
     """(S-1)/(M+S-1) whatever B takes; interleaved, half of (S-1) in as much work."""
     for remat, backward in (("none", 2), ("dots", 2), ("block", 3), ("stage", 3)):

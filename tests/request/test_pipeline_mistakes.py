@@ -30,6 +30,17 @@ MISTAKES = {
     "a model without blocks": Wrong(
         "cnn_digits --mesh 2x1x2", [("pipeline=2, but model.family cnn is no stack of like blocks", "to data")]
     ),
+    "micro-batches of an asynchronous schedule": Wrong(
+        "--mesh 1x1x2 --pipeline.schedule pipedream --optimizer.clip 0 --pipeline.microbatches 4",
+        [("microbatches is 4, but pipeline.schedule pipedream has a global batch as its one", "batch_size by 4")],
+    ),
+    "clipping, and a copy, of what is never whole": Wrong(
+        "--mesh 1x1x2 --pipeline.schedule pipedream --precision mixed",
+        [
+            ("optimizer.clip is 1", "knows no norm", "set optimizer.clip to 0, or pipeline.schedule to 1f1b"),
+            ("precision is mixed, but pipeline.schedule pipedream keeps several versions", "precision to bfloat16"),
+        ],
+    ),
     "accumulation": Wrong(
         "--mesh 1x1x2 --train.accumulation 4", [("train.accumulation is 4", "set pipeline.microbatches to 4")]
     ),

@@ -9,11 +9,14 @@ or split into I and W:
     interleaved   (S-1)(F+B)/v   (S-1)(F+B)/v    (v-1)n + 2(S-1-r) + 1
     zb-u          (S-1)(F+I)/v   (S-1)(F+I-W)/v  (v-1)n + 2(S-1) + 1 - r
     zb-h1         depends        (S-1)(F+I-W)/v  (v-1)n + S
+    pipedream     (S-1)(F+B)     (S-1)(F+B)      S - r
+                  + (M-1)|F-B|
 
 and no more in flight than there are, v*M; n is the largest group of `Places`, which is S where S divides M. The free
-ones of zb-u and zb-h1 hold for W <= F, I. Sources: gpipe, Huang et al. 2019, section 2.3; 1f1b and interleaved,
-Narayanan et al. 2021, sections 2.2.1 and 2.2.2; zb-h1, Qi et al. 2024, section 2.3. In 1F1B with one unit at a time a
-rank keeps S - r in flight, not 2(S-1-r) + 1: that is the price of F and B in one tick.
+ones of zb-u and zb-h1 hold for W <= F, I. That of pipedream is what it takes to fill and to empty it, which it does not
+do for M micro-batches; |F-B| it waits on all of them. Sources: gpipe, Huang et al. 2019, section 2.3; 1f1b and
+interleaved, Narayanan et al. 2021, sections 2.2.1 and 2.2.2; zb-h1, Qi et al. 2024, section 2.3. In 1F1B with one unit
+at a time, as pipedream has it, a rank keeps S - r in flight, not 2(S-1-r) + 1: the price of F and B in one tick.
 """
 
 from __future__ import annotations
@@ -26,12 +29,17 @@ def lockstep_bubble(name: str, S: int, M: int, v: int, times: Times) -> float | 
     """What `lockstep_time` has more than M(F+B). For zb-h1 only where F, I and W take equally long."""
     if name == "zb-h1":
         return _equal_parts(S, M, v, times)
+    if name == "pipedream":  # a neighbour runs B meanwhile
+        unequal = abs(times.F - times.B) if S > 1 else 0
+        return (S - 1) * (times.F + times.B) + (M - 1) * unequal
     waits = S - 1 + (v - 1) * max(S - M, 0)  # with M < S a rank waits after each chunk for the first to come round
     return waits * (times.F + (times.I if name == "zb-u" else times.B)) / v
 
 
 def free_bubble(name: str, S: int, M: int, v: int, times: Times) -> float | None:
     """What `free_time` has more than M(F+B)."""
+    if name == "pipedream":
+        name = "1f1b"  # whose units run in the same order
     if name not in ("zb-u", "zb-h1"):
         return lockstep_bubble(name, S, M, v, times)
     if name == "zb-h1" and (v > 1 or M < S):
@@ -58,6 +66,7 @@ def in_flight(name: str, S: int, M: int, v: int = 1) -> list[int]:
         "interleaved": lambda r: groups + 2 * (S - 1 - r) + 1,
         "zb-h1": lambda r: groups + S,
         "zb-u": lambda r: groups + 2 * (S - 1) + 1 - r,
+        "pipedream": lambda r: S - r,
     }[name]
     return [min(v * M, most(rank)) for rank in range(S)]
 

@@ -36,6 +36,8 @@ class Schedule:
     uniform: bool = True
     """Every rank may run every slot that is occupied in a tick, with masks where it has nothing to do, and no time is
     lost. False: one unit per tick and rank, which is only worth it where each rank runs its own."""
+    flush: bool = True
+    """Weights stay as they are for all M micro-batches, and the pipeline is empty in the end."""
 
     def __post_init__(self):
         for ticks in self.units.values():
@@ -161,6 +163,16 @@ def zb_h1(S: int, M: int, v: int = 1) -> Schedule:
     return Schedule("zb-h1", S, M, v, *_list_scheduling(Places(S, M, v)), uniform=False)
 
 
+def pipedream(S: int, M: int, v: int = 1) -> Schedule:
+    """1F1B that goes on for ever, of M micro-batches here, each of them a global batch (Narayanan et al. 2019).
+
+    Each rank is updated after each B, so that rank r makes S-1-r updates between F and B of a micro-batch, and keeps
+    as many older versions of its weights (section 3.3). F and B in one tick would make it twice as many.
+    """
+    g, m = np.arange(S)[:, None], np.arange(M)
+    return Schedule("pipedream", S, M, 1, 2 * m + g, 2 * m + 2 * S - 1 - g, uniform=False, flush=False)
+
+
 def _list_scheduling(at: Places) -> tuple[Ticks, Ticks, Ticks]:
     """Tick by tick, each rank runs the first of its next F, B and W that can run and fits into what may be in flight.
 
@@ -205,10 +217,11 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "interleaved": interleaved,
     "zb-h1": zb_h1,
     "zb-u": zb_u,
+    "pipedream": pipedream,
 }
 """Name on the command line -> (S, M, v) -> schedule."""
 
-ONE_CHUNK = ("gpipe", "1f1b")
+ONE_CHUNK = ("gpipe", "1f1b", "pipedream")
 """Schedules for one chunk per rank."""
 
 

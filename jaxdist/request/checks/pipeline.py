@@ -39,6 +39,28 @@ def _recomputing(config: Config) -> Iterator[str]:
         )
 
 
+@check("pipeline.schedule", "pipeline.microbatches", "optimizer.clip", "precision")
+def _asynchronous(config: Config) -> Iterator[str]:
+    pipeline, told = config.pipeline, f"but pipeline.schedule {config.pipeline.schedule}"
+    if not pipeline.asynchronous:
+        return
+    if pipeline.microbatches > 1:
+        yield (
+            f"pipeline.microbatches is {pipeline.microbatches}, {told} has a global batch as its one micro-batch, and "
+            f"an update of each; leave it out, and divide train.global_batch_size by {pipeline.microbatches}"
+        )
+    if config.optimizer.clip:
+        yield (
+            f"optimizer.clip is {config.optimizer.clip:g}, {told} updates each stage before the gradient of the others "
+            f"is there, and so knows no norm to clip by; " + remedy("optimizer.clip to 0", "pipeline.schedule to 1f1b")
+        )
+    if config.precision == "mixed":
+        yield (
+            f"precision is mixed, {told} keeps several versions of the weights, and no copy of the newest; "
+            + remedy("precision to bfloat16", "pipeline.schedule to 1f1b")
+        )
+
+
 @fit("model.family", "model.layers", "pipeline.schedule", "pipeline.virtual_stages")
 def _layers(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     ranks, layers, virtual = shape[PIPELINE], config.model.layers, config.pipeline.virtual

@@ -1,0 +1,39 @@
+"""A run with PipeDream's pipeline: each step's line once, in order, and a resumed run equal to the bit."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist import evaluate
+from tests.training.conftest import lines
+from tests.training.test_resume import kill_after, saved, without_times
+
+PIPELINE = (
+    "--mesh=1x1x3", "--model.layers=3", "--pipeline.schedule=pipedream", "--optimizer.clip=0", "--model.dropout=0.1",
+    "--train.steps=12", "--checkpoint.every=5", "--validation.every=8", "--validation.batches=0",
+)  # fmt: skip
+
+
+def test_each_step_has_its_line(run, capsys):
+    folder = run("straight", *PIPELINE)
+    told = lines(folder)
+    assert [line["step"] for line in told if "loss" in line] == list(range(1, 13))
+    assert [line["step"] for line in told if "validation_loss" in line] == [8, 12]
+    losses = [line["loss"] for line in told if "loss" in line]
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0]
+    state = saved(folder, 12)["training"]
+    assert int(state["step"]) == 12
+    assert int(state["skipped"]) == 0
+    assert evaluate.main([str(folder), "--mesh=1x1x1"]) == 0
+    assert f"{told[-1]['validation_loss']:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_killed_after_a_save_and_resumed_equals_straight_to_the_bit(run, request_of):
+    """A save empties the pipeline: what goes on after it is what is read from it."""
+    straight = run("straight", *PIPELINE)
+    kill_after(5, 5, request_of("killed", *PIPELINE))
+    resumed = run("killed", *PIPELINE)
+    jax.tree.map(np.testing.assert_array_equal, saved(resumed, 12), saved(straight, 12))
+    assert without_times(resumed) == without_times(straight)
