@@ -1,11 +1,6 @@
 """What the options of `jaxdist.parallelize` do, in numbers: scopes, random keys, precision, several processes."""
 
-import json
-import socket
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +11,7 @@ from flax import nnx
 
 import jaxdist
 from tests.parity.modules import MLP, cross_entropy, vectors
+from tests.processes import told
 from tests.tiers import thinned
 
 RATE = 0.3
@@ -138,51 +134,22 @@ def test_precision_is_that_of_weights_and_rows_and_parameters_stay_float32(zero,
 
 
 PROCESS = """
-import json, sys, jax
-process, processes, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-jax.config.update("jax_num_cpu_devices", 4 // processes)
-if processes > 1:
-    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, heartbeat_timeout_seconds=10,
-                               shutdown_timeout_seconds=15)
 import numpy as np, optax, jaxdist
 from tests.parity.modules import MLP, cross_entropy, vectors
 on_mesh = jaxdist.parallelize(MLP, cross_entropy, optax.sgd(0.3), mesh="replica=2,data=2", zero=3, accumulation=2,
                               scope="rows", devices=jax.devices())
-rng, state, told = np.random.default_rng(0), on_mesh.init(0), []
+rng, state, curve = np.random.default_rng(0), on_mesh.init(0), []
 for _ in range(3):
     state, metrics = on_mesh.step(state, vectors(rng))
-    told += [float(metrics.loss), float(metrics.grad_norm)]
+    curve += [float(metrics.loss), float(metrics.grad_norm)]
 rest = {name: a[:13] for name, a in vectors(rng).items()}
-print("told " + json.dumps([*told, on_mesh.evaluate(state, rest)["loss"]]), flush=True)
+tell([*curve, on_mesh.evaluate(state, rest)["loss"]])
 """
-
-
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
 
 
 @pytest.mark.slow
 def test_two_processes_that_give_the_same_rows_have_one_curve_with_one():
     """13 rows of an evaluation do not divide."""
-    curves = []
-    for processes in (1, 2):
-        arguments = [str(processes), free_port()]
-        running = [
-            subprocess.Popen([sys.executable, "-c", PROCESS, str(i), *arguments], cwd=ROOT, stdout=subprocess.PIPE)
-            for i in range(processes)
-        ]
-        try:
-            said = [process.communicate(timeout=120)[0].decode() for process in running]
-        finally:
-            for process in running:
-                process.kill()
-        assert [process.returncode for process in running] == [0] * processes
-        told = [line.removeprefix("told ") for text in said for line in text.splitlines() if line.startswith("told ")]
-        curves += [json.loads(line) for line in told]
+    curves = [curve for processes in (1, 2) for curve in told(PROCESS, processes, devices=4)]
     assert len(curves) == 3
     np.testing.assert_allclose(curves[1:], [curves[0]] * 2, rtol=1e-5)
-
-
-ROOT = Path(__file__).parent.parent
