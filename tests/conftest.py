@@ -39,3 +39,8 @@ def caches(tmp_path_factory):
     jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     return folder
+
+
+def pytest_xdist_auto_num_workers(config):
+    """Two processes, each of which compiles on little more than one core; none for single files, which start faster."""
+    return 0 if all(".py" in argument for argument in config.args) else 2

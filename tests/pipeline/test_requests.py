@@ -1,8 +1,12 @@
 """What `make` refuses, and in which words."""
 
+from typing import get_args
+
 import pytest
 
-from jaxdist.parallel.pipeline.schedules import SCHEDULES, make
+from jaxdist.config import PipelineConfig
+from jaxdist.parallel.pipeline.schedules import ONE_CHUNK, SCHEDULES, make
+from jaxdist.request.checks.pipeline import CHUNKED
 
 
 @pytest.mark.parametrize(
@@ -24,6 +28,13 @@ def test_refused(request_, sentence):
     with pytest.raises(ValueError) as error:
         make(*request_)
     assert str(error.value) == sentence
+
+
+def test_what_may_be_asked_for_is_what_there_is():
+    """Configuration and checks may import no schedule: they spell the names once more."""
+    asked = get_args(PipelineConfig.model_fields["schedule"].annotation)
+    assert set(asked) == set(SCHEDULES)
+    assert set(CHUNKED) == set(SCHEDULES) - set(ONE_CHUNK)
 
 
 def test_one_object_for_all_who_ask_and_nobody_can_change_it():

@@ -14,6 +14,7 @@ from jaxdist.planning.placement import placed
 from jaxdist.planning.report import Report, Row
 from jaxdist.request import outcome
 from jaxdist.sharding import ONE_DEVICE
+from tests.planning.pipelines import config
 
 SMALL = "--model.layers 2 --model.embed 32 --model.vocab 96 --model.sequence 16"
 
@@ -56,6 +57,15 @@ def test_a_person_is_told_the_same(report):
     assert "every collective is as predicted, to the element" in text
     assert "NOT PREDICTED" not in text
     assert "weights of layers" in text
+
+
+@pytest.mark.slow
+def test_collectives_in_branches_are_told_to_count_in_all_ticks(report):
+    """Of zb-h1, whose ranks go their own ways."""
+    note = "collectives in branches, of which a rank takes those where it has something to run, count in all ticks"
+    own_ways = explain.explain(config("1x2x2", "zb-h1", remat="none", layers=2))
+    assert f"note        {note}" in report_text.lines(own_ways)
+    assert note not in "\n".join(report_text.lines(report))
 
 
 def test_what_theory_does_not_ask_for_is_told(report, monkeypatch):
