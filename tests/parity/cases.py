@@ -98,7 +98,8 @@ def train(
         folded = logical = lambda tree: tree
     step = Step(forward, optimizer, max_norm=max_norm, keep=keep)
     with jax.set_mesh(devices):
-        params = jax.tree.map(lambda a: jax.device_put(a.astype(param_dtype), replicated(devices)), weights(model))
+        initial = weights(model.model_copy(update={"remat": "none"}))
+        params = jax.tree.map(lambda a: jax.device_put(a.astype(param_dtype), replicated(devices)), initial)
         before, losses, norms, gradients = jax.device_get(params), [], [], []
         state = jax.jit(lambda params: step.start(step.place(params)))(folded(params))
         take = jax.jit(step.train)

@@ -21,7 +21,9 @@ from tests.training.conftest import lines
 TIMES = ("step_seconds", "data_seconds", "tokens_per_second")
 
 KILLED = """
-import os, pathlib, signal, sys, time
+import jax, os, pathlib, signal, sys, time
+jax.config.update("jax_num_cpu_devices", {devices})
+jax.devices()  # as many as the tests have: then what they have compiled is not compiled again
 from jaxdist.training.meter import Meter
 step, saved = Meter.step, {saved!r} and pathlib.Path({saved!r})
 def step_and_die(self, number, metrics):
@@ -40,7 +42,8 @@ main(sys.argv[1:])
 def kill_after(step: int, saved: int | None, argv: list[str]) -> None:
     """Run in a process of its own that dies without a word: `step` + 1 is done, `saved` is the newest on disk."""
     folder = next(option.partition("=")[2] for option in argv if option.startswith("--run-dir"))
-    program = KILLED.format(after=step, saved=saved and f"{folder}/checkpoints/{saved}")
+    saved = saved and f"{folder}/checkpoints/{saved}"
+    program = KILLED.format(after=step, saved=saved, devices=len(jax.devices()))
     done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
 
