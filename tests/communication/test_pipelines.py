@@ -66,20 +66,31 @@ def test_elements_are_those_of_the_program(mesh, of):
     assert +counted == predicted
 
 
-@pytest.mark.parametrize("schedule", thinned([("1f1b",), ("gpipe",), ("interleaved",)], 3, first=2))
-def test_neighbours_send_the_residual_stream_and_its_gradient_once_per_tick(schedule):
+SENDERS = [
+    ("1x2x2", dict(whole_vocab=True)),
+    ("2x2x2", dict(zero=3, schedule="gpipe", sequence=True, remat="dots")),
+    ("2x1x2", dict(zero=3, schedule="interleaved")),
+]
+"""One of `ROWS` for each order of the units."""
+
+
+@pytest.mark.parametrize(("mesh", "of"), thinned(SENDERS, 3, first=1), ids=str)
+def test_neighbours_send_the_residual_stream_and_its_gradient_once_per_tick(mesh, of):
     """Two collective-permutes in the loop that runs F and B, one where there is either; of a micro-batch each."""
-    run, found = moved(config("1x2x2", schedule, layers=8))
-    pipe, sizes = pipeline_of(run.config, run.layout), run.config.model
+    assert (mesh, of) in ROWS
+    run, found = moved(config(mesh, **of))
+    pipe, sizes, axes = pipeline_of(run.config, run.layout), run.config.model, run.mesh.shape
     sent = [one for one in found if one.kind == "collective-permute"]
-    assert {(one.axes, one.elements) for one in sent} == {(("pipeline",), 4 * sizes.sequence * sizes.embed)}
+    rows = run.config.train.global_batch_size // run.config.pipeline.microbatches // axes["data"]
+    stream = rows * sizes.sequence * sizes.embed // (axes["model"] if run.config.parallel.sequence else 1)
+    assert {(one.axes, one.elements) for one in sent} == {(("pipeline",), stream)}
     assert sum(one.count for one in sent) == pipe.messages("F") + pipe.messages("B")
     assert max(one.depth for one in sent) == 1
 
 
-@pytest.mark.parametrize("zero", thinned([(0,), (1,)], 2, first=0))
-def test_each_gradient_is_reduced_over_data_once_after_the_loops(zero):
-    _, found = moved(config("2x1x2", zero=zero))
+@pytest.mark.parametrize(("zero", "remat"), thinned([(0, "stage"), (1, "none")], 2))
+def test_each_gradient_is_reduced_over_data_once_after_the_loops(zero, remat):
+    _, found = moved(config("2x1x2", zero=zero, remat=remat))
     over = [one for one in found if "data" in one.axes and one.array_elements]
     assert over
     assert all((one.depth, one.count) == (0, 1) for one in over), over
