@@ -148,6 +148,8 @@ class Parallel:
         """The state that `save` wrote there, from any mesh onto this one. Raises `ValueError` where there is none."""
         with jax.set_mesh(self.mesh), Checkpoints(Path(folder), keep=None) as checkpoints:
             state = checkpoints.restore(self._abstract)
+            for note in checkpoints.notes:
+                warnings.warn(note, stacklevel=2)
             weights = jax.jit(self._step.forward.weights)(state.params) if self._step.keep else None
             return state._replace(weights=weights)
 

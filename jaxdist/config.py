@@ -45,6 +45,12 @@ def _whole(value: object) -> object:
     return value
 
 
+def _auto_never_or_step(text: str) -> str:
+    if text not in ("auto", "never") and not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise PydanticCustomError("resume", "must be auto, never, or the number of a step")
+    return text
+
+
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # jax drops higher bits without a word
@@ -52,6 +58,7 @@ FilePath = Annotated[Path, AfterValidator(_short_names)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Resume = Annotated[str, AfterValidator(_auto_never_or_step)]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)]
 
 
@@ -231,8 +238,14 @@ class CheckpointConfig(Section):
 
     every: CountOrZero = 75
     """Steps between checkpoints; 0: only at the end."""
+    minutes: NonNegative = 0.0
+    """Minutes after which to save too; 0: never. Looked at after every step."""
+    epochs: bool = False
+    """Save at the end of every epoch too."""
     keep: Count = 3
     """Newest checkpoints kept, beside the one with the best validation loss."""
+    keep_every: CountOrZero = 0
+    """Checkpoints of steps that this divides are kept for good; 0: none."""
 
 
 class LogConfig(Section):
@@ -255,8 +268,10 @@ class Config(Section):
     """bfloat16 keeps float32 parameters, mixed only float32 masters in the optimizer; auto: bfloat16 on GPUs."""
     run_dir: FilePath | None = None
     """Folder of the run; none: runs/<config name>."""
-    resume: Literal["auto", "never"] = "auto"
-    """Go on with the run in run_dir, or refuse to."""
+    resume: Resume = "auto"
+    """auto goes on with the run in run_dir, never refuses to; a number goes back to the checkpoint of that step."""
+    init_from: FilePath | None = None
+    """A run, or a checkpoint of one, whose weights a new run begins with; same model, and for text same tokenizer."""
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()

@@ -1,129 +1,198 @@
-"""Saving and restoring a run with Orbax: the newest few steps, and the one with the best validation loss.
+"""The checkpoints of a run: its newest steps, and the one with the best validation loss; which of them to go on from.
 
 A checkpoint knows no mesh: arrays are logical, layers stacked as [L, ...], parameters f32. The position in the data
 is the step, because the order of the data is a function of (seed, step).
+
+    checkpoints/STEP, sums/STEP.json    the newest, and those that are kept for good
+    checkpoints/best/                   the same, of one step
+    checkpoints/aside/                  what a run has gone back behind: damaged, or not wanted any more
 """
 
 from __future__ import annotations
 
-import logging
-import shutil
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import orbax.checkpoint as ocp
-
+from jaxdist.cluster.agreement import from_leader, leader
+from jaxdist.cluster.preflight import agreed
 from jaxdist.config import RequestError
 from jaxdist.models import Params
+from jaxdist.training.shelf import Shelf
 from jaxdist.training.step import TrainState
+from jaxdist.training.store import SaveFailed, Store
 
-BEST = "best"
+LATEST, BEST, ASIDE = "latest", "best", "aside"
+
+
+class Found(NamedTuple):
+    """A step that was whole when it was found."""
+
+    store: Store
+    step: int
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run; saves in the background. Use it as a context manager, or `close` it.
+    """The folder `checkpoints/` of a run; saves in the background. Use it as a context manager.
 
-    `keep` is how many of the newest steps to keep; None only reads, and changes nothing on disk.
+    `keep` is how many of the newest steps to keep, beside those that `every` divides (0: none); None only reads, and
+    changes nothing on disk. Every process of a run calls every method; the first one looks, and all do as it says.
     """
 
-    def __init__(self, run_dir: Path, keep: int | None):
-        logging.getLogger("absl").setLevel(logging.ERROR)
+    def __init__(self, run_dir: Path, keep: int | None, every: int = 0):
         folder = Path(run_dir).resolve() / "checkpoints"
-        if keep is not None:
-            for torn in folder.glob("**/*.orbax-checkpoint-tmp"):  # left by a process that died while it saved
-                shutil.rmtree(torn, ignore_errors=True)
-        self._newest = _manager(folder, keep)
-        self._best = _manager(folder / BEST, keep and 1)
+        self._newest = Store(folder, keep or 1, every)
+        self._best = Store(folder / BEST, 1)
+        self._aside = Shelf(folder / ASIDE)
+        self.notes: list[str] = []
+        """Sentences about steps that were passed over, set aside or removed; only the leader has them."""
+        if keep is not None and leader():
+            for store in (self._newest, self._best):
+                path = store.shelf.path
+                self.notes += [f"{path(step)} was not saved whole and is removed" for step in store.shelf.clear()]
 
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Wait until everything is on disk."""
+        try:
+            self.wait()
+        except SaveFailed:
+            if error is None:
+                raise
+        finally:
+            self._newest.close()
+            self._best.close()
 
     def latest(self) -> int | None:
-        """The newest step that was saved whole."""
-        return self._newest.latest_step()
+        """The newest step that was saved, as it seems: nobody has looked whether it is whole."""
+        return max(self._newest.shelf.sealed(), default=None)
+
+    def told(self) -> str:
+        """What to go on from after a failure, in words. Waits for what is on its way; what fails now is not told."""
+        for store in (self._newest, self._best):
+            with suppress(SaveFailed):
+                store.wait()
+        step = self.latest()
+        return "there is no checkpoint" if step is None else f"the last good checkpoint is that of step {step}"
 
     def save(self, step: int, state: TrainState, facts: dict[str, Any]) -> None:
-        """Save `state` and the JSON-able `facts` as `step`; returns when the arrays may be changed again."""
-        if step != self.latest():
-            self._newest.save(step, args=_contents(state, facts), force=True)
+        """Save `state` and the JSON-able `facts` as `step`; returns when the arrays may be changed again.
+
+        Raises `SaveFailed`, as do `save_best`, `check` and `wait`.
+        """
+        self._newest.save(step, _trees(state), facts)
 
     def save_best(self, step: int, state: TrainState, facts: dict[str, Any]) -> None:
         """Save as the step with the best validation loss, in place of the one before."""
-        if step != self._best.latest_step():
-            self._best.save(step, args=_contents(state, facts), force=True)
+        self._best.save(step, _trees(state), facts)
 
     def check(self) -> None:
-        """Raise the error of a save in the background that has failed: now, not at the next save."""
-        self._newest.check_for_errors()
-        self._best.check_for_errors()
+        """Tell of a save in the background that has failed: now, not at the next save."""
+        self._newest.check()
+        self._best.check()
 
-    def facts(self, which: str = "latest") -> dict[str, Any]:
-        return self._read(*self._find(which), facts=ocp.args.JsonRestore()).facts
+    def wait(self) -> None:
+        """Until everything is on disk, and has its checksums."""
+        self._newest.wait()
+        self._best.wait()
 
-    def restore(self, abstract: TrainState, which: str = "latest") -> TrainState:
-        """The state of `which` step ("latest", "best" or a number), laid out as `abstract` says: any mesh will do.
+    def find(self, which: str = LATEST) -> Found:
+        """The step to use for "latest", "best" or a number, read through and found whole.
+
+        The latest is the newest that is whole; for the best that is damaged it stands in.
+        Raises `RequestError` when there is none, or the one with that number is damaged.
+        """
+        stores = self._newest, self._best
+
+        def look() -> int:
+            before = len(self.notes)
+            for store in reversed(stores) if which == BEST else stores[:1]:
+                step = _whole(store.shelf, which, self.notes)
+                if step is not None:
+                    if which == BEST and store is self._newest:
+                        self.notes.append(f"no best checkpoint is whole; the newest one, of step {step}, stands in")
+                    return 2 * step + (store is self._best)
+            raise _no_checkpoint(self._newest.shelf.folder, self.notes[before:])
+
+        found = agreed(look)
+        return Found(stores[found % 2], found // 2)
+
+    def find_start(self, resume: str) -> Found | None:
+        """The step that a run goes on from: "auto" is the latest, or None to start from the beginning; or a number."""
+        if resume == "auto" and not from_leader(int(self.latest() is not None)):
+            return None
+        return self.find(LATEST if resume == "auto" else resume)
+
+    def set_aside(self, after: int) -> None:
+        """Move the steps after that one out of the way: they are damaged, or of a future that is not going to be."""
+        if not leader():
+            return
+        for shelf in (self._newest.shelf, self._best.shelf):
+            later = [step for step in shelf.steps() if step > after]
+            for step in later:
+                shelf.move(step, self._aside)
+            if later:
+                steps = ", ".join(map(str, later))
+                self.notes.append(f"step {steps} of {shelf.folder} is moved to {self._aside.folder}")
+
+    def has_best(self) -> bool:
+        """Whether there is one with the best validation loss, as it seems."""
+        return bool(from_leader(int(bool(self._best.shelf.sealed()))))
+
+    def facts(self, found: Found) -> dict[str, Any]:
+        """What was saved beside the arrays."""
+        return found.store.shelf.facts(found.step)
+
+    def restore(self, abstract: TrainState, found: Found | None = None) -> TrainState:
+        """The state of the step `found`, by default the latest, laid out as `abstract` says: any mesh will do.
 
         `abstract` holds `jax.ShapeDtypeStruct`s with shardings. Weights in use are not saved: `Run.resume` makes them.
-        Raises `RequestError` when there is no such step.
+        Raises `RequestError` when there is no such step, or its arrays are others.
         """
-        items = {name: ocp.args.StandardRestore(tree) for name, tree in _items(abstract).items()}
-        found = self._read(*self._find(which), **items)
-        return TrainState(params=found.params, variables=found.get("variables", {}), **found.training)
+        found = found or self.find()
+        trees = found.store.restore(found.step, _trees(abstract))
+        training = trees.pop("training")
+        return TrainState(params=trees["params"], variables=trees.get("variables", {}), **training)
 
-    def restore_params(self, abstract: Params, variables: Params, which: str = "latest") -> tuple[int, Params, Params]:
-        """(step, parameters, variables) alone, for evaluation: the optimizer's state is not read."""
-        manager, step = self._find(which)
+    def restore_params(self, abstract: Params, variables: Params, found: Found) -> tuple[Params, Params]:
+        """(parameters, variables) alone, for evaluation: the optimizer's state is not read."""
         trees = {"params": abstract} | ({"variables": variables} if variables else {})
-        found = self._read(manager, step, **{name: ocp.args.StandardRestore(tree) for name, tree in trees.items()})
-        return step, found.params, found.get("variables", {})
+        trees = found.store.restore(found.step, trees)
+        return trees["params"], trees.get("variables", {})
 
-    def _read(self, manager: ocp.CheckpointManager, step: int, **items: Any) -> Any:
-        try:
-            return manager.restore(step, args=ocp.args.Composite(**items))
-        except Exception as error:  # Orbax raises what its parts raise: ValueError, KeyError, JSONDecodeError ...
-            reason = str(error).strip().partition("\n")[0][:200]
-            raise RequestError(
-                f"checkpoint {manager.directory}/{step} cannot be read into this run's model ({reason}); if it is "
-                f"damaged, remove that folder to fall back on an older one"
-            ) from error
+    def arrays(self, found: Found, item: str) -> Any:
+        """One item of a step, such as `params`, as it was saved, on one device; {} where it holds none."""
+        return found.store.read(found.step, item)
 
-    def _find(self, which: str) -> tuple[ocp.CheckpointManager, int]:
-        manager = self._best if which == BEST else self._newest
-        steps = sorted(manager.all_steps())
-        if not steps:
-            raise RequestError(f"{manager.directory} holds no checkpoint; train first, or name another run folder")
-        if which in ("latest", BEST):
-            return manager, steps[-1]
+
+def _no_checkpoint(folder: Path, damaged: list[str]) -> RequestError:
+    if not damaged:
+        return RequestError(f"{folder} holds no checkpoint; train first, or name another run folder")
+    return RequestError(f"no checkpoint in {folder} is whole: {'; '.join(damaged)}; name another run folder")
+
+
+def _whole(shelf: Shelf, which: str, notes: list[str]) -> int | None:
+    """The newest step that is whole, or the one with the number `which`; `notes` get those that are not."""
+    steps = shelf.steps()
+    if which not in (LATEST, BEST):
         if not which.isdigit() or int(which) not in steps:
-            raise RequestError(f"{manager.directory} holds no step {which}; it has {', '.join(map(str, steps))}")
-        return manager, int(which)
-
-    def close(self) -> None:
-        """Wait until everything is on disk."""
-        for manager in (self._newest, self._best):
-            manager.wait_until_finished()
-            manager.close()
-
-
-def _manager(folder: Path, keep: int | None) -> ocp.CheckpointManager:
-    if keep is None:
-        options = ocp.CheckpointManagerOptions(read_only=True, create=False)
-    else:
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
-    return ocp.CheckpointManager(folder, options=options)
+            there = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
+            raise RequestError(f"{shelf.folder} holds no step {which}; {there}")
+        if damage := shelf.damage(int(which)):
+            raise RequestError(f"checkpoint {shelf.path(int(which))} is damaged: {damage}; choose another")
+        return int(which)
+    for step in reversed(steps):
+        if not (damage := shelf.damage(step)):
+            return step
+        notes.append(f"checkpoint {shelf.path(step)} is damaged and passed over: {damage}")
+    return None
 
 
-def _items(state: TrainState) -> dict[str, Any]:
+def _trees(state: TrainState) -> dict[str, Any]:
     """Parameters and variables apart from the rest, so that they can be read alone; weights in use follow from them."""
     training = state._asdict()
     del training["weights"]
     variables = training.pop("variables")
     return {"params": training.pop("params"), "training": training} | ({"variables": variables} if variables else {})
-
-
-def _contents(state: TrainState, facts: dict[str, Any]) -> ocp.args.Composite:
-    items = {name: ocp.args.StandardSave(tree) for name, tree in _items(state).items()}
-    return ocp.args.Composite(facts=ocp.args.JsonSave(facts), **items)

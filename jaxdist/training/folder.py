@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from jaxdist import __version__
 from jaxdist.config import Config, RequestError, differing
 from jaxdist.request import load, to_toml
+from jaxdist.training.shelf import Shelf
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -36,7 +37,8 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
 
     def enter(self, config: Config) -> Config:
-        """What to run here: `config`, with the precision of the run that is here where it leaves that open.
+        """What to run here: `config`, with the precision of the run that is here where it leaves that open, and the
+        tokenizer that belongs to the weights that it begins with.
 
         Raises `RequestError` when `config` must not be run here. Writes nothing.
         """
@@ -47,17 +49,25 @@ class RunFolder:
                     f"run folder {self.path} holds no run, but other things ({', '.join(sorted(strangers)[:3])}); "
                     f"name another --run-dir"
                 )
-            return config
+            if config.resume.isdigit():
+                raise RequestError(f"run folder {self.path} holds no run to go back to step {config.resume} of")
+            return inheriting(config)
         if config.resume == "never":
             raise RequestError(
                 f"run folder {self.path} holds a run already and --resume is never; "
                 f"name another --run-dir, or go on with --resume auto"
             )
-        if not any(path.name.isdigit() for path in self.checkpoints.glob("*")):
-            return config  # it died before it had learned anything that could be kept
+        steps = Shelf(self.checkpoints).sealed()
+        if config.resume.isdigit() and int(config.resume) not in steps:
+            there = f"its steps are {', '.join(map(str, steps))}" if steps else "it holds none"
+            raise RequestError(f"run folder {self.path} holds no checkpoint of step {config.resume}; {there}")
+        if not steps:
+            return inheriting(config)  # it died before it had learned anything that could be kept
         old = load(str(self.config), {}, knobs=())
         if config.precision == "auto":
             config = config.model_copy(update={"precision": old.precision})
+        if config.init_from and not config.data.tokenizer:
+            config = _with_tokenizer(config, old.data.tokenizer)
         if names := differing(old, config):
             changes = ", ".join(f"{name} ({_value(old, name)} there, {_value(config, name)} here)" for name in names)
             raise RequestError(
@@ -83,9 +93,10 @@ class RunFolder:
                     f"run folder {self.path} is in use by process {lock.read().strip()}; wait for it, or name another "
                     f"--run-dir"
                 ) from error
-            lock.truncate(0)
-            lock.write(str(os.getpid()))
-            lock.flush()
+            with suppress(OSError):  # a full disk: it is the lock that counts, and room is made by who holds it
+                lock.truncate(0)
+                lock.write(str(os.getpid()))
+                lock.flush()
             yield
 
     def same_data(self, there: str, here: str) -> None:
@@ -113,7 +124,7 @@ class RunFolder:
     def write(self, config: Config, tokenizer: str | None, devices: list[str]) -> None:
         """Write what tells how the run was made: its configuration, environment and tokenizer."""
         self.path.mkdir(parents=True, exist_ok=True)
-        _replace(self.config, to_toml(config))
+        _replace(self.config, to_toml(config.model_copy(update={"resume": "auto"})))  # how to enter is not kept
         _replace(self.environment, json.dumps(environment(devices), indent=2) + "\n")
         if tokenizer is not None:
             _replace(self.tokenizer, tokenizer)
@@ -131,6 +142,43 @@ class RunFolder:
             if keep:
                 kept.append(line + "\n")
         _replace(self.metrics, "".join(kept))
+
+
+def checkpoint_of(path: Path) -> tuple[RunFolder, str]:
+    """The run, and which of its checkpoints, that `--init-from` names. Raises `RequestError` if it names none."""
+    for folder, which in (path, "latest"), (path.parent.parent, path.name):
+        if RunFolder(folder).config.is_file() and (which == "latest" or path.parent.name == "checkpoints"):
+            return RunFolder(folder), which
+    raise RequestError(
+        f"init_from {path} is neither the folder of a run nor a checkpoint in one; "
+        f"name such as runs/gpt_tiny, or runs/gpt_tiny/checkpoints/best"
+    )
+
+
+def inheriting(config: Config) -> Config:
+    """`config` with the tokenizer of the run whose weights it begins with. Raises `RequestError` for another one.
+
+    Data that are tokens already cannot be checked.
+    """
+    data = config.data
+    if not config.init_from:
+        return config
+    source, _ = checkpoint_of(config.init_from)
+    if config.model.images or (data.path and data.path.suffix.lower() == ".bin"):
+        return config
+    tokenizer = source.load_tokenizer()
+    if not data.tokenizer:
+        return _with_tokenizer(config, source.tokenizer)
+    if Tokenizer.from_file(str(data.tokenizer)).get_vocab() != tokenizer.get_vocab():
+        raise RequestError(
+            f"data.tokenizer {data.tokenizer} is not the one of {source.path}, whose weights know its tokens alone; "
+            f"leave it out"
+        )
+    return config
+
+
+def _with_tokenizer(config: Config, tokenizer: Path | None) -> Config:
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
 
 
 def environment(devices: list[str]) -> dict[str, object]:

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import IO
 
 from rich.console import Console
@@ -39,7 +40,8 @@ class Log:
 
     def __exit__(self, *_: object) -> None:
         self.pause()
-        self._lines.close()
+        with suppress(OSError):  # what could not be written was told when it was to be
+            self._lines.close()
         if self._board:
             self._board.close()
         if self._wandb:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -128,6 +129,10 @@ class Run:
         state = state._replace(params=self.folded(state.params), optimizer=self.folded(state.optimizer))
         return jax.jit(self.step.with_derived)(state)
 
+    def begin(self, params: Params, variables: Params) -> TrainState:
+        """The state before the first step with these parameters of a checkpoint; call under `jax.set_mesh`."""
+        return jax.jit(self.step.start)(self.folded(params), variables)
+
     def folded(self, tree: Any) -> Any:
         """Parameters, or what has their names, from a checkpoint, as the step wants them."""
         return jax.jit(self.forward.stages.folded)(tree) if isinstance(self.forward, Pipelined) else tree
@@ -170,11 +175,12 @@ def restore(config: Config, which: str, batch: bool = True) -> Trained:
     """The parameters of `which` step ("latest", "best" or a number) of the run in `config.run_dir`."""
     run = Run(config, batch=batch)
     with jax.set_mesh(run.mesh), Checkpoints(config.run_dir, keep=None) as checkpoints:
+        found = checkpoints.find(which)
+        for note in checkpoints.notes:
+            print(f"note: {note}", file=sys.stderr)
         state = run.abstract_logical()
-        step, params, variables = checkpoints.restore_params(state.params, state.variables, which)
-        params = run.folded(params)
-        data = checkpoints.facts(str(step) if which == "latest" else which)["data"]
-        return Trained(run, step, params, variables, data)
+        params, variables = checkpoints.restore_params(state.params, state.variables, found)
+        return Trained(run, found.step, run.folded(params), variables, checkpoints.facts(found)["data"])
 
 
 def _precision(asked: str, platform: str) -> str:

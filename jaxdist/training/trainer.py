@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import signal
-import sys
 import time
 
 import jax
 
+from jaxdist.cluster.agreement import leader
+from jaxdist.cluster.preflight import check_folder
 from jaxdist.data.batches import Prefetch, global_rows
-from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.checkpoint import Checkpoints, Found
 from jaxdist.training.folder import RunFolder
 from jaxdist.training.meter import Diverged, Meter
 from jaxdist.training.metrics import Log
 from jaxdist.training.plots import plot_loss
 from jaxdist.training.run import Run
+from jaxdist.training.saving import Saving, checkpoint_bytes, finished, locked, no_room
 from jaxdist.training.step import Batch, TrainState
+from jaxdist.training.store import SaveFailed
 from jaxdist.training.summary import summary
 
 DONE, FAILED, STOPPED = 0, 1, 85
@@ -25,40 +27,32 @@ DONE, FAILED, STOPPED = 0, 1, 85
 
 def train(run: Run, folder: RunFolder) -> int:
     """Train `run` in `folder`, from the beginning or from its newest checkpoint. Returns the exit code."""
-    if finished(folder):
+    if finished(run, folder):
         return DONE
     run.open_data()  # nothing is written before it is known to be there and fit
     with (
         jax.set_mesh(run.mesh),
-        folder.locked(),
-        Checkpoints(folder.path, run.config.checkpoint.keep) as checkpoints,
+        locked(folder),
+        Checkpoints(folder.path, run.config.checkpoint.keep, run.config.checkpoint.keep_every) as checkpoints,
     ):
-        first = checkpoints.latest()
-        if first is not None:
-            folder.same_data(checkpoints.facts()["data"], run.task.fingerprint)
-        devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
-        folder.write(run.config, run.task.tokenizer, devices)
-        folder.cut_metrics(first or 0)
-        with Log(run.config, folder, run.steps, first or 0) as log, StopSignal() as stop:
+        found = checkpoints.find_start(run.config.resume)
+        if found:
+            folder.same_data(checkpoints.facts(found)["data"], run.task.fingerprint)
+        check_folder(folder.checkpoints, checkpoint_bytes(run))
+        first = found.step if found else 0
+        checkpoints.set_aside(after=first)
+        if leader():
+            devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
+            folder.write(run.config, run.task.tokenizer, devices)
+            folder.cut_metrics(first)
+        with Log(run.config, folder, run.steps, first) as log, StopSignal() as stop:
             try:
-                return Trainer(run, folder, checkpoints, log, stop).train(first)
-            except Diverged as error:
-                log.say(f"stopped: {error}; the newest checkpoint is that of step {checkpoints.latest()}")
-                return FAILED
-
-
-def finished(folder: RunFolder) -> bool:
-    """Whether the run in `folder` has had its last step; tells so, and draws its picture if that is missing."""
-    if not folder.checkpoints.exists():
-        return False
-    with Checkpoints(folder.path, keep=None) as checkpoints:
-        if checkpoints.latest() is None or checkpoints.latest() < checkpoints.facts()["steps"]:
-            return False
-        step, facts = checkpoints.latest(), checkpoints.facts()
-    if not folder.plot.exists():  # it was killed between its last checkpoint and its end
-        plot_loss(folder.metrics, folder.plot, **facts["baseline"])
-    print(f"{folder.path} is finished at step {step}; to start anew, name another --run-dir", file=sys.stderr)
-    return True
+                return Trainer(run, folder, checkpoints, log, stop).train(found)
+            except (Diverged, SaveFailed) as error:
+                log.say(f"stopped: {error}; {checkpoints.told()}")
+            except OSError as error:
+                log.say(f"stopped: {no_room(error, folder)}; {checkpoints.told()}")
+            return FAILED
 
 
 class StopSignal:
@@ -88,12 +82,11 @@ class Trainer:
     def __init__(self, run: Run, folder: RunFolder, checkpoints: Checkpoints, log: Log, stop: StopSignal):
         self.run, self.folder, self.checkpoints, self.log, self.stop = run, folder, checkpoints, log, stop
         self.config, self.steps = run.config, run.steps
-        self.baseline = {"nats": run.task.baseline(), "name": run.task.baseline_name, "unit": run.task.unit}
-        self.best = math.inf
+        self.saving = Saving(run, checkpoints)
 
-    def train(self, first: int | None) -> int:
-        """Go on after step `first`, or begin."""
-        state, first = self.start(first), first or 0
+    def train(self, found: Found | None) -> int:
+        """Go on after the step that was `found`, or begin."""
+        state, first = self.start(found), found.step if found else 0
         self.program, self.settled_at = self.compile(), first
         self.meter = Meter(self.run, self.log)
         with Prefetch(self.batch, first, self.steps, self.config.data.prefetch) as batches:
@@ -105,25 +98,22 @@ class Trainer:
                     state = self.settled(step, state)
                     self.validate(step, state)
                 stopped_by = self.stop.name
-                if self.due(step, self.config.checkpoint.every) or stopped_by:
+                if self.saving.due(step) or stopped_by:
                     state = self.settled(step, state)
                     self.save(step, state)
                 if stopped_by and step < self.steps:
+                    self.checkpoints.wait()
                     self.log.say(f"stopped by {stopped_by}: step {step} is saved; the same command goes on")
                     return STOPPED
         self.finish()
         return DONE
 
-    def start(self, first: int | None) -> TrainState:
+    def start(self, found: Found | None) -> TrainState:
         """Tell what is going to be run, and make or restore the state."""
-        resume = "from the beginning" if first is None else f"from the checkpoint of step {first}"
-        for line in summary(self.run, self.folder.path, resume):
+        resume = f"from the checkpoint of step {found.step}" if found else "from the beginning"
+        for line in [*summary(self.run, self.folder.path, resume), *self.checkpoints.notes]:
             self.log.say(line)
-        if first is None:
-            return self.run.init()
-        best = self.checkpoints.facts()["best"]
-        self.best = math.inf if best is None else best
-        return self.run.resume(self.checkpoints.restore(self.run.abstract_logical()))
+        return self.saving.go_on(found) if found else self.saving.begin(self.log.say)
 
     def compile(self) -> jax.stages.Compiled:
         started = time.perf_counter()
@@ -161,32 +151,19 @@ class Trainer:
         with self.meter.paused():
             found = self.run.validate(state.params, state.variables, self.config.validation.batches)
             self.log.metrics({"step": step, **{f"validation_{name}": value for name, value in found.items()}})
-            if found["loss"] < self.best:
-                self.best = found["loss"]
-                self.checkpoints.save_best(step, self.run.logical(state), self.facts(step))
+            self.saving.save_if_best(step, state, found["loss"])
 
     def save(self, step: int, state: TrainState) -> None:
         with self.meter.paused():  # the metrics of this step are on disk before its checkpoint is
-            self.checkpoints.save(step, self.run.logical(state), self.facts(step))
-
-    def facts(self, step: int) -> dict[str, object]:
-        """What a checkpoint holds beside arrays: the position in the data is (seed, step)."""
-        best = None if math.isinf(self.best) else self.best
-        return {
-            "step": step,
-            "steps": self.steps,
-            "seed": self.config.train.seed,
-            "data": self.run.task.fingerprint,
-            "best": best,
-            "baseline": self.baseline,
-        }
+            self.saving.save(step, state)
 
     def finish(self) -> None:
         """Compare the outcome with that of one who has not looked, and draw it."""
         self.meter.flush()
-        told = self.baseline
+        self.checkpoints.wait()
+        told = self.saving.baseline
         self.log.say(
-            f"done        best validation loss {self.best:.4f} nats per {told['unit']}; "
+            f"done        best validation loss {self.saving.best:.4f} nats per {told['unit']}; "
             f"{told['name']} of the held-out part {told['nats']:.4f}"
         )
         plot_loss(self.folder.metrics, self.folder.plot, **told)

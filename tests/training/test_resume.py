@@ -30,7 +30,7 @@ def step_and_die(self, number, metrics):
     step(self, number, metrics)
     if number == {after} + 1:
         self.flush()
-        while saved and not saved.exists():  # the save in the background is on disk
+        while saved and not saved.exists():  # the save in the background is on disk, with its checksums
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 Meter.step = step_and_die
@@ -42,7 +42,7 @@ main(sys.argv[1:])
 def kill_after(step: int, saved: int | None, argv: list[str]) -> None:
     """Run in a process of its own that dies without a word: `step` + 1 is done, `saved` is the newest on disk."""
     folder = next(option.partition("=")[2] for option in argv if option.startswith("--run-dir"))
-    saved = saved and f"{folder}/checkpoints/{saved}"
+    saved = saved and f"{folder}/checkpoints/sums/{saved}.json"
     program = KILLED.format(after=step, saved=saved, devices=len(jax.devices()))
     done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
@@ -116,7 +116,7 @@ def test_a_damaged_checkpoint_is_told_in_a_sentence(run, request_of):
     folder = run("straight").parent / "damaged"
     shutil.rmtree(folder / "checkpoints" / "5" / "params" / "d")
     for command in (lambda: train.main(request_of("damaged")), lambda: evaluate.main([str(folder)])):
-        with pytest.raises(RequestError, match=r"checkpoint .*/5 cannot be read .*remove that folder"):
+        with pytest.raises(RequestError, match=r"no checkpoint .*/5 is damaged .*: params/d/\w+ is missing"):
             command()
 
 

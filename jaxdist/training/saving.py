@@ -1,0 +1,136 @@
+"""When a run is saved and what is told of it: the facts of a checkpoint, the best so far, and how a run ended."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import jax
+
+from jaxdist.cluster.agreement import from_leader, leader
+from jaxdist.cluster.preflight import agreed
+from jaxdist.mesh import describe
+from jaxdist.training.checkpoint import Checkpoints, Found
+from jaxdist.training.folder import RunFolder, checkpoint_of
+from jaxdist.training.plots import plot_loss
+from jaxdist.training.run import Run
+from jaxdist.training.shelf import Shelf
+from jaxdist.training.step import TrainState
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors of a disk that takes no more."""
+
+
+@contextmanager
+def locked(folder: RunFolder) -> Iterator[None]:
+    """The folder of a run for this run alone: `RunFolder.locked` by the first process, for all."""
+    with ExitStack() as stack:
+        agreed(lambda: stack.enter_context(folder.locked()) or 0)
+        yield
+
+
+class Saving:
+    """The checkpoints of a run while it trains."""
+
+    def __init__(self, run: Run, checkpoints: Checkpoints):
+        self.run, self.checkpoints, self.config = run, checkpoints, run.config.checkpoint
+        self.baseline = {"nats": run.task.baseline(), "name": run.task.baseline_name, "unit": run.task.unit}
+        self.best = math.inf
+        """The lowest validation loss so far."""
+        self.last = time.monotonic()
+
+    def begin(self, say: Callable[[str], None]) -> TrainState:
+        """The state before the first step: with weights of its own, or with those of `init_from`, which is told."""
+        if not self.run.config.init_from:
+            return self.run.init()
+        folder, which = checkpoint_of(self.run.config.init_from)
+        with Checkpoints(folder.path, keep=None) as checkpoints:
+            found, abstract = checkpoints.find(which), self.run.abstract_logical()
+            params, variables = checkpoints.restore_params(abstract.params, abstract.variables, found)
+        for line in [*checkpoints.notes, f"weights     those of step {found.step} of {folder.path}"]:
+            say(line)
+        return self.run.begin(params, variables)
+
+    def go_on(self, found: Found) -> TrainState:
+        """The state of that step, as the run's mesh wants it."""
+        best = self.checkpoints.facts(found)["best"]
+        if best is not None and self.checkpoints.has_best():  # one that was set aside is to be found again
+            self.best = best
+        return self.run.resume(self.checkpoints.restore(self.run.abstract_logical(), found))
+
+    def due(self, step: int) -> bool:
+        """Whether to save after `step`; every process asks at every step, and all get the same answer."""
+        every = self.config.every > 0 and step % self.config.every == 0
+        return every or step == self.run.steps or self._end_of_epoch(step) or self._late()
+
+    def save(self, step: int, state: TrainState) -> None:
+        self.checkpoints.save(step, self.run.logical(state), self.facts(step))
+        self.last = time.monotonic()
+
+    def save_if_best(self, step: int, state: TrainState, loss: float) -> None:
+        if loss < self.best:
+            self.best = loss
+            self.checkpoints.save_best(step, self.run.logical(state), self.facts(step))
+
+    def facts(self, step: int) -> dict[str, object]:
+        """What a checkpoint holds beside arrays: the position in the data is (seed, step)."""
+        return {
+            "step": step,
+            "steps": self.run.steps,
+            "seed": self.run.config.train.seed,
+            "data": self.run.task.fingerprint,
+            "best": None if math.isinf(self.best) else self.best,
+            "baseline": self.baseline,
+            "mesh": describe(self.run.mesh.shape),
+            "processes": jax.process_count(),
+            "time": time.time(),
+        }
+
+    def _end_of_epoch(self, step: int) -> bool:
+        """Whether the last row of an epoch is in this step's batch."""
+        epochs = lambda steps: steps * self.run.config.train.global_batch_size // self.run.task.rows
+        return self.config.epochs and epochs(step) > epochs(step - 1)
+
+    def _late(self) -> bool:
+        """Whether it is so many minutes since the last; by the clock of the first process."""
+        if not self.config.minutes:
+            return False
+        return bool(from_leader(int(time.monotonic() - self.last >= 60 * self.config.minutes)))
+
+
+def finished(run: Run, folder: RunFolder) -> bool:
+    """Whether the run in `folder` has had its last step; tells so, and draws its picture if that is missing."""
+    if run.config.resume != "auto":
+        return False
+    step = from_leader((_last_step(Shelf(folder.checkpoints)) or 0) if leader() else 0)
+    if step and leader():
+        if not folder.plot.exists():  # it was killed between its last checkpoint and its end
+            plot_loss(folder.metrics, folder.plot, **Shelf(folder.checkpoints).facts(step)["baseline"])
+        print(f"{folder.path} is finished at step {step}; to start anew, name another --run-dir", file=sys.stderr)
+    return bool(step)
+
+
+def _last_step(shelf: Shelf) -> int | None:
+    """The last step of a run, if it was saved and is whole."""
+    step = max(shelf.sealed(), default=None)
+    try:
+        return step if step and step >= shelf.facts(step)["steps"] and not shelf.damage(step) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # damaged
+
+
+def checkpoint_bytes(run: Run) -> int:
+    """Of a checkpoint, at most: Orbax compresses."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract_logical()))
+
+
+def no_room(error: OSError, folder: RunFolder) -> str:
+    """A sentence for a disk that takes no more. Raises any other error again."""
+    if error.errno not in NO_ROOM:
+        raise error
+    return f"{error.filename or folder.path} cannot be written: {os.strerror(error.errno).lower()}"
