@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train a model, or go on with a run",
     "evaluate": "the validation loss of a run's checkpoint",
     "generate": "text from a run's checkpoint",
+    "checkpoints": "what a run has saved: list, verify, prune, export",
     "explain": "what a step holds and moves, compiled for any mesh, also of GPUs that are not here",
     "bench step": "measure the train step: time, tokens per second, MFU, memory",
     "bench scaling": "the step on several numbers of devices: speed-up, efficiency, serial fraction",

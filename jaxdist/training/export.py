@@ -1,0 +1,53 @@
+"""The weights of a checkpoint as a safetensors file, for other programs: no mesh, no optimizer, no stacked layers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxdist import __version__
+from jaxdist.config import Config
+from jaxdist.request import to_toml
+from jaxdist.training.checkpoint import Checkpoints
+
+STACKED = "blocks"
+"""The part of a decoder's parameters whose arrays are [L, ...]."""
+
+
+def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
+    """Write the parameters of `which` step of the run in `config.run_dir`, f32, and what belongs to them: statistics
+    of batches under `variables.`. What was written, as numbers.
+
+    Names are those of our parameter tree, with a layer's number after `blocks`: `blocks.3.mlp.up` [D, F]. The metadata
+    hold the run's configuration, so that one file is enough to build the model again.
+    """
+    jax.config.update("jax_platforms", "cpu")  # nothing is computed; has no effect once a device was used
+    with Checkpoints(config.run_dir, keep=None) as checkpoints:
+        found = checkpoints.find(which)
+        for note in checkpoints.notes:
+            print(f"note: {note}", file=sys.stderr)
+        tensors = dict(_named(checkpoints.arrays(found, "params"), stacked=not config.model.images))
+        variables = checkpoints.arrays(found, "variables")
+        tensors |= {f"variables.{name}": array for name, array in _named(variables, stacked=False)}
+    metadata = {"format": "jaxdist", "version": __version__, "step": str(found.step), "config": to_toml(config)}
+    temporary = path.with_name(path.name + ".tmp")
+    save_file(tensors, temporary, metadata)
+    temporary.replace(path)
+    total = sum(array.nbytes for array in tensors.values())
+    return {"path": str(path), "step": found.step, "tensors": len(tensors), "bytes": total}
+
+
+def _named(tree: Any, stacked: bool) -> Iterator[tuple[str, np.ndarray]]:
+    for keys, array in jax.tree_util.tree_leaves_with_path(tree):
+        first, *rest = (str(key.key) for key in keys)
+        if stacked and first == STACKED:
+            for number, layer in enumerate(np.asarray(array)):
+                yield ".".join((first, str(number), *rest)), np.ascontiguousarray(layer)
+        else:
+            yield ".".join((first, *rest)), np.ascontiguousarray(array)
