@@ -246,6 +246,8 @@ class CheckpointConfig(Section):
     """Newest checkpoints kept, beside the one with the best validation loss."""
     keep_every: CountOrZero = 0
     """Checkpoints of steps that this divides are kept for good; 0: none."""
+    grace_seconds: Positive = 60.0
+    """From a signal to the end of the run at the latest, saved or not: what a scheduler gives before it kills."""
 
 
 class LogConfig(Section):
@@ -257,6 +259,28 @@ class LogConfig(Section):
     """Write TensorBoard files into the run folder."""
     wandb: str = ""
     """Weights & Biases project to report to (needs the extra 'wandb'); empty: none. Never stops a run."""
+
+
+class ClusterConfig(Section):
+    """Which of several processes this one is; without any of this, as the environment tells (torchrun, Slurm)."""
+
+    coordinator: str = ""
+    """HOST:PORT where process 0 is reached by all; empty: as the environment tells."""
+    processes: CountOrZero = 0
+    """How many there are; 0: as the environment tells, or 1."""
+    process_id: Annotated[int, Field(ge=-1, lt=2**31)] = -1
+    """Which this is, from 0; -1: as the environment tells."""
+
+
+class FaultConfig(Section):
+    """When to give up on what does not go on."""
+
+    hang_seconds: NonNegative = 0.0
+    """End the job when a step takes longer, or 10 times as long to start; 0: 10 usual steps, at least 5 minutes."""
+    heartbeat_seconds: Count = 30
+    """A process that has not been heard of for so long is lost, and with it the job."""
+    start_seconds: Count = 300
+    """How long the processes wait for each other at the start."""
 
 
 class Config(Section):
@@ -281,6 +305,8 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    fault: FaultConfig = FaultConfig()
 
 
 FREE_ON_RESUME = (
@@ -294,6 +320,8 @@ FREE_ON_RESUME = (
     "validation",
     "checkpoint",
     "log",
+    "cluster",
+    "fault",
 )
 """Keys (or whole sections) that may differ when a run goes on: they do not change what is learned."""
 

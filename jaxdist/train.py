@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jaxdist.config import Config
+from jaxdist.cluster.place import find
+from jaxdist.config import ClusterConfig, Config
 from jaxdist.request import Extra, arguments, run
 
 DESCRIPTION = (
@@ -22,11 +23,16 @@ def main(argv: list[str] | None = None) -> int:
 
     folder = RunFolder(config.run_dir)
     config = folder.enter(config)  # before jax is imported, and long before anything compiles
+    place = find(config.cluster)
+    config = config.model_copy(update={"cluster": ClusterConfig()})  # the same in all processes, and in the folder
 
-    from jaxdist.training.run import Run
-    from jaxdist.training.trainer import train
+    from jaxdist.cluster.job import Job
 
-    return train(Run(config), folder)
+    with Job(place, config) as job:
+        from jaxdist.training.run import Run
+        from jaxdist.training.trainer import train
+
+        return job.end(train(Run(config), folder, job))
 
 
 def look(config: Config) -> int:

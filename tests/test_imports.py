@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jaxdist"
 FILES = sorted(PACKAGE.rglob("*.py"))
-COMMANDS = {"train", "evaluate", "generate", "explain", "checkpoints"}
+COMMANDS = {"train", "evaluate", "generate", "explain", "checkpoints", "launch"}
 
 READERS = [f"jaxdist.planning.{name}" for name in ("hlo", "hlo_text", "target", "apart", "branches")]
 """What reads or makes a compiled program: a prediction is not read off the program."""
@@ -130,7 +130,10 @@ def test_axis_names_are_spelled_in_mesh_only():
             assert not set(told) & set(AXES), name(path)
 
 
-@pytest.mark.parametrize("module", ["config", "mesh", "request", "train", "checkpoints", "lab.__main__"])
+@pytest.mark.parametrize(
+    "module",
+    ["config", "mesh", "request", "train", "launch", "checkpoints", "cluster.place", "cluster.local", "lab.__main__"],
+)
 def test_no_jax_before_the_request_is_read(module):
     code = f"import sys, jaxdist.{module}; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from jaxdist.cluster import board
+from jaxdist.config import RequestError
 
 
 def leader() -> bool:
@@ -17,3 +23,28 @@ def from_leader(value: int) -> int:
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int64(value)))
+
+
+def leader_first(name: str, make: Callable[[], object]) -> None:
+    """Call `make` in every process, but first in the leader alone: what it leaves on disk the others find there."""
+    if not leader():
+        board.read(name)
+    make()
+    if leader() and jax.process_count() > 1:
+        board.post(name, "made")
+
+
+def check_alike(what: str, text: str, remedy: str) -> None:
+    """Raise `RequestError` in a process whose `text` is not the leader's; waits for it. Ask once for each `what`."""
+    if jax.process_count() == 1:
+        return
+    if leader():
+        board.post(what, text)
+    elif there := _difference(text, board.read(what)):
+        raise RequestError(f"process {jax.process_index()} has another {what} than process 0: {there}; {remedy}")
+
+
+def _difference(here: str, there: str) -> str:
+    """Those lines of two texts that differ, in a few words."""
+    lines = itertools.zip_longest(here.splitlines(), there.splitlines(), fillvalue="nothing")
+    return ", ".join(f"{mine} here, {its} there" for mine, its in lines if mine != its)

@@ -1,27 +1,99 @@
-"""The devices of this process. Without an accelerator the CPU is split into as many devices as the mesh needs."""
+"""The processes of a job joined, and their devices. Without an accelerator the CPUs are split into as many devices as
+the mesh needs, the same number in each process."""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
+import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import jax
 
-from jaxdist.config import RequestError
+from jaxdist.cluster import board
+from jaxdist.cluster.place import Place, check_own_name, named_loopback
+from jaxdist.config import FaultConfig, RequestError
 from jaxdist.mesh import FILL, MOST_CPU_DEVICES, abstract_mesh, describe, devices_asked, fill, make_mesh
 
 NO_GPU = "JAX's CUDA plug-in is installed but finds no NVIDIA GPU here: the CPU is used (JAX_PLATFORMS=cpu asks for it)"
 
+SHUTDOWN_SECONDS = 60
+"""How long the first process that is done waits for the others."""
+
+
+def join(place: Place, fault: FaultConfig) -> None:
+    """Meet the other processes of the job, if there are any. Before anything asks JAX for a device.
+
+    Raises `RequestError` where process 0 cannot be met; ends the process where the others do not come in time.
+    """
+    if place.alone:
+        return
+    host, port = place.coordinator.rsplit(":", 1)
+    if not named_loopback(host) and not _nvidia():
+        check_own_name()
+    if place.leader:
+        _check_free(int(port))
+    else:
+        logging.getLogger("jax").setLevel(logging.ERROR)  # process 0 tells it
+    _keep_gloo_off_standard_output()
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and tells nobody
+    late = threading.Timer(fault.start_seconds, _nobody_came, (place, fault.start_seconds))
+    late.daemon = True
+    late.start()  # JAX would abort, with a trace of C++
+    jax.distributed.initialize(
+        place.coordinator,
+        place.processes,
+        place.process,
+        place.gpus,
+        cluster_detection_method="deactivate",
+        initialization_timeout=fault.start_seconds + 60,
+        heartbeat_timeout_seconds=fault.heartbeat_seconds,
+        shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+    )
+    late.cancel()
+
+
+def _check_free(port: int) -> None:
+    with socket.socket() as test:
+        test.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            test.bind(("", port))
+        except OSError as error:
+            raise RequestError(
+                f"port {port} of the coordinator is not free here ({error.strerror}); name another"
+            ) from error
+
+
+def _nobody_came(place: Place, seconds: int) -> None:
+    print(
+        f"[{place.name}] after {seconds} s not all {place.processes} processes have met at {place.coordinator}; "
+        f"see what the others say, or raise fault.start_seconds",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
+
+
+def _keep_gloo_off_standard_output() -> None:
+    """It tells there, in C++, to whom it is connected; Python's own output goes where it went."""
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+
 
 def start(shape: Mapping[str, int]) -> jax.sharding.Mesh:
-    """The mesh of `shape` over this machine's devices, all of them where they are accelerators.
+    """The mesh of `shape` over the devices of all processes, all of them where they are accelerators.
 
     Must run before anything else asks JAX for a device: CPU devices can only be made before the first use.
     """
-    asked = devices_asked(shape)
+    asked = devices_asked(shape, board.processes())
     devices = _at_least(asked, f"mesh {describe(fill(shape, asked))} needs")
     if devices[0].platform == "cpu":  # virtual devices: one left over is no hardware left idle
         devices = devices[:asked]
@@ -44,12 +116,19 @@ def first(count: int, wanted: str) -> list[jax.Device]:
 
 def _at_least(count: int, wanted: str) -> list[jax.Device]:
     """All devices; where they are a CPU's there are `count` or more. `wanted` begins the sentence if there are not."""
-    _split_cpu(min(count, MOST_CPU_DEVICES))
+    processes = board.processes()
+    each = -(-count // processes)
+    _split_cpu(min(each, MOST_CPU_DEVICES))
     devices = _devices()
     if devices[0].platform == "cpu":
-        if count > MOST_CPU_DEVICES:
+        if each > MOST_CPU_DEVICES:
             raise RequestError(
                 f"{wanted} {count} devices, but a CPU is split into {MOST_CPU_DEVICES} at most; ask for fewer"
+            )
+        if count % processes:
+            raise RequestError(
+                f"{wanted} {count} devices, which do not divide by {processes} processes; start {_divisors(count)} "
+                f"processes, or ask for another mesh"
             )
         if len(devices) < count:
             raise RequestError(
@@ -64,6 +143,10 @@ def imagine(shape: Mapping[str, int]) -> jax.sharding.AbstractMesh:
     devices = _devices()
     fixed = FILL not in shape.values() or devices[0].platform == "cpu"
     return abstract_mesh(fill(shape, devices_asked(shape) if fixed else len(devices)))
+
+
+def _divisors(count: int) -> str:
+    return ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
 
 
 def _devices() -> list[jax.Device]:

@@ -160,12 +160,20 @@ def held_out_rows(n: int, batch: int, limit: int) -> Iterator[Int[np.ndarray, " 
 class Prefetch(Generic[Made]):
     """`make(step)` for every step from `start` to `stop - 1`, made in order by a thread, at most `depth` ahead.
 
-    An exception of `make` is raised again by `next`. Close it, or use it as a context manager, to end the thread.
-    `make` must name its mesh: `jax.set_mesh` of the caller does not hold in the thread.
+    An exception of `make` is raised again by `next`, whose wait ends, with no batch, as soon as `enough()`. Close it,
+    or use it as a context manager, to end the thread. `make` must name its mesh: `jax.set_mesh` of the caller does not
+    hold in the thread.
     """
 
-    def __init__(self, make: Callable[[int], Made], start: int, stop: int, depth: int):
-        self._make, self._steps = make, range(start, stop)
+    def __init__(
+        self,
+        make: Callable[[int], Made],
+        start: int,
+        stop: int,
+        depth: int,
+        enough: Callable[[], bool] = lambda: False,
+    ):
+        self._make, self._steps, self._enough = make, range(start, stop), enough
         self._room, self._made = threading.Semaphore(depth), queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxdist-prefetch", daemon=True)
@@ -189,18 +197,29 @@ class Prefetch(Generic[Made]):
     def __next__(self) -> Made:
         if self._closed.is_set():
             raise StopIteration
-        made = self._made.get()
+        made = self._wait()
         if isinstance(made, BaseException):
             self._closed.set()
             raise made
         self._room.release()
         return made
 
+    def _wait(self) -> Made | BaseException:
+        while True:
+            try:
+                return self._made.get(timeout=0.2)
+            except queue.Empty:
+                if self._enough():
+                    return StopIteration()
+
     def close(self) -> None:
-        """End the thread, after the batch that it is making; batches that are ready are dropped."""
+        """End the thread, after the batch that it is making; batches that are ready are dropped.
+
+        It is not waited for where there was `enough`: it may never get what it reads.
+        """
         self._closed.set()
         self._room.release()
-        self._thread.join()
+        self._thread.join(timeout=1 if self._enough() else None)
         self._made = queue.SimpleQueue()
 
     def __enter__(self) -> Prefetch[Made]:

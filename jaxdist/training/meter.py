@@ -31,7 +31,7 @@ class Meter:
     """Holds each step's metrics until the next step is on its way, then tells the log; keeps the time."""
 
     def __init__(self, run: Run, log: Log):
-        config, device = run.config, run.mesh.devices.flat[0]
+        config, device = run.config, run.mesh.local_devices[0]
         self.log, self.device, self.devices = log, device, run.mesh.devices.size
         self.every, self.steps, self.max_skipped = config.log.every, run.steps, config.train.max_skipped
         self.unit, self.per_step = run.task.unit, config.train.global_batch_size * run.task.units
@@ -43,8 +43,8 @@ class Meter:
         """Bytes, until they have been told beside what the first step took."""
         self._restart()
 
-    def next(self, batches: Iterator[Item]) -> Item:
-        """The next batch; the wait for it counts as `data_seconds`.
+    def next(self, batches: Iterator[Item]) -> Item | None:
+        """The next batch, or None where there is none; the wait for it counts as `data_seconds`.
 
         A step that has ended is told first. Where a call of the step returns when it has ended, as on CPU, the next
         step's time would else count as this one's.
@@ -52,7 +52,7 @@ class Meter:
         if self.pending and self.pending[1].loss.is_ready():
             self.flush()
         started = time.perf_counter()
-        batch = next(batches)
+        batch = next(batches, None)
         self.data_seconds += time.perf_counter() - started
         return batch
 

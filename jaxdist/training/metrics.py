@@ -94,6 +94,25 @@ class Log:
             self.say(f"warning: wandb failed and is switched off for this run: {error}")
 
 
+class Silent(Log):
+    """The log of a process that is not the leader: it tells nothing."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def metrics(self, values: Mapping[str, float | int | None]) -> None:
+        pass
+
+    def progress(self, values: Mapping[str, float | int | None]) -> None:
+        pass
+
+
 def _start_wandb(config: Config, folder: RunFolder, say):
     try:
         import wandb

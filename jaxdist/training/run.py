@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -141,11 +141,16 @@ class Run:
     def _evaluate(self):
         return jax.jit(self.step.evaluate)
 
-    def validate(self, params: Params, variables: Params, batches: int) -> dict[str, float]:
+    def validate(
+        self, params: Params, variables: Params, batches: int, enough: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
         """Mean loss in nats, and further means by name, over the held-out part or its first `batches` global batches
-        (0: all)."""
-        parts = self.task.validation_batches(batches)
-        sums = [jax.device_get(self._evaluate(params, variables, part)) for part in parts]
+        (0: all). None where there was `enough()`, which is asked before each of them."""
+        sums = []
+        for part in self.task.validation_batches(batches):
+            if enough():
+                return None
+            sums.append(jax.device_get(self._evaluate(params, variables, part)))
         count = sum(count for _, count, _ in sums)
         mean = lambda values: float(sum(values) / count)
         further = {name: mean(further[name] for _, _, further in sums) for name in sums[0][2]}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
+import jax
+
 from jaxdist import __version__, models
 from jaxdist.cluster.runtime import capacity
 from jaxdist.config import PipelineConfig
@@ -41,7 +43,7 @@ def _plan(run: Run, length: str) -> list[tuple[str, str]]:
     pipe = pipelines.pipeline_of(config, run.layout)
     return [
         ("versions", f"jaxdist {__version__}, jax {version('jax')}, flax {version('flax')}, optax {version('optax')}"),
-        ("devices", f"{count} x {device.device_kind} ({device.platform})"),
+        ("devices", f"{count} x {device.device_kind} ({device.platform}){_processes(run)}"),
         ("mesh", f"{describe(run.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}"),
         ("model", f"{models.parameters(run.model):,} parameters"),
         ("batch", f"{_batch(run)} per step, {run.task.micro_batches} micro-batch(es), {length}"),
@@ -51,6 +53,12 @@ def _plan(run: Run, length: str) -> list[tuple[str, str]]:
         *([("warning", _too_small(run, held, there))] if there and held.total > there else []),
         ("statistics", STATISTICS) if config.model.images else ("attention", _attention(run)),
     ]
+
+
+def _processes(run: Run) -> str:
+    """Of how many processes, where there are several."""
+    count = 1 if run.dry else jax.process_count()
+    return f", {run.mesh.size // count} in each of {count} processes" if count > 1 else ""
 
 
 def _batch(run: Run) -> str:

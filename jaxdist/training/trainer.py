@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
-import signal
+import json
 import time
 
 import jax
 
-from jaxdist.cluster.agreement import leader
+from jaxdist.cluster.agreement import check_alike, from_leader, leader, leader_first
+from jaxdist.cluster.job import Job
 from jaxdist.cluster.preflight import check_folder
+from jaxdist.cluster.stopping import STOPPED
+from jaxdist.cluster.watchdog import COMPILING, READING, SAVING, STARTING, STEPPING, VALIDATING, WAITING
 from jaxdist.data.batches import Prefetch, global_rows
+from jaxdist.request import to_toml
 from jaxdist.training.checkpoint import Checkpoints, Found
 from jaxdist.training.folder import RunFolder
 from jaxdist.training.meter import Diverged, Meter
-from jaxdist.training.metrics import Log
+from jaxdist.training.metrics import Log, Silent
 from jaxdist.training.plots import plot_loss
 from jaxdist.training.run import Run
 from jaxdist.training.saving import Saving, checkpoint_bytes, finished, locked, no_room
+from jaxdist.training.shelf import Shelf
 from jaxdist.training.step import Batch, TrainState
 from jaxdist.training.store import SaveFailed
 from jaxdist.training.summary import summary
 
-DONE, FAILED, STOPPED = 0, 1, 85
-"""Exit codes: finished, failed, and stopped early with a checkpoint saved."""
+DONE, FAILED = 0, 1
+"""Exit codes: finished, and failed. `STOPPED` is that of a run which the same command goes on with."""
 
 
-def train(run: Run, folder: RunFolder) -> int:
-    """Train `run` in `folder`, from the beginning or from its newest checkpoint. Returns the exit code."""
+def train(run: Run, folder: RunFolder, job: Job) -> int:
+    """Train `run` in `folder`, from the beginning or from its newest checkpoint. Returns the exit code.
+
+    With several processes each of them runs this; the leader alone writes and tells.
+    """
+    job.stop.newest = lambda: goes_on(folder)
+    check_alike("configuration", to_toml(run.config), "give all processes the same options")
     if finished(run, folder):
         return DONE
-    run.open_data()  # nothing is written before it is known to be there and fit
+    job.note(READING)
+    leader_first("tokens", run.open_data)  # nothing is written before it is known to be there and fit
+    check_alike("data", run.task.fingerprint, "let all processes read the same files")
     with (
         jax.set_mesh(run.mesh),
         locked(folder),
         Checkpoints(folder.path, run.config.checkpoint.keep, run.config.checkpoint.keep_every) as checkpoints,
     ):
+        job.note(STARTING)
         found = checkpoints.find_start(run.config.resume)
         if found:
             folder.same_data(checkpoints.facts(found)["data"], run.task.fingerprint)
@@ -45,42 +58,29 @@ def train(run: Run, folder: RunFolder) -> int:
             devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
             folder.write(run.config, run.task.tokenizer, devices)
             folder.cut_metrics(first)
-        with Log(run.config, folder, run.steps, first) as log, StopSignal() as stop:
+        with (Log if leader() else Silent)(run.config, folder, run.steps, first) as log, job.failing(log.pause):
             try:
-                return Trainer(run, folder, checkpoints, log, stop).train(found)
-            except (Diverged, SaveFailed) as error:
+                return Trainer(run, folder, checkpoints, log, job).train(found)
+            except Diverged as error:  # in all processes alike
                 log.say(f"stopped: {error}; {checkpoints.told()}")
-            except OSError as error:
-                log.say(f"stopped: {no_room(error, folder)}; {checkpoints.told()}")
+            except (SaveFailed, OSError) as error:
+                told = no_room(error, folder) if isinstance(error, OSError) else error
+                job.give_up(f"stopped: {told}; {goes_on(folder)}")
+                log.say(f"stopped: {told}; {checkpoints.told()}")
             return FAILED
 
 
-class StopSignal:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask the loop to save and stop; a second Ctrl-C interrupts at once."""
-
-    def __init__(self):
-        self.name: str | None = None
-
-    def __enter__(self) -> StopSignal:
-        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-        self._old = {number: signal.signal(number, self._note) for number in numbers}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _frame: object) -> None:
-        if self.name and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
+def goes_on(folder: RunFolder) -> str:
+    """Where the run in `folder` goes on, as its files tell."""
+    steps = Shelf(folder.checkpoints).sealed()
+    return f"the same command goes on from step {max(steps)}" if steps else "the same command starts from the beginning"
 
 
 class Trainer:
     """The loop and what it needs from step to step."""
 
-    def __init__(self, run: Run, folder: RunFolder, checkpoints: Checkpoints, log: Log, stop: StopSignal):
-        self.run, self.folder, self.checkpoints, self.log, self.stop = run, folder, checkpoints, log, stop
+    def __init__(self, run: Run, folder: RunFolder, checkpoints: Checkpoints, log: Log, job: Job):
+        self.run, self.folder, self.checkpoints, self.log, self.job = run, folder, checkpoints, log, job
         self.config, self.steps = run.config, run.steps
         self.saving = Saving(run, checkpoints)
 
@@ -89,24 +89,33 @@ class Trainer:
         state, first = self.start(found), found.step if found else 0
         self.program, self.settled_at = self.compile(), first
         self.meter = Meter(self.run, self.log)
-        with Prefetch(self.batch, first, self.steps, self.config.data.prefetch) as batches:
+        if self.overdue(first):
+            self.validate(first, state)
+        stop, depth = self.job.stop, self.config.data.prefetch
+        with Prefetch(self.batch, first, self.steps, depth, enough=stop.due) as batches:
             for step in range(first + 1, self.steps + 1):
+                self.job.note(WAITING)
                 batch = self.meter.next(batches)
+                if stop.here():
+                    return self.stopped(step - 1, state)
+                self.job.note(STEPPING, step)
                 state = self.step(step, state, batch)
                 self.checkpoints.check()
                 if self.due(step, self.config.validation.every):
                     state = self.settled(step, state)
                     self.validate(step, state)
-                stopped_by = self.stop.name
-                if self.saving.due(step) or stopped_by:
+                if self.saving.due(step):
                     state = self.settled(step, state)
                     self.save(step, state)
-                if stopped_by and step < self.steps:
-                    self.checkpoints.wait()
-                    self.log.say(f"stopped by {stopped_by}: step {step} is saved; the same command goes on")
-                    return STOPPED
         self.finish()
         return DONE
+
+    def stopped(self, step: int, state: TrainState) -> int:
+        """Save `step`, the last that was taken, and tell so when it is on disk."""
+        self.save(step, self.settled(step, state))
+        self.checkpoints.wait()
+        self.log.say(f"stopped by {self.job.stop.name}: step {step} is saved; the same command goes on")
+        return STOPPED
 
     def start(self, found: Found | None) -> TrainState:
         """Tell what is going to be run, and make or restore the state."""
@@ -116,6 +125,7 @@ class Trainer:
         return self.saving.go_on(found) if found else self.saving.begin(self.log.say)
 
     def compile(self) -> jax.stages.Compiled:
+        self.job.note(COMPILING)
         started = time.perf_counter()
         step = self.run.compile()
         self.log.say(f"compiled    in {time.perf_counter() - started:.1f} s")
@@ -147,13 +157,34 @@ class Trainer:
         return step == self.steps or (every > 0 and step % every == 0)
 
     def validate(self, step: int, state: TrainState) -> None:
-        """Tell the loss on the held-out part; keep the state if it is the best so far."""
+        """Tell the loss on the held-out part; keep the state if it is the best so far.
+
+        A stop ends it between two batches, to be made up for by `overdue`; but not the last one of the run.
+        """
+
+        def enough() -> bool:
+            self.job.note(VALIDATING)
+            return step < self.steps and self.job.stop.here()
+
         with self.meter.paused():
-            found = self.run.validate(state.params, state.variables, self.config.validation.batches)
+            found = self.run.validate(state.params, state.variables, self.config.validation.batches, enough)
+            if found is None:
+                return
             self.log.metrics({"step": step, **{f"validation_{name}": value for name, value in found.items()}})
             self.saving.save_if_best(step, state, found["loss"])
 
+    def overdue(self, first: int) -> bool:
+        """Whether the run was stopped in the validation of the step that it goes on from."""
+        if not 0 < first < self.steps or not self.due(first, self.config.validation.every):
+            return False
+        found = leader() and not any(
+            line["step"] == first and "validation_loss" in line
+            for line in map(json.loads, self.folder.metrics.read_text("utf-8").splitlines())
+        )
+        return bool(from_leader(int(found)))
+
     def save(self, step: int, state: TrainState) -> None:
+        self.job.note(SAVING)
         with self.meter.paused():  # the metrics of this step are on disk before its checkpoint is
             self.saving.save(step, state)
 
@@ -166,4 +197,5 @@ class Trainer:
             f"done        best validation loss {self.saving.best:.4f} nats per {told['unit']}; "
             f"{told['name']} of the held-out part {told['nats']:.4f}"
         )
-        plot_loss(self.folder.metrics, self.folder.plot, **told)
+        if leader():
+            plot_loss(self.folder.metrics, self.folder.plot, **told)

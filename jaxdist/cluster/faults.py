@@ -1,0 +1,110 @@
+"""A job ends as a whole: when one process fails, the others say so and end too, and what failed is told last.
+
+Left alone they would wait: for the failed one in a collective, and it for them, at its exit, for minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
+
+from jaxdist.cluster import board
+from jaxdist.cluster.place import Place
+from jaxdist.config import RequestError
+
+FAILED, MISTAKE = 1, 2
+"""Exit codes."""
+
+HANG, ERROR = "hang", "error"
+
+MOMENT = 0.5
+"""Seconds in which the others hear of a fault and end."""
+
+
+@contextlib.contextmanager
+def ending_all(place: Place, before: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """An exception in here ends all processes, and this one last; with one process it is raised like any other.
+
+    `before` runs first. Clean-up further out does not: it would wait for processes that do not come.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if place.alone or board.processes() == 1:  # or they have not met
+            raise
+        before()
+        fail(place, error)
+
+
+def fail(place: Place, error: BaseException) -> NoReturn:
+    """End all processes because of `error`."""
+    if isinstance(error, RequestError):
+        code, lines = MISTAKE, error.problems
+    else:
+        code, lines = FAILED, "".join(traceback.format_exception(error)).splitlines()
+    end_all(place, code, lines)
+
+
+def end_all(place: Place, code: int, lines: Sequence[str]) -> NoReturn:
+    """End all processes, with the same exit code; `lines` are told when the others have gone."""
+    if not announce(place, ERROR, code):
+        time.sleep(4 * MOMENT)  # another has failed first, and `listen` ends this one; or process 0 is gone
+    time.sleep(MOMENT)
+    say(place, *lines)
+    leave(place, code)
+
+
+def announce(place: Place, kind: str, code: int) -> bool:
+    """Tell the others that this process fails. Whether it is the first that does."""
+    return board.post("fault", json.dumps({"process": place.process, "kind": kind, "code": code}))
+
+
+def listen(place: Place, where: Callable[[], str]) -> None:
+    """End this process when another fails; where one hangs, after telling where this one is."""
+
+    def end(text: str) -> None:
+        fault = json.loads(text)
+        if fault["process"] == place.process:
+            return
+        say(place, f"ended, because process {fault['process']} failed; here: {where()}")
+        if fault["kind"] == HANG:
+            say(place, *stacks())
+        leave(place, fault["code"])
+
+    board.watch("fault", end)
+
+
+def say(place: Place, *lines: str) -> None:
+    """Write lines to standard error, in one piece, with the name of this process before each."""
+    mark = "" if place.alone else f"[{place.name}] "
+    sys.stderr.flush()
+    os.write(2, "".join(f"{mark}{line}\n" for line in lines).encode(errors="replace"))
+
+
+def stacks() -> list[str]:
+    """Where every thread of Python is."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace").splitlines()
+
+
+def leave(place: Place, code: int) -> NoReturn:
+    """End this process now; process 0 after the others, which abort with a trace of C++ when it goes first."""
+    for child in multiprocessing.active_children():
+        child.terminate()
+    if not place.alone and place.leader:
+        time.sleep(3 * MOMENT)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)

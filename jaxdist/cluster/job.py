@@ -1,0 +1,64 @@
+"""This process in its job: processes start together, stop together, fail together, and none hangs in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+
+import jax
+
+from jaxdist.cluster import faults, runtime
+from jaxdist.cluster.place import Place
+from jaxdist.cluster.stopping import Stop
+from jaxdist.cluster.watchdog import ENDING, Watchdog
+from jaxdist.config import Config
+
+
+class Job:
+    """Use it as a context manager around all that a run does; joins the other processes, if there are any.
+
+    With one process: signals that stop it, and the watchdog.
+    """
+
+    def __init__(self, place: Place, config: Config):
+        self.place, self._fault = place, config.fault
+        self.watchdog = Watchdog(place, config.fault.hang_seconds)
+        self.stop = Stop(place, config.checkpoint.grace_seconds, self.watchdog.where)
+        self.note = self.watchdog.note
+
+    def __enter__(self) -> Job:
+        with ExitStack() as stack:
+            stack.enter_context(self.watchdog)
+            stack.enter_context(self.stop)
+            stack.enter_context(self.failing())
+            runtime.join(self.place, self._fault)
+            if not self.place.alone:
+                faults.listen(self.place, self.watchdog.where)
+            self.stop.joined()
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> bool | None:
+        return self._open.__exit__(*exception)
+
+    def end(self, code: int) -> int:
+        """Return `code`, the run's outcome; with several processes wait for all to have one, and exit with it."""
+        if not self.place.alone:
+            self.note(ENDING)
+            jax.distributed.shutdown()
+            faults.leave(Place(), code)  # Python would abort over the threads that listen
+        return code
+
+    def give_up(self, text: str) -> None:
+        """End all processes because this one cannot go on; does nothing where it is the only one."""
+        if not self.place.alone:
+            faults.end_all(self.place, faults.FAILED, [text])
+
+    def failing(self, before: Callable[[], None] = lambda: None) -> AbstractContextManager:
+        """An exception in here ends all processes: `faults.ending_all`."""
+
+        def tidy() -> None:
+            before()
+            self.stop.wait_if_over()
+
+        return faults.ending_all(self.place, tidy)

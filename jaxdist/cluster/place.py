@@ -1,0 +1,232 @@
+"""Which of how many processes this is, and where they meet: from options, or as a launcher left it in the environment.
+
+No jax here: what is wrong is told before anything slow.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from jaxdist.config import ClusterConfig, RequestError
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+ALONE_IS = "for one process alone give --cluster.processes 1"
+
+JAX = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+"""JAX itself reads JAX_COORDINATOR_ADDRESS only, and takes these two from its caller."""
+
+TORCHRUN = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+
+FIRST_PORT, PORTS = 61440, 4096
+"""Above those that Linux gives to outgoing connections."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those of its job."""
+
+    processes: int = 1
+    process: int = 0
+    coordinator: str = ""
+    """HOST:PORT of process 0; empty for one process."""
+    source: str = ""
+    """Who says so."""
+    gpus: tuple[int, ...] | None = None
+    """Those of this process, by their number among the visible ones; None: all of them."""
+
+    @property
+    def alone(self) -> bool:
+        return self.processes == 1
+
+    @property
+    def leader(self) -> bool:
+        return self.process == 0
+
+    @property
+    def name(self) -> str:
+        return f"{socket.gethostname()} process {self.process}"
+
+
+def find(asked: ClusterConfig, environment: Mapping[str, str] = os.environ) -> Place:
+    """The place of this process. Raises `RequestError` where options and environment do not make one.
+
+    Looked for in this order: `--cluster` options, JAX's variables, those of torchrun, those of a Slurm step. Two that
+    contradict each other are refused; without any it is one process.
+    """
+    if asked.processes == 1 and asked.process_id in (-1, 0):
+        return Place()
+    found = [place for place in (_options(asked), _jax(environment), _torchrun(environment)) if place]
+    if step := _slurm(environment, needed=not found):
+        found.append(step)
+    address = asked.coordinator or environment.get("JAX_COORDINATOR_ADDRESS", "")
+    if not found:
+        if address:
+            raise RequestError(
+                f"a coordinator is named ({address}), but not how many processes there are and which this is; "
+                f"give --cluster.processes and --cluster.process-id, or neither"
+            )
+        return Place()
+    first = found[0]
+    for other in found[1:]:
+        if (other.processes, other.process) != (first.processes, first.process):
+            raise RequestError(
+                f"{first.source} say that this is process {first.process} of {first.processes}, but {other.source} "
+                f"say {other.process} of {other.processes}; take one of them away"
+            )
+    if not 0 <= first.process < first.processes:
+        raise RequestError(
+            f"{first.source} say that this is process {first.process} of {first.processes}; "
+            f"processes count from 0 to {first.processes - 1}"
+        )
+    if first.alone:
+        return Place()
+    address = address or next((place.coordinator for place in found if place.coordinator), "")
+    if not address and step:
+        address = f"{_first_host(environment)}:{_step_port(environment)}"
+    gpus = next((place.gpus for place in found if place.gpus is not None), None)
+    return Place(first.processes, first.process, _reachable(address), first.source, gpus)
+
+
+def _options(asked: ClusterConfig) -> Place | None:
+    if not asked.processes and asked.process_id == -1:
+        return None
+    if not asked.processes or asked.process_id == -1:
+        missing = "--cluster.process-id" if asked.processes else "--cluster.processes"
+        raise RequestError(f"{missing} is missing: give --cluster.coordinator, .processes and .process-id together")
+    return Place(asked.processes, asked.process_id, source="the --cluster options")
+
+
+def _jax(environment: Mapping[str, str]) -> Place | None:
+    if not _whole(environment, JAX):
+        return None
+    return Place(*(_number(environment, name) for name in JAX), source=" and ".join(JAX))
+
+
+def _torchrun(environment: Mapping[str, str]) -> Place | None:
+    if not _whole(environment, TORCHRUN):
+        return None
+    processes, process = (_number(environment, name) for name in TORCHRUN[:2])
+    port = _number(environment, "MASTER_PORT")
+    port += environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its own port is then taken, by torchrun
+    local, of = (int(environment.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    gpus = _share(local, of, environment)
+    return Place(processes, process, f"{environment['MASTER_ADDR']}:{port}", "WORLD_SIZE and RANK", gpus)
+
+
+def _slurm(environment: Mapping[str, str], needed: bool) -> Place | None:
+    """A task of a step that `srun` started."""
+    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or "1"
+    if "SLURM_JOB_ID" not in environment or tasks == "1":
+        return None
+    if "SLURM_STEP_NODELIST" not in environment:
+        if needed:
+            raise RequestError(
+                f"this Slurm job has {tasks} tasks, but this process is none of them; start it with srun; {ALONE_IS}"
+            )
+        return None
+    process, local = (_number(environment, f"SLURM_{name}") for name in ("PROCID", "LOCALID"))
+    here = environment.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0]
+    bound = "SLURM_GPUS_PER_TASK" in environment  # Slurm shows each task its own only
+    gpus = None if bound else _share(local, int(here), environment)
+    return Place(int(tasks), process, source="Slurm's variables", gpus=gpus)
+
+
+def _first_host(environment: Mapping[str, str]) -> str:
+    nodes = environment["SLURM_STEP_NODELIST"]
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["scontrol", "show", "hostnames", nodes]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
+    if "[" in nodes:
+        raise RequestError(
+            f"scontrol, which reads Slurm's list of hosts {nodes}, cannot be run here; set JAX_COORDINATOR_ADDRESS to "
+            f"HOST:PORT of the first"
+        )
+    return nodes.partition(",")[0]
+
+
+def _step_port(environment: Mapping[str, str]) -> str:
+    """One for each step: two of one job may run at the same time."""
+    if own := environment.get("JAX_COORDINATOR_PORT"):
+        return own
+    job, step = (int(environment.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID"))
+    return str(FIRST_PORT + (job + 257 * step) % PORTS)
+
+
+def _share(local: int, of: int, environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    """The GPUs of process `local` of the `of` on this host; None for all that it sees."""
+    if of < 2:
+        return None
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return (local,)
+    each = len(visible.split(",")) // of
+    return tuple(range(local * each, (local + 1) * each)) or None  # fewer than processes: each has been given its own
+
+
+def _whole(environment: Mapping[str, str], names: tuple[str, ...]) -> bool:
+    """Whether all of them are set. Raises `RequestError` when only some are."""
+    there = [name for name in names if name in environment]
+    if there and len(there) < len(names):
+        missing = ", ".join(name for name in names if name not in there)
+        raise RequestError(
+            f"{', '.join(there)} set in the environment, but {missing} not; set all of them or none; {ALONE_IS}"
+        )
+    return bool(there)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    if not text.isdigit():
+        raise RequestError(f"{name} is '{text}' in the environment; it must be a whole number from 0")
+    return int(text)
+
+
+def _reachable(address: str) -> str:
+    """`address`, if it is HOST:PORT and the host is one that other hosts can reach too, or is meant not to be."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        told = f"coordinator '{address}' is not HOST:PORT" if address else "no coordinator is named"
+        raise RequestError(f"{told}; give the host of process 0 and a free port, such as 10.0.0.1:1234")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise RequestError(
+            f"coordinator host '{host}' cannot be found from {socket.gethostname()} ({error.strerror}); "
+            f"name a host, or an address, that every process can reach"
+        ) from error
+    if not named_loopback(host) and all(_loopback(entry[4][0]) for entry in found):
+        raise RequestError(
+            f"coordinator host '{host}' is {found[0][4][0]} here, which other hosts cannot reach: give its address in "
+            f"the network, or 127.0.0.1 if all processes are on this host"
+        )
+    return address
+
+
+def named_loopback(host: str) -> bool:
+    """Whether a host is written as this one's own loopback: all processes are on it then."""
+    return host in LOOPBACK or host.strip("[]").startswith("127.") or host == "[::1]"
+
+
+def check_own_name() -> None:
+    """Gloo, which moves the arrays of CPUs, tells other processes the address that this host's own name stands for."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        raise RequestError(f"this host's own name '{name}' cannot be found; put it into /etc/hosts") from error
+    if _loopback(address):
+        raise RequestError(
+            f"this host's own name '{name}' stands for {address}, where processes on other hosts look for themselves; "
+            f"put its address in the network beside its name in /etc/hosts"
+        )
+
+
+def _loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -1,0 +1,81 @@
+"""Nothing hangs in silence: a thread ends a job that has not moved for too long, and tells where it stands."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+
+from jaxdist.cluster import faults
+from jaxdist.cluster.place import Place
+
+READING = "reading data"
+STARTING, COMPILING, STEPPING, VALIDATING, SAVING = "starting", "compiling", "stepping", "validating", "saving"
+WAITING, ENDING = "waiting for data", "ending"
+"""What a run is doing."""
+
+USUAL, LEAST, FIRST = 10, 300.0, 10
+"""Usual steps, and seconds, that are no hang; and how many times as long the first of everything may take."""
+
+PAUSE = 5.0
+"""Seconds of its own absence that the watchdog forgives."""
+
+
+class Watchdog:
+    """Use it as a context manager; `seconds` are those of `fault.hang_seconds`."""
+
+    def __init__(self, place: Place, seconds: float):
+        self.place, self.seconds = place, seconds
+        self._steps: deque[float] = deque(maxlen=101)
+        self._seen: set[str] = set()
+        self._doing, self._step, self._since, self._stepped = STARTING, 0, time.monotonic(), None
+        self._end = threading.Event()
+
+    def __enter__(self) -> Watchdog:
+        self._thread = threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def note(self, doing: str, step: int | None = None) -> None:
+        """The run has moved: it does this now, in `step`, or in the one before."""
+        now = time.monotonic()
+        if doing == STEPPING:
+            if self._stepped is not None:
+                self._steps.append(now - self._stepped)
+            self._stepped = now
+        if doing != self._doing:
+            self._seen.add(self._doing)
+        self._doing, self._since, self._step = doing, now, self._step if step is None else step
+
+    def where(self) -> str:
+        return f"{self._doing}, step {self._step}, for {time.monotonic() - self._since:.0f} s"
+
+    def limit(self) -> float:
+        """Seconds that it may go on with what it does now."""
+        usual = statistics.median(self._steps) if self._steps else 0
+        seconds = self.seconds or max(LEAST, USUAL * usual)
+        if self._doing == READING and not self.seconds:
+            return float("inf")  # tokenizing takes as long as the text is long
+        first = self._stepped is None or not self._steps or self._doing not in self._seen
+        return seconds * FIRST if first else seconds
+
+    def _watch(self) -> None:
+        looked = time.monotonic()
+        while not self._end.wait(min(1.0, self.seconds / 4 or 1.0)):
+            looked, before = time.monotonic(), looked
+            if looked - before > PAUSE:  # the whole process was stopped, as by Ctrl-Z
+                self._since += looked - before
+            if time.monotonic() - self._since > self.limit():
+                self._bark()
+
+    def _bark(self) -> None:
+        told = f"no progress: {self.where()}, more than the {self.limit():.0f} s of fault.hang_seconds; the job ends"
+        if not self.place.alone:
+            faults.announce(self.place, faults.HANG, faults.FAILED)
+        faults.say(self.place, *faults.stacks(), told)
+        faults.leave(self.place, faults.FAILED)

@@ -1,0 +1,182 @@
+"""Whatever befalls one process: the job ends, with a message, and goes on from its newest checkpoint."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from jaxdist.cluster.place import Place
+from jaxdist.cluster.watchdog import COMPILING, READING, STEPPING, VALIDATING, Watchdog
+from tests.faults.jobs import ends, job, metrics, saved, step_of, told, train, until
+
+LONG = ("--mesh=2x1x1", "--train.steps=100000")
+
+READER_FAILS = """
+batch = Trainer.batch
+def broken(self, step):
+    if me == {who} and step == 12:
+        raise ValueError("sector 5 is unreadable")
+    return batch(self, step)
+Trainer.batch = broken
+"""
+
+STUCK = """
+batch = Trainer.batch
+def stuck_reader(self, step):
+    while me == {who} and step == 12:
+        time.sleep(0.1)
+    return batch(self, step)
+Trainer.batch = stuck_reader
+"""
+
+
+@pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_an_exception_in_one_process_ends_all_and_is_told_last(words, tmp_path, who):
+    with job(train(words(*LONG), 2, READER_FAILS.format(who=who))) as running:
+        until(lambda: step_of(tmp_path / "run") >= 5, running)
+        began = time.monotonic()
+        assert ends(running, 60) == [1, 1]
+        assert time.monotonic() - began < 60
+        failed, other = running[who].said().splitlines(), running[1 - who].said().splitlines()
+        assert running[who].output.stat().st_mtime > running[1 - who].output.stat().st_mtime
+    assert failed[-1].endswith(f"process {who}] ValueError: sector 5 is unreadable")
+    assert f"process {1 - who}] ended, because process {who} failed; here: stepping" in other[-1]
+
+
+def test_an_exception_in_one_process_alone_is_a_traceback(words):
+    with job(train(words("--train.steps=20"), 1, READER_FAILS.format(who=0))) as running:
+        assert ends(running, 120) == [1]
+        lines = running[0].said().splitlines()
+    assert "Traceback (most recent call last):" in lines
+    assert lines[-1] == "ValueError: sector 5 is unreadable"
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_hangs_is_ended_and_shows_where(words, tmp_path, processes):
+    commands = train(words(*LONG, "--fault.hang-seconds=6"), processes, STUCK.format(who=processes - 1))
+    with job(commands) as running:
+        until(lambda: step_of(tmp_path / "run") >= 11, running)
+        assert ends(running, 60) == [1] * processes
+        said = told(running)
+        stuck = running[-1].said()
+    assert "no progress: " in said
+    assert "more than the 6 s of fault.hang_seconds" in said
+    assert "in stuck_reader" in stuck
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+def test_killed_without_a_launcher_the_others_notice(words, tmp_path, who):
+    with job(train(words(*LONG), 2)) as running:
+        until(lambda: step_of(tmp_path / "run") >= 5, running)
+        running[who].kill()
+        codes = ends(running, 15)
+    assert codes[who] == -signal.SIGKILL
+    assert codes[1 - who] not in (0, 85)
+
+
+def launched(words: list[str], processes: int, *more: str) -> list[list[str]]:
+    return [[sys.executable, "-m", "jaxdist.launch", "local", f"--processes={processes}", *more, *words]]
+
+
+def children(process) -> list[int]:
+    found = []
+    for path in os.listdir("/proc"):
+        if path.isdigit():
+            try:
+                with open(f"/proc/{path}/stat") as file:
+                    parent = int(file.read().rpartition(")")[2].split()[1])
+                with open(f"/proc/{path}/cmdline") as file:
+                    place = [word for word in file.read().split("\0") if "process_id" in word or "process-id" in word]
+            except OSError:
+                continue
+            if parent == process.pid and place:
+                found.append((place[0], int(path)))
+    return [pid for _, pid in sorted(found)]
+
+
+@pytest.mark.parametrize(
+    ("who", "number"),
+    [
+        (1, signal.SIGKILL),
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
+def test_launched_it_is_started_again_and_saves_when_asked(words, tmp_path, who, number):
+    folder = tmp_path / "run"
+    with job(launched(words(*LONG, "--fault.heartbeat-seconds=5"), 2)) as running:
+        until(lambda: saved(folder) >= 5, running)
+        first = children(running[0])
+        os.kill(first[who], number)
+        end = time.monotonic() + 15 + 15  # heartbeats, and the last words of the others
+        while set(first) & set(children(running[0])):
+            assert time.monotonic() < end, told(running)
+            time.sleep(0.05)
+        before = step_of(folder)
+        until(lambda: step_of(folder) > before + 5, running)
+        running[0].send_signal(signal.SIGTERM)
+        assert ends(running, 60) == [85]
+        lines = running[0].said().splitlines()
+    assert lines[-1] == "jaxdist.launch: stopped by SIGTERM after 1 restart(s)"
+    again = [line for line in lines if "all are started again from step" in line]
+    assert len(again) == 1
+    assert [line["step"] for line in metrics(folder)] == list(range(1, saved(folder) + 1))
+    assert not children(running[0])
+
+
+@pytest.mark.slow
+def test_where_not_all_come_it_says_so(words):
+    with job(train(words(*LONG, "--fault.start-seconds=5"), 2)[1:]) as running:
+        assert ends(running, 60) == [1]
+        assert "after 5 s not all 2 processes have met at 127.0.0.1:" in running[0].said()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--mesh=3x1x1", "--train.global-batch-size=12"], "3 devices, which do not divide by 2 processes; start 1, 3"),
+        (["--data.path=/nowhere"], "/nowhere"),
+    ],
+)  # fmt: skip
+def test_a_mistake_that_they_find_together_is_exit_code_2(words, options, sentence):
+    with job(train(words(*options), 2)) as running:
+        assert ends(running, 60) == [2, 2]
+        assert sentence in told(running)
+
+
+@pytest.mark.slow
+def test_processes_that_were_asked_for_different_things_are_refused(words):
+    commands = train(words(*LONG), 2)
+    commands[1].append("--model.embed=32")
+    commands[1] = [word for word in commands[1] if word != "--model.embed=16"]
+    with job(commands) as running:
+        assert ends(running, 60) == [2, 2]
+        assert "another configuration than process 0: embed = 32 here, embed = 16 there" in running[1].said()
+
+
+def test_how_long_is_too_long():
+    """10 usual steps and at least 5 minutes, 10 times that before steps are known; a given time holds instead."""
+    dog = Watchdog(Place(), 0)
+    assert dog.limit() == 3000
+    dog.note(READING)
+    assert dog.limit() == float("inf")
+    dog.note(COMPILING)
+    assert dog.limit() == 3000
+    for step in range(1, 4):
+        dog.note(STEPPING, step)
+    assert dog.limit() == 300
+    dog._steps.extend([100.0] * 9)
+    assert dog.limit() == 1000
+    dog.note(VALIDATING)
+    assert dog.limit() == 10_000  # it compiles
+    dog.note(STEPPING, 4)
+    dog.note(VALIDATING)
+    assert dog.limit() == 1000
+    short = Watchdog(Place(), 7)
+    short.note(READING)
+    assert short.limit() == 70

@@ -1,0 +1,118 @@
+"""Which process of how many: what options and launchers say, and a sentence for each way in which they do not."""
+
+import os
+import socket
+import stat
+
+import pytest
+
+from jaxdist.cluster.place import Place, check_own_name, find
+from jaxdist.config import ClusterConfig, RequestError
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+STEP = {
+    "SLURM_JOB_ID": "70001", "SLURM_STEP_ID": "2", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}  # fmt: skip
+
+
+def options(coordinator="127.0.0.1:1234", processes=2, process_id=1) -> ClusterConfig:
+    return ClusterConfig(coordinator=coordinator, processes=processes, process_id=process_id)
+
+
+def test_nothing_said_is_one_process():
+    assert find(ClusterConfig(), {}) == Place()
+    assert find(ClusterConfig(), {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}).alone
+    assert find(ClusterConfig(processes=1), STEP | TORCHRUN).alone
+
+
+def test_options():
+    place = find(options(), {})
+    assert (place.process, place.processes, place.coordinator, place.gpus) == (1, 2, "127.0.0.1:1234", None)
+    assert not place.leader
+
+
+def test_variables_of_jax():
+    place = find(
+        ClusterConfig(), {"JAX_COORDINATOR_ADDRESS": "localhost:99", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "0"}
+    )
+    assert (place.process, place.processes, place.coordinator) == (0, 4, "localhost:99")
+
+
+def test_variables_of_torchrun():
+    local = {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
+    place = find(ClusterConfig(), TORCHRUN | local)
+    assert (place.process, place.processes, place.coordinator, place.gpus) == (3, 8, "127.0.0.1:29500", (3,))
+    taken = find(ClusterConfig(), TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert taken.coordinator == "127.0.0.1:29501"
+    halves = find(
+        ClusterConfig(),
+        TORCHRUN | local | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,5,6,7"},
+    )
+    assert halves.gpus == (2, 3)
+    own = find(ClusterConfig(), TORCHRUN | local | {"CUDA_VISIBLE_DEVICES": "3"})
+    assert own.gpus is None
+
+
+def test_variables_of_a_slurm_step(tmp_path, monkeypatch):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames local[host,x]" ] && printf "localhost\\nlocalx\\n"\n')
+    scontrol.chmod(scontrol.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    place = find(ClusterConfig(), STEP | {"SLURM_STEP_NODELIST": "local[host,x]"})
+    assert (place.process, place.processes, place.gpus) == (5, 8, (1,))
+    host, port = place.coordinator.split(":")
+    assert host == "localhost"
+    other = find(ClusterConfig(), STEP | {"SLURM_STEP_ID": "3"}).coordinator
+    assert other.split(":")[0] == "localhost"
+    assert {port, other.split(":")[1]} < {str(n) for n in range(61440, 65536)}
+    assert other.split(":")[1] != port
+    assert find(ClusterConfig(), STEP | {"SLURM_GPUS_PER_TASK": "2"}).gpus is None
+    named = find(ClusterConfig(), STEP | {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:5"})
+    assert (named.coordinator, named.process) == ("127.0.0.1:5", 5)
+
+
+def test_two_that_agree_are_one():
+    both = {"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "5"}
+    assert find(options(processes=8, process_id=5), STEP | both).coordinator == "127.0.0.1:1234"
+
+
+@pytest.mark.parametrize(
+    ("asked", "environment", "fragments"),
+    [
+        (options(process_id=2), {}, ["process 2 of 2", "count from 0 to 1"]),
+        (options(process_id=-1), {}, ["--cluster.process-id is missing"]),
+        (options(processes=0), {}, ["--cluster.processes is missing"]),
+        (options(processes=0, process_id=-1), {}, ["127.0.0.1:1234", "how many processes", "--cluster.processes"]),
+        (options(coordinator=""), {}, ["no coordinator is named", "10.0.0.1:1234"]),
+        (options(coordinator="127.0.0.1"), {}, ["'127.0.0.1' is not HOST:PORT"]),
+        (options(coordinator="127.0.0.1:70000"), {}, ["not HOST:PORT"]),
+        (options(coordinator="no-such-host.invalid:1"), {}, ["'no-such-host.invalid' cannot be found"]),
+        (ClusterConfig(), {"RANK": "0", "WORLD_SIZE": "2"}, ["MASTER_ADDR, MASTER_PORT not", "--cluster.processes 1"]),
+        (ClusterConfig(), TORCHRUN | {"RANK": "8"}, ["process 8 of 8"]),
+        (ClusterConfig(), TORCHRUN | {"RANK": "first"}, ["RANK is 'first'", "whole number"]),
+        (ClusterConfig(), {"JAX_PROCESS_ID": "1"}, ["JAX_PROCESS_ID set", "JAX_NUM_PROCESSES not"]),
+        (ClusterConfig(), {"JAX_COORDINATOR_ADDRESS": "a:1"}, ["a:1", "how many processes"]),
+        (ClusterConfig(), TORCHRUN | STEP, ["process 3 of 8", "5 of 8", "take one of them away"]),
+        (options(), TORCHRUN, ["the --cluster options", "process 1 of 2", "3 of 8"]),
+        (ClusterConfig(), {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, ["4 tasks", "srun", "--cluster.processes 1"]),
+        (ClusterConfig(), STEP | {"SLURM_STEP_NODELIST": "n[1-2]"}, ["scontrol", "JAX_COORDINATOR_ADDRESS"]),
+    ],
+)  # fmt: skip
+def test_a_sentence_for_each_mistake(asked, environment, fragments, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no scontrol
+    with pytest.raises(RequestError) as error:
+        find(asked, environment)
+    assert len(error.value.problems) == 1
+    for fragment in fragments:
+        assert fragment in str(error.value)
+
+
+def test_a_name_that_is_loopback_to_everybody_is_refused(monkeypatch):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 9))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(RequestError, match=r"'node7' is 127\.0\.1\.1 here, which other hosts cannot reach"):
+        find(options(coordinator="node7:9"), {})
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    with pytest.raises(RequestError, match=r"own name .* stands for 127\.0\.1\.1"):
+        check_own_name()

@@ -1,0 +1,119 @@
+"""Several processes are one run: the curve of one, and checkpoints that any number of processes goes on from."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from jaxdist import train as command
+from tests.faults.jobs import argv, ends, job, metrics, train
+from tests.processes import free_port
+
+DUMP = """
+import jax, numpy as np
+from jax.experimental import multihost_utils
+def dump(path, state):
+    whole = lambda x: np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
+    leaves = [whole(leaf) for leaf in jax.tree.leaves((state.params, state.optimizer))]
+    if me == 0:
+        np.savez(path, *leaves)
+"""
+
+DUMP_SAVED = (
+    DUMP
+    + """
+save = Trainer.save
+def save_and_dump(self, step, state):
+    if step == 5:
+        dump(PATH, self.run.logical(state))
+    save(self, step, state)
+Trainer.save = save_and_dump
+"""
+)
+
+DUMP_RESTORED = (
+    DUMP
+    + """
+resume = Run.resume
+def dump_and_resume(self, state):
+    dump(PATH, state)
+    return resume(self, state)
+Run.resume = dump_and_resume
+"""
+)
+
+
+def close(one: list[dict], other: list[dict]) -> None:
+    """The same steps, with the same figures to 1e-5."""
+    assert [line["step"] for line in one] == [line["step"] for line in other]
+    for mine, its in zip(one, other, strict=True):
+        for name in {"loss", "grad_norm", "validation_loss"} & set(its):
+            assert mine[name] == pytest.approx(its[name], rel=1e-5)
+
+
+def torchrun(commands: list[list[str]]) -> list[tuple[list[str], dict[str, str]]]:
+    """The same commands with variables in place of options."""
+    place = {"WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    own = lambda i: place | {"RANK": str(i), "LOCAL_RANK": str(i), "LOCAL_WORLD_SIZE": place["WORLD_SIZE"]}
+    plain = lambda words: [word for word in words if not word.startswith("--cluster.")]
+    return [(["env", *(f"{k}={v}" for k, v in own(i).items()), *plain(words)]) for i, words in enumerate(commands)]
+
+
+def test_two_processes_have_the_curve_of_one(text, tmp_path):
+    """Started as torchrun does it, four devices in two processes; gloo's own words are not on standard output."""
+    options = ("--mesh=4x1x1", "--parallel.zero=2", "--validation.every=10")
+    assert command.main(argv(tmp_path / "one", text, *options)) == 0
+    words = torchrun(train(argv(tmp_path / "two", text, *options), 2))
+    with job(words) as running:
+        assert ends(running, 240) == [0, 0]
+        assert "4 x cpu (cpu), 2 in each of 2 processes" in running[0].said()
+        assert running[1].said() == ""
+        assert "Gloo" not in running[0].said()
+    close(metrics(tmp_path / "two"), metrics(tmp_path / "one"))
+    assert len(metrics(tmp_path / "two")) == 22
+    assert 'coordinator = ""' in (tmp_path / "two" / "config.toml").read_text()  # it can be used as CONFIG
+
+
+@pytest.fixture(scope="module")
+def trained(text, tmp_path_factory, caches):
+    """(the folder of a run of 2 processes, ZeRO 3 on 2x2x1, and what its step 5 held)."""
+    base = tmp_path_factory.mktemp("trained")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(caches / "xla-of-processes")
+    patch = DUMP_SAVED.replace("PATH", repr(str(base / "5.npz")))
+    options = ("--mesh=2x2x1", "--parallel.zero=3", "--train.steps=10", "--model.layers=2", "--checkpoint.keep=9")
+    with job(train(argv(base / "run", text, *options), 2, patch)) as running:
+        assert ends(running, 240) == [0, 0]
+    return base / "run", np.load(base / "5.npz")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [
+        (1, ["--mesh=1x1x1", "--parallel.zero=0"]),
+        (1, ["--mesh=8x1x1", "--parallel.zero=3"]),
+        (1, ["--mesh=1x2x2", "--parallel.zero=0", "--pipeline.schedule=1f1b", "--pipeline.microbatches=4"]),
+        (4, ["--mesh=4x1x1", "--parallel.zero=0"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else value[0],
+)
+def test_its_checkpoint_goes_on_anywhere(trained, text, tmp_path, processes, options):
+    """What is restored is what was saved, to the bit; the next five losses are those of the run, to 1e-5."""
+    source, step5 = trained
+    folder = tmp_path / "run"
+    shutil.copytree(source, folder)
+    for name in ("10", "sums/10.json", "best"):
+        path = folder / "checkpoints" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    (folder / "loss.png").unlink()
+    words = argv(folder, text, "--train.steps=10", "--model.layers=2", "--checkpoint.keep=9", *options)
+    dumped = tmp_path / "restored.npz"
+    with job(train(words, processes, DUMP_RESTORED.replace("PATH", repr(str(dumped))))) as running:
+        assert ends(running, 240) == [0] * processes
+        assert "from the checkpoint of step 5" in running[0].said()
+    restored = np.load(dumped)
+    assert len(restored.files) == len(step5.files) > 10
+    for name in step5.files:
+        np.testing.assert_array_equal(restored[name], step5[name])
+    close(metrics(folder), metrics(source))

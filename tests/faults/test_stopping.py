@@ -1,0 +1,151 @@
+"""A signal at any moment: all processes agree on a step, save it, and exit with 85; another signal changes nothing."""
+
+import signal
+import time
+
+import pytest
+
+from tests.faults.jobs import ends, job, metrics, saved, step_of, train, until
+
+LONG = ("--mesh=2x1x1", "--train.steps=100000")
+
+SLOW_COMPILE = """
+compile = Run.compile
+def slow(self):
+    print("COMPILING", flush=True)
+    time.sleep(8)
+    return compile(self)
+Run.compile = slow
+"""
+
+SLOW_VALIDATION = """
+evaluate = Run._evaluate
+class Slow:
+    def __get__(self, run, _):
+        print("VALIDATING", flush=True)
+        time.sleep(0.5)
+        return evaluate.__get__(run, Run)
+    def __set__(self, *_):  # so that it is asked each time
+        raise AttributeError
+Run._evaluate = Slow()
+"""
+
+SLOW_SAVE = """
+save = Trainer.save
+def slow(self, step, state):
+    print("SAVING", flush=True)
+    time.sleep(1.5)
+    save(self, step, state)
+Trainer.save = slow
+"""
+
+NO_DATA = """
+batch = Trainer.batch
+def slow(self, step):
+    if step >= 12 and me == 0:
+        print("NO DATA", flush=True)
+        time.sleep(1000)
+    return batch(self, step)
+Trainer.batch = slow
+"""
+
+
+def signalled(running, number=signal.SIGTERM, to=0, again=True) -> list[int]:
+    """The exit codes after signals to one process."""
+    began = time.monotonic()
+    running[to].send_signal(number)
+    if again:
+        time.sleep(0.1)
+        running[to].send_signal(number)
+    codes = ends(running, 60)
+    assert time.monotonic() - began < 60  # the grace
+    return codes
+
+
+def check_saved(folder, running, name: str) -> None:
+    """The last step that was taken is on disk, is what is told, and nobody else told anything."""
+    step = step_of(folder)
+    assert saved(folder) == step > 0
+    assert running[0].said().splitlines()[-1] == f"stopped by {name}: step {step} is saved; the same command goes on"
+    steps = [line["step"] for line in metrics(folder) if "loss" in line]
+    assert steps == list(range(1, step + 1))
+    assert all("loss" not in process.said() for process in running[1:])
+
+
+@pytest.mark.parametrize(
+    ("processes", "number"),
+    [
+        (1, signal.SIGTERM),
+        (2, signal.SIGINT),
+        pytest.param(1, signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(4, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_while_it_steps(words, tmp_path, processes, number):
+    folder = tmp_path / "run"
+    with job(train(words(*LONG, f"--mesh={max(2, processes)}x1x1"), processes)) as running:
+        until(lambda: step_of(folder) > 7, running)
+        assert signalled(running, number, to=processes - 1) == [85] * processes
+        check_saved(folder, running, number.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 4])
+def test_while_it_compiles_nothing_is_lost(words, tmp_path, processes):
+    mesh = f"--mesh={max(2, processes)}x1x1"
+    with job(train(words(mesh), processes, SLOW_COMPILE)) as running:
+        until(lambda: all("COMPILING" in process.said() for process in running), running)
+        began = time.monotonic()
+        assert signalled(running, to=processes - 1) == [85] * processes
+        assert time.monotonic() - began < 8
+        last = running[0].said().splitlines()[-1]
+    assert saved(tmp_path / "run") == 0
+    assert "stopped by SIGTERM (compiling" in last
+    assert "nothing is lost; the same command starts from the beginning" in last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 4])
+def test_while_it_validates_the_rest_is_left_for_later(words, tmp_path, processes):
+    folder = tmp_path / "run"
+    options = (f"--mesh={max(2, processes)}x1x1", "--train.steps=12", "--validation.every=7", "--validation.batches=0")
+    with job(train(words(*options), processes, SLOW_VALIDATION)) as running:
+        until(lambda: "VALIDATING" in running[0].said(), running)
+        assert signalled(running, to=processes - 1) == [85] * processes
+        check_saved(folder, running, "SIGTERM")
+    assert saved(folder) == 7
+    with job(train(words(*options), processes)) as running:
+        assert ends(running, 240) == [0] * processes
+    assert [line["step"] for line in metrics(folder) if "validation_loss" in line] == [7, 12]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 4])
+def test_while_it_saves_a_second_signal_spoils_nothing(words, tmp_path, processes):
+    folder = tmp_path / "run"
+    with job(train(words(*LONG, f"--mesh={max(2, processes)}x1x1"), processes, SLOW_SAVE)) as running:
+        until(lambda: "SAVING" in running[0].said(), running)
+        assert signalled(running, to=processes - 1) == [85] * processes
+        check_saved(folder, running, "SIGTERM")
+
+
+def test_while_it_waits_for_data(words, tmp_path):
+    folder = tmp_path / "run"
+    with job(train(words(*LONG), 1, NO_DATA)) as running:
+        until(lambda: step_of(folder) == 12, running)
+        assert signalled(running) == [85]
+        check_saved(folder, running, "SIGTERM")
+
+
+@pytest.mark.slow
+def test_when_the_grace_is_over_it_ends_unsaved(words, tmp_path):
+    """One of two waits for data, the other is in a step with it: there is no step that both could save."""
+    folder = tmp_path / "run"
+    with job(train(words(*LONG, "--checkpoint.grace-seconds=6"), 2, NO_DATA)) as running:
+        until(lambda: "NO DATA" in running[0].said() and saved(folder) == 10, running)
+        time.sleep(1)
+        began = time.monotonic()
+        assert signalled(running, to=1) == [85, 85]
+        assert time.monotonic() - began < 10
+        last = running[0].said().splitlines()[-1]
+    assert "the 6 s of checkpoint.grace_seconds are over; the same command goes on from step 10" in last
