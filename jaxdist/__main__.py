@@ -11,6 +11,7 @@ from jaxdist.request import outcome
 
 COMMANDS = {
     "train": "train a model, or go on with a run",
+    "launch local": "start a run of several processes on this machine, and keep it going",
     "evaluate": "the validation loss of a run's checkpoint",
     "generate": "text from a run's checkpoint",
     "checkpoints": "what a run has saved: list, verify, prune, export",

@@ -1,0 +1,173 @@
+"""What `launch local` makes of how its processes end. They are small programs here; `test_faults` has real runs."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxdist import launch
+from jaxdist.cluster.local import Job, shares
+from jaxdist.config import Config, RequestError
+
+PROCESS = """
+import os, pathlib, signal, sys, time
+me, of, again, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True", pathlib.Path(sys.argv[4])
+started = folder / f"{me} of {of}"
+started.write_text((started.read_text() if started.exists() else "") + f"{os.getpid()} ")
+def wait(code=85):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job of 3 processes which each run `program`; `told` is what the launcher has told."""
+
+    def make(program: str, **more) -> Job:
+        command = lambda me, of, _, again: [
+            sys.executable,
+            "-c",
+            PROCESS + program,
+            str(me),
+            str(of),
+            str(again),
+            str(tmp_path),
+        ]
+        told: list[str] = []
+        settings = dict(fits=lambda n: False, newest=lambda: 0, restarts=2, minutes=60.0, grace=5.0, tell=told.append)
+        made = Job(command=command, shares=[None] * 3, **settings | more)
+        made.told = told
+        return made
+
+    return make
+
+
+def pids(folder) -> list[int]:
+    return [int(pid) for path in folder.glob("* of *") for pid in path.read_text().split()]
+
+
+def signal_soon(folder, number: int, count: int) -> None:
+    """Signal this process when so many have started."""
+
+    def wait() -> None:
+        while len(pids(folder)) < count:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def test_done(job):
+    made = job("")
+    assert made.run() == 0
+    assert made.told == ["done"]
+
+
+def test_one_that_dies_ends_the_others_and_all_are_started_again(job, tmp_path):
+    made = job(
+        "if me == 1 and not again: os.kill(os.getpid(), signal.SIGKILL)\nif not again: wait(0)", newest=lambda: 7
+    )
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxdist.cluster.local.LAST_WORDS", 0.5)
+        assert made.run() == 0
+    assert time.monotonic() - began < 30
+    assert made.told == ["process 1 was ended by SIGKILL; all are started again from step 7", "done after 1 restart(s)"]
+    assert len(pids(tmp_path)) == 6
+    for pid in pids(tmp_path):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_it_is_given_up_after_some_restarts(job, tmp_path):
+    made = job("sys.exit(3)")
+    assert made.run() == 1
+    assert len((tmp_path / "0 of 3").read_text().split()) == 3
+    assert "failed with exit code 3; given up after 2 restart(s): at most 2 within 60 minutes" in made.told[-1]
+
+
+def test_failures_of_long_ago_do_not_count(job, tmp_path):
+    made = job("sys.exit(0 if len(started.read_text().split()) > 4 else 1)", minutes=1e-9)
+    assert made.run() == 0
+    assert made.told[-1] == "done after 4 restart(s)"
+
+
+def test_a_mistake_is_not_tried_again(job, tmp_path):
+    made = job("sys.exit(2)")
+    assert made.run() == 2
+    assert len(pids(tmp_path)) == 3
+    assert "refused the request; that is not tried again" in made.told[-1]
+
+
+def test_85_that_nobody_here_asked_for_is_tried_again(job):
+    made = job("sys.exit(0 if again else 85)")
+    assert made.run() == 0
+    assert "was asked to stop; all are started again from the beginning" in made.told[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_signals_go_to_all_and_85_is_passed_on(job, tmp_path, number):
+    others = "for one in signal.SIGUSR1, signal.SIGINT: signal.signal(one, lambda *_: sys.exit(85))"
+    made = job(f"{others}\nwait()")
+    signal_soon(tmp_path, number, 3)
+    assert made.run() == 85
+    assert made.told == [f"stopped by {signal.Signals(number).name}"]
+    assert len(pids(tmp_path)) == 3
+
+
+def test_who_does_not_end_when_asked_is_killed(job, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxdist.cluster.local.LAST_WORDS", 0.5)
+    made = job("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)", grace=0.5)
+    signal_soon(tmp_path, signal.SIGTERM, 3)
+    assert made.run() == 1
+    assert made.told == ["stopped by SIGTERM: was ended by SIGKILL"]
+
+
+def test_after_two_failures_without_a_checkpoint_it_goes_on_with_fewer(job, tmp_path):
+    made = job("sys.exit(1 if of == 3 else 0)", fits=lambda n: n in (1, 4))
+    assert made.run() == 0
+    assert "all are started again from the beginning with 1 process(es), because it has failed 2 times" in made.told[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0 of 1", "0 of 3", "1 of 3", "2 of 3"]
+
+
+def test_but_not_while_checkpoints_are_made(job):
+    steps = iter(range(100))
+    made = job("sys.exit(1 if of == 3 else 0)", fits=lambda n: True, newest=lambda: next(steps))
+    assert made.run() == 1
+
+
+def test_only_a_mesh_that_fills_up_does_with_fewer():
+    config = Config(mesh="-1x1x1", train=dict(global_batch_size=12))
+    assert [n for n in range(1, 9) if launch.fits(config, n, 1)] == [1, 2, 3, 4, 6]
+    assert [n for n in range(1, 9) if launch.fits(config, n, 2)] == [1, 2, 3, 6]
+    assert not any(launch.fits(config.model_copy(update={"mesh": "2x1x1"}), n, 1) for n in range(1, 9))
+
+
+def test_gpus_are_dealt_out(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6,7")
+    assert shares(2) == ["2,3", "6,7"]
+    with pytest.raises(RequestError, match=r"4 GPU\(s\) do not divide by 3 processes; start 1, 2, 4"):
+        shares(3)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert shares(3) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "fragment"),
+    [
+        (["moon"], "nothing can be launched on 'moon'; valid names are local"),
+        (["local"], "--processes is missing"),
+        (["local", "--processes=0"], "processes is 0: must be at least 1"),
+        (["local", "--processes=2", "--cluster.process-id=1"], "--cluster.process-id has no effect on this command"),
+        (["local", "--processes=2", "--train.stepps=1"], "did you mean '--train.steps'?"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(argv, fragment):
+    with pytest.raises(RequestError, match=fragment.replace("?", r"\?")):
+        launch.main(argv)
