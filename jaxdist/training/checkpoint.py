@@ -191,8 +191,8 @@ def _whole(shelf: Shelf, which: str, notes: list[str]) -> int | None:
 
 
 def _trees(state: TrainState) -> dict[str, Any]:
-    """Parameters and variables apart from the rest, so that they can be read alone; weights in use follow from them."""
+    """Parameters and variables apart from the rest, so that they can be read alone; the rest follows from them."""
     training = state._asdict()
-    del training["weights"]
+    del training["weights"], training["in_flight"]
     variables = training.pop("variables")
     return {"params": training.pop("params"), "training": training} | ({"variables": variables} if variables else {})

@@ -46,10 +46,10 @@ class Meter:
     def next(self, batches: Iterator[Item]) -> Item | None:
         """The next batch, or None where there is none; the wait for it counts as `data_seconds`.
 
-        A step that has ended is told first. Where a call of the step returns when it has ended, as on CPU, the next
-        step's time would else count as this one's.
+        On CPU the step is waited for, and told, first: its cores have nothing else to do, and a call of the step
+        returns now before and now after its end, so that one step's time would count as another's.
         """
-        if self.pending and self.pending[1].loss.is_ready():
+        if self.pending and (self.device.platform == "cpu" or self.pending[1].loss.is_ready()):
             self.flush()
         started = time.perf_counter()
         batch = next(batches, None)
