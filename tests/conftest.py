@@ -19,10 +19,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.devices()  # made now, so that a command that a test runs in this process finds them and makes no others
 
 
-KEPT = {"jax_persistent_cache_min_compile_time_secs": 0.3}
-"""What takes longer to compile is not compiled twice."""
-
-
 def pytest_addoption(parser):
     parser.addoption("--exhaustive", action="store_true", help="run the whole matrices, and nothing else")
 
@@ -40,9 +36,8 @@ def caches(tmp_path_factory):
     """Nothing is read from, or left in, the home folder of the person who runs the tests."""
     folder = tmp_path_factory.mktemp("cache")
     os.environ["JAXDIST_CACHE"] = str(folder)
-    for name, value in {"jax_compilation_cache_dir": str(folder / "xla"), **KEPT}.items():
-        jax.config.update(name, value)
-        os.environ[name.upper()] = str(value)  # for processes that a test starts
+    jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     return folder
 
 

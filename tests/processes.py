@@ -22,7 +22,11 @@ if processes > 1:
                                shutdown_timeout_seconds=15)
 tell = lambda value: print("told " + json.dumps(value), flush=True)
 """
-"""What a program of `told` begins with: it finds `arguments`, its `process` of `processes`, and `tell`."""
+"""What a program of `told` begins with: it finds `arguments`, its `process` of `processes`, and `tell`.
+
+No cache of compiled programs: only process 0 writes to one, and what it finds there the others would still compile,
+while gloo waits for them 30 s and no longer.
+"""
 
 
 def free_port() -> str:

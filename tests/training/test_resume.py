@@ -23,6 +23,7 @@ TIMES = ("step_seconds", "data_seconds", "tokens_per_second")
 KILLED = """
 import jax, os, pathlib, signal, sys, time
 jax.config.update("jax_num_cpu_devices", {devices})
+jax.config.update("jax_compilation_cache_dir", {cache!r})
 jax.devices()  # as many as the tests have: then what they have compiled is not compiled again
 from jaxdist.training.meter import Meter
 step, saved = Meter.step, {saved!r} and pathlib.Path({saved!r})
@@ -43,7 +44,8 @@ def kill_after(step: int, saved: int | None, argv: list[str]) -> None:
     """Run in a process of its own that dies without a word: `step` + 1 is done, `saved` is the newest on disk."""
     folder = next(option.partition("=")[2] for option in argv if option.startswith("--run-dir"))
     saved = saved and f"{folder}/checkpoints/sums/{saved}.json"
-    program = KILLED.format(after=step, saved=saved, devices=len(jax.devices()))
+    shared = dict(devices=len(jax.devices()), cache=jax.config.jax_compilation_cache_dir)
+    program = KILLED.format(after=step, saved=saved, **shared)
     done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
 
