@@ -1,0 +1,144 @@
+"""`python -m jaxdist.checkpoints` on a run with one damaged step."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from jaxdist import checkpoints, train
+from jaxdist.config import RequestError
+from jaxdist.request import load
+from jaxdist.training.folder import RunFolder
+from tests.training.conftest import SMALL, over
+from tests.training.test_going_back import damage
+from tests.training.test_resume import saved
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    assert train.main(over(SMALL, f"--data.path={text}", f"--run-dir={folder}", "--mesh=2x1x1")) == 0
+    return folder
+
+
+@pytest.fixture
+def copy(finished, tmp_path) -> Path:
+    """With step 15 damaged, step 10 of two files too few, something half-written and something set aside."""
+    folder = Path(shutil.copytree(finished, tmp_path / "copy"))
+    damage(folder, 15)
+    (folder / "checkpoints" / "10" / "facts" / "metadata").unlink()
+    shutil.copytree(folder / "checkpoints" / "20", folder / "checkpoints" / "25")
+    (folder / "checkpoints" / "aside").mkdir()
+    shutil.copytree(folder / "checkpoints" / "20", folder / "checkpoints" / "aside" / "30")
+    return folder
+
+
+def asked(capsys, *argv: str, code: int = 0) -> dict:
+    assert checkpoints.main([*map(str, argv), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def states(result: dict) -> dict[tuple[int, str], str]:
+    return {(row["step"], row["kind"]): row["state"] for row in result["checkpoints"]}
+
+
+def test_what_is_whole_is_listed(finished, capsys):
+    result = asked(capsys, finished)
+    assert set(states(result).values()) == {"complete"}
+    assert list(states(result)) == [(10, "newest"), (15, "newest"), (20, "newest"), (20, "best")]
+    files = [path for path in (finished / "checkpoints" / "10").rglob("*") if path.is_file()]
+    assert result["checkpoints"][0]["bytes"] == sum(path.stat().st_size for path in files)
+    assert result["checkpoints"][0]["mesh"] == "data=2"
+    assert abs(result["checkpoints"][0]["time"] - files[0].stat().st_mtime) < 60
+    assert set(states(asked(capsys, finished, "--verify")).values()) == {"whole"}
+    assert checkpoints.main([str(finished)]) == 0
+    head, first, *_, best = capsys.readouterr().out.splitlines()
+    assert head.split() == ["step", "size", "saved", "mesh", "state"]
+    assert first.split()[0] == "10"
+    assert best.split()[:2] == ["20", "best"]
+
+
+def test_damage_is_shown(copy, capsys):
+    flipped = {(15, "newest"): "complete"}
+    found = {(10, "newest"): "damaged", (20, "newest"): "complete", (25, "newest"): "unsaved"}
+    found |= {(20, "best"): "complete", (30, "aside"): "unsaved"}
+    assert states(asked(capsys, copy)) == found | flipped
+    verified = {key: "whole" if state == "complete" else state for key, state in found.items()}
+    assert states(asked(capsys, copy, "--verify", code=1)) == verified | {(15, "newest"): "damaged"}
+    assert checkpoints.main([str(copy), "--verify"]) == 1
+    said = capsys.readouterr().out
+    assert "damaged: facts/metadata is missing" in said
+    assert "differs from its checksum" in said
+
+
+def test_prune_leaves_what_a_run_goes_on_from(copy, capsys):
+    (copy / "checkpoints" / "35.orbax-checkpoint-tmp").mkdir()
+    removed = [Path(path) for path in asked(capsys, copy, "--prune")["removed"]]
+    assert [path.relative_to(copy / "checkpoints").as_posix() for path in removed] == [
+        "10",
+        "15",
+        "25",
+        "aside/30",
+    ]
+    assert states(asked(capsys, copy, "--verify")) == {(20, "newest"): "whole", (20, "best"): "whole"}
+    assert not list(copy.rglob("*tmp"))
+
+
+def test_prune_keeps_as_many_as_it_is_told(finished, tmp_path, capsys):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    asked(capsys, copy, "--prune", "--checkpoint.keep=1", "--checkpoint.keep-every=10")
+    assert [step for step, kind in states(asked(capsys, copy)) if kind == "newest"] == [10, 20]
+
+
+def test_prune_leaves_a_run_in_progress_alone(copy):
+    with RunFolder(copy).locked(), pytest.raises(RequestError, match="in use by process"):
+        checkpoints.main([str(copy), "--prune"])
+    assert (copy / "checkpoints" / "25").exists()
+
+
+def test_export_holds_the_weights_by_layer(finished, tmp_path, capsys):
+    path = tmp_path / "weights.safetensors"
+    assert asked(capsys, finished, f"--export={path}", "--checkpoint=15")["export"]["step"] == 15
+    params = saved(finished, 15)["params"]
+    with safe_open(path, "np") as file:
+        names = set(file.keys())
+        for layer in range(2):
+            np.testing.assert_array_equal(
+                file.get_tensor(f"blocks.{layer}.mlp.up"), params["blocks"]["mlp"]["up"][layer]
+            )
+        total = sum(file.get_tensor(name).size for name in names)
+        assert {str(file.get_tensor(name).dtype) for name in names} == {"float32"}
+        (tmp_path / "config.toml").write_text(file.metadata()["config"])
+        assert file.metadata()["step"] == "15"
+    assert total == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert load(str(tmp_path / "config.toml"), {}).model.layers == 2
+
+
+def test_export_of_a_damaged_step_goes_to_the_one_before_and_says_so(finished, tmp_path, capsys):
+    copy = Path(shutil.copytree(finished, tmp_path / "copy"))
+    damage(copy, 20)
+    path = tmp_path / "weights.safetensors"
+    assert checkpoints.main([str(copy), f"--export={path}"]) == 0
+    said = capsys.readouterr()
+    assert "of step 15" in said.out
+    assert "20 is damaged and passed over" in said.err
+    with pytest.raises(RequestError, match="is no file in a folder that exists"):
+        checkpoints.main([str(copy), f"--export={tmp_path}/none/weights.safetensors"])
+
+
+def test_a_run_that_saved_nothing(finished, tmp_path, capsys):
+    (tmp_path / "config.toml").write_bytes((finished / "config.toml").read_bytes())
+    assert checkpoints.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path} has saved no checkpoint\n"
+
+
+def test_listing_needs_no_jax(finished):
+    code = "import sys\nfrom jaxdist.checkpoints import main\nmain(sys.argv[1:])\nsys.exit('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(finished), "--verify"], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr

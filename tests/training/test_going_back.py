@@ -1,0 +1,143 @@
+"""Which checkpoint a run goes on from, or begins with, when it is not simply the newest."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jaxdist import evaluate, train
+from jaxdist.config import RequestError
+from jaxdist.request import load
+from tests.training.conftest import SMALL, lines, over
+from tests.training.test_resume import without_times
+
+
+@pytest.fixture(scope="module")
+def options(text) -> list[str]:
+    return over(SMALL, f"--data.path={text}")
+
+
+@pytest.fixture(scope="module")
+def finished(options, tmp_path_factory) -> Path:
+    """Steps 10, 15 and 20, which is the best, too."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    assert train.main([*options, f"--run-dir={folder}"]) == 0
+    return folder
+
+
+@pytest.fixture
+def copy(finished, tmp_path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "copy"))
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def damage(folder: Path, step: int) -> None:
+    array = max((folder / "checkpoints" / str(step)).rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(array.read_bytes())
+    content[100] ^= 1
+    array.write_bytes(content)
+
+
+def test_a_damaged_newest_is_passed_over_and_the_end_is_the_same(options, finished, copy, capsys):
+    damage(copy, 20)
+    assert evaluate.main([str(copy)]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("step 15 ")
+    assert "20 is damaged and passed over: " in said.err
+    assert train.main([*options, f"--run-dir={copy}"]) == 0
+    said = capsys.readouterr().err
+    assert "from the checkpoint of step 15" in said
+    assert "20 is damaged and passed over: " in said
+    assert f"step 20 of {copy}/checkpoints is moved to {copy}/checkpoints/aside" in said
+    assert without_times(copy) == without_times(finished)
+    assert steps(copy / "checkpoints") == [10, 15, 20]
+    assert steps(copy / "checkpoints" / "aside") == [20]
+    assert steps(copy / "checkpoints" / "best") == [20]
+    assert train.main([*options, f"--run-dir={copy}"]) == 0
+    assert "finished at step 20" in capsys.readouterr().err
+
+
+def test_back_to_a_step_that_was_asked_for(options, finished, copy, capsys):
+    """Of a run that is finished; what came later is no part of it any more, and what comes is the same again."""
+    argv = [*options, f"--run-dir={copy}"]
+    assert train.main([*argv, "--resume=10"]) == 0
+    said = capsys.readouterr().err
+    assert "from the checkpoint of step 10" in said
+    assert f"step 15, 20 of {copy}/checkpoints is moved to" in said
+    assert without_times(copy) == without_times(finished)
+    assert steps(copy / "checkpoints" / "aside") == [15, 20]
+    assert load(str(copy / "config.toml"), {}).resume == "auto"
+
+
+def test_a_step_that_is_not_there_is_refused_and_nothing_is_touched(options, copy, tmp_path):
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    with pytest.raises(RequestError, match=r"no checkpoint of step 7; its steps are 10, 15, 20$"):
+        train.main([*options, f"--run-dir={copy}", "--resume=7"])
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+    with pytest.raises(RequestError, match="holds no run to go back to step 7 of"):
+        train.main([*options, f"--run-dir={tmp_path / 'new'}", "--resume=7"])
+    assert not (tmp_path / "new").exists()
+    damage(copy, 10)
+    with pytest.raises(RequestError, match=r"checkpoint .*/10 is damaged: .* differs from its checksum; choose"):
+        train.main([*options, f"--run-dir={copy}", "--resume=10"])
+
+
+@pytest.mark.parametrize("text", ["yes", "-3", "1.5", "0"])
+def test_what_resume_may_be(text):
+    with pytest.raises(RequestError, match="must be auto, never, or the number of a step"):
+        load(None, {"resume": text})
+
+
+def test_the_count_of_skipped_updates_goes_on(options, tmp_path, capsys):
+    """Steps 2, 3 and 4 are not finite. Gone on with from step 3, the run stops after one more, and not after three."""
+    argv = over(options, "--checkpoint.every=3", "--train.max-skipped=3", f"--run-dir={tmp_path / 'nan'}")
+    argv += ["--optimizer.learning-rate=1e30", "--optimizer.clip=0"]
+    assert train.main(argv) == 1
+    assert "; the last good checkpoint is that of step 3" in capsys.readouterr().err
+    shutil.copytree(tmp_path / "nan", tmp_path / "again")
+    assert train.main(over(argv, f"--run-dir={tmp_path / 'again'}")) == 1
+    assert "from the checkpoint of step 3" in capsys.readouterr().err
+    assert without_times(tmp_path / "again") == without_times(tmp_path / "nan")
+    assert lines(tmp_path / "again")[-1]["skipped"] == 3
+
+
+def test_weights_of_another_run(options, finished, tmp_path, capsys):
+    """A run that goes no step has the loss of the one whose weights it has; the tokenizer comes with them."""
+    argv = [*options, f"--run-dir={tmp_path / 'tuned'}", "--optimizer.learning-rate=1e-9", "--train.steps=2"]
+    argv = over(argv, "--optimizer.warmup=0")
+    assert train.main([*argv, f"--init-from={finished}/checkpoints/15"]) == 0
+    assert f"weights     those of step 15 of {finished}" in capsys.readouterr().err
+    assert (tmp_path / "tuned" / "tokenizer.json").read_bytes() == (finished / "tokenizer.json").read_bytes()
+    losses = []
+    for where, which in ((finished, "15"), (tmp_path / "tuned", "latest")):
+        evaluate.main([str(where), f"--checkpoint={which}"])
+        losses.append(capsys.readouterr().out.split("loss")[1])
+    assert losses[0] == losses[1]
+    assert train.main([*argv, f"--init-from={finished}/checkpoints/15"]) == 0
+    assert "finished at step 2" in capsys.readouterr().err
+    with pytest.raises(RequestError, match=r"init_from \(.*/15 there, .*/best here\)"):
+        train.main([*argv, f"--init-from={finished}/checkpoints/best"])
+
+
+def test_weights_that_do_not_fit(options, finished, tmp_path):
+    argv = over(options, f"--run-dir={tmp_path / 'wide'}", "--model.embed=24", f"--init-from={finished}")
+    with pytest.raises(RequestError, match=r"does not fit this model: .*\(2, 16, 64\) there and \(2, 24, 96\) here"):
+        train.main(argv)
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints", "elsewhere/10"])
+def test_what_is_no_run_has_no_weights(options, tmp_path, where):
+    with pytest.raises(RequestError, match="is neither the folder of a run nor a checkpoint in one"):
+        train.main([*options, f"--run-dir={tmp_path / 'new'}", f"--init-from={tmp_path / where}"])
+    assert not (tmp_path / "new").exists()
+
+
+def test_weights_know_their_own_tokens_alone(options, finished, tmp_path):
+    other = tmp_path / "tokenizer.json"
+    other.write_text((finished / "tokenizer.json").read_text().replace("<|endoftext|>", "<|end|>"))
+    argv = [*options, f"--run-dir={tmp_path / 'new'}", f"--init-from={finished}"]
+    with pytest.raises(RequestError, match=r"data.tokenizer .* is not the one of .*/finished"):
+        train.main([*argv, f"--data.tokenizer={other}"])
