@@ -126,7 +126,11 @@ class Checkpoints:
         return self.find(LATEST if resume == "auto" else resume)
 
     def set_aside(self, after: int) -> None:
-        """Move the steps after that one out of the way: they are damaged, or of a future that is not going to be."""
+        """Move the steps after that one out of the way: they are damaged, or of a future that is not going to be.
+
+        The step itself, which is there and whole, is not saved again.
+        """
+        self._newest.step = after or None
         if not leader():
             return
         for shelf in (self._newest.shelf, self._best.shelf):

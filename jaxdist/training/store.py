@@ -48,18 +48,18 @@ class Store:
         handlers = {name: ocp.StandardCheckpointHandler(restore_concurrent_gb=RESTORE_GB) for name in ITEMS}
         handler = ocp.CompositeCheckpointHandler(**handlers, facts=ocp.JsonCheckpointHandler())
         self._orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
-        self._step: int | None = None
-        """The one that was saved last."""
+        self.step: int | None = None
+        """The newest that is saved, or being saved: it is not saved again."""
         self._sealing: threading.Thread | None = None
         self._given_up = threading.Event()
         self._failed: OSError | None = None
 
     def save(self, step: int, trees: dict[str, Any], facts: dict[str, Any]) -> None:
         """Returns when the arrays of `trees` may be changed again. Raises `SaveFailed`, of this save or the last."""
-        if step == self._step:
+        if step == self.step:
             return
         self.wait()
-        self._step = step
+        self.step = step
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
         try:
             if leader():
@@ -149,7 +149,7 @@ class Store:
 
     def _failure(self, error: Exception) -> SaveFailed:
         self._given_up.set()
-        return SaveFailed(f"the checkpoint of step {self._step} could not be saved: {_cause(error)}")
+        return SaveFailed(f"the checkpoint of step {self.step} could not be saved: {_cause(error)}")
 
 
 @cache

@@ -142,6 +142,15 @@ def test_what_comes_after_the_step_to_go_on_from_is_set_aside(folder):
     assert sorted(path.name for path in (folder / "checkpoints" / "aside").iterdir()) == ["10", "sums"]
 
 
+def test_the_step_that_a_run_goes_on_from_is_not_written_again(folder):
+    """A stop before its first step would else put the newest checkpoint at risk."""
+    with Checkpoints(folder, keep=1) as checkpoints:
+        checkpoints.set_aside(after=checkpoints.find_start("auto").step)
+        checkpoints.save(10, state(11), {})
+        checkpoints.wait()
+        same(checkpoints.restore(abstract(state(10))), state(10)._replace(weights=None))
+
+
 def test_the_old_go_only_when_the_new_is_sealed(tmp_path, monkeypatch):
     """Killed between a commit and its checksums, a run that keeps one checkpoint still has one."""
     with Checkpoints(tmp_path, keep=1) as checkpoints:

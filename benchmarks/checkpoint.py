@@ -1,0 +1,207 @@
+"""What checkpoints cost, on CPU devices.
+
+    python benchmarks/checkpoint.py [block] [sums] [mesh] [memory] [first]
+
+block     how long a save keeps the quickstart's loop from its next step, beside that step and beside the whole save.
+sums      reading a checkpoint for its checksums, beside writing it: both ends of a save in the background.
+mesh      restoring onto the mesh that saved, and onto another.
+memory    what a process takes while it restores, over what it held before, beside the bytes of its own shards.
+first     a run that goes on, from its start to its first step, beside one that begins. Programs are compiled by both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxdist.config import Config
+from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.run import Run
+from jaxdist.training.shelf import Shelf
+from jaxdist.training.step import TrainState
+
+REPEATS = 5
+LARGE = dict(layers=8, embed=1024, heads=8, vocab=8192, sequence=128)
+"""109 million parameters: 1.3 GB with their moments."""
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="checkpoint-", dir="."))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def noisy(run: Run) -> TrainState:
+    """A state that does not compress: an optimizer that has seen no gradient is all zeros."""
+    rng = np.random.default_rng(0)
+    like = lambda a: rng.standard_normal(a.shape, np.float32) if a.dtype == np.float32 else np.zeros(a.shape, a.dtype)
+    return jax.tree.map(lambda a: jax.device_put(like(a), a.sharding), run.abstract_logical())
+
+
+def size(state: TrainState) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+
+def seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - started
+
+
+def median(values: list[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{1e3 * middle:9.1f} ms ({1e3 * low:.1f} to {1e3 * high:.1f})"
+
+
+def save(checkpoints: Checkpoints, shelf: Shelf, step: int, state: TrainState) -> tuple[float, float, float]:
+    """Seconds until the call returns, until the step has its name, and until its checksums are there."""
+    started = time.perf_counter()
+    checkpoints.save(step, state, {"step": step})
+    blocked = time.perf_counter()
+    while step not in shelf.steps():
+        time.sleep(1e-3)
+    written = time.perf_counter()
+    while step not in shelf.sealed():
+        time.sleep(1e-3)
+    return blocked - started, written - started, time.perf_counter() - started
+
+
+def block() -> None:
+    run = Run(Config(mesh="1x1x1"))
+    with jax.set_mesh(run.mesh), folder() as path, Checkpoints(path, keep=1) as checkpoints:
+        shelf = Shelf(path / "checkpoints")
+        batch = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), run.batch())
+        step, state = run.compile(), run.init()
+        steps, blocked, whole = [], [], []
+        for number in range(1, 4 * REPEATS + 1):
+            started = time.perf_counter()
+            state, metrics = step(state, batch)
+            jax.block_until_ready(metrics)
+            steps.append(time.perf_counter() - started)
+            if number % 4 == 0:
+                first, _, last = save(checkpoints, shelf, number, run.logical(state))
+                blocked.append(first)
+                whole.append(last)
+    print(f"block       a step {median(steps)}, a save blocks {median(blocked)} of {median(whole)}")
+    ratios = statistics.median(blocked) / statistics.median(steps), sum(blocked) / sum(whole)
+    print(f"            {ratios[0]:.2f} of a step, {ratios[1]:.1%} of the save")
+
+
+def sums() -> None:
+    run = Run(Config(mesh="1x1x1", model=LARGE))
+    with jax.set_mesh(run.mesh), folder() as path, Checkpoints(path, keep=1) as checkpoints:
+        state, shelf = noisy(run), Shelf(path / "checkpoints")
+        found = [save(checkpoints, shelf, step, state) for step in range(1, REPEATS + 1)]
+    blocked, written, sealed = ([times[i] for times in found] for i in range(3))
+    extra = [end - begin for begin, end in zip(written, sealed, strict=True)]
+    print(f"sums        {size(state) / 1e6:,.0f} MB: a save blocks {median(blocked)}, writes {median(written)}")
+    print(f"            checksums {median(extra)}: {statistics.median(extra) / statistics.median(written):.1%}")
+
+
+def mesh() -> None:
+    with folder() as path:
+        found: dict[str, list[float]] = {}
+        for number, shape in enumerate(["4x1x1", *["4x1x1", "2x2x1", "1x1x1"] * REPEATS]):
+            config = Config(mesh=shape, model=LARGE, parallel=dict(zero=3 if shape != "1x1x1" else 0))
+            run = Run(config)
+            with jax.set_mesh(run.mesh), Checkpoints(path, keep=1 if number == 0 else None) as checkpoints:
+                if number == 0:
+                    checkpoints.save(1, noisy(run), {"step": 1})
+                    continue
+                abstract, step = run.abstract_logical(), checkpoints.find()
+                found.setdefault(shape, []).append(seconds(lambda: checkpoints.restore(abstract, step)))  # noqa: B023
+    same = statistics.median(found["4x1x1"])
+    for shape, times in found.items():
+        print(f"mesh        4x1x1, ZeRO 3 -> {shape}: {median(times)}, {statistics.median(times) / same:.2f}x")
+
+
+RESTORE = """
+import sys, jax
+from pathlib import Path
+from jaxdist.config import Config
+from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.run import Run
+
+status = lambda name: next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(name))
+run = Run(Config.model_validate_json(sys.argv[2]))
+with jax.set_mesh(run.mesh), Checkpoints(Path(sys.argv[1]), keep=None) as checkpoints:
+    abstract, found = run.abstract_logical(), checkpoints.find()
+    before = status("VmRSS:")
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far begins anew
+    state = jax.block_until_ready(checkpoints.restore(abstract, found))
+    own = sum(shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards)
+    print("took", own, status("VmHWM:") - before)
+"""
+
+
+def memory() -> None:
+    big = LARGE | dict(layers=24)
+    config = Config(mesh="1x1x1", model=big)
+    run = Run(config)
+    with folder() as path:
+        with jax.set_mesh(run.mesh), Checkpoints(path, keep=1) as checkpoints:
+            checkpoints.save(1, noisy(run), {"step": 1})
+        command = [sys.executable, "-c", RESTORE, str(path), config.model_dump_json()]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    own, peak = map(int, said.split("took")[1].split())
+    bound = 1.5 * own + 2**30
+    print(f"memory      own shards {own / 2**20:,.0f} MiB, peak {peak / 2**20:,.0f} MiB more than before")
+    print(f"            1.5 x + 1 GiB is {bound / 2**20:,.0f} MiB: {'kept' if peak < bound else 'BROKEN'}")
+
+
+def first() -> None:
+    fresh, resumed = [], []
+    with folder() as path:
+        for number in range(REPEATS):
+            argv = ["--train.steps=40", "--log.every=1", "--checkpoint.every=20", "--validation.every=0"]
+            argv += [f"--run-dir={path / str(number)}"]
+            fresh.append(_first_step(argv, path / str(number), kill_after=30))
+            resumed.append(_first_step(argv, path / str(number), kill_after=None))
+    ratio = statistics.median(resumed) / statistics.median(fresh)
+    print(f"first       fresh {median(fresh)}, resumed {median(resumed)}: {ratio:.2f}x")
+
+
+def _first_step(argv: list[str], path: Path, kill_after: int | None) -> float:
+    """Seconds from the start of a process until its first step is told; it is killed after a later one."""
+    started, begun, metrics = time.perf_counter(), None, path / "metrics.jsonl"
+    count = lambda: metrics.read_text().count('"loss"') if metrics.exists() else 0
+    with subprocess.Popen([sys.executable, "-m", "jaxdist.train", *argv], stderr=subprocess.DEVNULL) as process:
+        before = None if kill_after is None else 0
+        while process.poll() is None:
+            lines = count()
+            if before is None and lines and lines <= 20:  # it was cut back: the run goes on from step 20
+                before = lines
+            if begun is None and before is not None and lines > before:
+                begun = time.perf_counter() - started
+            if kill_after is not None and lines >= kill_after and (path / "checkpoints" / "sums" / "20.json").exists():
+                process.kill()
+            time.sleep(2e-3)
+    assert begun is not None, json.dumps(argv)
+    return begun
+
+
+def main() -> None:
+    parts = dict(block=block, sums=sums, mesh=mesh, memory=memory, first=first)
+    print(f"jax {jax.__version__}, {len(os.sched_getaffinity(0))} cores")
+    for name in sys.argv[1:] or parts:
+        parts[name]()
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 4)
+    main()
