@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxdist.api import Parallel, parallelize, scan, stack
+    from jaxdist.api import Parallel, parallelize, scan, stack, staged
 
-__all__ = ["Parallel", "parallelize", "scan", "stack"]
+__all__ = ["Parallel", "parallelize", "scan", "stack", "staged"]
 __version__ = "0.1.0"
 
 

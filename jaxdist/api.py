@@ -1,4 +1,4 @@
-"""`jaxdist.parallelize`: data parallelism, ZeRO and tensor parallelism for a Flax model that you have already."""
+"""`jaxdist.parallelize`: data, tensor and pipeline parallelism, and ZeRO, for a Flax model that you have already."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from jaxdist.models.stacked import scan, stack
 from jaxdist.parallel.foreign import on_shards
 from jaxdist.parallel.zero import is_axes
 from jaxdist.planning.hlo import Collective, collectives
-from jaxdist.sharding import Layout, Rules, name_of, on_devices
+from jaxdist.sharding import BATCH, STAGES, Layout, Rules, name_of, on_devices
 from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.staged import Staged, check_request, staged, stages_of_module
 from jaxdist.training.step import Metrics, Step, TrainState
 from jaxdist.training.whole import Scope, Whole
 
-__all__ = ["Parallel", "parallelize", "scan", "stack"]
+__all__ = ["Parallel", "parallelize", "scan", "stack", "staged"]
 
 Batch = Any
 """A tree of arrays that share their leading dim, the rows: of NumPy, or global ones of JAX."""
@@ -49,6 +50,8 @@ def parallelize(
     scope: Scope = "batch",
     rules: Rules | None = None,
     shard: Shard = 0,
+    schedule: str = "1f1b",
+    virtual_stages: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Parallel:
     """Train a module that was written for one device on every device of a mesh.
@@ -57,6 +60,8 @@ def parallelize(
       ZeRO 0 to 3. It is made by `model_fn(rngs)`, with batch norm, dropout and tied weights as it has them.
     * One whose parameters have `axes` in their metadata, a name for each dim, gets tensor parallelism: `rules` gives
       names mesh axes, `{"mlp": ("model",)}`.
+    * One that offers `embed(batch)`, `blocks` made by `jaxdist.stack`, and `head(x, batch)` gets pipelines, of which
+      `accumulation` is the number of micro-batches: with `loss_fn=jaxdist.staged` and scope "rows".
 
     `loss_fn(module, batch)`, or `loss_fn(module, batch, train)`, returns the mean over the rows of `batch`, or that and
     a dict of further means. Under `accumulation` it sees one micro-batch at a time, and so does batch norm.
@@ -75,17 +80,20 @@ def parallelize(
     _check_values(mesh, zero, precision, accumulation, scope, shard, rules)
     foreign.check_call("loss_fn", loss_fn, ("module", "batch"))
     shape = parse_mesh(mesh)
-    if shape[PIPELINE] > 1:
-        raise ValueError(
-            f"mesh '{mesh}' has {PIPELINE}={shape[PIPELINE]}, but parallelize makes no stages of your own module; "
-            f"set {PIPELINE} to 1 (python -m jaxdist.train pipelines its own decoders)"
-        )
+    pipelined = shape[PIPELINE] > 1
+    if pipelined:
+        check_request(mesh, loss_fn, scope, shape)
     placed = make_mesh(shape, devices) if devices else runtime.start(shape)
     model = foreign.describe(model_fn, partial(_statistics, scope, placed))
     layout = _layout(placed, model, rules or {}, scope)
     dtype = jnp.float32 if precision == "float32" else jnp.bfloat16
-    forward = Whole(model, loss_fn, layout, scope, dtype, zero, _to_be_split(layout, model, shard))
-    step = Step(forward, on_shards(optimizer, forward.places, model.abstract), keep=precision == "mixed")
+    split = _to_be_split(layout, model, shard)
+    if pipelined:
+        stages = stages_of_module(model, shape[PIPELINE], virtual_stages)
+        forward = Staged(model, layout, stages, schedule, accumulation, dtype, zero, split)
+    else:
+        forward = Whole(model, loss_fn, layout, scope, dtype, zero, split)
+    step = Step(forward, on_shards(optimizer, forward.places, forward.abstract), keep=precision == "mixed")
     return Parallel(placed, layout, step, accumulation)
 
 
@@ -118,11 +126,15 @@ class Parallel:
     def evaluate(self, state: TrainState, batch: Batch) -> dict[str, float]:
         """`loss` and the further means over the rows of `batch`, of any number, with the module in evaluation mode.
 
-        Rows that do not divide by the devices are computed by all of them, and count once.
+        Rows that do not divide by the devices are computed by all of them, and count once; a pipeline raises
+        `ValueError` for them.
         """
         self._check_state(state)
-        rows = _rows(batch)
-        even = rows - rows % self.layout.ranks
+        rows, ranks = _rows(batch), self.layout.ranks
+        even = rows - rows % ranks
+        if even < rows and self._step.forward.stages is not None:
+            near = f"{even} or {even + ranks}" if even else ranks
+            raise ValueError(f"{rows} rows do not divide by the {ranks} parts of a batch; give {near}")
         parts = [(0, even, (None, "batch")), (even, rows, ())]
         sums: dict[str, float] = {}
         with jax.set_mesh(self.mesh):
@@ -143,20 +155,22 @@ class Parallel:
         """Write a checkpoint that knows no mesh into `folder`, in place of those of earlier steps."""
         self._check_state(state)
         with jax.set_mesh(self.mesh), Checkpoints(Path(folder), keep=1) as checkpoints:
-            checkpoints.save(int(state.step), state, {"step": int(state.step)})
+            checkpoints.save(int(state.step), self._step.logical(state), {"step": int(state.step)})
 
     def restore(self, folder: Path | str) -> TrainState:
         """The state that `save` wrote there, from any mesh onto this one. Raises `ValueError` where there is none."""
         with jax.set_mesh(self.mesh), Checkpoints(Path(folder), keep=None) as checkpoints:
-            state = checkpoints.restore(self._abstract)
+            logical = lambda: self._step.logical(self._step.init(jax.random.key(0)))
+            state = checkpoints.restore(on_devices(jax.eval_shape(logical), self.mesh))
             for note in checkpoints.notes:
                 warnings.warn(note, stacklevel=2)
-            weights = jax.jit(self._step.forward.weights)(state.params) if self._step.keep else None
-            return state._replace(weights=weights)
+            return self._step.resume(state)
 
     def module(self, state: TrainState) -> nnx.Module:
         """The module with the trained parameters, whole, in evaluation mode: for one device, or to be exported."""
         self._check_state(state)
+        with jax.set_mesh(self.mesh):
+            state = self._step.logical(state)
         params, variables = jax.tree.map(self._whole, (state.params, state.variables))
         return self.model.merge(params, variables, train=False)
 
@@ -275,9 +289,10 @@ def _layout(mesh: jax.sharding.Mesh, model: Foreign, rules: Rules, scope: Scope)
     """Raises `ValueError` where a mesh axis would split nothing."""
     named = jax.tree.leaves(model.axes, is_leaf=is_axes)
     names = {name for axes in named for name in axes if name}
-    if "batch" in {*names, *rules}:
-        raise ValueError(f"'batch' names the rows, which {' and '.join(BATCH_AXES)} split; call the axis otherwise")
-    layout = Layout.on(mesh, {"batch": BATCH_AXES, **rules}, names={*names, "batch"})
+    if BATCH in {*names, *rules}:
+        raise ValueError(f"'{BATCH}' names the rows, which {' and '.join(BATCH_AXES)} split; call the axis otherwise")
+    always = {BATCH: BATCH_AXES, STAGES: (PIPELINE,)}
+    layout = Layout.on(mesh, {**always, **rules}, names={*names, *always})
     for name, axes in rules.items():
         if wrong := set(axes) - set(LAYER_AXES):
             raise ValueError(

@@ -140,6 +140,14 @@ def _axes(p: nnx.Variable) -> tuple[str | None, ...]:
     return (LAYERS,) * (p.ndim - len(named)) + tuple(named)
 
 
+def mean_over_rows(returned: Any) -> Float[Array, ""]:
+    """What a loss function returned, if it is the mean alone. Raises `ValueError` for anything else."""
+    loss, further = _result(returned)
+    if further:
+        raise ValueError(f"head returned further means, {', '.join(sorted(further))}; a pipeline adds up none")
+    return loss
+
+
 def _result(returned: Any) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     loss, further = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(further, dict):

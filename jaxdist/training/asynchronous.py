@@ -46,9 +46,9 @@ class AsynchronousStep(Step):
 
         self.pipe = forward.asynchronous(update)
 
-    def with_derived(self, state: TrainState) -> TrainState:
+    def derived(self, state: TrainState) -> dict[str, Any]:
         batch = jax.tree.map(lambda a: reshard(jnp.zeros(a.shape, a.dtype), a.sharding.spec), self.shapes)
-        return state._replace(in_flight=self.pipe.empty(state.params, self.forward.with_keys(batch, state.step)))
+        return {"in_flight": self.pipe.empty(state.params, self.forward.with_keys(batch, state.step))}
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """A batch without labels is none: those before it go on, and nothing comes in."""

@@ -22,6 +22,7 @@ class Differentiated(ABC):
 
     places: Any
     abstract: Params
+    stages = None
     dtype: Any
     """What the model computes in."""
     stage: int

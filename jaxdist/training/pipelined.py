@@ -41,16 +41,22 @@ class Pipelined:
         dropout: bool = False,
         seed: int = 0,
         stage: int = 0,
+        split: Params | None = None,
     ):
+        """`split` says of every parameter whether ZeRO may split it (None: of all)."""
         self.model, self.layout, self.stages, self.schedule = model, layout, stages, schedule
         self.dtype, self.dropout, self.seed, self.stage, self.remat = dtype, dropout, seed, stage, remat
         self.abstract = stages.abstract(model.abstract)
-        self.places = zero.placements(layout, stages.axes(model.axes), self.abstract, stage)
+        self.places = zero.placements(layout, stages.axes(model.axes), self.abstract, stage, split=split)
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """(parameters, nothing else), each device making its own shards; padding is zero."""
         rest = jax.tree.map(lambda p: p.rest, self.places)
-        return jax.sharding.auto_axes(lambda key: self.stages.fold(self.model.init(key)), out_sharding=rest)(key), {}
+        return jax.sharding.auto_axes(lambda key: self.stages.fold(self.one_device(key)), out_sharding=rest)(key), {}
+
+    def one_device(self, key: Key[Array, ""]) -> Params:
+        """The parameters as one device has them."""
+        return self.model.init(key)
 
     def weights(self, params: Params) -> Params:
         """In the compute dtype. They are gathered inside the region."""
@@ -94,7 +100,7 @@ class Pipelined:
 
     def asynchronous(self, update: Callable) -> Asynchronous:
         """The pipeline that is never emptied, with weights of the compute dtype; see there for `update`."""
-        parts = self.stages, self.layout, self.places, self.stage, self._program, self.dtype
+        parts = self.stages, self.layout, self.places, self.stage, self.program, self.dtype
         return Asynchronous(*parts, recompute=self.remat == "stage", update=update)
 
     def _executor(self, batch: Batch) -> Executor:
@@ -102,11 +108,11 @@ class Pipelined:
         k = jax.tree.leaves(batch)[0].shape[0]
         schedule = make(self.schedule, self.stages.ranks, k, self.stages.virtual)
         schedule = schedule if schedule.flush else make("1f1b", self.stages.ranks, k)
-        parts = make_table(schedule), self.stages, self.layout, self.places, self.stage, self._program
+        parts = make_table(schedule), self.stages, self.layout, self.places, self.stage, self.program
         return Executor(*parts, recompute=self.remat == "stage")
 
     @cached_property
-    def _program(self) -> Program:
+    def program(self) -> Program:
         layers = sum(self.stages.sizes)
         keys = lambda part, number: fold_in(part["keys"], number) if "keys" in part else None
         embed = lambda tops, part: self.model.embed(self._whole(tops), part["tokens"], keys(part, layers))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,29 +113,15 @@ class Run:
             raise RequestError(f"{forward.schedule} cannot run here ({problems[0]}); set pipeline.schedule to zb-u")
         return compiled
 
-    def logical(self, state: TrainState) -> TrainState:
-        """The state as a checkpoint holds it, layers as [L, ...] whatever the mesh; call under `jax.set_mesh`."""
-        state = state._replace(weights=None, in_flight=None)
-        return jax.jit(self.forward.stages.unfolded)(state) if isinstance(self.forward, Pipelined) else state
-
     def abstract_logical(self) -> TrainState:
-        """Shapes, dtypes and shardings of `logical`; call under `jax.set_mesh`."""
+        """Shapes, dtypes and shardings of the state as a checkpoint holds it; call under `jax.set_mesh`."""
         seed = self.config.train.seed
-        made = lambda: self.logical(self.step.init(jax.random.key(seed)))
+        made = lambda: self.step.logical(self.step.init(jax.random.key(seed)))
         return on_devices(jax.eval_shape(made), self.mesh)
-
-    def resume(self, state: TrainState) -> TrainState:
-        """The inverse of `logical`, with what a checkpoint does not hold made again; call under `jax.set_mesh`."""
-        state = state._replace(params=self.folded(state.params), optimizer=self.folded(state.optimizer))
-        return jax.jit(self.step.with_derived)(state)
 
     def begin(self, params: Params, variables: Params) -> TrainState:
         """The state before the first step with these parameters of a checkpoint; call under `jax.set_mesh`."""
-        return jax.jit(self.step.start)(self.folded(params), variables)
-
-    def folded(self, tree: Any) -> Any:
-        """Parameters, or what has their names, from a checkpoint, as the step wants them."""
-        return jax.jit(self.forward.stages.folded)(tree) if isinstance(self.forward, Pipelined) else tree
+        return jax.jit(self.step.start)(self.step.folded(params), variables)
 
     @cached_property
     def _evaluate(self):
@@ -185,7 +171,7 @@ def restore(config: Config, which: str, batch: bool = True) -> Trained:
             print(f"note: {note}", file=sys.stderr)
         state = run.abstract_logical()
         params, variables = checkpoints.restore_params(state.params, state.variables, found)
-        return Trained(run, found.step, run.folded(params), variables, checkpoints.facts(found)["data"])
+        return Trained(run, found.step, run.step.folded(params), variables, checkpoints.facts(found)["data"])
 
 
 def _precision(asked: str, platform: str) -> str:

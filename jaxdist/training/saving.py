@@ -61,7 +61,7 @@ class Saving:
         best = self.checkpoints.facts(found)["best"]
         if best is not None and self.checkpoints.has_best():  # one that was set aside is to be found again
             self.best = best
-        return self.run.resume(self.checkpoints.restore(self.run.abstract_logical(), found))
+        return self.run.step.resume(self.checkpoints.restore(self.run.abstract_logical(), found))
 
     def due(self, step: int) -> bool:
         """Whether to save after `step`; every process asks at every step, and all get the same answer."""
@@ -69,13 +69,13 @@ class Saving:
         return every or step == self.run.steps or self._end_of_epoch(step) or self._late()
 
     def save(self, step: int, state: TrainState) -> None:
-        self.checkpoints.save(step, self.run.logical(state), self.facts(step))
+        self.checkpoints.save(step, self.run.step.logical(state), self.facts(step))
         self.last = time.monotonic()
 
     def save_if_best(self, step: int, state: TrainState, loss: float) -> None:
         if loss < self.best:
             self.best = loss
-            self.checkpoints.save_best(step, self.run.logical(state), self.facts(step))
+            self.checkpoints.save_best(step, self.run.step.logical(state), self.facts(step))
 
     def facts(self, step: int) -> dict[str, object]:
         """What a checkpoint holds beside arrays: the position in the data is (seed, step)."""

@@ -17,6 +17,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.models import Params
+from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.training.optimizer import clip
 
 Batch = Any
@@ -30,7 +31,7 @@ Summed = tuple[Float[Array, ""], Params, Params, Further]
 
 
 class TrainState(NamedTuple):
-    """What goes from step to step. A checkpoint holds all of it but what follows from the rest (`with_derived`)."""
+    """What goes from step to step. A checkpoint holds all of it but what follows from the rest (`derived`)."""
 
     step: Int[Array, ""]
     """Steps taken, skipped ones included."""
@@ -64,6 +65,8 @@ class Forward(Protocol):
     places: Any
     """A `zero.Placement` for every parameter."""
     abstract: Params
+    stages: Stages | None
+    """How a pipeline holds the layers."""
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """(parameters at rest, variables)."""
@@ -108,11 +111,25 @@ class Step:
         """The state before the first step from these parameters, as `place` returns them."""
         count = jnp.zeros((), jnp.int32)
         state = TrainState(count, params, self.optimizer.init(params), count, count, None, variables or {})
-        return self.with_derived(state)
+        return state._replace(**self.derived(state))
 
-    def with_derived(self, state: TrainState) -> TrainState:
-        """With what a checkpoint does not hold."""
-        return state._replace(weights=self.forward.weights(state.params)) if self.keep else state
+    def derived(self, state: TrainState) -> dict[str, Any]:
+        """What follows from the rest of a state, and a checkpoint does not hold."""
+        return {"weights": self.forward.weights(state.params)} if self.keep else {}
+
+    def logical(self, state: TrainState) -> TrainState:
+        """The state as a checkpoint holds it: layers as [L, ...] whatever the mesh."""
+        state, stages = state._replace(weights=None, in_flight=None), self.forward.stages
+        return state if stages is None else jax.jit(stages.unfolded)(state)
+
+    def folded(self, tree: Any) -> Any:
+        """Parameters, or what has their names, from a checkpoint, as a step holds them."""
+        return tree if self.forward.stages is None else jax.jit(self.forward.stages.folded)(tree)
+
+    def resume(self, state: TrainState) -> TrainState:
+        """The inverse of `logical`, with what a checkpoint does not hold made again."""
+        state = state._replace(params=self.folded(state.params), optimizer=self.folded(state.optimizer))
+        return state._replace(**jax.jit(self.derived)(state))
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step. A loss or gradient that is not finite leaves all but the counts as it is."""

@@ -26,7 +26,7 @@ DUMP_SAVED = (
 save = Trainer.save
 def save_and_dump(self, step, state):
     if step == 5:
-        dump(PATH, self.run.logical(state))
+        dump(PATH, self.run.step.logical(state))
     save(self, step, state)
 Trainer.save = save_and_dump
 """

@@ -31,8 +31,8 @@ def test_layers_saved_on_one_pipeline_are_the_same_bits_on_another(tmp_path):
     for step, (mesh, *pipeline) in enumerate([("1x1x4",), ("1x1x2", "interleaved", 3), ("2x1x1", "1f1b", 0, 3)], 1):
         run = run_on(mesh, *pipeline)
         with jax.set_mesh(run.mesh), Checkpoints(tmp_path, keep=3) as checkpoints:
-            state = run.resume(checkpoints.restore(run.abstract_logical())) if wanted else run.init()
-            saved = run.logical(state)
+            state = run.step.resume(checkpoints.restore(run.abstract_logical())) if wanted else run.init()
+            saved = run.step.logical(state)
             assert {a.shape[0] for a in jax.tree.leaves(saved.params["blocks"])} == {6}
             bits = [np.asarray(a).tobytes() for a in jax.tree.leaves((saved.params, saved.optimizer))]
             wanted = wanted or bits
@@ -46,7 +46,7 @@ def test_one_initial_model_whatever_the_stages():
         wanted = jax.device_get(one.init().params)
     run = run_on("2x1x4", zero=3)
     with jax.set_mesh(run.mesh):
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.logical(run.init()).params), wanted)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.step.logical(run.init()).params), wanted)
 
 
 @pytest.mark.parametrize(("mesh", "pipeline"), [("1x1x4", ("gpipe",)), ("1x2x2", ("interleaved", 3))])

@@ -57,7 +57,7 @@ def test_restored_with_another_layout_it_is_the_same(saved, options):
     run = laid_out(options, folder)
     with jax.set_mesh(run.mesh), Checkpoints(folder, keep=None) as checkpoints:
         abstract = run.abstract()
-        state = run.resume(checkpoints.restore(abstract))
+        state = run.step.resume(checkpoints.restore(abstract))
     same = jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), state, abstract)
     assert all(jax.tree.leaves(same))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state._replace(weights=None)), wanted)
