@@ -11,7 +11,6 @@ first     a run that goes on, from its start to its first step, beside one that 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
@@ -166,32 +165,30 @@ def memory() -> None:
 
 def first() -> None:
     fresh, resumed = [], []
+    argv = ["--train.steps=40", "--log.every=1", "--checkpoint.every=5", "--validation.every=0"]
     with folder() as path:
         for number in range(REPEATS):
-            argv = ["--train.steps=40", "--log.every=1", "--checkpoint.every=20", "--validation.every=0"]
-            argv += [f"--run-dir={path / str(number)}"]
-            fresh.append(_first_step(argv, path / str(number), kill_after=30))
-            resumed.append(_first_step(argv, path / str(number), kill_after=None))
+            fresh.append(_first_step(argv, path / str(number)))
+            resumed.append(_first_step(argv, path / str(number)))
     ratio = statistics.median(resumed) / statistics.median(fresh)
     print(f"first       fresh {median(fresh)}, resumed {median(resumed)}: {ratio:.2f}x")
 
 
-def _first_step(argv: list[str], path: Path, kill_after: int | None) -> float:
-    """Seconds from the start of a process until its first step is told; it is killed after a later one."""
-    started, begun, metrics = time.perf_counter(), None, path / "metrics.jsonl"
-    count = lambda: metrics.read_text().count('"loss"') if metrics.exists() else 0
-    with subprocess.Popen([sys.executable, "-m", "jaxdist.train", *argv], stderr=subprocess.DEVNULL) as process:
-        before = None if kill_after is None else 0
-        while process.poll() is None:
-            lines = count()
-            if before is None and lines and lines <= 20:  # it was cut back: the run goes on from step 20
-                before = lines
-            if begun is None and before is not None and lines > before:
-                begun = time.perf_counter() - started
-            if kill_after is not None and lines >= kill_after and (path / "checkpoints" / "sums" / "20.json").exists():
-                process.kill()
+def _first_step(argv: list[str], path: Path) -> float:
+    """Seconds from the start of a process until its first step is told; it is killed when a checkpoint is there."""
+    started, metrics, shelf = time.perf_counter(), path / "metrics.jsonl", Shelf(path / "checkpoints")
+    inode = metrics.stat().st_ino if metrics.exists() else None  # a run that goes on writes the file anew
+    told = lambda: metrics.read_text().count('"loss"') if metrics.exists() and metrics.stat().st_ino != inode else 0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxdist.train", f"--run-dir={path}", *argv], stderr=subprocess.DEVNULL
+    )
+    with process:
+        while told() <= max(shelf.sealed(), default=0):
             time.sleep(2e-3)
-    assert begun is not None, json.dumps(argv)
+        begun = time.perf_counter() - started
+        while not shelf.sealed():
+            time.sleep(2e-3)
+        process.kill()
     return begun
 
 

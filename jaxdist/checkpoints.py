@@ -73,7 +73,8 @@ def told(result: dict[str, Any]) -> Iterator[str]:
     if not result["checkpoints"]:
         yield f"{result['run']} has saved no checkpoint"
         return
-    form = "{:>8} {:<7} {:>12}  {:<19}  {:<24} {}".format
+    width = max(len(row["mesh"] or "mesh") for row in result["checkpoints"])
+    form = f"{{:>8}} {{:<6}} {{:>13}}  {{:<19}}  {{:<{width}}}  {{}}".format
     yield form("step", "", "size", "saved", "mesh", "state").rstrip()
     for row in result["checkpoints"]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"])) if row["time"] else "?"

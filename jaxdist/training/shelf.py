@@ -19,8 +19,8 @@ from typing import Any
 TORN = ".orbax-checkpoint-tmp"
 """How the name of a folder ends while Orbax writes it."""
 
-BLOCK = 1 << 22
-"""Bytes that are read at a time."""
+BLOCK = 1 << 19
+"""Bytes that are read at a time: few enough to be in a cache when their checksum is made."""
 
 READERS = 4
 """Files that are read at a time."""
