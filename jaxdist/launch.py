@@ -44,19 +44,17 @@ def local(argv: list[str]) -> int:
 
     from jaxdist.cluster.local import Job, say, shares
     from jaxdist.training.folder import RunFolder
+    from jaxdist.training.shelf import Shelf
 
     folder = RunFolder(asked.config.run_dir)
     folder.enter(asked.config)  # its mistakes are told once, and not by each process
-
-    def newest() -> int:
-        return max((int(path.name) for path in folder.checkpoints.glob("*") if path.name.isdigit()), default=0)
 
     dealt = shares(asked.extras["processes"])
     job = Job(
         command=lambda *place: train(asked, *place),
         shares=dealt,
         fits=lambda processes: fits(asked.config, processes, len((dealt[0] or "0").split(","))),
-        newest=newest,
+        newest=lambda: max(Shelf(folder.checkpoints).sealed(), default=0),
         restarts=asked.extras["restarts"],
         minutes=asked.extras["minutes"],
         grace=asked.config.checkpoint.grace_seconds,

@@ -57,11 +57,11 @@ class Watchdog:
 
     def limit(self) -> float:
         """Seconds that it may go on with what it does now."""
-        usual = statistics.median(self._steps) if self._steps else 0
+        usual = statistics.median(list(self._steps)) if self._steps else 0
         seconds = self.seconds or max(LEAST, USUAL * usual)
         if self._doing == READING and not self.seconds:
             return float("inf")  # tokenizing takes as long as the text is long
-        first = self._stepped is None or not self._steps or self._doing not in self._seen
+        first = not self._steps or self._doing not in self._seen
         return seconds * FIRST if first else seconds
 
     def _watch(self) -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jaxdist.cluster.place import Place
-from jaxdist.cluster.watchdog import COMPILING, READING, STEPPING, VALIDATING, Watchdog
+from jaxdist.cluster.watchdog import COMPILING, READING, STEPPING, VALIDATING, WAITING, Watchdog
 from tests.faults.jobs import ends, job, metrics, saved, step_of, told, train, until
 
 LONG = ("--mesh=2x1x1", "--train.steps=100000")
@@ -168,6 +168,7 @@ def test_how_long_is_too_long():
     dog.note(COMPILING)
     assert dog.limit() == 3000
     for step in range(1, 4):
+        dog.note(WAITING)
         dog.note(STEPPING, step)
     assert dog.limit() == 300
     dog._steps.extend([100.0] * 9)
