@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from jaxdist.training.shelf import Shelf
 from tests.processes import Process, free_port, started
 from tests.training.conftest import SMALL, over
 
@@ -46,7 +47,7 @@ def job(commands: list[list[str]], **options) -> Iterator[list[Process]]:
         yield running
 
 
-def until(true: Callable[[], object], running: list[Process], seconds: float = 120) -> None:
+def until(true: Callable[[], object], running: list[Process], seconds: float = 300) -> None:
     """Wait for it. AssertionError with what all said when a process ends before, or after `seconds`."""
     end = time.monotonic() + seconds
     while not true():
@@ -80,6 +81,5 @@ def step_of(folder: Path) -> int:
 
 
 def saved(folder: Path) -> int:
-    """The newest step on disk, 0 without one."""
-    names = [path.name for path in (folder / "checkpoints").glob("*")]
-    return max((int(name) for name in names if name.isdigit()), default=0)
+    """The newest step that is whole on disk, 0 without one."""
+    return max(Shelf(folder / "checkpoints").sealed(), default=0)

@@ -55,14 +55,14 @@ def test_an_exception_in_one_process_alone_is_a_traceback(words):
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_hangs_is_ended_and_shows_where(words, tmp_path, processes):
-    commands = train(words(*LONG, "--fault.hang-seconds=6"), processes, STUCK.format(who=processes - 1))
+    commands = train(words(*LONG, "--fault.hang-seconds=12"), processes, STUCK.format(who=processes - 1))
     with job(commands) as running:
         until(lambda: step_of(tmp_path / "run") >= 11, running)
         assert ends(running, 60) == [1] * processes
         said = told(running)
         stuck = running[-1].said()
     assert "no progress: " in said
-    assert "more than the 6 s of fault.hang_seconds" in said
+    assert "more than the 12 s of fault.hang_seconds" in said
     assert "in stuck_reader" in stuck
 
 
