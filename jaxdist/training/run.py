@@ -110,7 +110,7 @@ class Run:
         compiled, forward = self.lower().compile(), self.forward
         own_ways = isinstance(forward, Pipelined) and not forward.uniform
         if own_ways and (problems := across_ranks(compiled.as_text(), self.mesh)):
-            raise RequestError(f"{forward.schedule} cannot run here ({problems[0]}); set pipeline.schedule to zb-u")
+            raise RequestError(f"{forward.schedule} cannot run here ({problems[0]}); set pipeline.schedule to 1f1b")
         return compiled
 
     def abstract_logical(self) -> TrainState:

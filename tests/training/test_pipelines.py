@@ -110,7 +110,7 @@ def compiled(monkeypatch, schedule: str, problems) -> str:
 def test_a_program_in_which_ranks_could_wait_for_ever_is_refused(monkeypatch):
     asked = []
     problems = lambda text, mesh: asked.append((text, mesh.shape["pipeline"])) or ["%1 crosses", "%2 crosses"]
-    with pytest.raises(RequestError, match=r"^zb-h1 cannot run here \(%1 crosses\); set pipeline.schedule to zb-u$"):
+    with pytest.raises(RequestError, match=r"^zb-h1 cannot run here \(%1 crosses\); set pipeline.schedule to 1f1b$"):
         compiled(monkeypatch, "zb-h1", problems)
     assert asked == [("program of zb-h1", 2)]
     assert compiled(monkeypatch, "zb-h1", lambda *_: []) == "program of zb-h1"
