@@ -56,9 +56,12 @@ class Saving:
             say(line)
         return self.run.begin(params, variables)
 
-    def go_on(self, found: Found) -> TrainState:
-        """The state of that step, as the run's mesh wants it."""
-        best = self.checkpoints.facts(found)["best"]
+    def go_on(self, found: Found, say: Callable[[str], None]) -> TrainState:
+        """The state of that step, as the run's mesh wants it; told is what changes the run's curve from here on."""
+        facts = self.checkpoints.facts(found)
+        before, late, best = facts.get("late", 0), self.run.step.late, facts["best"]
+        if before != late:
+            say(f"note        gradients of the first stage came {before} step(s) late so far, and come {late} late now")
         if best is not None and self.checkpoints.has_best():  # one that was set aside is to be found again
             self.best = best
         return self.run.step.resume(self.checkpoints.restore(self.run.abstract_logical(), found))
@@ -86,6 +89,7 @@ class Saving:
             "data": self.run.task.fingerprint,
             "best": None if math.isinf(self.best) else self.best,
             "baseline": self.baseline,
+            "late": self.run.step.late,
             "mesh": describe(self.run.mesh.shape),
             "processes": jax.process_count(),
             "time": time.time(),

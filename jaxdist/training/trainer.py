@@ -122,7 +122,8 @@ class Trainer:
         resume = f"from the checkpoint of step {found.step}" if found else "from the beginning"
         for line in [*summary(self.run, self.folder.path, resume), *self.checkpoints.notes]:
             self.log.say(line)
-        return self.saving.go_on(found) if found else self.saving.begin(self.log.say)
+        say = self.log.say
+        return self.saving.go_on(found, say) if found else self.saving.begin(say)
 
     def compile(self) -> jax.stages.Compiled:
         self.job.note(COMPILING)

@@ -37,3 +37,11 @@ def test_killed_after_a_save_and_resumed_equals_straight_to_the_bit(run, request
     resumed = run("killed", *PIPELINE)
     jax.tree.map(np.testing.assert_array_equal, saved(resumed, 12), saved(straight, 12))
     assert without_times(resumed) == without_times(straight)
+
+
+@pytest.mark.slow
+def test_going_on_without_a_delay_is_told(run, capsys):
+    run("moved", *PIPELINE)
+    moved = ["--mesh=1x1x1", *(word for word in PIPELINE if not word.startswith(("--mesh", "--pipeline")))]
+    run("moved", *moved, "--resume=10")
+    assert "gradients of the first stage came 2 step(s) late so far, and come 0 late now" in capsys.readouterr().err
