@@ -152,8 +152,8 @@ class Checkpoints:
     def restore(self, abstract: TrainState, found: Found | None = None) -> TrainState:
         """The state of the step `found`, by default the latest, laid out as `abstract` says: any mesh will do.
 
-        `abstract` holds `jax.ShapeDtypeStruct`s with shardings. Weights in use are not saved: `Run.resume` makes them.
-        Raises `RequestError` when there is no such step, or its arrays are others.
+        `abstract` holds `jax.ShapeDtypeStruct`s with shardings. What follows from the rest is not saved: `Step.resume`
+        makes it. Raises `RequestError` when there is no such step, or its arrays are others.
         """
         found = found or self.find()
         trees = found.store.restore(found.step, _trees(abstract))

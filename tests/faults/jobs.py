@@ -18,6 +18,7 @@ import os, pathlib, sys, time
 from jaxdist.cluster.runtime import join  # jax, in the environment of this process
 from jaxdist.training.meter import Meter
 from jaxdist.training.run import Run
+from jaxdist.training.step import Step
 from jaxdist.training.trainer import Trainer
 me = next(int(word.split("=")[1]) for word in [*sys.argv, "--cluster.process-id=0"] if "process-id" in word)
 {patch}

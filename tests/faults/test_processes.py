@@ -35,11 +35,11 @@ Trainer.save = save_and_dump
 DUMP_RESTORED = (
     DUMP
     + """
-resume = Run.resume
+resume = Step.resume
 def dump_and_resume(self, state):
     dump(PATH, state)
     return resume(self, state)
-Run.resume = dump_and_resume
+Step.resume = dump_and_resume
 """
 )
 
