@@ -27,7 +27,7 @@ class Board:
             self.changed.notify_all()
         return first
 
-    def read(self, name: str, seconds: float = 60) -> str:
+    def read(self, name: str, seconds: float | None = None) -> str:
         with self.changed:
             if not self.changed.wait_for(lambda: name in self.texts, seconds):
                 raise TimeoutError(name)
