@@ -43,14 +43,17 @@ class Meter:
         """Bytes, until they have been told beside what the first step took."""
         self._restart()
 
-    def next(self, batches: Iterator[Item]) -> Item | None:
-        """The next batch, or None where there is none; the wait for it counts as `data_seconds`.
+    def catch_up(self) -> None:
+        """Tell a step that has ended, before a wait for data counts as its time.
 
-        On CPU the step is waited for, and told, first: its cores have nothing else to do, and a call of the step
-        returns now before and now after its end, so that one step's time would count as another's.
+        On CPU the step is waited for: its cores have nothing else to do, and a call of the step returns now before and
+        now after its end, so that one step's time would count as another's.
         """
         if self.pending and (self.device.platform == "cpu" or self.pending[1].loss.is_ready()):
             self.flush()
+
+    def next(self, batches: Iterator[Item]) -> Item | None:
+        """The next batch, or None where there is none; the wait for it counts as `data_seconds`."""
         started = time.perf_counter()
         batch = next(batches, None)
         self.data_seconds += time.perf_counter() - started

@@ -94,6 +94,7 @@ class Trainer:
         stop, depth = self.job.stop, self.config.data.prefetch
         with Prefetch(self.batch, first, self.steps, depth, enough=stop.due) as batches:
             for step in range(first + 1, self.steps + 1):
+                self.meter.catch_up()
                 self.job.note(WAITING)
                 batch = self.meter.next(batches)
                 if stop.here():

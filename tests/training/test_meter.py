@@ -19,6 +19,7 @@ def test_where_a_call_waits_for_the_step_each_step_has_its_own_time(monkeypatch)
     measured = meter.Meter(Run(config, devices=jax.devices()[:1]), log)
     zero = jnp.zeros((), jnp.int32)
     for step in (1, 2, 3):
+        measured.catch_up()
         measured.next(iter([None]))
         now += 10.0 * step  # the call of the step; its results are there when it returns
         measured.step(step, Metrics(jnp.ones(()).block_until_ready(), zero, zero, zero, zero, {}))

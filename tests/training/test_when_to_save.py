@@ -14,7 +14,8 @@ def saved(steps: int = 20, rows: int = 100, seconds: float = 0.0, monkeypatch=No
     """The steps of a run of batches of 16, each of which takes `seconds`, after which it saves."""
     config = Config(checkpoint={"every": 0} | knobs, train={"global_batch_size": 16})
     task = SimpleNamespace(baseline=lambda: 1.0, baseline_name="", unit="token", rows=rows, fingerprint="")
-    run = SimpleNamespace(task=task, config=config, steps=steps, logical=lambda state: state, mesh=None)
+    step = SimpleNamespace(late=0, logical=lambda state: state)
+    run = SimpleNamespace(task=task, config=config, steps=steps, step=step, mesh=None)
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(saving.time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(Saving, "facts", lambda self, step: {})
