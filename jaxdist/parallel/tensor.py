@@ -82,21 +82,22 @@ def einsum(layout: Layout, dims: str, x: Float[Array, "..."], w: Float[Array, ".
 
 
 def lookup(layout: Layout, table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B s D"]:
-    """Rows of a table, NaN for an id of V or more; where V is split, each device looks up its own rows (section 3).
+    """Rows of a table, NaN for an id that is not one; where V is split, each device looks up its own rows (section 3).
 
     The table is read in f32, so that a frequent token's gradients are added in f32. What travels is not: all but one of
     the numbers that are added up there are zeros.
     """
     batch, vocab, dtype = layout.split("batch"), layout.split("vocab"), table.dtype
     leaves = partial(_leave_by_hand, summed=vocab, stream=layout.split("residual"))
+    rows_of = lambda table, ids: table.at[ids].get(mode="fill", wrap_negative_indices=False)
 
     def local(table, ids):
         table = region.vary(table, batch)  # its gradient becomes a partial sum
         if not vocab:
-            return table.at[ids].get().astype(dtype)
+            return rows_of(table, ids).astype(dtype)
         own = ids - table.shape[0] * jax.lax.axis_index(vocab)
         elsewhere = ((own < 0) | (own >= table.shape[0])) & (ids >= 0) & (ids < table.shape[0] * layout.parts("vocab"))
-        rows = jnp.where(elsewhere[..., None], 0, table.at[jnp.where(elsewhere, 0, own)].get()).astype(dtype)
+        rows = jnp.where(elsewhere[..., None], 0, rows_of(table, jnp.where(elsewhere, 0, own))).astype(dtype)
         return leaves(rows)
 
     table = table.astype(wide(dtype))

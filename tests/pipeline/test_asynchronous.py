@@ -74,10 +74,12 @@ class OneDevice:
         return float(loss), float(optax.tree.norm(grads))
 
 
-def run(mesh: str, layers: int, rate: float = 0.0, **options):
-    """(losses, norms, final weights, compiled text, mesh) of STEPS batches, and the pipeline emptied."""
+def run(mesh: str, layers: int, rate: float = 0.0, wrong: int | None = None, skipped: int = 0, **options):
+    """((loss, norm) of STEPS batches, weights in the end, program, mesh), the pipeline emptied; batch `wrong` has an id
+    that does not exist."""
     piped = toy.Piped(mesh, "pipedream", micro=1, layers=layers, rate=rate, **options)
-    parts = [piped.put(part) for part in batches(toy.ROWS)]
+    parts = [part | {"tokens": part["tokens"] + toy.VOCAB * (n == wrong)} for n, part in enumerate(batches(toy.ROWS))]
+    parts = [piped.put(part) for part in parts]
     with jax.set_mesh(piped.mesh):
         shapes = jax.eval_shape(lambda: parts[0])
         step = AsynchronousStep(piped.forward, partial(optimizer, ADAM, STEPS), DECAY, shapes)
@@ -89,9 +91,16 @@ def run(mesh: str, layers: int, rate: float = 0.0, **options):
             state, metrics = compiled(state, part)
             told.append((float(metrics.loss), float(metrics.grad_norm)))
         assert int(state.step) == STEPS
-        assert int(state.skipped) == 0
+        assert int(state.skipped) == skipped
         final = jax.device_get(jax.jit(piped.stages.unfolded)(state.params))
     return told[step.late :], final, compiled, piped.mesh
+
+
+def test_a_batch_that_is_not_finite_changes_no_weight():
+    """An id beyond the vocabulary makes all of its batch NaN; what is in flight beside it goes on."""
+    told, final, *_ = run("1x1x2", 4, wrong=3, skipped=1)
+    assert [step for step, (loss, _) in enumerate(told) if not np.isfinite(loss)] == [3]
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(final))
 
 
 ROWS = [
