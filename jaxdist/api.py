@@ -83,6 +83,11 @@ def parallelize(
     pipelined = shape[PIPELINE] > 1
     if pipelined:
         check_request(mesh, loss_fn, scope, shape)
+    elif (schedule, virtual_stages) != ("1f1b", 1):
+        raise ValueError(
+            f"schedule is {schedule!r} with {virtual_stages} virtual stage(s), but mesh '{mesh}' has no stages; leave "
+            f"them out, or give the {PIPELINE} axis more devices"
+        )
     placed = make_mesh(shape, devices) if devices else runtime.start(shape)
     model = foreign.describe(model_fn, partial(_statistics, scope, placed))
     layout = _layout(placed, model, rules or {}, scope)

@@ -12,6 +12,9 @@ from jax.experimental import multihost_utils
 from jaxdist.cluster import board
 from jaxdist.config import RequestError
 
+REFUSED = -1
+"""What the first process tells the others in place of a number."""
+
 
 def leader() -> bool:
     """Whether this is the process that writes files and tells what happens."""
@@ -19,10 +22,27 @@ def leader() -> bool:
 
 
 def from_leader(value: int) -> int:
-    """`value` as the leader has it, in every process; all of them must call it, in the same order."""
+    """`value`, of 31 bits, as the leader has it, in every process; all of them must call it, in the same order."""
     if jax.process_count() == 1:
         return value
-    return int(multihost_utils.broadcast_one_to_all(np.int64(value)))
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))  # which raises for one that is larger
+
+
+def agreed(look: Callable[[], int]) -> int:
+    """The number, from 0, that the first process gets from `look`; no other calls it.
+
+    Where it raises `RequestError` there, all processes do. All of them must call this, in the same order.
+    """
+    found, problem = REFUSED, None
+    if leader():
+        try:
+            found = look()
+        except RequestError as error:
+            problem = error
+    found = from_leader(found)
+    if found == REFUSED:
+        raise problem or RequestError("the first process of this run has refused the request, and says why")
+    return found
 
 
 def leader_first(name: str, make: Callable[[], object]) -> None:

@@ -6,38 +6,17 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxdist.cluster.agreement import from_leader, leader
+from jaxdist.cluster.agreement import agreed, leader
 from jaxdist.config import RequestError
-
-REFUSED = -1
-"""What the first process tells the others in place of a number."""
 
 PATIENCE = 5.0
 """Seconds until a file that one host has written must be seen by the others."""
-
-
-def agreed(look: Callable[[], int]) -> int:
-    """The number, from 0, that the first process gets from `look`; no other calls it.
-
-    Where it raises `RequestError` there, all processes do. All of them must call this, in the same order.
-    """
-    found, problem = REFUSED, None
-    if leader():
-        try:
-            found = look()
-        except RequestError as error:
-            problem = error
-    found = from_leader(found)
-    if found == REFUSED:
-        raise problem or RequestError("the first process of this run has refused the request, and says why")
-    return found
 
 
 def check_folder(folder: Path, size: int) -> None:

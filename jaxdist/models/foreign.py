@@ -116,6 +116,11 @@ def _signature(function: Callable) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
+def cast(tree: Any, dtype: Any) -> Any:
+    """The floats among the leaves as `dtype`."""
+    return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
+
+
 def named(tree: Any) -> dict[str, Any]:
     """Leaves by the names on the way to them: "conv.kernel"."""
     return {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}

@@ -31,15 +31,16 @@ def _changes(config: Config, layout: Layout) -> Iterator[tuple[str, object]]:
     pipelined = layout.size(PIPELINE) > 1
     k = micro_batches(config, dict(layout.axes))
     rows = train.global_batch_size // (k * layout.ranks)
-    if config.model.remat not in ("block", "stage") and not config.model.images:
+    schedule = config.pipeline.schedule if pipelined else ""
+    if config.model.remat not in ("block", "stage") and not config.model.images and schedule != "zb-h1":
         yield "model.remat", "block"
-    if pipelined and config.model.remat != "stage":
+    if pipelined and config.model.remat != "stage" and schedule not in ("zb-h1", "zb-u"):
         yield "model.remat", "stage"
-    if pipelined and config.pipeline.schedule == "gpipe":
+    if schedule == "gpipe":
         yield "pipeline.schedule", "1f1b"
     if parallel.zero < 3 and layout.size(DATA) > 1:
         yield "parallel.zero", 3
-    for times in closest(divisors(rows), 1):
+    for times in closest(divisors(rows), 1) if schedule != "pipedream" else ():
         yield "pipeline.microbatches" if pipelined else "train.accumulation", k * times
     if pipelined:
         return

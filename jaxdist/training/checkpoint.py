@@ -14,8 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxdist.cluster.agreement import from_leader, leader
-from jaxdist.cluster.preflight import agreed
+from jaxdist.cluster.agreement import agreed, from_leader, leader
 from jaxdist.config import RequestError
 from jaxdist.models import Params
 from jaxdist.training.shelf import Shelf

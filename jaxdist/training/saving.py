@@ -12,8 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 import jax
 
-from jaxdist.cluster.agreement import from_leader, leader
-from jaxdist.cluster.preflight import agreed
+from jaxdist.cluster.agreement import agreed, from_leader, leader
 from jaxdist.mesh import describe
 from jaxdist.training.checkpoint import Checkpoints, Found
 from jaxdist.training.folder import RunFolder, checkpoint_of

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.mesh import LAYER_AXES, PIPELINE
 from jaxdist.models import Params
-from jaxdist.models.foreign import Foreign, LossFunction, mean_over_rows, named
+from jaxdist.models.foreign import Foreign, LossFunction, cast, mean_over_rows, named
 from jaxdist.models.stacked import scan
 from jaxdist.parallel.pipeline.device import Program
 from jaxdist.parallel.pipeline.schedules import make
@@ -67,23 +67,19 @@ class Staged(Pipelined):
         block = nnx.graphdef(_module(self.model, self.model.abstract).blocks)
 
         def embed(tops: Params, part: Batch) -> jax.Array:
-            return self._with(tops).embed(self._cast(part))
+            return self._with(tops).embed(cast(part, self.dtype))
 
         def layer(w: Params, x: jax.Array, part: Batch, number: jax.Array) -> jax.Array:
             return nnx.merge(block, w)(x)
 
         def loss(tops: Params, x: jax.Array, part: Batch) -> jax.Array:
-            mean = mean_over_rows(self._with(tops).head(x, self._cast(part)))
+            mean = mean_over_rows(self._with(tops).head(x, cast(part, self.dtype)))
             return x.shape[0] * mean.astype(wide(mean.dtype))
 
         return Program(embed, layer, loss)
 
     def _with(self, tops: Params) -> nnx.Module:
         return _module(self.model, tops | {BLOCKS: self.model.abstract[BLOCKS]})
-
-    def _cast(self, part: Batch) -> Batch:
-        floats = lambda a: a.astype(self.dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a
-        return jax.tree.map(floats, part)
 
 
 def check_request(mesh: str, loss_fn: LossFunction, scope: Scope, shape: Mapping[str, int]) -> None:

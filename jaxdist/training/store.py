@@ -12,7 +12,8 @@ import os
 import re
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,12 @@ class Store:
         self.wait()
         self.step = step
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-        try:
+        with self._told():
             if leader():
                 self.shelf.folder.mkdir(parents=True, exist_ok=True)
                 self.shelf.unseal(step)
             contents = ocp.args.Composite(facts=ocp.args.JsonSave(facts), **items)
             self._orbax.save(self.shelf.path(step), args=contents, force=True)
-        except Exception as error:  # Orbax raises what its parts raise
-            raise self._failure(error) from error
         if leader():
             self._given_up = threading.Event()
             self._sealing = threading.Thread(target=self._seal, args=(step, self._given_up), daemon=True)
@@ -76,20 +75,16 @@ class Store:
 
     def check(self) -> None:
         """Raise `SaveFailed` if what is being saved, or was, did not get to the disk. Takes no time."""
-        try:
+        with self._told():
             self._orbax.check_for_errors()
-        except Exception as error:
-            raise self._failure(error) from error
         if self._failed:
             error, self._failed = self._failed, None  # told once
             raise self._failure(error) from error
 
     def wait(self) -> None:
         """Until what is being saved is sealed. Raises `SaveFailed`."""
-        try:
+        with self._told():
             self._orbax.wait_until_finished()
-        except Exception as error:
-            raise self._failure(error) from error
         if self._sealing:
             self._sealing.join()
         self.check()
@@ -146,6 +141,14 @@ class Store:
             self.shelf.keep(self._keep, self._every)
         except OSError as error:
             self._failed = error
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What goes wrong in here is a `SaveFailed`: Orbax raises what its parts raise."""
+        try:
+            yield
+        except Exception as error:
+            raise self._failure(error) from error
 
     def _failure(self, error: Exception) -> SaveFailed:
         self._given_up.set()

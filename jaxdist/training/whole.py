@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, Key
 
 from jaxdist.mesh import BATCH_AXES
 from jaxdist.models import Params
-from jaxdist.models.foreign import Foreign, LossFunction
+from jaxdist.models.foreign import Foreign, LossFunction, cast
 from jaxdist.parallel import foreign, zero
 from jaxdist.sharding import Layout, wide
 from jaxdist.training.differentiated import Differentiated, Outcome
@@ -57,8 +57,8 @@ class Whole(Differentiated):
         self, weights: Params, sinks: Params | None, variables: Params, parts: Batch, step: Int[Array, ""] | None
     ) -> Outcome:
         """Summed over the rows of one micro-batch."""
-        weights = jax.tree.map(self._cast, zero.in_use(self.places, weights, sinks, self.stage))
-        batch = jax.tree.map(lambda a: self._cast(a[0]), parts)
+        weights = cast(zero.in_use(self.places, weights, sinks, self.stage), self.dtype)
+        batch = cast(jax.tree.map(lambda a: a[0], parts), self.dtype)
         call = partial(self.model.loss, self.loss_fn, train=step is not None)
         if self.scope == "batch" or step is None:
             means, variables, further = foreign.together(self.places, call, weights, variables, batch)
@@ -67,6 +67,3 @@ class Whole(Differentiated):
         rows = jax.tree.leaves(batch)[0].shape[0]
         loss, further = jax.tree.map(lambda mean: rows * mean.astype(wide(mean.dtype)), (means, further))
         return loss, variables, further
-
-    def _cast(self, a: jax.Array) -> jax.Array:
-        return a.astype(self.dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a

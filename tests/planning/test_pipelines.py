@@ -137,6 +137,20 @@ def test_remedies_know_micro_batches_and_stages():
     assert any(line.startswith("pipeline.microbatches to 4 (") for line in told)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "told"),
+    [
+        ("1f1b", {"model.remat block", "model.remat stage", "pipeline.microbatches 4"}),
+        ("zb-u", {"model.remat block", "pipeline.microbatches 4"}),
+        ("zb-h1", {"pipeline.microbatches 4"}),
+        ("pipedream", {"model.remat block", "model.remat stage"}),
+    ],
+)
+def test_remedies_are_legal_with_the_schedule(schedule, told):
+    asked = config("1x1x2", schedule, microbatches=1 if schedule == "pipedream" else 2, remat="none")
+    assert {f"{name} {value}" for name, value in remedies._changes(asked, laid(asked))} == told
+
+
 def test_a_person_is_told_in_one_line():
     one = config("1x1x2", "interleaved", layers=4)
     assert pipelines.told(pipeline_of(one, laid(one))) == (

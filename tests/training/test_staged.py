@@ -148,6 +148,8 @@ def one_loss(module, batch):
         (Decoder, dict(mesh="1x2x2"), "has pipeline=2 and model=2, which split nothing together"),
         (Decoder, dict(schedule="pipedream"), "schedule pipedream is not there for a module of your own; use 1f1b"),
         (Decoder, dict(schedule="zb-h1"), "schedule zb-h1 is not there for a module of your own; use 1f1b or zb-u"),
+        (Decoder, dict(mesh="2x1x1", schedule="gpipe"), "schedule is 'gpipe' with 1 virtual stage.*has no stages"),
+        (Decoder, dict(mesh="2x1x1", virtual_stages=2), "'1f1b' with 2 virtual stage.*has no stages"),
         (Decoder, dict(schedule="1f2b"), "there is no pipeline schedule '1f2b'"),
         (Decoder, dict(virtual_stages=2), "schedule 1f1b has 1 virtual stage, but 2 were asked for"),
         (Decoder, dict(mesh="1x1x5"), "4 layer.s. do not make 5 chunk.s."),

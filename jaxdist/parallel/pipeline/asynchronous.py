@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from jaxdist.mesh import AXES, PIPELINE
 from jaxdist.parallel import region
 from jaxdist.parallel.pipeline.device import Device, Program, Tree, get, own, put
-from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
+from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, of_layers
 from jaxdist.sharding import BATCH, Layout, wide
 
 Carry = dict[str, Any]
@@ -267,17 +267,12 @@ def _is_model(tree: Tree) -> bool:
 
 def _stage(tree: Tree) -> Tree:
     """Parameters, or what has their names, with the layers of this rank alone, [depth, ...]."""
-    return _of_layers(lambda a: a[0, 0], tree)
+    return of_layers(lambda a: a[0, 0], tree)
 
 
 def _stages(tree: Tree) -> Tree:
     """The inverse of `_stage`."""
-    return _of_layers(lambda a: a[None, None], tree)
-
-
-def _of_layers(f: Callable, tree: Tree) -> Tree:
-    of = lambda t: t | {BLOCKS: jax.tree.map(f, t[BLOCKS])} if _is_model(t) else t
-    return jax.tree.map(of, tree, is_leaf=_is_model)
+    return of_layers(lambda a: a[None, None], tree)
 
 
 def _layers(tree: Tree) -> Tree:

@@ -62,18 +62,18 @@ class Stages:
 
     def fold(self, tree: Tree) -> Tree:
         """Layers [L, ...] -> [v, S, depth, ...], of parameters or of what has their names: an optimizer's state."""
-        return _of_layers(self._fold, tree)
+        return of_layers(self._fold, tree)
 
     def folded(self, tree: Tree) -> Tree:
         """`fold` of arrays on a mesh, each stage where it belongs."""
         layers = lambda dims: P(None, PIPELINE, None, *dims[1:])
-        return _of_layers(lambda a: _relaid(a, self._fold, layers), tree)
+        return of_layers(lambda a: _relaid(a, self._fold, layers), tree)
 
     def unfolded(self, tree: Tree) -> Tree:
         """The inverse of `folded`, without the padding: as checkpoints hold it."""
         even = sum(self.sizes) % self.ranks == 0
         layers = lambda dims: P(PIPELINE if even else None, *dims[3:])
-        return _of_layers(lambda a: _relaid(a, self._unfold, layers), tree)
+        return of_layers(lambda a: _relaid(a, self._unfold, layers), tree)
 
     def _fold(self, a: Array) -> Array:
         lead = self.virtual, self.ranks, self.depth
@@ -89,7 +89,7 @@ class Stages:
     def abstract(self, tree: Tree) -> Tree:
         """Shapes of `fold(tree)`, from shapes."""
         lead = self.virtual, self.ranks, self.depth
-        return _of_layers(lambda a: jax.ShapeDtypeStruct((*lead, *a.shape[1:]), a.dtype), tree)
+        return of_layers(lambda a: jax.ShapeDtypeStruct((*lead, *a.shape[1:]), a.dtype), tree)
 
     def axes(self, tree: Tree) -> Tree:
         """Logical axes of `fold(tree)`, from logical axes.
@@ -99,7 +99,7 @@ class Stages:
         return tree | {BLOCKS: jax.tree.map(lambda a: (LAYERS, STAGES, *a), tree[BLOCKS], is_leaf=is_axes)}
 
 
-def _of_layers(f: Callable[[Any], Any], tree: Tree) -> Tree:
+def of_layers(f: Callable[[Any], Any], tree: Tree) -> Tree:
     """`f` of all that belongs to layers."""
     of_layers = lambda path: any(getattr(key, "key", None) == BLOCKS for key in path)
     return jax.tree.map_with_path(lambda path, a: f(a) if of_layers(path) else a, tree)
