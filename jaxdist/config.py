@@ -239,7 +239,7 @@ class CheckpointConfig(Section):
     every: CountOrZero = 75
     """Steps between checkpoints; 0: only at the end."""
     minutes: NonNegative = 0.0
-    """Minutes after which to save too; 0: never. Looked at after every step."""
+    """Minutes after which to save too; 0: never. Looked at after each step; by several processes each log.every."""
     epochs: bool = False
     """Save at the end of every epoch too."""
     keep: Count = 3

@@ -30,6 +30,9 @@ BATCH_AXES = (REPLICA, DATA)
 LAYER_AXES = (MODEL,)
 """The axes that may split the dims of a layer: its heads, its MLP, the vocabulary."""
 
+FAST = (EXPERT, CONTEXT, MODEL)
+"""The axes that send in every layer, and want the fastest links."""
+
 BUILT = (*BATCH_AXES, *LAYER_AXES, PIPELINE)
 """The axes whose feature this version has; the others must be 1."""
 

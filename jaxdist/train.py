@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from jaxdist.cluster.place import find
 from jaxdist.config import ClusterConfig, Config
-from jaxdist.request import Extra, arguments, run
+from jaxdist.request import Extra, arguments, fitting, run
 
 DESCRIPTION = (
     "Train a language model on a mesh of devices. CONFIG is a TOML file or the name of a shipped one; without it, "
@@ -28,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from jaxdist.cluster.job import Job
 
-    with Job(place, config) as job:
+    with Job(place, config, enough=partial(fitting, config)) as job:
         from jaxdist.training.run import Run
         from jaxdist.training.trainer import train
 

@@ -6,14 +6,15 @@ import itertools
 from collections.abc import Callable
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxdist.cluster import board
 from jaxdist.config import RequestError
 
 REFUSED = -1
 """What the first process tells the others in place of a number."""
+
+_asked = itertools.count()
+"""Numbers the questions: every process asks the same ones."""
 
 
 def leader() -> bool:
@@ -22,10 +23,26 @@ def leader() -> bool:
 
 
 def from_leader(value: int) -> int:
-    """`value`, of 31 bits, as the leader has it, in every process; all of them must call it, in the same order."""
+    """`value` as the leader has it, in every process; all of them must call it, in the same order.
+
+    Not by JAX's `multihost_utils`, which wants the same number of devices of every process.
+    """
     if jax.process_count() == 1:
         return value
-    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))  # which raises for one that is larger
+    name = f"from the leader/{next(_asked)}"
+    if leader():
+        board.post(name, str(value))
+        return value
+    return int(board.read(name))
+
+
+def from_all(value: int) -> list[int]:
+    """`value` of every process, in their order; all of them must call it, in the same order."""
+    if jax.process_count() == 1:
+        return [value]
+    name = f"from all/{next(_asked)}"
+    board.post(f"{name}/{jax.process_index()}", str(int(value)))
+    return [int(board.read(f"{name}/{process}")) for process in range(jax.process_count())]
 
 
 def agreed(look: Callable[[], int]) -> int:

@@ -7,11 +7,14 @@ from contextlib import AbstractContextManager, ExitStack
 
 import jax
 
-from jaxdist.cluster import faults, runtime
+from jaxdist.cluster import faults
+from jaxdist.cluster.meeting import join
 from jaxdist.cluster.place import Place
+from jaxdist.cluster.runtime import own_devices
 from jaxdist.cluster.stopping import Stop
 from jaxdist.cluster.watchdog import ENDING, Watchdog
 from jaxdist.config import Config
+from jaxdist.mesh import parse_mesh
 
 
 class Job:
@@ -20,8 +23,10 @@ class Job:
     With one process: signals that stop it, and the watchdog.
     """
 
-    def __init__(self, place: Place, config: Config):
+    def __init__(self, place: Place, config: Config, enough: Callable[[int], int] = lambda devices: devices):
+        """`enough` of so many devices are of use: a process without one of these ends, and the others go on."""
         self.place, self._fault = place, config.fault
+        self._enough, self._devices = enough, own_devices(place, parse_mesh(config.mesh))
         self.watchdog = Watchdog(place, config.fault.hang_seconds)
         self.stop = Stop(place, config.checkpoint.grace_seconds, self.watchdog.where)
         self.note = self.watchdog.note
@@ -31,12 +36,15 @@ class Job:
             stack.enter_context(self.watchdog)
             stack.enter_context(self.stop)
             stack.enter_context(self.failing())
-            runtime.join(self.place, self._fault)
+            self._placed(join(self.place, self._fault, self._devices, self._enough))
             if not self.place.alone:
                 faults.listen(self.place, self.watchdog.where)
             self.stop.joined()
             self._open = stack.pop_all()
         return self
+
+    def _placed(self, place: Place) -> None:
+        self.place = self.watchdog.place = self.stop.place = place
 
     def __exit__(self, *exception: object) -> bool | None:
         return self._open.__exit__(*exception)

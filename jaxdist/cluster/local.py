@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from jaxdist.cluster.gpus import visible
 from jaxdist.config import RequestError
 
 DONE, FAILED, MISTAKE, STOPPED = 0, 1, 2, 85
@@ -155,7 +155,7 @@ def told(code: int) -> str:
 
 def shares(processes: int) -> list[Share]:
     """The GPUs of this machine dealt out to so many processes. Raises `RequestError` where they do not divide."""
-    gpus = _gpus()
+    gpus = visible()
     if not gpus:
         return [None] * processes
     each, rest = divmod(len(gpus), processes)
@@ -166,15 +166,6 @@ def shares(processes: int) -> list[Share]:
             f"CUDA_VISIBLE_DEVICES, or use the CPU with JAX_PLATFORMS=cpu"
         )
     return [",".join(gpus[i * each : (i + 1) * each]) for i in range(processes)]
-
-
-def _gpus() -> list[str]:
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        return []
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [one for one in visible.split(",") if one]
-    return [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
 
 
 def free_port() -> int:

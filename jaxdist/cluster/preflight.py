@@ -8,11 +8,7 @@ import shutil
 import time
 from pathlib import Path
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
-
-from jaxdist.cluster.agreement import agreed, leader
+from jaxdist.cluster.agreement import agreed, from_all, leader
 from jaxdist.config import RequestError
 
 PATIENCE = 5.0
@@ -25,12 +21,12 @@ def check_folder(folder: Path, size: int) -> None:
     All processes call it. Raises `RequestError` in all of them, if in one.
     """
     number = agreed(lambda: _write(folder, size))
-    missing = _everywhere(int(not _seen(_file(folder, number))))
+    seen = from_all(_seen(_file(folder, number)))
     if leader():
         _file(folder, number).unlink(missing_ok=True)
-    if missing:
+    if not all(seen):
         raise RequestError(
-            f"{folder} is not the same folder on every host: {missing} of {jax.process_count()} processes do not see "
+            f"{folder} is not the same folder on every host: {seen.count(False)} of {len(seen)} processes do not see "
             f"what the first one wrote there; name a --run-dir on a file system that all hosts share"
         )
 
@@ -65,11 +61,6 @@ def _seen(path: Path) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-def _everywhere(count: int) -> int:
-    """The sum over all processes."""
-    return count if jax.process_count() == 1 else int(np.sum(multihost_utils.process_allgather(np.int32(count))))
 
 
 def _megabytes(count: int) -> str:

@@ -1,103 +1,102 @@
-"""The processes of a job joined, and their devices. Without an accelerator the CPUs are split into as many devices as
-the mesh needs, the same number in each process."""
+"""The devices of a job, and the mesh over them. Without an accelerator the CPUs are split into as many devices as the
+mesh needs, the same number in each process."""
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
-import sys
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 
 import jax
+import numpy as np
 
-from jaxdist.cluster import board
-from jaxdist.cluster.place import Place, check_own_name, named_loopback
-from jaxdist.config import FaultConfig, RequestError
-from jaxdist.mesh import FILL, MOST_CPU_DEVICES, abstract_mesh, describe, devices_asked, fill, make_mesh
+from jaxdist.cluster import board, gpus
+from jaxdist.cluster.meeting import members
+from jaxdist.cluster.place import Place
+from jaxdist.config import RequestError
+from jaxdist.mesh import (
+    FAST,
+    FILL,
+    MOST_CPU_DEVICES,
+    abstract_mesh,
+    describe,
+    devices_asked,
+    fill,
+    make_mesh,
+)
 
 NO_GPU = "JAX's CUDA plug-in is installed but finds no NVIDIA GPU here: the CPU is used (JAX_PLATFORMS=cpu asks for it)"
 
-SHUTDOWN_SECONDS = 60
-"""How long the first process that is done waits for the others."""
 
-
-def join(place: Place, fault: FaultConfig) -> None:
-    """Meet the other processes of the job, if there are any. Before anything asks JAX for a device.
-
-    Raises `RequestError` where process 0 cannot be met; ends the process where the others do not come in time.
-    """
-    if place.alone:
-        return
-    host, port = place.coordinator.rsplit(":", 1)
-    if not named_loopback(host) and not _nvidia():
-        check_own_name()
-    if place.leader:
-        _check_free(int(port))
-    else:
-        logging.getLogger("jax").setLevel(logging.ERROR)  # process 0 tells it
-    _keep_gloo_off_standard_output()
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and tells nobody
-    late = threading.Timer(fault.start_seconds, _nobody_came, (place, fault.start_seconds))
-    late.daemon = True
-    late.start()  # JAX would abort, with a trace of C++
-    jax.distributed.initialize(
-        place.coordinator,
-        place.processes,
-        place.process,
-        place.gpus,
-        cluster_detection_method="deactivate",
-        initialization_timeout=fault.start_seconds + 60,
-        heartbeat_timeout_seconds=fault.heartbeat_seconds,
-        shutdown_timeout_seconds=SHUTDOWN_SECONDS,
-    )
-    late.cancel()
-
-
-def _check_free(port: int) -> None:
-    with socket.socket() as test:
-        test.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            test.bind(("", port))
-        except OSError as error:
-            raise RequestError(
-                f"port {port} of the coordinator is not free here ({error.strerror}); name another"
-            ) from error
-
-
-def _nobody_came(place: Place, seconds: int) -> None:
-    print(
-        f"[{place.name}] after {seconds} s not all {place.processes} processes have met at {place.coordinator}; "
-        f"see what the others say, or raise fault.start_seconds",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(1)
-
-
-def _keep_gloo_off_standard_output() -> None:
-    """It tells there, in C++, to whom it is connected; Python's own output goes where it went."""
-    sys.stdout.flush()
-    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.close(null)
-
-
-def start(shape: Mapping[str, int]) -> jax.sharding.Mesh:
-    """The mesh of `shape` over the devices of all processes, all of them where they are accelerators.
+def start(shape: Mapping[str, int], enough: Callable[[int], int] = lambda devices: devices) -> jax.sharding.Mesh:
+    """The mesh of `shape` over the devices of all processes, host by host, all of them where they are accelerators;
+    where it fills itself (`-1`), over as many as `enough(all)` says.
 
     Must run before anything else asks JAX for a device: CPU devices can only be made before the first use.
     """
-    asked = devices_asked(shape, board.processes())
-    devices = _at_least(asked, f"mesh {describe(fill(shape, asked))} needs")
+    processes = board.processes()
+    asked = devices_asked(shape, processes)
+    devices = _host_by_host(_at_least(asked, f"mesh {describe(fill(shape, asked))} needs"))
     if devices[0].platform == "cpu":  # virtual devices: one left over is no hardware left idle
-        devices = devices[:asked]
+        devices = _of_each(devices, asked)
+    elif FILL in shape.values():
+        devices = devices[: enough(len(devices))]
+    if idle := sorted({*range(processes)} - {device.process_index for device in devices}):
+        raise RequestError(
+            f"mesh {describe(fill(shape, len(devices)))} takes {len(devices)} devices, and none of process "
+            f"{', '.join(map(str, idle))}; start fewer processes, or ask for a larger mesh"
+        )
     return make_mesh(fill(shape, len(devices)), devices)
+
+
+def own_devices(place: Place, shape: Mapping[str, int]) -> int:
+    """How many this process has or makes, told without JAX."""
+    if there := gpus.visible():
+        return len(there if place.gpus is None else place.gpus)
+    return devices_asked(shape)
+
+
+def notes(mesh: jax.sharding.Mesh) -> list[str]:
+    """What is odd in how `mesh` lies over hosts and devices, a sentence each."""
+    host = {member.process: member.host for member in members()}
+    hosts = np.vectorize(lambda device: host[device.process_index])(mesh.devices)
+    most = max(np.count_nonzero(hosts == name) for name in np.unique(hosts))
+    told = [
+        f"{axis}={mesh.shape[axis]} spans hosts, and it sends in every layer; a host has {most} of these "
+        f"devices: give {axis} a size that divides that"
+        for axis in FAST
+        if np.any(hosts != np.take(hosts, [0], axis=mesh.axis_names.index(axis)))
+    ]
+    idle = [] if mesh.devices.flat[0].platform == "cpu" else [d for d in jax.devices() if d not in mesh.devices.flat]
+    return [*told, f"{len(idle)} device(s) are idle: {', '.join(map(str, idle))}"] if idle else told
+
+
+def whereabouts(mesh: jax.sharding.Mesh) -> list[str]:
+    """A line for each host: which processes it has, how many devices in each, and its address."""
+    there, lines = members(), []
+    for host in dict.fromkeys(member.host for member in there):
+        here = [member for member in there if member.host == host]
+        counts = [sum(d.process_index == member.process for d in mesh.devices.flat) for member in here]
+        numbers, counts = (", ".join(map(str, values)) for values in ([m.process for m in here], counts))
+        lines.append(f"process {numbers} on {host} ({here[0].address}) with {counts} device(s)")
+    return lines
+
+
+def _host_by_host(devices: list[jax.Device]) -> list[jax.Device]:
+    """In the order of `members`: neighbours in the mesh are neighbours in a host."""
+    order = {member.process: number for number, member in enumerate(members())}
+    return sorted(devices, key=lambda device: (order[device.process_index], device.id))
+
+
+def _of_each(devices: list[jax.Device], count: int) -> list[jax.Device]:
+    """So many of them, the same number of each process where they have as many."""
+    each = count // board.processes()
+    taken, seen = [], dict[int, int]()
+    for device in devices:
+        seen[device.process_index] = seen.get(device.process_index, 0) + 1
+        taken += [device] if seen[device.process_index] <= each else []
+    return taken if len(taken) == count else devices[:count]
 
 
 def first(count: int, wanted: str) -> list[jax.Device]:
@@ -155,8 +154,8 @@ def _devices() -> list[jax.Device]:
     JAX tells it as an error, with a traceback.
     """
     logger = logging.getLogger("jax._src.xla_bridge")
-    if _nvidia():
-        return jax.devices()
+    if gpus.driver():
+        return _all_visible(jax.devices())
     logger.addFilter(_in_a_sentence)
     try:
         return jax.devices()
@@ -164,9 +163,15 @@ def _devices() -> list[jax.Device]:
         logger.removeFilter(_in_a_sentence)
 
 
-def _nvidia(devices: Path = Path("/dev")) -> bool:
-    """Whether this machine has a driver of NVIDIA's, on Linux or on Windows' Linux."""
-    return any(devices.glob("nvidia*")) or (devices / "dxg").exists()
+def _all_visible(devices: list[jax.Device]) -> list[jax.Device]:
+    """`devices`, if the driver shows no GPU that JAX does not."""
+    there, seen = len(gpus.visible()), jax.local_device_count() if devices[0].platform != "cpu" else 0
+    if seen < there and (seen == 0 or board.processes() == 1):
+        raise RequestError(
+            f"this machine has {there} GPU(s), but JAX sees {seen}: install jaxdist with '.[gpu]' (CUDA 12) or "
+            f"'.[gpu13]' (CUDA 13), or hide GPUs with CUDA_VISIBLE_DEVICES, or use the CPU with JAX_PLATFORMS=cpu"
+        )
+    return devices
 
 
 def _in_a_sentence(record: logging.LogRecord) -> bool:

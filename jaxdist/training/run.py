@@ -19,7 +19,7 @@ from jaxdist.data.batches import Batch
 from jaxdist.mesh import PIPELINE, make_mesh, parse_mesh
 from jaxdist.models import Params
 from jaxdist.planning.branches import across_ranks
-from jaxdist.request import check_mesh_fits
+from jaxdist.request import check_mesh_fits, fitting
 from jaxdist.sharding import Layout, on_devices, rules
 from jaxdist.training.asynchronous import AsynchronousStep
 from jaxdist.training.checkpoint import Checkpoints
@@ -42,7 +42,10 @@ class Run:
         for a step to be compiled and not run, or to be measured on a part of them.
         """
         shape = parse_mesh(config.mesh)
-        self.mesh = make_mesh(shape, devices) if devices else (runtime.imagine if dry else runtime.start)(shape)
+        if devices:
+            self.mesh = make_mesh(shape, devices)
+        else:
+            self.mesh = runtime.imagine(shape) if dry else runtime.start(shape, partial(fitting, config))
         self.dry = dry
         self.device = devices[0] if devices else jax.devices()[0]
         """One of the devices; all are of its kind."""

@@ -68,7 +68,7 @@ class Saving:
     def due(self, step: int) -> bool:
         """Whether to save after `step`; every process asks at every step, and all get the same answer."""
         every = self.config.every > 0 and step % self.config.every == 0
-        return every or step == self.run.steps or self._end_of_epoch(step) or self._late()
+        return every or step == self.run.steps or self._end_of_epoch(step) or self._late(step)
 
     def save(self, step: int, state: TrainState) -> None:
         self.checkpoints.save(step, self.run.step.logical(state), self.facts(step))
@@ -99,9 +99,10 @@ class Saving:
         epochs = lambda steps: steps * self.run.config.train.global_batch_size // self.run.task.rows
         return self.config.epochs and epochs(step) > epochs(step - 1)
 
-    def _late(self) -> bool:
-        """Whether it is so many minutes since the last; by the clock of the first process."""
-        if not self.config.minutes:
+    def _late(self, step: int) -> bool:
+        """Whether it is so many minutes since the last; by the clock of the first process, which is not asked often."""
+        asked = jax.process_count() == 1 or step % self.run.config.log.every == 0
+        if not self.config.minutes or not asked:
             return False
         return bool(from_leader(int(time.monotonic() - self.last >= 60 * self.config.minutes)))
 

@@ -45,9 +45,13 @@ class Store:
     def __init__(self, folder: Path, keep: int, every: int = 0):
         _raised_is_enough()
         self.shelf, self._keep, self._every = Shelf(folder), keep, every
-        options = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=folder.name)
-        handlers = {name: ocp.StandardCheckpointHandler(restore_concurrent_gb=RESTORE_GB) for name in ITEMS}
-        handler = ocp.CompositeCheckpointHandler(**handlers, facts=ocp.JsonCheckpointHandler())
+        options = _all_processes(folder.name)
+        array = lambda: ocp.StandardCheckpointHandler(restore_concurrent_gb=RESTORE_GB, multiprocessing_options=options)
+        handler = ocp.CompositeCheckpointHandler(
+            **{name: array() for name in ITEMS},
+            facts=ocp.JsonCheckpointHandler(multiprocessing_options=options),
+            composite_options=ocp.CompositeOptions(multiprocessing_options=options),
+        )
         self._orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
         self.step: int | None = None
         """The newest that is saved, or being saved: it is not saved again."""
@@ -181,3 +185,10 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "shape"))
     name = lambda key: str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
     return {".".join(map(name, path)): tuple(leaf.shape) for path, leaf in leaves}
+
+
+def _all_processes(name: str) -> ocp.options.MultiprocessingOptions:
+    """All of them, by their numbers: left out, they would wait for each other by a collective of devices, of which
+    JAX's wants the same number in each process."""
+    everyone = set(range(jax.process_count()))
+    return ocp.options.MultiprocessingOptions(active_processes=everyone, barrier_sync_key_prefix=name)

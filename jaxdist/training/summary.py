@@ -7,7 +7,7 @@ from importlib.metadata import version
 import jax
 
 from jaxdist import __version__, models
-from jaxdist.cluster.runtime import capacity
+from jaxdist.cluster.runtime import capacity, notes, whereabouts
 from jaxdist.config import PipelineConfig
 from jaxdist.mesh import PIPELINE, describe
 from jaxdist.models.attention import attention_kernel
@@ -43,7 +43,8 @@ def _plan(run: Run, length: str) -> list[tuple[str, str]]:
     pipe = pipelines.pipeline_of(config, run.layout)
     return [
         ("versions", f"jaxdist {__version__}, jax {version('jax')}, flax {version('flax')}, optax {version('optax')}"),
-        ("devices", f"{count} x {device.device_kind} ({device.platform}){_processes(run)}"),
+        ("devices", f"{count} x {device.device_kind} ({device.platform})"),
+        *_places(run),
         ("mesh", f"{describe(run.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}"),
         ("model", f"{models.parameters(run.model):,} parameters"),
         ("batch", f"{_batch(run)} per step, {run.task.micro_batches} micro-batch(es), {length}"),
@@ -55,10 +56,12 @@ def _plan(run: Run, length: str) -> list[tuple[str, str]]:
     ]
 
 
-def _processes(run: Run) -> str:
-    """Of how many processes, where there are several."""
-    count = 1 if run.dry else jax.process_count()
-    return f", {run.mesh.size // count} in each of {count} processes" if count > 1 else ""
+def _places(run: Run) -> list[tuple[str, str]]:
+    """Where the devices are, if not all are in this process, and what is odd in that."""
+    if run.dry:
+        return []
+    lines = whereabouts(run.mesh) if jax.process_count() > 1 else []
+    return [*(("", line) for line in lines), *(("note", note) for note in notes(run.mesh))]
 
 
 def _batch(run: Run) -> str:

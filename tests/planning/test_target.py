@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxdist.cluster import runtime
+from jaxdist.cluster import gpus, runtime
 from jaxdist.config import RequestError
 from jaxdist.planning import target
 from jaxdist.planning.apart import compile_apart
@@ -156,7 +156,7 @@ def test_without_a_gpu_the_plugin_is_quiet(tmp_path):
 
 
 @needs_plugin
-@pytest.mark.skipif(runtime._nvidia(), reason="there is an NVIDIA GPU here")
+@pytest.mark.skipif(gpus.driver(), reason="there is an NVIDIA GPU here")
 def test_a_plug_in_without_a_gpu_is_told_in_a_sentence():
     """JAX tells it as an error, with a traceback."""
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}

@@ -2,7 +2,18 @@
 
 from jaxdist.request.checks import files, mesh, model, pipeline, training
 from jaxdist.request.checks.files import check_picture
-from jaxdist.request.checks.mesh import check_mesh_fits
+from jaxdist.request.checks.mesh import check_mesh_fits, fitting
 from jaxdist.request.checks.registry import CHECKS, problems
 
-__all__ = ["CHECKS", "check_mesh_fits", "check_picture", "files", "mesh", "model", "pipeline", "problems", "training"]
+__all__ = [
+    "CHECKS",
+    "check_mesh_fits",
+    "check_picture",
+    "files",
+    "fitting",
+    "mesh",
+    "model",
+    "pipeline",
+    "problems",
+    "training",
+]

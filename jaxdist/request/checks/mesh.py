@@ -6,7 +6,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxdist.config import Config, RequestError, nearest
-from jaxdist.mesh import AXES, BATCH_AXES, DATA, FILL, LAYER_AXES, MODEL, PIPELINE, MeshShape, micro_batches, parse_mesh
+from jaxdist.mesh import (
+    AXES,
+    BATCH_AXES,
+    DATA,
+    FILL,
+    LAYER_AXES,
+    MODEL,
+    PIPELINE,
+    MeshShape,
+    fill,
+    micro_batches,
+    parse_mesh,
+)
 from jaxdist.request.checks.model import head_counts
 from jaxdist.request.checks.registry import check, closest, divisors, multiples, remedy, to, unused
 
@@ -36,6 +48,21 @@ def check_mesh_fits(config: Config, shape: Mapping[str, int], batch: bool = True
     finds = [find for reads, find in FITS if batch or not of_batch(reads)]
     if problems := [problem for find in finds for problem in find(config, shape)]:
         raise RequestError(*problems)
+
+
+def fitting(config: Config, devices: int) -> int:
+    """The most of so many devices that a mesh with a `-1` can fill so that the sizes of the run divide by it.
+
+    All of them where no number will do, or there is nothing to fill.
+    """
+    shape = parse_mesh(config.mesh)
+    each = math.prod(size for size in shape.values() if size != FILL)
+    counts = range(devices - devices % each, 0, -each) if FILL in shape.values() else ()
+    return next((count for count in counts if _fits(config, fill(shape, count))), devices)
+
+
+def _fits(config: Config, shape: Mapping[str, int]) -> bool:
+    return not any(problem for _, find in FITS for problem in find(config, shape))
 
 
 def _asked(config: Config) -> MeshShape:

@@ -1,0 +1,158 @@
+"""The processes of a job meet, and hear of each other: on which host, at which address, with how many devices.
+
+Where a mesh that fills itself (`-1`) has no use for the devices of some of them, they leave, and the others meet again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import jax
+
+from jaxdist.cluster import board, faults, gpus
+from jaxdist.cluster.place import Place, check_own_name, named_loopback
+from jaxdist.config import FaultConfig, RequestError
+
+SHUTDOWN_SECONDS = 60
+"""How long the first process that is done waits for the others."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of the job, as the others see it."""
+
+    process: int
+    host: str
+    address: str
+    devices: int
+
+
+def join(
+    place: Place, fault: FaultConfig, devices: int = 1, enough: Callable[[int], int] = lambda devices: devices
+) -> Place:
+    """Meet the other processes of the job, if there are any. Before anything asks JAX for a device.
+
+    `devices` are those of this process, `enough(all)` how many of all are of use. A process that has none of these is
+    ended here; the others are numbered anew. Returns the place of this one. Raises `RequestError` where process 0
+    cannot be met; ends the process where the others do not come in time.
+    """
+    if place.alone:
+        return place
+    host, port = place.coordinator.rsplit(":", 1)
+    if not named_loopback(host) and not gpus.driver():
+        check_own_name()
+    os.environ["no_grpc_proxy"] = host.strip("[]")  # noqa: SIM112  a proxy to the world is none between these
+    if not place.leader:
+        logging.getLogger("jax").setLevel(logging.ERROR)  # process 0 tells it
+    _keep_gloo_off_standard_output()
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and tells nobody
+    jax.config.update("jax_check_proxy_envs", False)
+    _meet(place, fault)
+    there = _introduced(place, devices)
+    needed = _needed(there, enough(sum(member.devices for member in there)))
+    if len(needed) == len(there):
+        return place
+    jax.distributed.shutdown()
+    if place.process not in needed:
+        faults.say(place, f"nothing to do: the mesh takes the devices of {len(needed)} of {len(there)} processes")
+        faults.leave(Place(), 0)
+    again = f"{host}:{int(port) + 1}"  # the first port may still be theirs who leave
+    place = replace(place, processes=len(needed), process=needed.index(place.process), coordinator=again)
+    _meet(place, fault)
+    _introduced(place, devices)
+    return place
+
+
+def members() -> list[Member]:
+    """All processes of the job, those of a host side by side, hosts in the order of their first process."""
+    if board.processes() == 1:
+        return [Member(0, socket.gethostname(), "", 0)]
+    there = [Member(**each) for each in json.loads(board.read("members"))]
+    first = {member.host: member.process for member in reversed(there)}
+    return sorted(there, key=lambda member: (first[member.host], member.process))
+
+
+def _introduced(place: Place, devices: int) -> list[Member]:
+    """All processes, after each has told the others of itself."""
+    me = Member(place.process, socket.gethostname(), _address(place.coordinator), devices)
+    board.post(f"member/{place.process}", json.dumps(asdict(me)))
+    if place.leader:
+        told = [json.loads(board.read(f"member/{process}")) for process in range(place.processes)]
+        board.post("members", json.dumps(told))
+    return members()
+
+
+def _address(coordinator: str) -> str:
+    """That of this host in the network of the coordinator."""
+    host, port = coordinator.rsplit(":", 1)
+    kind, how, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, how) as towards:
+        towards.connect(where)  # nothing is sent
+        return towards.getsockname()[0]
+
+
+def _needed(there: list[Member], count: int) -> list[int]:
+    """The processes that have `count` devices among them, as few as can be, in the order of `members`."""
+    needed, held = [], 0
+    for member in there:
+        if held < count:
+            needed.append(member.process)
+            held += member.devices
+    return needed
+
+
+def _meet(place: Place, fault: FaultConfig) -> None:
+    if place.leader:
+        _check_free(int(place.coordinator.rsplit(":", 1)[1]))
+    late = threading.Timer(fault.start_seconds, _nobody_came, (place, fault.start_seconds))
+    late.daemon = True
+    late.start()  # JAX would abort, with a trace of C++
+    jax.distributed.initialize(
+        place.coordinator,
+        place.processes,
+        place.process,
+        place.gpus,
+        cluster_detection_method="deactivate",
+        initialization_timeout=fault.start_seconds + 60,
+        heartbeat_timeout_seconds=fault.heartbeat_seconds,
+        shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+    )
+    late.cancel()
+
+
+def _check_free(port: int) -> None:
+    with socket.socket() as test:
+        test.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            test.bind(("", port))
+        except OSError as error:
+            raise RequestError(
+                f"port {port} of the coordinator is not free here ({error.strerror}); name another"
+            ) from error
+
+
+def _nobody_came(place: Place, seconds: int) -> None:
+    print(
+        f"[{place.name}] after {seconds} s not all {place.processes} processes have met at {place.coordinator}; "
+        f"see what the others say, or raise fault.start_seconds",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
+
+
+def _keep_gloo_off_standard_output() -> None:
+    """It tells there, in C++, to whom it is connected; Python's own output goes where it went."""
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)

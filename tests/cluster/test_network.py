@@ -1,0 +1,134 @@
+"""What may happen to the network between two hosts: a job goes on, or ends in time; no number is ever wrong."""
+
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from tests.cluster.relay import Relay
+from tests.faults import jobs
+from tests.faults.jobs import ends, metrics, saved, step_of, told, until
+from tests.processes import Process, started
+
+pytestmark = pytest.mark.slow
+
+STEPS = 100_000
+"""As good as for ever."""
+
+HEARTBEAT, LAST_WORDS = 10, 10
+"""Seconds: of `jobs.TINY`, and in which a job ends that has noticed."""
+
+
+@pytest.fixture(scope="module")
+def alone(text, tmp_path_factory):
+    """step -> loss, of one process; more steps than two of them make in a test."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    words = jobs.argv(folder, text, "--mesh=2x1x1", f"--train.steps={STEPS}", "--checkpoint.every=1000")
+    with started(jobs.train(words)) as running:
+        until(lambda: step_of(folder) >= 1000, running)
+        running[0].send_signal(signal.SIGTERM)
+        assert ends(running, 60) == [85]
+    return losses(folder)
+
+
+def losses(folder) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in metrics(folder) if "loss" in line}
+
+
+def same(found: dict[int, float], wanted: dict[int, float]) -> None:
+    steps = sorted(found.keys() & wanted.keys())
+    assert len(steps) > 5
+    np.testing.assert_allclose([found[step] for step in steps], [wanted[step] for step in steps], rtol=1e-5)
+
+
+@pytest.fixture
+def job(network, words):
+    """Starts one process on each of n0 and n1. `via` is the coordinator's HOST:PORT, where the second is to find it."""
+
+    def start(via: str = "n0:4711"):
+        options = words("--mesh=2x1x1", f"--train.steps={STEPS}", "--cluster.processes=2")
+        command = lambda i, where: network.on(
+            f"n{i}", sys.executable, "-m", "jaxdist.train", *options,
+            f"--cluster.process-id={i}", f"--cluster.coordinator={where}",
+        )  # fmt: skip
+        return started([command(0, "n0:4711"), command(1, via)])
+
+    yield start
+    for name in ("n0", "n1"):
+        network.join(name)
+        network.fast(name)
+
+
+def goes_on(running: list[Process], folder, steps: int = 20) -> None:
+    before = step_of(folder)
+    until(lambda: step_of(folder) >= before + steps, running)
+
+
+def stop(running: list[Process]) -> None:
+    for process in running:
+        process.send_signal(signal.SIGTERM)
+    assert ends(running, 60) == [85, 85], told(running)
+
+
+@pytest.mark.parametrize("host", ["n1", "n0"])
+def test_a_cut_link_ends_all_in_time_and_the_run_goes_on_without(network, job, tmp_path, words, alone, host):
+    """Also where it is that of the coordinator."""
+    folder = tmp_path / "run"
+    with job() as running:
+        until(lambda: saved(folder) >= 5, running)
+        network.cut(host)
+        began = time.monotonic()
+        codes = ends(running, 4 * (HEARTBEAT + LAST_WORDS))
+        assert not {0, 85} & set(codes)
+        assert time.monotonic() - began > HEARTBEAT / 2  # it was the heartbeat that ended it
+    same(losses(folder), alone)
+    kept = saved(folder)
+    with started(jobs.train(words("--mesh=2x1x1", f"--train.steps={STEPS}"))) as running:
+        until(lambda: step_of(folder) >= kept + 10, running)
+        running[0].send_signal(signal.SIGTERM)
+        assert ends(running, 60) == [85]
+        assert f"step {kept}" in running[0].said()
+    same(losses(folder), alone)
+
+
+def test_a_link_that_is_cut_for_less_than_a_heartbeat_and_then_slow_costs_time_only(network, job, tmp_path, alone):
+    folder = tmp_path / "run"
+    with job() as running:
+        until(lambda: step_of(folder) >= 5, running)
+        network.cut("n1")
+        time.sleep(HEARTBEAT / 3)
+        network.join("n1")
+        goes_on(running, folder)
+        network.slow("n1", "2mbit")
+        goes_on(running, folder)
+        stop(running)
+    same(losses(folder), alone)
+
+
+def test_a_slow_way_to_the_coordinator_costs_time_only(network, job, tmp_path, alone):
+    """Every byte is held for a while by a relay."""
+    folder = tmp_path / "run"
+    with Relay(network, "n0:4711", seconds=0.05) as relay, job(relay.address) as running:
+        goes_on(running, folder)
+        stop(running)
+    same(losses(folder), alone)
+
+
+def test_resets_on_the_way_to_the_coordinator_end_the_job_or_cost_nothing(network, job, tmp_path, alone):
+    """gRPC connects anew; where it does not, the job ends like one whose link was cut."""
+    folder = tmp_path / "run"
+    with Relay(network, "n0:4711") as relay, job(relay.address) as running:
+        until(lambda: step_of(folder) >= 5, running)
+        relay.reset()
+        before = step_of(folder)
+        end = time.monotonic() + 4 * (HEARTBEAT + LAST_WORDS)
+        while step_of(folder) < before + 20 and None in [process.poll() for process in running]:
+            assert time.monotonic() < end, told(running)
+            time.sleep(0.05)
+        if step_of(folder) >= before + 20:
+            stop(running)
+        else:
+            assert not {0, 85} & set(ends(running, 60))
+    same(losses(folder), alone)
