@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -132,10 +133,16 @@ def _slurm(environment: Mapping[str, str], needed: bool) -> Place | None:
             )
         return None
     process, local = (_number(environment, f"SLURM_{name}") for name in ("PROCID", "LOCALID"))
-    here = environment.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0]
+    here = _tasks_of_nodes(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))[int(environment.get("SLURM_NODEID", "0"))]
     bound = "SLURM_GPUS_PER_TASK" in environment  # Slurm shows each task its own only
-    gpus = None if bound else _share(local, int(here), environment)
+    gpus = None if bound else _share(local, here, environment)
     return Place(int(tasks), process, source="Slurm's variables", gpus=gpus)
+
+
+def _tasks_of_nodes(text: str) -> list[int]:
+    """Slurm's `2(x3),1` is 2, 2, 2, 1."""
+    runs = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", run) for run in text.split(",")]
+    return [int(run[1]) for run in runs for _ in range(int(run[2] or 1))]
 
 
 def _first_host(environment: Mapping[str, str]) -> str:

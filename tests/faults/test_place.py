@@ -68,6 +68,8 @@ def test_variables_of_a_slurm_step(tmp_path, monkeypatch):
     assert {port, other.split(":")[1]} < {str(n) for n in range(61440, 65536)}
     assert other.split(":")[1] != port
     assert find(ClusterConfig(), STEP | {"SLURM_GPUS_PER_TASK": "2"}).gpus is None
+    uneven = {"SLURM_STEP_TASKS_PER_NODE": "1,4(x2)", "SLURM_NODEID": "2", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+    assert find(ClusterConfig(), STEP | uneven).gpus == (2, 3)
     named = find(ClusterConfig(), STEP | {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:5"})
     assert (named.coordinator, named.process) == ("127.0.0.1:5", 5)
 
