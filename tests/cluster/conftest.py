@@ -1,15 +1,25 @@
 """A cluster for the tests: hosts with a network of their own, and a real Slurm on them. Left out, with the reason,
 where there is no root or no Slurm."""
 
+import signal
+
+import numpy as np
 import pytest
 
 from tests.cluster import hosts, slurm
 from tests.faults import jobs
+from tests.processes import started
 from tests.training.conftest import text
 
 __all__ = ["text"]
 
 NODES = 4
+
+LONG = ("--train.steps=100000", "--train.global-batch-size=6")
+"""As good as for ever, with a batch that divides by 2 and by 3."""
+
+FURTHER = 1000
+"""Steps: more than a job makes in a test."""
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +44,24 @@ def cluster(network, tmp_path_factory):
 def words(text, tmp_path):
     """argv of a small run in a folder of this test."""
     return lambda *options, folder="run": jobs.argv(tmp_path / folder, text, *options)
+
+
+@pytest.fixture(scope="session")
+def same(text, tmp_path_factory):
+    """Whether the losses in a folder of a `LONG` run are those of one process."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    options = ("--mesh=2x1x1", *LONG, "--checkpoint.every=1000")
+    with started(jobs.train(jobs.argv(folder, text, *options))) as running:
+        jobs.until(lambda: jobs.step_of(folder) >= FURTHER, running)
+        running[0].send_signal(signal.SIGTERM)
+        assert jobs.ends(running, 60) == [85]
+    losses = lambda folder: {line["step"]: line["loss"] for line in jobs.metrics(folder) if "loss" in line}
+    wanted = losses(folder)
+
+    def look(folder) -> None:
+        found = losses(folder)
+        steps = [step for step in found if step in wanted]
+        assert steps == list(range(1, len(steps) + 1))  # each once, none left out
+        np.testing.assert_allclose([found[step] for step in steps], [wanted[step] for step in steps], rtol=1e-5)
+
+    return look

@@ -4,43 +4,18 @@ import signal
 import sys
 import time
 
-import numpy as np
 import pytest
 
+from tests.cluster.conftest import LONG
 from tests.cluster.relay import Relay
 from tests.faults import jobs
-from tests.faults.jobs import ends, metrics, saved, step_of, told, until
+from tests.faults.jobs import ends, saved, step_of, told, until
 from tests.processes import Process, started
 
 pytestmark = pytest.mark.slow
 
-STEPS = 100_000
-"""As good as for ever."""
-
 HEARTBEAT, LAST_WORDS = 10, 10
 """Seconds: of `jobs.TINY`, and in which a job ends that has noticed."""
-
-
-@pytest.fixture(scope="module")
-def alone(text, tmp_path_factory):
-    """step -> loss, of one process; more steps than two of them make in a test."""
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    words = jobs.argv(folder, text, "--mesh=2x1x1", f"--train.steps={STEPS}", "--checkpoint.every=1000")
-    with started(jobs.train(words)) as running:
-        until(lambda: step_of(folder) >= 1000, running)
-        running[0].send_signal(signal.SIGTERM)
-        assert ends(running, 60) == [85]
-    return losses(folder)
-
-
-def losses(folder) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in metrics(folder) if "loss" in line}
-
-
-def same(found: dict[int, float], wanted: dict[int, float]) -> None:
-    steps = sorted(found.keys() & wanted.keys())
-    assert len(steps) > 5
-    np.testing.assert_allclose([found[step] for step in steps], [wanted[step] for step in steps], rtol=1e-5)
 
 
 @pytest.fixture
@@ -48,7 +23,7 @@ def job(network, words):
     """Starts one process on each of n0 and n1. `via` is the coordinator's HOST:PORT, where the second is to find it."""
 
     def start(via: str = "n0:4711"):
-        options = words("--mesh=2x1x1", f"--train.steps={STEPS}", "--cluster.processes=2")
+        options = words("--mesh=2x1x1", *LONG, "--cluster.processes=2")
         command = lambda i, where: network.on(
             f"n{i}", sys.executable, "-m", "jaxdist.train", *options,
             f"--cluster.process-id={i}", f"--cluster.coordinator={where}",
@@ -73,7 +48,7 @@ def stop(running: list[Process]) -> None:
 
 
 @pytest.mark.parametrize("host", ["n1", "n0"])
-def test_a_cut_link_ends_all_in_time_and_the_run_goes_on_without(network, job, tmp_path, words, alone, host):
+def test_a_cut_link_ends_all_in_time_and_the_run_goes_on_without(network, job, tmp_path, words, same, host):
     """Also where it is that of the coordinator."""
     folder = tmp_path / "run"
     with job() as running:
@@ -83,17 +58,17 @@ def test_a_cut_link_ends_all_in_time_and_the_run_goes_on_without(network, job, t
         codes = ends(running, 4 * (HEARTBEAT + LAST_WORDS))
         assert not {0, 85} & set(codes)
         assert time.monotonic() - began > HEARTBEAT / 2  # it was the heartbeat that ended it
-    same(losses(folder), alone)
+    same(folder)
     kept = saved(folder)
-    with started(jobs.train(words("--mesh=2x1x1", f"--train.steps={STEPS}"))) as running:
+    with started(jobs.train(words("--mesh=2x1x1", *LONG))) as running:
         until(lambda: step_of(folder) >= kept + 10, running)
         running[0].send_signal(signal.SIGTERM)
         assert ends(running, 60) == [85]
         assert f"step {kept}" in running[0].said()
-    same(losses(folder), alone)
+    same(folder)
 
 
-def test_a_link_that_is_cut_for_less_than_a_heartbeat_and_then_slow_costs_time_only(network, job, tmp_path, alone):
+def test_a_link_that_is_cut_for_less_than_a_heartbeat_and_then_slow_costs_time_only(network, job, tmp_path, same):
     folder = tmp_path / "run"
     with job() as running:
         until(lambda: step_of(folder) >= 5, running)
@@ -104,19 +79,19 @@ def test_a_link_that_is_cut_for_less_than_a_heartbeat_and_then_slow_costs_time_o
         network.slow("n1", "2mbit")
         goes_on(running, folder)
         stop(running)
-    same(losses(folder), alone)
+    same(folder)
 
 
-def test_a_slow_way_to_the_coordinator_costs_time_only(network, job, tmp_path, alone):
+def test_a_slow_way_to_the_coordinator_costs_time_only(network, job, tmp_path, same):
     """Every byte is held for a while by a relay."""
     folder = tmp_path / "run"
     with Relay(network, "n0:4711", seconds=0.05) as relay, job(relay.address) as running:
         goes_on(running, folder)
         stop(running)
-    same(losses(folder), alone)
+    same(folder)
 
 
-def test_resets_on_the_way_to_the_coordinator_end_the_job_or_cost_nothing(network, job, tmp_path, alone):
+def test_resets_on_the_way_to_the_coordinator_end_the_job_or_cost_nothing(network, job, tmp_path, same):
     """gRPC connects anew; where it does not, the job ends like one whose link was cut."""
     folder = tmp_path / "run"
     with Relay(network, "n0:4711") as relay, job(relay.address) as running:
@@ -131,4 +106,4 @@ def test_resets_on_the_way_to_the_coordinator_end_the_job_or_cost_nothing(networ
             stop(running)
         else:
             assert not {0, 85} & set(ends(running, 60))
-    same(losses(folder), alone)
+    same(folder)

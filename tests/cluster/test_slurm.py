@@ -31,3 +31,24 @@ def test_four_nodes_train_as_one_process_does(cluster, words, tmp_path, alone, t
     said = cluster.run("srun", "-N4", f"--ntasks-per-node={tasks}", PYTHON, *TRAIN, *words(mesh), seconds=300)
     np.testing.assert_allclose(losses(tmp_path / "run"), alone, rtol=1e-5)
     assert said.count("loss") > 0
+
+
+def test_three_tasks_cannot_have_four_devices(cluster, words):
+    said = cluster.run("srun", "-N3", "--ntasks-per-node=1", PYTHON, *TRAIN, *words("--mesh=4x1x1"), code=2)
+    assert "4 devices, which do not divide by 3 processes; start 1, 2, 4 processes" in said
+
+
+def test_a_script_without_srun_is_told_so(cluster, words, tmp_path):
+    command = " ".join([PYTHON, *TRAIN, *words("--mesh=4x1x1")])
+    number = cluster.submit("-N2", "--ntasks-per-node=2", f"--output={tmp_path / 'log'}", f"--wrap={command}")
+    cluster.wait(number, "FAILED", 120, tmp_path / "log")
+    assert "this Slurm job has 4 tasks, but this process is none of them; start it with srun" in (
+        tmp_path / "log"
+    ).read_text(errors="replace")
+
+
+def test_steps_inside_a_step_that_share_a_run_are_told_so(cluster, words):
+    """Two tasks that each start a step of two: four processes, in two jobs that know nothing of each other."""
+    inner = ["srun", "--overlap", "-N1", "-n2", PYTHON, *TRAIN, *words("--mesh=2x1x1")]
+    said = cluster.run("srun", "-N1", "-n2", *inner, code=2)
+    assert "another process is training in" in said, said
