@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxdist.cluster.place import check_alone
 from jaxdist.config import RequestError
 from jaxdist.request import Extra, arguments, run
 from jaxdist.training.shelf import Shelf
@@ -31,6 +32,7 @@ KINDS = {"": "newest", "best": "best", "aside": "aside"}
 def main(argv: list[str] | None = None) -> int:
     knobs = ("checkpoint.keep", "checkpoint.keep_every")
     asked = arguments(argv, "checkpoints", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=knobs)
+    check_alone("checkpoints")
     extras, folder = asked.extras, asked.config.run_dir
     result: dict[str, Any] = {"run": str(folder)}
     if extras["export"]:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
+from jaxdist.cluster.place import find
 from jaxdist.request import Extra, arguments, run
+
+if TYPE_CHECKING:
+    from jaxdist.cluster.job import Job
+    from jaxdist.training.run import Trained
 
 DESCRIPTION = "Compute the loss of a run's checkpoint on the whole held-out part of its data, on any mesh."
 CHECKPOINT = Extra("checkpoint", "latest", "Which step: latest, best (by validation loss) or a number.")
@@ -12,25 +18,50 @@ CHECKPOINT = Extra("checkpoint", "latest", "Which step: latest, best (by validat
 
 def main(argv: list[str] | None = None) -> int:
     asked = arguments(argv, "evaluate", DESCRIPTION, positional="RUN", extras=[CHECKPOINT])
+    place = find(asked.config.cluster)
 
     import jax
 
-    from jaxdist.training.folder import RunFolder
+    from jaxdist.cluster.agreement import check_request
+    from jaxdist.cluster.job import Job
+    from jaxdist.cluster.watchdog import VALIDATING
     from jaxdist.training.run import restore
 
-    trained = restore(asked.config, asked.extras["checkpoint"])
+    with Job(place, asked.config) as job:
+        check_request(asked.text)
+        trained = restore(asked.config, asked.extras["checkpoint"])
+        open_data(trained, job)
+        with jax.set_mesh(trained.run.mesh):
+            found = trained.run.validate(trained.params, trained.variables, 0, lambda: job.note(VALIDATING))
+        if place.leader:
+            print(told(trained, found))
+        return job.end(0)
+
+
+def open_data(trained: Trained, job: Job) -> None:
+    """Read, and at the first use tokenize, what the checkpoint is to be tried on; the first process does so first."""
+    from jaxdist.cluster.agreement import check_alike, leader_first
+    from jaxdist.cluster.watchdog import READING
+    from jaxdist.training.folder import RunFolder
+
     task = trained.run.task
+    job.note(READING)
+    leader_first("tokens", lambda: task.data)
     if task.fingerprint != trained.data:
-        print(f"note: this is not the data that the run was trained on{task.kept}", file=sys.stderr)
-        task.keep(RunFolder(asked.config.run_dir).tokenizer)
-    with jax.set_mesh(trained.run.mesh):
-        found = trained.run.validate(trained.params, trained.variables, batches=0)
+        if job.place.leader:
+            print(f"note: this is not the data that the run was trained on{task.kept}", file=sys.stderr)
+        tokenizer = RunFolder(trained.run.config.run_dir).tokenizer
+        leader_first("tokens of the run's tokenizer", lambda: task.keep(tokenizer))
+    check_alike("data", task.fingerprint, "let all processes read the same files")
+
+
+def told(trained: Trained, found: dict[str, float]) -> str:
+    task = trained.run.task
     further = "".join(f"  {name} {value:.2%}" for name, value in found.items() if name != "loss")
-    print(
+    return (
         f"step {trained.step}  validation loss {found['loss']:.4f} nats per {task.unit}{further}  "
         f"({task.baseline_name} {task.baseline():.4f})"
     )
-    return 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxdist.cluster.place import check_alone
 from jaxdist.config import Config, CountOrZero
 from jaxdist.request import STEP_KNOBS, Extra, arguments, check_picture, run
 
@@ -28,6 +29,7 @@ EXTRAS = [
 
 def main(argv: list[str] | None = None) -> int:
     asked = arguments(argv, "explain", DESCRIPTION, extras=EXTRAS, knobs=STEP_KNOBS)
+    check_alone("explain")
     extras = asked.extras
     check_picture(extras["picture"], "memory.png")
     report = explain(asked.config, extras["target"] or None, extras["devices"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from jaxdist.cluster.place import find
 from jaxdist.config import Count, CountOrZero, NonNegative, RequestError, Seed
-from jaxdist.request import LAYOUT_KNOBS, Extra, arguments, run
+from jaxdist.request import JOB_KNOBS, LAYOUT_KNOBS, Extra, arguments, run
 
 DESCRIPTION = "Write text with a run's checkpoint. Needs only the run folder; every device of the mesh writes samples."
 EXTRAS = [
@@ -18,27 +19,36 @@ EXTRAS = [
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = arguments(argv, "generate", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=LAYOUT_KNOBS)
+    knobs = (*LAYOUT_KNOBS, *JOB_KNOBS)
+    asked = arguments(argv, "generate", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=knobs)
     extras = asked.extras
     if asked.config.model.images:
         raise RequestError(
             f"the run is of model.family {asked.config.model.family}, which writes no text; name another"
         )
 
+    place = find(asked.config.cluster)
+
+    from jaxdist.cluster.agreement import check_request
+    from jaxdist.cluster.job import Job
+    from jaxdist.cluster.watchdog import STEPPING
     from jaxdist.training.folder import RunFolder
     from jaxdist.training.run import restore
     from jaxdist.training.sampling import Choice, sample
 
-    folder = RunFolder(asked.config.run_dir)
-    tokenizer = folder.load_tokenizer()
-    trained = restore(asked.config, extras["checkpoint"], batch=False)
-    choice = Choice(extras["temperature"], extras["top_k"])
-    prompt = tokenizer.encode(extras["prompt"], add_special_tokens=False).ids
-    for number, ids in enumerate(sample(trained, prompt, extras["tokens"], extras["samples"], choice, extras["seed"])):
-        if extras["samples"] > 1:
-            print(f"--- {number + 1}")
-        print(tokenizer.decode(ids))
-    return 0
+    with Job(place, asked.config) as job:
+        check_request(asked.text)
+        tokenizer = RunFolder(asked.config.run_dir).load_tokenizer()
+        trained = restore(asked.config, extras["checkpoint"], batch=False)
+        choice = Choice(extras["temperature"], extras["top_k"])
+        prompt = tokenizer.encode(extras["prompt"], add_special_tokens=False).ids
+        how = (extras["tokens"], extras["samples"], choice, extras["seed"])
+        texts = sample(trained, prompt, *how, moving=lambda: job.note(STEPPING))
+        for number, ids in enumerate(texts if place.leader else []):
+            if extras["samples"] > 1:
+                print(f"--- {number + 1}")
+            print(tokenizer.decode(ids))
+        return job.end(0)
 
 
 if __name__ == "__main__":

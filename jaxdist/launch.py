@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from jaxdist.cluster.place import check_alone
 from jaxdist.config import Config, Positive, RequestError, nearest
 from jaxdist.request import Asked, Extra, arguments, check_mesh_fits, run
 
@@ -25,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if argv[0] not in WHERE:
         raise RequestError(f"nothing can be launched on '{argv[0]}'; {nearest(argv[0], WHERE)}")
+    check_alone("launch")  # of jobs that would each start all the processes
     return WHERE[argv[0]](argv[1:])
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxdist.cluster import board
+from jaxdist.cluster.watchdog import IDLE, STARTING, STEPPING
 from jaxdist.config import Config
 from jaxdist.data.batches import Batch, train_batch
 from jaxdist.data.image_batches import image_batch
@@ -45,6 +48,10 @@ def _noise(config: Config, rows: int) -> Part:
     return Part(images, np.arange(rows), labels, 0 * channels, channels)
 
 
+Note = Callable[[str], None]
+"""Gets what is being done: `Job.note`."""
+
+
 @dataclass
 class Timed:
     """The compiled step of a run, and the seconds of the steps that were measured."""
@@ -56,6 +63,7 @@ class Timed:
     seconds: list[float] = field(default_factory=list)
     loss: float | None = None
     """Of the last step; None where it is not finite, which JSON cannot say."""
+    _turns: int = 0
     _state: TrainState | None = None
     _batch: Batch | None = None
 
@@ -69,6 +77,11 @@ class Timed:
         return cls(run, program, time.perf_counter() - started)
 
     @property
+    def processes(self) -> list[int]:
+        """Those that have devices of the mesh, and alone compile the step and make it."""
+        return processes_of(self.run.mesh)
+
+    @property
     def units(self) -> int:
         """Tokens, or images, of a step."""
         return self.run.config.train.global_batch_size * self.run.task.units
@@ -79,7 +92,9 @@ class Timed:
         low, median, high = np.percentile(self.seconds, [25, 50, 75])
         return float(low), float(median), float(high)
 
-    def place(self) -> None:
+    def place(self, note: Note) -> None:
+        self._wait_for_the_others(note)  # gloo and NCCL give up on who compiles for longer than they wait
+        note(STARTING)
         with jax.set_mesh(self.run.mesh):
             self._state, self._batch = self.run.init(), random_work(self.run)
         jax.block_until_ready((self._state, self._batch))
@@ -87,9 +102,13 @@ class Timed:
     def drop(self) -> None:
         self._state = self._batch = None
 
-    def advance(self) -> float:
-        """One step, waited for; its seconds."""
+    def advance(self, note: Note) -> float:
+        """One step, waited for; its seconds. Its processes begin it together."""
+        self._wait_for_the_others(note)
+        note(STEPPING)
         with jax.set_mesh(self.run.mesh):
+            if len(self.processes) > 1:  # a sum over the devices: they go on closer together than messages bring them
+                jax.block_until_ready(_sum(self._batch["rows"]))
             started = time.perf_counter()
             self._state, metrics = self.program(self._state, self._batch)
             jax.block_until_ready(self._state)
@@ -97,16 +116,33 @@ class Timed:
         self.loss = float(metrics.loss) if np.isfinite(metrics.loss) else None
         return seconds
 
+    def _wait_for_the_others(self, note: Note) -> None:
+        """Who measures more than another process comes later; meanwhile that one's devices are not kept busy."""
+        if len(self.processes) > 1:
+            self._turns += 1
+            name = f"zero {self.run.config.parallel.zero} on {self.run.mesh.size} devices, turn {self._turns}"
+            note(IDLE)
+            board.meet(name, self.processes)
 
-def measure_together(timed: Sequence[Timed], warmup: int, repeats: int) -> None:
+
+_sum = jax.jit(jnp.sum)
+
+
+def processes_of(mesh: jax.sharding.Mesh) -> list[int]:
+    """Those whose devices are in the mesh. The others cannot compute on it, nor hold its arrays."""
+    return sorted({device.process_index for device in mesh.devices.flat})
+
+
+def measure_together(timed: Sequence[Timed], warmup: int, repeats: int, note: Note = lambda doing: None) -> None:
     """Fill in `seconds` and `loss`: `warmup` + `repeats` rounds, in each of which every program makes a step.
 
     What else a shared machine does, and how it drifts, then hits all of them alike. Their states lie on the devices at
-    the same time, and are gone afterwards.
+    the same time, and are gone afterwards. Each process gives those of `timed` that it has devices of, in the order
+    that all of them have.
     """
     for one in timed:
-        one.place()
-    rounds = [[one.advance() for one in timed] for _ in range(warmup + repeats)]
+        one.place(note)
+    rounds = [[one.advance(note) for one in timed] for _ in range(warmup + repeats)]
     for one, seconds in zip(timed, zip(*rounds, strict=True), strict=True):
         one.seconds = list(seconds[warmup:])
         one.drop()

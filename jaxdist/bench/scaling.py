@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 from jaxdist.bench.step import JSON, REPEATS, WARMUP
+from jaxdist.cluster.place import find
 from jaxdist.config import Config, CountOrZero, RequestError
-from jaxdist.request import Extra, arguments, check_picture
+from jaxdist.request import JOB_KNOBS, Extra, arguments, check_picture
 from jaxdist.request.checks.registry import multiples, problems
 from jaxdist.request.reading import DEFAULT
 
@@ -31,6 +31,7 @@ KNOBS = [
     "train.global_batch_size",
     "train.accumulation",
     "train.seed",
+    *JOB_KNOBS,
 ]
 """Those of `bench step`, but for what `--devices` and `--zero` say, and for what needs a `model` axis."""
 
@@ -90,17 +91,33 @@ def main(argv: list[str] | None = None) -> int:
     if found := list(_problems(config, extras["mode"], counts, stages, extras["picture"])):
         raise RequestError(*found)
 
-    from jaxdist.bench.scaling_text import lines
-    from jaxdist.bench.study import Study, result
+    place = find(config.cluster)
 
-    study = Study(config, extras["mode"], counts, stages, extras["warmup"], extras["repeats"], extras["rows"] or None)
-    told = {"config": Path(asked.positional or DEFAULT).stem, **result(study)}
-    print(json.dumps(told) if extras["json"] else "\n".join(lines(told)), flush=True)
-    if extras["picture"]:
+    from jaxdist.bench.study import Study, result
+    from jaxdist.cluster import board
+    from jaxdist.cluster.agreement import check_request
+    from jaxdist.cluster.job import Job
+
+    rows = extras["rows"] or None
+    study = Study(config, extras["mode"], counts, stages, extras["warmup"], extras["repeats"], rows)
+    with Job(place, config) as job:
+        check_request(asked.text)
+        found = result(study, job.note)
+        if found:
+            tell({"config": Path(asked.positional or DEFAULT).stem, **found}, extras["json"], extras["picture"])
+        if not place.alone:
+            board.meet("the study has been told", range(place.processes))
+        return job.end(0)
+
+
+def tell(told: Mapping[str, Any], as_json: bool, picture: str) -> None:
+    from jaxdist.bench.scaling_text import lines
+
+    print(json.dumps(told) if as_json else "\n".join(lines(told)), flush=True)
+    if picture:
         from jaxdist.bench.scaling_picture import draw
 
-        draw(told, Path(extras["picture"]))
-    return 0
+        draw(told, Path(picture))
 
 
 def _list(text: str) -> list[int]:
@@ -118,11 +135,6 @@ def _problems(config: Config, mode: str, counts: Sequence[int], stages: Sequence
     staged = config.model_copy(update={"parallel": config.parallel.model_copy(update=highest)})
     yield from problems(staged, ("parallel.zero", "parallel.micro_batches"))
     yield from _batch(config, mode, counts)
-    if (processes := int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))) > 1:
-        yield (
-            f"srun has started {processes} processes, but bench scaling measures the devices of one; start it with "
-            f"srun --ntasks 1 and all the GPUs of a node"
-        )
     try:
         check_picture(picture, "scaling.png")
     except RequestError as error:

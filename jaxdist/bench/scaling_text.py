@@ -24,11 +24,13 @@ def setting(told: Mapping[str, Any]) -> list[str]:
     micro = f" in {told['accumulation']} micro-batches" if told["accumulation"] > 1 else ""
     length = f" x {told['sequence']} tokens" if told["sequence"] else ""
     most = max(one["devices"] for one in told["measurements"])
-    virtual = f", virtual: one CPU with {told['cores']} core(s)" if told["virtual_devices"] else ""
+    hosts = "one CPU" if told["hosts"] == 1 else f"the CPUs of {told['hosts']} hosts"
+    several = f" of {told['processes']} processes" * (told["processes"] > 1)
+    virtual = f", virtual: {hosts} with {told['cores']} core(s)" * told["virtual_devices"]
     return [
         f"{told['config']} ({told['model']}, {told['parameters']:,} parameters, {told['precision']})",
         f"{told['batch']} rows{length} per step {each}{micro}",
-        f"up to {most} x {told['device']}{virtual}",
+        f"up to {most} x {told['device']}{several}{virtual}",
         ", ".join(f"{name} {number}" for name, number in told["versions"].items()),
     ]
 
@@ -47,7 +49,8 @@ def _head(told: Mapping[str, Any]) -> list[str]:
 def _rows(told: Mapping[str, Any]) -> list[str]:
     tokens = ["tokens/s"] if told["unit"] == "token" else []
     epoch = ["s/epoch"] if told["rows_per_epoch"] else []
-    head = ["ZeRO", "devices", "rows", "ms/step", "quartiles", "rows/s", *tokens, *epoch]
+    several = ["processes"] if told["processes"] > 1 else []
+    head = ["ZeRO", "devices", *several, "rows", "ms/step", "quartiles", "rows/s", *tokens, *epoch]
     rows = [(*head, "speed-up", "ideal", "efficiency", "sent/step", "share", "loss")]
     for one in told["measurements"]:
         low, high = one["step_seconds_quartiles"]
@@ -55,6 +58,7 @@ def _rows(told: Mapping[str, Any]) -> list[str]:
         cells = [
             str(one["zero"]),
             str(one["devices"]),
+            *[str(one["processes"])] * len(several),
             str(one["global_batch_size"]),
             f"{1e3 * one['step_seconds']:.1f}",
         ]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from jaxdist.cluster.place import find
 from jaxdist.config import Count, CountOrZero
-from jaxdist.request import STEP_KNOBS, Extra, arguments
+from jaxdist.request import JOB_KNOBS, STEP_KNOBS, Extra, arguments
 
 if TYPE_CHECKING:
+    from jaxdist.bench.measuring import Timed
     from jaxdist.config import Config
 
 DESCRIPTION = "Measure the train step of a configuration on random tokens or images: no data is read, nothing is saved."
-KNOBS = [*STEP_KNOBS, "train.seed"]
+KNOBS = [*STEP_KNOBS, *JOB_KNOBS, "train.seed"]
 JSON = Extra("json", False, "Print one JSON object on standard output, and nothing else.")
 WARMUP = Extra("warmup", 3, "Steps before the measurement.", CountOrZero)
 REPEATS = Extra("repeats", 20, "Steps that are measured, each one waited for.", Count)
@@ -20,29 +23,43 @@ REPEATS = Extra("repeats", 20, "Steps that are measured, each one waited for.", 
 
 def main(argv: list[str] | None = None) -> int:
     asked = arguments(argv, "bench step", DESCRIPTION, extras=[JSON, WARMUP, REPEATS], knobs=KNOBS)
-    result = measure(asked.config, asked.extras["warmup"], asked.extras["repeats"])
-    if asked.extras["json"]:
-        print(json.dumps(result))
-        return 0
-    for name, value in result.items():
-        print(f"{name:<22} {value}")
-    return 0
+    place = find(asked.config.cluster)
+
+    from jaxdist.cluster.agreement import check_request
+    from jaxdist.cluster.job import Job
+
+    with Job(place, asked.config) as job:
+        check_request(asked.text)
+        timed = compile_and_time(asked.config, asked.extras["warmup"], asked.extras["repeats"], job.note)
+        if place.leader:
+            result = told(timed)
+            lines = [f"{name:<22} {value}" for name, value in result.items()]
+            print(json.dumps(result) if asked.extras["json"] else "\n".join(lines))
+        return job.end(0)
 
 
-def measure(config: Config, warmup: int, repeats: int) -> dict[str, object]:
+def compile_and_time(config: Config, warmup: int, repeats: int, note: Callable[[str], None]) -> Timed:
+    """`note` gets what is being done, as the watchdog wants to know it."""
+    from jaxdist.bench.measuring import Timed, measure_together
+    from jaxdist.cluster.watchdog import COMPILING
+    from jaxdist.training.run import Run
+
+    note(COMPILING)
+    timed = Timed.compile(Run(config))
+    measure_together([timed], warmup, repeats, note)
+    return timed
+
+
+def told(timed: Timed) -> dict[str, object]:
     """Step seconds (median, quartiles), tokens or images per second, MFU and bytes per device, and on what."""
     from importlib.metadata import version
 
-    from jaxdist.bench.measuring import Timed, measure_together
     from jaxdist.cluster.runtime import peak_bytes
     from jaxdist.mesh import describe
     from jaxdist.planning.hardware import peak_flops
     from jaxdist.planning.timing import FLOPS_FORMULA, mfu
-    from jaxdist.training.run import Run
 
-    run = Run(config)
-    timed = Timed.compile(run)
-    measure_together([timed], warmup, repeats)
+    run = timed.run
     device, count = run.device, run.mesh.size
     low, median, high = timed.quartiles
     unit, flops, peak = run.task.unit, run.task.flops, peak_flops(device.device_kind, run.config.precision)
@@ -50,10 +67,11 @@ def measure(config: Config, warmup: int, repeats: int) -> dict[str, object]:
     return {
         "device": device.device_kind,
         "devices": count,
+        "processes": len(timed.processes),
         "mesh": describe(run.mesh.shape),
         "precision": run.config.precision,
         "jax": version("jax"),
-        "repeats": repeats,
+        "repeats": len(timed.seconds),
         "compile_seconds": round(timed.compile_seconds, 3),
         "step_seconds": median,
         "step_seconds_quartiles": [low, high],

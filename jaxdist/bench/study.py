@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import jax
 
 from jaxdist import __version__, models
 from jaxdist.bench.laws import Fit, fit_amdahl, fit_gustafson
-from jaxdist.bench.measuring import Timed, measure_together
-from jaxdist.cluster.runtime import capacity, cores, first
+from jaxdist.bench.measuring import Note, Timed, measure_together, processes_of
+from jaxdist.cluster import board
+from jaxdist.cluster.agreement import leader
+from jaxdist.cluster.runtime import capacity, core_numbers, first
+from jaxdist.cluster.watchdog import COMPILING, IDLE
 from jaxdist.config import Config
 from jaxdist.mesh import describe
 from jaxdist.planning import communication, hardware
@@ -49,48 +56,89 @@ class Study:
         return config.model_copy(update={"mesh": f"{count}x1x1", **parts})
 
 
-def result(study: Study) -> dict[str, Any]:
-    """Measure, and tell it with the schema of `docs/scaling.md`.
+def result(study: Study, note: Note = lambda doing: None) -> dict[str, Any] | None:
+    """Measure, and tell it with the schema of `docs/scaling.md`. `note` gets what is being done.
 
-    Raises `RequestError` where there are fewer devices than asked for, before anything compiles.
+    With several processes each of them calls this, and measures on the meshes that it has devices of. Process 0 has
+    devices of all, and alone gets the result. Raises `RequestError` where there are fewer devices than asked for,
+    before anything compiles.
     """
     counts = ",".join(map(str, study.counts))
     devices = first(study.counts[-1], f"--devices {counts} needs")
     places = [(stage, count) for stage in study.stages for count in study.counts]
     runs = [Run(study.config_of(count, stage), devices=devices[:count]) for stage, count in places]
+    computers = _computers()
     timed = []
     for (stage, count), run in zip(places, runs, strict=True):
-        timed.append(Timed.compile(run))
-        _progress(f"compiled ZeRO {stage} on {count} device(s) in {timed[-1].compile_seconds:.1f} s")
-    together = _fit_together(timed)
+        if jax.process_index() in processes_of(run.mesh):
+            note(COMPILING)
+            timed.append(Timed.compile(run))
+            _progress(f"compiled ZeRO {stage} on {count} device(s) in {timed[-1].compile_seconds:.1f} s")
+    note(IDLE)
+    together = _first_says("states fit together", lambda: _fit_together(timed))
     _progress(f"measuring {len(timed)} steps {study.warmup} + {study.repeats} times")
     for group in [timed] if together else [[one] for one in timed]:
-        measure_together(group, study.warmup, study.repeats)
+        measure_together(group, study.warmup, study.repeats, note)
+    note(IDLE)
+    if not leader():
+        return None
     measurements = [_told(one, study) for one in timed]
     _compare(measurements)
     fits = [_fit(study.mode, stage, measurements) for stage in study.stages] if len(study.counts) > 1 else []
     return {
-        **_setting(study, runs[0]),
+        **_setting(study, runs[0], computers),
         "interleaved": together,
         "measurements": measurements,
         "fits": fits,
-        "notes": _notes(study, runs, together, fits),
+        "notes": _notes(study, runs, computers, together, fits),
     }
 
 
 def _progress(line: str) -> None:
     """To standard error: a study takes minutes, and standard output is for its result."""
-    print(line, file=sys.stderr, flush=True)
+    if leader():
+        print(line, file=sys.stderr, flush=True)
 
 
-def _setting(study: Study, run: Run) -> dict[str, Any]:
+def _first_says(what: str, found: Callable[[], bool]) -> bool:
+    """What process 0 has `found`, in every process. Not through devices: some wait long for others, which compile."""
+    if jax.process_count() == 1:
+        return found()
+    if leader():
+        board.post(what, str(found()))
+    return board.read(what) == "True"
+
+
+class Computers(NamedTuple):
+    """Those whose CPUs the processes of the job run on."""
+
+    hosts: int
+    cores: int
+    """That the processes may use, in all."""
+
+
+def _computers() -> Computers:
+    """Every process calls it, and process 0 learns of all; the others of themselves."""
+    name, here = socket.gethostname(), core_numbers()
+    if jax.process_count() > 1:
+        board.post(f"computer/{jax.process_index()}", json.dumps([name, sorted(here)]))
+    cores = {name: here}
+    for process in range(1, jax.process_count()) if leader() else ():
+        other, numbers = json.loads(board.read(f"computer/{process}"))
+        cores[other] = cores.get(other, set()) | set(numbers)
+    return Computers(len(cores), sum(map(len, cores.values())))
+
+
+def _setting(study: Study, run: Run, computers: Computers) -> dict[str, Any]:
     """On what, and what of, the study was taken."""
     config, virtual = run.config, run.device.platform == "cpu"
     return {
         "mode": study.mode,
         "device": run.device.device_kind,
         "virtual_devices": virtual,
-        "cores": cores() if virtual else None,
+        "cores": computers.cores if virtual else None,
+        "processes": jax.process_count(),
+        "hosts": computers.hosts,
         "versions": {"jaxdist": __version__, "jax": version("jax")},
         "model": config.model.family,
         "parameters": models.parameters(run.model),
@@ -115,6 +163,7 @@ def _told(one: Timed, study: Study) -> dict[str, Any]:
     sending = sum(t.wire_bytes / bandwidth(gpu, mesh.shape, t.axes) for t in transfers) if gpu and foretold else None
     return {
         "devices": mesh.size,
+        "processes": len(one.processes),
         "mesh": describe(mesh.shape),
         "zero": config.parallel.zero,
         "global_batch_size": rows,
@@ -176,16 +225,34 @@ def _fit_together(timed: Sequence[Timed]) -> bool:
     return there is None or needed + working <= ROOM * there
 
 
-def _notes(study: Study, runs: Sequence[Run], together: bool, fits: Sequence[Mapping[str, Any]]) -> list[str]:
+def _virtual(study: Study, computers: Computers) -> str:
+    """What devices that a CPU is split into can show."""
+    hosts, number = computers
+    if jax.process_count() > 1:
+        return (
+            f"these are virtual devices of {jax.process_count()} processes on {hosts} host(s), which have {number} "
+            f"core(s) in all and share them: a device brings computing power only where its process brings cores that "
+            f"fewer devices left idle; how real devices scale, this does not show"
+        )
+    fixed, growing = "a speed-up near 1", "N devices have N times the work, and an efficiency near 1/N"
+    return (
+        f"these are virtual devices of one CPU: they share its {number} core(s) and bring no computing power, so "
+        f"{fixed if study.mode == 'strong' else growing} is all that can be expected; less is what splitting "
+        f"costs, more is a core that fewer devices left idle; how real devices scale, this does not show"
+    )
+
+
+def _notes(
+    study: Study, runs: Sequence[Run], computers: Computers, together: bool, fits: Sequence[Mapping[str, Any]]
+) -> list[str]:
     """What a reader has to know, a sentence each."""
     notes, run, largest = [], runs[0], max(runs, key=lambda run: run.mesh.size)
     if run.device.platform == "cpu":
-        fixed = "a speed-up near 1"
-        growing = "N devices have N times the work, and an efficiency near 1/N"
+        notes.append(_virtual(study, computers))
+    if idle := jax.process_count() - len(processes_of(largest.mesh)):
         notes.append(
-            f"these are virtual devices of one CPU: they share its {cores()} core(s) and bring no computing power, so "
-            f"{fixed if study.mode == 'strong' else growing} is all that can be expected; less is what splitting "
-            f"costs, more is a core that fewer devices left idle; how real devices scale, this does not show"
+            f"the largest number of devices leaves {idle} of the {jax.process_count()} processes without any: they "
+            f"have waited"
         )
     if unpredicted := communication.unpredicted(largest.config, largest.layout):
         notes.append(unpredicted)

@@ -72,13 +72,21 @@ def leader_first(name: str, make: Callable[[], object]) -> None:
 
 
 def check_alike(what: str, text: str, remedy: str) -> None:
-    """Raise `RequestError` in a process whose `text` is not the leader's; waits for it. Ask once for each `what`."""
-    if jax.process_count() == 1:
+    """Raise `RequestError` in a process whose `text` is not the leader's; waits for it. Ask once for each `what`.
+
+    Does not start JAX's devices.
+    """
+    if board.processes() == 1:
         return
-    if leader():
+    if board.process() == 0:
         board.post(what, text)
     elif there := _difference(text, board.read(what)):
-        raise RequestError(f"process {jax.process_index()} has another {what} than process 0: {there}; {remedy}")
+        raise RequestError(f"process {board.process()} has another {what} than process 0: {there}; {remedy}")
+
+
+def check_request(text: str) -> None:
+    """`check_alike` of what the processes of a job have been asked for."""
+    check_alike("request", text, "give all processes the same options")
 
 
 def _difference(here: str, there: str) -> str:

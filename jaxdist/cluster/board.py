@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jax._src.distributed import global_state
 
@@ -17,6 +17,11 @@ WEEK = 7 * 24 * 3600.0
 def processes() -> int:
     """How many have joined; does not start JAX's devices, as `jax.process_count` does."""
     return global_state.num_processes if global_state.client is not None else 1
+
+
+def process() -> int:
+    """The number of this one; as `processes`."""
+    return global_state.process_id if global_state.client is not None else 0
 
 
 def post(name: str, text: str) -> bool:
@@ -40,6 +45,11 @@ def read(name: str, seconds: float = WEEK) -> str:
         return global_state.client.blocking_key_value_get(f"jaxdist/{name}", int(seconds * 1000))
     except Exception as error:  # a class of jaxlib's that changes its name
         raise TimeoutError(name) from error
+
+
+def meet(name: str, processes: Sequence[int]) -> None:
+    """Wait until all of these have come here; the others need not. Once for each `name`."""
+    global_state.client.wait_at_barrier(f"jaxdist/{name}", int(WEEK * 1000), list(processes))
 
 
 def watch(name: str, then: Callable[[str], None]) -> None:

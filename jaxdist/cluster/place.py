@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from jaxdist.config import ClusterConfig, RequestError
 
@@ -93,6 +94,24 @@ def find(asked: ClusterConfig, environment: Mapping[str, str] = os.environ) -> P
         address = f"{_first_host(environment)}:{_step_port(environment)}"
     gpus = next((place.gpus for place in found if place.gpus is not None), None)
     return Place(first.processes, first.process, _reachable(address), first.source, gpus)
+
+
+def check_alone(command: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise `RequestError` where a launcher has started several of a `command` for one process.
+
+    Its sentence is that of process 0; that of the others is empty. Beside a launcher, as in the shell of a Slurm job,
+    the command is alone, whatever the environment says by half.
+    """
+    for look in (_jax, _torchrun, partial(_slurm, needed=False)):
+        place = None
+        with suppress(RequestError):
+            place = look(environment)
+        if place and not place.alone:
+            sentence = (
+                f"{command} is a command of one process, but {place.source} say that {place.processes} have been "
+                f"started; start it once, without srun or torchrun"
+            )
+            raise RequestError(*[sentence] * place.leader)
 
 
 def _options(asked: ClusterConfig) -> Place | None:

@@ -100,14 +100,17 @@ def _of_each(devices: list[jax.Device], count: int) -> list[jax.Device]:
 
 
 def first(count: int, wanted: str) -> list[jax.Device]:
-    """The first `count` devices of this machine, for what uses a part of them on purpose. As early as `start`.
+    """The first `count` devices of the job, for what uses a part of them on purpose. As early as `start`.
 
-    `wanted` begins the sentence of a `RequestError` where there are not so many: `--devices 1,2,4 needs`.
+    Those of process 0 come first, then those of process 1. `wanted` begins the sentence of a `RequestError` where
+    there are not so many: `--devices 1,2,4 needs`.
     """
-    devices = _at_least(count, wanted)
+    processes = board.processes()
+    devices = _at_least(count + -count % processes, wanted)  # a CPU is split alike in all of them
     if len(devices) < count:
+        where = f"these {processes} processes have" if processes > 1 else "this machine has"
         raise RequestError(
-            f"{wanted} {count} devices, but this machine has {len(devices)} ({devices[0].device_kind}); "
+            f"{wanted} {count} devices, but {where} {len(devices)} ({devices[0].device_kind}); "
             f"ask for {len(devices)} or fewer, or use its CPU with JAX_PLATFORMS=cpu"
         )
     return devices[:count]
@@ -195,9 +198,11 @@ def capacity(device: jax.Device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def cores() -> int:
-    """CPU cores that this process may use, which all CPU devices share."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
+def core_numbers() -> set[int]:
+    """The CPU cores that this process may use, which all its CPU devices share."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def peak_bytes(device: jax.Device) -> int | None:

@@ -13,6 +13,7 @@ from jaxdist.cluster.place import Place
 READING = "reading data"
 STARTING, COMPILING, STEPPING, VALIDATING, SAVING = "starting", "compiling", "stepping", "validating", "saving"
 WAITING, ENDING = "waiting for data", "ending"
+IDLE = "waiting for other processes, which measure without this one"
 """What a run is doing."""
 
 USUAL, LEAST, FIRST = 10, 300.0, 10
@@ -57,6 +58,8 @@ class Watchdog:
 
     def limit(self) -> float:
         """Seconds that it may go on with what it does now."""
+        if self._doing == IDLE:
+            return float("inf")  # who measures has a watchdog too
         usual = statistics.median(list(self._steps)) if self._steps else 0
         seconds = self.seconds or max(LEAST, USUAL * usual)
         if self._doing == READING and not self.seconds:

@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any, Protocol
 
+from jaxdist.cluster.place import check_alone
 from jaxdist.config import Count, CountOrZero, RequestError, nearest
 from jaxdist.request import Extra, arguments, run
 
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         raise RequestError(f"there is no lab '{name}'; {nearest(name, LABS)}")
     extras = [JSON, *OPTIONS.get(name, ())]
     asked = arguments(rest, f"lab {name}", f"Shows {LABS[name]}.", positional=None, extras=extras, knobs=())
+    check_alone("lab")
     chosen = dict(asked.extras)
     as_json = chosen.pop("json")
     result: Result = importlib.import_module(f"jaxdist.lab.{name.replace('-', '_')}").measure(**chosen)

@@ -1,10 +1,11 @@
 """From what a person asks for to a checked `Config`: TOML file, command line, every mistake at once. No jax here."""
 
 from jaxdist.request.checks import check_mesh_fits, check_picture, fitting
-from jaxdist.request.commandline import LAYOUT_KNOBS, STEP_KNOBS, Asked, Extra, arguments, outcome, run
+from jaxdist.request.commandline import JOB_KNOBS, LAYOUT_KNOBS, STEP_KNOBS, Asked, Extra, arguments, outcome, run
 from jaxdist.request.reading import SHIPPED, load, to_toml
 
 __all__ = [
+    "JOB_KNOBS",
     "LAYOUT_KNOBS",
     "SHIPPED",
     "STEP_KNOBS",

@@ -11,10 +11,10 @@ from typing import Any, Literal, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 
-from jaxdist.config import Config, RequestError
+from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.request.helptext import help_text
 from jaxdist.request.knobs import KNOBS, canonical, option, sentence
-from jaxdist.request.reading import read
+from jaxdist.request.reading import read, to_toml
 
 DONE, FAILED, MISTAKE = 0, 1, 2
 """Exit codes: done, anything that went wrong, a mistake in the request."""
@@ -26,7 +26,10 @@ STEP_KNOBS = ("mesh", "precision", "parallel", "pipeline", "model", "optimizer")
 STEP_KNOBS += ("train.global_batch_size", "train.accumulation")
 """What a train step follows from."""
 
-RUN_KNOBS = (*LAYOUT_KNOBS, "data", "train.global_batch_size", "train.accumulation")
+JOB_KNOBS = ("cluster", "fault")
+"""How several processes meet, and when they give up."""
+
+RUN_KNOBS = (*LAYOUT_KNOBS, *JOB_KNOBS, "data", "train.global_batch_size", "train.accumulation")
 """What may differ when the checkpoint of a run is used."""
 
 
@@ -57,6 +60,12 @@ class Asked:
     positional: str | None
     overrides: dict[str, str]
     extras: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """All of it but for the place of this process: what the processes of one job have alike."""
+        alike = self.config.model_copy(update={"cluster": ClusterConfig()})
+        return to_toml(alike) + "".join(f"{option(name)} {value}\n" for name, value in self.extras.items())
 
 
 def arguments(

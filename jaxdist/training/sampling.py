@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -32,9 +33,15 @@ class Choice(NamedTuple):
 
 
 def sample(
-    trained: Trained, prompt: list[int], tokens: int, samples: int, choice: Choice, seed: int
+    trained: Trained,
+    prompt: list[int],
+    tokens: int,
+    samples: int,
+    choice: Choice,
+    seed: int,
+    moving: Callable[[], object] = lambda: None,
 ) -> list[list[int]]:
-    """`samples` continuations of `prompt`, prompt included, by `tokens` tokens each.
+    """`samples` continuations of `prompt`, prompt included, by `tokens` tokens each; `moving` is called before each.
 
     The model reads the last tokens, as many as its sequence has: of a longer prompt too. Raises `RequestError` for an
     empty prompt.
@@ -64,6 +71,7 @@ def sample(
     with jax.set_mesh(trained.run.mesh):
         ids, length = jnp.asarray(ids), jnp.asarray(len(window))
         for number in range(tokens):
+            moving()
             ids, length, token = extend(trained.params, ids, length, jnp.asarray(number))
             written.append(np.asarray(token)[:, None])
     return np.concatenate(written, axis=1)[:samples].tolist()

@@ -9,7 +9,7 @@ import pytest
 
 from jaxdist.bench import __main__ as bench
 from jaxdist.bench import scaling, scaling_picture, scaling_text, study
-from jaxdist.cluster import runtime
+from jaxdist.cluster import board, runtime
 from jaxdist.config import Config, ModelConfig, RequestError, TrainConfig
 from jaxdist.planning import hardware
 from jaxdist.request import outcome
@@ -18,15 +18,15 @@ SMALL = ModelConfig(layers=1, embed=16, heads=2, vocab=300, sequence=16)
 TINY = "--model.layers 1 --model.embed 16 --model.heads 2 --model.vocab 300 --model.sequence 16"
 
 KEYS = {
-    "config", "mode", "device", "virtual_devices", "cores", "versions", "model", "parameters", "sequence",
-        "unit", "precision",
+    "config", "mode", "device", "virtual_devices", "cores", "processes", "hosts", "versions", "model",
+    "parameters", "sequence", "unit", "precision",
     "batch", "accumulation", "warmup", "repeats", "rows_per_epoch", "interleaved", "measurements", "fits", "notes",
 }  # fmt: skip
 MEASURED = {
-    "devices", "mesh", "zero", "global_batch_size", "step_seconds", "step_seconds_quartiles", "rows_per_second",
-    "tokens_per_second", "epoch_seconds", "wire_bytes", "communication_seconds", "communication_share",
-    "argument_bytes", "temporary_bytes", "compile_seconds", "loss", "speed_up", "speed_up_quartiles", "ideal",
-    "efficiency",
+    "devices", "processes", "mesh", "zero", "global_batch_size", "step_seconds", "step_seconds_quartiles",
+    "rows_per_second", "tokens_per_second", "epoch_seconds", "wire_bytes", "communication_seconds",
+    "communication_share", "argument_bytes", "temporary_bytes", "compile_seconds", "loss", "speed_up",
+    "speed_up_quartiles", "ideal", "efficiency",
 }  # fmt: skip
 PNG = b"\x89PNG"
 
@@ -175,18 +175,16 @@ def test_several_mistakes_are_told_at_once(capfd):
     assert len(capfd.readouterr().err.splitlines()) == 2
 
 
-def test_several_processes_of_slurm_are_refused(monkeypatch, capfd):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    assert outcome(scaling.main, []) == 2
-    assert "srun has started 4 processes, but bench scaling measures the devices of one" in capfd.readouterr().err
-
-
 def test_real_devices_are_not_made_up(monkeypatch):
     there = [SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")] * 2
     monkeypatch.setattr(runtime, "_devices", lambda: there)
     assert runtime.first(1, "--devices 1 needs") == there[:1]
     with pytest.raises(RequestError, match=r"--devices 1,4 needs 4 devices, but this machine has 2 \(NVIDIA H100"):
         runtime.first(4, "--devices 1,4 needs")
+    monkeypatch.setattr(board, "processes", lambda: 2)
+    assert runtime.first(1, "--devices 1 needs") == there[:1]
+    with pytest.raises(RequestError, match="--devices 4 needs 4 devices, but these 2 processes have 2"):
+        runtime.first(4, "--devices 4 needs")
 
 
 @pytest.mark.parametrize(

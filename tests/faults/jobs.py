@@ -35,7 +35,11 @@ def argv(folder: Path, text: Path, *options: str) -> list[str]:
 def train(words: list[str], processes: int = 1, patch: str = "") -> list[list[str]]:
     """The command of each process; `patch` is run in each before it trains, and sees its number as `me`."""
     program = ["-c", PATCHED.format(patch=patch)] if patch else ["-m", "jaxdist.train"]
-    command = [sys.executable, *program, *words]
+    return meeting([sys.executable, *program, *words], processes)
+
+
+def meeting(command: list[str], processes: int) -> list[list[str]]:
+    """`command` for each process of a job."""
     if processes == 1:
         return [command]
     meet = [f"--cluster.coordinator=127.0.0.1:{free_port()}", f"--cluster.processes={processes}"]

@@ -6,8 +6,10 @@ import stat
 
 import pytest
 
-from jaxdist.cluster.place import Place, check_own_name, find
+from jaxdist import checkpoints, explain, launch
+from jaxdist.cluster.place import Place, check_alone, check_own_name, find
 from jaxdist.config import ClusterConfig, RequestError
+from jaxdist.lab import __main__ as lab
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 STEP = {
@@ -118,3 +120,36 @@ def test_a_name_that_is_loopback_to_everybody_is_refused(monkeypatch):
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     with pytest.raises(RequestError, match=r"own name .* stands for 127\.0\.1\.1"):
         check_own_name()
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        (STEP | {"SLURM_PROCID": "0"}, ["explain is a command of one process, but Slurm's variables say that 8"]),
+        (TORCHRUN | {"RANK": "0"}, ["explain is a command of one process, but WORLD_SIZE and RANK say that 8"]),
+        (STEP, []),
+        (TORCHRUN, []),
+    ],
+    ids=["srun", "torchrun", "another of srun", "another of torchrun"],
+)
+def test_a_command_of_one_process_is_refused_to_several_and_the_first_says_so(environment, told):
+    with pytest.raises(RequestError) as error:
+        check_alone("explain", environment)
+    assert [problem[: len(start)] for problem, start in zip(error.value.problems, told, strict=True)] == told
+
+
+def test_a_command_of_one_process_runs_beside_a_launcher():
+    """In the shell of a Slurm job, in a step of one task, and where variables of a launcher are left over."""
+    shell = {name: value for name, value in STEP.items() if name in ("SLURM_JOB_ID", "SLURM_NTASKS")}
+    for environment in ({}, shell, STEP | {"SLURM_STEP_NUM_TASKS": "1"}, {"WORLD_SIZE": "8"}):
+        check_alone("explain", environment)
+
+
+@pytest.mark.parametrize("command", [explain.main, checkpoints.main, lab.main, launch.main], ids=lambda f: f.__module__)
+def test_these_are_commands_of_one_process(command, monkeypatch, tmp_path):
+    for name, value in (TORCHRUN | {"RANK": "0"}).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "config.toml").write_text("")
+    argv = {checkpoints.main: [str(tmp_path)], lab.main: ["schedules"], launch.main: ["local"]}
+    with pytest.raises(RequestError, match="is a command of one process"):
+        command(argv.get(command, []))
