@@ -171,12 +171,10 @@ def slurm_script(asked: Asked) -> Script:
         )
     tasks = tasks_per_node(extras["tasks_per_node"], extras["gpus_per_node"])
     check_devices(config, extras["nodes"], extras["gpus_per_node"], tasks)
-    of_script = {"run_dir", "resume"}
+    of_train = {name: text for name, text in asked.overrides.items() if name not in ("run_dir", "resume")}
     data, own = config.data, Path(asked.positional or "")
     return Script(
-        train=words(
-            asked.positional, {name: asked.overrides[name] for name in asked.overrides if name not in of_script}
-        ),
+        train=words(asked.positional, of_train),
         reads=[path for path in (data.path, data.validation_path, data.tokenizer, config.init_from, own) if path],
         run_dir=config.run_dir,
         nodes=extras["nodes"],

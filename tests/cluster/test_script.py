@@ -216,27 +216,33 @@ def test_a_job_that_cannot_be_requeued_has_failed(cluster):
 
 
 def signal_when_it_runs(cluster: Cluster, number: int, until: str) -> tuple[int, str]:
-    started = cluster.start(made().text(), f'touch "$PLAYED/runs"; {until}; exit 85')
-    for _ in range(1000):
-        if (cluster.folder / "runs").exists():
-            break
-        time.sleep(0.01)
-    started.send_signal(number)  # to the shell alone
+    """Signal the shell alone; the task then goes on until there is the file `until`, and ends with 85."""
+    wait = f'touch "$PLAYED/runs"; until [ -e "$PLAYED/{until}" ]; do sleep 0.01; done; exit 85'
+    started = cluster.start(made().text(), wait)
+    until_there(cluster.folder / "runs")
+    started.send_signal(number)
+    (cluster.folder / "sent").touch()
     written, _ = started.communicate(timeout=30)
     return started.returncode, written
 
 
+def until_there(path: Path) -> None:
+    for _ in range(3000):
+        if path.exists():
+            return
+        time.sleep(0.01)
+    pytest.fail(f"{path} does not come")
+
+
 def test_the_signal_before_the_time_is_over_is_handed_on_by_slurm(cluster):
-    status, written = signal_when_it_runs(
-        cluster, signal.SIGUSR1, 'until [ -e "$PLAYED/signalled" ]; do sleep 0.01; done; sleep 0.3'
-    )
+    status, written = signal_when_it_runs(cluster, signal.SIGUSR1, until="signalled")
     assert (status, "requeued" in written) == (0, True)
     assert cluster.calls("scancel") == [["--signal=USR1", "7"]]
     assert ["requeue", "7"] in cluster.calls("scontrol")
 
 
 def test_who_is_ended_by_slurm_does_not_requeue_itself(cluster):
-    status, written = signal_when_it_runs(cluster, signal.SIGTERM, "sleep 0.5")
+    status, written = signal_when_it_runs(cluster, signal.SIGTERM, until="sent")
     assert (status, written) == (85, "jaxdist.launch: job 7: ended by Slurm (exit code 85)\n")
     assert cluster.calls("scancel") == []
     assert ["requeue", "7"] not in cluster.calls("scontrol")
@@ -280,9 +286,10 @@ def test_no_proxy_stands_before_the_first_node(cluster):
 def test_environments(cluster):
     cluster.run(made(environment="alps").text(), "exit 0")
     assert PRESETS["alps"].items() <= cluster.seen().items()
-    Path("it's mine").write_text("export MINE=1")
-    cluster.run(made(environment="it's mine").text(), "exit 0")
-    assert cluster.seen()["MINE"] == "1"
+    for name in "it's mine", "{resume}":
+        Path(name).write_text(f"export MINE={len(name)}")
+        cluster.run(made(environment=name).text(), "exit 0")
+        assert cluster.seen()["MINE"] == str(len(name))
     Path("it's mine").unlink()
     assert cluster.run(made(environment="it's mine").text(), "exit 0")[0] == 2
 
