@@ -111,7 +111,7 @@ exit 0
 MEET = f"""\
 # There may be no scontrol in a container, which tells the tasks what the first node is.
 port=${{JAX_COORDINATOR_PORT:-$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))}}
-if [ "$SLURM_NTASKS" != 1 ]; then export JAX_COORDINATOR_ADDRESS=$first:$port; fi
+if [ $((SLURM_JOB_NUM_NODES * tasks)) != 1 ]; then export JAX_COORDINATOR_ADDRESS=$first:$port; fi
 """
 
 RESUME = {
@@ -206,13 +206,21 @@ class Script:
             "output": log,
             "open-mode": "append",
             "nodes": self.nodes,
-            "ntasks-per-node": str(self.tasks_per_node),
+            **self._tasks(),
             "gpus-per-node": str(self.gpus_per_node or ""),
             "cpus-per-task": str(self.cpus_per_task or ""),
             "time": self.time,
             "signal": f"B:USR1@{warning(self.grace)}",
         }
         return {option: directive(option, value) for option, value in chosen.items() if value} | {"requeue": ""}
+
+    def _tasks(self) -> dict[str, str]:
+        """How many on a node; where the nodes are a range, the cores for them: given tasks, Slurm takes no more nodes
+        than the fewest have tasks."""
+        fewest, most = node_counts(self.nodes)
+        if fewest == most:
+            return {"ntasks-per-node": str(self.tasks_per_node)}
+        return {"mincpus": str(self.tasks_per_node * (self.cpus_per_task or 1))}
 
     def _srun(self) -> list[str]:
         """Its options beside those that all runs have."""

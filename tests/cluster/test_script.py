@@ -48,7 +48,7 @@ class Cluster:
             "PATH": f"{self.folder}:{os.environ['PATH']}",
             "PLAYED": str(self.folder),
             "SLURM_JOB_ID": "7",
-            "SLURM_NTASKS": "2",
+            "SLURM_JOB_NUM_NODES": "2",
             "SLURM_JOB_NODELIST": "node[7-8]",
         }
         return subprocess.Popen(
@@ -308,7 +308,8 @@ def test_containers(cluster):
         f"--container-workdir={home}",
     ]
     assert cluster.seen()["JAX_COORDINATOR_ADDRESS"] == "node7:61447"  # as `place` would have found it with scontrol
-    cluster.run(made(container="jax.toml", python="/venv/python").text(), "exit 0", SLURM_NTASKS="1")
+    alone = made(container="jax.toml", python="/venv/python", tasks_per_node=1).text()
+    cluster.run(alone, "exit 0", SLURM_JOB_NUM_NODES="1")
     assert f"--environment={home}/jax.toml" in cluster.calls("srun")[0]
     assert "JAX_COORDINATOR_ADDRESS" not in cluster.seen()
 
@@ -373,12 +374,16 @@ def test_it_is_printed_and_its_log_has_a_folder(cluster, capsys):
     script = told(*asked, capsys=capsys)
     assert script == told(*asked, capsys=capsys)  # what it has made is no stranger in the run folder
     lines = script.splitlines()
-    for line in ("--nodes=2-4", "--ntasks-per-node=4", "--gpus-per-node=4", "--time=2-0", "--account=a1", "--requeue"):
+    for line in ("--nodes=2-4", "--mincpus=4", "--gpus-per-node=4", "--time=2-0", "--account=a1", "--requeue"):
         assert f"#SBATCH {line}" in lines
     assert "#SBATCH --output=runs/gpt_tiny/slurm/%j.log\n#SBATCH --open-mode=append" in script
     assert f"train=({sys.executable} -m jaxdist.train gpt_tiny --train.steps=7)" in lines
     assert Path("runs/gpt_tiny/slurm").is_dir()
-    assert "gpus" not in told("--nodes=2", "--time=9", capsys=capsys)
+    assert "tasks=4" in lines
+    assert "--ntasks-per-node=4" not in script  # with it, Slurm would give no more nodes than the fewest
+    script = told("--nodes=2", "--time=9", capsys=capsys)
+    assert "#SBATCH --ntasks-per-node=1\n" in script
+    assert "gpus" not in script
 
 
 def test_submitting(cluster, capsys, monkeypatch):
