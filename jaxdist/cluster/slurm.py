@@ -77,35 +77,45 @@ look() { # newest: the step of the newest checkpoint
 }
 
 # How often in a row it has ended without a new checkpoint, and which was the newest then.
-state=$run/slurm/$SLURM_JOB_ID.failures
+state=$run/slurm/$SLURM_JOB_ID
 mkdir -p "$run/slurm"
 look
-[ -e "$state" ] || echo "0 $newest" >"$state"
+[ -e "$state.failures" ] || echo "0 $newest" >"$state.failures"
 {resume}
 # --wait, and not --kill-on-bad-exit, which would kill those that still save, and hide the exit code behind its signal.
-srun --ntasks-per-node="$tasks" --export=ALL --kill-on-bad-exit=0 --wait={last_words} "${srun[@]}" \
-    "${train[@]}" --run-dir="$run" --resume="$resume" &
+# Its exit code goes through a file: a signal interrupts bash's `wait`, which may then not tell it.
+rm -f "$state.code"
+(
+    trap : TERM
+    srun --ntasks-per-node="$tasks" --export=ALL --kill-on-bad-exit=0 --wait={last_words} "${srun[@]}" \
+        "${train[@]}" --run-dir="$run" --resume="$resume"
+    echo $? >"$state.code"
+) &
 child=$!
-while kill -0 "$child" 2>/dev/null; do wait "$child"; done # a trap interrupts `wait`
-wait "$child"
-code=$?
+while kill -0 "$child" 2>/dev/null; do wait "$child"; done
+code=1
+read -r code <"$state.code"
 
 say() { echo "jaxdist.launch: job $SLURM_JOB_ID: $*"; }
 if [ "$code" = 0 ]; then say "done"; exit 0; fi
 if [ -n "$ended" ]; then say "ended by Slurm (exit code $code)"; exit "$code"; fi
 if [ "$code" = 2 ]; then say "the request was refused: that is not tried again"; exit 2; fi
 look
-read -r failures before <"$state"
+read -r failures before <"$state.failures"
 if [ "$newest" != "$before" ]; then failures=0; fi
 if [ "$newest" = "$before" ] || [ "$code" != 85 ]; then failures=$((failures + 1)); fi
-echo "$failures $newest" >"$state"
+echo "$failures $newest" >"$state.failures"
 if [ "$failures" -gt "$restarts" ]; then
     say "exit code $code; given up: $failures times in a row, without a new checkpoint"
     exit "$code"
 fi
 say "exit code $code; requeued, to go on from $([ "$newest" = 0 ] && echo the beginning || echo "step $newest")"
-scontrol requeue "$SLURM_JOB_ID" || { say "it cannot be requeued: submit it again"; exit "$code"; }
-exit 0
+scontrol requeue "$SLURM_JOB_ID" && exit 0
+case $(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID") in
+PENDING | COMPLETING) exit 0 ;; # Slurm itself has requeued it, as where a node is lost
+esac
+say "it cannot be requeued: submit it again"
+exit "$code"
 """
 
 MEET = f"""\
@@ -123,9 +133,9 @@ RESUME = {
 GO_BACK = """
 # Back to step {step}, unless an earlier start of this job did: then what was the newest checkpoint is gone, or new.
 resume=auto
-if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then : >"$run/slurm/$SLURM_JOB_ID.began"; fi
+if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then : >"$state.began"; fi
 old=$run/checkpoints/sums/{newest}.json
-if [ -e "$old" ] && [ ! "$old" -nt "$run/slurm/$SLURM_JOB_ID.began" ]; then resume={step}; fi
+if [ -e "$old" ] && [ ! "$old" -nt "$state.began" ]; then resume={step}; fi
 """
 
 

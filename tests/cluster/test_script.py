@@ -26,6 +26,7 @@ RECORD = """#!/bin/bash
 PLAYED = {
     "srun": 'env >"$PLAYED/environment"; . "$PLAYED/program"',
     "scontrol": 'case "$1" in show) echo node7;; requeue) [ ! -e "$PLAYED/refused" ];; esac',
+    "squeue": 'cat "$PLAYED/refused"',
     "scancel": 'touch "$PLAYED/signalled"',
     "sbatch": 'env >"$PLAYED/environment"; cat >"$PLAYED/script"; . "$PLAYED/program"',
 }
@@ -208,11 +209,24 @@ def test_the_end_for_good(cluster, code, words):
     assert cluster.calls("scontrol") == [["show", "hostnames", "node[7-8]"]]
 
 
+def test_an_exit_code_that_nobody_tells_is_a_failure(cluster):
+    script = made(restarts=5).text()
+    assert "exit code 85; requeued" in cluster.run(script, "exit 85")[1]
+    assert "exit code 1; requeued" in cluster.run(script, "kill -9 $PPID")[1]
+
+
 def test_a_job_that_cannot_be_requeued_has_failed(cluster):
-    (cluster.folder / "refused").touch()
+    (cluster.folder / "refused").write_text("RUNNING\n")
     status, written = cluster.run(made().text(), "exit 85")
     assert status == 85
     assert written.endswith("it cannot be requeued: submit it again\n")
+
+
+@pytest.mark.parametrize("state", ["PENDING", "COMPLETING"])
+def test_but_not_where_slurm_has_done_it_already(cluster, state):
+    (cluster.folder / "refused").write_text(f"{state}\n")
+    status, written = cluster.run(made().text(), "exit 134")
+    assert (status, "cannot" in written) == (0, False)
 
 
 def signal_when_it_runs(cluster: Cluster, number: int, until: str) -> tuple[int, str]:
