@@ -12,6 +12,7 @@ from jaxdist.request import outcome
 COMMANDS = {
     "train": "train a model, or go on with a run",
     "launch local": "start a run of several processes on this machine, and keep it going",
+    "launch slurm": "write the Slurm job of a run, or submit it: it saves and requeues itself",
     "evaluate": "the validation loss of a run's checkpoint",
     "generate": "text from a run's checkpoint",
     "checkpoints": "what a run has saved: list, verify, prune, export",

@@ -1,21 +1,37 @@
-"""`python -m jaxdist.launch local`: start a run of several processes on this machine, and keep it going."""
+"""`python -m jaxdist.launch local`, `... slurm`: start a run of several processes, and keep it going."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxdist.cluster.place import check_alone
 from jaxdist.config import Config, Positive, RequestError, nearest
 from jaxdist.request import Asked, Extra, arguments, check_mesh_fits, run
+from jaxdist.request.knobs import KNOBS, canonical, option
 
-USAGE = """usage: python -m jaxdist.launch WHERE --processes N [CONFIG] [options of train]   (--help tells more)
+if TYPE_CHECKING:
+    from jaxdist.cluster.slurm import Script
 
-  local     on this machine: with its GPUs, dealt out to the processes, or on its CPU"""
+USAGE = """usage: python -m jaxdist.launch WHERE [CONFIG] [options of the launcher and of train]   (--help tells more)
 
-DESCRIPTION = (
+  local     --processes N: on this machine, with its GPUs, dealt out to the processes, or on its CPU
+  slurm     --nodes N --gpus-per-node G --time T: as a job of Slurm, whose script is printed, or submitted"""
+
+PROCESS_KNOBS = [name for name in KNOBS if not name.startswith("cluster.")]
+"""Those that a launcher does not set itself."""
+
+LOCAL = (
     "Start N processes of one run on this machine, and start all of them again from the newest checkpoint when one "
     "dies. SIGTERM, SIGUSR1 and Ctrl-C go to all of them, which save and end."
+)
+
+SLURM = (
+    "Print the sbatch script of a run, or submit it. The job saves and requeues itself before its time is over, and "
+    "when it fails; each start goes on from the newest checkpoint. Give what else sbatch takes to sbatch: "
+    "python -m jaxdist.launch slurm ... | sbatch --qos=long"
 )
 
 
@@ -32,15 +48,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def local(argv: list[str]) -> int:
     from jaxdist.config import Count, CountOrZero
-    from jaxdist.request.knobs import KNOBS
 
     extras = [
         Extra("processes", 0, "How many processes.", Count),
         Extra("restarts", 3, "How often to start again, at most, within --minutes.", CountOrZero),
         Extra("minutes", 60.0, "Failures that are longer ago do not count.", Positive),
     ]
-    knobs = [name for name in KNOBS if not name.startswith("cluster.")]
-    asked = arguments(argv, "launch local", DESCRIPTION, extras=extras, knobs=knobs)
+    asked = arguments(argv, "launch local", LOCAL, extras=extras, knobs=PROCESS_KNOBS)
     if not asked.extras["processes"]:
         raise RequestError("--processes is missing: how many processes to start, such as --processes 2")
 
@@ -67,8 +81,6 @@ def local(argv: list[str]) -> int:
 
 def train(asked: Asked, process: int, processes: int, coordinator: str, again: bool) -> Sequence[str]:
     """argv of one process."""
-    from jaxdist.request.knobs import option
-
     chosen = asked.overrides | {
         "cluster.coordinator": coordinator,
         "cluster.processes": str(processes),
@@ -76,8 +88,12 @@ def train(asked: Asked, process: int, processes: int, coordinator: str, again: b
     }
     if again:
         chosen["resume"] = "auto"
-    config = [asked.positional] if asked.positional else []
-    return [sys.executable, "-m", "jaxdist.train", *config, *(f"{option(name)}={chosen[name]}" for name in chosen)]
+    return [sys.executable, "-m", "jaxdist.train", *words(asked.positional, chosen)]
+
+
+def words(config: str | None, chosen: Mapping[str, str]) -> list[str]:
+    """What train is given."""
+    return [*([config] if config else []), *(f"{option(name)}={chosen[name]}" for name in chosen)]
 
 
 def fits(config: Config, processes: int, each: int) -> bool:
@@ -94,7 +110,125 @@ def fits(config: Config, processes: int, each: int) -> bool:
     return True
 
 
-WHERE = {"local": local}
+def slurm(argv: list[str]) -> int:
+    from jaxdist.cluster.slurm import submit
+
+    asked = slurm_arguments(argv)
+    made = slurm_script(asked)
+    text = made.text()
+    made.logs.mkdir(parents=True, exist_ok=True)  # Slurm ends a job that has nowhere to write to without a word
+    if asked.extras["submit"]:
+        job = submit(text)
+        print(f"submitted job {job}; its log is {made.logs / job}.log, and scancel {job} ends it")
+    else:
+        print(text, end="")
+    return 0
+
+
+def slurm_arguments(argv: list[str]) -> Asked:
+    """What is asked for; behind `--` stand options of train alone."""
+    from jaxdist.cluster.slurm import Nodes, Time, Word
+    from jaxdist.config import CountOrZero
+
+    extras = [
+        Extra("nodes", "1", "How many nodes, or the fewest and the most to do with, such as 2-4.", Nodes),
+        Extra("gpus_per_node", 0, "GPUs of each node; 0: none, and Slurm is not asked for any.", CountOrZero),
+        Extra("time", "", "At most so long, until it is requeued, as Slurm writes it: 12:00:00.", Time),
+        Extra("tasks_per_node", 0, "Processes on each node; 0: one for each GPU, or 1 without any.", CountOrZero),
+        Extra("cpus_per_task", 0, "CPU cores of each process; 0: as many as Slurm gives by itself.", CountOrZero),
+        Extra("partition", "", "Slurm's partition.", Word),
+        Extra("account", "", "Slurm's account.", Word),
+        Extra("job_name", "", "Name of the job; empty: that of the run folder."),
+        Extra("container", "", "An image for pyxis, or the .toml file of an EDF; its `python` has jaxdist."),
+        Extra("env", "", "Network: alps, infiniband or ethernet; or a file of shell commands."),
+        Extra("restarts", 3, "How often in a row to start again without a new checkpoint, at most.", CountOrZero),
+        Extra("submit", False, "Submit the script, in place of printing it."),
+    ]
+    split = argv.index("--") if "--" in argv else len(argv)
+    own, of_train = argv[:split], argv[split + 1 :]
+    names = {extra.name for extra in extras}
+    for word in of_train:
+        if word.startswith("--") and canonical(word[2:].partition("=")[0]) in names:
+            raise RequestError(f"{word} is no option of train; write it before the --")
+    asked = arguments([*own, *of_train], "launch slurm", SLURM, extras=extras, knobs=PROCESS_KNOBS)
+    if not asked.extras["time"]:
+        raise RequestError("--time is missing: after how long the job saves and is requeued, such as --time 12:00:00")
+    return asked
+
+
+def slurm_script(asked: Asked) -> Script:
+    """Its script. Raises `RequestError` for what cannot run. Writes nothing."""
+    from jaxdist.cluster.slurm import Script, check_environment, seconds, warning
+    from jaxdist.training.folder import RunFolder
+    from jaxdist.training.shelf import Shelf
+
+    config, extras = asked.config, asked.extras
+    folder = RunFolder(config.run_dir)
+    folder.enter(config)  # its mistakes are told here, and not when the job has waited for its turn
+    check_environment(extras["env"])
+    if seconds(extras["time"]) <= warning(config.checkpoint.grace_seconds):
+        raise RequestError(
+            f"--time {extras['time']} is over before a job can do anything: it is asked to stop "
+            f"{warning(config.checkpoint.grace_seconds)} s before, which checkpoint.grace_seconds lowers"
+        )
+    tasks = tasks_per_node(extras["tasks_per_node"], extras["gpus_per_node"])
+    check_devices(config, extras["nodes"], extras["gpus_per_node"], tasks)
+    of_train = {name: text for name, text in asked.overrides.items() if name not in ("run_dir", "resume")}
+    data, own = config.data, Path(asked.positional or "")
+    return Script(
+        train=words(asked.positional, of_train),
+        reads=[path for path in (data.path, data.validation_path, data.tokenizer, config.init_from, own) if path],
+        run_dir=config.run_dir,
+        nodes=extras["nodes"],
+        tasks_per_node=tasks,
+        gpus_per_node=extras["gpus_per_node"],
+        cpus_per_task=extras["cpus_per_task"],
+        time=extras["time"],
+        grace=config.checkpoint.grace_seconds,
+        python=sys.executable,
+        home=Path.cwd(),
+        name=extras["job_name"],
+        partition=extras["partition"],
+        account=extras["account"],
+        container=extras["container"],
+        environment=extras["env"],
+        restarts=extras["restarts"],
+        resume=config.resume,
+        newest=max(Shelf(folder.checkpoints).sealed(), default=0),
+    )
+
+
+def tasks_per_node(asked: int, gpus: int) -> int:
+    """Raises `RequestError` where the GPUs of a node do not divide by its processes."""
+    if gpus and asked and gpus % asked:
+        fitting = ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0)
+        raise RequestError(f"{gpus} GPU(s) of a node do not divide by {asked} processes; ask for {fitting} of them")
+    return asked or gpus or 1
+
+
+def check_devices(config: Config, nodes: str, gpus: int, tasks: int) -> None:
+    """Raise `RequestError` where the mesh, or a size of the run, does not fit the devices of the nodes."""
+    from jaxdist.cluster.slurm import node_counts
+    from jaxdist.mesh import FILL, devices_asked, fill, fixed_product, parse_mesh
+
+    shape, (fewest, most) = parse_mesh(config.mesh), node_counts(nodes)
+    filled = FILL in shape.values()
+    if fewest != most and not filled:
+        raise RequestError(f"mesh {config.mesh} is the same on {nodes} nodes; let one axis fill them, such as -1x1x1")
+    if not gpus:  # CPUs are split into as many devices as it takes
+        asked = devices_asked(shape, most * tasks)
+        fits = asked % (most * tasks) == 0
+        devices, told = asked, f"{most} node(s) with {tasks} process(es) each"
+    else:
+        devices, told = most * gpus, f"{most} node(s) with {gpus} GPU(s) each, {most * gpus} in all"
+        fixed = fixed_product({axis: size for axis, size in shape.items() if size != FILL})
+        fits = devices % fixed == 0 and fixed <= fewest * gpus if filled else fixed == devices
+    if not fits:
+        raise RequestError(f"mesh {config.mesh} does not fit {told}: its axes must multiply to the number of devices")
+    check_mesh_fits(config, fill(shape, devices))
+
+
+WHERE = {"local": local, "slurm": slurm}
 
 if __name__ == "__main__":
     run(main)

@@ -1,5 +1,6 @@
 """The documents tell the truth, as far as a program can tell."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -48,6 +49,25 @@ def test_files_and_options_that_are_named_exist(page):
     for option in re.findall(r"--([a-z]+\.[a-z_.-]+)", text):
         name = option.rstrip(".").replace("-", "_")
         assert name in KNOBS or name == "modle.layers", option  # the slip that an example shows
+
+
+def texts(path: Path) -> set[str]:
+    """What a file of ours can say; `…` for what differs, in Python or in the shell."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            found.add("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(re.sub(r"\$\w+", "…", node.value))
+    return found
+
+
+def test_every_message_that_is_explained_is_one_of_ours():
+    ours = set.union(*(texts(path) for path in (ROOT / "jaxdist").rglob("*.py")))
+    section = (ROOT / "docs" / "slurm.md").read_text().split("## Failures, by message")[1].split("Of others:")[0]
+    explained = re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE)
+    assert len(explained) > 20
+    assert [message for message in explained if not any(message in text for text in ours)] == []
 
 
 def test_the_readme_has_its_two_lines():

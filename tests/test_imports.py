@@ -132,7 +132,8 @@ def test_axis_names_are_spelled_in_mesh_only():
 
 @pytest.mark.parametrize(
     "module",
-    ["config", "mesh", "request", "train", "launch", "checkpoints", "cluster.place", "cluster.local", "lab.__main__"],
+    ["config", "mesh", "request", "train", "launch", "checkpoints", "cluster.place", "cluster.local"]
+    + ["cluster.slurm", "lab.__main__"],
 )
 def test_no_jax_before_the_request_is_read(module):
     code = f"import sys, jaxdist.{module}; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"

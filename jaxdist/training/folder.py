@@ -43,7 +43,7 @@ class RunFolder:
         Raises `RequestError` when `config` must not be run here. Writes nothing.
         """
         if not self.config.exists():
-            strangers = set(os.listdir(self.path)) - {".lock", "checkpoints"} if self.path.exists() else set()
+            strangers = set(os.listdir(self.path)) - {".lock", "checkpoints", "slurm"} if self.path.exists() else set()
             if strangers:
                 raise RequestError(
                     f"run folder {self.path} holds no run, but other things ({', '.join(sorted(strangers)[:3])}); "

@@ -1,0 +1,354 @@
+"""A run as a job of Slurm: the sbatch script that starts it, hands signals on, requeues it, and knows when to stop.
+
+The values stand at the top of the script, each quoted; what follows them, `BODY`, is the same for every run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+from jaxdist.cluster.place import FIRST_PORT, PORTS
+from jaxdist.config import RequestError, nearest
+
+MARGIN = 30
+"""Seconds beyond the grace of the run in which it is asked to stop before its time is over."""
+
+LAST_WORDS = 30
+"""Seconds in which the other tasks end by themselves, with their own exit code, when one has ended."""
+
+FOLDER = "slurm"
+"""In the run folder: the logs of its jobs, and how often they have failed."""
+
+PRESETS = {
+    # CSCS's documentation, "NCCL" (docs.cscs.ch/software/communication/nccl): the first makes a plug-in that is missing
+    # an error, in place of TCP at a twentieth of the speed; the last but one is its advice against deadlocks with MPI
+    "alps": {
+        "NCCL_NET": "AWS Libfabric",
+        "NCCL_NET_GDR_LEVEL": "PHB",
+        "NCCL_CROSS_NIC": "1",
+        "NCCL_PROTO": "^LL128",
+        "FI_CXI_DEFAULT_CQ_SIZE": "131072",
+        "FI_CXI_DEFAULT_TX_SIZE": "16384",
+        "FI_CXI_DISABLE_HOST_REGISTER": "1",
+        "FI_CXI_RX_MATCH_MODE": "software",
+        "FI_MR_CACHE_MONITOR": "userfaultfd",
+        "MPICH_GPU_SUPPORT_ENABLED": "0",
+        "NCCL_DEBUG": "WARN",
+    },
+    # NCCL's documentation, "Environment Variables": it finds the adapters; named, a network that is missing is an error
+    "infiniband": {"NCCL_NET": "IB", "NCCL_DEBUG": "WARN"},
+    "ethernet": {"NCCL_NET": "Socket", "NCCL_DEBUG": "WARN"},
+}
+"""What a network needs, by name: Slingshot 11 with libfabric and aws-ofi-nccl; InfiniBand or RoCE; TCP."""
+
+INHERITED = ("CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+INHERITED += ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+"""What a login shell may have set, and Slurm hands to the job: it would say otherwise than the job."""
+
+BODY = r"""
+# A task must not take what the login shell had for its own.
+unset {inherited}
+{environment}# The processes meet at the first node, and not behind a proxy.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+if [ -n "$grpc_proxy$https_proxy$http_proxy" ]; then export no_proxy="${no_proxy:+$no_proxy,}$first"; fi
+{meet}
+# USR1 comes before the time is over, to this shell alone: Slurm hands it on to the tasks, which save and end with 85.
+# (srun does not: it answers a signal by killing them.) TERM goes to all, when Slurm itself ends or requeues the job.
+ended=
+trap 'scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
+trap 'ended=yes' TERM
+
+look() { # newest: the step of the newest checkpoint
+    newest=0
+    for sums in "$run"/checkpoints/sums/*.json; do
+        at=${sums##*/} at=${at%.json}
+        if [ -e "$sums" ] && [ "$at" -gt "$newest" ]; then newest=$at; fi
+    done
+}
+
+# How often in a row it has ended without a new checkpoint, and which was the newest then.
+state=$run/slurm/$SLURM_JOB_ID
+mkdir -p "$run/slurm"
+look
+[ -e "$state.failures" ] || echo "0 $newest" >"$state.failures"
+{resume}
+# --wait, and not --kill-on-bad-exit, which would kill those that still save, and hide the exit code behind its signal.
+# Its exit code goes through a file: a signal interrupts bash's `wait`, which may then not tell it.
+rm -f "$state.code"
+(
+    trap : TERM
+    srun --ntasks-per-node="$tasks" --export=ALL --kill-on-bad-exit=0 --wait={last_words} "${srun[@]}" \
+        "${train[@]}" --run-dir="$run" --resume="$resume"
+    echo $? >"$state.code"
+) &
+child=$!
+while kill -0 "$child" 2>/dev/null; do wait "$child"; done
+code=1
+read -r code <"$state.code"
+
+say() { echo "jaxdist.launch: job $SLURM_JOB_ID: $*"; }
+if [ "$code" = 0 ]; then say "done"; exit 0; fi
+if [ -n "$ended" ]; then say "ended by Slurm (exit code $code)"; exit "$code"; fi
+if [ "$code" = 2 ]; then say "the request was refused: that is not tried again"; exit 2; fi
+look
+read -r failures before <"$state.failures"
+if [ "$newest" != "$before" ]; then failures=0; fi
+if [ "$newest" = "$before" ] || [ "$code" != 85 ]; then failures=$((failures + 1)); fi
+echo "$failures $newest" >"$state.failures"
+if [ "$failures" -gt "$restarts" ]; then
+    say "exit code $code; given up: $failures times in a row, without a new checkpoint"
+    exit "$code"
+fi
+say "exit code $code; requeued, to go on from $([ "$newest" = 0 ] && echo the beginning || echo "step $newest")"
+scontrol requeue "$SLURM_JOB_ID" && exit 0
+case $(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID") in
+PENDING | COMPLETING) exit 0 ;; # Slurm itself has requeued it, as where a node is lost
+esac
+say "it cannot be requeued: submit it again"
+exit "$code"
+"""
+
+MEET = f"""\
+# There may be no scontrol in a container, which tells the tasks what the first node is.
+port=${{JAX_COORDINATOR_PORT:-$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))}}
+if [ $((SLURM_JOB_NUM_NODES * tasks)) != 1 ]; then export JAX_COORDINATOR_ADDRESS=$first:$port; fi
+"""
+
+RESUME = {
+    "auto": "resume=auto\n",
+    "never": "resume=auto # only the first start must find an empty folder\n"
+    'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then resume=never; fi\n',
+}
+
+GO_BACK = """
+# Back to step {step}, unless an earlier start of this job did: then what was the newest checkpoint is gone, or new.
+resume=auto
+if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then : >"$state.began"; fi
+old=$run/checkpoints/sums/{newest}.json
+if [ -e "$old" ] && [ ! "$old" -nt "$state.began" ]; then resume={step}; fi
+"""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What stands in the script; `text` is the whole of it."""
+
+    train: Sequence[str]
+    """argv of train, without its Python, `--run-dir` and `--resume`."""
+    run_dir: Path
+    nodes: str
+    tasks_per_node: int
+    time: str
+    grace: float
+    """Seconds from a signal to the end of the run."""
+    python: str
+    home: Path
+    """Folder in which it runs, and in which paths that are not absolute begin."""
+    gpus_per_node: int = 0
+    cpus_per_task: int = 0
+    """0: as Slurm does without."""
+    name: str = ""
+    """Empty: that of the run folder."""
+    partition: str = ""
+    account: str = ""
+    container: str = ""
+    reads: Sequence[Path] = ()
+    """What it needs beside the run folder, for a container."""
+    environment: str = ""
+    restarts: int = 3
+    resume: str = "auto"
+    newest: int = 0
+    """Step of the newest checkpoint that is there now."""
+
+    @property
+    def logs(self) -> Path:
+        return self.run_dir / FOLDER
+
+    def text(self) -> str:
+        """The script. Raises `RequestError` where a value cannot be written into it."""
+        values = {
+            "run": shlex.quote(str(self.run_dir)),
+            "tasks": str(self.tasks_per_node),
+            "restarts": f"{self.restarts} # at most so many in a row that bring no new checkpoint",
+            "srun": _array(self._srun()),
+            "train": _array(["python" if self.container else self.python, "-m", "jaxdist.train", *self.train]),
+        }
+        parts = {
+            "inherited": " ".join(INHERITED),
+            "environment": self._environment(),
+            "meet": MEET if self.container else "",
+            "resume": self._resume(),
+            "last_words": str(LAST_WORDS),
+        }
+        names = "|".join(parts)
+        body = re.sub("{(" + names + ")}", lambda match: parts[match[1]], BODY)  # in one pass: a value is no name
+        return "\n".join(
+            [
+                "#!/bin/bash",
+                *(f"#SBATCH --{option}{value and '='}{value}" for option, value in self._directives().items()),
+                "",
+                "# Written by python -m jaxdist.launch slurm (docs/slurm.md). The folder of the log must exist.",
+                *(f"{name}={value}" for name, value in values.items()),
+                body,
+            ]
+        )
+
+    def _directives(self) -> dict[str, str]:
+        """Option -> value of the lines that sbatch reads."""
+        log = str(self.logs).replace("%", "%%") + "/%j.log"
+        if "\\" in log:
+            raise RequestError(f"run folder {self.run_dir} has a backslash, which Slurm takes away; name another")
+        chosen = {
+            "job-name": self.name or self.run_dir.name,
+            "partition": self.partition,
+            "account": self.account,
+            "chdir": str(self.home),
+            "output": log,
+            "open-mode": "append",
+            "nodes": self.nodes,
+            **self._tasks(),
+            "gpus-per-node": str(self.gpus_per_node or ""),
+            "cpus-per-task": str(self.cpus_per_task or ""),
+            "time": self.time,
+            "signal": f"B:USR1@{warning(self.grace)}",
+        }
+        return {option: directive(option, value) for option, value in chosen.items() if value} | {"requeue": ""}
+
+    def _tasks(self) -> dict[str, str]:
+        """How many on a node; where the nodes are a range, the cores for them: given tasks, Slurm takes no more nodes
+        than the fewest have tasks."""
+        fewest, most = node_counts(self.nodes)
+        if fewest == most:
+            return {"ntasks-per-node": str(self.tasks_per_node)}
+        return {"mincpus": str(self.tasks_per_node * (self.cpus_per_task or 1))}
+
+    def _srun(self) -> list[str]:
+        """Its options beside those that all runs have."""
+        options = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []  # srun takes none from sbatch
+        if not self.container:
+            return options
+        if self.container.endswith(".toml"):  # CSCS's container engine; it says what is mounted, and where it starts
+            return [*options, f"--environment={Path(self.container).absolute()}"]
+        mounts = self._mounts()
+        if wrong := [path for path in mounts if set(path) & set(",:")]:
+            raise RequestError(f"{wrong[0]} cannot be mounted in a container: its name has a comma or a colon")
+        mounted = ",".join(f"{path}:{path}" for path in mounts)
+        image = [f"--container-image={self.container}", f"--container-mounts={mounted}"]
+        return [*options, *image, f"--container-workdir={self.home}"]
+
+    def _mounts(self) -> list[str]:
+        """The folder in which it runs, and what lies elsewhere."""
+        others = {self.home / path for path in (self.run_dir, *self.reads)}
+        return [str(self.home), *sorted(str(path) for path in others if not path.is_relative_to(self.home))]
+
+    def _environment(self) -> str:
+        if not self.environment:
+            return ""
+        if (preset := PRESETS.get(self.environment)) is None:
+            return f". {shlex.quote(str(Path(self.environment).absolute()))} || exit 2\n"
+        return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in preset.items())
+
+    def _resume(self) -> str:
+        if not self.resume.isdigit():
+            return RESUME[self.resume]
+        if int(self.resume) == self.newest:
+            return RESUME["auto"]
+        return GO_BACK.replace("{step}", self.resume).replace("{newest}", str(self.newest))
+
+
+def _array(words: Sequence[str]) -> str:
+    return f"({shlex.join(words)})"
+
+
+def warning(grace: float) -> int:
+    """Seconds before the end of its time at which a job is asked to stop."""
+    return int(grace) + MARGIN
+
+
+def directive(option: str, value: str) -> str:
+    """A value as sbatch reads it in a line of `#SBATCH`, which is not the shell's way.
+
+    There are quotes, a backslash within and without them, and comments; nothing is expanded. Raises `RequestError` for
+    what no line can hold.
+    """
+    if not value.isprintable():
+        raise RequestError(f"--{option} of the job would be {value!r}, which does not fit into a line; choose another")
+    if re.fullmatch(r"[\w./%:@,+=-]+", value, re.ASCII):
+        return value
+    return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+
+
+def submit(script: str) -> str:
+    """Give a script to sbatch. The number of the job. Raises `RequestError` where Slurm does not take it."""
+    # of an allocation that this may run in, which sbatch would hand on to the job
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    if conf := os.environ.get("SLURM_CONF"):
+        environment["SLURM_CONF"] = conf
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable"], input=script, env=environment, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError as error:
+        raise RequestError("sbatch is not found here; submit on a login node of the cluster") from error
+    if done.returncode:
+        raise RequestError(f"Slurm does not take the job: {' '.join(done.stderr.split())}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def check_environment(name: str) -> None:
+    """Raise `RequestError` where `--env` names neither a preset nor a file."""
+    if name and name not in PRESETS and not Path(name).is_file():
+        raise RequestError(f"--env is '{name}', neither a file nor a preset; {nearest(name, PRESETS)}")
+
+
+def node_counts(nodes: str) -> tuple[int, int]:
+    """(fewest, most) of `4` or `2-4`."""
+    fewest, _, most = nodes.partition("-")
+    return int(fewest), int(most or fewest)
+
+
+def seconds(time: str) -> int:
+    """Of a time as Slurm writes it: `90` minutes, `90:00`, `12:00:00`, `2-0`, `1-12:00`, `1-12:00:00`."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash or len(parts) == 3:
+        hours, minutes, secs = (parts + [0, 0])[:3]
+        return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + secs
+    return 60 * parts[0] + (parts[1] if len(parts) == 2 else 0)
+
+
+def _nodes(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d{0,5}(-[1-9]\d{0,5})?", text, re.ASCII) or int.__gt__(*node_counts(text)):
+        raise PydanticCustomError("nodes", "must be a number such as 4, or fewest and most such as 2-4")
+    return text
+
+
+def _time(text: str) -> str:
+    number = r"\d{1,4}"
+    forms = rf"{number}(:{number}){{0,2}}|{number}-{number}(:{number}){{0,2}}"
+    if not re.fullmatch(forms, text, re.ASCII) or not seconds(text):
+        raise PydanticCustomError(
+            "time", "must be a time as Slurm writes it, such as 90 (minutes), 12:00:00 or 2-00:00"
+        )
+    return text
+
+
+def _word(text: str) -> str:
+    if not re.fullmatch(r"[\w.,+-]+", text, re.ASCII):
+        raise PydanticCustomError("word", "must be letters, digits and any of . , + - _")
+    return text
+
+
+Nodes = Annotated[str, AfterValidator(_nodes)]
+Time = Annotated[str, AfterValidator(_time)]
+Word = Annotated[str, AfterValidator(_word)]
