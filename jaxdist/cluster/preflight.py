@@ -24,10 +24,10 @@ def check_folder(folder: Path, size: int) -> None:
 
     All processes call it. Raises `RequestError` in all of them, if in one.
     """
-    number = agreed(lambda: _write(folder, size))
-    missing = _everywhere(int(not _seen(_file(folder, number))))
+    number = agreed(lambda: sign(folder, size))
+    missing = _everywhere(int(not sees(sign_of(folder, number))))
     if leader():
-        _file(folder, number).unlink(missing_ok=True)
+        sign_of(folder, number).unlink(missing_ok=True)
     if missing:
         raise RequestError(
             f"{folder} is not the same folder on every host: {missing} of {jax.process_count()} processes do not see "
@@ -35,7 +35,7 @@ def check_folder(folder: Path, size: int) -> None:
         )
 
 
-def _write(folder: Path, size: int) -> int:
+def sign(folder: Path, size: int) -> int:
     """Leave a file in `folder`, and return its number. Raises `RequestError` if that, or `size` bytes, cannot be."""
     number = secrets.randbelow(2**31)
     try:
@@ -43,10 +43,10 @@ def _write(folder: Path, size: int) -> int:
         free = shutil.disk_usage(folder).free
         if free < size:
             raise RequestError(
-                f"{folder} has {_megabytes(free)} free, but a checkpoint of this run takes up to {_megabytes(size)}; "
+                f"{folder} has {megabytes(free)} free, but a checkpoint of this run takes up to {megabytes(size)}; "
                 f"free some, or name another --run-dir"
             )
-        _file(folder, number).write_text("seen\n")
+        sign_of(folder, number).write_text("seen\n")
     except OSError as error:
         raise RequestError(
             f"{folder} cannot be written ({os.strerror(error.errno).lower()}); name another --run-dir"
@@ -54,11 +54,13 @@ def _write(folder: Path, size: int) -> int:
     return number
 
 
-def _file(folder: Path, number: int) -> Path:
+def sign_of(folder: Path, number: int) -> Path:
+    """The file that `sign` leaves."""
     return folder / f".seen-{number}"
 
 
-def _seen(path: Path) -> bool:
+def sees(path: Path) -> bool:
+    """Whether a file that another host has written is here, or comes within `PATIENCE`."""
     deadline = time.monotonic() + PATIENCE
     while not path.exists():
         if time.monotonic() > deadline:
@@ -72,5 +74,5 @@ def _everywhere(count: int) -> int:
     return count if jax.process_count() == 1 else int(np.sum(multihost_utils.process_allgather(np.int32(count))))
 
 
-def _megabytes(count: int) -> str:
+def megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"

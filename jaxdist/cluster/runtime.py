@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,13 +36,19 @@ def join(place: Place, fault: FaultConfig) -> None:
     if not named_loopback(host) and not _nvidia():
         check_own_name()
     if place.leader:
-        _check_free(int(port))
-    else:
+        check_free(int(port))
+    meet(place, fault, lambda: _nobody_came(place, fault.start_seconds))
+
+
+def meet(place: Place, fault: FaultConfig, otherwise: Callable[[], None]) -> None:
+    """Meet the others without a look at what may be in the way; `otherwise` is called, in a thread, after
+    `fault.start_seconds`, and had better end the process."""
+    if not place.leader:
         logging.getLogger("jax").setLevel(logging.ERROR)  # process 0 tells it
     _keep_gloo_off_standard_output()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and tells nobody
-    late = threading.Timer(fault.start_seconds, _nobody_came, (place, fault.start_seconds))
+    late = threading.Timer(fault.start_seconds, otherwise)
     late.daemon = True
     late.start()  # JAX would abort, with a trace of C++
     jax.distributed.initialize(
@@ -58,7 +64,8 @@ def join(place: Place, fault: FaultConfig) -> None:
     late.cancel()
 
 
-def _check_free(port: int) -> None:
+def check_free(port: int) -> None:
+    """Raise `RequestError` if another program listens there."""
     with socket.socket() as test:
         test.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
