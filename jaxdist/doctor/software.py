@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import importlib.util
+import mmap
 import os
 import platform
 import re
@@ -10,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 from jaxdist.doctor.findings import Finding, Here, ok, unchecked, warning, wrong
 
@@ -20,9 +24,6 @@ PLUGINS = {cuda: (f"jax-cuda{cuda}-plugin", f"jax-cuda{cuda}-pjrt") for cuda in 
 
 PARSE = "from jaxlib import xla_client; xla_client.CompileOptions()"
 """The least that reads XLA_FLAGS."""
-
-NO_NUMBER = "--xla_backend_optimization_level=none"
-"""For such a value XLA tells all flags that it knows."""
 
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """The new name and the old one."""
@@ -119,11 +120,21 @@ def _bad_flag(word: str, why: str) -> Finding:
     if "Unknown flag" not in why:
         said = f"{name} cannot be '{value}': every process would end at its first use of XLA"
         return wrong("XLA_FLAGS", said, "correct the value; the checks below are made without it")
-    known = re.findall(r"^\s*--(xla_\w+)", _refused(NO_NUMBER), re.MULTILINE)
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, _known_flags(), n=1)
     hint = f"did you mean --{near[0]}? " if near else ""
     said = f"--{name} is unknown to jaxlib {installed('jaxlib')}: every process would end at its first use of XLA"
     return wrong("XLA_FLAGS", said, f"{hint}take it out; the checks below are made without it")
+
+
+@functools.cache
+def _known_flags() -> set[str]:
+    """Names of flags, and some more: XLA tells them nowhere but in its own code. Empty where that is not found."""
+    spec = importlib.util.find_spec("jaxlib")
+    code = Path(*spec.submodule_search_locations, "libjax_common.so") if spec else Path()
+    if not code.is_file():
+        return set()
+    with code.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return {name.decode() for name in re.findall(rb"xla_[a-z0-9_]{4,80}(?=\0)", content)}
 
 
 def _refused(flags: str) -> str:

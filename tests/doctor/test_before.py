@@ -45,8 +45,11 @@ def found(check, state, here, **options) -> str:
 
 
 FLAGS = [
-    ("--xla_gpu_autotune_level=3 --xla_gpu_enable_async_colectives=true", WRONG, "unknown to jaxlib"),
-    ("--xla_gpu_autotune_levle=3", WRONG, "did you mean --xla_gpu_autotune_level?"),
+    (
+        "--xla_gpu_enable_latency_hiding_schedular=true",
+        WRONG,
+        "did you mean --xla_gpu_enable_latency_hiding_scheduler?",
+    ),
     ("--xla_gpu_autotune_level=high", WRONG, "xla_gpu_autotune_level cannot be 'high'"),
     ("/nowhere/flags", WRONG, "the name of a file, which does not exist"),
     ("--xla_gpu_autotune_level=3 --xla_backend_optimization_level=1", OK, "2 flag(s), all known"),

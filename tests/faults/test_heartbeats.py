@@ -128,7 +128,8 @@ def test_a_run_that_has_failed_says_so(tmp_path, capsys):
             dog.note(STEPPING, 7)
             raise ZeroDivisionError
 
-    pytest.raises(ZeroDivisionError, broken)
+    with pytest.raises(ZeroDivisionError):
+        broken()
     assert doctor([str(tmp_path)]) == 2
     assert f"process 0 on {os.uname().nodename} failed with exit code 1, step 7" in capsys.readouterr().out
 
