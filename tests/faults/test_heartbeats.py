@@ -83,6 +83,7 @@ def test_who_is_slow_or_behind(facts, sentence):
     assert laggards(three(**facts, ended=0), NOW) == {}
 
 
+@pytest.mark.slow
 def test_a_slow_process_and_a_stopped_one_are_named(words, tmp_path, monkeypatch, capsys):
     """What is left of a process that the run no longer has is cleared away; a run that was stopped is well."""
     monkeypatch.setattr(heartbeat, "EVERY", 0.5)
