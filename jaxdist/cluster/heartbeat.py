@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-EVERY = 5.0
-"""Seconds between two heartbeats."""
+EVERY, EACH = 5.0, 1 / 32
+"""Seconds between two heartbeats: at least, and for each process, so that a shared file system is not flooded."""
 
 SILENT = 4
 """Heartbeats that do not come until a process counts as silent."""
@@ -70,8 +70,13 @@ class Beat:
         """When it last went on to something else."""
         return self.time - self.since
 
+    @property
+    def every(self) -> float:
+        """Seconds between two of its heartbeats."""
+        return max(EVERY, EACH * self.processes)
+
     def silent(self, now: float) -> bool:
-        return self.ended is None and now - self.time > SILENT * EVERY
+        return self.ended is None and now - self.time > SILENT * self.every
 
 
 class Heart:
@@ -98,7 +103,7 @@ class Heart:
             self._clear()
         while not self._ended.is_set():
             self._write()
-            self._ended.wait(EVERY)
+            self._ended.wait(self._look().every)
         self._write()
 
     def _write(self) -> None:
@@ -138,7 +143,7 @@ def waited_for(beats: Sequence[Beat], now: float, stands: bool = False) -> dict[
         return {beat.process: f"silent for {now - beat.time:.0f} s; last: {beat.what}" for beat in silent}
     if silent:
         last = max(beat.time for beat in silent)
-        first = [beat for beat in silent if last - beat.time > SILENT * EVERY]
+        first = [beat for beat in silent if last - beat.time > SILENT * beat.every]
         return {beat.process: f"silent {last - beat.time:.0f} s before the others; last: {beat.what}" for beat in first}
     if not alive or not (stands or _stand(alive, now)):
         return {}
@@ -152,7 +157,7 @@ def waited_for(beats: Sequence[Beat], now: float, stands: bool = False) -> dict[
 def _stand(alive: Sequence[Beat], now: float) -> bool:
     """Whether none of them has moved for longer than it takes to tell."""
     usual = max((beat.step_seconds or 0.0 for beat in alive), default=0.0)
-    return now - max(beat.moved for beat in alive) > 2 * EVERY + 2 * usual
+    return now - max(beat.moved for beat in alive) > 2 * alive[0].every + 2 * usual
 
 
 def laggards(beats: Sequence[Beat], now: float) -> dict[int, str]:

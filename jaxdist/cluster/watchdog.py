@@ -13,6 +13,7 @@ from pathlib import Path
 from jaxdist.cluster import faults, heartbeat
 from jaxdist.cluster.heartbeat import Beat, Heart
 from jaxdist.cluster.place import Place
+from jaxdist.config import RequestError
 
 READING = "reading data"
 STARTING, COMPILING, STEPPING, VALIDATING, SAVING = "starting", "compiling", "stepping", "validating", "saving"
@@ -48,7 +49,7 @@ class Watchdog:
         self._end.set()
         self._thread.join()
         faults.last_acts.remove(self.ended)
-        self.ended(faults.FAILED if kind else 0)
+        self.ended(0 if kind is None else faults.MISTAKE if issubclass(kind, RequestError) else faults.FAILED)
 
     def beat_in(self, folder: Path) -> None:
         """From now on tell in this folder, which all processes share, where the run is."""

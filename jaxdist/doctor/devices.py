@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import statistics
 import tempfile
@@ -31,29 +32,31 @@ LEAST = 0.6
 
 def seen(here: Here) -> Iterator[Finding]:
     """The GPUs that the driver shows against those that the processes of this host use. All processes call it."""
-    local = jax.local_devices()
-    mine = [device.local_hardware_id for device in local if device.platform == "gpu"]
-    everyone = board.gather("doctor/devices", [socket.gethostname(), mine, fraction(here)])
-    there = [(ids, part) for host, ids, part in filter(None, everyone) if host == socket.gethostname()]
-    used = sum(len(ids) for ids, _ in there)
-    told = f"{len(local)} x {local[0].device_kind} in each of {here.place.processes} process(es)"
-    hidden = here.environment.get("CUDA_VISIBLE_DEVICES")
-    if here.gpus and not used:
-        why = here.environment.get("JAX_PLATFORMS", "")
-        said = f"the driver shows {here.gpus} GPU(s), but JAX uses the {local[0].platform}"
-        if why and not {"cuda", "gpu"} & set(why.split(",")):
-            yield warning("devices", f"{said}, as JAX_PLATFORMS={why} says", "unset it to use them")
-        else:
-            yield wrong("devices", said, f"unset CUDA_VISIBLE_DEVICES ({hidden})" if hidden == "" else "see driver")
-    elif 0 < used < here.gpus:
-        said = f"the driver shows {here.gpus} GPU(s), but the {len(there)} process(es) of this host use {used}"
-        yield wrong("devices", said, "start a process for each, or give one all: CUDA_VISIBLE_DEVICES, --gpus-per-node")
-    else:
-        yield ok("devices", told)
-    yield from shared_memory([one for one in there if one[0]])
+    local, host = jax.local_devices(), socket.gethostname()
+    mine = [here.gpu(device.local_hardware_id) for device in local if device.platform == "gpu"]
+    everyone = board.gather("doctor/devices", [host, mine, fraction(here)])
+    there = [(gpus, part) for name, gpus, part in filter(None, everyone) if name == host]
+    yield judged_use(here, local[0].platform, len({gpu for gpus, _ in there for gpu in gpus}), len(there))
+    yield from shared_memory(there)
 
 
-def shared_memory(there: list[tuple[list[int], float]]) -> Iterator[Finding]:
+def judged_use(here: Here, platform: str, used: int, processes: int) -> Finding:
+    """How many GPUs `processes` of this host use, beside those that the driver shows."""
+    asked, hidden = here.environment.get("JAX_PLATFORMS", ""), "CUDA_VISIBLE_DEVICES" in here.environment
+    told = f"{processes} process(es) of this host use {used} of the {here.gpus} GPU(s)" if here.gpus else platform
+    if not here.gpus or used >= here.gpus:
+        return ok("devices", told if here.gpus else f"{platform}, and no GPU is here")
+    if not used and asked and not {"cuda", "gpu"} & set(asked.split(",")):
+        return warning("devices", f"{told}, as JAX_PLATFORMS={asked} says", "unset it to use them")
+    if not used:
+        remedy = "unset CUDA_VISIBLE_DEVICES, or see driver and versions" if hidden else "see driver and versions"
+        return wrong("devices", f"{told}: JAX uses the {platform}", remedy)
+    if hidden:
+        return ok("devices", f"{told}; CUDA_VISIBLE_DEVICES hides others")
+    return wrong("devices", told, "start a process for each, or give one all of them (--gpus-per-node)")
+
+
+def shared_memory(there: list[tuple[list[str], float]]) -> Iterator[Finding]:
     """`there`: the GPUs of each process of this host, and the part of their memory that it takes."""
     for gpu in sorted({gpu for ids, _ in there for gpu in ids}):
         parts = [part for ids, part in there if gpu in ids]
@@ -139,6 +142,8 @@ def nccl(here: Here, file: Path | None, root: Path = Path("/")) -> Iterator[Find
         yield unchecked("NCCL", "no NVIDIA GPU here")
         return
     text = file.read_text(errors="replace") if file and file.exists() else ""
+    if file:
+        shutil.rmtree(file.parent)
     found = list(dict.fromkeys(re.findall(r"NCCL INFO Using network (.+)", text)))
     fast = [name for name in ("infiniband", "cxi") if list((root / "sys/class" / name).glob("*"))]
     if not found:

@@ -37,6 +37,16 @@ class Here:
     environment: MutableMapping[str, str] = field(default_factory=lambda: os.environ)
     gpus: int = 0
     """That the driver shows."""
+    buses: tuple[str, ...] = ()
+    """Where those are on the PCI bus, which tells them apart on a host; empty where that is not known."""
+
+    def gpu(self, number: int) -> str:
+        """The name on this host of the GPU that is `number` for CUDA."""
+        visible = self.environment.get("CUDA_VISIBLE_DEVICES")
+        known = list(self.buses or map(str, range(self.gpus)))
+        shown = [word.strip() for word in visible.split(",")] if visible else [str(i) for i in range(len(known))]
+        word = shown[number] if number < len(shown) else str(number)
+        return known[int(word)] if word.isdigit() and int(word) < len(known) else word
 
 
 def ok(check: str, text: str) -> Finding:

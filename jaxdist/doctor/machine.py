@@ -28,7 +28,8 @@ SHARED_MEMORY = 1 << 30
 
 def driver(here: Here, root: Path = Path("/")) -> Iterator[Finding]:
     """NVIDIA's driver and its GPUs, as they are without JAX; `root` is where /proc and /dev lie."""
-    names, version, problem = _smi()
+    rows, problem = _smi()
+    names, version, here.buses = [row[0] for row in rows], rows[0][1] if rows else "", tuple(row[2] for row in rows)
     proc, devices = root / "proc/driver/nvidia", list((root / "dev").glob("nvidia[0-9]*"))
     here.gpus = len(names) or len(list((proc / "gpus").glob("*"))) or len(devices)
     if problem:
@@ -42,20 +43,19 @@ def driver(here: Here, root: Path = Path("/")) -> Iterator[Finding]:
         yield from _with_gpus(here, names, version)
 
 
-def _smi() -> tuple[list[str], str, str]:
-    """(names of the GPUs, version of the driver, what is wrong), as nvidia-smi has it; nothing where it is not."""
+def _smi() -> tuple[list[list[str]], str]:
+    """(name, version of the driver and place on the bus of each GPU; what is wrong), as nvidia-smi has it."""
     if not shutil.which("nvidia-smi"):
-        return [], "", ""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        return [], ""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,pci.bus_id", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [], "", f"nvidia-smi does not answer ({error})"
+        return [], f"nvidia-smi does not answer ({error})"
     lines = [line for line in (done.stdout or done.stderr).splitlines() if line.strip()]
     if done.returncode:
-        return [], "", f"nvidia-smi fails: {lines[0] if lines else f'exit code {done.returncode}'}"
-    rows = [[part.strip() for part in line.split(",")] for line in lines if "," in line]
-    return [name for name, *_ in rows], rows[0][1] if rows else "", ""
+        return [], f"nvidia-smi fails: {lines[0] if lines else f'exit code {done.returncode}'}"
+    return [[part.strip() for part in line.split(",")] for line in lines if line.count(",") == 2], ""
 
 
 def _with_gpus(here: Here, names: Sequence[str], version: str) -> Iterator[Finding]:

@@ -143,7 +143,7 @@ def plug_in(tmp_path, monkeypatch, cuda: int | None) -> None:
     ],
 )
 def test_drivers_that_do_not_fit(driver, cuda, visible, sentence, tmp_path, monkeypatch):
-    smi(tmp_path, *[f"NVIDIA H100 80GB HBM3, {driver}"] * 2)
+    smi(tmp_path, *[f"NVIDIA H100 80GB HBM3, {driver}, 00000000:19:00.0"] * 2)
     plug_in(tmp_path, monkeypatch, cuda)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -164,19 +164,24 @@ def test_drivers_that_do_not_answer(tmp_path, monkeypatch):
 
 def test_gpus_that_jax_does_not_see(tmp_path, monkeypatch):
     """The driver shows two; the JAX of these tests has the CPU."""
-    smi(tmp_path, *["NVIDIA H100 80GB HBM3, 580.65.06"] * 2)
+    smi(tmp_path, *(f"NVIDIA H100 80GB HBM3, 580.65.06, 00000000:{i}9:00.0" for i in (1, 2)))
     plug_in(tmp_path, monkeypatch, 13)
     this = here()
     assert "2 x NVIDIA H100 80GB HBM3, driver 580.65.06" in found(machine.driver, OK, this, root=tmp_path)
     assert "as JAX_PLATFORMS=cpu says" in found(devices.seen, WARNING, this)
     monkeypatch.setenv("JAX_PLATFORMS", "")
-    assert "the driver shows 2 GPU(s), but JAX uses the cpu" in found(devices.seen, WRONG, this)
+    assert "use 0 of the 2 GPU(s): JAX uses the cpu" in found(devices.seen, WRONG, this)
+    assert devices.judged_use(this, "gpu", 1, 1).state == WRONG
+    assert devices.judged_use(this, "gpu", 2, 2).state == OK
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert devices.judged_use(this, "gpu", 1, 1).state == OK
+    assert this.gpu(0) == "00000000:29:00.0"  # number 0 for a process that sees the second alone
 
 
 def test_processes_that_share_a_gpu():
-    rows = list(devices.shared_memory([([0], 0.75), ([0, 1], 0.75)]))
-    assert [row.text for row in rows] == ["2 processes take 1.5 of the memory of GPU 0 together"]
-    assert not list(devices.shared_memory([([0], 0.4), ([0], 0.5), ([1], 0.9)]))
+    rows = list(devices.shared_memory([(["a"], 0.75), (["a", "b"], 0.75)]))
+    assert [row.text for row in rows] == ["2 processes take 1.5 of the memory of GPU a together"]
+    assert not list(devices.shared_memory([(["a"], 0.4), (["a"], 0.5), (["b"], 0.9)]))
 
 
 def test_limits(tmp_path, monkeypatch):
@@ -257,16 +262,20 @@ def test_bandwidth_beside_what_is_expected():
 
 def test_the_network_that_nccl_says_it_uses(tmp_path):
     """Its words are from its documentation: there is no GPU here."""
-    log, this = tmp_path / "log", here(TWO)
-    assert found(devices.nccl, UNCHECKED, this, file=log)
+    log, this = tmp_path / "nccl" / "log", here(TWO)
+    assert found(devices.nccl, UNCHECKED, this, file=None)
     this.gpus = 8
-    log.write_text(
-        "n0:7:9 [0] NCCL INFO Using network AWS Libfabric\nn0:7:9 [0] NCCL INFO Using network AWS Libfabric\n"
-    )
+
+    def said(text: str) -> None:
+        log.parent.mkdir()
+        log.write_text(text)
+
+    said("n0:7:9 [0] NCCL INFO Using network AWS Libfabric\nn0:7:9 [0] NCCL INFO Using network AWS Libfabric\n")
     assert found(devices.nccl, OK, this, file=log, root=tmp_path) == "uses AWS Libfabric; "
-    log.write_text("n0:7:9 [0] NCCL INFO Using network Socket\n")
+    said("n0:7:9 [0] NCCL INFO Using network Socket\n")
     assert found(devices.nccl, OK, this, file=log, root=tmp_path)
     (tmp_path / "sys/class/cxi/cxi0").mkdir(parents=True)
+    said("n0:7:9 [0] NCCL INFO Using network Socket\n")
     assert "plain sockets, though this host has cxi" in found(devices.nccl, WARNING, this, file=log, root=tmp_path)
 
 
