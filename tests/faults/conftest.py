@@ -3,9 +3,9 @@
 import pytest
 
 from tests.faults import jobs
-from tests.training.conftest import request_of, run, text
+from tests.training.conftest import text
 
-__all__ = ["request_of", "run", "text"]
+__all__ = ["text"]
 
 
 @pytest.fixture(autouse=True)

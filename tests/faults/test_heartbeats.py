@@ -1,6 +1,5 @@
 """Heartbeats: who is slow, behind or silent is named, also by the watchdog; a run that has ended says so."""
 
-import json
 import os
 import signal
 import time
@@ -110,14 +109,6 @@ def test_a_slow_process_and_a_stopped_one_are_named(words, tmp_path, monkeypatch
     assert {one.what.partition(",")[0] for one in beats().values()} == {"stopped"}
     assert beats()[1].pid == running[1].pid
     assert seen() == ""
-
-
-def test_a_run_that_is_done_says_so(run, capsys):
-    folder = run("done", "--train.steps=3", "--model.layers=1", "--validation.every=0")
-    assert doctor([str(folder), "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["processes"]
-    assert (row["state"], row["step"], row["pid"]) == ("done", 3, os.getpid())
-    assert 0 <= row["data_seconds"] < row["step_seconds"]
 
 
 def test_a_run_that_has_failed_says_so(tmp_path, capsys):
