@@ -17,12 +17,13 @@ COMMANDS = {
     "generate": "text from a run's checkpoint",
     "checkpoints": "what a run has saved: list, verify, prune, export",
     "explain": "what a step holds and moves, compiled for any mesh, also of GPUs that are not here",
+    "doctor": "what is wrong with machines, network and folders; who is slow or silent in a run",
     "bench step": "measure the train step: time, tokens per second, MFU, memory",
     "bench scaling": "the step on several numbers of devices: speed-up, efficiency, serial fraction",
     "lab": "what the lectures tell, run: every number read from the devices",
 }
 
-MODULES = {"bench": "jaxdist.bench.__main__", "lab": "jaxdist.lab.__main__"}
+MODULES = {name: f"jaxdist.{name}.__main__" for name in ("bench", "doctor", "lab")}
 """Where a command that is a package lives; the others are modules of their own name."""
 
 

@@ -6,8 +6,11 @@ It works while a step hangs. Of what JAX offers its users nothing does; Orbax us
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jax._src.distributed import global_state
 
@@ -50,6 +53,25 @@ def read(name: str, seconds: float = WEEK) -> str:
 def meet(name: str, processes: Sequence[int]) -> None:
     """Wait until all of these have come here; the others need not. Once for each `name`."""
     global_state.client.wait_at_barrier(f"jaxdist/{name}", int(WEEK * 1000), list(processes))
+
+
+def gather(name: str, value: Any, seconds: float = 60.0) -> list[Any]:
+    """The `value`, anything that JSON can hold, of every process, in their order; None for one that does not tell it
+    in time. All of them call it, once for each `name`. Raises `TimeoutError` where process 0 is gone."""
+    everyone = range(processes())
+    if len(everyone) == 1:
+        return [value]
+    post(f"{name}/{global_state.process_id}", json.dumps(value))
+    if global_state.process_id == 0:
+        until = time.monotonic() + seconds
+        post(name, json.dumps([_in_time(f"{name}/{process}", until) for process in everyone]))
+    return json.loads(read(name, 2 * seconds))
+
+
+def _in_time(name: str, until: float) -> Any:
+    with contextlib.suppress(TimeoutError):
+        return json.loads(read(name, max(until - time.monotonic(), 0.01)))
+    return None
 
 
 def watch(name: str, then: Callable[[str], None]) -> None:

@@ -29,6 +29,9 @@ HANG, ERROR = "hang", "error"
 MOMENT = 0.5
 """Seconds in which the others hear of a fault and end."""
 
+last_acts: list[Callable[[int], None]] = []
+"""What to call with the exit code before this process leaves; each returns within seconds."""
+
 
 @contextlib.contextmanager
 def ending_all(place: Place, before: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -102,6 +105,9 @@ def leave(place: Place, code: int) -> NoReturn:
     """End this process now; process 0 after the others, which abort with a trace of C++ when it goes first."""
     for child in multiprocessing.active_children():
         child.terminate()
+    for act in list(last_acts):
+        with contextlib.suppress(Exception):
+            act(code)
     if not place.alone and place.leader:
         time.sleep(3 * MOMENT)
     for stream in (sys.stdout, sys.stderr):

@@ -51,6 +51,7 @@ class Job:
 
     def end(self, code: int) -> int:
         """Return `code`, the run's outcome; with several processes wait for all to have one, and exit with it."""
+        self.watchdog.ended(code)
         if not self.place.alone:
             self.note(ENDING)
             jax.distributed.shutdown()

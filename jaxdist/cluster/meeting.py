@@ -48,13 +48,7 @@ def join(
     host, port = place.coordinator.rsplit(":", 1)
     if not named_loopback(host) and not gpus.driver():
         check_own_name()
-    os.environ["no_grpc_proxy"] = host.strip("[]")  # noqa: SIM112  a proxy to the world is none between these
-    if not place.leader:
-        logging.getLogger("jax").setLevel(logging.ERROR)  # process 0 tells it
-    _keep_gloo_off_standard_output()
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and tells nobody
-    jax.config.update("jax_check_proxy_envs", False)
+    _prepare(place)
     _meet(place, fault)
     there = _introduced(place, devices)
     needed = _needed(there, enough(sum(member.devices for member in there)))
@@ -83,10 +77,7 @@ def members() -> list[Member]:
 def _introduced(place: Place, devices: int) -> list[Member]:
     """All processes, after each has told the others of itself."""
     me = Member(place.process, socket.gethostname(), _address(place.coordinator), devices)
-    board.post(f"member/{place.process}", json.dumps(asdict(me)))
-    if place.leader:
-        told = [json.loads(board.read(f"member/{process}")) for process in range(place.processes)]
-        board.post("members", json.dumps(told))
+    board.gather("members", asdict(me), board.WEEK)
     return members()
 
 
@@ -109,10 +100,45 @@ def _needed(there: list[Member], count: int) -> list[int]:
     return needed
 
 
+def meet_as_it_is(place: Place, fault: FaultConfig, otherwise: Callable[[], None]) -> None:
+    """Meet the others without a look at what may be in the way; `otherwise` is called, in a thread, after
+    `fault.start_seconds`, and had better end the process."""
+    _prepare(place)
+    _initialize(place, fault, otherwise)
+    _introduced(place, devices=1)
+
+
+def check_free(port: int) -> None:
+    """Raise `RequestError` if another program listens there."""
+    with socket.socket() as test:
+        test.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            test.bind(("", port))
+        except OSError as error:
+            raise RequestError(
+                f"port {port} of the coordinator is not free here ({error.strerror}); name another"
+            ) from error
+
+
+def _prepare(place: Place) -> None:
+    host = place.coordinator.rsplit(":", 1)[0].strip("[]")
+    os.environ["no_grpc_proxy"] = host  # noqa: SIM112  a proxy to the world is none between these
+    if not place.leader:
+        logging.getLogger("jax").setLevel(logging.ERROR)  # process 0 tells it
+    _keep_gloo_off_standard_output()
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and tells nobody
+    jax.config.update("jax_check_proxy_envs", False)
+
+
 def _meet(place: Place, fault: FaultConfig) -> None:
     if place.leader:
-        _check_free(int(place.coordinator.rsplit(":", 1)[1]))
-    late = threading.Timer(fault.start_seconds, _nobody_came, (place, fault.start_seconds))
+        check_free(int(place.coordinator.rsplit(":", 1)[1]))
+    _initialize(place, fault, lambda: _nobody_came(place, fault.start_seconds))
+
+
+def _initialize(place: Place, fault: FaultConfig, otherwise: Callable[[], None]) -> None:
+    late = threading.Timer(fault.start_seconds, otherwise)
     late.daemon = True
     late.start()  # JAX would abort, with a trace of C++
     jax.distributed.initialize(
@@ -126,17 +152,6 @@ def _meet(place: Place, fault: FaultConfig) -> None:
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
     )
     late.cancel()
-
-
-def _check_free(port: int) -> None:
-    with socket.socket() as test:
-        test.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            test.bind(("", port))
-        except OSError as error:
-            raise RequestError(
-                f"port {port} of the coordinator is not free here ({error.strerror}); name another"
-            ) from error
 
 
 def _nobody_came(place: Place, seconds: int) -> None:

@@ -20,10 +20,10 @@ def check_folder(folder: Path, size: int) -> None:
 
     All processes call it. Raises `RequestError` in all of them, if in one.
     """
-    number = agreed(lambda: _write(folder, size))
-    seen = from_all(_seen(_file(folder, number)))
+    number = agreed(lambda: sign(folder, size))
+    seen = from_all(sees(sign_of(folder, number)))
     if leader():
-        _file(folder, number).unlink(missing_ok=True)
+        sign_of(folder, number).unlink(missing_ok=True)
     if not all(seen):
         raise RequestError(
             f"{folder} is not the same folder on every host: {seen.count(False)} of {len(seen)} processes do not see "
@@ -31,7 +31,7 @@ def check_folder(folder: Path, size: int) -> None:
         )
 
 
-def _write(folder: Path, size: int) -> int:
+def sign(folder: Path, size: int) -> int:
     """Leave a file in `folder`, and return its number. Raises `RequestError` if that, or `size` bytes, cannot be."""
     number = secrets.randbelow(2**31)
     try:
@@ -39,10 +39,10 @@ def _write(folder: Path, size: int) -> int:
         free = shutil.disk_usage(folder).free
         if free < size:
             raise RequestError(
-                f"{folder} has {_megabytes(free)} free, but a checkpoint of this run takes up to {_megabytes(size)}; "
+                f"{folder} has {megabytes(free)} free, but a checkpoint of this run takes up to {megabytes(size)}; "
                 f"free some, or name another --run-dir"
             )
-        _file(folder, number).write_text("seen\n")
+        sign_of(folder, number).write_text("seen\n")
     except OSError as error:
         raise RequestError(
             f"{folder} cannot be written ({os.strerror(error.errno).lower()}); name another --run-dir"
@@ -50,11 +50,13 @@ def _write(folder: Path, size: int) -> int:
     return number
 
 
-def _file(folder: Path, number: int) -> Path:
+def sign_of(folder: Path, number: int) -> Path:
+    """The file that `sign` leaves."""
     return folder / f".seen-{number}"
 
 
-def _seen(path: Path) -> bool:
+def sees(path: Path) -> bool:
+    """Whether a file that another host has written is here, or comes within `PATIENCE`."""
     deadline = time.monotonic() + PATIENCE
     while not path.exists():
         if time.monotonic() > deadline:
@@ -63,5 +65,5 @@ def _seen(path: Path) -> bool:
     return True
 
 
-def _megabytes(count: int) -> str:
+def megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import statistics
 import threading
 import time
 from collections import deque
+from pathlib import Path
 
-from jaxdist.cluster import faults
+from jaxdist.cluster import faults, heartbeat
+from jaxdist.cluster.heartbeat import Beat, Heart
 from jaxdist.cluster.place import Place
+from jaxdist.config import RequestError
 
 READING = "reading data"
 STARTING, COMPILING, STEPPING, VALIDATING, SAVING = "starting", "compiling", "stepping", "validating", "saving"
@@ -29,6 +34,8 @@ class Watchdog:
     def __init__(self, place: Place, seconds: float):
         self.place, self.seconds = place, seconds
         self._steps: deque[float] = deque(maxlen=101)
+        self._waits: deque[float] = deque(maxlen=101)
+        self._heart: Heart | None = None
         self._seen: set[str] = set()
         self._doing, self._step, self._since, self._stepped = STARTING, 0, time.monotonic(), None
         self._end = threading.Event()
@@ -36,11 +43,23 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         self._thread = threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True)
         self._thread.start()
+        faults.last_acts.append(self.ended)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end.set()
         self._thread.join()
+        faults.last_acts.remove(self.ended)
+        self.ended(0 if kind is None else faults.MISTAKE if issubclass(kind, RequestError) else faults.FAILED)
+
+    def beat_in(self, folder: Path) -> None:
+        """From now on tell in this folder, which all processes share, where the run is."""
+        self._heart = Heart(folder, self._beat)
+
+    def ended(self, code: int) -> None:
+        """The run has ended, with that exit code."""
+        if self._heart:
+            self._heart.stop(code)
 
     def note(self, doing: str, step: int | None = None) -> None:
         """The run has moved: it does this now, in `step`, or in the one before."""
@@ -48,6 +67,8 @@ class Watchdog:
         if doing == STEPPING:
             if self._stepped is not None:
                 self._steps.append(now - self._stepped)
+            if self._doing == WAITING:
+                self._waits.append(now - self._since)
             self._stepped = now
         if doing != self._doing:
             self._seen.add(self._doing)
@@ -78,7 +99,30 @@ class Watchdog:
 
     def _bark(self) -> None:
         told = f"no progress: {self.where()}, more than the {self.limit():.0f} s of fault.hang_seconds; the job ends"
+        others = self._others()  # before they end
         if not self.place.alone:
             faults.announce(self.place, faults.HANG, faults.FAILED)
-        faults.say(self.place, *faults.stacks(), told)
+        faults.say(self.place, *faults.stacks(), *others, told)
         faults.leave(self.place, faults.FAILED)
+
+    def _beat(self) -> Beat:
+        usual = lambda seconds: statistics.median(list(seconds)) if seconds else None
+        place, since = self.place, time.monotonic() - self._since
+        now = (place.process, place.processes, socket.gethostname(), os.getpid(), self._step, self._doing, since)
+        return Beat(*now, usual(self._steps), usual(self._waits))
+
+    def _others(self) -> list[str]:
+        """Who the others wait for, as their heartbeats tell."""
+        found: list[str] = []
+
+        def look() -> None:
+            beats = heartbeat.read(self._heart.folder)
+            names = {beat.process: beat.name for beat in beats}
+            waited = heartbeat.waited_for(beats, time.time(), stands=True)
+            found.extend(f"the others wait for {names[process]}: {what}" for process, what in waited.items())
+
+        if self._heart and not self.place.alone:
+            thread = threading.Thread(target=look, daemon=True)  # the folder's file system may be what hangs
+            thread.start()
+            thread.join(faults.MOMENT * 4)
+        return list(found)

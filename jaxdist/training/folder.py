@@ -33,6 +33,7 @@ class RunFolder:
         self.tokenizer = self.path / "tokenizer.json"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        self.heartbeats = self.path / "heartbeats"
         self.plot = self.path / "loss.png"
         self.tensorboard = self.path / "tensorboard"
 
@@ -43,7 +44,8 @@ class RunFolder:
         Raises `RequestError` when `config` must not be run here. Writes nothing.
         """
         if not self.config.exists():
-            strangers = set(os.listdir(self.path)) - {".lock", "checkpoints", "slurm"} if self.path.exists() else set()
+            there = os.listdir(self.path) if self.path.exists() else []
+            strangers = set(there) - {".lock", "checkpoints", "heartbeats", "slurm"}
             if strangers:
                 raise RequestError(
                     f"run folder {self.path} holds no run, but other things ({', '.join(sorted(strangers)[:3])}); "

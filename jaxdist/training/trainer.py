@@ -48,6 +48,7 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
         Checkpoints(folder.path, run.config.checkpoint.keep, run.config.checkpoint.keep_every) as checkpoints,
     ):
         job.note(STARTING)
+        job.watchdog.beat_in(folder.heartbeats)
         found = checkpoints.find_start(run.config.resume)
         if found:
             folder.same_data(checkpoints.facts(found)["data"], run.task.fingerprint)

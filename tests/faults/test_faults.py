@@ -64,6 +64,8 @@ def test_what_hangs_is_ended_and_shows_where(words, tmp_path, processes):
     assert "no progress: " in said
     assert "more than the 12 s of fault.hang_seconds" in said
     assert "in stuck_reader" in stuck
+    assert ("the others wait for process 1 on " in said) == (processes == 2)
+    assert processes == 1 or ": waiting for data, step 12, for " in said
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from jaxdist import evaluate, generate, train
 from jaxdist.config import Config, RequestError
 from jaxdist.data.corpus import open_corpus
+from jaxdist.doctor.__main__ import main as doctor
 from jaxdist.request import load
 from jaxdist.training import plots
 from jaxdist.training.folder import RunFolder
@@ -52,6 +53,13 @@ def test_all_files_are_there_and_readable(finished):
     assert (finished / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((finished / "tensorboard").iterdir())
     assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == ["10", "15", "20", "best", "sums"]
+
+
+def test_its_heartbeat_says_that_it_is_done(finished, capsys):
+    assert doctor([str(finished), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["processes"]
+    assert (row["state"], row["step"], row["pid"]) == ("done", 20, os.getpid())
+    assert 0 <= row["data_seconds"] < row["step_seconds"]
 
 
 def test_metrics_have_the_promised_keys(finished):

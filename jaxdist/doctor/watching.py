@@ -1,0 +1,68 @@
+"""Who is slow, behind or silent in a run, from the heartbeats in its folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxdist.cluster import heartbeat
+from jaxdist.config import RequestError
+
+
+def watch(folder: Path) -> dict[str, Any]:
+    """A row for each process, and what is wrong with the run. Raises `RequestError` without heartbeats."""
+    beats, now = heartbeat.read(folder / "heartbeats"), time.time()
+    if not beats:
+        raise RequestError(f"{folder} has no heartbeats: no process of it has come as far as to make the run folder")
+    waited, slow = heartbeat.waited_for(beats, now), heartbeat.laggards(beats, now)
+    gone = [beat for beat in beats if beat.silent(now)]
+    rows = [
+        {
+            "process": beat.process,
+            "host": beat.host,
+            "pid": beat.pid,
+            "state": _state(beat, now),
+            "step": beat.step,
+            "doing": beat.doing if beat.ended is None else beat.what.partition(",")[0],
+            "for_seconds": round(beat.since, 1),
+            "step_seconds": beat.step_seconds,
+            "data_seconds": beat.data_seconds,
+            "heard_seconds_ago": round(now - beat.time, 1),
+            "note": slow.get(beat.process),
+        }
+        for beat in beats
+    ]
+    names, problems = {beat.process: beat.name for beat in beats}, []
+    if missing := sorted(set(range(beats[0].processes)) - set(names)):
+        problems.append(f"process {', '.join(map(str, missing))} has not been heard of")
+    problems += [f"the others wait for {names[process]}: {what}" for process, what in waited.items()]
+    problems += [f"{names[process]} is slow or behind: {what}" for process, what in slow.items()]
+    if len(gone) == len(beats):
+        ago = now - max(beat.time for beat in beats)
+        problems.append(f"no process has been heard of for {ago:.0f} s: killed, or cut off from the folder")
+    elif gone and not waited:
+        problems += [f"{beat.name} is silent: {beat.what}" for beat in gone]
+    problems += [f"{beat.name} {beat.what}" for beat in beats if beat.ended not in (None, *heartbeat.OUTCOMES)]
+    return {"run": str(folder), "healthy": not problems, "processes": rows, "problems": problems}
+
+
+def _state(beat: heartbeat.Beat, now: float) -> str:
+    if beat.ended is not None:
+        return heartbeat.OUTCOMES.get(beat.ended, "failed")
+    return "silent" if beat.silent(now) else "going"
+
+
+def table(result: Mapping[str, Any]) -> Iterator[str]:
+    """The result for people."""
+    seconds = lambda value: "-" if value is None else f"{value:.3g} s"
+    rows = [("process", "host", "state", "step", "doing", "for", "step takes", "data wait", "heard")]
+    for row in result["processes"]:
+        shown = (seconds(row["for_seconds"]), seconds(row["step_seconds"]), seconds(row["data_seconds"]))
+        heard = f"{row['heard_seconds_ago']:.0f} s ago"
+        rows.append((row["process"], row["host"], row["state"], row["step"], row["doing"], *shown, heard))
+    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(f"{value!s:<{width}}" for value, width in zip(row, widths, strict=True)).rstrip()
+    yield from result["problems"] or ["nothing is wrong with it"]

@@ -1,0 +1,151 @@
+"""Heartbeats: who is slow, behind or silent is named, also by the watchdog; a run that has ended says so."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from jaxdist.cluster import heartbeat
+from jaxdist.cluster.heartbeat import Beat, Heart, laggards, waited_for
+from jaxdist.cluster.place import Place
+from jaxdist.cluster.watchdog import COMPILING, STEPPING, WAITING, Watchdog
+from jaxdist.doctor.__main__ import main as doctor
+from tests.faults.jobs import ends, job, told, train, until
+
+NOW = 1_000_000.0
+
+FAST = """
+from jaxdist.cluster import heartbeat
+heartbeat.EVERY = 0.5
+batch = Trainer.batch
+def slow_reader(self, step):
+    time.sleep(0.2 * (me == 1))
+    return batch(self, step)
+Trainer.batch = slow_reader
+"""
+
+
+def beat(process: int, step: int = 50, doing: str = STEPPING, since: float = 0.0, ago: float = 1.0, **more) -> Beat:
+    facts = dict(step_seconds=0.5, data_seconds=0.01) | more
+    return Beat(process, 3, f"n{process}", 1, step, doing, since, time=NOW - ago, **facts)
+
+
+def three(**of_the_second) -> list[Beat]:
+    return [beat(0), beat(1, **of_the_second), beat(2, ago=3.0, step=46)]
+
+
+STANDING = [beat(0, since=60), beat(1, since=60), beat(2, since=60, ago=3.0)]
+
+STUCK = [
+    (dict(step=49, doing=WAITING), "waiting for data, step 49, for 60 s"),
+    (dict(step=49), "stepping, step 49"),
+    (dict(step=0, doing=COMPILING), "compiling, step 0"),
+    (dict(ago=40.0), "silent for 40 s; last: stepping, step 50"),
+    (dict(ended=1), "failed with exit code 1, step 50"),
+]
+
+
+@pytest.mark.parametrize(("facts", "sentence"), STUCK)
+def test_whom_the_others_wait_for(facts, sentence):
+    assert waited_for(STANDING, NOW) == {}  # all are in the same place
+    found = waited_for([STANDING[0], beat(1, **(dict(since=60) | facts)), STANDING[2]], NOW)
+    assert list(found) == [1]
+    assert sentence in found[1]
+
+
+def test_nobody_is_waited_for_while_all_go_on():
+    assert waited_for(three(), NOW) == waited_for(three(step=49, doing=WAITING), NOW) == {}
+    assert waited_for([replace(one, ended=85) for one in STANDING], NOW) == {}
+
+
+def test_of_all_that_are_silent_the_first_is_named():
+    """They were killed, or ended by JAX, when one had been lost."""
+    gone = [replace(one, time=one.time - 600) for one in STANDING]
+    assert waited_for(gone, NOW) == {}
+    gone[2] = replace(gone[2], time=gone[2].time - 30)
+    assert waited_for(gone, NOW) == {2: "silent 32 s before the others; last: stepping, step 50, for 60 s"}
+
+
+SLOWER = [
+    (dict(step_seconds=0.8), "a step takes 0.8 s, those of the others 0.5 s"),
+    (dict(data_seconds=0.3), "waits 0.3 s of each step for data, the others 0.01 s"),
+    (dict(step=40), "at step 40, process 0 on n0 at step 50"),
+]
+
+
+@pytest.mark.parametrize(("facts", "sentence"), SLOWER)
+def test_who_is_slow_or_behind(facts, sentence):
+    assert laggards(three(), NOW) == {}
+    assert laggards(three(**facts), NOW) == {1: sentence}
+    assert laggards(three(**facts, ended=0), NOW) == {}
+
+
+@pytest.mark.slow
+def test_a_slow_process_and_a_stopped_one_are_named(words, tmp_path, monkeypatch, capsys):
+    """What is left of a process that the run no longer has is cleared away; a run that was stopped is well."""
+    monkeypatch.setattr(heartbeat, "EVERY", 0.5)
+    folder, options = tmp_path / "run", ("--mesh=2x1x1", "--train.steps=100000", "--data.prefetch=1")
+    (folder / "heartbeats").mkdir(parents=True)
+    (folder / "heartbeats" / "7.json").write_text("{}")
+
+    def seen() -> str:
+        code = doctor([str(folder)])
+        return f"{code}\n{capsys.readouterr().out}" if code else ""
+
+    beats = lambda: {one.process: one for one in heartbeat.read(folder / "heartbeats")}
+    with job(train(words(*options), 2, FAST)) as running:
+        until(lambda: len(beats()) == 2 and all(one.step > 8 for one in beats().values()), running)
+        until(lambda: "process 1 on " in seen(), running, 30)
+        assert "is slow or behind: waits 0." in seen()
+        running[1].send_signal(signal.SIGSTOP)
+        until(lambda: ": silent for " in seen(), running, 8)
+        assert "the others wait for process 1 on" in seen()
+        running[1].send_signal(signal.SIGCONT)
+        running[0].send_signal(signal.SIGTERM)
+        assert ends(running, 60) == [85, 85], told(running)
+    assert sorted(path.name for path in (folder / "heartbeats").iterdir()) == ["0.json", "1.json"]
+    assert {one.what.partition(",")[0] for one in beats().values()} == {"stopped"}
+    assert beats()[1].pid == running[1].pid
+    assert seen() == ""
+
+
+def test_a_run_that_has_failed_says_so(tmp_path, capsys):
+    (tmp_path / "config.toml").touch()
+
+    def broken() -> None:
+        with Watchdog(Place(), 0) as dog:
+            dog.beat_in(tmp_path / "heartbeats")
+            dog.note(STEPPING, 7)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        broken()
+    assert doctor([str(tmp_path)]) == 2
+    assert f"process 0 on {os.uname().nodename} failed with exit code 1, step 7" in capsys.readouterr().out
+
+
+def test_a_folder_that_takes_no_heartbeat_harms_nobody(tmp_path):
+    (tmp_path / "file").touch()
+    with Watchdog(Place(), 0) as dog:
+        dog.beat_in(tmp_path / "file" / "heartbeats")
+        thread = dog._heart._thread
+        thread.join(0.3)
+        assert thread.is_alive()
+    assert not thread.is_alive()
+
+
+def test_a_file_system_that_hangs_holds_nobody_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(Heart, "_write", lambda self: time.sleep(30))
+    heart, began = Heart(tmp_path, lambda: beat(0)), time.monotonic()
+    heart.stop(0)
+    assert time.monotonic() - began < 8  # 4 times the 2 s that it waits
+
+
+def test_without_heartbeats_it_says_so(tmp_path):
+    from jaxdist.config import RequestError
+
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(RequestError, match="has no heartbeats"):
+        doctor([str(tmp_path)])
