@@ -127,7 +127,7 @@ def slurm(argv: list[str]) -> int:
 
 def slurm_arguments(argv: list[str]) -> Asked:
     """What is asked for; behind `--` stand options of train alone."""
-    from jaxdist.cluster.slurm import Nodes, Time, Word
+    from jaxdist.cluster.slurm_values import Nodes, Time, Word
     from jaxdist.config import CountOrZero
 
     extras = [
@@ -158,7 +158,8 @@ def slurm_arguments(argv: list[str]) -> Asked:
 
 def slurm_script(asked: Asked) -> Script:
     """Its script. Raises `RequestError` for what cannot run. Writes nothing."""
-    from jaxdist.cluster.slurm import Script, check_environment, seconds, warning
+    from jaxdist.cluster.slurm import Script, check_environment, warning
+    from jaxdist.cluster.slurm_values import seconds
     from jaxdist.training.folder import RunFolder
     from jaxdist.training.shelf import Shelf
 
@@ -208,7 +209,7 @@ def tasks_per_node(asked: int, gpus: int) -> int:
 
 def check_devices(config: Config, nodes: str, gpus: int, tasks: int) -> None:
     """Raise `RequestError` where the mesh, or a size of the run, does not fit the devices of the nodes."""
-    from jaxdist.cluster.slurm import node_counts
+    from jaxdist.cluster.slurm_values import node_counts
     from jaxdist.mesh import FILL, devices_asked, fill, fixed_product, parse_mesh
 
     shape, (fewest, most) = parse_mesh(config.mesh), node_counts(nodes)

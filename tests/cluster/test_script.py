@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from jaxdist import launch
-from jaxdist.cluster.slurm import INHERITED, PRESETS, Script, directive, node_counts, seconds
+from jaxdist.cluster.slurm import INHERITED, PRESETS, Script, directive
+from jaxdist.cluster.slurm_values import node_counts, seconds
 from jaxdist.config import RequestError
 
 ROOT = Path(__file__).parents[2]
