@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from jaxdist.cluster.place import check_alone
 from jaxdist.config import Config, Positive, RequestError, nearest
-from jaxdist.request import Asked, Extra, arguments, check_mesh_fits, run
+from jaxdist.request import Asked, Extra, arguments, check_mesh_fits, fitting, run
 from jaxdist.request.knobs import KNOBS, canonical, option
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def check_devices(config: Config, nodes: str, gpus: int, tasks: int) -> None:
         fits = devices % fixed == 0 and fixed <= fewest * gpus if filled else fixed == devices
     if not fits:
         raise RequestError(f"mesh {config.mesh} does not fit {told}: its axes must multiply to the number of devices")
-    check_mesh_fits(config, fill(shape, devices))
+    check_mesh_fits(config, fill(shape, fitting(config, devices)))
 
 
 WHERE = {"local": local, "slurm": slurm}
