@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         open_data(trained, job)
         with jax.set_mesh(trained.run.mesh):
             found = trained.run.validate(trained.params, trained.variables, 0, lambda: job.note(VALIDATING))
-        if place.leader:
+        if job.place.leader:
             print(told(trained, found))
         return job.end(0)
 

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         prompt = tokenizer.encode(extras["prompt"], add_special_tokens=False).ids
         how = (extras["tokens"], extras["samples"], choice, extras["seed"])
         texts = sample(trained, prompt, *how, moving=lambda: job.note(STEPPING))
-        for number, ids in enumerate(texts if place.leader else []):
+        for number, ids in enumerate(texts if job.place.leader else []):
             if extras["samples"] > 1:
                 print(f"--- {number + 1}")
             print(tokenizer.decode(ids))

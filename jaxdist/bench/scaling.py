@@ -105,8 +105,8 @@ def main(argv: list[str] | None = None) -> int:
         found = result(study, job.note)
         if found:
             tell({"config": Path(asked.positional or DEFAULT).stem, **found}, extras["json"], extras["picture"])
-        if not place.alone:
-            board.meet("the study has been told", range(place.processes))
+        if not job.place.alone:
+            board.meet("the study has been told", range(job.place.processes))
         return job.end(0)
 
 

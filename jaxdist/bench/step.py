@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     with Job(place, asked.config) as job:
         check_request(asked.text)
         timed = compile_and_time(asked.config, asked.extras["warmup"], asked.extras["repeats"], job.note)
-        if place.leader:
+        if job.place.leader:
             result = told(timed)
             lines = [f"{name:<22} {value}" for name, value in result.items()]
             print(json.dumps(result) if asked.extras["json"] else "\n".join(lines))
