@@ -33,11 +33,13 @@ MODELS = {
 }
 
 ROWS = [
-    (model, mesh, (4, 1)[(i + j) % 2])  # any two values meet
-    for i, mesh in enumerate(("8x1x1", "4x1x1", "2x1x1", "data=4,replica=2"))
-    for j, model in enumerate(("tied", "untied"))
+    ("tied", "8x1x1", 4),
+    ("tied", "data=4,replica=2", 1),
+    ("untied", "data=4,replica=2", 4),
+    ("dropout", "4x1x1", 1),
+    ("dropout", "data=2,replica=2", 4),
 ]
-ROWS += [("dropout", "4x1x1", 1), ("dropout", "data=2,replica=2", 4)]
+"""What `EVERY` below leaves out: replicas without a model axis, and dropout. Their product with all is exhaustive."""
 
 
 class Layout(NamedTuple):
@@ -81,7 +83,7 @@ def one_device(model: str) -> cases.Outcome:
     return outcome
 
 
-@pytest.mark.parametrize(("model", "mesh", "accumulation"), thinned(ROWS, 9), ids=lambda value: str(value))
+@pytest.mark.parametrize(("model", "mesh", "accumulation"), thinned(ROWS, 4), ids=lambda value: str(value))
 def test_equals_one_device(model, mesh, accumulation):
     cases.assert_equal(cases.train(mesh, accumulation, MODELS[model]), one_device(model))
 
@@ -129,12 +131,6 @@ def whole_product() -> list[Layout]:
 @pytest.mark.parametrize("row", whole_product(), ids=lambda row: "-".join(map(str, row)))
 def test_the_whole_product_of_layouts_equals_one_device(row):
     check(row)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", ["dots", "block"])
-def test_recomputation_changes_nothing(remat):
-    cases.assert_equal(cases.train("2x1x1", 2, TIED.model_copy(update={"remat": remat})), one_device("tied"))
 
 
 @pytest.mark.smoke

@@ -21,7 +21,7 @@ from jaxdist.planning.report_text import lines as lines_of
 from jaxdist.request import load
 from jaxdist.sharding import Layout
 from jaxdist.training.run import Run
-from tests.tiers import thinned
+from tests.tiers import exhaustive, thinned
 from tests.training.conftest import lines, over
 
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn: jaxdist[lab]")
@@ -120,9 +120,9 @@ def test_data_that_do_not_fit_are_told_and_nothing_is_written(more, told, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--mesh=4x1x1", "--parallel.zero=3")], ids=str)
+@pytest.mark.parametrize("options", [("--mesh=4x1x1", "--parallel.zero=3"), *exhaustive([((),)])], ids=str)
 def test_the_labs_network_reads_digits(options, tmp_path):
-    """With optimised code: convolutions are slow without."""
+    """With optimised code: convolutions are slow without. That one device does the same is proved above."""
     command = [sys.executable, "-m", "jaxdist.train", "cnn_digits", f"--run-dir={tmp_path}", *options]
     subprocess.run(command, check=True, env={**os.environ, "XLA_FLAGS": ""})
     assert lines(tmp_path)[-1]["validation_accuracy"] >= 0.97
@@ -181,7 +181,7 @@ def test_what_a_compiler_chooses_is_not_predicted(mesh, dropout, told):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]")
-@pytest.mark.parametrize(("zero", "accumulation"), [(0, 1), (3, 2)])
+@pytest.mark.parametrize(("zero", "accumulation"), [(3, 2), *exhaustive([(0, 1)])])
 def test_bytes_and_collectives_of_a_gpu_are_predicted(zero, accumulation):
     found = explain(asked("8x1x1", zero, accumulation), "h100")
     assert found.differences == []
