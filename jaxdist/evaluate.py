@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxdist.cluster.place import find
-from jaxdist.request import Extra, arguments, run
+from jaxdist.request import Extra, arguments, fitting, run
 
 if TYPE_CHECKING:
     from jaxdist.cluster.job import Job
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.cluster.watchdog import VALIDATING
     from jaxdist.training.run import restore
 
-    with Job(place, asked.config) as job:
+    with Job(place, asked.config, enough=partial(fitting, asked.config)) as job:
         check_request(asked.text)
         trained = restore(asked.config, asked.extras["checkpoint"])
         open_data(trained, job)

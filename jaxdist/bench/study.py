@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
@@ -16,7 +15,7 @@ from jaxdist import __version__, models
 from jaxdist.bench.laws import Fit, fit_amdahl, fit_gustafson
 from jaxdist.bench.measuring import Note, Timed, measure_together, processes_of
 from jaxdist.cluster import board
-from jaxdist.cluster.agreement import leader
+from jaxdist.cluster.agreement import from_leader, leader
 from jaxdist.cluster.runtime import capacity, core_numbers, first
 from jaxdist.cluster.watchdog import COMPILING, IDLE
 from jaxdist.config import Config
@@ -75,7 +74,7 @@ def result(study: Study, note: Note = lambda doing: None) -> dict[str, Any] | No
             timed.append(Timed.compile(run))
             _progress(f"compiled ZeRO {stage} on {count} device(s) in {timed[-1].compile_seconds:.1f} s")
     note(IDLE)
-    together = _first_says("states fit together", lambda: _fit_together(timed))
+    together = bool(from_leader(_fit_together(timed) if leader() else False))
     _progress(f"measuring {len(timed)} steps {study.warmup} + {study.repeats} times")
     for group in [timed] if together else [[one] for one in timed]:
         measure_together(group, study.warmup, study.repeats, note)
@@ -100,15 +99,6 @@ def _progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _first_says(what: str, found: Callable[[], bool]) -> bool:
-    """What process 0 has `found`, in every process. Not through devices: some wait long for others, which compile."""
-    if jax.process_count() == 1:
-        return found()
-    if leader():
-        board.post(what, str(found()))
-    return board.read(what) == "True"
-
-
 class Computers(NamedTuple):
     """Those whose CPUs the processes of the job run on."""
 
@@ -118,14 +108,10 @@ class Computers(NamedTuple):
 
 
 def _computers() -> Computers:
-    """Every process calls it, and process 0 learns of all; the others of themselves."""
-    name, here = socket.gethostname(), core_numbers()
-    if jax.process_count() > 1:
-        board.post(f"computer/{jax.process_index()}", json.dumps([name, sorted(here)]))
-    cores = {name: here}
-    for process in range(1, jax.process_count()) if leader() else ():
-        other, numbers = json.loads(board.read(f"computer/{process}"))
-        cores[other] = cores.get(other, set()) | set(numbers)
+    """Those of all processes; every one calls it."""
+    cores: dict[str, set[int]] = {}
+    for name, numbers in board.gather("computers", [socket.gethostname(), sorted(core_numbers())], board.WEEK):
+        cores[name] = cores.get(name, set()) | set(numbers)
     return Computers(len(cores), sum(map(len, cores.values())))
 
 

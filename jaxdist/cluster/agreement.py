@@ -31,7 +31,7 @@ def from_leader(value: int) -> int:
         return value
     name = f"from the leader/{next(_asked)}"
     if leader():
-        board.post(name, str(value))
+        board.post(name, str(int(value)))
         return value
     return int(board.read(name))
 

@@ -102,8 +102,8 @@ def _of_each(devices: list[jax.Device], count: int) -> list[jax.Device]:
 def first(count: int, wanted: str) -> list[jax.Device]:
     """The first `count` devices of the job, for what uses a part of them on purpose. As early as `start`.
 
-    Those of process 0 come first, then those of process 1. `wanted` begins the sentence of a `RequestError` where
-    there are not so many: `--devices 1,2,4 needs`.
+    Those of process 0 come first, then those of the others on its host. `wanted` begins the sentence of a
+    `RequestError` where there are not so many: `--devices 1,2,4 needs`.
     """
     processes = board.processes()
     devices = _at_least(count + -count % processes, wanted)  # a CPU is split alike in all of them
@@ -113,7 +113,7 @@ def first(count: int, wanted: str) -> list[jax.Device]:
             f"{wanted} {count} devices, but {where} {len(devices)} ({devices[0].device_kind}); "
             f"ask for {len(devices)} or fewer, or use its CPU with JAX_PLATFORMS=cpu"
         )
-    return devices[:count]
+    return _host_by_host(devices)[:count]
 
 
 def _at_least(count: int, wanted: str) -> list[jax.Device]:

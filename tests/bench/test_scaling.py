@@ -10,6 +10,7 @@ import pytest
 from jaxdist.bench import __main__ as bench
 from jaxdist.bench import scaling, scaling_picture, scaling_text, study
 from jaxdist.cluster import board, runtime
+from jaxdist.cluster.meeting import Member
 from jaxdist.config import Config, ModelConfig, RequestError, TrainConfig
 from jaxdist.planning import hardware
 from jaxdist.request import outcome
@@ -176,12 +177,13 @@ def test_several_mistakes_are_told_at_once(capfd):
 
 
 def test_real_devices_are_not_made_up(monkeypatch):
-    there = [SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")] * 2
+    there = [SimpleNamespace(id=0, process_index=0, platform="gpu", device_kind="NVIDIA H100 80GB HBM3")] * 2
     monkeypatch.setattr(runtime, "_devices", lambda: there)
     assert runtime.first(1, "--devices 1 needs") == there[:1]
     with pytest.raises(RequestError, match=r"--devices 1,4 needs 4 devices, but this machine has 2 \(NVIDIA H100"):
         runtime.first(4, "--devices 1,4 needs")
     monkeypatch.setattr(board, "processes", lambda: 2)
+    monkeypatch.setattr(runtime, "members", lambda: [Member(0, "here", "", 2), Member(1, "here", "", 0)])
     assert runtime.first(1, "--devices 1 needs") == there[:1]
     with pytest.raises(RequestError, match="--devices 4 needs 4 devices, but these 2 processes have 2"):
         runtime.first(4, "--devices 4 needs")

@@ -371,7 +371,7 @@ def test_nodes():
         (["--time=10", "--nodes=1-2", "--gpus-per-node=2", "--mesh=-1x4x1"], "does not fit"),
         (["--time=10", "--nodes=3", "--mesh=4x1x1"], "does not fit 3 node(s) with 1 process(es) each"),
         (["--time=10", "--nodes=2-4", "--mesh=4x1x1"], "mesh 4x1x1 is the same on 2-4 nodes"),
-        (["--time=10", "--nodes=3"], "train.global_batch_size 16 does not divide by 3 data ranks"),
+        (["--time=10", "--nodes=3", "--mesh=3x1x1"], "train.global_batch_size 16 does not divide by 3 data ranks"),
         (["--time=10", "--cluster.processes=2"], "--cluster.processes has no effect on this command"),
         (["--time=10", "--", "--nodes=2"], "--nodes=2 is no option of train; write it before the --"),
         (["--time=10", "--", "--train.stepps=2"], "did you mean '--train.steps'?"),
