@@ -55,10 +55,7 @@ INHERITED += ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 BODY = r"""
 # A task must not take what the login shell had for its own.
 unset {inherited}
-{environment}# The processes meet at the first node, and not behind a proxy.
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-if [ -n "$grpc_proxy$https_proxy$http_proxy" ]; then export no_proxy="${no_proxy:+$no_proxy,}$first"; fi
-{meet}
+{environment}{meet}
 # USR1 comes before the time is over, to this shell alone: Slurm hands it on to the tasks, which save and end with 85.
 # (srun does not: it answers a signal by killing them.) TERM goes to all, when Slurm itself ends or requeues the job.
 ended=
@@ -117,6 +114,7 @@ exit "$code"
 
 MEET = f"""\
 # There may be no scontrol in a container, which tells the tasks what the first node is.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=${{JAX_COORDINATOR_PORT:-$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))}}
 if [ $((SLURM_JOB_NUM_NODES * tasks)) != 1 ]; then export JAX_COORDINATOR_ADDRESS=$first:$port; fi
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import socket
@@ -20,8 +19,6 @@ from jaxdist.doctor.findings import Finding, Here, for_all, ok, unchecked, wrong
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 """What gRPC, through which processes meet, reads; names in capitals it does not."""
 
-NO_PROXIES = ("no_grpc_proxy", "no_proxy")
-
 CONNECT = 5.0
 """Seconds in which another host must answer."""
 
@@ -33,29 +30,9 @@ ROUNDS = 3
 
 
 def proxies(here: Here) -> Iterator[Finding]:
-    """Processes would look for each other behind a proxy, even on one host."""
+    """Behind a proxy the processes would not find each other, even on one host; they do not ask it."""
     named = [name for name in PROXIES if here.environment.get(name)]
-    host = here.place.coordinator.rpartition(":")[0].strip("[]")
-    if here.place.alone or not named:
-        alone = "one process, which meets nobody" if here.place.alone else "none that gRPC would use"
-        yield ok("proxies", alone)
-    elif exempt := [name for name in NO_PROXIES if _covers(here.environment.get(name, ""), host)]:
-        yield ok("proxies", f"{', '.join(named)} set, but {exempt[0]} has {host}")
-    else:
-        said = f"{', '.join(named)} set: gRPC would look for process 0 at {host} through it, in vain"
-        yield wrong("proxies", said, f"add {host} to no_proxy, or unset it; the checks below are made without it")
-        for name in named:
-            del here.environment[name]
-
-
-def _covers(exempt: str, host: str) -> bool:
-    for one in (word.strip() for word in exempt.split(",") if word.strip()):
-        with suppress(ValueError):
-            if ipaddress.ip_address(host) in ipaddress.ip_network(one, strict=False):
-                return True
-        if host == one or host.endswith("." + one.lstrip(".")):
-            return True
-    return False
+    yield ok("proxies", f"{', '.join(named)} set: the processes meet past it" if named else "none that gRPC would use")
 
 
 def own_name(here: Here) -> Iterator[Finding]:

@@ -288,14 +288,8 @@ def test_a_run_goes_back_once(cluster):
 
 
 def test_nothing_that_the_login_shell_says_of_processes_and_gpus_is_taken_over(cluster):
-    cluster.run(made().text(), "exit 0", **dict.fromkeys(INHERITED, "0"), KEPT="yes", HTTP_PROXY="")
+    cluster.run(made().text(), "exit 0", **dict.fromkeys(INHERITED, "0"), KEPT="yes")
     assert cluster.seen().keys() & {*INHERITED, "KEPT"} == {"KEPT"}
-    assert "no_proxy" not in cluster.seen()
-
-
-def test_no_proxy_stands_before_the_first_node(cluster):
-    cluster.run(made().text(), "exit 0", http_proxy="http://proxy:80", no_proxy="here")
-    assert cluster.seen()["no_proxy"] == "here,node7"
 
 
 def test_environments(cluster):

@@ -26,7 +26,7 @@ def clean(monkeypatch, tmp_path):
     """A machine without anything set, and programs of its own."""
     for name in (*software.FRACTIONS, "XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    for name in (*network.PROXIES, *network.NO_PROXIES):
+    for name in network.PROXIES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     (tmp_path / "bin").mkdir()
@@ -222,23 +222,6 @@ def test_caches(tmp_path, monkeypatch):
     (tmp_path / "open").chmod(0o777)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "open"))
     assert "run programs as you" in list(machine.caches(here()))[1].text
-
-
-PROXIES = [
-    ({"https_proxy": "http://proxy:3128"}, WRONG, "add 10.9.8.7 to no_proxy"),
-    ({"http_proxy": "http://proxy:3128", "no_proxy": "localhost,.local"}, WRONG, "http_proxy set"),
-    ({"http_proxy": "http://proxy:3128", "no_proxy": "localhost,10.0.0.0/8"}, OK, "no_proxy has 10.9.8.7"),
-    ({"HTTPS_PROXY": "http://proxy:3128"}, OK, "none that gRPC would use"),
-]
-
-
-@pytest.mark.parametrize(("environment", "state", "sentence"), PROXIES)
-def test_proxies_in_the_way(environment, state, sentence, monkeypatch):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert sentence in found(network.proxies, state, here(TWO))
-    assert not (state == WRONG and set(environment) & set(os.environ) & set(network.PROXIES))
-    assert found(network.proxies, OK, here())
 
 
 def test_a_name_that_means_the_loopback(monkeypatch):
