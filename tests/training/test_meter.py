@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxdist.config import Config
 from jaxdist.training import meter
+from jaxdist.training.metrics import _line
 from jaxdist.training.run import Run
 from jaxdist.training.step import Metrics
 
@@ -25,3 +26,14 @@ def test_where_a_call_waits_for_the_step_each_step_has_its_own_time(monkeypatch)
         measured.step(step, Metrics(jnp.ones(()).block_until_ready(), zero, zero, zero, zero, {}))
     measured.flush()
     assert [line["step_seconds"] for line in lines] == [10.0, 20.0, 30.0]
+
+
+def test_a_log_of_ten_thousand_steps_stays_under_100_kib():
+    """With 3 kB for what stands before the first step."""
+    figures = dict(loss=2.1234, tokens_per_second=1234567.0, mfu=0.451, grad_norm=0.856, learning_rate=3.97e-3)
+    every = Config().log.every
+    lines = [
+        _line(figures | dict(step=n, step_seconds=1.89, data_seconds=0.001), 10000) for n in range(every, 10001, every)
+    ]
+    assert sum(len(line) + 1 for line in lines) < 100 * 1024 - 3000
+    assert "data 80.0 ms" in _line(figures | dict(step=10, step_seconds=1.89, data_seconds=0.08), 10000)
