@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 
 import jax
@@ -12,6 +13,9 @@ from jaxdist.config import RequestError
 
 REFUSED = -1
 """What the first process tells the others in place of a number."""
+
+LEADER_SPEAKS = 5.0
+"""Seconds in which the first process says why it refuses and ends the others, who would end it before it has."""
 
 _asked = itertools.count()
 """Numbers the questions: every process asks the same ones."""
@@ -53,8 +57,11 @@ def agreed(look: Callable[[], int]) -> int:
         except RequestError as error:
             problem = error
     found = from_leader(found)
+    if problem:
+        raise problem
     if found == REFUSED:
-        raise problem or RequestError("the first process of this run has refused the request, and says why")
+        time.sleep(LEADER_SPEAKS)
+        raise RequestError("the first process of this run has refused the request, and says why")
     return found
 
 
