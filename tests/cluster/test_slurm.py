@@ -25,7 +25,8 @@ def alone(text, tmp_path_factory):
     return losses(folder)
 
 
-@pytest.mark.parametrize("tasks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tasks", [1, 2])
 def test_four_nodes_train_as_one_process_does(cluster, words, tmp_path, alone, tasks):
     mesh = "--mesh=4x1x1" if tasks == 1 else "--mesh=4x2x1"
     said = cluster.run("srun", "-N4", f"--ntasks-per-node={tasks}", PYTHON, *TRAIN, *words(mesh), seconds=300)

@@ -41,6 +41,7 @@ def damage(folder: Path, step: int) -> None:
     array.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_is_passed_over_and_the_end_is_the_same(options, finished, copy, capsys):
     damage(copy, 20)
     assert evaluate.main([str(copy)]) == 0
