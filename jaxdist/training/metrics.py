@@ -143,9 +143,8 @@ def _figures(values: Mapping[str, float | int | None]) -> str:
 def _line(values: Mapping[str, float | int | None], steps: int) -> str:
     """Short, because a log has thousands of them: of the wait for data only where there is some to speak of."""
     seconds, waiting = values["step_seconds"], values["data_seconds"]
+    data = f"  data {waiting * 1e3:.1f} ms" if waiting > 0.01 * seconds else ""
     return (
-        f"step {values['step']}/{steps}  {_figures(values)}  grad norm {values['grad_norm']:.3f}  "
-        f"lr {values['learning_rate']:.2e}  {seconds * 1e3:.0f} ms"
-        + f"  data {waiting * 1e3:.1f} ms"
-        * (waiting > 0.01 * seconds)
+        f"step {values['step']}/{steps}  {_figures(values)}  norm {values['grad_norm']:.3f}  "
+        f"lr {values['learning_rate']:.2e}  {seconds * 1e3:.0f} ms{data}"
     )
