@@ -27,6 +27,11 @@ def process() -> int:
     return global_state.process_id if global_state.client is not None else 0
 
 
+def coordinator() -> str:
+    """HOST:PORT where they have met."""
+    return global_state.coordinator_address
+
+
 def post(name: str, text: str) -> bool:
     """Put up `text`, unless there is one of that `name` already. Whether it was put up, within some seconds."""
     told: list[bool] = []

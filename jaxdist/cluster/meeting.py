@@ -5,7 +5,6 @@ Where a mesh that fills itself (`-1`) has no use for the devices of some of them
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -22,6 +21,10 @@ from jaxdist.config import FaultConfig, RequestError
 
 SHUTDOWN_SECONDS = 60
 """How long the first process that is done waits for the others."""
+
+
+_there: list[Member] = []
+"""What `members` tells, since they have met."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def join(
         check_own_name()
     _prepare(place)
     _meet(place, fault)
-    there = _introduced(place, devices)
+    there = _introduced(place.coordinator, devices)
     needed = _needed(there, enough(sum(member.devices for member in there)))
     if len(needed) == len(there):
         return place
@@ -61,24 +64,27 @@ def join(
     again = f"{host}:{int(port) + 1}"  # the first port may still be theirs who leave
     place = replace(place, processes=len(needed), process=needed.index(place.process), coordinator=again)
     _meet(place, fault)
-    _introduced(place, devices)
+    _introduced(place.coordinator, devices)
     return place
 
 
 def members() -> list[Member]:
-    """All processes of the job, those of a host side by side, hosts in the order of their first process."""
+    """All processes of the job, those of a host side by side, hosts in the order of their first process.
+
+    Processes that have met without `join`, as a script of one's own may let them, all call it.
+    """
     if board.processes() == 1:
         return [Member(0, socket.gethostname(), "", 0)]
-    there = [Member(**each) for each in json.loads(board.read("members"))]
-    first = {member.host: member.process for member in reversed(there)}
-    return sorted(there, key=lambda member: (first[member.host], member.process))
+    return _there or _introduced(board.coordinator(), devices=1)
 
 
-def _introduced(place: Place, devices: int) -> list[Member]:
+def _introduced(coordinator: str, devices: int) -> list[Member]:
     """All processes, after each has told the others of itself."""
-    me = Member(place.process, socket.gethostname(), _address(place.coordinator), devices)
-    board.gather("members", asdict(me), board.WEEK)
-    return members()
+    me = Member(board.process(), socket.gethostname(), _address(coordinator), devices)
+    there = [Member(**each) for each in board.gather("members", asdict(me), board.WEEK)]
+    first = {member.host: member.process for member in reversed(there)}
+    _there[:] = sorted(there, key=lambda member: (first[member.host], member.process))
+    return _there
 
 
 def _address(coordinator: str) -> str:
@@ -105,7 +111,7 @@ def meet_as_it_is(place: Place, fault: FaultConfig, otherwise: Callable[[], None
     `fault.start_seconds`, and had better end the process."""
     _prepare(place)
     _initialize(place, fault, otherwise)
-    _introduced(place, devices=1)
+    _introduced(place.coordinator, devices=1)
 
 
 def check_free(port: int) -> None:

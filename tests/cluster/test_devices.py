@@ -10,6 +10,7 @@ from jaxdist.cluster.place import Place
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import parse_mesh
 from jaxdist.request import fitting
+from tests.processes import told
 
 
 @pytest.mark.parametrize(
@@ -82,3 +83,14 @@ def test_gpus_that_the_driver_shows_and_jax_does_not_are_told(monkeypatch, tmp_p
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert gpus.visible(tmp_path) == []
     assert runtime.own_devices(Place(), parse_mesh("-1x2x1")) == 2  # as many as the mesh needs, made of the CPU
+
+
+def test_processes_that_a_script_of_ones_own_has_joined_have_a_mesh():
+    """They have called `jax.distributed.initialize`, and not told each other of themselves."""
+    program = """
+from jaxdist.cluster import runtime
+from jaxdist.mesh import parse_mesh
+mesh = runtime.start(parse_mesh("4x1x1"))
+tell([[d.process_index for d in mesh.devices.flat], len(runtime.whereabouts(mesh))])
+"""
+    assert told(program, processes=2, devices=4) == [[[0, 0, 1, 1], 1]] * 2
