@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from jaxdist.cluster.place import check_alone
 from jaxdist.config import Config, Positive, RequestError, nearest
-from jaxdist.request import Asked, Extra, arguments, check_mesh_fits, fitting, run
+from jaxdist.request import Asked, Extra, arguments, check_mesh_fits, fits, fitting, run
 from jaxdist.request.knobs import KNOBS, canonical, option
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def local(argv: list[str]) -> int:
     job = Job(
         command=lambda *place: train(asked, *place),
         shares=dealt,
-        fits=lambda processes: fits(asked.config, processes, len((dealt[0] or "0").split(","))),
+        fits=lambda processes: fills(asked.config, processes, len((dealt[0] or "0").split(","))),
         newest=lambda: max(Shelf(folder.checkpoints).sealed(), default=0),
         restarts=asked.extras["restarts"],
         minutes=asked.extras["minutes"],
@@ -96,18 +96,11 @@ def words(config: str | None, chosen: Mapping[str, str]) -> list[str]:
     return [*([config] if config else []), *(f"{option(name)}={chosen[name]}" for name in chosen)]
 
 
-def fits(config: Config, processes: int, each: int) -> bool:
-    """Whether the mesh fills up with so many processes of `each` devices, and the sizes of the run divide by it."""
-    from jaxdist.mesh import FILL, fill, parse_mesh
+def fills(config: Config, processes: int, each: int) -> bool:
+    """Whether the mesh fills itself with the devices of so many processes, of `each` devices, and leaves none idle."""
+    from jaxdist.mesh import FILL, parse_mesh
 
-    shape = parse_mesh(config.mesh)
-    if FILL not in shape.values():
-        return False
-    try:
-        check_mesh_fits(config, fill(shape, processes * each))
-    except RequestError:
-        return False
-    return True
+    return FILL in parse_mesh(config.mesh).values() and fits(config, processes * each)
 
 
 def slurm(argv: list[str]) -> int:

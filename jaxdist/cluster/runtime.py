@@ -121,7 +121,7 @@ def _at_least(count: int, wanted: str) -> list[jax.Device]:
     processes = board.processes()
     each = -(-count // processes)
     _split_cpu(min(each, MOST_CPU_DEVICES))
-    devices = _devices()
+    devices = _all_visible(_devices())
     if devices[0].platform == "cpu":
         if each > MOST_CPU_DEVICES:
             raise RequestError(
@@ -158,7 +158,7 @@ def _devices() -> list[jax.Device]:
     """
     logger = logging.getLogger("jax._src.xla_bridge")
     if gpus.driver():
-        return _all_visible(jax.devices())
+        return jax.devices()
     logger.addFilter(_in_a_sentence)
     try:
         return jax.devices()

@@ -176,13 +176,16 @@ class Doctor:
         """The mesh of the run, and the bytes of a checkpoint; None for both where the request does not fit."""
         import jax
 
+        from jaxdist.cluster import runtime
+        from jaxdist.mesh import parse_mesh
         from jaxdist.training.run import Run
         from jaxdist.training.saving import checkpoint_bytes
 
         try:
-            made = Run(self.here.config)
-            with jax.set_mesh(made.mesh):
-                return made.mesh, checkpoint_bytes(made)
+            mesh = runtime.start(parse_mesh(self.here.config.mesh))  # of all: a run may have no use for some of them
+            made = Run(self.here.config, batch=False, devices=list(mesh.devices.flat))
+            with jax.set_mesh(mesh):
+                return mesh, checkpoint_bytes(made)
         except RequestError as error:
             self.found += [wrong("mesh", problem, "") for problem in error.problems]
         except Exception as error:

@@ -2,7 +2,7 @@
 
 from jaxdist.request.checks import files, mesh, model, pipeline, training
 from jaxdist.request.checks.files import check_picture
-from jaxdist.request.checks.mesh import check_mesh_fits, fitting
+from jaxdist.request.checks.mesh import check_mesh_fits, fits, fitting
 from jaxdist.request.checks.registry import CHECKS, problems
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "check_mesh_fits",
     "check_picture",
     "files",
+    "fits",
     "fitting",
     "mesh",
     "model",

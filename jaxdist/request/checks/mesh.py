@@ -50,19 +50,22 @@ def check_mesh_fits(config: Config, shape: Mapping[str, int], batch: bool = True
         raise RequestError(*problems)
 
 
-def fitting(config: Config, devices: int) -> int:
-    """The most of so many devices that a mesh with a `-1` can fill so that the sizes of the run divide by it.
-
-    All of them where no number will do, or there is nothing to fill.
-    """
-    shape = parse_mesh(config.mesh)
-    each = math.prod(size for size in shape.values() if size != FILL)
-    counts = range(devices - devices % each, 0, -each) if FILL in shape.values() else ()
-    return next((count for count in counts if _fits(config, fill(shape, count))), devices)
-
-
-def _fits(config: Config, shape: Mapping[str, int]) -> bool:
+def fits(config: Config, devices: int) -> bool:
+    """Whether the mesh takes exactly so many devices, and the sizes of the run divide over it."""
+    try:
+        shape = fill(parse_mesh(config.mesh), devices)
+    except RequestError:
+        return False
     return not any(problem for _, find in FITS for problem in find(config, shape))
+
+
+def fitting(config: Config, devices: int) -> int:
+    """The most of so many devices that `fits` a mesh with a `-1`.
+
+    All of them where no number does, or there is nothing to fill.
+    """
+    filled = FILL in parse_mesh(config.mesh).values()
+    return next((count for count in range(devices, 0, -1) if fits(config, count)), devices) if filled else devices
 
 
 def _asked(config: Config) -> MeshShape:
