@@ -61,10 +61,10 @@ class Hosts:
     def address(self, name: str) -> str:
         return "10.77.0.1" if name == "ctl" else f"10.77.0.{10 + self.names.index(name)}"
 
-    def on(self, name: str, *command: object) -> list[str]:
-        """argv that runs `command` on a host."""
+    def on(self, name: str, *command: object, files: Path | None = None) -> list[str]:
+        """argv that runs `command` on a host; `files` is its /etc/hosts, if it has one of its own."""
         enter = ["unshare", "-m", "-u", "--propagation", "private", "sh", "-c", ENTER, "sh"]
-        return [*enter, str(self.files), name, self.mark + name, *map(str, command)]
+        return [*enter, str(files or self.files), name, self.mark + name, *map(str, command)]
 
     def cut(self, name: str) -> None:
         """Take the host's cable out."""
