@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from jaxdist.cluster.agreement import check_request
     from jaxdist.cluster.job import Job
-    from jaxdist.cluster.watchdog import VALIDATING
+    from jaxdist.cluster.phases import VALIDATING
     from jaxdist.training.run import restore
 
     with Job(place, asked.config, enough=partial(fitting, asked.config)) as job:
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 def open_data(trained: Trained, job: Job) -> None:
     """Read, and at the first use tokenize, what the checkpoint is to be tried on; the first process does so first."""
     from jaxdist.cluster.agreement import check_alike, leader_first
-    from jaxdist.cluster.watchdog import READING
+    from jaxdist.cluster.phases import READING
     from jaxdist.training.folder import RunFolder
 
     task = trained.run.task

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from jaxdist.cluster.agreement import check_request
     from jaxdist.cluster.job import Job
-    from jaxdist.cluster.watchdog import STEPPING
+    from jaxdist.cluster.phases import STEPPING
     from jaxdist.training.folder import RunFolder
     from jaxdist.training.run import restore
     from jaxdist.training.sampling import Choice, sample

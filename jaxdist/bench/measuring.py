@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.cluster import board
-from jaxdist.cluster.watchdog import IDLE, STARTING, STEPPING
+from jaxdist.cluster.phases import IDLE, STARTING, STEPPING
 from jaxdist.config import Config
 from jaxdist.data.batches import Batch, train_batch
 from jaxdist.data.image_batches import image_batch

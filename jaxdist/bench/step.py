@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 def compile_and_time(config: Config, warmup: int, repeats: int, note: Callable[[str], None]) -> Timed:
     """`note` gets what is being done, as the watchdog wants to know it."""
     from jaxdist.bench.measuring import Timed, measure_together
-    from jaxdist.cluster.watchdog import COMPILING
+    from jaxdist.cluster.phases import COMPILING
     from jaxdist.training.run import Run
 
     note(COMPILING)

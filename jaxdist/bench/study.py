@@ -16,8 +16,8 @@ from jaxdist.bench.laws import Fit, fit_amdahl, fit_gustafson
 from jaxdist.bench.measuring import Note, Timed, measure_together, processes_of
 from jaxdist.cluster import board
 from jaxdist.cluster.agreement import from_leader, leader
+from jaxdist.cluster.phases import COMPILING, IDLE
 from jaxdist.cluster.runtime import capacity, core_numbers, first
-from jaxdist.cluster.watchdog import COMPILING, IDLE
 from jaxdist.config import Config
 from jaxdist.mesh import describe
 from jaxdist.planning import communication, hardware

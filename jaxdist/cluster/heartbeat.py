@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from jaxdist.cluster.phases import ORDER
+
 EVERY, EACH = 5.0, 1 / 32
 """Seconds between two heartbeats: at least, and for each process, so that a shared file system is not flooded."""
 
@@ -21,9 +23,6 @@ SILENT = 4
 
 SLOW, LATE = 1.5, 0.25
 """Times the others' step, or part of a step more than they wait for data, that make a process slow."""
-
-ORDER = ("starting", "reading data", "compiling", "stepping", "validating", "saving", "waiting for data", "ending")
-"""What a process does (`watchdog`), in the order of a step: data are awaited for the next one."""
 
 OUTCOMES = {0: "done", 85: "stopped"}
 """What exit codes say of a run; any other is a failure."""

@@ -9,10 +9,11 @@ import jax
 
 from jaxdist.cluster import faults
 from jaxdist.cluster.meeting import join
+from jaxdist.cluster.phases import ENDING
 from jaxdist.cluster.place import Place
 from jaxdist.cluster.runtime import own_devices
 from jaxdist.cluster.stopping import Stop
-from jaxdist.cluster.watchdog import ENDING, Watchdog
+from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.config import Config
 from jaxdist.mesh import parse_mesh
 

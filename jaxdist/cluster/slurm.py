@@ -28,7 +28,7 @@ FOLDER = "slurm"
 
 PRESETS = {
     # CSCS's documentation, "NCCL" (docs.cscs.ch/software/communication/nccl): the first makes a plug-in that is missing
-    # an error, in place of TCP at a twentieth of the speed; the last but one is its advice against deadlocks with MPI
+    # an error, in place of TCP; the last but one is its advice against deadlocks with MPI
     "alps": {
         "NCCL_NET": "AWS Libfabric",
         "NCCL_NET_GDR_LEVEL": "PHB",

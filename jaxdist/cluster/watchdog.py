@@ -12,14 +12,9 @@ from pathlib import Path
 
 from jaxdist.cluster import faults, heartbeat
 from jaxdist.cluster.heartbeat import Beat, Heart
+from jaxdist.cluster.phases import IDLE, READING, STARTING, STEPPING, WAITING
 from jaxdist.cluster.place import Place
 from jaxdist.config import RequestError
-
-READING = "reading data"
-STARTING, COMPILING, STEPPING, VALIDATING, SAVING = "starting", "compiling", "stepping", "validating", "saving"
-WAITING, ENDING = "waiting for data", "ending"
-IDLE = "waiting for other processes, which measure without this one"
-"""What a run is doing."""
 
 USUAL, LEAST, FIRST = 10, 300.0, 10
 """Usual steps, and seconds, that are no hang; and how many times as long the first of everything may take."""

@@ -167,6 +167,6 @@ def folder(here: Here, size: int | None) -> Iterator[Finding]:
         said += "processes do not see what the first one wrote there"
         yield wrong("run folder", said, "name a --run-dir on a file system that all hosts share")
     else:
-        room = f"room for a checkpoint of {size / 1e6:,.1f} MB" if size is not None else "room not checked"
+        room = f"room for a checkpoint of {preflight.megabytes(size)}" if size is not None else "room not checked"
         shared = "" if here.place.alone else ", the same for all processes"
         yield ok("run folder", f"{here.config.run_dir} can be written, {room}{shared}")

@@ -9,9 +9,9 @@ import jax
 
 from jaxdist.cluster.agreement import check_alike, from_leader, leader, leader_first
 from jaxdist.cluster.job import Job
+from jaxdist.cluster.phases import COMPILING, READING, SAVING, STARTING, STEPPING, VALIDATING, WAITING
 from jaxdist.cluster.preflight import check_folder
 from jaxdist.cluster.stopping import STOPPED
-from jaxdist.cluster.watchdog import COMPILING, READING, SAVING, STARTING, STEPPING, VALIDATING, WAITING
 from jaxdist.data.batches import Prefetch, global_rows
 from jaxdist.request import to_toml
 from jaxdist.training.checkpoint import Checkpoints, Found

@@ -8,8 +8,9 @@ import time
 
 import pytest
 
+from jaxdist.cluster.phases import COMPILING, READING, STEPPING, VALIDATING, WAITING
 from jaxdist.cluster.place import Place
-from jaxdist.cluster.watchdog import COMPILING, READING, STEPPING, VALIDATING, WAITING, Watchdog
+from jaxdist.cluster.watchdog import Watchdog
 from tests.faults.jobs import ends, job, metrics, saved, step_of, told, train, until
 
 LONG = ("--mesh=2x1x1", "--train.steps=100000")

@@ -9,8 +9,9 @@ import pytest
 
 from jaxdist.cluster import heartbeat
 from jaxdist.cluster.heartbeat import Beat, Heart, laggards, waited_for
+from jaxdist.cluster.phases import COMPILING, STEPPING, WAITING
 from jaxdist.cluster.place import Place
-from jaxdist.cluster.watchdog import COMPILING, STEPPING, WAITING, Watchdog
+from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.doctor.__main__ import main as doctor
 from tests.faults.jobs import ends, job, told, train, until
 
