@@ -119,6 +119,7 @@ def test_pipelines_of_the_other_sizes_equal_one_device(row):
 
 def test_the_cover_is_a_cover():
     rows = pairwise()
+    assert set().union(*map(kinds, usual())) == set().union(*map(kinds, rows))
     assert {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)} == pairs()
     assert len(rows) <= 60
 
