@@ -162,7 +162,9 @@ class Slurm:
         return found
 
     def at_once(self, number: str) -> None:
-        """A requeued job waits two minutes for its turn; not here."""
+        """A requeued job waits two minutes for its turn; not here. But in the second in which it ended, its nodes take
+        what would start it for the start that is over ("Job credential revoked")."""
+        time.sleep(2)
         self.run("scontrol", "update", f"jobid={number}", "StartTime=now")
 
     @staticmethod
