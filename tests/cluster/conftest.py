@@ -3,13 +3,14 @@ where there is no root or no Slurm."""
 
 import signal
 
-import numpy as np
 import pytest
 
 from tests.cluster import hosts, slurm
+from tests.cluster.played import Played
 from tests.faults import jobs
 from tests.processes import started
 from tests.training.conftest import text
+from tests.training.curves import close, lines
 
 __all__ = ["text"]
 
@@ -46,22 +47,31 @@ def words(text, tmp_path):
     return lambda *options, folder="run": jobs.argv(tmp_path / folder, text, *options)
 
 
+@pytest.fixture
+def played(tmp_path, monkeypatch) -> Played:
+    """Slurm's commands in a new folder, beside the one in which the test runs."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "played").mkdir()
+    monkeypatch.chdir(tmp_path / "home")
+    return Played(tmp_path / "played")
+
+
 @pytest.fixture(scope="session")
 def same(text, tmp_path_factory):
-    """Whether the losses in a folder of a `LONG` run are those of one process."""
+    """Whether the figures of each step in a folder of a `LONG` run are those of one process."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     options = ("--mesh=2x1x1", *LONG, "--checkpoint.every=1000")
     with started(jobs.train(jobs.argv(folder, text, *options))) as running:
         jobs.until(lambda: jobs.step_of(folder) >= FURTHER, running)
         running[0].send_signal(signal.SIGTERM)
         assert jobs.ends(running, 60) == [85]
-    losses = lambda folder: {line["step"]: line["loss"] for line in jobs.metrics(folder) if "loss" in line}
-    wanted = losses(folder)
+    steps = lambda folder: [line for line in lines(folder) if "loss" in line]
+    wanted = steps(folder)
 
     def look(folder) -> None:
-        found = losses(folder)
-        steps = [step for step in found if step in wanted]
-        assert steps == list(range(1, len(steps) + 1))  # each once, none left out
-        np.testing.assert_allclose([found[step] for step in steps], [wanted[step] for step in steps], rtol=1e-5)
+        found = steps(folder)
+        both = min(len(found), len(wanted))
+        assert both >= 5
+        close(found[:both], wanted[:both], norms=1e-4)
 
     return look

@@ -1,17 +1,20 @@
 """Jobs of a real Slurm, written by `launch slurm`: whatever happens to one, its run goes on as one process's would."""
 
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.cluster.conftest import LONG
-from tests.faults.jobs import metrics, saved, step_of
+from tests.faults.jobs import saved, step_of
+from tests.training.curves import alike
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
 
 PYTHON = sys.executable
 LAUNCH = (PYTHON, "-m", "jaxdist.launch", "slurm")
@@ -36,20 +39,21 @@ def test_a_job_that_runs_out_of_time_is_requeued_loses_a_node_and_is_cancelled(c
         number, log = submitted(cluster, *options, "--nodes=2-3", "--time=60")
         said = lambda: log.read_text(errors="replace") if log.exists() else ""
         job = lambda: cluster.job(number)
+        until = lambda true: cluster.until(true, PATIENCE, lambda: f"{said()}\n{job()}")
 
         def starts(times: int, more: int = 10) -> int:
             """Wait for a start that has made steps. The step that it went on from."""
-            cluster.until(lambda: said().count("compiled ") >= times, PATIENCE, said)
+            until(lambda: said().count("compiled ") >= times)
             before = step_of(folder)
-            cluster.until(lambda: step_of(folder) >= before + more, PATIENCE, said)
-            cluster.until(lambda: saved(folder) >= before, PATIENCE, said)
+            until(lambda: step_of(folder) >= before + more)
+            until(lambda: saved(folder) >= before)
             found = re.findall(r"from the checkpoint of step (\d+)", said())
             return int(found[-1]) if found else 0
 
         def requeued(times: int) -> int:
             """Wait until it is, and let it start at once. The newest step that is saved."""
-            cluster.until(lambda: job()["JobState"] == "PENDING" and job()["Restarts"] == str(times), PATIENCE, said)
-            cluster.until(lambda: not cluster.run("squeue", "-h", "--steps", f"--jobs={number}"), PATIENCE, said)
+            until(lambda: job()["JobState"] == "PENDING" and job()["Restarts"] == str(times))
+            until(lambda: not cluster.run("squeue", "-h", "--steps", f"--jobs={number}"))
             newest = saved(folder)
             cluster.run("scontrol", "update", f"jobid={number}", "TimeLimit=60")
             cluster.at_once(number)
@@ -77,7 +81,7 @@ def test_a_job_that_runs_out_of_time_is_requeued_loses_a_node_and_is_cancelled(c
         assert "2 x cpu" in said()
         cluster.run("scancel", number)
         assert cluster.wait(number, "CANCELLED", PATIENCE)["Restarts"] == "3"
-        cluster.until(lambda: f"stopped by SIGTERM: step {saved(folder)} is saved" in said(), PATIENCE, said)
+        until(lambda: f"stopped by SIGTERM: step {saved(folder)} is saved" in said())
         time.sleep(2)
         assert job()["JobState"] == "CANCELLED"
     finally:
@@ -87,25 +91,24 @@ def test_a_job_that_runs_out_of_time_is_requeued_loses_a_node_and_is_cancelled(c
     same(folder)
 
 
-def test_two_jobs_of_an_array_on_one_node_do_not_meet(cluster, words, tmp_path):
-    """A sweep over learning rates, each of two processes; a rate tells whose losses are whose."""
-    rates = ("0.001", "0.01")
-    train = lambda rate, folder: [
-        PYTHON, "-m", "jaxdist.train", *words("--mesh=2x1x1", f"--optimizer.learning-rate={rate}", folder=folder)
-    ]  # fmt: skip
-    cases = "\n".join(f"{i}) srun {' '.join(train(rate, rate))};;" for i, rate in enumerate(rates))
-    script = tmp_path / "sweep.sbatch"
-    script.write_text(f"#!/bin/bash\ncase $SLURM_ARRAY_TASK_ID in\n{cases}\nesac\n")
+def test_a_sweep_whose_jobs_share_a_node(cluster, words, tmp_path):
+    """`scripts/sweep.sbatch`, two rates of it, each of two processes: they do not meet those of the other."""
+    rates = ("1e-4", "2e-4")
+    train = [PYTHON, "-m", "jaxdist.train", *words("--mesh=2x1x1")]
+    train.remove(f"--run-dir={tmp_path / 'run'}")
+    script = (ROOT / "scripts" / "sweep.sbatch").read_text()
+    script, found = re.subn(r"^train=\(.* (?=--optimizer)", f"train=({shlex.join(train)} ", script, flags=re.MULTILINE)
+    assert found == 1
+    (tmp_path / "sweep.sbatch").write_text(script)
     log = tmp_path / "%a.log"
-    array = ("--array=0-1", "--nodes=1", "--ntasks-per-node=2", "--nodelist=n0", f"--output={log}")
-    cluster.submit(*array, script)
+    options = ("--array=0-1", "--ntasks-per-node=2", "--nodelist=n0", f"--output={log}", f"--chdir={tmp_path}")
+    cluster.submit(*options, tmp_path / "sweep.sbatch")
     cluster.until(lambda: not cluster.run("squeue", "-h"), PATIENCE, "the array")
-    found = [[line["loss"] for line in metrics(tmp_path / rate) if "loss" in line] for rate in rates]
-    for i, rate in enumerate(rates):
-        cluster.run(*train(rate, f"alone-{rate}"))
-        alone = [line["loss"] for line in metrics(tmp_path / f"alone-{rate}") if "loss" in line]
-        assert len(alone) == 20
-        np.testing.assert_allclose(found[i], alone, rtol=1e-5, err_msg=(tmp_path / f"{i}.log").read_text())
+    for rate in rates:
+        cluster.run(*train, f"--optimizer.learning-rate={rate}", f"--run-dir={tmp_path / rate}")
+        alike(tmp_path / "runs" / "sweep" / rate, tmp_path / rate, 20)
+    with pytest.raises(AssertionError):
+        alike(*(tmp_path / rate for rate in rates), 20)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@
 import json
 import sys
 
-import numpy as np
 import pytest
 
 from tests.faults import jobs
-from tests.faults.jobs import ends, metrics, told
+from tests.faults.jobs import ends, told
 from tests.processes import started
+from tests.training.curves import alike
 
 LAID = """
 import json, sys
@@ -55,7 +55,7 @@ def test_a_process_that_the_mesh_has_no_use_for_leaves(text, tmp_path):
         assert "2 x cpu" in running[0].said()
     with started(jobs.train(jobs.argv(tmp_path / "one", text, "--mesh=2x1x1"))) as running:
         assert ends(running, 240) == [0], told(running)
-    same(tmp_path / "run", tmp_path / "one")
+    alike(tmp_path / "run", tmp_path / "one", 20)
 
 
 @pytest.mark.slow
@@ -72,10 +72,4 @@ def test_hosts_with_different_numbers_of_devices_train_as_one(text, tmp_path):
         assert "with 2, 4 device(s)" in running[0].said()
     with started(jobs.train(words("one"))) as running:
         assert ends(running, 240) == [0], told(running)
-    same(tmp_path / "two", tmp_path / "one")
-
-
-def same(a, b) -> None:
-    losses = [[line["loss"] for line in metrics(folder) if "loss" in line] for folder in (a, b)]
-    assert len(losses[0]) == 20
-    np.testing.assert_allclose(*losses, rtol=1e-5)
+    alike(tmp_path / "two", tmp_path / "one", 20)

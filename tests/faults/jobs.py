@@ -1,6 +1,5 @@
 """Real processes that train together, and what befalls them."""
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from jaxdist.training.shelf import Shelf
 from tests.processes import Process, free_port, started
 from tests.training.conftest import SMALL, over
+from tests.training.curves import lines
 
 TINY = over(SMALL, "--model.layers=1", "--checkpoint.every=5", "--validation.every=0", "--fault.heartbeat-seconds=10")
 
@@ -76,8 +76,8 @@ def ends(running: list[Process], seconds: float) -> list[int]:
 
 
 def metrics(folder: Path) -> list[dict]:
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Its lines, while it may not have begun."""
+    return lines(folder) if (folder / "metrics.jsonl").exists() else []
 
 
 def step_of(folder: Path) -> int:

@@ -9,6 +9,7 @@ import pytest
 from jaxdist import train as command
 from tests.faults.jobs import argv, ends, job, metrics, train
 from tests.processes import free_port
+from tests.training.curves import close
 
 DUMP = """
 import jax, numpy as np
@@ -42,14 +43,6 @@ def dump_and_resume(self, state):
 Step.resume = dump_and_resume
 """
 )
-
-
-def close(one: list[dict], other: list[dict]) -> None:
-    """The same steps, with the same figures to 1e-5."""
-    assert [line["step"] for line in one] == [line["step"] for line in other]
-    for mine, its in zip(one, other, strict=True):
-        for name in {"loss", "grad_norm", "validation_loss"} & set(its):
-            assert mine[name] == pytest.approx(its[name], rel=1e-5)
 
 
 def torchrun(commands: list[list[str]]) -> list[tuple[list[str], dict[str, str]]]:

@@ -1,6 +1,5 @@
 """A run small enough to be made many times."""
 
-import json
 import random
 from pathlib import Path
 
@@ -45,7 +44,3 @@ def run(request_of, tmp_path):
         return tmp_path / name
 
     return call
-
-
-def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

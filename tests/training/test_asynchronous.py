@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxdist import evaluate
-from tests.training.conftest import lines
+from tests.training.curves import lines
 from tests.training.test_resume import kill_after, saved, without_times
 
 PIPELINE = (

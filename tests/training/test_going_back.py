@@ -8,7 +8,8 @@ import pytest
 from jaxdist import evaluate, train
 from jaxdist.config import RequestError
 from jaxdist.request import load
-from tests.training.conftest import SMALL, lines, over
+from tests.training.conftest import SMALL, over
+from tests.training.curves import lines
 from tests.training.test_resume import without_times
 
 

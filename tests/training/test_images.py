@@ -22,7 +22,8 @@ from jaxdist.request import load
 from jaxdist.sharding import Layout
 from jaxdist.training.run import Run
 from tests.tiers import exhaustive, thinned
-from tests.training.conftest import lines, over
+from tests.training.conftest import over
+from tests.training.curves import lines
 
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn: jaxdist[lab]")
 

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.training.conftest import SMALL, lines, over
+from tests.training.conftest import SMALL, over
+from tests.training.curves import lines
 from tests.training.test_resume import saved, without_times
 
 KILLS = 5

@@ -10,7 +10,7 @@ import pytest
 from jaxdist import evaluate
 from tests.parity import cases
 from tests.tiers import thinned
-from tests.training.conftest import lines
+from tests.training.curves import lines
 from tests.training.test_resume import kill_after, saved, without_times
 
 pytestmark = pytest.mark.smoke

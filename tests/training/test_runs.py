@@ -22,7 +22,8 @@ from jaxdist.training import plots
 from jaxdist.training.folder import RunFolder
 from jaxdist.training.metrics import Log
 from jaxdist.training.optimizer import schedule
-from tests.training.conftest import SMALL, lines, over
+from tests.training.conftest import SMALL, over
+from tests.training.curves import lines
 
 pytestmark = pytest.mark.smoke
 

@@ -1,0 +1,132 @@
+"""`launch slurm`: what it asks for, writes and submits, with Slurm's commands played; and the scripts for editing."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxdist import launch
+from jaxdist.cluster.slurm_values import node_counts, seconds
+from jaxdist.config import RequestError
+
+ROOT = Path(__file__).parents[2]
+
+
+def told(*argv: str, capsys) -> str:
+    assert launch.main(["slurm", *argv]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("12:00:00", 43200),
+        ("2-1", 2 * 86400 + 3600),
+        ("1-12:30", 131400),
+        ("0-0:0:5", 5),
+    ],
+)
+def test_times(text, expected):
+    assert seconds(text) == expected
+
+
+def test_nodes():
+    assert [node_counts(text) for text in ("4", "2-4")] == [(4, 4), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "fragment"),
+    [
+        ([], "--time is missing"),
+        (["--time=soon"], "--time is 'soon': must be a time as Slurm writes it"),
+        (["--time=0"], "--time is '0': must be a time"),
+        (["--time=1:30"], "--time 1:30 is over before a job can do anything: it is asked to stop 90 s before"),
+        (["--time=10", "--nodes=4-2"], "--nodes is '4-2': must be a number such as 4"),
+        (["--time=10", "--nodes=0"], "--nodes is '0': must be"),
+        (["--time=10", "--partition=a b"], "--partition is 'a b': must be letters"),
+        (["--time=10", "--env=alp"], "did you mean 'alps'?"),
+        (["--time=10", "--gpus-per-node=4", "--tasks-per-node=3"], "do not divide by 3 processes; ask for 1, 2, 4"),
+        (
+            ["--time=10", "--nodes=2", "--gpus-per-node=4", "--mesh=4x1x1"],
+            "does not fit 2 node(s) with 4 GPU(s) each, 8",
+        ),
+        (
+            ["--time=10", "--nodes=2", "--gpus-per-node=3", "--mesh=-1x4x1"],
+            "does not fit 2 node(s) with 3 GPU(s) each, 6",
+        ),
+        (["--time=10", "--nodes=1-2", "--gpus-per-node=2", "--mesh=-1x4x1"], "does not fit"),
+        (["--time=10", "--nodes=3", "--mesh=4x1x1"], "does not fit 3 node(s) with 1 process(es) each"),
+        (["--time=10", "--nodes=2-4", "--mesh=4x1x1"], "mesh 4x1x1 is the same on 2-4 nodes"),
+        (["--time=10", "--nodes=3", "--mesh=3x1x1"], "train.global_batch_size 16 does not divide by 3 data ranks"),
+        (["--time=10", "--cluster.processes=2"], "--cluster.processes has no effect on this command"),
+        (["--time=10", "--", "--nodes=2"], "--nodes=2 is no option of train; write it before the --"),
+        (["--time=10", "--", "--train.stepps=2"], "did you mean '--train.steps'?"),
+        (["--time=10", "--resume=7"], "holds no run to go back to step 7"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_written(argv, fragment, played):
+    with pytest.raises(RequestError, match=re.escape(fragment)):
+        launch.main(["slurm", *argv])
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_it_is_printed_and_its_log_has_a_folder(played, capsys):
+    asked = ["--nodes=2-4", "--gpus-per-node=4", "--time=2-0", "--account=a1", "--", "--train.steps=7", "gpt_tiny"]
+    script = told(*asked, capsys=capsys)
+    assert script == told(*asked, capsys=capsys)  # what it has made is no stranger in the run folder
+    lines = script.splitlines()
+    for line in ("--nodes=2-4", "--mincpus=4", "--gpus-per-node=4", "--time=2-0", "--account=a1", "--requeue"):
+        assert f"#SBATCH {line}" in lines
+    assert "#SBATCH --output=runs/gpt_tiny/slurm/%j.log\n#SBATCH --open-mode=append" in script
+    assert f"train=({sys.executable} -m jaxdist.train gpt_tiny --train.steps=7)" in lines
+    assert Path("runs/gpt_tiny/slurm").is_dir()
+    assert "tasks=4" in lines
+    assert "--ntasks-per-node=4" not in script  # with it, Slurm would give no more nodes than the fewest
+    script = told("--nodes=2", "--time=9", capsys=capsys)
+    assert "#SBATCH --ntasks-per-node=1\n" in script
+    assert "gpus" not in script
+
+
+def test_submitting(played, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", f"{played.folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("PLAYED", str(played.folder))
+    monkeypatch.setenv("SLURM_NTASKS", "9")  # of an allocation in which it is typed
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    (played.folder / "program").write_text("echo '12;alps'")
+    written = told("--time=9", "--submit", capsys=capsys)
+    assert written == "submitted job 12; its log is runs/gpt_tiny/slurm/12.log, and scancel 12 ends it\n"
+    assert {name for name in played.seen() if name.startswith("SLURM")} == {"SLURM_CONF"}
+    assert (played.folder / "script").read_text() == told("--time=9", capsys=capsys)
+    (played.folder / "program").write_text("echo 'sbatch: error: invalid partition' >&2; exit 1")
+    with pytest.raises(RequestError, match="Slurm does not take the job: sbatch: error: invalid partition"):
+        launch.main(["slurm", "--time=9", "--submit"])
+    monkeypatch.setenv("PATH", str(played.folder.parent))
+    with pytest.raises(RequestError, match="sbatch is not found here"):
+        launch.main(["slurm", "--time=9", "--submit"])
+
+
+def test_the_template_is_what_the_launcher_writes(played, capsys):
+    """On failure: write it anew with the command that its third line names, from the repository's root, as below."""
+    template = (ROOT / "scripts" / "train.sbatch").read_text()
+    [command] = re.findall(r"^# python -m jaxdist\.launch slurm (.*)$", template, re.MULTILINE)
+    written = told(*command.split(), capsys=capsys).replace(sys.executable, ".venv/bin/python")
+    written = written.replace(f"#SBATCH --chdir={Path.cwd()}\n", "")
+    expected = re.sub(r"(?s)^# To edit.*?\n\n", "", template, flags=re.MULTILINE)
+    assert written == expected
+
+
+def test_a_sweep_gives_each_rate_its_run(played):
+    script = (ROOT / "scripts" / "sweep.sbatch").read_text()
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    assert played.run(script, "exit 85", **array)[0] == 0
+    assert played.calls("scontrol") == [["requeue", "7_2"]]
+    [arguments] = played.calls("srun")
+    assert arguments[-2:] == ["--optimizer.learning-rate=4e-4", "--run-dir=runs/sweep/4e-4"]
+    assert played.run(script, "exit 1", **array) == (1, "")
+    assert (
+        launch.arguments(arguments[arguments.index("gpt2_124m") :], "train", "").config.optimizer.learning_rate == 4e-4
+    )

@@ -1,0 +1,42 @@
+"""What a run has left, beside what another has: the figures of its steps, and its parameters."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist.training.store import Store
+
+FIGURES = ("loss", "grad_norm", "validation_loss")
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def close(one: list[dict], other: list[dict], norms: float = 1e-5) -> None:
+    """The same steps, with the same figures to 1e-5. `norms` of gradients may drift in long runs."""
+    assert [line["step"] for line in one] == [line["step"] for line in other]
+    for mine, its in zip(one, other, strict=True):
+        for name in set(FIGURES) & {*mine, *its}:
+            rel = norms if name == "grad_norm" else 1e-5
+            assert mine[name] == pytest.approx(its[name], rel=rel), f"{name} of step {its['step']}"
+
+
+def alike(one: Path, other: Path, steps: int) -> None:
+    """Two runs of so many steps, equal to 1e-5 in each, and in their parameters at the end, by norm."""
+    close(lines(one), lines(other))
+    assert [line["step"] for line in lines(one) if "loss" in line] == list(range(1, steps + 1))
+    mine, its = parameters(one, steps), parameters(other, steps)
+    assert np.linalg.norm(mine - its) <= 1e-5 * np.linalg.norm(its)
+
+
+def parameters(folder: Path, step: int) -> np.ndarray:
+    """All those of a checkpoint, in one row."""
+    store = Store((folder / "checkpoints").resolve(), keep=1)
+    try:
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(store.read(step, "params"))])
+    finally:
+        store.close()
