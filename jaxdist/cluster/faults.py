@@ -102,7 +102,11 @@ def stacks() -> list[str]:
 
 
 def leave(place: Place, code: int) -> NoReturn:
-    """End this process now; process 0 after the others, which abort with a trace of C++ when it goes first."""
+    """End this process now; process 0 after the others, which abort with a trace of C++ when it goes first.
+
+    What has been said stays last: other threads, which may still finish a step, are heard no more.
+    """
+    _silence()
     for child in multiprocessing.active_children():
         child.terminate()
     for act in list(last_acts):
@@ -110,7 +114,12 @@ def leave(place: Place, code: int) -> NoReturn:
             act(code)
     if not place.alone and place.leader:
         time.sleep(3 * MOMENT)
-    for stream in (sys.stdout, sys.stderr):
+    os._exit(code)
+
+
+def _silence() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(code)
+        os.dup2(nowhere, number)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -47,6 +48,23 @@ def test_an_exception_in_one_process_ends_all_and_is_told_last(words, tmp_path, 
     assert re.search(
         rf"process {1 - who}\] ended, because process {who} failed; here: (stepping|waiting for data)", other[-1]
     )
+
+
+LEAVES = """
+import threading
+from jaxdist.cluster import faults
+from jaxdist.cluster.place import Place
+threading.Timer(faults.MOMENT, print, ["step 12"], {"flush": True}).start()
+place = Place(2, 0, "127.0.0.1:1")
+faults.say(place, "ended")
+faults.leave(place, 7)
+"""
+
+
+def test_a_step_that_is_done_later_is_not_told_after_the_end():
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (7, "")
+    assert done.stderr.endswith("process 0] ended\n")
 
 
 def test_an_exception_in_one_process_alone_is_a_traceback(words):
