@@ -54,8 +54,8 @@ def test_memory_is_within_a_tenth_in_the_mean(source):
     assert [v.row for v in found if max(v.predicted, v.row.value) > capacity[v.row.gpu]] == []
 
 
-def test_the_two_matrices_that_are_counted_of_the_three(monkeypatch):
-    """Why the row of GPT OSS fails; its window of 128 tokens in every other layer is not counted either."""
+def test_two_of_three_matrices_explain_the_row_that_fails(monkeypatch):
+    """Why the row of GPT OSS fails: so it comes out, its window of 128 tokens in every other layer left out as well."""
     (row,) = [v.row for v in all_verdicts() if v.row.model == "GPT OSS 120B"]
     three = sizes.matrices
     monkeypatch.setattr(sizes, "matrices", lambda h, f, q, kv, gated: three(h, f, q, kv, gated=False))
