@@ -15,7 +15,7 @@ READERS = [f"jaxdist.planning.{name}" for name in ("hlo", "hlo_text", "target", 
 """What reads or makes a compiled program: a prediction is not read off the program."""
 
 PREDICTIONS = ["memory", "activations", "communication", "transfers", "placement"]
-PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic"]
+PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic", "clusters", "collective_time"]
 
 FORBIDDEN = {
     "config": ["jaxdist", "jax", "flax"],
