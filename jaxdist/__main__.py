@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": "text from a run's checkpoint",
     "checkpoints": "what a run has saved: list, verify, prune, export",
     "explain": "what a step holds and moves, compiled for any mesh, also of GPUs that are not here",
+    "plan": "which mesh for so many devices of a cluster, ranked by predicted time and memory",
     "doctor": "what is wrong with machines, network and folders; who is slow or silent in a run",
     "bench step": "measure the train step: time, tokens per second, MFU, memory",
     "bench scaling": "the step on several numbers of devices: speed-up, efficiency, serial fraction",
