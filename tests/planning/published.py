@@ -1,8 +1,8 @@
-"""Published rows and what judges each: a closed form, or a reason why none does.
+"""Published rows and what judges each: a closed form, the planner's model of time, or a reason why none does.
 
 `tests/data/published.csv` has one value a row. A judge predicts it from the row's configuration, or from another value
-of the same table (a share of the peak from a rate); where nothing but time was measured, and for what no form has,
-`NOT_JUDGED` says so. Every row belongs to exactly one entry of `judges.JUDGES` and `NOT_JUDGED`.
+of the same table (a share of the peak from a rate). `step_tables.TABLES` predict times. `NOT_JUDGED` names the others.
+Every row belongs to exactly one entry of the three.
 """
 
 from __future__ import annotations
@@ -101,31 +101,39 @@ def _printed(row: Row, x: float) -> bool:
 
 AS_PRINTED = Tolerance("as printed", _printed)
 
-TIME = "a time, or a rate that is one: the planner's model of time has to predict it"
 NETWORK = "a measured bandwidth or latency: it goes into a model of a cluster, and is no prediction of one"
 
 NOT_JUDGED = {
-    TIME: [
-        Entry("Korthikanti2022", "iteration_time layer_forward_time", 11),
-        Entry("Korthikanti2022", "layer_backward_time", 4, where=lambda r: r.remat != "full"),
-        Entry("Narayanan2021", "achieved_TFLOPs", 18),
-        Entry("MT-NLG530B", "iteration_time", 2),
+    "times: computed in 8 bits, which jaxdist does not do": [
+        Entry("torchtitan", "tokens_per_s", 13, where=lambda r: r.precision.startswith("fp8")),
+        Entry("Megatron-Bridge", "tokens_per_s", 9, where=lambda r: r.precision != "BF16"),
+        Entry("NeMo 24.12", "tokens_per_s", 11),
+    ],
+    "times: the micro-batch is not told": [
         Entry("Megatron-LM README", "achieved_TFLOPs", 8),
         Entry("Llama3", "achieved_TFLOPs", 2),
-        Entry("torchtitan", "tokens_per_s", 17),
-        Entry("Alpa", "achieved_TFLOPs iteration_time compile_time", 50),
-        Entry("MosaicML llm-foundry", "tokens_per_s", 59),
-        Entry("Megatron-Bridge", "tokens_per_s", 10),
-        Entry("NeMo 24.12", "tokens_per_s", 11),
-        Entry("DeepSpeed#5305", "iteration_time", 4),
+    ],
+    "times: what selective recomputation keeps is not told": [
+        Entry("torchtitan", "tokens_per_s", 4, where=lambda r: r.precision.startswith("bf16")),
+    ],
+    "times: how many chunks a rank has is not told": [
+        Entry("Narayanan2021", "achieved_TFLOPs", 4, where=lambda r: r.table == "2" and r.zero == "0"),
+    ],
+    "times: of mixtures of experts and of images the planner has no model": [
+        Entry("Alpa", "achieved_TFLOPs", 22, where=lambda r: r.model.startswith(("MoE", "Wide-ResNet"))),
+        Entry("Megatron-Bridge", "tokens_per_s", 1, where=lambda r: r.precision == "BF16"),
+    ],
+    "times: model, mesh and micro-batch are not told, and the chips are TPUs": [
         Entry("MaxText (JAX)", "achieved_TFLOPs", 12),
     ],
+    "times: of a compilation, which is not predicted": [Entry("Alpa", "compile_time", 1)],
     NETWORK: [
         Entry("CSCS Alps NCCL", "all_reduce", 7),
         Entry("Galvatron hw config", "all_reduce", 5),
     ],
     "mesh and micro-batch were the planner's own choice and are not told": [
         Entry("Alpa", "peak_memory", 8, where=lambda r: r.table.startswith("fig8a")),
+        Entry("Alpa", "achieved_TFLOPs iteration_time", 26, where=lambda r: r.table[:3] == "fig" and "GPT" in r.model),
     ],
     "what is recomputed, or the micro-batch, is not told; from these rows others are judged by what differs": [
         Entry("torchtitan", "peak_memory", 3, where=lambda r: r.table == "1"),
@@ -134,7 +142,7 @@ NOT_JUDGED = {
     "what is recomputed, or the micro-batch, is not told": [
         Entry("torchtitan", "peak_memory", 3, where=lambda r: r.table in ("5", "H200 trainy")),
     ],
-    "the shape of the model is not told": [Entry("DeepSpeed#5305", "peak_memory", 4)],
+    "the shape of the model is not told": [Entry("DeepSpeed#5305", "peak_memory iteration_time", 8)],
     "latent attention and prediction of several tokens, for which there is no form here": [
         Entry("Megatron-Bridge", "model_TFLOPs", 1, where=lambda r: r.model.startswith("DeepSeek")),
     ],
@@ -142,4 +150,4 @@ NOT_JUDGED = {
         Entry("LLaMA", "gpu_hours", 1, where=lambda r: r.model == "65B"),
     ],
 }
-"""Reason -> rows that no closed form judges."""
+"""Reason -> rows that neither a closed form nor the planner's model of time judges."""

@@ -1,4 +1,4 @@
-"""Published rows against the forms of `planning.theory`: each row is judged, or named with a reason."""
+"""Published rows against the forms of `planning.theory`: each is judged, or named with a reason."""
 
 from collections import Counter
 from statistics import mean
@@ -8,13 +8,14 @@ import pytest
 from jaxdist.planning.theory import sizes
 from tests.planning import judges
 from tests.planning.judges import FORMULAS, JUDGES, LLAMA3, Verdict, all_verdicts, verdicts
-from tests.planning.published import NOT_JUDGED, TIME, rows
+from tests.planning.published import NOT_JUDGED, rows
+from tests.planning.step_tables import TABLES
 
 BY_ENTRY = [(kind, judge) for kind, entries in JUDGES.items() for judge in entries]
 
 
 def test_each_row_has_one_entry():
-    entries = [judge for _, judge in BY_ENTRY] + [entry for entries in NOT_JUDGED.values() for entry in entries]
+    entries = [*(judge for _, judge in BY_ENTRY), *TABLES, *(one for left in NOT_JUDGED.values() for one in left)]
     of_row = [[entry for entry in entries if entry.has(row)] for row in rows()]
     assert [row for row, found in zip(rows(), of_row, strict=True) if len(found) != 1] == []
     counted = Counter(found[0] for found in of_row)
@@ -24,8 +25,8 @@ def test_each_row_has_one_entry():
 def test_how_many_rows_are_judged():
     assert len(rows()) == 486
     assert Counter(verdict.kind for verdict in all_verdicts()) == {"formula": 69, "memory": 15, "derived": 161}
-    assert sum(entry.count for entry in NOT_JUDGED[TIME]) == 208
-    assert sum(entry.count for entries in NOT_JUDGED.values() for entry in entries) == 241
+    assert sum(table.count for table in TABLES) == 91
+    assert sum(entry.count for entries in NOT_JUDGED.values() for entry in entries) == 150
 
 
 def test_what_papers_computed_is_formula_and_nothing_else():
