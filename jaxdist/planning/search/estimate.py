@@ -2,8 +2,9 @@
 
 A step is its arithmetic, what nobody computes behind of what crosses the mesh, and the optimizer's update:
 
-    arithmetic    products with weights and attention's at the rate of a product; what the others read and write at the
-                  rate of the memory; layers run k times, or in a pipeline as often as the ticks of its schedule
+    arithmetic    products with weights, in whole rounds of tiles (`products`), and attention's at their rate; what the
+                  others read and write at the rate of the memory; layers run k times, or in a pipeline as often as the
+                  ticks of its schedule
     waiting       ticks in which a rank has nothing to do, and the padding of uneven stages
     model         over `model`, each layer needs the sum before it goes on
     pipeline      between stages
@@ -31,7 +32,8 @@ from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.placement import compute_width
-from jaxdist.planning.timing import flops_per_token, matrices_per_layer
+from jaxdist.planning.search.products import layer_products
+from jaxdist.planning.timing import flops_per_token
 from jaxdist.planning.transfers import Transfer
 from jaxdist.sharding import Layout, rules
 
@@ -39,8 +41,8 @@ PASSES = 2
 """Each value that a layer keeps is written and read once going forward, and its gradient once going backward."""
 
 FORMULAS = {
-    "arithmetic": "micro-batches x (3 F + recomputed + head); F = layers x (2 tokens x (matrices + sequence x embed / "
-    "0.65) / (model axis x matmul x peak) + 2 x kept bytes / memory bandwidth)",
+    "arithmetic": "micro-batches x (F + B + recomputed + head); F = layers x (2 tokens x (matrices, in whole rounds of "
+    "tiles, + sequence x embed / 0.65) / (model axis x matmul x peak) + 2 x kept bytes / memory bandwidth)",
     "waiting": "ticks of the schedule x its slots, less the arithmetic; padding of uneven stages is in it",
     MODEL: "every collective of the residual stream over the model axis: nothing runs beside it",
     PIPELINE: "messages between stages, and what all stages share of the vocabulary",
@@ -154,11 +156,6 @@ def exposed(communication: float, arithmetic: float, cluster: Cluster) -> float:
     return communication - behind + (cluster.overlap - 1) * behind
 
 
-def layer_flops(m: ModelConfig, tokens: float) -> float:
-    """Of one whole layer's products with weights, forward."""
-    return 2 * tokens * matrices_per_layer(m)
-
-
 def attention_flops(m: ModelConfig, tokens: float) -> float:
     """Of its two products of tokens with tokens, forward; half of each is needed, as it is causal."""
     return 2 * tokens * m.sequence * m.embed
@@ -179,11 +176,11 @@ def stage_times(config: Config, layout: Layout, layers: int, tokens: float, clus
     """Seconds of so many layers and a micro-batch's tokens on one device."""
     sizes, ways, speed = config.model, layout.parts("heads"), rate(config, cluster)
     moved = compute_width(config) * saved_per_token(sizes, layout, "none") * PASSES * tokens / cluster.bandwidth
-    products = layer_flops(sizes, tokens) / (ways * speed)
+    products, inputs, weights = (float(each) / speed for each in layer_products(sizes, tokens, ways, cluster.gpu))
     attention = attention_flops(sizes, tokens) / (ways * speed * ATTENTION)
     forward = products + attention + moved
     again = {"none": 0.0, "dots": attention + moved}.get(sizes.remat, forward)
-    return Times(layers * forward, layers * (products + BACK * attention + moved + again), layers * (products + moved))
+    return Times(layers * forward, layers * (inputs + BACK * attention + moved + again), layers * (weights + moved))
 
 
 def _arithmetic(config: Config, layout: Layout, pipe: Pipeline | None, cluster: Cluster) -> tuple[float, float]:

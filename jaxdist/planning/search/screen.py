@@ -26,7 +26,8 @@ from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.memory import MOMENTS
 from jaxdist.planning.placement import STACKED, compute_width
 from jaxdist.planning.search.candidates import REMATS, SCHEDULES, Columns
-from jaxdist.planning.search.estimate import ATTENTION, BACK, attention_flops, head_flops, layer_flops, rate
+from jaxdist.planning.search.estimate import ATTENTION, BACK, attention_flops, head_flops, rate
+from jaxdist.planning.search.products import layer_products
 from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, F32, PERMUTE, REDUCE_SCATTER
 from jaxdist.sharding import RULES, Layout
 
@@ -46,10 +47,11 @@ class Screen:
 
     def seconds(self) -> Column:
         """Of a step."""
-        products, attention, moved = self._layers()
+        products, gradients, attention, moved = self._layers()
         forward = products + attention + moved
+        backward = gradients + BACK * attention + 2 * moved
         again = np.select([self._remat("none"), self._remat("dots")], [0 * forward, attention + moved], forward)
-        work = self.c["micro"] * (3 * forward + (BACK - 2) * attention + again + self._head())
+        work = self.c["micro"] * (forward + backward + again + self._head())
         busy = work * (1 + self._waiting())
         streams = self._streams()
         data = self._data()
@@ -149,14 +151,16 @@ class Screen:
         )
         return self.width * tokens * np.where(self.staged, kept, flat) + moment
 
-    def _layers(self) -> tuple[Column, Column, Column]:
-        """Seconds of a device's layers for a micro-batch, forward: products, attention, and what the memory moves."""
+    def _layers(self) -> tuple[Column, Column, Column, Column]:
+        """Seconds of a device's layers for a micro-batch: products forward and backward; attention, and what the memory
+        moves, forward."""
         m, tokens = self.config.model, self.rows * self.config.model.sequence
-        speed = self.c[MODEL] * rate(self.config, self.cluster)
-        products = self.depth * layer_flops(m, tokens) / speed
-        attention = self.depth * attention_flops(m, tokens) / (speed * ATTENTION)
+        speed = rate(self.config, self.cluster) / self.depth
+        products, inputs, weights = layer_products(m, tokens, self.c[MODEL], self.cluster.gpu)
+        attention = attention_flops(m, tokens) / (self.c[MODEL] * speed * ATTENTION)
         saved = self._by(lambda ways, split, _: saved_per_token(m, _layout(ways, split), "none"), self.c["zero"] * 0)
-        return products, attention, 2 * self.width * self.depth * tokens * saved / self.cluster.bandwidth
+        moved = 2 * self.width * self.depth * tokens * saved / self.cluster.bandwidth
+        return products / speed, (inputs + weights) / speed, attention, moved
 
     def _head(self) -> Column:
         tokens = self.rows * self.config.model.sequence
