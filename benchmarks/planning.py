@@ -15,7 +15,7 @@ from statistics import mean
 from tests.planning import step_tables
 from tests.planning.judges import Verdict, all_verdicts
 from tests.planning.published import NOT_JUDGED, rows
-from tests.planning.step_tables import TABLES, groups
+from tests.planning.step_tables import TABLES, groups, pairs
 
 
 def main() -> None:
@@ -69,6 +69,7 @@ def not_judged() -> None:
 def times() -> None:
     by_table()
     choices()
+    between_meshes()
     by_row()
 
 
@@ -94,6 +95,19 @@ def choices() -> None:
     print(f"{'group':<38}{'rows':>5}{'chosen':>9}{'random':>9}")
     for group in groups():
         print(f"{group.name:<38}{len(group.timed):>5}{group.ours:>9.1%}{group.random:>9.1%}")
+
+
+def between_meshes() -> None:
+    print("\ntwo meshes for one model, number of devices and batch, in s: ZeRO 3 over all of them, and Megatron's\n")
+    print(
+        f"{'pair':<20}{'ZeRO 3 predicted':>18}{'measured':>10}{'Megatron predicted':>20}{'measured':>10}{'regret':>9}"
+    )
+    for pair in pairs():
+        one, other = pair.sharded, pair.megatron
+        print(
+            f"{pair.name:<20}{one.predicted:>18.1f}{one.measured:>10.1f}{other.predicted:>20.1f}{other.measured:>10.1f}"
+            f"{pair.regret:>9.0%}"
+        )
 
 
 def by_row() -> None:

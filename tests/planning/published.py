@@ -116,9 +116,6 @@ NOT_JUDGED = {
     "times: what selective recomputation keeps is not told": [
         Entry("torchtitan", "tokens_per_s", 4, where=lambda r: r.precision.startswith("bf16")),
     ],
-    "times: how many chunks a rank has is not told": [
-        Entry("Narayanan2021", "achieved_TFLOPs", 4, where=lambda r: r.table == "2" and r.zero == "0"),
-    ],
     "times: of mixtures of experts and of images the planner has no model": [
         Entry("Alpa", "achieved_TFLOPs", 22, where=lambda r: r.model.startswith(("MoE", "Wide-ResNet"))),
         Entry("Megatron-Bridge", "tokens_per_s", 1, where=lambda r: r.precision == "BF16"),
