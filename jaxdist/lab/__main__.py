@@ -12,6 +12,7 @@ from jaxdist.config import Count, CountOrZero, RequestError, nearest
 from jaxdist.request import Extra, arguments, run
 
 LABS = {
+    "all-reduce": "algorithms of all-reduce: their messages counted, and how they grow with the number of nodes",
     "fsdp-walkthrough": "one step of fully sharded training, phase by phase: what moves and what every device holds",
     "model-parallel": "one layer on each of two devices: the same result, and a device that always waits",
     "schedules": "pipeline schedules drawn, and their bubble and memory beside the formulas",
@@ -19,13 +20,18 @@ LABS = {
 """Name -> what it shows. Its module, of the same name, has a `measure` of its options that returns a `Result`."""
 
 OPTIONS = {
+    "all-reduce": (
+        Extra("devices", 8, "Nodes, K.", Count),
+        Extra("algorithm", "all", "Which one: naive, direct, ring, halving, doubling, tree, parameter-server, or all."),
+        Extra("picture", "", "Draw their steps on four nodes, and their cost over K, into this PNG file."),
+    ),
     "schedules": (
         Extra("schedule", "all", "Which one: gpipe, 1f1b, interleaved, zb-h1, zb-u, or all of them."),
         Extra("stages", 4, "Stages, S.", Count),
         Extra("microbatches", 8, "Micro-batches, M.", Count),
         Extra("virtual_stages", 0, "Chunks on each rank, v; 0: 2 for interleaved, 1 for the others.", CountOrZero),
         Extra("picture", "", "Draw the timelines into this PNG file."),
-    )
+    ),
 }
 """Name -> its options, where it has more than --json. They are here, so that help imports no lab."""
 
