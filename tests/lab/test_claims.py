@@ -10,6 +10,7 @@ from jaxdist.config import RequestError
 from jaxdist.lab import claims, page, reductions
 from jaxdist.lab.__main__ import LABS, main
 from jaxdist.lab.claim import Check, Outcome
+from tests.lab.pages import assert_pasted
 
 CHECKS = claims.checks()
 SLOW = {"strong-scaling", "val-reduce", "pipeline-2x2", "zero-comm-1", "zero-comm-2", "zero-comm-3"}
@@ -19,12 +20,16 @@ IDS = [pytest.param(id, marks=pytest.mark.slow if id in SLOW else ()) for id in 
 """Those of the reductions have tests of their own, which share their programs."""
 
 
+SMALLER = {"strong-scaling": {"counts": (1, 2)}}
+"""Settings that take less to compile."""
+
+
 @pytest.mark.parametrize("id", IDS)
 def test_a_claim_holds_and_fails_with_its_control(id):
     """A control changes one setting."""
     claim = claims.claims()[id]
     assert len(CHECKS[id].control) == 1
-    told = claims.look(claim)
+    told = claims.look(claim, **SMALLER.get(id, {}))
     assert told.passed, "\n".join(told.lines())
     wrong = claims.look(claim, **CHECKS[id].control)
     assert wrong.status == "FAILED"
@@ -165,3 +170,7 @@ def test_the_page_needs_no_network_and_has_the_pictures():
 def test_labs_keep_their_names():
     """One that is a claim too is told as a lab; `--all` has the claim."""
     assert LABS.keys() & claims.claims().keys() == {"fsdp-walkthrough"}
+
+
+def test_the_page_for_students_shows_what_is_printed():
+    assert_pasted(claims.look(claims.claims()["zero-7p5b-2"]).lines(), "lab.md")

@@ -34,8 +34,9 @@ GPT2 = ModelConfig(layers=48, embed=1600, heads=25, vocab=50257, sequence=1024)
 GPT3 = ModelConfig(layers=96, embed=12288, heads=96, vocab=50257, sequence=2048)
 """GPT-3 175B (Brown et al. 2020, table 2.1)."""
 
-PALM = 540 * GB
-"""Parameters, as its name has them; its layers, of two parts side by side, are none that this system has."""
+PALM, PALM_EXACT = 540_000_000_000, 540_350_000_000
+"""Parameters, as its name has them and as Chowdhery et al. 2022, table 1, count them. Its layers, of two parts side by
+side, are none that this system has."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +104,21 @@ def gigabytes(expected: str, tolerance: str, zero: int, devices: int = 64) -> Ou
     lines = [
         f"{held.parameters:,} parameters, {devices} devices, ZeRO {zero}; one device holds",
         *table([(name, f"{count / GB:8.3f} GB") for name, count in parts.items()]),
-        "The paper counts gradients of 2 bytes. Here they exist only while a step runs: " + _gradients(held, zero),
+        *_gradients(held, zero),
     ]
     return Outcome(value, within(value, expected, tolerance), tuple(lines), partial(_bars, devices=devices))
 
 
-def _gradients(held: States, zero: int) -> str:
-    told = f"{held.within_step / GB:.3f} GB are predicted"
+def _gradients(held: States, zero: int) -> list[str]:
+    """What differs from the paper."""
+    told = "The paper counts gradients of 2 bytes. Here they exist only while a step runs: "
+    told += f"{held.within_step / GB:.3f} GB are predicted"
     if zero < 2:
-        return f"{told}."
-    return f"{told},\none layer and the table whole at a time, and each shard, once it is reduced, in float32: 4 bytes."
+        return [f"{told}."]
+    return [
+        f"{told},",
+        "one layer and the table whole at a time, and each shard, once it is reduced, in float32: 4 bytes.",
+    ]
 
 
 def _bars(path: Path, devices: int) -> None:
@@ -132,13 +138,18 @@ def weights(expected: str, tolerance: str, dtype: str = "bfloat16") -> Outcome:
     return Outcome(value, within(value, expected, tolerance), (f"{count:,} parameters of {width} bytes",))
 
 
-def devices(expected: str, tolerance: str, of: ModelConfig | int, dtype: str = "bfloat16", room: int = 8) -> Outcome:
-    """How many of `room` GB hold the parameters of a model, given by its sizes or as a number."""
-    count = of if isinstance(of, int) else models.parameters(models.build(of))
+def devices(
+    expected: str, tolerance: str, of: ModelConfig | int, dtype: str = "bfloat16", room: int = 8, exactly: int = 0
+) -> Outcome:
+    """How many of `room` GB hold the parameters of a model, given by its sizes or as a number, which `exactly` is what
+    it stands for."""
     width = jnp.dtype(dtype).itemsize
-    value = math.ceil(count * width / (room * GB))
-    lines = (f"{count:,} parameters of {width} bytes are {count * width / GB:.2f} GB; a device has {room} GB",)
-    return Outcome(value, within(value, expected, tolerance), lines)
+    needed = lambda count: math.ceil(count * width / (room * GB))
+    count = of if isinstance(of, int) else models.parameters(models.build(of))
+    lines = [f"{count:,} parameters of {width} bytes are {count * width / GB:.2f} GB; a device has {room} GB"]
+    if exactly:
+        lines.append(f"of {exactly:,}, which the number stands for, it takes {needed(exactly)}")
+    return Outcome(needed(count), within(needed(count), expected, tolerance), tuple(lines))
 
 
 def per_parameter(expected: str, tolerance: str, precision: str = "mixed") -> Outcome:
@@ -178,7 +189,7 @@ CHECKS = {
     "zero-7p5b-3": Check(partial(gigabytes, zero=3), {"devices": 32}),
     "gpt3-fp16": Check(weights, {"dtype": "float32"}),
     "gpt3-min-gpus": Check(partial(devices, of=GPT3), {"dtype": "float32"}),
-    "palm-min-gpus": Check(partial(devices, of=PALM), {"dtype": "float32"}),
+    "palm-min-gpus": Check(partial(devices, of=PALM, exactly=PALM_EXACT), {"dtype": "float32"}),
     "gpt2-min-gpus": Check(partial(devices, of=GPT2), {"room": 3}),
     "mixed-precision": Check(per_parameter, {"precision": "float32"}),
 }
