@@ -142,17 +142,14 @@ def _counted(name: str, K: int) -> Traffic:
     return messages(lowered(ALGORITHMS[name], mesh, K).compile().as_text(), mesh)
 
 
-def sums(rows: Sequence[Sequence[float]]) -> dict[str, list[float]]:
-    """Algorithm -> the sum of `rows`, one for each node, as node 0 has it."""
-    return apart(_sums, np.asarray(rows, np.float32))
+def total(name: str, rows: Sequence[Sequence[float]]) -> list[float]:
+    """The sum of `rows`, one for each node, as node 0 has it."""
+    return apart(_total, name, np.asarray(rows, np.float32))
 
 
-def _sums(rows: np.ndarray) -> dict[str, list[float]]:
-    devices, found = cpus(len(rows) + 1), {}
-    for name, algorithm in ALGORITHMS.items():
-        mesh = line_of(devices[: algorithm.nodes(len(rows))])
-        x = np.zeros((mesh.size, rows.shape[1]), np.float32)
-        x[: len(rows)] = rows
-        total, _ = lowered(algorithm, mesh, x.shape[1]).compile()(lay(x, mesh))
-        found[name] = np.asarray(total)[0].tolist()
-    return found
+def _total(name: str, rows: np.ndarray) -> list[float]:
+    nodes = ALGORITHMS[name].nodes(len(rows))
+    mesh, x = line_of(cpus(nodes)), np.zeros((nodes, rows.shape[1]), np.float32)
+    x[: len(rows)] = rows
+    summed, _ = lowered(ALGORITHMS[name], mesh, rows.shape[1]).compile()(lay(x, mesh))
+    return np.asarray(summed)[0].tolist()
