@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.orders import Fit, fit
+from jaxdist.lab.reductions_picture import draw_steps
 from jaxdist.lab.reductions_run import Run, counted, study, total
 from jaxdist.models.resnet import ResNet
 
@@ -43,8 +44,6 @@ def orders(found: dict[str, Fit]) -> str:
 
 def grows(expected: str, tolerance: str, algorithm: str, sizes: tuple[int, ...] = SIZES) -> Outcome:
     """The orders of an algorithm, from the programs that were compiled and run for each K of `sizes`."""
-    from jaxdist.lab.reductions_picture import draw_steps
-
     runs = study((algorithm, K) for K in sizes)
     found = fits(runs)
     lines = (
@@ -108,4 +107,4 @@ CHECKS = {
     "reduce-example": Check(example, {"rows": ((5, 1), (2, 3), (7, 8), (0, 0))}),
     "resnet50-ps": Check(server, {"algorithm": "halving"}),
 }
-"""By the ids of lecture_claims.csv. The control of halving sends whole arrays in place of halves: O(K log K) in all."""
+"""By the ids of claims.csv. The control of halving sends whole arrays in place of halves: O(K log K) in all."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,6 +20,8 @@ from jaxdist.lab.reductions_algorithms import ALGORITHMS, Algorithm, Network
 from jaxdist.mesh import AXES, DATA, make_mesh
 from jaxdist.parallel.region import vary
 from jaxdist.sharding import Layout
+
+Answer = TypeVar("Answer")
 
 PART = 4
 """Numbers in one of K parts of an array."""
@@ -101,7 +104,7 @@ def lay(x: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
     return jax.device_put(x, jax.NamedSharding(mesh, Layout.on(mesh).activation("BD")))
 
 
-def apart(function, *arguments):
+def apart(function: Callable[..., Answer], *arguments: Any) -> Answer:
     """`function(*arguments)` in a process of its own, where the CPU has not been split into devices yet."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
