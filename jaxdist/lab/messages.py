@@ -112,7 +112,7 @@ class Traffic:
         return count
 
     def seconds(self, alpha: float, beta: float) -> float:
-        """Until the last message has arrived, in the alpha-beta model (Hockney 1994; Thakur et al. 2005, section 3).
+        """Until the last message has arrived, in the alpha-beta model (Hockney 1994; Thakur et al. 2005).
 
         `alpha` is the latency in seconds, `beta` the seconds of a byte. A node can send and receive at the same time,
         but only one message each way: those of a round share its port, not their latency. Adding costs nothing.

@@ -68,7 +68,7 @@ def direct(x: Vector, network: Network) -> Vector:
 
 
 def ring(x: Vector, network: Network) -> Vector:
-    """Reduce-scatter, then all-gather, round a ring and one of K parts at a time (Patarasuk and Yuan, section 3).
+    """Reduce-scatter, then all-gather, round a ring and one of K parts at a time (Patarasuk and Yuan).
 
     In step s node k adds its own part k - s to the sum that node k - 1 has sent, and sends it on; so it ends with the
     whole sum of part k + 1. Then the sums go round.
@@ -88,8 +88,8 @@ def ring(x: Vector, network: Network) -> Vector:
 def halving(x: Vector, network: Network) -> Vector:
     """Recursive halving, then doubling: with the neighbour at offset 1, 2, 4 ... swap halves of what is left to add.
 
-    Reduce-scatter by vector halving and distance doubling, all-gather the same way back (Rabenseifner, section 4.1; in
-    Thakur et al., section 4.5, the farthest neighbour comes first). For K a power of two.
+    Reduce-scatter by vector halving and distance doubling, all-gather the same way back (Rabenseifner; Thakur et al.
+    begin with the farthest neighbour, which sends the same bytes). For K a power of two.
     """
     mine = cut(x, network.K).reshape(-1)
     offsets = powers(network.K)
@@ -113,7 +113,7 @@ def doubling(x: Vector, network: Network) -> Vector:
 
 
 def tree(x: Vector, network: Network) -> Vector:
-    """Up a binomial tree to node 0, then down again (Thakur et al., sections 4.2 and 4.4)."""
+    """Up a binomial tree to node 0, then down again (the binomial reduce and broadcast of Thakur et al.)."""
     offsets = [1 << level for level in range((network.K - 1).bit_length())]
     children = {offset: range(offset, network.K, 2 * offset) for offset in offsets}
     for offset in offsets:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jaxdist.lab.messages import Traffic, messages
+from jaxdist.lab.messages import Message, Traffic, messages
 from jaxdist.lab.reductions_algorithms import ALGORITHMS, Algorithm, pipelined_tree
 from jaxdist.lab.reductions_run import Run, apart, cpus, lay, line_of, lowered
 from jaxdist.planning.hardware import GPUS
 
 if TYPE_CHECKING:
+    import jax
     from matplotlib.axes import Axes
 
 NODES = 4
@@ -61,7 +63,7 @@ def _steps(names: Sequence[str], K: int) -> dict[str, list[Step]]:
     return {name: seen(ALGORITHMS[name], K, devices) for name in names}
 
 
-def seen(algorithm: Algorithm, K: int, devices: Sequence) -> list[Step]:
+def seen(algorithm: Algorithm, K: int, devices: Sequence[jax.Device]) -> list[Step]:
     """The messages of K nodes. Part j of node k is 2^k + j 2^(K+1): a sum of such numbers tells part and summands."""
     base, mesh = 2 << K, line_of(devices[: algorithm.nodes(K)])
     x = np.zeros((mesh.size, K), np.float32)
@@ -75,7 +77,7 @@ def seen(algorithm: Algorithm, K: int, devices: Sequence) -> list[Step]:
     return told
 
 
-def _read(message, payload: np.ndarray, base: int) -> Step:
+def _read(message: Message, payload: np.ndarray, base: int) -> Step:
     summands = tuple(k for k in range(base.bit_length()) if payload[0] % base >> k & 1)
     parts = tuple(int(number) // base // len(summands) for number in payload)
     return Step(message.round, message.source, message.target, parts, summands)
@@ -105,7 +107,8 @@ def _figure(told: dict[str, list[Step]], runs: dict[str, Sequence[Run]], path: P
         _steps_of(figure.add_subplot(grid[place // columns, at : at + 2]), name, seen)
     for place, array in enumerate(ARRAYS if runs else ()):
         _costs(figure.add_subplot(grid[rows, place * columns : (place + 1) * columns]), array, runs)
-    figure.supxlabel("\n".join(LEGEND[: 1 + bool(runs)]), fontsize=8, color="0.3")
+    legend = "\n".join(textwrap.fill(line, 50 * columns) for line in LEGEND[: 1 + bool(runs)])
+    figure.supxlabel(legend, fontsize=8, color="0.3")
     figure.savefig(path, dpi=130, format="png")
 
 
@@ -122,7 +125,7 @@ def _steps_of(axes: Axes, name: str, told: Sequence[Step]) -> None:
         arrow = dict(arrowstyle="->", color=colour, shrinkA=0, shrinkB=0, linewidth=width)
         axes.annotate("", end, start, arrowprops=arrow)
         text = "" if whole else "".join("abcd"[part] for part in step.parts)
-        where = [a + 0.25 * (b - a) for a, b in zip(start, end, strict=True)]
+        where = [a + 0.15 * (b - a) for a, b in zip(start, end, strict=True)]
         axes.text(*where, text, color=colour, fontsize=8, ha="center", va="center", bbox=dict(pad=0.5, fc="w", ec="w"))
     servers = ["server"] * ALGORITHMS[name].server
     axes.set(xlim=(-0.4, nodes - 0.6), ylim=(rounds, 0), yticks=[one + 0.5 for one in range(rounds)])

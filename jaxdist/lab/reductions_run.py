@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,6 +20,8 @@ from jaxdist.lab.reductions_algorithms import ALGORITHMS, Algorithm, Network
 from jaxdist.mesh import AXES, DATA, make_mesh
 from jaxdist.parallel.region import vary
 from jaxdist.sharding import Layout
+
+Answer = TypeVar("Answer")
 
 PART = 4
 """Numbers in one of K parts of an array."""
@@ -101,7 +104,7 @@ def lay(x: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
     return jax.device_put(x, jax.NamedSharding(mesh, Layout.on(mesh).activation("BD")))
 
 
-def apart(function, *arguments):
+def apart(function: Callable[..., Answer], *arguments: Any) -> Answer:
     """`function(*arguments)` in a process of its own, where the CPU has not been split into devices yet."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
@@ -142,17 +145,14 @@ def _counted(name: str, K: int) -> Traffic:
     return messages(lowered(ALGORITHMS[name], mesh, K).compile().as_text(), mesh)
 
 
-def sums(rows: Sequence[Sequence[float]]) -> dict[str, list[float]]:
-    """Algorithm -> the sum of `rows`, one for each node, as node 0 has it."""
-    return apart(_sums, np.asarray(rows, np.float32))
+def total(name: str, rows: Sequence[Sequence[float]]) -> list[float]:
+    """The sum of `rows`, one for each node, as node 0 has it."""
+    return apart(_total, name, np.asarray(rows, np.float32))
 
 
-def _sums(rows: np.ndarray) -> dict[str, list[float]]:
-    devices, found = cpus(len(rows) + 1), {}
-    for name, algorithm in ALGORITHMS.items():
-        mesh = line_of(devices[: algorithm.nodes(len(rows))])
-        x = np.zeros((mesh.size, rows.shape[1]), np.float32)
-        x[: len(rows)] = rows
-        total, _ = lowered(algorithm, mesh, x.shape[1]).compile()(lay(x, mesh))
-        found[name] = np.asarray(total)[0].tolist()
-    return found
+def _total(name: str, rows: np.ndarray) -> list[float]:
+    nodes = ALGORITHMS[name].nodes(len(rows))
+    mesh, x = line_of(cpus(nodes)), np.zeros((nodes, rows.shape[1]), np.float32)
+    x[: len(rows)] = rows
+    summed, _ = lowered(ALGORITHMS[name], mesh, rows.shape[1]).compile()(lay(x, mesh))
+    return np.asarray(summed)[0].tolist()
