@@ -81,8 +81,8 @@ def cube(path: Path, model: int, layers: Sequence[int], data: int = 2) -> None:
     colours = np.empty(filled.shape, object)
     for stage, count in enumerate(layers):
         colours[stage] = BLUE if count == most else ORANGE
-    axes.voxels(filled, facecolors=colours, edgecolor="white", linewidth=0.2)
-    axes.set_box_aspect((6, 1.2, 2), zoom=1.5)
+    axes.voxels(filled, facecolors=colours, edgecolor="white", linewidth=0.2, clip_on=False)
+    axes.set_box_aspect((6, 1.2, 2), zoom=1.4)
     axes.set(ylabel=f"data: {data}", zlabel=f"model: {model}")
     axes.set_xlabel(f"pipeline: {len(layers)} stages", labelpad=20)
     axes.set_yticks(range(data + 1))

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.orders import Fit, fit
-from jaxdist.lab.reductions_picture import draw_steps
+from jaxdist.lab.reductions_picture import draw
 from jaxdist.lab.reductions_run import Run, counted, study, total
 from jaxdist.models.resnet import ResNet
 
@@ -52,7 +52,8 @@ def grows(expected: str, tolerance: str, algorithm: str, sizes: tuple[int, ...] 
         f"sums on every node: {'those of psum' if all(map(right, runs)) else 'NOT those of psum'}",
     )
     value = orders(found)
-    return Outcome(value, value == expected and all(map(right, runs)), lines, partial(draw_steps, [algorithm]))
+    drawn = partial(draw, [algorithm], {algorithm: runs})
+    return Outcome(value, value == expected and all(map(right, runs)), lines, drawn)
 
 
 def told(found: Fit) -> str:

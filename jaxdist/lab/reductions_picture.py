@@ -83,11 +83,6 @@ def _read(message: Message, payload: np.ndarray, base: int) -> Step:
     return Step(message.round, message.source, message.target, parts, summands)
 
 
-def draw_steps(names: Sequence[str], path: Path) -> None:
-    """A PNG with the steps of these algorithms."""
-    _figure(steps(names), {}, path)
-
-
 def draw(names: Sequence[str], runs: dict[str, Sequence[Run]], path: Path | str) -> None:
     """A PNG with the steps of these algorithms, and the cost over K: formulas as lines, `runs` as points."""
     _figure(steps(names), runs, path)
