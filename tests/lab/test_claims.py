@@ -20,8 +20,8 @@ IDS = [pytest.param(id, marks=pytest.mark.slow if id in SLOW else ()) for id in 
 """Those of the reductions have tests of their own, which share their programs."""
 
 
-SMALLER = {"strong-scaling": {"counts": (1, 2)}}
-"""Settings that take less to compile."""
+SMALLER = {"strong-scaling": {"counts": (1, 2), "batch": 8}}
+"""Settings that take less time."""
 
 
 @pytest.mark.parametrize("id", IDS)

@@ -18,14 +18,17 @@ CONFIG, COUNTS, DIGITS, REPEATS = "cnn_digits", (1, 2, 4), 1797, 4
 """The network, numbers of devices, images of an epoch, and steps that are timed."""
 
 
-def strong(expected: str, tolerance: str, mode: str = "strong", counts: tuple[int, ...] = COUNTS) -> Outcome:
+def strong(
+    expected: str, tolerance: str, mode: str = "strong", counts: tuple[int, ...] = COUNTS, batch: int = 64
+) -> Outcome:
     """Rows of a device on each number of devices, data-parallel and fully sharded, and the loss after the same steps.
 
     Times are shown, not judged: virtual devices share the cores of one CPU.
     """
     work, loss = (part.strip() for part in tolerance.split("/"))
     cpu_mesh(f"{counts[-1]}x1x1")
-    study = Study(load(CONFIG, {}), mode, counts, stages=(0, 3), warmup=1, repeats=REPEATS, rows=DIGITS)
+    config = load(CONFIG, {"train.global_batch_size": str(batch)})
+    study = Study(config, mode, counts, stages=(0, 3), warmup=1, repeats=REPEATS, rows=DIGITS)
     share = {n: _rows(study, n) / _rows(study, 1) for n in counts}
     if any(abs(part * n - 1) > float(work.rstrip("%")) / 100 for n, part in share.items()):
         shares = ", ".join(f"{part:g}" for part in share.values())
