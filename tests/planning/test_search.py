@@ -15,7 +15,8 @@ from jaxdist.models import build
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.search.candidates import asked, candidates, meshes
 from jaxdist.planning.search.estimate import estimate, ranks_inside
-from jaxdist.planning.search.plan import TIE, row_of, search, why_not
+from jaxdist.planning.search.plan import TIE, row_of, search
+from jaxdist.planning.search.questions import alone, scaling, why_not
 from jaxdist.planning.search.screen import Screen
 from jaxdist.request import checks, load
 from jaxdist.request.knobs import KNOBS
@@ -50,6 +51,17 @@ def test_what_is_found_is_the_fastest_of_all(small, every, memory):
     assert min(one.seconds for one in found.ranked) <= 1.005 * fastest
     assert found.ranked[0].seconds <= (1 + TIE) * fastest
     assert found.ranked[0].fits
+
+
+@pytest.mark.slow
+def test_what_fits_is_found_however_tight_the_memory_is(small, every):
+    """Where only the very smallest fit, of which a first look may think that they do not."""
+    held = sorted(one.memory.total for one in every[1])
+    for place in (0, 3, 20, 100, 400):
+        tight = replace(CLUSTER, memory=float(held[place]))
+        found = search(small, 8, tight).ranked
+        assert found
+        assert all(one.memory.total <= tight.memory for one in found)
 
 
 @pytest.mark.slow
@@ -142,6 +154,35 @@ def test_why_not_what_is_the_first_or_cannot_be(plan):
     assert "is the first" in why_not(plan, plan.ranked[0].config.mesh)
     heads = search(config_of("gpt2_124m", train__global_batch_size="64"), 64, CLUSTER)  # which has 12
     assert "model.heads 12 does not divide by model=8" in why_not(heads, "8x8x1")
+
+
+def test_one_axis_alone():
+    """The lecture's comparison: a pipeline sends less than tensors that are split, and waits more."""
+    found = dict(alone(search(config_of("llama_70b"), 8 * CLUSTER.per_host, CLUSTER)))
+    sent = {axis: sum(each.wire_bytes for each in one.transfers) for axis, one in found.items()}
+    assert sent["pipeline"] < sent["model"]
+    assert found["pipeline"].share("waiting") > found["model"].share("waiting") == 0
+    heads = dict(alone(search(config_of("gpt2_124m"), 8, CLUSTER)))
+    assert "model.heads 12 does not divide by model=8" in heads["model"]
+
+
+def test_more_devices():
+    found = scaling(config_of("llama_8b"), [2, 8, 16, 37], CLUSTER)
+    assert found[0][1].startswith("nothing fits 2 x h100-ndr")
+    assert found[3][1].startswith("no mesh of 37 device(s)")
+    rates = [one.tokens_per_second for _, one in found[1:3]]
+    assert 1.8 * rates[0] < rates[1] < 2.2 * rates[0]
+
+
+def test_pictures(tmp_path, capsys):
+    """With 60 devices there is no way around a pipeline of 15 or less."""
+    path = tmp_path / "plan.png"
+    assert command.main(["llama_70b", "--devices=60", "--compare=60,120", "--trade-off", f"--picture={path}"]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plan-timeline.png").read_bytes().startswith(b"\x89PNG")
+    told = capsys.readouterr().out
+    assert "all devices on" in told
+    assert "120 " in told
 
 
 def test_what_does_not_fit_at_all_is_told_with_the_smallest():

@@ -100,7 +100,7 @@ class Estimate:
 def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
     """`config.mesh` names every axis and fits; `config.precision` is not `auto`; `model` is `config.model`'s."""
     shape = parse_mesh(config.mesh)
-    layout = Layout.on(abstract_mesh(shape), rules(config, shape), _Device(cluster))
+    layout = layout_of(config, shape, cluster)
     held = memory.predict(config, model, layout)
     transfers = tuple(communication.predict(config, model, layout))
     pipe = pipeline_of(config, layout)
@@ -118,6 +118,10 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
     update = UPDATE * (held.parameters + held.optimizer) + held.parameters + held.copy
     parts = dict(arithmetic=work, waiting=lockstep - work, **over, optimizer=update / cluster.bandwidth)
     return Estimate(config, shape, cluster, held, transfers, parts)
+
+
+def layout_of(config: Config, shape: MeshShape, cluster: Cluster) -> Layout:
+    return Layout.on(abstract_mesh(shape), rules(config, shape), _Device(cluster))
 
 
 def together(transfers: Iterable[Transfer]) -> list[Transfer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxdist.config import Config, leaves
@@ -12,6 +12,7 @@ from jaxdist.planning.memory import size
 from jaxdist.planning.search.candidates import at_rest
 from jaxdist.planning.search.estimate import FORMULAS, Estimate, seconds, together
 from jaxdist.planning.search.plan import TIE, Plan, told
+from jaxdist.planning.search.questions import alone
 
 SHOWN = 10
 
@@ -146,6 +147,36 @@ HELD = {
 }
 
 
+def trade_off(plan: Plan) -> Iterator[str]:
+    """Alpa's intra- and inter-operator parallelism (Zheng et al. 2022, section 2): which sends, and which waits."""
+    rows = [("all devices on", "as", "idle", "sent by one device", "step", "memory")]
+    impossible = []
+    for axis, one in alone(plan):
+        if isinstance(one, str):
+            impossible.append(f"{axis} cannot be: {one}")
+            continue
+        sent = sum(each.wire_bytes for each in one.transfers)
+        held = size(one.memory.total) + (" (does not fit)" if not one.fits else "")
+        rows.append((axis, told(one), f"{one.share('waiting'):.1%}", size(sent), f"{one.seconds:.3g} s", held))
+    yield from aligned(rows)
+    yield from impossible
+
+
+def compared(found: Sequence[tuple[int, Estimate | str]]) -> Iterator[str]:
+    """More devices for the same batch: what each of them still does."""
+    rows, impossible = [("devices", "first", "step", "tokens/s", "efficiency", "memory")], []
+    base = next(((count, one) for count, one in found if isinstance(one, Estimate)), None)
+    for count, one in found:
+        if isinstance(one, str) or base is None:
+            impossible.append(f"{count}: {one}")
+            continue
+        each = one.tokens_per_second * base[0] / (base[1].tokens_per_second * count)
+        rate, held = f"{one.tokens_per_second:,.0f}", size(one.memory.total)
+        rows.append((str(count), told(one), f"{one.seconds:.3g} s", rate, f"{each:.0%}", held))
+    yield from aligned(rows)
+    yield from impossible
+
+
 def aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
@@ -162,9 +193,13 @@ def run_time(plan: Plan) -> str:
     )
 
 
-def json(plan: Plan) -> dict[str, Any]:
+def json(plan: Plan, more: Sequence[tuple[int, Estimate | str]] = ()) -> dict[str, Any]:
     """The schema of `docs/planning.md`."""
     return {
+        "compared": [
+            {"devices": count, "impossible": one} if isinstance(one, str) else {"devices": count, **_one(one, plan)}
+            for count, one in more
+        ],
         "cluster": plan.cluster.name,
         "devices": plan.devices,
         "candidates": len(plan.rough_memory),
