@@ -39,13 +39,13 @@ CUTS = [(number, v) for number, name in enumerate(SCHEDULES) if name for v in CH
 
 
 def meshes(config: Config, devices: int) -> list[MeshShape]:
-    """The meshes of so many devices over which the model divides."""
+    """The meshes of so many devices over which the model and the rows divide."""
     found = []
     for model, pipeline in product(divisors(devices), repeat=2):
         for data in divisors(devices // (model * pipeline)) if devices % (model * pipeline) == 0 else []:
             replica = devices // (model * pipeline * data)
             shape = dict.fromkeys(AXES, 1) | {REPLICA: replica, DATA: data, MODEL: model, PIPELINE: pipeline}
-            if replica * data <= config.train.global_batch_size and not problems(config, shape):
+            if config.train.global_batch_size % (replica * data) == 0 and not problems(config, shape):
                 found.append(shape)
     return found
 
