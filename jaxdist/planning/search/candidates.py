@@ -82,7 +82,7 @@ def candidates(config: Config, shapes: list[MeshShape]) -> Columns:
 
 
 def _columns(config: Config, shapes: list[MeshShape], cuts: list[tuple[int, int]]) -> Columns:
-    sizes = np.array([[shape[axis] for axis in MESH] for shape in shapes]).reshape(-1, 4)
+    sizes = np.array([[shape[axis] for axis in MESH] for shape in shapes], int).reshape(-1, 4)
     cut = np.array(cuts)
     micro = np.array(list(_powers_of_two(config.train.global_batch_size)))
     axes = len(shapes), 4, 2, len(micro), 2, len(REMATS), len(cuts)
