@@ -77,7 +77,10 @@ def save(checkpoints: Checkpoints, shelf: Shelf, step: int, state: TrainState) -
     written = time.perf_counter()
     while step not in shelf.sealed():
         time.sleep(1e-3)
-    return blocked - started, written - started, time.perf_counter() - started
+    sealed = time.perf_counter()
+    while len(shelf.steps()) > 1:  # the one before is removed, for which the next save would wait
+        time.sleep(1e-3)
+    return blocked - started, written - started, sealed - started
 
 
 def block() -> None:
@@ -93,7 +96,7 @@ def block() -> None:
             jax.block_until_ready(metrics)
             steps.append(time.perf_counter() - started)
             if number % 4 == 0:
-                first, _, last = save(checkpoints, shelf, number, run.logical(state))
+                first, _, last = save(checkpoints, shelf, number, run.step.logical(state))
                 blocked.append(first)
                 whole.append(last)
     print(f"block       a step {median(steps)}, a save blocks {median(blocked)} of {median(whole)}")

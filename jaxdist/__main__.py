@@ -17,9 +17,11 @@ COMMANDS = {
     "generate": "text from a run's checkpoint",
     "checkpoints": "what a run has saved: list, verify, prune, export",
     "explain": "what a step holds and moves, compiled for any mesh, also of GPUs that are not here",
+    "plan": "which mesh for so many devices of a cluster, ranked by predicted time and memory",
     "doctor": "what is wrong with machines, network and folders; who is slow or silent in a run",
     "bench step": "measure the train step: time, tokens per second, MFU, memory",
     "bench scaling": "the step on several numbers of devices: speed-up, efficiency, serial fraction",
+    "bench collectives": "what links, matrix units and memory do: a cluster for the planner",
     "lab": "what the lectures tell, run: every number read from the devices",
 }
 
@@ -32,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     word, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if word in ("--help", "-h"):
         print("usage: python -m jaxdist.COMMAND ...   (--help tells more)\n\ncommands:")
-        print("\n".join(f"  {name:<15}{line}" for name, line in COMMANDS.items()))
+        print("\n".join(f"  {name:<18}{line}" for name, line in COMMANDS.items()))
         return 0
     if word == "--version":
         print(f"jaxdist {__version__}")

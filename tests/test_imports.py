@@ -9,13 +9,13 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jaxdist"
 FILES = sorted(PACKAGE.rglob("*.py"))
-COMMANDS = {"train", "evaluate", "generate", "explain", "checkpoints", "launch", "doctor"}
+COMMANDS = {"train", "evaluate", "generate", "explain", "plan", "checkpoints", "launch", "doctor"}
 
 READERS = [f"jaxdist.planning.{name}" for name in ("hlo", "hlo_text", "target", "apart", "branches")]
 """What reads or makes a compiled program: a prediction is not read off the program."""
 
 PREDICTIONS = ["memory", "activations", "communication", "transfers", "placement"]
-PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic"]
+PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic", "clusters", "collective_time", "search", "theory"]
 
 FORBIDDEN = {
     "config": ["jaxdist", "jax", "flax"],

@@ -66,7 +66,7 @@ def result(study: Study, note: Note = lambda doing: None) -> dict[str, Any] | No
     devices = first(study.counts[-1], f"--devices {counts} needs")
     places = [(stage, count) for stage in study.stages for count in study.counts]
     runs = [Run(study.config_of(count, stage), devices=devices[:count]) for stage, count in places]
-    computers = _computers()
+    computers = all_computers()
     timed = []
     for (stage, count), run in zip(places, runs, strict=True):
         if jax.process_index() in processes_of(run.mesh):
@@ -107,7 +107,7 @@ class Computers(NamedTuple):
     """That the processes may use, in all."""
 
 
-def _computers() -> Computers:
+def all_computers() -> Computers:
     """Those of all processes; every one calls it."""
     cores: dict[str, set[int]] = {}
     for name, numbers in board.gather("computers", [socket.gethostname(), sorted(core_numbers())], board.WEEK):

@@ -9,7 +9,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -88,21 +88,10 @@ def reductions(here: Here, mesh: jax.sharding.Mesh, hosts: Sequence[str]) -> Ite
 
 def reduce_over(mesh: jax.sharding.Mesh, axis: str) -> tuple[list[str], float, int]:
     """(devices of this process with a wrong sum, seconds, bytes that each device gives)."""
-    layout = Layout.on(mesh, {BATCH: mesh.axis_names}, names=[BATCH])
-    spec = layout.spec([BATCH, None])
-    numbers = np.arange(1, mesh.size + 1, dtype=np.float32).reshape(mesh.devices.shape)
     length = (CPU_BYTES if mesh.devices.flat[0].platform == "cpu" else BYTES) // 4
-    part = lambda index: np.repeat(numbers.reshape(-1, 1)[index[0]], length, axis=1)
-    given = jax.make_array_from_callback((mesh.size, length), jax.sharding.NamedSharding(mesh, spec), part)
     summed = lambda x: jax.lax.pcast(jax.lax.psum(x, axis), axis, to="varying")
-    program = jax.jit(jax.shard_map(summed, mesh=mesh, in_specs=spec, out_specs=spec))
-    for _ in range(WARM):
-        found = jax.block_until_ready(program(given))
-    times = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        found = jax.block_until_ready(program(given))
-        times.append(time.perf_counter() - began)
+    found, seconds = timed(on_each(mesh, summed), numbered(mesh, length))
+    numbers = np.arange(1, mesh.size + 1, dtype=np.float32).reshape(mesh.devices.shape)
     at = mesh.axis_names.index(axis)
     wanted = np.broadcast_to(numbers.sum(axis=at, keepdims=True), numbers.shape).reshape(-1)
     bad = [
@@ -110,7 +99,36 @@ def reduce_over(mesh: jax.sharding.Mesh, axis: str) -> tuple[list[str], float, i
         for shard in found.addressable_shards
         if np.any(np.asarray(shard.data) != wanted[shard.index[0]])
     ]
-    return bad, statistics.median(times), length * 4
+    return bad, seconds, length * 4
+
+
+def numbered(mesh: jax.sharding.Mesh, length: int) -> jax.Array:
+    """Float32 [devices, length], a row on each device: all 1 on the first, all 2 on the second."""
+    part = lambda index: np.repeat(np.arange(1, mesh.size + 1, dtype=np.float32)[index[0], None], length, axis=1)
+    return jax.make_array_from_callback((mesh.size, length), rows(mesh), part)
+
+
+def on_each(mesh: jax.sharding.Mesh, body: Callable[..., jax.Array]) -> jax.stages.Wrapped:
+    """The program that gives `body` each device's part of arrays [devices, ...], and makes such an array of theirs."""
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=rows(mesh).spec, out_specs=rows(mesh).spec))
+
+
+def rows(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+    """The layout of arrays whose first dim counts the devices."""
+    spec = Layout.on(mesh, {BATCH: mesh.axis_names}, names=[BATCH]).spec([BATCH])
+    return jax.sharding.NamedSharding(mesh, spec)
+
+
+def timed(program: Callable[..., jax.Array], *given: jax.Array) -> tuple[jax.Array, float]:
+    """What the program makes, and the median of its seconds, each call waited for."""
+    for _ in range(WARM):
+        found = jax.block_until_ready(program(*given))
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        found = jax.block_until_ready(program(*given))
+        times.append(time.perf_counter() - began)
+    return found, statistics.median(times)
 
 
 def judged(check: str, kind: str, crosses: bool, rate: float) -> Finding:

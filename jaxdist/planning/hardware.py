@@ -72,11 +72,27 @@ GPUS = {
         "NVIDIA H100 80GB HBM3", **_HOPPER, cache=50 * 2**20, memory=84_942_979_072, bandwidth=3.352e12, network=50e9
     ),
     "h200": Gpu("NVIDIA H200", **_HOPPER, cache=60 * 2**20, memory=143_156 * 2**20, bandwidth=4.8e12, network=50e9),
+    "b200": Gpu(
+        "NVIDIA B200",
+        capability=(10, 0),
+        cores=148,
+        lanes=128,
+        clock_ghz=1.965,
+        shared=228 * 2**10,
+        cache=132_644_864,
+        memory=191_514_411_008,
+        bandwidth=7.672e12,
+        peak=2250e12,
+        link=900e9,
+        network=50e9,
+    ),
 }
 """By the name that people use: the SXM modules, and GH200 with 96 GB, four to a node as on Alps. gh200 stands before
-h200, whose name it contains. The networks: HDR and NDR InfiniBand, a card for each GPU, and Alps' Slingshot-11."""
+h200, whose name it contains. The networks: HDR and NDR InfiniBand, a card for each GPU, and Alps' Slingshot-11. What
+CUDA reports of a B200 is from XLA's own description of one (openxla/xla, target_config/specs/b200.txtpb), its peak and
+links from NVIDIA's data sheet of the DGX B200."""
 
-PEAK_BFLOAT16 = {"H100 PCIe": 756e12, **{name: gpu.peak for name, gpu in GPUS.items()}}
+PEAK_BFLOAT16 = {"H100 PCIe": 756e12, "GB200": 2500e12, **{name: gpu.peak for name, gpu in GPUS.items()}}
 """Dense bfloat16 FLOP/s by a part of the device's name; the first that fits counts."""
 
 

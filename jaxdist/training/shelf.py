@@ -1,20 +1,21 @@
 """A folder of saved steps, and whether they are whole: a checksum of every file stands beside them. No jax here.
 
     STEP/            written by Orbax under another name first, then renamed: it is there whole or not at all
-    sums/STEP.json   size and CRC-32 of its files, written after that; a step without it counts as not saved
+    sums/STEP.json   size and XXH3 of its files, written after that; a step without it counts as not saved
 
-Orbax hands out flipped bytes without a word. CRC-32 finds any burst of up to 32 bits and misses one of 4e9 others.
+Orbax hands out flipped bytes without a word. XXH3 of 64 bits reads a file as fast as it comes from the memory.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 TORN = ".orbax-checkpoint-tmp"
 """How the name of a folder ends while Orbax writes it."""
@@ -49,7 +50,7 @@ class Shelf:
         sums = self._sums(step)
         sums.parent.mkdir(exist_ok=True)
         temporary = sums.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"files": _checksums(self.path(step))}))
+        temporary.write_text(json.dumps({"xxh3_64": _checksums(self.path(step))}))
         temporary.replace(sums)
 
     def damage(self, step: int, thorough: bool = True) -> str | None:
@@ -60,7 +61,7 @@ class Shelf:
         if not self._sums(step).exists():
             return "it has no checksums, because its save was not completed"
         try:
-            expected = {name: (size, crc) for name, (size, crc) in self._read_sums(step).items()}
+            expected = {name: (size, digest) for name, (size, digest) in self._read_sums(step).items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return f"its checksums in {self._sums(step).relative_to(self.folder)} cannot be read"
         path = self.path(step)
@@ -130,21 +131,22 @@ class Shelf:
     def _sums(self, step: int) -> Path:
         return self.folder / "sums" / f"{step}.json"
 
-    def _read_sums(self, step: int) -> dict[str, list[int]]:
-        return json.loads(self._sums(step).read_text("utf-8"))["files"]
+    def _read_sums(self, step: int) -> dict[str, list[Any]]:
+        return json.loads(self._sums(step).read_text("utf-8"))["xxh3_64"]
 
 
-def _checksums(folder: Path) -> dict[str, tuple[int, int]]:
-    """(size, CRC-32) of every file under `folder`, by its path there."""
+def _checksums(folder: Path) -> dict[str, tuple[int, str]]:
+    """(size, XXH3 in hexadecimal) of every file under `folder`, by its path there."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    with ThreadPoolExecutor(READERS) as pool:  # zlib and read leave Python's lock to the others
+    with ThreadPoolExecutor(READERS) as pool:  # xxhash and read leave Python's lock to the others
         return dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(_checksum, paths), strict=True))
 
 
-def _checksum(path: Path) -> tuple[int, int]:
-    size = crc = 0
+def _checksum(path: Path) -> tuple[int, str]:
+    size, hash = 0, xxhash.xxh3_64()
     buffer = memoryview(bytearray(min(BLOCK, path.stat().st_size + 1)))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            size, crc = size + count, zlib.crc32(buffer[:count], crc)
-    return size, crc
+            size += count
+            hash.update(buffer[:count])
+    return size, hash.hexdigest()

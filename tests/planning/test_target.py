@@ -32,13 +32,20 @@ def test_each_gpu_is_known_by_its_kind(name):
     assert f'device_description_str: "{gpu.kind}"' in target.text(gpu)
 
 
+def test_a_sister_is_not_taken_for_it():
+    """GB200 has b200 in its name, and more FLOP/s."""
+    assert (peak_flops("NVIDIA GB200", "bfloat16"), peak_flops("NVIDIA B200", "bfloat16")) == (2500e12, 2250e12)
+    assert peak_flops("NVIDIA B300 SXM6 AC", "bfloat16") is None
+
+
 def test_gibibytes_and_gigabytes_are_not_confused():
     """CUDA reports 79.1 GiB of an H100's 80."""
-    assert [round(GPUS[name].memory / 2**30, 1) for name in ("a100", "h100", "h200", "gh200")] == [
+    assert [round(GPUS[name].memory / 2**30, 1) for name in ("a100", "h100", "h200", "gh200", "b200")] == [
         79.3,
         79.1,
         139.8,
         94.5,
+        178.4,
     ]
 
 

@@ -16,6 +16,7 @@ from jaxdist.lab.checks.memory import GPT3
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
 from jaxdist.lab.phases import table
+from jaxdist.planning.clusters import cluster
 from jaxdist.planning.hardware import GPUS, Gpu
 from jaxdist.planning.timing import flops_per_token
 
@@ -80,11 +81,13 @@ def tokens_per_parameter(expected: str, tolerance: str, quantile: float = 0.5) -
     return Outcome(value, within(value, expected, tolerance), tuple(table([("parameters", "tokens", "ratio"), *told])))
 
 
-def network(expected: str, tolerance: str, gpu: str = "gh200") -> Outcome:
-    """GB/s that a module of a node sends to other nodes."""
-    on = GPUS[gpu]
-    value = on.network / 1e9
-    lines = (f"{on.kind}: {on.per_host} to a node, each with a card of {8 * value:g} Gb/s: {value:g} GB/s each way",)
+def network(expected: str, tolerance: str, preset: str = "alps-gh200") -> Outcome:
+    """GB/s that one GPU of a cluster sends to other nodes."""
+    found = cluster(preset)
+    value = found.across.bandwidth / 1e9
+    lines = (
+        f"{preset}: {found.per_host} x {found.gpu} to a node, {8 * value:g} Gb/s, {value:g} GB/s, each way for each",
+    )
     return Outcome(value, within(value, expected, tolerance), lines)
 
 
@@ -93,5 +96,5 @@ CHECKS = {
     "chinchilla": Check(tokens_per_parameter, {"quantile": 0.0}),
     "scaling-70b": Check(partial(training, parameters=70e9, tokens=1e12), {"backward": False}),
     "scaling-280b": Check(partial(training, parameters=280e9, tokens=10e12), {"backward": False}),
-    "slingshot": Check(network, {"gpu": "h100"}),
+    "slingshot": Check(network, {"preset": "h100-ndr"}),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -118,7 +118,12 @@ def stages_of(config: Config, shape: Mapping[str, int]) -> Stages | None:
     ranks, virtual = shape[PIPELINE], config.pipeline.virtual
     if ranks == 1:
         return None
-    return Stages(ranks, virtual, split([1.0] * config.model.layers, ranks * virtual))
+    return Stages(ranks, virtual, _even(config.model.layers, ranks * virtual))
+
+
+@cache
+def _even(layers: int, chunks: int) -> tuple[int, ...]:
+    return split([1.0] * layers, chunks)
 
 
 def split(costs: Sequence[float], chunks: int) -> tuple[int, ...]:

@@ -1,0 +1,152 @@
+"""Clusters: how many GPUs a host has, how fast they compute, and how fast they talk inside a host and across hosts.
+
+The shipped ones are TOML files (`configs/clusters`), every number with its source beside it; `python -m jaxdist.bench
+collectives --fit FILE` measures a real one and writes such a file.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config import RequestError, nearest
+
+PRESETS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs" / "clusters").glob("*.toml"))}
+"""The clusters inside the package, by name."""
+
+USABLE = 0.92
+"""Of the memory that CUDA reports, what a program can use: 5 % stay with CUDA's context and NCCL's buffers, and 3 % of
+what XLA then gets are lost to fragmentation."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one GPU sends over, to the next rank of a ring."""
+
+    bandwidth: float
+    """Bytes per second, one way: as measured where a measurement is cited, else that of the data sheet."""
+    latency: float
+    """Seconds of one hop."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts of the same GPUs. Sizes in bytes, rates per second."""
+
+    name: str
+    gpu: str
+    """Its name in `hardware.GPUS`, or any other."""
+    per_host: int
+    memory: float
+    """Of one GPU, what a program can use: what CUDA reports, less its context, NCCL's buffers and fragmentation."""
+    peak: float
+    """Dense bfloat16 FLOP/s of one GPU."""
+    matmul: float
+    """The share of the peak that the best matrix product reaches, 0 to 1."""
+    bandwidth: float
+    """Of a GPU's memory."""
+    inside: Link
+    """Between the GPUs of a host."""
+    across: Link
+    """Between hosts: one GPU's share of the network cards."""
+    overlap: float
+    """Computing and communicating at once takes max + (overlap - 1) x min of the two: 1 hides all, 2 nothing."""
+    sources: tuple[str, ...]
+
+
+def cluster(name_or_file: str) -> Cluster:
+    """A shipped cluster, or that of a TOML file.
+
+    Raises `RequestError` with the nearest name, or with everything that is wrong in the file, a sentence for each key.
+    """
+    path = PRESETS.get(name_or_file) or Path(name_or_file)
+    if not path.is_file():
+        hint = "is a folder" if path.is_dir() else "is neither a cluster nor a file"
+        raise RequestError(f"cluster '{name_or_file}' {hint}; {nearest(name_or_file, PRESETS)}")
+    try:
+        given = tomllib.loads(path.read_bytes().decode())
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise RequestError(f"{path} is not valid TOML: {error}") from error
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
+    if problems := list(_problems(given)):
+        raise RequestError(*(f"{path}: {problem}" for problem in problems))
+    links = {side: Link(**{key: float(value) for key, value in given.pop(side).items()}) for side in SIDES}
+    sources = tuple(given.pop("sources"))
+    numbers = {key: value if key in ("gpu", "per_host") else float(value) for key, value in given.items()}
+    return Cluster(name=path.stem, **numbers, **links, sources=sources)
+
+
+SIDES = ("inside", "across")
+
+BOUNDS = {
+    "per_host": (1, 10**6),
+    "memory": (1, 1e15),
+    "peak": (1, 1e21),
+    "matmul": (0.001, 1),
+    "bandwidth": (1, 1e18),
+    "latency": (0, 10),
+    "overlap": (1, 2),
+}
+"""What a number may be; a wrong unit, such as GB for bytes, shows in none of them, and so each key's unit is told."""
+
+UNITS = {
+    "memory": "bytes",
+    "peak": "FLOP/s",
+    "matmul": "a share of the peak",
+    "bandwidth": "bytes per second",
+    "latency": "seconds",
+}
+
+
+def _problems(given: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each key of a file that is missing, wrong or not known."""
+    yield from _table(given, [field.name for field in fields(Cluster) if field.name != "name"])
+    for side in SIDES:
+        if isinstance(given.get(side), dict):
+            yield from _table(given[side], [field.name for field in fields(Link)], f"{side}.")
+
+
+def _table(given: Mapping[str, Any], keys: Sequence[str], prefix: str = "") -> Iterator[str]:
+    for key in given:
+        if key not in keys:
+            yield f"unknown key '{prefix}{key}'; {nearest(key, keys)}"
+    for key in keys:
+        if key not in given:
+            yield f"{prefix}{key} is missing; set it{_in(key)}"
+        elif wrong := _wrong(key, given[key]):
+            yield f"{prefix}{key} is {json.dumps(given[key], default=str)}: {wrong}"
+
+
+def _wrong(key: str, value: Any) -> str:
+    """What is wrong with the value of a key; empty where nothing is."""
+    if key in SIDES:
+        return "" if isinstance(value, dict) else f"must be a table; write [{key}] with bandwidth and latency"
+    if key == "gpu":
+        return "" if isinstance(value, str) and value else "must be the name of a GPU, in quotes"
+    if key == "sources":
+        fine = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        return "" if fine else 'must be a list of texts, such as ["measured on our machine"]'
+    if isinstance(value, bool) or not isinstance(value, int if key == "per_host" else int | float):
+        return f"must be a {'whole ' * (key == 'per_host')}number{_in(key)}"
+    least, most = BOUNDS[key]
+    return "" if least <= value <= most else f"must be from {least:g} to {most:g}{_in(key)}"
+
+
+def _in(key: str) -> str:
+    return f", in {UNITS[key]}" if key in UNITS else ""
+
+
+def to_toml(cluster: Cluster, comments: Sequence[str]) -> str:
+    """`cluster` as TOML that `cluster` reads back to an equal one, but for its name; `comments` stand above."""
+    values = asdict(cluster)
+    links = {side: values.pop(side) for side in SIDES}
+    lines = [f"# {line}".rstrip() for line in comments]
+    lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if key != "name"]
+    for side, link in links.items():
+        lines += ["", f"[{side}]", *(f"{key} = {value!r}" for key, value in link.items())]
+    return "\n".join(lines) + "\n"

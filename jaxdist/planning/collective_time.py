@@ -1,0 +1,209 @@
+"""How long collectives take, by algorithm: a latency for each hop and a bandwidth (alpha and beta).
+
+Sizes are those of the whole array in bytes: what every rank has before an all-reduce, a reduce-scatter or an
+all-to-all, what it has after an all-gather, what it sends in a permute. Sizes and ranks may be arrays of any shapes
+that broadcast: a search asks for all its candidates at once. Times are in seconds.
+
+Formulas: Thakur, Rabenseifner and Gropp 2005, sections 3 and 4; how hops inside a host and across hosts add up: the
+tuning model of NCCL (src/graph/tuning.cc).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxdist.planning.clusters import Cluster
+from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
+
+ALL_TO_ALL = "all-to-all"
+
+Numbers = np.ndarray | float
+
+START = 8.4e-6
+"""Seconds before the first hop: the base latency of NCCL's model, protocol Simple."""
+
+
+def inside_of(ranks: Numbers, stride: Numbers, per_host: Numbers) -> Numbers:
+    """How many ranks of a group share a host, where neighbours in the group are `stride` devices apart."""
+    return np.clip(per_host // np.asarray(stride), 1, ranks)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that talk to each other, `inside` of which share a host. The host's other GPUs do the same at that time in
+    groups of their own: each rank has its own share of the network, and no more."""
+
+    ranks: Numbers
+    inside: Numbers
+    cluster: Cluster
+
+    @property
+    def hosts(self) -> Numbers:
+        return np.ceil(self.ranks / self.inside)
+
+    @property
+    def rate(self) -> Numbers:
+        """Bytes per second around a ring: all cards of the group's ranks in a host carry what leaves it."""
+        near, far = self.cluster.inside.bandwidth, self.cluster.across.bandwidth
+        return np.where(self.hosts > 1, np.minimum(near, self.inside * far), near)
+
+    @property
+    def own(self) -> Numbers:
+        """Bytes per second that one rank alone sends to one that is far."""
+        return np.where(self.hosts > 1, self.cluster.across.bandwidth, self.cluster.inside.bandwidth)
+
+    @property
+    def hop(self) -> Numbers:
+        """Seconds of the longest hop."""
+        return np.where(self.hosts > 1, self.cluster.across.latency, self.cluster.inside.latency)
+
+    @property
+    def around(self) -> Numbers:
+        """Seconds of the n - 1 hops of a ring, one of which leaves each host but the last."""
+        across = self.hosts - 1
+        return (self.ranks - 1 - across) * self.cluster.inside.latency + across * self.cluster.across.latency
+
+    @property
+    def part(self) -> Numbers:
+        """(n - 1) / n."""
+        return (self.ranks - 1) / self.ranks
+
+    def near(self) -> Group:
+        """The ranks of one host."""
+        return Group(self.inside, self.inside, self.cluster)
+
+    def far(self) -> Group:
+        """One rank of each host."""
+        return Group(self.hosts, np.ones_like(self.inside), self.cluster)
+
+
+def ring(group: Group, size: Numbers) -> Numbers:
+    """Of an all-gather or a reduce-scatter."""
+    return group.around + group.part * size / group.rate
+
+
+def ring_reduce(group: Group, size: Numbers) -> Numbers:
+    return 2 * ring(group, size)
+
+
+def tree_reduce(group: Group, size: Numbers) -> Numbers:
+    """A chain in each host, and a tree of hosts."""
+    chain = (group.inside - 1) * group.cluster.inside.latency
+    return 2 * (chain + np.ceil(np.log2(group.hosts)) * group.cluster.across.latency) + 2 * size / group.rate
+
+
+def halving_reduce(group: Group, size: Numbers) -> Numbers:
+    return 2 * np.ceil(np.log2(group.ranks)) * group.hop + 2 * group.part * size / group.rate
+
+
+def hierarchical_reduce(group: Group, size: Numbers) -> Numbers:
+    """Every GPU of a host reduces its part with those in its place in the other hosts: all network cards at once."""
+    far, part = group.far(), size / group.inside
+    return 2 * ring(group.near(), size) + np.minimum(ring_reduce(far, part), tree_reduce(far, part))
+
+
+def server_reduce(group: Group, size: Numbers) -> Numbers:
+    return 2 * group.hop + 2 * group.ranks * size / group.own
+
+
+def direct_reduce(group: Group, size: Numbers) -> Numbers:
+    return group.hop + (group.ranks - 1) * size / group.own
+
+
+def naive_reduce(group: Group, size: Numbers) -> Numbers:
+    return 2 * (group.ranks - 1) * (group.hop + size / group.own)
+
+
+def send(group: Group, size: Numbers) -> Numbers:
+    return group.hop + size / group.own
+
+
+def exchange(group: Group, size: Numbers) -> Numbers:
+    """What stays in the host and what leaves it go over different links at the same time."""
+    near, far, links = group.inside - 1, group.ranks - group.inside, group.cluster
+    sending = np.maximum(near / links.inside.bandwidth, far / links.across.bandwidth)
+    return near * links.inside.latency + far * links.across.latency + size / group.ranks * sending
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to do a collective."""
+
+    name: str
+    kinds: tuple[str, ...]
+    formula: str
+    """n ranks, g of them in a host, N hosts; S bytes; a hop inside a host, A across; b and B their bandwidths."""
+    time: Callable[[Group, Numbers], Numbers]
+    used: bool = True
+    """Whether NCCL has it; the others are for comparison, and no time of `seconds` is theirs."""
+
+
+ROUND = "(n-N) a + (N-1) A"
+"""The hops of a ring."""
+
+ALGORITHMS = (
+    Algorithm("ring", (ALL_REDUCE,), f"2 [{ROUND}] + 2 (n-1)/n S / min(b, g B)", ring_reduce),
+    Algorithm("tree", (ALL_REDUCE,), "2 [(g-1) a + log2(N) A] + 2 S / min(b, g B)", tree_reduce),
+    Algorithm(
+        "hierarchical",
+        (ALL_REDUCE,),
+        "2 [(g-1) a + (g-1)/g S / b] + least of ring and tree of S/g over N hosts by B",
+        hierarchical_reduce,
+    ),
+    Algorithm("halving-doubling", (ALL_REDUCE,), "2 log2(n) A + 2 (n-1)/n S / min(b, g B)", halving_reduce, used=False),
+    Algorithm("parameter server", (ALL_REDUCE,), "2 A + 2 n S / B", server_reduce, used=False),
+    Algorithm("direct", (ALL_REDUCE,), "A + (n-1) S / B", direct_reduce, used=False),
+    Algorithm("naive", (ALL_REDUCE,), "2 (n-1) (A + S / B)", naive_reduce, used=False),
+    Algorithm("ring", (ALL_GATHER, REDUCE_SCATTER), f"{ROUND} + (n-1)/n S / min(b, g B)", ring),
+    Algorithm("send", (PERMUTE,), "A + S / B", send),
+    Algorithm("exchange", (ALL_TO_ALL,), "(g-1) a + (n-g) A + S/n max((g-1) / b, (n-g) / B)", exchange),
+)
+"""Where the group lies in one host, A is a, and B is b."""
+
+
+def algorithms(kind: str) -> dict[str, Algorithm]:
+    """All that do this kind of collective, by name."""
+    return {one.name: one for one in ALGORITHMS if kind in one.kinds}
+
+
+def seconds(kind: str, size: Numbers, ranks: Numbers, ranks_inside: Numbers, cluster: Cluster) -> Numbers:
+    """By the fastest algorithm that NCCL has, in a group of `ranks`, `ranks_inside` of which share a host.
+
+    Zero for a group of one. Arguments broadcast; the result has their common shape.
+    """
+    size, ranks, ranks_inside = (np.asarray(each, float) for each in (size, ranks, ranks_inside))
+    group = Group(ranks, ranks_inside, cluster)
+    times = [one.time(group, size) for one in algorithms(kind).values() if one.used]
+    return np.where(ranks > 1, START + np.min(np.broadcast_arrays(*times), axis=0), 0.0)
+
+
+def bus_bandwidth(kind: str, size: Numbers, ranks: Numbers, seconds: Numbers) -> Numbers:
+    """Bytes per second over the links, as NCCL's tests count them: it can be held beside what a link can do."""
+    return wire_share(kind, ranks) * size / seconds
+
+
+def wire_share(kind: str, ranks: Numbers) -> Numbers:
+    """Bytes that a rank sends around a ring, over those of the whole array."""
+    if kind == PERMUTE:
+        return np.ones_like(ranks, float)
+    return (2 if kind == ALL_REDUCE else 1) * (np.asarray(ranks) - 1) / np.asarray(ranks)
+
+
+def why(kind: str, size: float, ranks: int, ranks_inside: int, cluster: Cluster) -> str:
+    """The time of one collective in a sentence: by which algorithm, with its formula and the numbers in it."""
+    group = Group(float(ranks), float(ranks_inside), cluster)
+    took = {one: float(one.time(group, size)) for one in algorithms(kind).values() if one.used}
+    best = min(took, key=took.__getitem__)
+    near, far = cluster.inside, cluster.across
+    if math.ceil(ranks / ranks_inside) == 1:
+        far = near
+    return (
+        f"{kind} of {size / 1e6:.4g} MB, n={ranks} ranks, g={ranks_inside} in a host, {best.name}: start + "
+        f"{best.formula} = {(START + took[best]) * 1e3:.4g} ms with start {START * 1e6:.3g} us, "
+        f"a={near.latency * 1e6:.3g} us, A={far.latency * 1e6:.3g} us, b={near.bandwidth / 1e9:.4g} GB/s, "
+        f"B={far.bandwidth / 1e9:.4g} GB/s"
+    )

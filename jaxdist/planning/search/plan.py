@@ -1,0 +1,153 @@
+"""The ways to train a model on a cluster, best first, and why the others are not among them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from jaxdist.config import Config, RequestError
+from jaxdist.mesh import MODEL, PIPELINE, REPLICA, describe
+from jaxdist.models import Model, build
+from jaxdist.planning import memory
+from jaxdist.planning.clusters import Cluster
+from jaxdist.planning.search.candidates import Columns, asked, candidates, meshes
+from jaxdist.planning.search.estimate import Estimate, estimate
+from jaxdist.planning.search.screen import Screen, best
+
+TIE = 0.05
+"""Times that differ by less are equal: the model is no better than that."""
+
+LOOKED_AT, ENOUGH, MOST = 96, 12, 480
+"""Candidates that are predicted parameter by parameter at a time; how many of them have to fit, before no more are; and
+the most of all."""
+
+ROOM = 1.1
+"""How far beyond the memory a first look may be, and the candidate be looked at all the same."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: Config
+    devices: int
+    cluster: Cluster
+    model: Model
+    columns: Columns
+    rough_memory: np.ndarray
+    rough_seconds: np.ndarray
+    looked_at: tuple[Estimate, ...] = ()
+    """Of the candidates that are the fastest at first sight; those that fit, and those that do not."""
+
+    def predicted(self, row: int) -> Estimate:
+        """A candidate, parameter by parameter."""
+        return estimate(asked(self.config, row_of(self.columns, row)), self.model, self.cluster)
+
+    @cached_property
+    def ranked(self) -> list[Estimate]:
+        """Those that fit: the ties for the best by simplicity, then the others by time; one of each mesh and stage."""
+        fitting = sorted((one for one in self.looked_at if one.fits), key=lambda one: one.seconds)
+        if not fitting:
+            return []
+        tied = [one for one in fitting if self.tied(one, fitting[0])]
+        rest = [one for one in fitting if not self.tied(one, fitting[0])]
+        return _one_of_each([*sorted(tied, key=complexity), *rest])
+
+    @staticmethod
+    def tied(one: Estimate, fastest: Estimate) -> bool:
+        return one.seconds <= (1 + TIE) * fastest.seconds
+
+    @property
+    def rejected(self) -> Counter[str]:
+        """How many candidates were not looked at, by reason."""
+        over = int(np.sum(self.rough_memory > ROOM * self.cluster.memory))
+        slower = len(self.rough_memory) - over - len(self.looked_at)
+        return Counter({"memory": over + sum(not one.fits for one in self.looked_at), "slower": slower})
+
+
+def search(config: Config, devices: int, cluster: Cluster) -> Plan:
+    """Raises `RequestError` where nothing fits, with what comes nearest."""
+    model = build(config.model)
+    shapes = meshes(config, devices)
+    if not shapes:
+        raise RequestError(_no_mesh(config, devices))
+    columns = candidates(config, shapes)
+    screen = Screen(config, model, cluster, columns)
+    plan = Plan(config, devices, cluster, model, columns, screen.memory(), screen.seconds())
+    plan = replace(plan, looked_at=tuple(_look(plan)))
+    if not plan.ranked:
+        raise RequestError(_nothing_fits(plan))
+    return plan
+
+
+def _look(plan: Plan) -> list[Estimate]:
+    """The fastest at first sight, until enough of them fit; where none does, those that need the least memory."""
+    found: list[Estimate] = []
+    order = best(plan.rough_seconds, plan.rough_memory <= ROOM * plan.cluster.memory, MOST)
+    while order and sum(one.fits for one in found) < ENOUGH:
+        block, order = order[:LOOKED_AT], order[LOOKED_AT:]
+        found += [plan.predicted(row) for row in block]
+    if not any(one.fits for one in found):
+        smallest = np.argsort(plan.rough_memory, kind="stable")[:LOOKED_AT]
+        found += [plan.predicted(int(row)) for row in smallest]
+    return found
+
+
+def row_of(columns: Columns, row: int) -> dict[str, int]:
+    return {name: int(column[row]) for name, column in columns.items()}
+
+
+def complexity(one: Estimate) -> tuple[int, ...]:
+    """What is simplest first, as the lecture advises: data parallelism; ZeRO 2; tensors inside a node; a pipeline."""
+    config, shape = one.config, one.shape
+    zero = {0: 0, 2: 1, 1: 2, 3: 3}[config.parallel.zero]
+    remat = ("none", "dots", "block", "stage").index(config.model.remat)
+    return (
+        int(shape[PIPELINE] > 1),
+        int(shape[MODEL] > 1),
+        int(shape[REPLICA] > 1),
+        zero,
+        remat,
+        int(config.parallel.sequence),
+        config.pipeline.virtual if shape[PIPELINE] > 1 else 1,
+        max(config.train.accumulation, config.pipeline.micro if shape[PIPELINE] > 1 else 1),
+    )
+
+
+def _one_of_each(found: list[Estimate]) -> list[Estimate]:
+    seen: dict[tuple, Estimate] = {}
+    for one in found:
+        seen.setdefault((describe(one.shape), one.config.parallel.zero), one)
+    return list(seen.values())
+
+
+def nearest_to_fit(plan: Plan) -> Estimate:
+    """The candidate that needs the least memory."""
+    return min(plan.looked_at, key=lambda one: one.memory.total)
+
+
+def told(one: Estimate) -> str:
+    """A candidate in a few words."""
+    config, zero = one.config, f", ZeRO {one.config.parallel.zero}" if one.config.parallel.zero else ""
+    micro = config.pipeline.micro if one.shape[PIPELINE] > 1 else config.train.accumulation
+    cut = f", {config.pipeline.schedule}" if one.shape[PIPELINE] > 1 else ""
+    return f"{config.mesh}{zero}{cut}, {micro} micro-batch(es), remat {config.model.remat}"
+
+
+def _no_mesh(config: Config, devices: int) -> str:
+    batch = config.train.global_batch_size
+    largest = next(count for count in range(min(devices, batch), 0, -1) if meshes(config, count))
+    return (
+        f"no mesh of {devices} device(s) divides this model and a global batch of {batch} rows; use {largest} devices, "
+        f"or set train.global_batch_size to a multiple of {devices}"
+    )
+
+
+def _nothing_fits(plan: Plan) -> str:
+    one = nearest_to_fit(plan)
+    more = f"--devices {2 * plan.devices}, a cluster with more memory, or a smaller model.sequence or model"
+    return (
+        f"nothing fits {plan.devices} x {plan.cluster.name} with {memory.size(plan.cluster.memory)} each: the "
+        f"smallest, {told(one)}, needs {memory.size(one.memory.total)}; use {more}"
+    )

@@ -1,0 +1,260 @@
+"""A first look at all candidates at once: memory and time as `memory` and `estimate` have them, if all divided evenly.
+
+One array operation for hundreds of thousands of rows. It decides only who is looked at more closely, with what every
+parameter really is, and every transfer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import jax
+import numpy as np
+
+from jaxdist.config import Config
+from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA
+from jaxdist.models import Model
+from jaxdist.models.loss import CHUNK_ROWS
+from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
+from jaxdist.parallel.pipeline.simulate import Times
+from jaxdist.planning import collective_time
+from jaxdist.planning.activations import saved_per_token, stashed_per_token, working
+from jaxdist.planning.clusters import Cluster
+from jaxdist.planning.memory import MOMENTS
+from jaxdist.planning.placement import STACKED, compute_width
+from jaxdist.planning.search.candidates import REMATS, SCHEDULES, Columns
+from jaxdist.planning.search.estimate import ATTENTION, BACK, attention_flops, head_flops, layer_flops, rate
+from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, F32, PERMUTE, REDUCE_SCATTER
+from jaxdist.sharding import RULES, Layout
+
+Column = np.ndarray
+
+
+@dataclass(frozen=True)
+class Screen:
+    config: Config
+    model: Model
+    cluster: Cluster
+    c: Columns
+
+    def memory(self) -> Column:
+        """Bytes per device."""
+        return self._states() + self._gradients() + self._weights() + self._activations()
+
+    def seconds(self) -> Column:
+        """Of a step."""
+        products, attention, moved = self._layers()
+        forward = products + attention + moved
+        again = np.select([self._remat("none"), self._remat("dots")], [0 * forward, attention + moved], forward)
+        work = self.c["micro"] * (3 * forward + (BACK - 2) * attention + again + self._head())
+        busy = work * (1 + self._waiting())
+        streams = self._streams()
+        data = self._data()
+        hidden = np.where(self.c["zero"] >= 2, np.minimum(data, busy) * (2 - self.cluster.overlap), 0.0)
+        state = F32 * self.rest * (2 * (1 + MOMENTS[self.config.optimizer.name]) + 1)
+        return busy + streams + data - hidden + state / self.cluster.bandwidth
+
+    @property
+    def staged(self) -> Column:
+        return self.c[PIPELINE] > 1
+
+    @property
+    def depth(self) -> Column:
+        """Layers that a rank holds, padding included."""
+        chunks = self.c[PIPELINE] * self.c["virtual"]
+        return -(-self.config.model.layers // chunks) * self.c["virtual"]
+
+    @property
+    def layer(self) -> Column:
+        """Elements of a layer in use."""
+        leaves = jax.tree.leaves(self.model.abstract[STACKED])
+        return sum(leaf.size for leaf in leaves) / self.config.model.layers / self.c[MODEL]
+
+    @property
+    def tops(self) -> Column:
+        """Elements in use of what is no layer."""
+        leaves = jax.tree.leaves({name: tree for name, tree in self.model.abstract.items() if name != STACKED})
+        return sum(leaf.size for leaf in leaves) / (self.c[MODEL] * self.c[PIPELINE])
+
+    @property
+    def shared(self) -> Column:
+        """Whether all stages have a part of the vocabulary."""
+        return self.config.model.vocab % (self.c[MODEL] * self.c[PIPELINE]) == 0
+
+    @property
+    def use(self) -> Column:
+        return self.depth * self.layer + self.tops
+
+    @property
+    def shards(self) -> Column:
+        return np.where(self.c["zero"] > 0, self.c[DATA], 1)
+
+    @property
+    def rest(self) -> Column:
+        return self.use / self.shards
+
+    @property
+    def rows(self) -> Column:
+        """Of a micro-batch, on one device."""
+        return self.config.train.global_batch_size // (self.c["micro"] * self.c[REPLICA] * self.c[DATA])
+
+    @property
+    def width(self) -> int:
+        return compute_width(self.config)
+
+    def _remat(self, *names: str) -> Column:
+        return np.isin(self.c["remat"], [REMATS.index(name) for name in names])
+
+    def _states(self) -> Column:
+        copy = np.where((self.c["zero"] == 3) | self.staged, self.rest, self.use)
+        mixed = self.width * copy if self.config.precision == "mixed" else 0
+        return F32 * self.rest * (1 + MOMENTS[self.config.optimizer.name]) + mixed
+
+    def _gradients(self) -> Column:
+        zero, width = self.c["zero"], self.width
+        alone = self.c["micro"] == 1
+        shards = np.where(alone, 1, 2) * F32 * self.rest + (F32 + width) * self.layer
+        whole = np.where(alone, width * self.use, (F32 + width) * self.use + np.where(zero > 0, F32 * self.rest, 0))
+        layers = self.depth * self.layer
+        held = np.where(zero >= 2, (1 + 1 / self.c["virtual"]) * F32 * layers / self.shards, F32 * layers)
+        staged = 2 * F32 * self.tops + held + width * np.where(zero >= 2, self.layer, layers / self.c["virtual"])
+        return np.where(self.staged, staged, np.where(zero >= 2, shards, whole))
+
+    def _weights(self) -> Column:
+        cast = self.width * self.rest if self.config.precision == "bfloat16" else 0
+        kept = (self.config.precision == "mixed") & ~self.staged
+        whole = np.where(self.shards == 1, 0, np.where(kept, 0, self.width * self.use))
+        return cast + np.where(self.c["zero"] == 3, self.width * (self.layer + self.tops), whole)
+
+    def _activations(self) -> Column:
+        m, c, tokens = self.config.model, self.c, self.rows * self.config.model.sequence
+        named = np.where((self.c["zero"] >= 2) | self.staged, "named", "none")
+        remat = np.array(REMATS)[self.c["remat"]]
+        remat = np.where((remat == "none") | (self.staged & (remat == "stage")), named, remat)
+        saved = self._by(lambda ways, split, remat: saved_per_token(m, _layout(ways, split), remat), remat)
+        inside = (self.c["zero"] >= 2) & (self.c["outside"] == 0) & ~self.staged
+        flat = np.where(inside, self.c["micro"], 1) * m.layers * saved
+        chunk = self.depth / self.c["virtual"] * saved
+        stream = m.embed / np.where(self.c["sequence"] == 1, self.c[MODEL], 1)
+        slots = self._schedule(residual_slots)
+        stash = self._schedule(lambda name, S, M, v: min(v * M, {"zb-h1": v * S, "zb-u": S}.get(name, 0)))
+        needs = self._by(lambda ways, split, _: stashed_per_token(m, _layout(ways, split)), 0 * c["zero"])
+        kept = slots * np.where(self._remat("stage"), stream, chunk) + 3 * stream + chunk
+        kept += stash * self.depth / c["virtual"] * needs
+        moment = self._by(
+            lambda ways, split, rows: working(m, _layout(ways, split), rows, self.width), self.rows.astype(int)
+        )
+        return self.width * tokens * np.where(self.staged, kept, flat) + moment
+
+    def _layers(self) -> tuple[Column, Column, Column]:
+        """Seconds of a device's layers for a micro-batch, forward: products, attention, and what the memory moves."""
+        m, tokens = self.config.model, self.rows * self.config.model.sequence
+        speed = self.c[MODEL] * rate(self.config, self.cluster)
+        products = self.depth * layer_flops(m, tokens) / speed
+        attention = self.depth * attention_flops(m, tokens) / (speed * ATTENTION)
+        saved = self._by(lambda ways, split, _: saved_per_token(m, _layout(ways, split), "none"), self.c["zero"] * 0)
+        return products, attention, 2 * self.width * self.depth * tokens * saved / self.cluster.bandwidth
+
+    def _head(self) -> Column:
+        tokens = self.rows * self.config.model.sequence
+        return (
+            head_flops(self.config.model, tokens) / (self.c[MODEL] * self.c[PIPELINE]) / rate(self.config, self.cluster)
+        )
+
+    def _waiting(self) -> Column:
+        """Over the work."""
+        share = lambda name, S, M, v: (lockstep_bubble(name, S, M, v, Times()) or 0) / (M * (Times().F + Times().B))
+        return self._schedule(share)
+
+    def _streams(self) -> Column:
+        """The residual stream over `model`, and between stages."""
+        m, c = self.config.model, self.c
+        size = self.width * self.rows * m.sequence * m.embed
+        whole = self._remat("block", "stage")
+        calls = c["micro"] * (self.depth * (4 + whole) + 2)
+        split = c["micro"] * self.depth * (4 + whole)
+        gathers = c["micro"] * self.depth * 6
+        inside = np.minimum(c[MODEL], self.cluster.per_host)
+        time = lambda kind: collective_time.seconds(kind, size, c[MODEL], inside, self.cluster)
+        added = calls * time(ALL_REDUCE)
+        moved = split * time(REDUCE_SCATTER) + gathers * time(ALL_GATHER)
+        model = np.where(c["sequence"] == 1, moved, added)
+        neighbours = np.where(c[MODEL] * c[DATA] * c[REPLICA] * 2 <= self.cluster.per_host, 2, 1)
+        part = size / np.where(c["sequence"] == 1, c[MODEL], 1)
+        hop = collective_time.seconds(PERMUTE, part, c[PIPELINE], neighbours, self.cluster)
+        ticks = c["virtual"] * (c["micro"] + c[PIPELINE])
+        shared = collective_time.seconds(ALL_REDUCE, part, c[PIPELINE], neighbours, self.cluster)
+        between = np.where(self.staged, 2 * ticks * (hop + self.shared * shared) + 2 * c["micro"] * shared, 0.0)
+        return np.where(c[MODEL] > 1, model, 0.0) + between + self._loss()
+
+    def _loss(self) -> Column:
+        """Three numbers for each token, a chunk at a time, over all that share the vocabulary."""
+        c, tokens = self.c, self.rows * self.config.model.sequence
+        chunks = np.maximum(1, tokens // CHUNK_ROWS)
+        ranks = c[MODEL] * np.where(self.shared, c[PIPELINE], 1)
+        inside = np.minimum(c[MODEL], self.cluster.per_host)
+        size = F32 * tokens / chunks
+        return 3 * c["micro"] * chunks * collective_time.seconds(ALL_REDUCE, size, ranks, inside, self.cluster)
+
+    def _data(self) -> Column:
+        """Weights and gradients."""
+        c, zero = self.c, self.c["zero"]
+        times = np.where((zero >= 2) & (c["outside"] == 1), c["micro"], 1)
+        staged = self.staged & (zero >= 2)
+        grads = np.where(staged, c["micro"] * c["virtual"], times)
+        weights = np.where(zero == 3, 2 * np.where(staged, c["micro"] * c["virtual"], times), zero > 0)
+        calls = np.where(zero >= 2, self.depth, 1)
+        inside = np.clip(self.cluster.per_host // c[MODEL], 1, c[DATA])
+        over = lambda kind, size, ranks, inside: (
+            calls * collective_time.seconds(kind, size / calls, ranks, inside, self.cluster)
+        )
+        both = c[DATA] * c[REPLICA]
+        near = np.clip(self.cluster.per_host // c[MODEL], 1, both)
+        plain = over(ALL_REDUCE, F32 * self.use, both, near)
+        far = np.clip(self.cluster.per_host // (c[MODEL] * c[DATA]), 1, c[REPLICA])
+        sharded = grads * over(REDUCE_SCATTER, F32 * self.use, c[DATA], inside)
+        sharded += grads * over(ALL_REDUCE, F32 * self.rest, c[REPLICA], far)
+        sharded += weights * over(ALL_GATHER, self.width * self.use, c[DATA], inside)
+        return np.where(zero > 0, sharded, plain)
+
+    def _by(self, value: Callable[..., float], key: Column) -> Column:
+        """`value(model axis, sequence split, key)`, once for each that is different."""
+        return _each(value, self.c[MODEL], self.c["sequence"], key)
+
+    def _schedule(self, value: Callable[..., float]) -> Column:
+        """`value(name, S, M, v)` of a pipeline, 0 of others."""
+        named = lambda number, *sizes: value(SCHEDULES[number], *sizes) if number else 0.0
+        return _each(named, self.c["schedule"], self.c[PIPELINE], self.c["micro"], self.c["virtual"])
+
+
+def _each(value: Callable[..., float], *columns: Column) -> Column:
+    """A scalar function of some columns, called once for each row that is different."""
+    number, rows = np.zeros(len(columns[0]), np.int64), []
+    for column in columns:
+        found, at = np.unique(column, return_inverse=True)
+        rows.append(found)
+        number = number * len(found) + at
+    different, at = np.unique(number, return_inverse=True)
+    sizes = [len(found) for found in rows]
+    keys: Iterable[tuple[int, ...]] = zip(*np.unravel_index(different, sizes), strict=True)
+    values = [value(*(found[i].item() for found, i in zip(rows, key, strict=True))) for key in keys]
+    return np.array(values, float)[at]
+
+
+@lru_cache(maxsize=256)
+def _layout(ways: int, split: int) -> Layout:
+    """A mesh of the model axis alone."""
+    axes = ((MODEL, ways),) if ways > 1 else ()
+    rules = {name: tuple(axis for axis in over if axis == MODEL and ways > 1) for name, over in RULES.items()}
+    rules["residual"] = rules["heads"] if split else ()
+    return Layout(axes, "gpu", tuple(rules.items()))
+
+
+def best(score: Column, fits: Column, count: int) -> list[int]:
+    """The numbers of the rows with the lowest score among those that fit."""
+    allowed = np.flatnonzero(fits)
+    order = np.argsort(score[allowed], kind="stable")[:count]
+    return [int(row) for row in allowed[order]] if math.prod(score.shape) else []

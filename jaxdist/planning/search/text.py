@@ -1,0 +1,220 @@
+"""A plan for a person, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxdist.config import Config, leaves
+from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA, describe
+from jaxdist.models import parameters
+from jaxdist.planning.memory import size
+from jaxdist.planning.search.candidates import at_rest
+from jaxdist.planning.search.estimate import FORMULAS, Estimate, seconds, together
+from jaxdist.planning.search.plan import TIE, Plan, told
+from jaxdist.planning.search.questions import alone
+
+SHOWN = 10
+
+OPTIMAL = 20
+"""Tokens for each parameter, where a given amount of arithmetic learns the most (Hoffmann et al. 2022)."""
+
+
+def lines(plan: Plan, name: str) -> Iterator[str]:
+    c, train, m = plan.cluster, plan.config.train, plan.config.model
+    yield (
+        f"cluster     {c.name}: {plan.devices} x {c.gpu}, {c.per_host} in a host; {size(c.memory)} each; "
+        f"{c.inside.bandwidth / 1e9:g} GB/s inside, {c.across.bandwidth / 1e9:g} GB/s each across"
+    )
+    yield (
+        f"model       {parameters(plan.model):,} parameters; {train.global_batch_size} rows x {m.sequence:,} = "
+        f"{train.global_batch_size * m.sequence:,} tokens per step; {plan.config.precision}"
+    )
+    counts = plan.rejected
+    yield (
+        f"candidates  {len(plan.rough_memory):,}: {counts['memory']:,} need more memory, {counts['slower']:,} are "
+        f"slower at first sight"
+    )
+    yield ""
+    yield from table(plan)
+    yield ""
+    yield f"chosen      {reason(plan)}"
+    yield "times       of a step without launches, input and other jobs: real ones are longer (docs/planning.md)"
+    yield f"train       {command(plan.ranked[0], plan.config, name)}"
+    yield f"run         {run_time(plan)}"
+
+
+def table(plan: Plan) -> Iterator[str]:
+    rows = [("", "mesh", "ZeRO", "micro-batches", "recomputes", "schedule", "memory", "step", "MFU", "time goes to")]
+    fastest = min(one.seconds for one in plan.ranked)
+    for place, one in enumerate(plan.ranked[:SHOWN], 1):
+        tied = plan.tied(one, plan.ranked[0]) and one.seconds <= (1 + TIE) * fastest
+        rows.append((f"{'1=' if tied and place > 1 else place}", *row(one, plan)))
+    yield from aligned(rows)
+
+
+def row(one: Estimate, plan: Plan) -> tuple[str, ...]:
+    used = one.memory.total / plan.cluster.memory
+    return (
+        one.config.mesh,
+        str(one.config.parallel.zero) + ", sequence" * one.config.parallel.sequence,
+        micro(one.config, one.shape),
+        one.config.model.remat,
+        schedule(one),
+        f"{size(one.memory.total)} ({used:.0%})",
+        f"{one.seconds:.3g} s",
+        f"{one.mfu:.1%}",
+        ", ".join(f"{part} {one.share(part):.1%}" for part in one.parts if one.share(part) >= 0.0005),
+    )
+
+
+def micro(config: Config, shape: dict[str, int]) -> str:
+    if shape[PIPELINE] > 1:
+        return str(config.pipeline.micro)
+    outside = config.parallel.micro_batches == "outside"
+    return str(config.train.accumulation) + " outside" * outside
+
+
+def schedule(one: Estimate) -> str:
+    if one.shape[PIPELINE] == 1:
+        return "-"
+    pipeline = one.config.pipeline
+    return pipeline.schedule + f" v={pipeline.virtual}" * (pipeline.virtual > 1)
+
+
+def reason(plan: Plan) -> str:
+    """Why the first is the first: the tips of the lecture, as far as they decide."""
+    one = plan.ranked[0]
+    fitting = [other for other in plan.looked_at if other.fits]
+    tied = sum(plan.tied(other, min(fitting, key=lambda o: o.seconds)) for other in fitting)
+    said = [f"{describe(one.shape)}: the simplest of {tied} within {TIE:.0%} of the fastest"]
+    if one.shape[MODEL] == one.shape[PIPELINE] == 1:
+        said.append("data parallelism alone is enough")
+    if one.config.parallel.zero == 2:
+        said.append("ZeRO 2 moves no more than plain data parallelism")
+    if one.config.parallel.zero == 3:
+        said.append("ZeRO 3 gathers each layer when it is needed, because less would not fit or not be faster")
+    if one.shape[MODEL] > 1:
+        where = "inside a host" if one.shape[MODEL] <= plan.cluster.per_host else "ACROSS hosts"
+        said.append(f"tensors are split {where}")
+    if one.shape[PIPELINE] > 1:
+        said.append("stages send least, so they may lie furthest apart")
+    return "; ".join(said)
+
+
+def changes(one: Estimate, config: Config) -> dict[str, str]:
+    """Knob -> value of what the plan decides, where it is not the default."""
+    plain, found = leaves(at_rest(config)), leaves(one.config)
+    decided = ("mesh", "parallel.", "pipeline.", "train.accumulation", "model.remat")
+    return {
+        knob: str(value).lower() if isinstance(value, bool) else str(value)
+        for knob, value in found.items()
+        if knob.startswith(decided) and (knob == "mesh" or value != plain[knob])
+    }
+
+
+def command(one: Estimate, config: Config, name: str) -> str:
+    chosen = " ".join(f"--{knob.replace('_', '-')} {value}" for knob, value in changes(one, config).items())
+    return f"python -m jaxdist.train {name} {chosen}"
+
+
+def why(plan: Plan) -> Iterator[str]:
+    """How the figures of the first come about."""
+    one = plan.ranked[0]
+    yield f"{told(one)} on {plan.cluster.name}"
+    yield ""
+    yield from aligned([(part, f"{count:.4g} s", FORMULAS[part]) for part, count in one.parts.items()])
+    yield ""
+    held = one.memory.persistent | one.memory.transient
+    yield from aligned([(name, size(count), HELD.get(name, "")) for name, count in held.items() if count])
+    yield ""
+    rows = [("sent by one device", "kind", "over", "calls", "bytes", "seconds")]
+    for sent in together(one.transfers):
+        over = " ".join(f"{axis}={one.shape[axis]}" for axis in sent.axes)
+        took = seconds(sent, one.shape, plan.cluster)
+        rows.append((sent.what, sent.kind, over, f"{sent.calls:,}", size(sent.wire_bytes), f"{took:.3g}"))
+    yield from aligned(rows)
+
+
+HELD = {
+    "parameters": "4 x elements at rest: divided by model, pipeline, and by data from ZeRO 1 on",
+    "optimizer": "4 x elements at rest x moments of the update rule",
+    "their bfloat16 copy": "2 x elements in use, at ZeRO 3 at rest",
+    "batch": "4 x (tokens + labels) of all micro-batches",
+    "gradients": "f32 sums, and a micro-batch's own; shards from ZeRO 2 on, and one layer whole",
+    "weights in use": "cast or gathered: all, or at ZeRO 3 one layer",
+    "activations": "bytes that a layer keeps of a token x tokens in flight x layers, and one layer's own at once",
+}
+
+
+def trade_off(plan: Plan) -> Iterator[str]:
+    """Alpa's intra- and inter-operator parallelism (Zheng et al. 2022, section 2): which sends, and which waits."""
+    rows = [("all devices on", "as", "idle", "sent by one device", "step", "memory")]
+    impossible = []
+    for axis, one in alone(plan):
+        if isinstance(one, str):
+            impossible.append(f"{axis} cannot be: {one}")
+            continue
+        sent = sum(each.wire_bytes for each in one.transfers)
+        held = size(one.memory.total) + (" (does not fit)" if not one.fits else "")
+        rows.append((axis, told(one), f"{one.share('waiting'):.1%}", size(sent), f"{one.seconds:.3g} s", held))
+    yield from aligned(rows)
+    yield from impossible
+
+
+def compared(found: Sequence[tuple[int, Estimate | str]]) -> Iterator[str]:
+    """More devices for the same batch: what each of them still does."""
+    rows, impossible = [("devices", "first", "step", "tokens/s", "efficiency", "memory")], []
+    base = next(((count, one) for count, one in found if isinstance(one, Estimate)), None)
+    for count, one in found:
+        if isinstance(one, str) or base is None:
+            impossible.append(f"{count}: {one}")
+            continue
+        each = one.tokens_per_second * base[0] / (base[1].tokens_per_second * count)
+        rate, held = f"{one.tokens_per_second:,.0f}", size(one.memory.total)
+        rows.append((str(count), told(one), f"{one.seconds:.3g} s", rate, f"{each:.0%}", held))
+    yield from aligned(rows)
+    yield from impossible
+
+
+def aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def run_time(plan: Plan) -> str:
+    one, count = plan.ranked[0], parameters(plan.model)
+    hours = OPTIMAL * count / one.tokens_per_second / 3600
+    lasts = f"{hours / 24:,.1f} days" if hours >= 48 else f"{hours:,.1f} hours"
+    return (
+        f"{OPTIMAL} tokens for each parameter are {OPTIMAL * count / 1e9:,.1f} billion: {lasts}, "
+        f"{hours * plan.devices:,.0f} device-hours, {6 * OPTIMAL * count**2:.3g} FLOP by 6ND"
+    )
+
+
+def json(plan: Plan, more: Sequence[tuple[int, Estimate | str]] = ()) -> dict[str, Any]:
+    """The schema of `docs/planning.md`."""
+    return {
+        "compared": [
+            {"devices": count, "impossible": one} if isinstance(one, str) else {"devices": count, **_one(one, plan)}
+            for count, one in more
+        ],
+        "cluster": plan.cluster.name,
+        "devices": plan.devices,
+        "candidates": len(plan.rough_memory),
+        "rejected": dict(plan.rejected),
+        "ranked": [_one(one, plan) for one in plan.ranked],
+    }
+
+
+def _one(one: Estimate, plan: Plan) -> dict[str, Any]:
+    return {
+        "options": changes(one, plan.config),
+        "mesh": {axis: one.shape[axis] for axis in (REPLICA, DATA, MODEL, PIPELINE)},
+        "memory": one.memory.total,
+        "seconds": one.seconds,
+        "parts": dict(one.parts),
+        "tokens_per_second": one.tokens_per_second,
+        "mfu": one.mfu,
+    }

@@ -1,0 +1,118 @@
+"""Clusters: the shipped ones say what the hardware table and their sources say; all that a file has wrong is told."""
+
+import re
+import tomllib
+from itertools import pairwise
+
+import pytest
+
+from jaxdist.config import RequestError
+from jaxdist.planning.clusters import PRESETS, USABLE, Cluster, Link, cluster, to_toml
+from jaxdist.planning.hardware import GPUS
+
+OWN = Cluster(
+    name="own",
+    gpu="h100",
+    per_host=4,
+    memory=7e10,
+    peak=989e12,
+    matmul=0.7,
+    bandwidth=3e12,
+    inside=Link(3e11, 2e-6),
+    across=Link(2.5e10, 0.0),
+    overlap=1.25,
+    sources=('measured "here"', "and ü"),
+)
+
+
+def refused(name: str) -> list[str]:
+    with pytest.raises(RequestError) as error:
+        cluster(name)
+    return error.value.problems
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Writes a file with some lines of OWN replaced, and tells what is wrong with it."""
+
+    def told(*changes: tuple[str, str]) -> list[str]:
+        text = to_toml(OWN, ["measured"])
+        for pattern, line in changes:
+            text, count = re.subn(pattern, line, text, count=1, flags=re.MULTILINE)
+            assert count, pattern
+        (tmp_path / "own.toml").write_text(text)
+        return [problem.removeprefix(f"{tmp_path / 'own.toml'}: ") for problem in refused(str(tmp_path / "own.toml"))]
+
+    return told
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_shipped_cluster_is_that_of_its_gpu(name):
+    """And within 60 % to 100 % of the data sheets' links, all its numbers with a source."""
+    one = cluster(name)
+    assert one.name == name
+    assert one.sources
+    gpu = GPUS.get(one.gpu)
+    assert (gpu is None) == (name in ("cpu", "v100-nvlink"))
+    if gpu:
+        assert (one.peak, one.per_host, one.bandwidth) == (gpu.peak, gpu.per_host, gpu.bandwidth)
+        assert one.memory == pytest.approx(USABLE * gpu.memory, rel=1e-3)
+        assert 0.6 * gpu.link <= one.inside.bandwidth <= gpu.link
+        assert 0.6 * gpu.network <= one.across.bandwidth <= gpu.network
+    lines = PRESETS[name].read_text().splitlines()
+    for before, line in pairwise(lines):
+        if re.match(r"(per_host|memory|peak|matmul|bandwidth|overlap|latency) =", line):
+            assert before.startswith(("#", "gpu =")), line
+
+
+def test_the_clusters_of_the_facts_are_there():
+    assert {"a100-hdr", "h100-ndr", "h200-ndr", "alps-gh200", "b200", "v100-nvlink", "cpu"} == set(PRESETS)
+    assert cluster("alps-gh200").across.bandwidth == 25e9  # four 200 Gb/s cards a node, one per module
+    assert cluster("h100-ndr").matmul == pytest.approx(794.5 / 989, abs=1e-3)
+
+
+def test_a_cluster_is_written_and_read_back(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(to_toml(OWN, ["measured", "", "on a Sunday"]))
+    assert cluster(str(path)) == OWN
+    assert path.read_text().startswith("# measured\n#\n# on a Sunday\n")
+    assert tomllib.loads(path.read_text())["inside"] == {"bandwidth": 3e11, "latency": 2e-6}
+
+
+def test_names_that_are_no_cluster(tmp_path):
+    assert refused("h100-nrd") == ["cluster 'h100-nrd' is neither a cluster nor a file; did you mean 'h100-ndr'?"]
+    assert "valid names are a100-hdr, alps-gh200" in refused("nothing")[0]
+    assert "is a folder" in refused(str(tmp_path))[0]
+    (tmp_path / "own.toml").write_text("gpu = h100")
+    assert "is not valid TOML" in refused(str(tmp_path / "own.toml"))[0]
+
+
+def test_everything_that_is_wrong_in_a_file_is_told_at_once(own):
+    assert own(
+        ("^peak.*", "peek = 9e14"),
+        ("^memory.*", "memory = -1"),
+        ("^per_host.*", "per_host = 4.5"),
+        ("^matmul.*", "matmul = 80"),
+        ("^overlap.*", "overlap = true"),
+        ("^gpu.*", "gpu = 100"),
+        ("^sources.*", 'sources = "here"'),
+        ("^latency.*", "latency = 20"),
+    ) == [
+        "unknown key 'peek'; did you mean 'peak'?",
+        "gpu is 100: must be the name of a GPU, in quotes",
+        "per_host is 4.5: must be a whole number",
+        "memory is -1: must be from 1 to 1e+15, in bytes",
+        "peak is missing; set it, in FLOP/s",
+        "matmul is 80: must be from 0.001 to 1, in a share of the peak",
+        "overlap is true: must be a number",
+        'sources is "here": must be a list of texts, such as ["measured on our machine"]',
+        "inside.latency is 20: must be from 0 to 10, in seconds",
+    ]
+
+
+def test_a_link_that_is_no_table_and_one_that_lacks_a_key(own):
+    assert own((r"\[inside\]\nbandwidth.*\n", "[inside]\n"), (r"\[across\]\nband", "[[across]]\nband")) == [
+        'across is [{"bandwidth": 25000000000.0, "latency": 0.0}]: must be a table; '
+        "write [across] with bandwidth and latency",
+        "inside.bandwidth is missing; set it, in bytes per second",
+    ]
