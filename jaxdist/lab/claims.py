@@ -49,6 +49,13 @@ class Claim:
         return f"python -m jaxdist.lab {self.id}"
 
     @property
+    def wanted(self) -> str:
+        """`16.6 (GB), within 1%`."""
+        unit = "" if self.unit == "-" else f" ({self.unit})"
+        how = "exactly" if self.tolerance == "exact" else f"within {self.tolerance}"
+        return f"{self.expected}{unit}, {how}"
+
+    @property
     def corrects(self) -> bool:
         """Whether the lecture says otherwise, and is wrong."""
         return WRONG in self.notes
@@ -89,18 +96,12 @@ class Told:
 
     def lines(self) -> list[str]:
         claim = self.claim
-        head = [f"{claim.id} ({claim.topic}): {claim.claim}"]
-        head.append(f"expected  {claim.expected} ({claim.unit}), {how(claim)}")
+        head = [f"{claim.id} ({claim.topic}): {claim.claim}", f"expected  {claim.wanted}"]
         if self.outcome is None:
             return [*head, f"NOT CHECKED: {self.reason}"]
         wrong = [f"The lecture is wrong here: {claim.notes}."] if claim.corrects else []
         verdict = "PASSED" if self.passed else "NOT AS CLAIMED"
         return [*head, f"value     {self.value}", "", *self.outcome.lines, *wrong, verdict]
-
-
-def how(claim: Claim) -> str:
-    """`within 1%`, or `exactly`."""
-    return "exactly" if claim.tolerance == "exact" else f"within {claim.tolerance}"
 
 
 def plain(text: str) -> float | bool | str:

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from jaxdist import __version__
-from jaxdist.lab.claims import Told, how
+from jaxdist.lab.claims import Told
 
 STYLE = """
 body { font-family: system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; line-height: 1.4; }
@@ -63,7 +63,7 @@ def _row(one: Told) -> str:
     wrong = f"<br><em>The lecture is wrong: {escape(claim.notes)}.</em>" if claim.corrects else ""
     cells = [
         f'<a href="#{escape(claim.id)}">{escape(claim.claim)}</a>{wrong}',
-        f"{escape(claim.expected)} ({escape(claim.unit)}, {escape(how(claim))})",
+        escape(claim.wanted),
         escape(one.value),
         f'<span class="{one.status}">{one.status}</span>',
         f"<code>{escape(claim.command)}</code>",
