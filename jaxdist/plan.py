@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxdist.cluster.place import check_alone
 from jaxdist.config import Config, Count, RequestError
-from jaxdist.request import Extra, arguments, check_picture, run, to_toml
+from jaxdist.request import DEFAULT, Extra, arguments, check_picture, load, run, to_toml
 
 if TYPE_CHECKING:
     from jaxdist.planning.search.estimate import Estimate
@@ -63,17 +63,18 @@ def main(argv: list[str] | None = None) -> int:
 
     check_picture(extras["picture"], "plan.png")
     where = cluster(extras["cluster"])
-    config = resolved(config, where.gpu)
+    name = asked.positional or DEFAULT
+    base, config = load(name, {}), resolved(config, where.gpu)
     plan = search(config, extras["devices"], where)
     more = scaling(config, [int(count) for count in extras["compare"].split(",") if count], where)
     if extras["json"]:
-        print(json.dumps(text.json(plan, more)))
+        print(json.dumps(text.json(plan, base, more)))
     elif extras["why_not"]:
         print(why_not(plan, extras["why_not"]))
     else:
         shown = [text.why(plan)] * extras["why"] + [text.trade_off(plan)] * extras["trade_off"]
         shown += [text.compared(more)] * bool(more)
-        print("\n\n".join("\n".join(lines) for lines in shown or [text.lines(plan, asked.positional or "gpt_tiny")]))
+        print("\n\n".join("\n".join(lines) for lines in shown or [text.lines(plan, name, base)]))
     if extras["picture"]:
         _draw(plan, more, Path(extras["picture"]))
     if extras["save"]:

@@ -11,6 +11,7 @@ import pytest
 
 from jaxdist import plan as command
 from jaxdist.config import RequestError
+from jaxdist.explain import explain
 from jaxdist.models import build
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.search.candidates import asked, candidates, meshes
@@ -214,13 +215,20 @@ def test_the_command_writes_what_train_takes(tmp_path, capsys):
 
 
 def test_the_command_for_a_person(capsys):
-    assert command.main(["llama_1b", "--devices=16"]) == 0
+    """What it prints is what it has planned, also where a file says otherwise or the command line does."""
+    asked = ["llama_8b", "--devices=16", "--cluster=b200", "--model.sequence=4096", "--train.global-batch-size=64"]
+    assert command.main(asked) == 0
     told = capsys.readouterr().out
     line = next(line for line in told.splitlines() if line.startswith("train "))
-    words = line.split()[4:]
-    assert words[0] == "llama_1b"
+    words = line.split()[line.split().index("jaxdist.train") + 1 :]
+    assert words[0] == "llama_8b"
     overrides = {name.removeprefix("--"): text for name, text in zip(words[1::2], words[2::2], strict=True)}
-    load("llama_1b", overrides)
+    config = load("llama_8b", overrides)
+    assert (config.model.sequence, config.train.global_batch_size) == (4096, 64)
+    wanted = load("llama_8b", {"model.sequence": "4096", "train.global_batch_size": "64"})
+    first = search(command.resolved(wanted, "b200"), 16, cluster("b200")).ranked[0].config
+    assert (config.model, config.parallel, config.train) == (first.model, first.parallel, first.train)
+    assert load("llama_8b", {}).model.remat != config.model.remat
 
 
 @pytest.mark.parametrize(
@@ -243,3 +251,20 @@ def test_no_backend_is_initialised():
         "from jax._src import xla_bridge; assert not xla_bridge._backends"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_a_step_that_needs_more_memory_than_jax_takes_says_so(capsys):
+    """A GPU of 85 GB, of which JAX takes 64."""
+    assert command.main(["llama_70b", "--devices=32"]) == 0
+    told = capsys.readouterr().out
+    assert "XLA_CLIENT_MEM_FRACTION=0.95 python -m jaxdist.train" in told
+    assert command.main(["gpt2_124m"]) == 0
+    assert "XLA_CLIENT_MEM_FRACTION" not in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["gpt_tiny", "gpt2_124m", "llama_1b"])
+def test_the_best_plans_move_what_was_predicted(name):
+    """On 8 H100s, to the byte, as the program compiled for them tells."""
+    for one in search(config_of(name), 8, CLUSTER).ranked[:3]:
+        assert explain(one.config, "h100").differences == []

@@ -28,6 +28,7 @@ from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
 from jaxdist.planning import collective_time, communication, memory
 from jaxdist.planning.activations import saved_per_token
 from jaxdist.planning.clusters import Cluster
+from jaxdist.planning.hardware import GPUS, SHARE
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.placement import compute_width
@@ -91,6 +92,12 @@ class Estimate:
     @property
     def fits(self) -> bool:
         return self.memory.total <= self.cluster.memory
+
+    @property
+    def fits_by_default(self) -> bool:
+        """Whether it does in what JAX takes of a GPU's memory when nobody asks for more."""
+        gpu = GPUS.get(self.cluster.gpu)
+        return gpu is None or self.memory.total <= SHARE * gpu.memory
 
     def share(self, part: str) -> float:
         """Of the step's time."""

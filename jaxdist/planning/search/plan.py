@@ -108,6 +108,7 @@ def complexity(one: Estimate) -> tuple[int, ...]:
         int(shape[MODEL] > 1),
         int(shape[REPLICA] > 1),
         zero,
+        int(not one.fits_by_default),
         remat,
         int(config.parallel.sequence),
         config.pipeline.virtual if shape[PIPELINE] > 1 else 1,
