@@ -4,21 +4,46 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 
 from jaxdist.cluster.place import check_alone
 from jaxdist.config import Config, Count, RequestError
-from jaxdist.request import Extra, arguments, run, to_toml
+from jaxdist.request import DEFAULT, Extra, arguments, check_picture, load, run, to_toml
+
+if TYPE_CHECKING:
+    from jaxdist.planning.search.estimate import Estimate
+    from jaxdist.planning.search.plan import Plan
 
 DESCRIPTION = (
     "Rank every way to split the training of a model over so many devices of a cluster, by predicted time and memory. "
     "Nothing is run or compiled, and no device has to be there."
 )
+
+
+def _counts(text: str) -> str:
+    if not all(part.isdigit() and 0 < int(part) < 10**6 for part in text.split(",") if text):
+        raise PydanticCustomError("counts", "must be numbers of devices, such as 16,32,64")
+    return text
+
+
+Counts = Annotated[str, AfterValidator(_counts)]
+
 KNOBS = ("precision", "model", "optimizer", "train.global_batch_size", "parallel.rules")
 EXTRAS = [
     Extra("devices", 8, "How many devices.", Count),
     Extra("cluster", "h100-ndr", "A cluster that jaxdist knows, or a TOML file that describes one."),
     Extra("why_not", "", "Tell why this mesh, such as 64x1x1, is not the first."),
     Extra("why", False, "Show the formula and the transfers behind each figure of the first."),
+    Extra("trade_off", False, "Show what each axis alone would send, and how long devices would wait."),
+    Extra("compare", "", "Plan for these numbers of devices too, such as 16,32,64: throughput and efficiency.", Counts),
+    Extra(
+        "picture",
+        "",
+        "Draw time, memory and --compare into this PNG file, and a pipeline's timeline beside it.",
+    ),
     Extra("save", "", "Write the first as a configuration for train into this TOML file."),
     Extra("json", False, "Print one JSON object on standard output, and nothing else."),
 ]
@@ -33,21 +58,35 @@ def main(argv: list[str] | None = None) -> int:
 
     from jaxdist.planning.clusters import cluster
     from jaxdist.planning.search import text
-    from jaxdist.planning.search.plan import search, why_not
+    from jaxdist.planning.search.plan import search
+    from jaxdist.planning.search.questions import scaling, why_not
 
+    check_picture(extras["picture"], "plan.png")
     where = cluster(extras["cluster"])
-    plan = search(resolved(config, where.gpu), extras["devices"], where)
-    if extras["why_not"]:
+    name = asked.positional or DEFAULT
+    base, config = load(name, {}), resolved(config, where.gpu)
+    plan = search(config, extras["devices"], where)
+    more = scaling(config, [int(count) for count in extras["compare"].split(",") if count], where)
+    if extras["json"]:
+        print(json.dumps(text.json(plan, base, more)))
+    elif extras["why_not"]:
         print(why_not(plan, extras["why_not"]))
-    elif extras["why"]:
-        print("\n".join(text.why(plan)))
-    elif extras["json"]:
-        print(json.dumps(text.json(plan)))
     else:
-        print("\n".join(text.lines(plan, asked.positional or "gpt_tiny")))
+        shown = [text.why(plan)] * extras["why"] + [text.trade_off(plan)] * extras["trade_off"]
+        shown += [text.compared(more)] * bool(more)
+        print("\n\n".join("\n".join(lines) for lines in shown or [text.lines(plan, name, base)]))
+    if extras["picture"]:
+        _draw(plan, more, Path(extras["picture"]))
     if extras["save"]:
         Path(extras["save"]).write_text(to_toml(plan.ranked[0].config))
     return 0
+
+
+def _draw(plan: Plan, more: list[tuple[int, Estimate | str]], path: Path) -> None:
+    from jaxdist.planning.search.picture import draw, draw_timeline
+
+    draw(plan, more, path)
+    draw_timeline(plan.ranked[0], path.with_stem(f"{path.stem}-timeline"))
 
 
 def resolved(config: Config, gpu: str) -> Config:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.planning import hardware
-from jaxdist.planning.clusters import Cluster, Link
+from jaxdist.planning.clusters import USABLE, Cluster, Link
 from jaxdist.planning.collective_time import START, wire_share
 from jaxdist.planning.transfers import ALL_REDUCE, PERMUTE
 
@@ -39,6 +39,9 @@ def cluster_of(told: Mapping[str, Any], name: str) -> tuple[Cluster, list[str]]:
     inside = _link([row for row in rows if row["ranks_inside"] == row["ranks"]], None)
     across = _link([row for row in rows if row["ranks_inside"] < row["ranks"]], inside)
     notes = [] if gpu else [f"the peak of '{told['device']}' is not known: the best product stands for it, matmul is 1"]
+    memory = told["memory_bytes"] or (USABLE * gpu.memory if gpu else 0)
+    if not memory:
+        notes.append("the device does not tell its memory; set memory, in bytes")
     if told["virtual_devices"]:
         notes.append("memory is that of the machine over its devices")
     for side, link, sheet in ("inside", inside, gpu and gpu.link), ("across", across, gpu and gpu.network):
@@ -52,7 +55,7 @@ def cluster_of(told: Mapping[str, Any], name: str) -> tuple[Cluster, list[str]]:
         name=name,
         gpu=next((key for key, known in hardware.GPUS.items() if known == gpu), told["device"]),
         per_host=told["per_host"],
-        memory=float(told["memory_bytes"]),
+        memory=float(memory),
         peak=peak,
         matmul=min(rate / peak, 1.0),
         bandwidth=told["copy_bytes_per_second"],

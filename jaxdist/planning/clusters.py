@@ -18,6 +18,10 @@ from jaxdist.config import RequestError, nearest
 PRESETS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs" / "clusters").glob("*.toml"))}
 """The clusters inside the package, by name."""
 
+USABLE = 0.92
+"""Of the memory that CUDA reports, what a program can use: 5 % stay with CUDA's context and NCCL's buffers, and 3 % of
+what XLA then gets are lost to fragmentation."""
+
 
 @dataclass(frozen=True)
 class Link:

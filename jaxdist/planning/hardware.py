@@ -92,6 +92,12 @@ h200, whose name it contains. The networks: HDR and NDR InfiniBand, a card for e
 CUDA reports of a B200 is from XLA's own description of one (openxla/xla, target_config/specs/b200.txtpb), its peak and
 links from NVIDIA's data sheet of the DGX B200."""
 
+SHARE = 0.75
+"""Of a GPU's memory, what JAX takes when `XLA_CLIENT_MEM_FRACTION` says nothing."""
+
+MOST = 0.95
+"""Of a GPU's memory, what JAX can take at most: CUDA's context and NCCL's buffers need the rest."""
+
 PEAK_BFLOAT16 = {"H100 PCIe": 756e12, "GB200": 2500e12, **{name: gpu.peak for name, gpu in GPUS.items()}}
 """Dense bfloat16 FLOP/s by a part of the device's name; the first that fits counts."""
 

@@ -14,20 +14,13 @@ from typing import TYPE_CHECKING
 
 from jaxdist.config import RequestError, nearest
 from jaxdist.mesh import DATA, MODEL
-from jaxdist.planning.hardware import GPUS, Gpu
+from jaxdist.planning.hardware import GPUS, MOST, SHARE, Gpu
 from jaxdist.request.checks.registry import multiples, remedy, to
 
 if TYPE_CHECKING:
     import jax
 
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-
-SHARE = 0.75
-"""Of a GPU's memory, what JAX takes when `XLA_CLIENT_MEM_FRACTION` says nothing."""
-
-MOST = 0.95
-"""Of a GPU's memory, what JAX can take at most: CUDA's context and NCCL's buffers need the rest."""
-
 
 AXES_TO_GROW = f"the {DATA} axis or the {MODEL} axis to more devices"
 

@@ -2,9 +2,10 @@
 
 from jaxdist.request.checks import check_mesh_fits, check_picture, fits, fitting
 from jaxdist.request.commandline import JOB_KNOBS, LAYOUT_KNOBS, STEP_KNOBS, Asked, Extra, arguments, outcome, run
-from jaxdist.request.reading import SHIPPED, load, to_toml
+from jaxdist.request.reading import DEFAULT, SHIPPED, load, to_toml
 
 __all__ = [
+    "DEFAULT",
     "JOB_KNOBS",
     "LAYOUT_KNOBS",
     "SHIPPED",

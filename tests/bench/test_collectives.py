@@ -183,6 +183,14 @@ def test_what_was_not_measured_is_of_the_data_sheet():
     assert made.inside.bandwidth == 450e9
 
 
+def test_memory_that_a_device_does_not_tell():
+    told = {**made_up((8, 8), (8, 1)), "memory_bytes": None}
+    assert cluster_of(told, "own")[0].memory == pytest.approx(cluster("h100-ndr").memory, rel=1e-3)
+    made, notes = cluster_of({**told, "device": "new"}, "own")
+    assert (made.gpu, made.memory, made.matmul) == ("new", 0, 1)
+    assert "the device does not tell its memory; set memory, in bytes" in notes
+
+
 def test_links_that_are_far_slower_than_their_data_sheet_are_told():
     told = made_up((8, 8), (8, 1))
     assert list(collectives.notes(told)) == []

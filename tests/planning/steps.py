@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from types import SimpleNamespace
 
 from jaxdist.config import Config, ModelConfig
-from jaxdist.mesh import DATA, MODEL, PIPELINE, abstract_mesh, micro_batches, parse_mesh
+from jaxdist.mesh import DATA, MODEL, PIPELINE, micro_batches, parse_mesh
 from jaxdist.models import Model, build
 from jaxdist.planning import collective_time
 from jaxdist.planning.clusters import Cluster, cluster
 from jaxdist.planning.search import estimate as ours
 from jaxdist.planning.theory import traffic
 from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Transfer
-from jaxdist.sharding import Layout, rules
 from tests.planning.published import Row
 
 ARITHMETIC, WAITING = "arithmetic", "waiting"
@@ -195,8 +193,7 @@ class Step:
 
     def layer(self, backward: bool) -> float:
         """Seconds of one layer and micro-batch."""
-        mesh = abstract_mesh(self.shape)
-        layout = Layout.on(mesh, rules(self.config, self.shape), SimpleNamespace(platform="gpu"))
+        layout = ours.layout_of(self.config, self.shape, self.cluster)
         times = ours.stage_times(self.config, layout, 1, self.tokens, self.cluster)
         took = (times.F, times.B)[backward] + self.attention()[backward]
         size, inside = 2 * self.tokens * self.row.hidden, min(self.t, self.cluster.per_host)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.planning.clusters import PRESETS, Cluster, Link, cluster, to_toml
+from jaxdist.planning.clusters import PRESETS, USABLE, Cluster, Link, cluster, to_toml
 from jaxdist.planning.hardware import GPUS
 
 OWN = Cluster(
@@ -56,7 +56,7 @@ def test_every_shipped_cluster_is_that_of_its_gpu(name):
     assert (gpu is None) == (name in ("cpu", "v100-nvlink"))
     if gpu:
         assert (one.peak, one.per_host, one.bandwidth) == (gpu.peak, gpu.per_host, gpu.bandwidth)
-        assert one.memory == pytest.approx(0.92 * gpu.memory, rel=1e-3)
+        assert one.memory == pytest.approx(USABLE * gpu.memory, rel=1e-3)
         assert 0.6 * gpu.link <= one.inside.bandwidth <= gpu.link
         assert 0.6 * gpu.network <= one.across.bandwidth <= gpu.network
     lines = PRESETS[name].read_text().splitlines()

@@ -78,6 +78,24 @@ def test_all_reduce_on_alps():
             assert 0.35 * measured < told < measured
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "mebibytes", "measured", "within"),
+    [
+        ("a100-hdr", 8, 2**14, 234.89, 0.01),
+        ("a100-hdr", 8, 2**10, 229.04, 0.05),
+        ("a100-hdr", 8, 2**6, 171.54, 0.25),
+        ("b200", 32, 2**14, 376.71, 0.03),
+        ("b200", 32, 2**8, 283.23, 0.25),
+        ("b200", 8, 2**14, 838.97, 0.01),
+    ],
+)
+def test_bus_bandwidths_that_others_measured(name, ranks, mebibytes, measured, within):
+    """Of all-reduce, GB/s (stas00/ml-engineering, network): what is large within 5 %, what is small told too fast."""
+    size = mebibytes * 2**20
+    told = bus_bandwidth(ALL_REDUCE, size, ranks, seconds(ALL_REDUCE, size, ranks, 8, cluster(name))) / 1e9
+    assert float(told) == pytest.approx(measured, rel=within)
+
+
 def test_a_group_with_one_rank_in_a_host_has_one_card():
     """As measured by Galvatron on 2 hosts of 8: 2 strided ranks 8.13 GB/s, 4 twice that, 8 neighbours NVLink's."""
     rows = {row["metric"].removeprefix("all_reduce busbw group "): float(row["value"]) for row in published("Galv")}

@@ -11,11 +11,13 @@ import pytest
 
 from jaxdist import plan as command
 from jaxdist.config import RequestError
+from jaxdist.explain import explain
 from jaxdist.models import build
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.search.candidates import asked, candidates, meshes
 from jaxdist.planning.search.estimate import estimate, ranks_inside
-from jaxdist.planning.search.plan import TIE, row_of, search, why_not
+from jaxdist.planning.search.plan import TIE, row_of, search
+from jaxdist.planning.search.questions import alone, scaling, why_not
 from jaxdist.planning.search.screen import Screen
 from jaxdist.request import checks, load
 from jaxdist.request.knobs import KNOBS
@@ -50,6 +52,17 @@ def test_what_is_found_is_the_fastest_of_all(small, every, memory):
     assert min(one.seconds for one in found.ranked) <= 1.005 * fastest
     assert found.ranked[0].seconds <= (1 + TIE) * fastest
     assert found.ranked[0].fits
+
+
+@pytest.mark.slow
+def test_what_fits_is_found_however_tight_the_memory_is(small, every):
+    """Where only the very smallest fit, of which a first look may think that they do not."""
+    held = sorted(one.memory.total for one in every[1])
+    for place in (0, 3, 20, 100, 400):
+        tight = replace(CLUSTER, memory=float(held[place]))
+        found = search(small, 8, tight).ranked
+        assert found
+        assert all(one.memory.total <= tight.memory for one in found)
 
 
 @pytest.mark.slow
@@ -144,6 +157,35 @@ def test_why_not_what_is_the_first_or_cannot_be(plan):
     assert "model.heads 12 does not divide by model=8" in why_not(heads, "8x8x1")
 
 
+def test_one_axis_alone():
+    """The lecture's comparison: a pipeline sends less than tensors that are split, and waits more."""
+    found = dict(alone(search(config_of("llama_70b"), 8 * CLUSTER.per_host, CLUSTER)))
+    sent = {axis: sum(each.wire_bytes for each in one.transfers) for axis, one in found.items()}
+    assert sent["pipeline"] < sent["model"]
+    assert found["pipeline"].share("waiting") > found["model"].share("waiting") == 0
+    heads = dict(alone(search(config_of("gpt2_124m"), 8, CLUSTER)))
+    assert "model.heads 12 does not divide by model=8" in heads["model"]
+
+
+def test_more_devices():
+    found = scaling(config_of("llama_8b"), [2, 8, 16, 37], CLUSTER)
+    assert found[0][1].startswith("nothing fits 2 x h100-ndr")
+    assert found[3][1].startswith("no mesh of 37 device(s)")
+    rates = [one.tokens_per_second for _, one in found[1:3]]
+    assert 1.8 * rates[0] < rates[1] < 2.2 * rates[0]
+
+
+def test_pictures(tmp_path, capsys):
+    """With 60 devices there is no way around a pipeline of 15 or less."""
+    path = tmp_path / "plan.png"
+    assert command.main(["llama_70b", "--devices=60", "--compare=60,120", "--trade-off", f"--picture={path}"]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plan-timeline.png").read_bytes().startswith(b"\x89PNG")
+    told = capsys.readouterr().out
+    assert "all devices on" in told
+    assert "120 " in told
+
+
 def test_what_does_not_fit_at_all_is_told_with_the_smallest():
     with pytest.raises(RequestError, match=r"nothing fits 1 x h100-ndr .* needs .*; use --devices 2"):
         search(config_of("llama_70b"), 1, CLUSTER)
@@ -173,13 +215,20 @@ def test_the_command_writes_what_train_takes(tmp_path, capsys):
 
 
 def test_the_command_for_a_person(capsys):
-    assert command.main(["llama_1b", "--devices=16"]) == 0
+    """What it prints is what it has planned, also where a file says otherwise or the command line does."""
+    asked = ["llama_8b", "--devices=16", "--cluster=b200", "--model.sequence=4096", "--train.global-batch-size=64"]
+    assert command.main(asked) == 0
     told = capsys.readouterr().out
     line = next(line for line in told.splitlines() if line.startswith("train "))
-    words = line.split()[4:]
-    assert words[0] == "llama_1b"
+    words = line.split()[line.split().index("jaxdist.train") + 1 :]
+    assert words[0] == "llama_8b"
     overrides = {name.removeprefix("--"): text for name, text in zip(words[1::2], words[2::2], strict=True)}
-    load("llama_1b", overrides)
+    config = load("llama_8b", overrides)
+    assert (config.model.sequence, config.train.global_batch_size) == (4096, 64)
+    wanted = load("llama_8b", {"model.sequence": "4096", "train.global_batch_size": "64"})
+    first = search(command.resolved(wanted, "b200"), 16, cluster("b200")).ranked[0].config
+    assert (config.model, config.parallel, config.train) == (first.model, first.parallel, first.train)
+    assert load("llama_8b", {}).model.remat != config.model.remat
 
 
 @pytest.mark.parametrize(
@@ -202,3 +251,20 @@ def test_no_backend_is_initialised():
         "from jax._src import xla_bridge; assert not xla_bridge._backends"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_a_step_that_needs_more_memory_than_jax_takes_says_so(capsys):
+    """A GPU of 85 GB, of which JAX takes 64."""
+    assert command.main(["llama_70b", "--devices=32"]) == 0
+    told = capsys.readouterr().out
+    assert "XLA_CLIENT_MEM_FRACTION=0.95 python -m jaxdist.train" in told
+    assert command.main(["gpt2_124m"]) == 0
+    assert "XLA_CLIENT_MEM_FRACTION" not in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["gpt_tiny", "gpt2_124m", "llama_1b"])
+def test_the_best_plans_move_what_was_predicted(name):
+    """On 8 H100s, to the byte, as the program compiled for them tells."""
+    for one in search(config_of(name), 8, CLUSTER).ranked[:3]:
+        assert explain(one.config, "h100").differences == []

@@ -39,13 +39,13 @@ CUTS = [(number, v) for number, name in enumerate(SCHEDULES) if name for v in CH
 
 
 def meshes(config: Config, devices: int) -> list[MeshShape]:
-    """The meshes of so many devices over which the model divides."""
+    """The meshes of so many devices over which the model and the rows divide."""
     found = []
     for model, pipeline in product(divisors(devices), repeat=2):
         for data in divisors(devices // (model * pipeline)) if devices % (model * pipeline) == 0 else []:
             replica = devices // (model * pipeline * data)
             shape = dict.fromkeys(AXES, 1) | {REPLICA: replica, DATA: data, MODEL: model, PIPELINE: pipeline}
-            if replica * data <= config.train.global_batch_size and not problems(config, shape):
+            if config.train.global_batch_size % (replica * data) == 0 and not problems(config, shape):
                 found.append(shape)
     return found
 
@@ -82,7 +82,7 @@ def candidates(config: Config, shapes: list[MeshShape]) -> Columns:
 
 
 def _columns(config: Config, shapes: list[MeshShape], cuts: list[tuple[int, int]]) -> Columns:
-    sizes = np.array([[shape[axis] for axis in MESH] for shape in shapes]).reshape(-1, 4)
+    sizes = np.array([[shape[axis] for axis in MESH] for shape in shapes], int).reshape(-1, 4)
     cut = np.array(cuts)
     micro = np.array(list(_powers_of_two(config.train.global_batch_size)))
     axes = len(shapes), 4, 2, len(micro), 2, len(REMATS), len(cuts)

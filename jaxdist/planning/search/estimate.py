@@ -29,6 +29,7 @@ from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
 from jaxdist.planning import collective_time, communication, memory
 from jaxdist.planning.activations import saved_per_token
 from jaxdist.planning.clusters import Cluster
+from jaxdist.planning.hardware import GPUS, SHARE
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.placement import compute_width
@@ -95,6 +96,12 @@ class Estimate:
     def fits(self) -> bool:
         return self.memory.total <= self.cluster.memory
 
+    @property
+    def fits_by_default(self) -> bool:
+        """Whether it does in what JAX takes of a GPU's memory when nobody asks for more."""
+        gpu = GPUS.get(self.cluster.gpu)
+        return gpu is None or self.memory.total <= SHARE * gpu.memory
+
     def share(self, part: str) -> float:
         """Of the step's time."""
         return self.parts[part] / self.seconds
@@ -103,7 +110,7 @@ class Estimate:
 def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
     """`config.mesh` names every axis and fits; `config.precision` is not `auto`; `model` is `config.model`'s."""
     shape = parse_mesh(config.mesh)
-    layout = Layout.on(abstract_mesh(shape), rules(config, shape), _Device(cluster))
+    layout = layout_of(config, shape, cluster)
     held = memory.predict(config, model, layout)
     transfers = tuple(communication.predict(config, model, layout))
     pipe = pipeline_of(config, layout)
@@ -121,6 +128,10 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
     update = UPDATE * (held.parameters + held.optimizer) + held.parameters + held.copy
     parts = dict(arithmetic=work, waiting=lockstep - work, **over, optimizer=update / cluster.bandwidth)
     return Estimate(config, shape, cluster, held, transfers, parts)
+
+
+def layout_of(config: Config, shape: MeshShape, cluster: Cluster) -> Layout:
+    return Layout.on(abstract_mesh(shape), rules(config, shape), _Device(cluster))
 
 
 def together(transfers: Iterable[Transfer]) -> list[Transfer]:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA, describe, fill, parse_mesh
+from jaxdist.mesh import MODEL, PIPELINE, REPLICA, describe
 from jaxdist.models import Model, build
 from jaxdist.planning import memory
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.search.candidates import MESH, Columns, asked, candidates, meshes, problems
+from jaxdist.planning.search.candidates import Columns, asked, candidates, meshes
 from jaxdist.planning.search.estimate import Estimate, estimate
 from jaxdist.planning.search.screen import Screen, best
 
 TIE = 0.05
 """Times that differ by less are equal: the model is no better than that."""
 
-LOOKED_AT = 96
-"""Candidates that are predicted parameter by parameter."""
+LOOKED_AT, ENOUGH, MOST = 96, 12, 480
+"""Candidates that are predicted parameter by parameter at a time; how many of them have to fit, before no more are; and
+the most of all."""
 
 ROOM = 1.1
 """How far beyond the memory a first look may be, and the candidate be looked at all the same."""
@@ -36,8 +37,12 @@ class Plan:
     columns: Columns
     rough_memory: np.ndarray
     rough_seconds: np.ndarray
-    looked_at: tuple[Estimate, ...]
+    looked_at: tuple[Estimate, ...] = ()
     """Of the candidates that are the fastest at first sight; those that fit, and those that do not."""
+
+    def predicted(self, row: int) -> Estimate:
+        """A candidate, parameter by parameter."""
+        return estimate(asked(self.config, row_of(self.columns, row)), self.model, self.cluster)
 
     @cached_property
     def ranked(self) -> list[Estimate]:
@@ -69,13 +74,24 @@ def search(config: Config, devices: int, cluster: Cluster) -> Plan:
         raise RequestError(_no_mesh(config, devices))
     columns = candidates(config, shapes)
     screen = Screen(config, model, cluster, columns)
-    held, seconds = screen.memory(), screen.seconds()
-    rows = best(seconds, held <= ROOM * cluster.memory, LOOKED_AT)
-    found = tuple(estimate(asked(config, row_of(columns, row)), model, cluster) for row in rows)
-    plan = Plan(config, devices, cluster, model, columns, held, seconds, found)
+    plan = Plan(config, devices, cluster, model, columns, screen.memory(), screen.seconds())
+    plan = replace(plan, looked_at=tuple(_look(plan)))
     if not plan.ranked:
         raise RequestError(_nothing_fits(plan))
     return plan
+
+
+def _look(plan: Plan) -> list[Estimate]:
+    """The fastest at first sight, until enough of them fit; where none does, those that need the least memory."""
+    found: list[Estimate] = []
+    order = best(plan.rough_seconds, plan.rough_memory <= ROOM * plan.cluster.memory, MOST)
+    while order and sum(one.fits for one in found) < ENOUGH:
+        block, order = order[:LOOKED_AT], order[LOOKED_AT:]
+        found += [plan.predicted(row) for row in block]
+    if not any(one.fits for one in found):
+        smallest = np.argsort(plan.rough_memory, kind="stable")[:LOOKED_AT]
+        found += [plan.predicted(int(row)) for row in smallest]
+    return found
 
 
 def row_of(columns: Columns, row: int) -> dict[str, int]:
@@ -92,6 +108,7 @@ def complexity(one: Estimate) -> tuple[int, ...]:
         int(shape[MODEL] > 1),
         int(shape[REPLICA] > 1),
         zero,
+        int(not one.fits_by_default),
         remat,
         int(config.parallel.sequence),
         config.pipeline.virtual if shape[PIPELINE] > 1 else 1,
@@ -108,7 +125,7 @@ def _one_of_each(found: list[Estimate]) -> list[Estimate]:
 
 def nearest_to_fit(plan: Plan) -> Estimate:
     """The candidate that needs the least memory."""
-    return _predicted(plan, int(np.argmin(plan.rough_memory)))
+    return min(plan.looked_at, key=lambda one: one.memory.total)
 
 
 def told(one: Estimate) -> str:
@@ -117,10 +134,6 @@ def told(one: Estimate) -> str:
     micro = config.pipeline.micro if one.shape[PIPELINE] > 1 else config.train.accumulation
     cut = f", {config.pipeline.schedule}" if one.shape[PIPELINE] > 1 else ""
     return f"{config.mesh}{zero}{cut}, {micro} micro-batch(es), remat {config.model.remat}"
-
-
-def _predicted(plan: Plan, row: int) -> Estimate:
-    return estimate(asked(plan.config, row_of(plan.columns, row)), plan.model, plan.cluster)
 
 
 def _no_mesh(config: Config, devices: int) -> str:
@@ -139,43 +152,3 @@ def _nothing_fits(plan: Plan) -> str:
         f"nothing fits {plan.devices} x {plan.cluster.name} with {memory.size(plan.cluster.memory)} each: the "
         f"smallest, {told(one)}, needs {memory.size(one.memory.total)}; use {more}"
     )
-
-
-def why_not(plan: Plan, mesh: str) -> str:
-    """Why a mesh, whatever else is chosen with it, is not the first. Raises `RequestError` for what is no mesh."""
-    shape = fill(parse_mesh(mesh), plan.devices)
-    if found := problems(plan.config.model_copy(update={"mesh": mesh}), shape):
-        return f"{mesh} cannot be: " + "; ".join(found)
-    if shape[DATA] == 1 < shape[REPLICA]:
-        plain = f"{DATA}={shape[REPLICA]}"
-        return f"{mesh} cannot be: replicas of what nothing shards are plain data parallelism; ask for {plain}"
-    rows = np.flatnonzero(np.all([plan.columns[axis] == shape[axis] for axis in MESH], axis=0))
-    if not len(rows):
-        return f"{mesh} cannot be: {shape[DATA] * shape[REPLICA]} data ranks do not share {_rows(plan)} rows evenly"
-    order = rows[np.argsort(plan.rough_seconds[rows], kind="stable")]
-    allowed = [row for row in order if plan.rough_memory[row] <= ROOM * plan.cluster.memory][:LOOKED_AT]
-    first = plan.ranked[0]
-    fitting = [one for one in (_predicted(plan, row) for row in allowed) if one.fits]
-    if not fitting:
-        least = _predicted(plan, int(rows[np.argmin(plan.rough_memory[rows])]))
-        return f"{mesh} does not fit: at least {memory.size(least.memory.total)} ({told(least)}): {_held(least)}"
-    best_one = min(fitting, key=lambda one: one.seconds)
-    ratio = best_one.seconds / min(one.seconds for one in plan.looked_at if one.fits)
-    if describe(best_one.shape) == describe(first.shape):
-        return f"{mesh} is the first: {told(best_one)}"
-    more = max(best_one.parts, key=lambda part: best_one.parts[part] - first.parts[part])
-    if ratio <= 1 + TIE:
-        return f"{mesh} is as fast within {TIE:.0%} ({told(best_one)}), but less simple than {told(first)}"
-    return (
-        f"{mesh} takes {ratio:.2f} times as long as the fastest: {told(best_one)}; most of it {more}, "
-        f"{best_one.parts[more]:.3g} s against {first.parts[more]:.3g} s of {told(first)}"
-    )
-
-
-def _rows(plan: Plan) -> int:
-    return plan.config.train.global_batch_size
-
-
-def _held(one: Estimate) -> str:
-    parts = (one.memory.persistent | one.memory.transient).items()
-    return ", ".join(f"{name} {memory.size(count)}" for name, count in parts if count)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxdist.config import Config, leaves
 from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA, describe
 from jaxdist.models import parameters
+from jaxdist.planning.hardware import GPUS, MOST, SHARE
 from jaxdist.planning.memory import size
-from jaxdist.planning.search.candidates import at_rest
 from jaxdist.planning.search.estimate import FORMULAS, Estimate, seconds, together
 from jaxdist.planning.search.plan import TIE, Plan, told
+from jaxdist.planning.search.questions import alone
 
 SHOWN = 10
 
@@ -19,7 +20,7 @@ OPTIMAL = 20
 """Tokens for each parameter, where a given amount of arithmetic learns the most (Hoffmann et al. 2022)."""
 
 
-def lines(plan: Plan, name: str) -> Iterator[str]:
+def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     c, train, m = plan.cluster, plan.config.train, plan.config.model
     yield (
         f"cluster     {c.name}: {plan.devices} x {c.gpu}, {c.per_host} in a host; {size(c.memory)} each; "
@@ -39,7 +40,11 @@ def lines(plan: Plan, name: str) -> Iterator[str]:
     yield ""
     yield f"chosen      {reason(plan)}"
     yield "times       of a step without launches, input and other jobs: real ones are longer (docs/planning.md)"
-    yield f"train       {command(plan.ranked[0], plan.config, name)}"
+    yield f"train       {command(plan.ranked[0], base, name)}"
+    if not plan.ranked[0].fits_by_default:
+        yield f"            (by default JAX takes {SHARE:.0%} of a GPU's memory, which is not enough for this step)"
+    if plan.cluster.gpu in GPUS:
+        yield f"verify      {verification(plan.ranked[0], base, name)}"
     yield f"run         {run_time(plan)}"
 
 
@@ -101,20 +106,29 @@ def reason(plan: Plan) -> str:
     return "; ".join(said)
 
 
-def changes(one: Estimate, config: Config) -> dict[str, str]:
-    """Knob -> value of what the plan decides, where it is not the default."""
-    plain, found = leaves(at_rest(config)), leaves(one.config)
-    decided = ("mesh", "parallel.", "pipeline.", "train.accumulation", "model.remat")
-    return {
-        knob: str(value).lower() if isinstance(value, bool) else str(value)
-        for knob, value in found.items()
-        if knob.startswith(decided) and (knob == "mesh" or value != plain[knob])
-    }
+def changes(one: Estimate, base: Config) -> dict[str, str]:
+    """Knob -> value, where it is not that of `base`: what the plan decides, and what it was asked for."""
+    there, found = leaves(base), leaves(one.config)
+    there["mesh"] = ""  # it is always told
+    if base.precision == "auto":
+        there["precision"] = found["precision"]  # what that means on these devices
+    text = lambda value: str(value).lower() if isinstance(value, bool) else str(value)
+    return {knob: text(value) for knob, value in found.items() if value != there[knob] and knob != "run_dir"}
 
 
-def command(one: Estimate, config: Config, name: str) -> str:
-    chosen = " ".join(f"--{knob.replace('_', '-')} {value}" for knob, value in changes(one, config).items())
-    return f"python -m jaxdist.train {name} {chosen}"
+def command(one: Estimate, base: Config, name: str) -> str:
+    """With the share of the memory that it needs, where that is more than JAX takes by itself."""
+    share = f"XLA_CLIENT_MEM_FRACTION={MOST:g} " * (not one.fits_by_default)
+    return f"{share}python -m jaxdist.train {name} {_options(one, base)}"
+
+
+def verification(one: Estimate, base: Config, name: str) -> str:
+    """The command that compiles this step: activations are only estimated here."""
+    return f"python -m jaxdist.explain {name} {_options(one, base)} --target {one.cluster.gpu}"
+
+
+def _options(one: Estimate, base: Config) -> str:
+    return " ".join(f"--{knob.replace('_', '-')} {value}" for knob, value in changes(one, base).items())
 
 
 def why(plan: Plan) -> Iterator[str]:
@@ -146,6 +160,36 @@ HELD = {
 }
 
 
+def trade_off(plan: Plan) -> Iterator[str]:
+    """Alpa's intra- and inter-operator parallelism (Zheng et al. 2022, section 2): which sends, and which waits."""
+    rows = [("all devices on", "as", "idle", "sent by one device", "step", "memory")]
+    impossible = []
+    for axis, one in alone(plan):
+        if isinstance(one, str):
+            impossible.append(f"{axis} cannot be: {one}")
+            continue
+        sent = sum(each.wire_bytes for each in one.transfers)
+        held = size(one.memory.total) + (" (does not fit)" if not one.fits else "")
+        rows.append((axis, told(one), f"{one.share('waiting'):.1%}", size(sent), f"{one.seconds:.3g} s", held))
+    yield from aligned(rows)
+    yield from impossible
+
+
+def compared(found: Sequence[tuple[int, Estimate | str]]) -> Iterator[str]:
+    """More devices for the same batch: what each of them still does."""
+    rows, impossible = [("devices", "first", "step", "tokens/s", "efficiency", "memory")], []
+    base = next(((count, one) for count, one in found if isinstance(one, Estimate)), None)
+    for count, one in found:
+        if isinstance(one, str) or base is None:
+            impossible.append(f"{count}: {one}")
+            continue
+        each = one.tokens_per_second * base[0] / (base[1].tokens_per_second * count)
+        rate, held = f"{one.tokens_per_second:,.0f}", size(one.memory.total)
+        rows.append((str(count), told(one), f"{one.seconds:.3g} s", rate, f"{each:.0%}", held))
+    yield from aligned(rows)
+    yield from impossible
+
+
 def aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
@@ -162,20 +206,24 @@ def run_time(plan: Plan) -> str:
     )
 
 
-def json(plan: Plan) -> dict[str, Any]:
+def json(plan: Plan, base: Config, more: Sequence[tuple[int, Estimate | str]] = ()) -> dict[str, Any]:
     """The schema of `docs/planning.md`."""
     return {
+        "compared": [
+            {"devices": count, "impossible": one} if isinstance(one, str) else {"devices": count, **_one(one, base)}
+            for count, one in more
+        ],
         "cluster": plan.cluster.name,
         "devices": plan.devices,
         "candidates": len(plan.rough_memory),
         "rejected": dict(plan.rejected),
-        "ranked": [_one(one, plan) for one in plan.ranked],
+        "ranked": [_one(one, base) for one in plan.ranked],
     }
 
 
-def _one(one: Estimate, plan: Plan) -> dict[str, Any]:
+def _one(one: Estimate, base: Config) -> dict[str, Any]:
     return {
-        "options": changes(one, plan.config),
+        "options": changes(one, base),
         "mesh": {axis: one.shape[axis] for axis in (REPLICA, DATA, MODEL, PIPELINE)},
         "memory": one.memory.total,
         "seconds": one.seconds,

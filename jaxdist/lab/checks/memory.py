@@ -1,0 +1,195 @@
+"""Model states by ZeRO stage, and what it takes to hold the large models: from abstract parameters, on no device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist import models
+from jaxdist.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
+from jaxdist.explain import CPU
+from jaxdist.lab import pictures
+from jaxdist.lab.claim import Check, Outcome
+from jaxdist.lab.claims import within
+from jaxdist.lab.phases import cpu_mesh, table
+from jaxdist.mesh import abstract_mesh, parse_mesh
+from jaxdist.planning import memory
+from jaxdist.planning.placement import compute_width, placed
+from jaxdist.sharding import Layout, rules
+from jaxdist.training.run import Run
+
+GB = 10**9
+SEVEN = ModelConfig(family="llama", layers=36, embed=4096, heads=32, mlp=11008, vocab=51200, sequence=1024)
+"""About 7.5 billion parameters, all of which 1024 devices can split."""
+
+GPT2 = ModelConfig(layers=48, embed=1600, heads=25, vocab=50257, sequence=1024)
+"""GPT-2 XL (Radford et al. 2019, table 2)."""
+
+GPT3 = ModelConfig(layers=96, embed=12288, heads=96, vocab=50257, sequence=2048)
+"""GPT-3 175B (Brown et al. 2020, table 2.1)."""
+
+PALM, PALM_EXACT = 540_000_000_000, 540_350_000_000
+"""Parameters, as its name has them and as Chowdhery et al. 2022, table 1, count them. Its layers, of two parts side by
+side, are none that this system has."""
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes that one device holds of the model's states."""
+
+    parameters: int
+    """Elements, of the whole model."""
+    weights: int
+    gradients: int
+    """In the weights' own type, as the backward pass makes them, split where the stage splits them."""
+    optimizer: int
+    """Masters and moments, in float32."""
+    within_step: int
+    """What the planner predicts for gradients while a step runs: reduced ones in float32, one layer's whole."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@cache
+def states(zero: int, devices: int, precision: str = "mixed", sizes: ModelConfig = SEVEN) -> States:
+    """Of data parallelism over so many devices at this ZeRO stage, with AdamW; none of them has to be there."""
+    config = Config(mesh=f"{devices}x1x1", precision=precision, model=sizes, parallel=ParallelConfig(zero=zero))
+    shape = parse_mesh(config.mesh)
+    layout = Layout.on(abstract_mesh(shape), rules(config, shape), CPU)
+    model = models.build(sizes, layout)
+    parameters = placed(config, model, layout)
+    held = sum(memory.state(config, p) for p in parameters)
+    masters = sum(4 * p.rest * (1 + memory.MOMENTS[config.optimizer.name]) for p in parameters)
+    gradients = sum(p.rest if zero >= 2 else p.use for p in parameters)
+    return States(
+        parameters=models.parameters(model),
+        weights=held - masters,
+        gradients=compute_width(config) * gradients,
+        optimizer=masters,
+        within_step=memory.predict(config, model, layout).gradients,
+    )
+
+
+def factor(expected: str, tolerance: str, zero: int, devices: int = 1024) -> Outcome:
+    """How many times less a device holds than without partitioning."""
+    whole = states(0, 1).total
+    counts = [n for n in (4, 64, 256) if n < devices] + [devices]
+    rows = [(str(n), f"{states(zero, n).total / GB:.2f} GB", f"{whole / states(zero, n).total:.3f}") for n in counts]
+    value = whole / states(zero, devices).total
+    return Outcome(value, within(value, expected, tolerance), tuple(table([("devices", "states", "factor"), *rows])))
+
+
+def linear(expected: str, tolerance: str, zero: int = 3) -> Outcome:
+    """Whether the factor is the number of devices, exactly, at every power of two."""
+    whole, counts = states(zero, 1).total, [2**n for n in range(11)]
+    factors = {n: Fraction(whole, states(zero, n).total) for n in counts}
+    value = "N" if all(found == n for n, found in factors.items()) else f"{float(factors[counts[-1]]):.4g} at N=1024"
+    lines = table([("N", "factor"), *((str(n), f"{float(found):g}") for n, found in factors.items())])
+    return Outcome(value, value == expected, tuple(lines))
+
+
+def gigabytes(expected: str, tolerance: str, zero: int, devices: int = 64) -> Outcome:
+    """Of a model of 7.5 billion parameters."""
+    held = states(zero, devices)
+    value = held.total / GB
+    parts = {"weights": held.weights, "gradients": held.gradients, "masters and moments": held.optimizer}
+    lines = [
+        f"{held.parameters:,} parameters, {devices} devices, ZeRO {zero}; one device holds",
+        *table([(name, f"{count / GB:8.3f} GB") for name, count in parts.items()]),
+        *_gradients(held, zero),
+    ]
+    return Outcome(value, within(value, expected, tolerance), tuple(lines), partial(_bars, devices=devices))
+
+
+def _gradients(held: States, zero: int) -> list[str]:
+    """What differs from the paper."""
+    told = "The paper counts gradients of 2 bytes. Here they exist only while a step runs: "
+    told += f"{held.within_step / GB:.3f} GB are predicted"
+    if zero < 2:
+        return [f"{told}."]
+    return [
+        f"{told},",
+        "one layer and the table whole at a time, and each shard, once it is reduced, in float32: 4 bytes.",
+    ]
+
+
+def _bars(path: Path, devices: int) -> None:
+    columns = {}
+    for zero in range(4):
+        held = states(zero, devices)
+        parts = {"weights": held.weights, "gradients": held.gradients, "masters and moments": held.optimizer}
+        columns[f"ZeRO {zero}"] = {name: count / GB for name, count in parts.items()}
+    title = f"model states of {states(0, 1).parameters / 1e9:.2f} billion parameters on {devices} devices"
+    pictures.bars(columns, "GB per device", title, path)
+
+
+def weights(expected: str, tolerance: str, dtype: str = "bfloat16") -> Outcome:
+    """GB of GPT-3's parameters."""
+    count, width = models.parameters(models.build(GPT3)), jnp.dtype(dtype).itemsize
+    value = count * width / GB
+    return Outcome(value, within(value, expected, tolerance), (f"{count:,} parameters of {width} bytes",))
+
+
+def devices(
+    expected: str, tolerance: str, of: ModelConfig | int, dtype: str = "bfloat16", room: int = 8, exactly: int = 0
+) -> Outcome:
+    """How many of `room` GB hold the parameters of a model, given by its sizes or as a number, which `exactly` is what
+    it stands for."""
+    width = jnp.dtype(dtype).itemsize
+    needed = lambda count: math.ceil(count * width / (room * GB))
+    count = of if isinstance(of, int) else models.parameters(models.build(of))
+    lines = [f"{count:,} parameters of {width} bytes are {count * width / GB:.2f} GB; a device has {room} GB"]
+    if exactly:
+        lines.append(f"of {exactly:,}, which the number stands for, it takes {needed(exactly)}")
+    return Outcome(needed(count), within(needed(count), expected, tolerance), tuple(lines))
+
+
+def per_parameter(expected: str, tolerance: str, precision: str = "mixed") -> Outcome:
+    """Bytes of the train state by the dtypes that it has, and of the gradients that the backward pass makes."""
+    sizes = ModelConfig(layers=1, embed=16, heads=2, vocab=32, sequence=8)
+    optimizer = OptimizerConfig(warmup=0)
+    run = Run(
+        Config(precision=precision, model=sizes, optimizer=optimizer), devices=list(cpu_mesh("1x1x1").devices.flat)
+    )
+    run.steps = 1
+    with jax.set_mesh(run.mesh):
+        state, batch = run.abstract(), run.batch()
+        used = state.weights or jax.eval_shape(run.forward.weights, state.params)
+        loss = lambda weights, batch: run.forward.loss(weights, None, {}, batch, None)[0]
+        gradients = jax.eval_shape(jax.grad(loss), used, batch)
+    elements = models.parameters(run.model)
+    parts = {
+        "weights": state.weights or {},
+        "gradients": gradients,
+        "master weights": state.params,
+        "moments": [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim],
+    }
+    held = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    each = {name: Fraction(held(tree), elements) for name, tree in parts.items()}
+    value = f"{each['weights']} + {each['gradients']} + {each['master weights'] + each['moments']}"
+    lines = table([(name, f"{bytes} bytes") for name, bytes in each.items()])
+    return Outcome(value, value == expected, (f"per parameter, {precision}:", *lines))
+
+
+CHECKS = {
+    "zero-states-4x": Check(partial(factor, zero=1), {"devices": 16}),
+    "zero-states-8x": Check(partial(factor, zero=2), {"zero": 1}),
+    "zero-states-nd": Check(linear, {"zero": 2}),
+    "zero-7p5b-0": Check(partial(gigabytes, zero=0), {"zero": 1}),
+    "zero-7p5b-1": Check(partial(gigabytes, zero=1), {"devices": 32}),
+    "zero-7p5b-2": Check(partial(gigabytes, zero=2), {"devices": 32}),
+    "zero-7p5b-3": Check(partial(gigabytes, zero=3), {"devices": 32}),
+    "gpt3-fp16": Check(weights, {"dtype": "float32"}),
+    "gpt3-min-gpus": Check(partial(devices, of=GPT3), {"dtype": "float32"}),
+    "palm-min-gpus": Check(partial(devices, of=PALM, exactly=PALM_EXACT), {"dtype": "float32"}),
+    "gpt2-min-gpus": Check(partial(devices, of=GPT2), {"room": 3}),
+    "mixed-precision": Check(per_parameter, {"precision": "float32"}),
+}

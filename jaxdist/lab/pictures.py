@@ -1,0 +1,121 @@
+"""The lecture's pictures that no other module draws. matplotlib is imported where something is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxdist.planning.hardware import GPUS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLUE, RED, GREEN, ORANGE, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#999999"
+"""Told apart by colour-blind eyes too (Okabe & Ito 2008)."""
+
+DPI = 110
+
+
+def blank(width: float, height: float) -> Figure:
+    """In inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def bars(columns: Mapping[str, Mapping[str, float]], unit: str, title: str, path: Path) -> None:
+    """A stacked bar for each column, of the parts that all of them have."""
+    figure = blank(7, 4.2)
+    axes = figure.add_subplot(ylabel=unit, title=title)
+    names, bottom = list(columns), np.zeros(len(columns))
+    parts = dict.fromkeys(part for column in columns.values() for part in column)
+    for part, colour in zip(parts, (BLUE, ORANGE, GREEN, RED), strict=False):
+        heights = np.array([column[part] for column in columns.values()])
+        axes.bar(names, heights, bottom=bottom, label=part, color=colour)
+        bottom += heights
+    for place, total in enumerate(bottom):
+        axes.text(place, total, f"{total:.1f}", ha="center", va="bottom")
+    axes.margins(y=0.1)
+    axes.legend()
+    figure.savefig(path, dpi=DPI, format="png")
+
+
+def roofline(path: Path) -> None:
+    """What GPUs reach at how many FLOPs for each byte of their memory (Williams et al. 2009)."""
+    figure = blank(7, 4.2)
+    axes = figure.add_subplot(
+        xscale="log",
+        yscale="log",
+        xlabel="FLOPs for a byte of memory",
+        ylabel="bfloat16 FLOP/s at most",
+        title="roofline: left of its bend a GPU waits for memory",
+    )
+    intensity = np.logspace(-1, 4, 200)
+    for number, (name, gpu) in enumerate(GPUS.items()):
+        colour = f"C{number}"
+        bend = gpu.peak / gpu.bandwidth
+        line = np.minimum(gpu.peak, gpu.bandwidth * intensity)
+        axes.plot(intensity, line, color=colour, label=f"{name}: bend at {bend:.0f}")
+        axes.plot(bend, gpu.peak, "o", color=colour)
+    for words, place in (("matrix x vector", 1), ("square product of 4096", 4096 / 3)):
+        axes.axvline(place, color=GREY, linestyle=":")
+        axes.text(place, axes.get_ylim()[0] * 1.5, words, rotation=90, ha="right", color=GREY)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=DPI, format="png")
+
+
+def cube(path: Path, model: int, layers: Sequence[int], data: int = 2) -> None:
+    """A box for each device of data x model x pipeline; `layers` are those of each stage."""
+    figure = blank(10, 4.6)
+    axes = figure.add_subplot(projection="3d")
+    most = max(layers)
+    filled = np.ones((len(layers), data, model), bool)
+    colours = np.empty(filled.shape, object)
+    for stage, count in enumerate(layers):
+        colours[stage] = BLUE if count == most else ORANGE
+    axes.voxels(filled, facecolors=colours, edgecolor="white", linewidth=0.2, clip_on=False)
+    axes.set_box_aspect((6, 1.2, 2), zoom=1.4)
+    axes.set(ylabel=f"data: {data}", zlabel=f"model: {model}")
+    axes.set_xlabel(f"pipeline: {len(layers)} stages", labelpad=20)
+    axes.set_yticks(range(data + 1))
+    axes.view_init(elev=22, azim=-62)
+    kinds = sorted({*layers}, reverse=True)
+    told = ", ".join(f"{list(layers).count(count)} stages of {count}" for count in kinds)
+    axes.set_title(f"{filled.size} devices, {sum(layers)} layers: {told} (blue: the most layers)", fontsize=10)
+    figure.savefig(path, dpi=DPI, format="png")
+
+
+def column_row(path: Path, forward: int, backward: int) -> None:
+    """Megatron's two products on two devices, with the all-reduces that were counted in the compiled program."""
+    figure = blank(9, 3.6)
+    axes = figure.add_subplot(xlim=(0, 9), ylim=(0, 4))
+    axes.set_axis_off()
+    for device, y in enumerate((2.6, 0.6)):
+        _box(axes, 1.2, y, "x", GREY, 0.6)
+        _box(axes, 2.5, y, f"A, columns {device}", BLUE)
+        _box(axes, 4.3, y, "gelu", GREY, 0.8)
+        _box(axes, 5.6, y, f"B, rows {device}", GREEN)
+        _box(axes, 7.4, y, "part of y", GREY, 1.0)
+        axes.text(0.1, y + 0.35, f"device {device}", va="center")
+        for start, end in ((1.8, 2.5), (3.8, 4.3), (5.1, 5.6), (6.9, 7.4)):
+            axes.annotate("", (end, y + 0.35), (start, y + 0.35), arrowprops={"arrowstyle": "->"})
+    for x, count, what in ((7.9, forward, "forward"), (1.5, backward, "backward")):
+        axes.annotate("", (x, 1.3), (x, 2.6), arrowprops={"arrowstyle": "<->", "color": RED, "linewidth": 2})
+        axes.text(x + 0.1, 1.95, f"{what}: {count} all-reduce", color=RED, va="center")
+    axes.text(4.7, 1.95, "nothing moves here", ha="center", va="center", color=GREY)
+    figure.savefig(path, dpi=DPI, format="png")
+
+
+def _box(axes: Axes, x: float, y: float, text: str, colour: str, width: float = 1.3) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle((x, y), width, 0.7, facecolor=colour, alpha=0.35, edgecolor=colour))
+    axes.text(x + width / 2, y + 0.35, text, ha="center", va="center", fontsize=9)

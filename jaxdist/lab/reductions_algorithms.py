@@ -1,0 +1,188 @@
+"""All-reduce as messages: every node has an array, and in the end each has the sum of all of them.
+
+Each function is what one node does, with nothing but `Network` between it and the others; all nodes run the same
+program. K nodes (p in the papers), arrays of n numbers or S bytes, `alpha` the latency of a message, `beta` the seconds
+of a byte. The papers: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in
+MPICH"; Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"; Rabenseifner
+2004, "Optimization of collective reduction operations"; for the server, Li et al. 2014, "Scaling distributed machine
+learning with the parameter server".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from math import log2
+from operator import add
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxdist.mesh import DATA
+
+Vector = Float[Array, "n"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a node knows of the others."""
+
+    K: int
+    rank: Int[Array, ""]
+    """Which of 0 ... K-1 this node is."""
+    sent: list[Float[Array, "..."]] = field(default_factory=list)
+    """What this node has offered to each `send` so far."""
+
+    def send(self, message: Float[Array, "..."], pairs: Mapping[int, int]) -> Float[Array, "..."]:
+        """From each source in `pairs` to its target; what this node receives, zeros where nobody sends to it."""
+        with jax.named_scope(f"send{len(self.sent)}"):
+            self.sent.append(message)
+            return lax.ppermute(message, DATA, tuple(pairs.items()))
+
+
+def star(centre: int, x: Vector, network: Network) -> Vector:
+    """All send to one node, which adds, and sends the sum to all: 2 rounds, K - 1 messages into one node."""
+    others = [k for k in range(network.K) if k != centre]
+    total = reduce(add, [network.send(x, {k: centre}) for k in others], x)
+    back = reduce(add, [network.send(total, {centre: k}) for k in others])
+    return jnp.where(network.rank == centre, total, back)
+
+
+def naive(x: Vector, network: Network) -> Vector:
+    """Reduce to node 0, then broadcast."""
+    return star(0, x, network)
+
+
+def parameter_server(x: Vector, network: Network) -> Vector:
+    """Workers push to a server and pull the sum: the last node is no worker, and has zeros to add."""
+    return star(network.K - 1, x, network)
+
+
+def direct(x: Vector, network: Network) -> Vector:
+    """Everyone to everyone, at once; every node adds in an order of its own."""
+    K = network.K
+    return reduce(add, [network.send(x, {k: (k + d) % K for k in range(K)}) for d in range(1, K)], x)
+
+
+def ring(x: Vector, network: Network) -> Vector:
+    """Reduce-scatter, then all-gather, round a ring and one of K parts at a time (Patarasuk and Yuan).
+
+    In step s node k adds its own part k - s to the sum that node k - 1 has sent, and sends it on; so it ends with the
+    whole sum of part k + 1. Then the sums go round.
+    """
+    K, rank = network.K, network.rank
+    onward = {k: (k + 1) % K for k in range(K)}
+    own = cut(x, K)[(rank - jnp.arange(K)) % K]
+    passing = own[0]
+    for s in range(1, K):
+        passing = own[s] + network.send(passing, onward)
+    sums = [passing]  # of the parts k + 1, k, k - 1 ...
+    for _ in range(1, K):
+        sums.append(network.send(sums[-1], onward))
+    return jnp.stack(sums)[(rank + 1 - jnp.arange(K)) % K].reshape(-1)[: x.size]
+
+
+def halving(x: Vector, network: Network) -> Vector:
+    """Recursive halving, then doubling: with the neighbour at offset 1, 2, 4 ... swap halves of what is left to add.
+
+    Reduce-scatter by vector halving and distance doubling, all-gather the same way back (Rabenseifner; Thakur et al.
+    begin with the farthest neighbour, which sends the same bytes). For K a power of two.
+    """
+    mine = cut(x, network.K).reshape(-1)
+    offsets = powers(network.K)
+    for offset in offsets:
+        swap = {k: k ^ offset for k in range(network.K)}
+        upper, (low, high) = network.rank & offset != 0, jnp.split(mine, 2)
+        keep, give = jnp.where(upper, high, low), jnp.where(upper, low, high)
+        mine = keep + network.send(give, swap)
+    for offset in reversed(offsets):
+        swap = {k: k ^ offset for k in range(network.K)}
+        upper, other = network.rank & offset != 0, network.send(mine, swap)
+        mine = jnp.where(upper, jnp.concatenate([other, mine]), jnp.concatenate([mine, other]))
+    return mine[: x.size]
+
+
+def doubling(x: Vector, network: Network) -> Vector:
+    """Recursive doubling, or butterfly: the whole array to the neighbour at offset 1, 2, 4 ... For K a power of two."""
+    for offset in powers(network.K):
+        x = x + network.send(x, {k: k ^ offset for k in range(network.K)})
+    return x
+
+
+def tree(x: Vector, network: Network) -> Vector:
+    """Up a binomial tree to node 0, then down again (the binomial reduce and broadcast of Thakur et al.)."""
+    offsets = [1 << level for level in range((network.K - 1).bit_length())]
+    children = {offset: range(offset, network.K, 2 * offset) for offset in offsets}
+    for offset in offsets:
+        x = x + network.send(x, {k: k - offset for k in children[offset]})
+    for offset in reversed(offsets):
+        received = network.send(x, {k - offset: k for k in children[offset]})
+        x = jnp.where(network.rank % (2 * offset) == offset, received, x)
+    return x
+
+
+def cut(x: Vector, K: int) -> Float[Array, "K part"]:
+    """In K parts of the same size, the last ones filled up with zeros."""
+    return jnp.pad(x, (0, -x.size % K)).reshape(K, -1)
+
+
+def powers(K: int) -> list[int]:
+    """1, 2, 4 ... K/2."""
+    assert K & (K - 1) == 0, K
+    return [1 << level for level in range(K.bit_length() - 1)]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    name: str
+    run: Callable[[Vector, Network], Vector]
+    about: str
+    seconds: Callable[[float, float, float, float], float]
+    """(K, S, alpha, beta) -> the time by its formula."""
+    server: bool = False
+    """Whether there is one more node, which has nothing of its own to add."""
+    pairs: bool = False
+    """Whether it pairs the nodes off, so that K must be a power of two."""
+
+    def nodes(self, K: int) -> int:
+        return K + self.server
+
+    def refusal(self, K: int) -> str:
+        """Why it cannot do with K nodes; empty where it can."""
+        below = 1 << K.bit_length() - 1
+        if not self.pairs or K & (K - 1) == 0:
+            return ""
+        return f"{self.name} pairs the nodes off in each step, which {K} cannot; ask for {below} or {2 * below} devices"
+
+
+_TABLE = (
+    Algorithm("naive", naive, "reduce to one node, then broadcast", lambda K, S, a, b: 2 * (a + (K - 1) * S * b)),
+    Algorithm("direct", direct, "every node to every node", lambda K, S, a, b: a + (K - 1) * S * b),
+    Algorithm("ring", ring, "parts go round a ring", lambda K, S, a, b: 2 * (K - 1) * (a + S / K * b)),
+    Algorithm(
+        "halving",
+        halving,
+        "recursive halving, then doubling",
+        lambda K, S, a, b: 2 * log2(K) * a + 2 * (K - 1) / K * S * b,
+        pairs=True,
+    ),
+    Algorithm("doubling", doubling, "whole arrays, pairwise", lambda K, S, a, b: log2(K) * (a + S * b), pairs=True),
+    Algorithm("tree", tree, "up a binomial tree, then down", lambda K, S, a, b: 2 * log2(K) * (a + S * b)),
+    Algorithm(
+        "parameter-server",
+        parameter_server,
+        "K workers push to a server, then pull",
+        lambda K, S, a, b: 2 * (a + K * S * b),
+        server=True,
+    ),
+)
+
+ALGORITHMS = {one.name: one for one in _TABLE}
+
+
+def pipelined_tree(K: float, S: float, a: float, b: float) -> float:
+    """Seconds of a double binary tree that sends the array in many small pieces, as NCCL does: never run here."""
+    return 2 * log2(K) * a + 2 * S * b

@@ -1,0 +1,154 @@
+"""All-reduces drawn: who sends which part to whom in each round, and what each algorithm costs over K."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from jaxdist.lab.messages import Message, Traffic, messages
+from jaxdist.lab.reductions_algorithms import ALGORITHMS, Algorithm, pipelined_tree
+from jaxdist.lab.reductions_run import Run, apart, cpus, lay, line_of, lowered
+from jaxdist.planning.hardware import GPUS
+
+if TYPE_CHECKING:
+    import jax
+    from matplotlib.axes import Axes
+
+NODES = 4
+"""Of the steps that are drawn."""
+
+WHOLE = "#555555"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+"""Of the parts; told apart by colour-blind eyes too (Okabe & Ito 2008)."""
+
+ALPHA = 14e-6
+"""Seconds: a hop between hosts in NCCL's model of a ring (tuning.cc, protocol Simple)."""
+
+BETA = 1 / GPUS["h100"].network
+"""Seconds of a byte: an H100's share of its host's network cards."""
+
+CURVES = ("ring", "tree", "halving", "parameter-server")
+LEGEND = (
+    "steps on 4 nodes, as they ran: a b c d are the parts of the array, grey is all of it; thick: the sum of all nodes",
+    f"costs: latency {1e6 * ALPHA:g} us, {1e-9 / BETA:g} GB/s each way; lines: formulas, points: messages as counted",
+)
+
+ARRAYS = {"64 KiB": 2**16, "97.5 MiB": 97.5 * 2**20}
+
+
+class Step(NamedTuple):
+    """A message, and what it carries."""
+
+    round: int
+    source: int
+    target: int
+    parts: tuple[int, ...]
+    """Of K parts of the array."""
+    summands: tuple[int, ...]
+    """The nodes whose arrays are added up in it."""
+
+
+def steps(names: Sequence[str], K: int = NODES) -> dict[str, list[Step]]:
+    """Algorithm -> its messages on K nodes, as they were when it ran."""
+    return apart(_steps, tuple(names), K)
+
+
+def _steps(names: Sequence[str], K: int) -> dict[str, list[Step]]:
+    devices = cpus(K + 1)
+    return {name: seen(ALGORITHMS[name], K, devices) for name in names}
+
+
+def seen(algorithm: Algorithm, K: int, devices: Sequence[jax.Device]) -> list[Step]:
+    """The messages of K nodes. Part j of node k is 2^k + j 2^(K+1): a sum of such numbers tells part and summands."""
+    base, mesh = 2 << K, line_of(devices[: algorithm.nodes(K)])
+    x = np.zeros((mesh.size, K), np.float32)
+    x[:K] = 2 ** np.arange(K)[:, None] + base * np.arange(K)
+    program = lowered(algorithm, mesh, K, tell=True).compile()
+    _, sent = program(lay(x, mesh))
+    told = []
+    for message in messages(program.as_text(), mesh).messages:
+        number = int(re.search(r"\bsend(\d+)", message.label)[1])
+        told.append(_read(message, np.asarray(sent[number])[message.source].astype(int), base))
+    return told
+
+
+def _read(message: Message, payload: np.ndarray, base: int) -> Step:
+    summands = tuple(k for k in range(base.bit_length()) if payload[0] % base >> k & 1)
+    parts = tuple(int(number) // base // len(summands) for number in payload)
+    return Step(message.round, message.source, message.target, parts, summands)
+
+
+def draw(names: Sequence[str], runs: dict[str, Sequence[Run]], path: Path | str) -> None:
+    """A PNG with the steps of these algorithms, and the cost over K: formulas as lines, `runs` as points."""
+    _figure(steps(names), runs, path)
+
+
+def _figure(told: dict[str, list[Step]], runs: dict[str, Sequence[Run]], path: Path | str) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(4, max(len(told), 2 if runs else 1))
+    rows = -(-len(told) // columns)
+    figure = Figure(figsize=(3.6 * columns, 4.4 * rows + 4.2 * bool(runs)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(rows + bool(runs), 2 * columns)
+    for place, (name, seen) in enumerate(told.items()):
+        at = 2 * (place % columns)
+        _steps_of(figure.add_subplot(grid[place // columns, at : at + 2]), name, seen)
+    for place, array in enumerate(ARRAYS if runs else ()):
+        _costs(figure.add_subplot(grid[rows, place * columns : (place + 1) * columns]), array, runs)
+    legend = "\n".join(textwrap.fill(line, 50 * columns) for line in LEGEND[: 1 + bool(runs)])
+    figure.supxlabel(legend, fontsize=8, color="0.3")
+    figure.savefig(path, dpi=130, format="png")
+
+
+def _steps_of(axes: Axes, name: str, told: Sequence[Step]) -> None:
+    """Nodes side by side, rounds from top to bottom; an arrow for each message, its parts as letters."""
+    nodes, rounds = ALGORITHMS[name].nodes(NODES), max(step.round for step in told)
+    for node in range(nodes):
+        axes.plot([node, node], [0, rounds], color="0.85", linewidth=1, zorder=0)
+    for step in told:
+        whole = len(step.parts) == NODES
+        colour = WHOLE if whole else COLOURS[step.parts[0]]
+        start, end = (step.source, step.round - 0.9), (step.target, step.round - 0.1)
+        width = 2 if len(step.summands) == NODES else 0.8
+        arrow = dict(arrowstyle="->", color=colour, shrinkA=0, shrinkB=0, linewidth=width)
+        axes.annotate("", end, start, arrowprops=arrow)
+        text = "" if whole else "".join("abcd"[part] for part in step.parts)
+        where = [a + 0.15 * (b - a) for a, b in zip(start, end, strict=True)]
+        axes.text(*where, text, color=colour, fontsize=8, ha="center", va="center", bbox=dict(pad=0.5, fc="w", ec="w"))
+    servers = ["server"] * ALGORITHMS[name].server
+    axes.set(xlim=(-0.4, nodes - 0.6), ylim=(rounds, 0), yticks=[one + 0.5 for one in range(rounds)])
+    axes.set_yticklabels([str(one + 1) for one in range(rounds)])
+    axes.set_xticks(range(nodes), [*map(str, range(NODES)), *servers])
+    axes.xaxis.tick_top()
+    axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    axes.set_ylabel("round")
+    axes.set_title(f"{name}: {ALGORITHMS[name].about}", fontsize=9)
+
+
+def _costs(axes: Axes, array: str, runs: dict[str, Sequence[Run]]) -> None:
+    size, curve = ARRAYS[array], 2 ** np.linspace(1, 6, 60)
+    for name, colour in zip(CURVES, COLOURS, strict=True):
+        cost = [1e3 * ALGORITHMS[name].seconds(K, size, ALPHA, BETA) for K in curve]
+        axes.plot(curve, cost, color=colour, linewidth=1, label=name)
+        done = runs.get(name, ())
+        counted = [1e3 * scaled(one.traffic, one.array_bytes, size) for one in done]
+        axes.plot([one.K for one in done], counted, "o", color=colour, markersize=4)
+    pieces = [1e3 * pipelined_tree(K, size, ALPHA, BETA) for K in curve]
+    axes.plot(curve, pieces, "--", color=COLOURS[CURVES.index("tree")], linewidth=1, label="tree, in small pieces")
+    axes.set(xscale="log", yscale="log", xlabel="K", ylabel="ms", title=f"an array of {array}")
+    axes.set_xticks([2**i for i in range(1, 7)], [str(2**i) for i in range(1, 7)])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def scaled(traffic: Traffic, array_bytes: int, size: float) -> float:
+    """Seconds that the messages would take, were the array one of `size` bytes."""
+    return traffic.seconds(ALPHA, BETA * size / array_bytes)

@@ -1,0 +1,176 @@
+"""The lecture's claims: each holds as it is, fails with its control, and is told on one page."""
+
+import csv
+import json
+import re
+
+import pytest
+
+from jaxdist.config import RequestError
+from jaxdist.lab import claims, page, reductions
+from jaxdist.lab.__main__ import LABS, main
+from jaxdist.lab.claim import Check, Outcome
+from tests.lab.pages import assert_pasted
+
+CHECKS = claims.checks()
+SLOW = {"strong-scaling", "val-reduce", "pipeline-2x2", "zero-comm-1", "zero-comm-2", "zero-comm-3"}
+"""Those that compile for seconds."""
+
+IDS = [pytest.param(id, marks=pytest.mark.slow if id in SLOW else ()) for id in CHECKS if id not in reductions.CHECKS]
+"""Those of the reductions have tests of their own, which share their programs."""
+
+
+SMALLER = {"strong-scaling": {"counts": (1, 2), "batch": 8}}
+"""Settings that take less time."""
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_a_claim_holds_and_fails_with_its_control(id):
+    """A control changes one setting."""
+    claim = claims.claims()[id]
+    assert len(CHECKS[id].control) == 1
+    told = claims.look(claim, **SMALLER.get(id, {}))
+    assert told.passed, "\n".join(told.lines())
+    wrong = claims.look(claim, **CHECKS[id].control)
+    assert wrong.status == "FAILED"
+    assert told.outcome.value != wrong.outcome.value
+
+
+def test_what_is_expected_is_no_part_of_a_check():
+    """With another table a claim fails: a check has the expected value from nowhere else."""
+    claim = claims.claims()["gpt3-min-gpus"]
+    measure = CHECKS[claim.id].measure
+    assert measure(claim.expected, claim.tolerance).passed
+    assert not measure(str(int(claim.expected) + 1), claim.tolerance).passed
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "tolerance", "near"),
+    [
+        (44, "44", "exact", True),
+        (44.001, "44", "exact", False),
+        (3.97, "4", "1% at N=1024", True),
+        (3.95, "4", "1% at N=1024", False),
+        (9e-6, "0", "1e-5", True),
+        (-2e-5, "0", "1e-5", False),
+        (float("nan"), "0", "1e-5", False),
+    ],
+)
+def test_within(value, expected, tolerance, near):
+    assert claims.within(value, expected, tolerance) is near
+
+
+def test_the_table_is_read_to_the_letter():
+    with claims.TABLE.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [vars(claim) for claim in claims.claims().values()] == rows
+    assert sorted(claim.id for _, group in claims.topics() for claim in group) == sorted(row["id"] for row in rows)
+    assert {claim.id for claim in claims.claims().values() if claim.corrects} == {
+        "scaling-70b",
+        "scaling-280b",
+        "adam-bias",
+    }
+
+
+def test_the_list_has_every_claim_and_runs_none(capsys, monkeypatch):
+    monkeypatch.setattr(claims, "checks", lambda: pytest.fail("imports jax"))
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {claim.id:<18}{claim.claim}\n" in out for claim in claims.claims().values())
+
+
+def test_one_claim(capsys, tmp_path):
+    picture = tmp_path / "memory.png"
+    assert main(["zero-7p5b-1", "--picture", str(picture)]) == 0
+    out = capsys.readouterr().out
+    claim = claims.claims()["zero-7p5b-1"]
+    assert out.startswith(
+        f"zero-7p5b-1 (ZeRO): {claim.claim}\nexpected  {claim.expected} (GB), within 1%\nvalue     31."
+    )
+    assert out.endswith("PASSED\n")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["scaling-70b"]) == 0
+    assert "The lecture is wrong here: the lecture's table says 2e23: shown as wrong." in capsys.readouterr().out
+
+
+def test_one_claim_as_json(capsys):
+    assert main(["slingshot", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"id": "slingshot", "passed": True, "value": 25.0, "expected": 25.0}
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["slingshoot"], "there is no lab 'slingshoot'; did you mean 'slingshot'?"),
+        (["slingshot", "--picture", "x.png"], "slingshot has no picture; leave --picture out"),
+        (["zero-7p5b-1", "--picture", "no/such/x.png"], "picture 'no/such/x.png' cannot be written: its folder does"),
+        (["--all", "--output", "no/such/x.html"], "--output 'no/such/x.html' cannot be written"),
+        (["--all", "slingshot"], "unexpected argument 'slingshot'"),
+    ],
+)
+def test_mistakes(argv, problem):
+    with pytest.raises(RequestError) as error:
+        main(argv)
+    assert error.value.problems[0].startswith(problem)
+
+
+def outcome(passed: bool = True, **more) -> Check:
+    return Check(lambda expected, tolerance: Outcome(1.5, passed, **more), {})
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """Checks in place of the real ones, by the id of their claim."""
+    return lambda **of: monkeypatch.setattr(
+        claims, "checks", lambda: {id.replace("_", "-"): check for id, check in of.items()}
+    )
+
+
+def test_what_is_not_checked_has_not_passed(checks, capsys, tmp_path):
+    checks(zero_comm_1=outcome(), slingshot=outcome(passed=False))
+    output = tmp_path / "all.html"
+    assert main(["--all", "--output", str(output), "--json"]) == 1
+    told = {one.pop("id"): one for one in json.loads(capsys.readouterr().out)["claims"]}
+    assert told.keys() == claims.claims().keys()
+    assert told["zero-comm-1"] == {"passed": True, "value": 1.5, "expected": 1.0}
+    assert told["slingshot"] == {"passed": False, "value": 1.5, "expected": 25.0}
+    assert told["chinchilla"] == {"passed": False, "value": None, "expected": 21.1}
+    html = output.read_text()
+    assert (html.count(">passed<"), html.count(">FAILED<")) == (2, 2)  # in the table, and in its topic
+    assert html.count(">not checked<") == 2 * (len(told) - 2)
+
+
+def test_what_this_machine_lacks_is_told(checks, capsys):
+    def lacks(expected, tolerance):
+        raise RequestError("this machine has 1 device")
+
+    checks(slingshot=Check(lacks, {}))
+    assert main(["slingshot"]) == 1
+    assert capsys.readouterr().out.endswith("NOT CHECKED: this machine has 1 device\n")
+
+
+def test_the_exit_code_is_0_when_all_have_passed(checks, capsys, tmp_path):
+    checks(**{id: outcome() for id in claims.claims()})
+    assert main(["--all", "--output", str(tmp_path / "all.html")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{len(claims.claims())} of {len(claims.claims())}")
+
+
+def test_the_page_needs_no_network_and_has_the_pictures():
+    told = [claims.look(claims.claims()[id]) for id in ("zero-7p5b-2", "gpt3-years", "adam-bias", "fsdp-walkthrough")]
+    html = page.page(told)
+    words, pictures = re.subn(r'<img alt="[^"]+" src="data:image/png;base64,[^"]+">', "", html)
+    assert pictures == sum(one.outcome.picture is not None for one in told) == 2
+    assert re.findall(r"//|<link|<script|<iframe|<img|url\(", words) == []
+    for one in told:
+        assert f"<code>{one.claim.command}</code>" in html
+        assert f'id="{one.claim.id}"' in html
+    assert html.count("The lecture is wrong") == 2
+
+
+def test_labs_keep_their_names():
+    """One that is a claim too is told as a lab; `--all` has the claim."""
+    assert LABS.keys() & claims.claims().keys() == {"fsdp-walkthrough"}
+
+
+def test_the_page_for_students_shows_what_is_printed():
+    assert_pasted(claims.look(claims.claims()["zero-7p5b-2"]).lines(), "lab.md")
