@@ -20,7 +20,7 @@ from jaxdist.planning.search.screen import Screen, best
 TIE = 0.05
 """Times that differ by less are equal: the model is no better than that."""
 
-LOOKED_AT, ENOUGH, MOST = 96, 12, 480
+LOOKED_AT, ENOUGH, MOST = 64, 12, 512
 """Candidates that are predicted parameter by parameter at a time; how many of them have to fit, before no more are; and
 the most of all."""
 
