@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxdist import train as command
 from tests.cluster.conftest import LONG
 from tests.faults.jobs import saved, step_of
 from tests.training.curves import alike
@@ -105,7 +106,7 @@ def test_a_sweep_whose_jobs_share_a_node(cluster, words, tmp_path):
     cluster.submit(*options, tmp_path / "sweep.sbatch")
     cluster.until(lambda: not cluster.run("squeue", "-h"), PATIENCE, "the array")
     for rate in rates:
-        cluster.run(*train, f"--optimizer.learning-rate={rate}", f"--run-dir={tmp_path / rate}")
+        assert command.main([*train[3:], f"--optimizer.learning-rate={rate}", f"--run-dir={tmp_path / rate}"]) == 0
         alike(tmp_path / "runs" / "sweep" / rate, tmp_path / rate, 20)
     with pytest.raises(AssertionError):
         alike(*(tmp_path / rate for rate in rates), 20)
