@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from math import log2
 from operator import add
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxdist.mesh import DATA
+from jaxdist.planning import collective_time
+from jaxdist.planning.clusters import Link
 
 Vector = Float[Array, "n"]
 
@@ -158,15 +161,25 @@ class Algorithm:
         return f"{self.name} pairs the nodes off in each step, which {K} cannot; ask for {below} or {2 * below} devices"
 
 
+def of_planner(time: Callable[[collective_time.Group, float], Any]) -> Callable[[float, float, float, float], float]:
+    """The planner's formula, for nodes that are a host each."""
+
+    def seconds(K: float, S: float, alpha: float, beta: float) -> float:
+        link = Link(1 / beta, alpha)
+        return float(time(collective_time.Group(K, 1, collective_time.Links(link, link)), S))
+
+    return seconds
+
+
 _TABLE = (
     Algorithm("naive", naive, "reduce to one node, then broadcast", lambda K, S, a, b: 2 * (a + (K - 1) * S * b)),
-    Algorithm("direct", direct, "every node to every node", lambda K, S, a, b: a + (K - 1) * S * b),
-    Algorithm("ring", ring, "parts go round a ring", lambda K, S, a, b: 2 * (K - 1) * (a + S / K * b)),
+    Algorithm("direct", direct, "every node to every node", of_planner(collective_time.direct_reduce)),
+    Algorithm("ring", ring, "parts go round a ring", of_planner(collective_time.ring_reduce)),
     Algorithm(
         "halving",
         halving,
         "recursive halving, then doubling",
-        lambda K, S, a, b: 2 * log2(K) * a + 2 * (K - 1) / K * S * b,
+        of_planner(collective_time.halving_reduce),
         pairs=True,
     ),
     Algorithm("doubling", doubling, "whole arrays, pairwise", lambda K, S, a, b: log2(K) * (a + S * b), pairs=True),
@@ -175,7 +188,7 @@ _TABLE = (
         "parameter-server",
         parameter_server,
         "K workers push to a server, then pull",
-        lambda K, S, a, b: 2 * (a + K * S * b),
+        of_planner(collective_time.server_reduce),
         server=True,
     ),
 )
@@ -183,6 +196,5 @@ _TABLE = (
 ALGORITHMS = {one.name: one for one in _TABLE}
 
 
-def pipelined_tree(K: float, S: float, a: float, b: float) -> float:
-    """Seconds of a double binary tree that sends the array in many small pieces, as NCCL does: never run here."""
-    return 2 * log2(K) * a + 2 * S * b
+pipelined_tree = of_planner(collective_time.tree_reduce)
+"""Of a double binary tree that sends the array in many small pieces, as NCCL does: never run here."""

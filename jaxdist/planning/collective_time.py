@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxdist.planning.clusters import Cluster
+from jaxdist.planning.clusters import Cluster, Link
 from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
 
 ALL_TO_ALL = "all-to-all"
@@ -33,13 +33,21 @@ def inside_of(ranks: Numbers, stride: Numbers, per_host: Numbers) -> Numbers:
 
 
 @dataclass(frozen=True)
+class Links:
+    """What of a cluster counts here."""
+
+    inside: Link
+    across: Link
+
+
+@dataclass(frozen=True)
 class Group:
     """Ranks that talk to each other, `inside` of which share a host. The host's other GPUs do the same at that time in
     groups of their own: each rank has its own share of the network, and no more."""
 
     ranks: Numbers
     inside: Numbers
-    cluster: Cluster
+    cluster: Cluster | Links
 
     @property
     def hosts(self) -> Numbers:
@@ -114,10 +122,6 @@ def direct_reduce(group: Group, size: Numbers) -> Numbers:
     return group.hop + (group.ranks - 1) * size / group.own
 
 
-def naive_reduce(group: Group, size: Numbers) -> Numbers:
-    return 2 * (group.ranks - 1) * (group.hop + size / group.own)
-
-
 def send(group: Group, size: Numbers) -> Numbers:
     return group.hop + size / group.own
 
@@ -139,7 +143,7 @@ class Algorithm:
     """n ranks, g of them in a host, N hosts; S bytes; a hop inside a host, A across; b and B their bandwidths."""
     time: Callable[[Group, Numbers], Numbers]
     used: bool = True
-    """Whether NCCL has it; the others are for comparison, and no time of `seconds` is theirs."""
+    """Whether NCCL has it; the others are for comparison (`lab all-reduce`), and no time of `seconds` is theirs."""
 
 
 ROUND = "(n-N) a + (N-1) A"
@@ -157,7 +161,6 @@ ALGORITHMS = (
     Algorithm("halving-doubling", (ALL_REDUCE,), "2 log2(n) A + 2 (n-1)/n S / min(b, g B)", halving_reduce, used=False),
     Algorithm("parameter server", (ALL_REDUCE,), "2 A + 2 n S / B", server_reduce, used=False),
     Algorithm("direct", (ALL_REDUCE,), "A + (n-1) S / B", direct_reduce, used=False),
-    Algorithm("naive", (ALL_REDUCE,), "2 (n-1) (A + S / B)", naive_reduce, used=False),
     Algorithm("ring", (ALL_GATHER, REDUCE_SCATTER), f"{ROUND} + (n-1)/n S / min(b, g B)", ring),
     Algorithm("send", (PERMUTE,), "A + S / B", send),
     Algorithm("exchange", (ALL_TO_ALL,), "(g-1) a + (n-g) A + S/n max((g-1) / b, (n-g) / B)", exchange),

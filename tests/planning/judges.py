@@ -6,14 +6,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jaxdist.planning.clusters import Link
+from jaxdist.planning.collective_time import START, Group, Links, wire_share
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.theory import activations, flops, sizes, states, traffic
+from jaxdist.planning.theory import activations, flops, sizes, states
 from jaxdist.planning.timing import mfu
+from jaxdist.planning.transfers import ALL_GATHER
 from tests.planning.published import AS_PRINTED, Entry, Row, Tolerance, beside, like, points, rows, within
 
 GIB = 2**30
 V5P = 459e12
 """Dense bfloat16 FLOP/s of a TPU v5p, by its maker's data sheet."""
+
+
+NCCL_H100 = Links(Link(450e9, 3.4e-6), Link(48e9, 14e-6))
+"""What NCCL's model takes for H100s (src/graph/tuning.cc), protocol Simple; of a 400 Gbit/s card 48 GB/s arrive."""
 
 
 def peak(row: Row) -> float:
@@ -162,8 +169,10 @@ def gpu_hours(row: Row) -> float:
 
 def nccl(row: Row) -> float:
     per_node = int(row.gpu.split(" x ")[1].split()[0])
-    latency, bandwidth = traffic.nccl_gather(row.gpus / per_node, per_node)
-    return float(bandwidth) / 1e9 if "algbw" in row.metric else latency * 1e6
+    group = Group(row.gpus, per_node, NCCL_H100)
+    if "algbw" in row.metric:
+        return float(group.rate / wire_share(ALL_GATHER, row.gpus)) / 1e9
+    return (START + float(group.around)) * 1e6
 
 
 def pflops(row: Row) -> float:

@@ -17,7 +17,6 @@ from jaxdist.models import Model, build
 from jaxdist.planning import collective_time
 from jaxdist.planning.clusters import Cluster, cluster
 from jaxdist.planning.search import estimate as ours
-from jaxdist.planning.theory import traffic
 from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Transfer
 from tests.planning.published import Row
 
@@ -181,7 +180,7 @@ class Step:
             head = ours.head_flops(m, self.tokens) / (self.t * self.rate)
             parts[ARITHMETIC] += self.k * head * (1 - 1 / self.p)
             parts[WAITING] = (parts[ARITHMETIC] + parts[MODEL]) * (self.p - 1) / (v * self.k)
-            sent = traffic.pipeline(self.tokens, 1, m.embed, self.k, v) / self.t
+            sent = 2 * self.k * v * 2 * self.tokens * m.embed / self.t  # bfloat16, forward and back
             parts[PIPELINE] = sent / self.cluster.across.bandwidth
         return parts
 

@@ -122,7 +122,6 @@ def test_textbook_formulas():
         "halving-doubling": pytest.approx(2 * 4 * alpha + 2 * 15 / 16 * once),
         "parameter server": pytest.approx(2 * alpha + 2 * 16 * once),
         "direct": pytest.approx(alpha + 15 * once),
-        "naive": pytest.approx(2 * 15 * (alpha + once)),
     }
     for kind in ALL_GATHER, REDUCE_SCATTER:
         assert algorithms(kind)["ring"].time(group, size) == pytest.approx(15 * alpha + 15 / 16 * once)

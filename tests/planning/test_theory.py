@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ModelConfig
-from jaxdist.planning.theory import activations, flops, sizes, states, traffic
+from jaxdist.planning.theory import activations, flops, sizes, states
 from jaxdist.planning.timing import flops_per_token, matrices_per_layer
 from jaxdist.request import load
 
@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def test_needs_no_jax():
-    names = "activations, flops, sizes, states, traffic"
+    names = "activations, flops, sizes, states"
     code = f"import sys; from jaxdist.planning.theory import {names}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -47,7 +47,6 @@ def test_forms_take_arrays():
     assert found.shape == (4, 3)
     assert found[:, 0].tolist() == [120e9] * 4
     assert found[:, 2] / 1e9 == pytest.approx([120, 31.4, 16.6, 1.88], rel=3e-3)
-    assert traffic.data(1e9, stages, ranks).shape == (4, 3)
     step = flops.gpt_step(3072, 4096, 128, np.array([25_600]), 51_200)  # 1e25: more than an int64 holds
     assert step == pytest.approx(flops.gpt_step(3072, 4096, 128, 25_600, 51_200))
     assert flops.run(np.array([10**12]), 10**13) == 6e25
@@ -118,32 +117,3 @@ def test_flops_of_a_gpt_by_token_and_by_step():
 
 def test_gpt3_on_one_gpu_takes_a_lifetime():
     assert flops.days(3.14e23, 1, 6.7e13) / 365.25 == pytest.approx(148.5, abs=0.1)
-
-
-def test_traffic_of_an_mlp():
-    """The scaling book's bytes for two matrices of D x F and B tokens, ranks without number."""
-    B, D, F, many = 1024, 512, 2048, 2**40
-    assert traffic.data(2 * D * F, 0, many) == pytest.approx(8 * D * F)
-    assert traffic.data(2 * D * F, 3, many) == pytest.approx(12 * D * F)
-    assert traffic.tensor(B, 1, D, 1, many) / 2 == pytest.approx(8 * B * D)  # the other half is attention's
-
-
-@pytest.mark.parametrize(("stage", "gathers", "each"), [(1, 2, 2), (2, 2, 2), (3, 2, 3), (3, 1, 2), (3, 2 * 8, 17)])
-def test_elements_a_parameter_sends(stage, gathers, each):
-    assert traffic.data(1, stage, 4, gathers, width=1) == each * 3 / 4
-
-
-def test_traffic_of_the_other_axes():
-    assert traffic.tensor(8, 2, 4, 3, 2, "full") / traffic.tensor(8, 2, 4, 3, 2) == 1.5
-    assert traffic.pipeline(8, 2, 4, m=5, v=3) == 2 * 5 * 3 * 2 * 8 * 2 * 4
-    assert traffic.ring(8, 2, 4, 3, 2) == 3 * (2 * 2 * 8 * 2 * 4) * 3 / 2  # keys and values once, and twice back
-    assert traffic.ulysses(8, 2, 4, 3, 2) == 8 * (2 * 8 * 2 * 4 / 2) * 3 / 2
-    assert traffic.expert(8, 4, each=2, L=3, e=4) == 4 * (2 * 8 * 4 * 2) * 3 * 3 / 4
-
-
-def test_bandwidth_of_the_bus():
-    """2 nodes of 4 GH200s on Alps, 128 MiB in 1916.4 us: 122.6 GB/s; NVLink is the limit of many cards."""
-    assert 2**27 / 1916.4e-6 * traffic.bus("all-reduce", 8) / 1e9 == pytest.approx(122.6, abs=0.05)
-    assert traffic.bus("broadcast", 8) == 1
-    assert traffic.nccl_gather(1, 16)[1] * traffic.bus("all-gather", 16) == pytest.approx(450e9)
-    assert traffic.nccl_gather(8, 1)[1] == pytest.approx(54.9e9, rel=1e-3)  # one card, though the node has eight

@@ -9,7 +9,7 @@ The letters are the papers':
     h embed             m micro-batches of a step     v chunks of each
     f mlp               V vocab                       d ranks that split the batch
     a heads             k key/value heads             c ranks that split the sequence
-    q a x head size     kv k x head size              e ranks that split the experts
+    q a x head size     kv k x head size
 """
 
 import numpy as np
