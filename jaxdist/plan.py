@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
 
 from jaxdist.cluster.place import check_alone
 from jaxdist.config import Config, Count, RequestError
-from jaxdist.request import DEFAULT, Extra, arguments, check_picture, load, run, to_toml
+from jaxdist.mesh import MODEL
+from jaxdist.request import DEFAULT, Extra, arguments, check_output, check_picture, load, run, to_toml
+from jaxdist.request.numbers import MOST_DEVICES, as_list, numbers
 
 if TYPE_CHECKING:
     from jaxdist.planning.search.estimate import Estimate
@@ -21,17 +22,9 @@ DESCRIPTION = (
     "Rank every way to split the training of a model over so many devices of a cluster, by predicted time and memory. "
     "Nothing is run or compiled, and no device has to be there."
 )
+Counts = Annotated[str, AfterValidator(numbers("numbers of devices", 1, MOST_DEVICES, "16,32,64"))]
 
-
-def _counts(text: str) -> str:
-    if not all(part.isdigit() and 0 < int(part) < 10**6 for part in text.split(",") if text):
-        raise PydanticCustomError("counts", "must be numbers of devices, such as 16,32,64")
-    return text
-
-
-Counts = Annotated[str, AfterValidator(_counts)]
-
-KNOBS = ("precision", "model", "optimizer", "train.global_batch_size", "parallel.rules")
+KNOBS = ("precision", "model", "optimizer", "train.global_batch_size")
 EXTRAS = [
     Extra("devices", 8, "How many devices.", Count),
     Extra("cluster", "h100-ndr", "A cluster that jaxdist knows, or a TOML file that describes one."),
@@ -39,11 +32,7 @@ EXTRAS = [
     Extra("why", False, "Show the formula and the transfers behind each figure of the first."),
     Extra("trade_off", False, "Show what each axis alone would send, and how long devices would wait."),
     Extra("compare", "", "Plan for these numbers of devices too, such as 16,32,64: throughput and efficiency.", Counts),
-    Extra(
-        "picture",
-        "",
-        "Draw time, memory and --compare into this PNG file, and a pipeline's timeline beside it.",
-    ),
+    Extra("picture", "", "Draw time, memory and --compare into this PNG file, a pipeline's timeline beside it."),
     Extra("save", "", "Write the first as a configuration for train into this TOML file."),
     Extra("json", False, "Print one JSON object on standard output, and nothing else."),
 ]
@@ -53,33 +42,40 @@ def main(argv: list[str] | None = None) -> int:
     asked = arguments(argv, "plan", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
     check_alone("plan")
     extras, config = asked.extras, asked.config
-    if config.model.images:
-        raise RequestError(f"plan knows models of text, and model.family is {config.model.family}; use gpt or llama")
+    check_known(config)
+    check_picture(extras["picture"], "plan.png")
+    check_output("--save", extras["save"], "plan.toml")
 
     from jaxdist.planning.clusters import cluster
     from jaxdist.planning.search import text
     from jaxdist.planning.search.plan import search
     from jaxdist.planning.search.questions import scaling, why_not
 
-    check_picture(extras["picture"], "plan.png")
     where = cluster(extras["cluster"])
     name = asked.positional or DEFAULT
     base, config = load(name, {}), resolved(config, where.gpu)
     plan = search(config, extras["devices"], where)
-    more = scaling(config, [int(count) for count in extras["compare"].split(",") if count], where)
+    more = scaling(config, as_list(extras["compare"]), where) if extras["compare"] else []
+    reason = why_not(plan, extras["why_not"]) if extras["why_not"] else ""
     if extras["json"]:
-        print(json.dumps(text.json(plan, base, more)))
-    elif extras["why_not"]:
-        print(why_not(plan, extras["why_not"]))
+        print(json.dumps(text.json(plan, base, more, reason)))
     else:
-        shown = [text.why(plan)] * extras["why"] + [text.trade_off(plan)] * extras["trade_off"]
-        shown += [text.compared(more)] * bool(more)
+        shown = [[reason]] * bool(reason) + [text.why(plan)] * extras["why"]
+        shown += [text.trade_off(plan)] * extras["trade_off"] + [text.compared(more)] * bool(more)
         print("\n\n".join("\n".join(lines) for lines in shown or [text.lines(plan, name, base)]))
     if extras["picture"]:
         _draw(plan, more, Path(extras["picture"]))
     if extras["save"]:
         Path(extras["save"]).write_text(to_toml(plan.ranked[0].config))
     return 0
+
+
+def check_known(config: Config) -> None:
+    """Raise `RequestError` for what the predictions of the search leave out."""
+    if config.model.images:
+        raise RequestError(f"plan knows models of text, and model.family is {config.model.family}; use gpt or llama")
+    if other := [f"parallel.rules.{dim} '{axis}'" for dim, axis in config.parallel.rules if axis != MODEL]:
+        raise RequestError(f"plan splits tensors by the usual rules, and here {', '.join(other)} is set; leave it out")
 
 
 def _draw(plan: Plan, more: list[tuple[int, Estimate | str]], path: Path) -> None:

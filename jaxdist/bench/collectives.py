@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxdist.bench.step import JSON
 from jaxdist.cluster.place import find
 from jaxdist.config import RequestError
-from jaxdist.request import JOB_KNOBS, Extra, arguments
+from jaxdist.request import JOB_KNOBS, Extra, arguments, check_output
 
 if TYPE_CHECKING:
     import jax
@@ -55,14 +55,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def check_file(file: str) -> None:
     """Raise `RequestError` where `file` could not be written, before anything is measured."""
-    if not file:
-        return
-    path = Path(file)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        what = "is a folder" if path.is_dir() else "cannot be written: its folder does not exist"
-        raise RequestError(f"--fit '{file}' {what}; name a TOML file in a folder that is there, such as cluster.toml")
-    if path.suffix != ".toml":
-        raise RequestError(f"--fit '{file}' is no TOML file; name it {path.with_suffix('.toml')}")
+    check_output("--fit", file, "cluster.toml")
+    if file and Path(file).suffix != ".toml":
+        raise RequestError(f"--fit '{file}' is no TOML file; name it {Path(file).with_suffix('.toml')}")
 
 
 def check_links(mesh: jax.sharding.Mesh, file: str) -> None:
@@ -129,7 +124,7 @@ def lines(told: Mapping[str, Any]) -> list[str]:
 def _table(told: Mapping[str, Any]) -> list[str]:
     """A line for each collective and axis."""
     from jaxdist.planning.memory import size
-    from jaxdist.planning.report_text import table
+    from jaxdist.planning.tables import table
 
     if not told["collectives"]:
         return []
@@ -140,4 +135,4 @@ def _table(told: Mapping[str, Any]) -> list[str]:
         fitted = (f"{row['alpha_seconds'] * 1e6:.1f} us", f"{row['bytes_per_second'] / 1e9:.4g} GB/s")
         place = (row["kind"], row["axis"], str(row["ranks"]), str(row["ranks_inside"]))
         rows.append((*place, *times, *fitted, f"{row['fit_error']:.0%}"))
-    return [line.rstrip() for line in table(rows)]
+    return table(rows, right=True)

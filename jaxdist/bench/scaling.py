@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
 
 from jaxdist.bench.step import JSON, REPEATS, WARMUP
 from jaxdist.cluster.place import find
 from jaxdist.config import Config, CountOrZero, RequestError
 from jaxdist.request import JOB_KNOBS, Extra, arguments, check_picture
 from jaxdist.request.checks.registry import multiples, problems
+from jaxdist.request.numbers import MOST_DEVICES, as_list, numbers
 from jaxdist.request.reading import DEFAULT
 
 DESCRIPTION = (
@@ -35,34 +35,10 @@ KNOBS = [
 ]
 """Those of `bench step`, but for what `--devices` and `--zero` say, and for what needs a `model` axis."""
 
-MOST_DEVICES, MOST_STAGE = 10**6, 3
+MOST_STAGE = 3
 
-
-def _numbers(name: str, least: int, most: int, example: str) -> Callable[[str], str]:
-    """A validator of ascending whole numbers with commas between."""
-
-    def wrong(problem: str, **values: object) -> PydanticCustomError:
-        return PydanticCustomError(name, problem, {"name": name, "example": example, **values})
-
-    def check(text: str) -> str:
-        words = text.split(",")
-        for word in words:
-            if not (word.strip().isascii() and word.strip().isdigit()):
-                raise wrong("'{word}' is no whole number; write {name} such as {example}", word=word.strip()[:20])
-            if not least <= int(word[:20]) <= most:
-                bounds = dict(word=word.strip()[:20], least=least, most=most)
-                raise wrong("{word} is not from {least} to {most}; write {name} such as {example}", **bounds)
-        numbers = [int(word) for word in words]
-        if numbers != sorted(set(numbers)):
-            better = ",".join(map(str, sorted(set(numbers))))
-            raise wrong("write each of the {name} once, ascending: {better}", better=better)
-        return text
-
-    return check
-
-
-Counts = Annotated[str, AfterValidator(_numbers("numbers of devices", 1, MOST_DEVICES, "1,2,4,8"))]
-Stages = Annotated[str, AfterValidator(_numbers("ZeRO stages", 0, MOST_STAGE, "0,3"))]
+Counts = Annotated[str, AfterValidator(numbers("numbers of devices", 1, MOST_DEVICES, "1,2,4,8"))]
+Stages = Annotated[str, AfterValidator(numbers("ZeRO stages", 0, MOST_STAGE, "0,3"))]
 
 EXTRAS = [
     Extra(
@@ -86,8 +62,8 @@ EXTRAS = [
 def main(argv: list[str] | None = None) -> int:
     asked = arguments(argv, "bench scaling", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
     config, extras = asked.config, asked.extras
-    counts = _list(extras["devices"])
-    stages = _list(extras["zero"]) if extras["zero"] else [config.parallel.zero]
+    counts = as_list(extras["devices"])
+    stages = as_list(extras["zero"]) if extras["zero"] else [config.parallel.zero]
     if found := list(_problems(config, extras["mode"], counts, stages, extras["picture"])):
         raise RequestError(*found)
 
@@ -118,10 +94,6 @@ def tell(told: Mapping[str, Any], as_json: bool, picture: str) -> None:
         from jaxdist.bench.scaling_picture import draw
 
         draw(told, Path(picture))
-
-
-def _list(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
 
 
 def _problems(config: Config, mode: str, counts: Sequence[int], stages: Sequence[int], picture: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdist.planning.memory import size
-from jaxdist.planning.report_text import table
+from jaxdist.planning.tables import table
 
 WIDTH = 120
 
@@ -69,7 +69,7 @@ def _rows(told: Mapping[str, Any]) -> list[str]:
         cells += ["unknown" if one["wire_bytes"] is None else size(one["wire_bytes"])]
         cells += ["unknown" if share is None else f"{100 * share:.1f} %"]
         rows.append((*cells, "not finite" if loss is None else f"{loss:.5f}"))
-    return table(rows)
+    return table(rows, right=True)
 
 
 def _fits(fits: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from jaxdist.cluster.place import check_alone
 from jaxdist.config import Count, CountOrZero, RequestError, nearest
 from jaxdist.lab.claims import DEVICES, Claim, claims, look, topics
-from jaxdist.request import Extra, arguments, check_picture, run
+from jaxdist.request import Extra, arguments, check_output, check_picture, run
 
 LABS = {
     "all-reduce": "algorithms of all-reduce: their messages counted, and how they grow with the number of nodes",
@@ -39,7 +39,8 @@ OPTIONS = {
 
 JSON = Extra("json", False, "Print one JSON object on standard output, and nothing else.")
 OF_CLAIM = [JSON, Extra("picture", "", "Draw what there is to see into this PNG file.")]
-OF_ALL = [JSON, Extra("output", "lab.html", "Write the page with all claims and pictures here.")]
+OUTPUT = "lab.html"
+OF_ALL = [JSON, Extra("output", OUTPUT, "Write the page with all claims and pictures here.")]
 
 USAGE = """usage: python -m jaxdist.lab NAME [--json] [--help]
        python -m jaxdist.lab --all [--output FILE.html] [--json]"""
@@ -110,9 +111,8 @@ def run_all(argv: list[str]) -> int:
     """Every claim, and a page of all of them. Exits with 0 if all have passed: one that is not checked has not."""
     what = "Measures every claim of the lecture, and writes one HTML page, which needs no network."
     asked = arguments(argv, "lab --all", what, positional=None, extras=OF_ALL, knobs=())
-    output, as_json = Path(asked.extras["output"]), asked.extras["json"]
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise RequestError(f"--output '{output}' cannot be written; name a file in a folder that is there")
+    output, as_json = asked.extras["output"] or OUTPUT, asked.extras["json"]
+    check_output("--output", output, OUTPUT)
     check_alone("lab")
 
     from jaxdist.lab.page import page, summary
@@ -123,7 +123,7 @@ def run_all(argv: list[str]) -> int:
         told.append(look(claim))
         if not as_json:
             print(f"{told[-1].status:<13}{claim.id:<18}{told[-1].value}", flush=True)
-    output.write_text(page(told))
+    Path(output).write_text(page(told))
     print(json.dumps({"claims": [one.json() for one in told]}) if as_json else f"\n{summary(told)}: {output}")
     return 0 if all(one.passed for one in told) else 1
 

@@ -6,29 +6,24 @@ received. `reductions_algorithms` has the algorithms, `messages` the counting, `
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jaxdist.config import RequestError, nearest
+from jaxdist.lab.claims import claims
 from jaxdist.lab.orders import ORDERS, Fit
-from jaxdist.lab.phases import table
 from jaxdist.lab.reductions import NOISE, SIZES, WHAT, fits, orders, right
 from jaxdist.lab.reductions_algorithms import ALGORITHMS
 from jaxdist.lab.reductions_picture import draw
 from jaxdist.lab.reductions_run import Run, study
+from jaxdist.planning.tables import table
 from jaxdist.request import check_picture
-
-CLAIMS = Path(__file__).with_name("claims.csv")
 
 
 def lecture() -> dict[str, str]:
     """Algorithm -> the orders that the lecture claims for it."""
-    with CLAIMS.open(newline="") as file:
-        claims = {row["id"]: row["expected"] for row in csv.DictReader(file)}
-    return {name: claims[f"allreduce-{name}"] for name in ALGORITHMS if f"allreduce-{name}" in claims}
+    return {name: claims()[f"allreduce-{name}"].expected for name in ALGORITHMS if f"allreduce-{name}" in claims()}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
-from jaxdist.lab.phases import Phase, Story, calls_on_arrays, cpu_mesh, shape_text, table
+from jaxdist.lab.phases import Phase, Story, calls_on_arrays, cpu_mesh, shape_text
 from jaxdist.lab.two_layers import (
     SEED,
     TOLERANCE,
@@ -39,6 +39,7 @@ from jaxdist.lab.two_layers import (
 )
 from jaxdist.parallel.zero import Placement, placements
 from jaxdist.planning.hlo import collectives
+from jaxdist.planning.tables import table
 from jaxdist.sharding import Layout
 
 DEVICES = 4

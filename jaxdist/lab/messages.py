@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxdist.planning.hlo import collectives
 from jaxdist.planning.hlo_text import CALLS, NAME, Instruction, bytes_of, pairs, parse, results
+from jaxdist.planning.transfers import PERMUTE
 
-PERMUTE = "collective-permute"
 LABEL = re.compile(r'op_name="([^"]*)"')
 
 

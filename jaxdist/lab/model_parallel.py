@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxdist.lab.phases import Phase, Story, cpu_mesh, table
+from jaxdist.lab.phases import Phase, Story, cpu_mesh
 from jaxdist.lab.two_layers import (
     SEED,
     TOLERANCE,
@@ -27,6 +27,7 @@ from jaxdist.lab.two_layers import (
     update,
     verdict,
 )
+from jaxdist.planning.tables import table
 
 
 def in_phases(story: Story) -> Outcome:

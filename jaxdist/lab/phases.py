@@ -139,12 +139,6 @@ def _bits(array: Float[Array, "..."]) -> np.ndarray:
     return np.array(array).view(np.uint32)
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with columns as wide as their widest entry; the first row is the heading."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
 def shape_text(shape: Shape) -> str:
     """`3x4`."""
     return "x".join(map(str, shape))

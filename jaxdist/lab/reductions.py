@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from jaxdist.lab.claim import Check, Outcome
+from jaxdist.lab.claims import within
 from jaxdist.lab.orders import Fit, fit
 from jaxdist.lab.reductions_picture import draw
 from jaxdist.lab.reductions_run import Run, counted, study, total
@@ -88,9 +89,8 @@ def server(
         f"a gradient of ResNet-50 has {gradient:,} bytes, {gradient / 2**20:.1f} MiB; {workers} workers, {algorithm}:",
         f"into the busiest node {into:.1f} GiB/s, out of it {out:.1f} GiB/s",
     )
-    share = float(tolerance.rstrip("%")) / 100
-    near = [abs(rate / float(expected) - 1) <= share for rate in (into, out)]
-    return Outcome(round(into, 2), all(near), lines)
+    near = all(within(rate, expected, tolerance) for rate in (into, out))
+    return Outcome(round(into, 2), near, lines)
 
 
 @lru_cache

@@ -12,13 +12,13 @@ from itertools import chain
 from typing import Any
 
 from jaxdist.config import RequestError
-from jaxdist.lab.phases import table
 from jaxdist.parallel.pipeline import timeline
 from jaxdist.parallel.pipeline.formulas import free_bubble, in_flight, lockstep_bubble
 from jaxdist.parallel.pipeline.schedules import ONE_CHUNK, SCHEDULES, Schedule, make
 from jaxdist.parallel.pipeline.simulate import Bubble, Times, bubble, peak_in_flight
 from jaxdist.parallel.pipeline.table import Table, make_table
 from jaxdist.parallel.pipeline.validate import check_schedule, check_table
+from jaxdist.planning.tables import table
 from jaxdist.request import check_picture
 
 TIMES = Times(Fraction(1), Fraction(1), Fraction(1))

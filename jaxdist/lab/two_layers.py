@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxdist.lab.phases import table
+from jaxdist.planning.tables import table
 
 ROWS, WIDTH = 12, 4
 SEED, RATE = 0, 0.1

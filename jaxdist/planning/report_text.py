@@ -7,6 +7,7 @@ from jaxdist.mesh import describe, micro_batches
 from jaxdist.planning import pipelines
 from jaxdist.planning.memory import size
 from jaxdist.planning.report import Report
+from jaxdist.planning.tables import table
 from jaxdist.planning.timing import bandwidth
 
 BAR = 60
@@ -48,7 +49,7 @@ def _memory(report: Report) -> list[str]:
     rows.append(both(name, temporaries, program.temporary_bytes))
     rows += [(f"  {name}, about", size(count), "", "") for name, count in held.transient.items() if count]
     rows.append(both("together", held.total, program.peak_bytes))
-    told = table(rows)
+    told = table(rows, right=True)
     told += ["", _bar(report)]
     return [*told, f"TOO LARGE   {report.too_large}"] if report.too_large else told
 
@@ -73,7 +74,7 @@ def _collectives(report: Report) -> list[str]:
         rows.append(("+".join(row.axes), row.kind, f"{row.calls:,}", *sizes, what))
     if not rows[1:]:
         return ["nothing crosses the mesh: there is one device"]
-    return ["collectives of one step, bytes of one device", *table(rows)]
+    return ["collectives of one step, bytes of one device", *table(rows, right=True)]
 
 
 def _beside(report: Report) -> list[str]:
@@ -107,12 +108,3 @@ def _beside(report: Report) -> list[str]:
 
 def _off(predicted: int, compiled: int) -> str:
     return "equal" if predicted == compiled else f"{100 * (predicted / compiled - 1):+.0f} %" if compiled else ""
-
-
-def table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Words to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numeric = lambda cell: cell[:1].isdigit() or cell in ("", "-")
-    number = [all(numeric(row[i]) for row in rows[1:]) for i in range(len(widths))]
-    pad = lambda cell, width, right: cell.rjust(width) if right else cell.ljust(width)
-    return ["  ".join(map(pad, row, widths, number)) for row in rows]

@@ -143,10 +143,10 @@ def _checksums(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def _checksum(path: Path) -> tuple[int, str]:
-    size, hash = 0, xxhash.xxh3_64()
+    size, digest = 0, xxhash.xxh3_64()
     buffer = memoryview(bytearray(min(BLOCK, path.stat().st_size + 1)))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             size += count
-            hash.update(buffer[:count])
-    return size, hash.hexdigest()
+            digest.update(buffer[:count])
+    return size, digest.hexdigest()

@@ -203,7 +203,7 @@ def test_links_that_are_far_slower_than_their_data_sheet_are_told():
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        ("--fit .", "--fit '.' is a folder; name a TOML file in a folder that is there, such as cluster.toml"),
+        ("--fit .", "--fit '.' is a folder; name a file in it, such as ./cluster.toml"),
         ("--fit nowhere/a.toml", "--fit 'nowhere/a.toml' cannot be written: its folder does not exist"),
         ("--fit a.txt", "--fit 'a.txt' is no TOML file; name it a.toml"),
         ("--fit a.toml --mesh 1x1x1", "but the mesh is one device; give --mesh, such as 4x1x1"),

@@ -1,6 +1,5 @@
 """The all-reduce algorithms: their sums, their messages, how they grow; the claims, their controls, the command."""
 
-import csv
 import json
 from dataclasses import replace
 from math import log2
@@ -11,6 +10,7 @@ import pytest
 from jaxdist.config import RequestError
 from jaxdist.lab import all_reduce, reductions
 from jaxdist.lab.__main__ import main
+from jaxdist.lab.claims import claims
 from jaxdist.lab.orders import fit
 from jaxdist.lab.reductions import CHECKS, SIZES, WHAT, orders, right
 from jaxdist.lab.reductions_algorithms import ALGORITHMS, star
@@ -181,8 +181,8 @@ def test_refused(words, sentence):
 
 def claimed(name: str) -> tuple[str, str]:
     """What is expected of a claim, and its tolerance."""
-    with all_reduce.CLAIMS.open(newline="") as file:
-        return next((row["expected"], row["tolerance"]) for row in csv.DictReader(file) if row["id"] == name)
+    claim = claims()[name]
+    return claim.expected, claim.tolerance
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def test_the_lecture_s_order_decides_between_equals():
     plan = search(config_of("gpt2_124m", train__global_batch_size="512"), 8, CLUSTER)
     first = plan.ranked[0]
     assert (first.config.mesh, first.config.parallel.zero, first.config.model.remat) == ("8x1x1", 0, "none")
-    assert len([one for one in plan.ranked if plan.tied(one, first)]) > 1
+    assert len([one for one in plan.ranked if plan.tied(one)]) > 1
 
 
 def test_a_model_that_does_not_fit_one_device_is_split():
@@ -214,6 +214,28 @@ def test_the_command_writes_what_train_takes(tmp_path, capsys):
     assert told["candidates"] > 1000
 
 
+def test_every_question_has_an_answer_in_json_too(capsys):
+    asked = ["gpt2_124m", "--devices=8", "--why-not=1x1x8", "--compare=8,16"]
+    assert command.main([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert "as long as the fastest" in told["why_not"]
+    assert told["trade_off"]["pipeline"]["mesh"]["pipeline"] == 8
+    assert "does not divide" in told["trade_off"]["model"]["impossible"]
+    assert [one["devices"] for one in told["compared"]] == [8, 16]
+    assert command.main([*asked, "--why"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == told["why_not"]
+    assert set(told["why"]) < set(lines)
+    assert any("(n-1)/n" in line for line in told["why"])
+
+
+def test_a_file_that_splits_tensors_otherwise_is_refused(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text('[parallel.rules]\nmlp = "data"\n')
+    with pytest.raises(RequestError, match=r"usual rules, and here parallel.rules.mlp 'data' is set"):
+        command.main([str(path)])
+
+
 def test_the_command_for_a_person(capsys):
     """What it prints is what it has planned, also where a file says otherwise or the command line does."""
     asked = ["llama_8b", "--devices=16", "--cluster=b200", "--model.sequence=4096", "--train.global-batch-size=64"]
@@ -238,6 +260,11 @@ def test_the_command_for_a_person(capsys):
         (["--cluster=h100-nrd"], "h100-ndr"),
         (["cnn_digits"], "plan knows models of text"),
         (["--mesh=2x1x1"], "--mesh has no effect on this command"),
+        (["--compare=64,32"], "write each of the numbers of devices once, ascending: 32,64"),
+        (["--save=nowhere/plan.toml"], "--save 'nowhere/plan.toml'"),
+        (["--picture=plan.jpg"], "picture 'plan.jpg' would be a PNG file; name it plan.png"),
+        (["--picture=nowhere/plan.png"], "picture 'nowhere/plan.png'"),
+        (["--parallel.rules.mlp=data"], "--parallel.rules"),
     ],
 )
 def test_wrong_requests(argv, words):

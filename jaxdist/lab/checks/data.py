@@ -14,8 +14,9 @@ from jaxdist.data.batches import abstract_batch, global_rows
 from jaxdist.data.tokens import TokenWriter
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
-from jaxdist.lab.phases import cpu_mesh, table
+from jaxdist.lab.phases import cpu_mesh
 from jaxdist.mesh import DATA
+from jaxdist.planning.tables import table
 from jaxdist.sharding import Layout
 from jaxdist.training.run import Run
 

@@ -17,10 +17,11 @@ from jaxdist.explain import CPU
 from jaxdist.lab import pictures
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
-from jaxdist.lab.phases import cpu_mesh, table
+from jaxdist.lab.phases import cpu_mesh
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.planning import memory
 from jaxdist.planning.placement import compute_width, placed
+from jaxdist.planning.tables import table
 from jaxdist.sharding import Layout, rules
 from jaxdist.training.run import Run
 

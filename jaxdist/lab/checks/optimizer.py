@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxdist.config import OptimizerConfig
 from jaxdist.lab.claim import Check, Outcome
-from jaxdist.lab.phases import table
+from jaxdist.planning.tables import table
 from jaxdist.training.optimizer import optimizer
 
 STEPS, SIZE, EPSILON = 10, 8, 1e-8

@@ -18,13 +18,13 @@ from jaxdist.lab import pictures
 from jaxdist.lab.checks.memory import GPT3
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
-from jaxdist.lab.phases import table
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.parallel.pipeline import timeline
 from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.simulate import Times, bubble
 from jaxdist.planning import communication, pipelines
 from jaxdist.planning.memory import size
+from jaxdist.planning.tables import table
 from jaxdist.sharding import Layout, rules
 
 TIMES = Times(Fraction(1), Fraction(1), Fraction(1))

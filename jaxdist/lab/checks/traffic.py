@@ -10,13 +10,15 @@ from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, 
 from jaxdist.lab import fsdp_walkthrough
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
-from jaxdist.lab.phases import cpu_mesh, shape_text, table
+from jaxdist.lab.phases import cpu_mesh, shape_text
 from jaxdist.mesh import DATA
 from jaxdist.parallel.pipeline import timeline
 from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.planning import communication
 from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.planning.placement import placed
+from jaxdist.planning.tables import table
+from jaxdist.planning.transfers import ALL_REDUCE
 from jaxdist.training.run import Run
 
 TINY = ModelConfig(family="llama", layers=2, embed=32, heads=4, mlp=64, vocab=64, sequence=8)
@@ -72,7 +74,7 @@ def two_by_two(expected: str, tolerance: str, micro_batches: int = 4) -> Outcome
     run, moves = compiled(config)
     schedule = make("1f1b", 2, micro_batches)
     units = {kind: {ticks[rank].size for rank in range(2)} for kind, ticks in schedule.units.items()}
-    summed = sum(one.array_elements * one.count for one in moves if one.kind == "all-reduce" and DATA in one.axes)
+    summed = sum(one.array_elements * one.count for one in moves if one.kind == ALL_REDUCE and DATA in one.axes)
     reductions = summed / sum(p.use for p in placed(run.config, run.model, run.layout))
     counts = {kind: "/".join(map(str, sorted(of))) for kind, of in units.items()}
     value = f"{counts['F']} F + {counts['B']} B + {reductions:g} reduce"

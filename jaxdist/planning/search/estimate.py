@@ -29,6 +29,7 @@ from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
 from jaxdist.planning import collective_time, communication, memory
 from jaxdist.planning.activations import saved_per_token
 from jaxdist.planning.clusters import Cluster
+from jaxdist.planning.collective_time import inside_of
 from jaxdist.planning.hardware import GPUS, SHARE
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
@@ -81,6 +82,11 @@ class Estimate:
     @property
     def devices(self) -> int:
         return abstract_mesh(self.shape).size
+
+    @property
+    def micro(self) -> int:
+        """Micro-batches of a step."""
+        return micro_batches(self.config, self.shape)
 
     @property
     def tokens_per_second(self) -> float:
@@ -156,7 +162,7 @@ def ranks_inside(shape: Mapping[str, int], axes: tuple[str, ...], per_host: int)
     found, stride = 1, 1
     for axis in reversed(AXES):
         if axis in axes:
-            found *= min(shape[axis], max(1, per_host // stride))
+            found *= int(inside_of(shape[axis], stride, per_host))
         stride *= shape[axis]
     return found
 
@@ -183,7 +189,7 @@ def rate(config: Config, cluster: Cluster) -> float:
     return half * cluster.peak * cluster.matmul
 
 
-def stage_times(config: Config, layout: Layout, layers: int, tokens: float, cluster: Cluster) -> Times:
+def stage_times(config: Config, layout: Layout, layers: float, tokens: float, cluster: Cluster) -> Times:
     """Seconds of so many layers and a micro-batch's tokens on one device."""
     sizes, ways, speed = config.model, layout.parts("heads"), rate(config, cluster)
     moved = compute_width(config) * saved_per_token(sizes, layout, "none") * PASSES * tokens / cluster.bandwidth

@@ -77,15 +77,14 @@ def _scaling(axes: Axes, more: Sequence[tuple[int, Estimate | str]]) -> None:
     axes.legend(fontsize="small")
 
 
-def draw_timeline(one: Estimate, path: Path) -> bool:
-    """When each stage computes what, as a PNG; False where it has no stages."""
+def draw_timeline(one: Estimate, path: Path) -> None:
+    """When each stage computes what, as a PNG; none where there are no stages."""
     from jaxdist.parallel.pipeline import timeline
     from jaxdist.parallel.pipeline.schedules import make
 
     if one.shape[PIPELINE] == 1:
-        return False
+        return
     pipe = pipeline_of(one.config, layout_of(one.config, one.shape, one.cluster))
     schedule = pipe.schedule
     shown = make(schedule.name, schedule.stages, min(schedule.micro_batches, LANES), schedule.virtual)
     timeline.picture(shown, path, pipe.times)
-    return True

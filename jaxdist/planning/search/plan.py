@@ -13,7 +13,7 @@ from jaxdist.mesh import MODEL, PIPELINE, REPLICA, describe
 from jaxdist.models import Model, build
 from jaxdist.planning import memory
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.search.candidates import Columns, asked, candidates, meshes
+from jaxdist.planning.search.candidates import REMATS, Columns, asked, candidates, meshes
 from jaxdist.planning.search.estimate import Estimate, estimate
 from jaxdist.planning.search.screen import Screen, best
 
@@ -47,16 +47,22 @@ class Plan:
     @cached_property
     def ranked(self) -> list[Estimate]:
         """Those that fit: the ties for the best by simplicity, then the others by time; one of each mesh and stage."""
-        fitting = sorted((one for one in self.looked_at if one.fits), key=lambda one: one.seconds)
-        if not fitting:
-            return []
-        tied = [one for one in fitting if self.tied(one, fitting[0])]
-        rest = [one for one in fitting if not self.tied(one, fitting[0])]
+        tied = [one for one in self.fitting if self.tied(one)]
+        rest = [one for one in self.fitting if not self.tied(one)]
         return _one_of_each([*sorted(tied, key=complexity), *rest])
 
-    @staticmethod
-    def tied(one: Estimate, fastest: Estimate) -> bool:
-        return one.seconds <= (1 + TIE) * fastest.seconds
+    @cached_property
+    def fitting(self) -> list[Estimate]:
+        """Those that were looked at and fit, the fastest first."""
+        return sorted((one for one in self.looked_at if one.fits), key=lambda one: one.seconds)
+
+    def slower(self, one: Estimate) -> float:
+        """Times as long as the fastest."""
+        return one.seconds / self.fitting[0].seconds
+
+    def tied(self, one: Estimate) -> bool:
+        """Whether it is as fast as the fastest, as far as can be told."""
+        return self.slower(one) <= 1 + TIE
 
     @property
     def rejected(self) -> Counter[str]:
@@ -102,7 +108,7 @@ def complexity(one: Estimate) -> tuple[int, ...]:
     """What is simplest first, as the lecture advises: data parallelism; ZeRO 2; tensors inside a node; a pipeline."""
     config, shape = one.config, one.shape
     zero = {0: 0, 2: 1, 1: 2, 3: 3}[config.parallel.zero]
-    remat = ("none", "dots", "block", "stage").index(config.model.remat)
+    remat = REMATS.index(config.model.remat)
     return (
         int(shape[PIPELINE] > 1),
         int(shape[MODEL] > 1),
@@ -112,7 +118,7 @@ def complexity(one: Estimate) -> tuple[int, ...]:
         remat,
         int(config.parallel.sequence),
         config.pipeline.virtual if shape[PIPELINE] > 1 else 1,
-        max(config.train.accumulation, config.pipeline.micro if shape[PIPELINE] > 1 else 1),
+        one.micro,
     )
 
 
@@ -131,9 +137,8 @@ def nearest_to_fit(plan: Plan) -> Estimate:
 def told(one: Estimate) -> str:
     """A candidate in a few words."""
     config, zero = one.config, f", ZeRO {one.config.parallel.zero}" if one.config.parallel.zero else ""
-    micro = config.pipeline.micro if one.shape[PIPELINE] > 1 else config.train.accumulation
     cut = f", {config.pipeline.schedule}" if one.shape[PIPELINE] > 1 else ""
-    return f"{config.mesh}{zero}{cut}, {micro} micro-batch(es), remat {config.model.remat}"
+    return f"{config.mesh}{zero}{cut}, {one.micro} micro-batch(es), remat {config.model.remat}"
 
 
 def _no_mesh(config: Config, devices: int) -> str:

@@ -31,14 +31,13 @@ def why_not(plan: Plan, mesh: str) -> str:
     if best_one is None:
         least = _smallest(plan, rows)
         return f"{mesh} does not fit: at least {memory.size(least.memory.total)} ({told(least)}): {_held(least)}"
-    ratio = best_one.seconds / min(one.seconds for one in plan.looked_at if one.fits)
     if describe(best_one.shape) == describe(first.shape):
         return f"{mesh} is the first: {told(best_one)}"
     more = max(best_one.parts, key=lambda part: best_one.parts[part] - first.parts[part])
-    if ratio <= 1 + TIE:
+    if plan.tied(best_one):
         return f"{mesh} is as fast within {TIE:.0%} ({told(best_one)}), but less simple than {told(first)}"
     return (
-        f"{mesh} takes {ratio:.2f} times as long as the fastest: {told(best_one)}; most of it {more}, "
+        f"{mesh} takes {plan.slower(best_one):.2f} times as long as the fastest: {told(best_one)}; most of it {more}, "
         f"{best_one.parts[more]:.3g} s against {first.parts[more]:.3g} s of {told(first)}"
     )
 

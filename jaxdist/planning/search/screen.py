@@ -6,7 +6,6 @@ parameter really is, and every transfer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +22,7 @@ from jaxdist.parallel.pipeline.simulate import Times
 from jaxdist.planning import collective_time
 from jaxdist.planning.activations import saved_per_token, stashed_per_token, working
 from jaxdist.planning.clusters import Cluster
+from jaxdist.planning.collective_time import inside_of
 from jaxdist.planning.memory import MOMENTS
 from jaxdist.planning.placement import STACKED, compute_width
 from jaxdist.planning.search.candidates import REMATS, SCHEDULES, Columns
@@ -163,10 +163,8 @@ class Screen:
         return products / speed, (inputs + weights) / speed, attention, moved
 
     def _head(self) -> Column:
-        tokens = self.rows * self.config.model.sequence
-        return (
-            head_flops(self.config.model, tokens) / (self.c[MODEL] * self.c[PIPELINE]) / rate(self.config, self.cluster)
-        )
+        flops = head_flops(self.config.model, self.rows * self.config.model.sequence)
+        return flops / (self.c[MODEL] * self.c[PIPELINE]) / rate(self.config, self.cluster)
 
     def _waiting(self) -> Column:
         """Over the work."""
@@ -181,12 +179,12 @@ class Screen:
         calls = c["micro"] * (self.depth * (4 + whole) + 2)
         split = c["micro"] * self.depth * (4 + whole)
         gathers = c["micro"] * self.depth * 6
-        inside = np.minimum(c[MODEL], self.cluster.per_host)
+        inside = inside_of(c[MODEL], 1, self.cluster.per_host)
         time = lambda kind: collective_time.seconds(kind, size, c[MODEL], inside, self.cluster)
         added = calls * time(ALL_REDUCE)
         moved = split * time(REDUCE_SCATTER) + gathers * time(ALL_GATHER)
         model = np.where(c["sequence"] == 1, moved, added)
-        neighbours = np.where(c[MODEL] * c[DATA] * c[REPLICA] * 2 <= self.cluster.per_host, 2, 1)
+        neighbours = inside_of(c[PIPELINE], c[MODEL] * c[DATA] * c[REPLICA], self.cluster.per_host)
         part = size / np.where(c["sequence"] == 1, c[MODEL], 1)
         hop = collective_time.seconds(PERMUTE, part, c[PIPELINE], neighbours, self.cluster)
         ticks = c["virtual"] * (c["micro"] + c[PIPELINE])
@@ -199,7 +197,7 @@ class Screen:
         c, tokens = self.c, self.rows * self.config.model.sequence
         chunks = np.maximum(1, tokens // CHUNK_ROWS)
         ranks = c[MODEL] * np.where(self.shared, c[PIPELINE], 1)
-        inside = np.minimum(c[MODEL], self.cluster.per_host)
+        inside = inside_of(c[MODEL], 1, self.cluster.per_host)
         size = F32 * tokens / chunks
         return 3 * c["micro"] * chunks * collective_time.seconds(ALL_REDUCE, size, ranks, inside, self.cluster)
 
@@ -211,14 +209,14 @@ class Screen:
         grads = np.where(staged, c["micro"] * c["virtual"], times)
         weights = np.where(zero == 3, 2 * np.where(staged, c["micro"] * c["virtual"], times), zero > 0)
         calls = np.where(zero >= 2, self.depth, 1)
-        inside = np.clip(self.cluster.per_host // c[MODEL], 1, c[DATA])
+        inside = inside_of(c[DATA], c[MODEL], self.cluster.per_host)
         over = lambda kind, size, ranks, inside: (
             calls * collective_time.seconds(kind, size / calls, ranks, inside, self.cluster)
         )
         both = c[DATA] * c[REPLICA]
-        near = np.clip(self.cluster.per_host // c[MODEL], 1, both)
+        near = inside_of(both, c[MODEL], self.cluster.per_host)
         plain = over(ALL_REDUCE, F32 * self.use, both, near)
-        far = np.clip(self.cluster.per_host // (c[MODEL] * c[DATA]), 1, c[REPLICA])
+        far = inside_of(c[REPLICA], c[MODEL] * c[DATA], self.cluster.per_host)
         sharded = grads * over(REDUCE_SCATTER, F32 * self.use, c[DATA], inside)
         sharded += grads * over(ALL_REDUCE, F32 * self.rest, c[REPLICA], far)
         sharded += weights * over(ALL_GATHER, self.width * self.use, c[DATA], inside)
@@ -261,4 +259,4 @@ def best(score: Column, fits: Column, count: int) -> list[int]:
     """The numbers of the rows with the lowest score among those that fit."""
     allowed = np.flatnonzero(fits)
     order = np.argsort(score[allowed], kind="stable")[:count]
-    return [int(row) for row in allowed[order]] if math.prod(score.shape) else []
+    return allowed[order].tolist()

@@ -8,11 +8,13 @@ from typing import Any
 from jaxdist.config import Config, leaves
 from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA, describe
 from jaxdist.models import parameters
+from jaxdist.planning import collective_time
 from jaxdist.planning.hardware import GPUS, MOST, SHARE
 from jaxdist.planning.memory import size
-from jaxdist.planning.search.estimate import FORMULAS, Estimate, seconds, together
+from jaxdist.planning.search.estimate import FORMULAS, Estimate, ranks_inside, seconds, together
 from jaxdist.planning.search.plan import TIE, Plan, told
 from jaxdist.planning.search.questions import alone
+from jaxdist.planning.tables import table
 
 SHOWN = 10
 
@@ -36,7 +38,7 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
         f"slower at first sight"
     )
     yield ""
-    yield from table(plan)
+    yield from ranking(plan)
     yield ""
     yield f"chosen      {reason(plan)}"
     yield "times       of a step without launches, input and other jobs: real ones are longer (docs/planning.md)"
@@ -48,13 +50,11 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     yield f"run         {run_time(plan)}"
 
 
-def table(plan: Plan) -> Iterator[str]:
+def ranking(plan: Plan) -> Iterator[str]:
     rows = [("", "mesh", "ZeRO", "micro-batches", "recomputes", "schedule", "memory", "step", "MFU", "time goes to")]
-    fastest = min(one.seconds for one in plan.ranked)
     for place, one in enumerate(plan.ranked[:SHOWN], 1):
-        tied = plan.tied(one, plan.ranked[0]) and one.seconds <= (1 + TIE) * fastest
-        rows.append((f"{'1=' if tied and place > 1 else place}", *row(one, plan)))
-    yield from aligned(rows)
+        rows.append((f"{'1=' if plan.tied(one) and place > 1 else place}", *row(one, plan)))
+    yield from table(rows)
 
 
 def row(one: Estimate, plan: Plan) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ def row(one: Estimate, plan: Plan) -> tuple[str, ...]:
     return (
         one.config.mesh,
         str(one.config.parallel.zero) + ", sequence" * one.config.parallel.sequence,
-        micro(one.config, one.shape),
+        micro(one),
         one.config.model.remat,
         schedule(one),
         f"{size(one.memory.total)} ({used:.0%})",
@@ -72,11 +72,8 @@ def row(one: Estimate, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def micro(config: Config, shape: dict[str, int]) -> str:
-    if shape[PIPELINE] > 1:
-        return str(config.pipeline.micro)
-    outside = config.parallel.micro_batches == "outside"
-    return str(config.train.accumulation) + " outside" * outside
+def micro(one: Estimate) -> str:
+    return str(one.micro) + " outside" * (one.config.parallel.micro_batches == "outside")
 
 
 def schedule(one: Estimate) -> str:
@@ -89,8 +86,7 @@ def schedule(one: Estimate) -> str:
 def reason(plan: Plan) -> str:
     """Why the first is the first: the tips of the lecture, as far as they decide."""
     one = plan.ranked[0]
-    fitting = [other for other in plan.looked_at if other.fits]
-    tied = sum(plan.tied(other, min(fitting, key=lambda o: o.seconds)) for other in fitting)
+    tied = sum(map(plan.tied, plan.fitting))
     said = [f"{describe(one.shape)}: the simplest of {tied} within {TIE:.0%} of the fastest"]
     if one.shape[MODEL] == one.shape[PIPELINE] == 1:
         said.append("data parallelism alone is enough")
@@ -136,17 +132,28 @@ def why(plan: Plan) -> Iterator[str]:
     one = plan.ranked[0]
     yield f"{told(one)} on {plan.cluster.name}"
     yield ""
-    yield from aligned([(part, f"{count:.4g} s", FORMULAS[part]) for part, count in one.parts.items()])
+    yield from table([(part, f"{count:.4g} s", FORMULAS[part]) for part, count in one.parts.items()])
     yield ""
     held = one.memory.persistent | one.memory.transient
-    yield from aligned([(name, size(count), HELD.get(name, "")) for name, count in held.items() if count])
+    yield from table([(name, size(count), HELD.get(name, "")) for name, count in held.items() if count])
     yield ""
-    rows = [("sent by one device", "kind", "over", "calls", "bytes", "seconds")]
+    found = collectives(plan)
+    yield from table([("sent by one device", "kind", "over", "calls", "bytes", "seconds"), *(row for row, _ in found)])
+    yield ""
+    yield from (formula for _, formula in found)
+
+
+def collectives(plan: Plan) -> list[tuple[tuple[str, ...], str]]:
+    """For each of the first's a row of figures, and how one call of it is computed."""
+    one, found = plan.ranked[0], []
     for sent in together(one.transfers):
         over = " ".join(f"{axis}={one.shape[axis]}" for axis in sent.axes)
         took = seconds(sent, one.shape, plan.cluster)
-        rows.append((sent.what, sent.kind, over, f"{sent.calls:,}", size(sent.wire_bytes), f"{took:.3g}"))
-    yield from aligned(rows)
+        row = (sent.what, sent.kind, over, f"{sent.calls:,}", size(sent.wire_bytes), f"{took:.3g}")
+        inside = ranks_inside(one.shape, sent.axes, plan.cluster.per_host)
+        each = sent.payload_bytes / sent.calls
+        found.append((row, collective_time.why(sent.kind, each, sent.devices, inside, plan.cluster)))
+    return found
 
 
 HELD = {
@@ -171,7 +178,7 @@ def trade_off(plan: Plan) -> Iterator[str]:
         sent = sum(each.wire_bytes for each in one.transfers)
         held = size(one.memory.total) + (" (does not fit)" if not one.fits else "")
         rows.append((axis, told(one), f"{one.share('waiting'):.1%}", size(sent), f"{one.seconds:.3g} s", held))
-    yield from aligned(rows)
+    yield from table(rows)
     yield from impossible
 
 
@@ -186,14 +193,8 @@ def compared(found: Sequence[tuple[int, Estimate | str]]) -> Iterator[str]:
         each = one.tokens_per_second * base[0] / (base[1].tokens_per_second * count)
         rate, held = f"{one.tokens_per_second:,.0f}", size(one.memory.total)
         rows.append((str(count), told(one), f"{one.seconds:.3g} s", rate, f"{each:.0%}", held))
-    yield from aligned(rows)
+    yield from table(rows)
     yield from impossible
-
-
-def aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for cells in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def run_time(plan: Plan) -> str:
@@ -201,14 +202,19 @@ def run_time(plan: Plan) -> str:
     hours = OPTIMAL * count / one.tokens_per_second / 3600
     lasts = f"{hours / 24:,.1f} days" if hours >= 48 else f"{hours:,.1f} hours"
     return (
-        f"{OPTIMAL} tokens for each parameter are {OPTIMAL * count / 1e9:,.1f} billion: {lasts}, "
+        f"{OPTIMAL} tokens for each parameter are {OPTIMAL * count:,}: {lasts}, "
         f"{hours * plan.devices:,.0f} device-hours, {6 * OPTIMAL * count**2:.3g} FLOP by 6ND"
     )
 
 
-def json(plan: Plan, base: Config, more: Sequence[tuple[int, Estimate | str]] = ()) -> dict[str, Any]:
-    """The schema of `docs/planning.md`."""
+def json(plan: Plan, base: Config, more: Sequence[tuple[int, Estimate | str]], reason: str) -> dict[str, Any]:
+    """The schema of `docs/planning.md`; `reason` is why a mesh is not the first, if that was asked."""
     return {
+        "why": [formula for _, formula in collectives(plan)],
+        "why_not": reason or None,
+        "trade_off": {
+            axis: {"impossible": one} if isinstance(one, str) else _one(one, base) for axis, one in alone(plan)
+        },
         "compared": [
             {"devices": count, "impossible": one} if isinstance(one, str) else {"devices": count, **_one(one, base)}
             for count, one in more

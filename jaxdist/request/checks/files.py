@@ -66,11 +66,18 @@ def _wandb(config: Config) -> Iterator[str]:
 
 
 def check_picture(path: str, example: str) -> None:
-    """Raise `RequestError` where a picture cannot be written to `path`, before the work that it is to show.
+    """As `check_output`, of a picture, which is a PNG file."""
+    check_output("picture", path, example)
+    if path and Path(path).suffix != ".png":
+        raise RequestError(f"picture '{path}' would be a PNG file; name it {Path(path).with_suffix('.png')}")
 
-    `example` is a good name for it; an empty path is no picture.
+
+def check_output(what: str, path: str, example: str) -> None:
+    """Raise `RequestError` where `what` cannot be written to `path`, before the work whose result it is.
+
+    `example` is a good name for it; an empty path is none.
     """
     if path and Path(path).is_dir():
-        raise RequestError(f"picture '{path}' is a folder; name a file in it, such as {path}/{example}")
+        raise RequestError(f"{what} '{path}' is a folder; name a file in it, such as {path}/{example}")
     if path and not Path(path).absolute().parent.is_dir():
-        raise RequestError(f"picture '{path}' cannot be written: its folder does not exist; make it first")
+        raise RequestError(f"{what} '{path}' cannot be written: its folder does not exist; make it first")
