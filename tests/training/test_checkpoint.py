@@ -152,6 +152,20 @@ def test_the_step_that_a_run_goes_on_from_is_not_written_again(folder):
         same(checkpoints.restore(abstract(state(10))), state(10)._replace(weights=None))
 
 
+def test_when_save_returns_the_arrays_may_be_given_away(tmp_path):
+    """A step that takes the buffers of its state, as `Run.compile`'s does, changes nothing of what is being saved."""
+    saved, other = state(5, size=1000), state(6, size=1000)
+    like, copy = abstract(saved), jax.tree.map(np.array, saved)
+    overwrite = jax.jit(lambda state: jax.tree.map(lambda array: 0 * array - 1, state), donate_argnums=0)
+    overwrite(other)
+    assert all(array.is_deleted() for array in jax.tree.leaves(other))
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(5, saved, {})
+        jax.block_until_ready(overwrite(saved))
+        checkpoints.wait()
+        same(checkpoints.restore(like), copy)
+
+
 def test_the_old_go_only_when_the_new_is_sealed(tmp_path, monkeypatch):
     """Killed between a commit and its checksums, a run that keeps one checkpoint still has one."""
     with Checkpoints(tmp_path, keep=1) as checkpoints:
