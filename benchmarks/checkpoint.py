@@ -1,8 +1,9 @@
 """What checkpoints cost, on CPU devices.
 
-    python benchmarks/checkpoint.py [block] [sums] [mesh] [memory] [first]
+    python benchmarks/checkpoint.py [block] [where] [sums] [mesh] [memory] [first]
 
 block     how long a save keeps the quickstart's loop from its next step, beside that step and beside the whole save.
+where     what the loop's own thread does while `block`'s save keeps it: the clock's time and the thread's own.
 sums      reading a checkpoint for its checksums, beside writing it: both ends of a save in the background.
 mesh      restoring onto the mesh that saved, and onto another.
 memory    what a process takes while it restores, over what it held before, beside the bytes of its own shards.
@@ -17,13 +18,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from asyncio.unix_events import _UnixSelectorEventLoop as EventLoop
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from selectors import EpollSelector
+from typing import Any
+from unittest.mock import patch
 
 import jax
 import numpy as np
+from absl import logging
+from orbax.checkpoint._src.handlers import base_pytree_checkpoint_handler as pytrees
+from orbax.checkpoint._src.serialization import replica_slices
+from orbax.checkpoint._src.serialization.async_io_engine import BatchRequest
 
 from jaxdist.config import Config
 from jaxdist.training.checkpoint import Checkpoints
@@ -102,6 +113,80 @@ def block() -> None:
     print(f"block       a step {median(steps)}, a save blocks {median(blocked)} of {median(whole)}")
     ratios = statistics.median(blocked) / statistics.median(steps), sum(blocked) / sum(whole)
     print(f"            {ratios[0]:.2f} of a step, {ratios[1]:.1%} of the save")
+
+
+PARTS = {
+    "starting threads": [(threading.Thread, "start")],
+    "waiting for an executor's answer": [(EpollSelector, "select")],
+    "opening and closing an event loop": [(EventLoop, "__init__"), (EventLoop, "close")],
+    "taking the arrays to the host": [(replica_slices, "transfer_arrays_to_host")],
+    "choosing which shards": [(replica_slices, "get_replica_slices")],
+    "describing the leaves": [
+        (pytrees.BasePyTreeCheckpointHandler, "_get_param_infos"),
+        (pytrees, "batched_serialization_requests"),
+        (pytrees, "_fill_missing_save_or_restore_args"),
+        (BatchRequest, "__init__"),
+    ],
+    "logs and metrics that nobody reads": [
+        *[(logging, name) for name in ("info", "vlog", "log_first_n")],
+        *[(jax.monitoring, f"record_{name}") for name in ("event", "scalar", "event_duration_secs")],
+    ],
+}
+"""What Orbax 0.12 does before a save returns, by the functions that do it; the rest is between them."""
+
+REST = "the rest"
+
+
+def watched(call: Callable[[], object]) -> dict[str, Counter[str]]:
+    """Seconds of this thread by the "clock" and of its "own", and "calls", for each of `PARTS` while `call` runs.
+
+    A part that is called by another counts there alone.
+    """
+    here, inside, spent = threading.current_thread(), [[0.0, 0.0]], defaultdict(Counter)
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_call(*args: Any, **options: Any) -> Any:
+            if threading.current_thread() is not here:
+                return function(*args, **options)
+            inside.append([0.0, 0.0])
+            began = time.perf_counter(), time.thread_time()
+            try:
+                return function(*args, **options)
+            finally:
+                took = time.perf_counter() - began[0], time.thread_time() - began[1]
+                clock, own = inside.pop()
+                inside[-1][0] += took[0]
+                inside[-1][1] += took[1]
+                spent[part].update(clock=took[0] - clock, own=took[1] - own, calls=1)
+
+        return timed_call
+
+    with ExitStack() as patches:
+        for part, functions in PARTS.items():
+            for owner, name in functions:
+                patches.enter_context(patch.object(owner, name, timed(part, getattr(owner, name))))
+        timed(REST, call)()
+    return spent
+
+
+def where() -> None:
+    run = Run(Config(mesh="1x1x1"))
+    with jax.set_mesh(run.mesh), folder() as path, Checkpoints(path, keep=1) as checkpoints:
+        state, found = run.step.logical(run.init()), []
+        for step in range(1, 8 * REPEATS + 1):
+            found.append(watched(lambda: checkpoints.save(step, state, {"step": step})))  # noqa: B023
+            checkpoints.wait()
+    whole = lambda spent: sum(part["clock"] for part in spent.values())
+    best = sorted(found[1:], key=whole)[: 2 * REPEATS]
+    mean = lambda part, what: statistics.mean(spent[part][what] for spent in best)
+    print(
+        f"where       the quickest {len(best)} of {len(found)} saves: ms by the clock, of which the thread's own, calls"
+    )
+    for part in sorted([*PARTS, REST], key=lambda part: -mean(part, "clock")):
+        clock, own, calls = 1e3 * mean(part, "clock"), 1e3 * mean(part, "own"), mean(part, "calls")
+        print(f"            {part:36}{clock:8.2f}{own:8.2f}{calls:6.0f}")
+    clock, own = (1e3 * sum(mean(part, what) for part in [*PARTS, REST]) for what in ("clock", "own"))
+    print(f"            {'together':36}{clock:8.2f}{own:8.2f}")
 
 
 def sums() -> None:
@@ -196,7 +281,7 @@ def _first_step(argv: list[str], path: Path) -> float:
 
 
 def main() -> None:
-    parts = dict(block=block, sums=sums, mesh=mesh, memory=memory, first=first)
+    parts = dict(block=block, where=where, sums=sums, mesh=mesh, memory=memory, first=first)
     print(f"jax {jax.__version__}, {len(os.sched_getaffinity(0))} cores")
     for name in sys.argv[1:] or parts:
         parts[name]()

@@ -161,9 +161,10 @@ def test_when_save_returns_the_arrays_may_be_given_away(tmp_path):
     assert all(array.is_deleted() for array in jax.tree.leaves(other))
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(5, saved, {})
-        jax.block_until_ready(overwrite(saved))
+        after = jax.block_until_ready(overwrite(saved))  # kept: where they are the buffers of `saved`, they hold -1
         checkpoints.wait()
         same(checkpoints.restore(like), copy)
+    assert after.params["w"][0, 0] == -1
 
 
 def test_the_old_go_only_when_the_new_is_sealed(tmp_path, monkeypatch):
