@@ -31,10 +31,6 @@ from unittest.mock import patch
 
 import jax
 import numpy as np
-from absl import logging
-from orbax.checkpoint._src.handlers import base_pytree_checkpoint_handler as pytrees
-from orbax.checkpoint._src.serialization import replica_slices
-from orbax.checkpoint._src.serialization.async_io_engine import BatchRequest
 
 from jaxdist.config import Config
 from jaxdist.training.checkpoint import Checkpoints
@@ -115,30 +111,38 @@ def block() -> None:
     print(f"            {ratios[0]:.2f} of a step, {ratios[1]:.1%} of the save")
 
 
-PARTS = {
-    "starting threads": [(threading.Thread, "start")],
-    "waiting for an executor's answer": [(EpollSelector, "select")],
-    "opening and closing an event loop": [(EventLoop, "__init__"), (EventLoop, "close")],
-    "taking the arrays to the host": [(replica_slices, "transfer_arrays_to_host")],
-    "choosing which shards": [(replica_slices, "get_replica_slices")],
-    "describing the leaves": [
-        (pytrees.BasePyTreeCheckpointHandler, "_get_param_infos"),
-        (pytrees, "batched_serialization_requests"),
-        (pytrees, "_fill_missing_save_or_restore_args"),
-        (BatchRequest, "__init__"),
-    ],
-    "logs and metrics that nobody reads": [
-        *[(logging, name) for name in ("info", "vlog", "log_first_n")],
-        *[(jax.monitoring, f"record_{name}") for name in ("event", "scalar", "event_duration_secs")],
-    ],
-}
-"""What Orbax 0.12 does before a save returns, by the functions that do it; the rest is between them."""
+def parts() -> dict[str, list[tuple[Any, str]]]:
+    """What Orbax 0.12 does before a save returns, by the functions that do it, which are its own affair; the rest is
+    between them."""
+    from absl import logging
+    from orbax.checkpoint._src.handlers import base_pytree_checkpoint_handler as pytrees
+    from orbax.checkpoint._src.serialization import replica_slices
+    from orbax.checkpoint._src.serialization.async_io_engine import BatchRequest
+
+    return {
+        "starting threads": [(threading.Thread, "start")],
+        "waiting for an executor's answer": [(EpollSelector, "select")],
+        "opening and closing an event loop": [(EventLoop, "__init__"), (EventLoop, "close")],
+        "taking the arrays to the host": [(replica_slices, "transfer_arrays_to_host")],
+        "choosing which shards": [(replica_slices, "get_replica_slices")],
+        "describing the leaves": [
+            (pytrees.BasePyTreeCheckpointHandler, "_get_param_infos"),
+            (pytrees, "batched_serialization_requests"),
+            (pytrees, "_fill_missing_save_or_restore_args"),
+            (BatchRequest, "__init__"),
+        ],
+        "logs and metrics that nobody reads": [
+            *[(logging, name) for name in ("info", "vlog", "log_first_n")],
+            *[(jax.monitoring, f"record_{name}") for name in ("event", "scalar", "event_duration_secs")],
+        ],
+    }
+
 
 REST = "the rest"
 
 
 def watched(call: Callable[[], object]) -> dict[str, Counter[str]]:
-    """Seconds of this thread by the "clock" and of its "own", and "calls", for each of `PARTS` while `call` runs.
+    """Seconds of this thread by the "clock" and of its "own", and "calls", for each of `parts()` while `call` runs.
 
     A part that is called by another counts there alone.
     """
@@ -162,7 +166,7 @@ def watched(call: Callable[[], object]) -> dict[str, Counter[str]]:
         return timed_call
 
     with ExitStack() as patches:
-        for part, functions in PARTS.items():
+        for part, functions in parts().items():
             for owner, name in functions:
                 patches.enter_context(patch.object(owner, name, timed(part, getattr(owner, name))))
         timed(REST, call)()
@@ -182,10 +186,10 @@ def where() -> None:
     print(
         f"where       the quickest {len(best)} of {len(found)} saves: ms by the clock, of which the thread's own, calls"
     )
-    for part in sorted([*PARTS, REST], key=lambda part: -mean(part, "clock")):
+    for part in sorted([*parts(), REST], key=lambda part: -mean(part, "clock")):
         clock, own, calls = 1e3 * mean(part, "clock"), 1e3 * mean(part, "own"), mean(part, "calls")
         print(f"            {part:36}{clock:8.2f}{own:8.2f}{calls:6.0f}")
-    clock, own = (1e3 * sum(mean(part, what) for part in [*PARTS, REST]) for what in ("clock", "own"))
+    clock, own = (1e3 * sum(mean(part, what) for part in [*parts(), REST]) for what in ("clock", "own"))
     print(f"            {'together':36}{clock:8.2f}{own:8.2f}")
 
 
@@ -281,10 +285,10 @@ def _first_step(argv: list[str], path: Path) -> float:
 
 
 def main() -> None:
-    parts = dict(block=block, where=where, sums=sums, mesh=mesh, memory=memory, first=first)
+    measures = dict(block=block, where=where, sums=sums, mesh=mesh, memory=memory, first=first)
     print(f"jax {jax.__version__}, {len(os.sched_getaffinity(0))} cores")
-    for name in sys.argv[1:] or parts:
-        parts[name]()
+    for name in sys.argv[1:] or measures:
+        measures[name]()
 
 
 if __name__ == "__main__":
