@@ -4,6 +4,7 @@
 
 time      2 stages on 2 devices, one for each core. A unit (F and B of a stage) is measured, not assumed: 2 devices run
           the layers of one stage as data parallelism, both at once as in the pipeline. Ideal is (M + S - 1) units.
+          What a backward pass in two pieces costs more is measured too: a stage's layers alone, with B or with I and W.
 compile   the step of a pipeline beside that of the same model on one device, for 8 and for 64 micro-batches; CPU time,
           which depends less on what else runs.
 memory    temporaries of loss and gradients by schedule and micro-batches, and of GPipe as JAX differentiates it: the
@@ -18,15 +19,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 
 import jax
 import jax.numpy as jnp
 
-from jaxdist.bench.measuring import Timed, measure_together
+from jaxdist.bench.measuring import Timed, measure_together, random_work
 from jaxdist.config import Config
-from jaxdist.mesh import devices_asked, parse_mesh
+from jaxdist.data.batches import Batch
+from jaxdist.mesh import PIPELINE, devices_asked, parse_mesh
+from jaxdist.models import Params
+from jaxdist.parallel import region
+from jaxdist.parallel.pipeline.executor import Carry, Region
 from jaxdist.training.run import Run
 
 SIZES = dict(embed=256, heads=4, vocab=256, sequence=128)
@@ -57,9 +64,62 @@ def times() -> None:
         measure_together([pipe, unit], warmup=2, repeats=8)
         step, each = pipe.quartiles[1], unit.quartiles[1] / micro
         waiting = 2 / 3 if schedule == "zb-u" else 1 / virtual  # of S - 1 = 1 unit: W has no bubble
-        ideal = (micro + waiting) * each
-        figures = f"{1e3 * step:7.0f}  {1e3 * each:7.1f}  {1e3 * ideal:8.0f}  {step / ideal - 1:+.1%}"
-        print(f"            {schedule:<11} {micro:>2}  {figures}")
+        _print_time(schedule, micro, step, each, (micro + waiting) * each)
+        if schedule == "zb-u":
+            whole, split = layers_alone(micro)
+            print(
+                f"            a stage's layers: {1e3 * whole:.1f} ms with B, {1e3 * split:.1f} ms with I and W, so of"
+            )
+            each *= split / whole
+            _print_time("split units", micro, step, each, (micro + waiting) * each)
+
+
+def _print_time(name: str, micro: int, step: float, unit: float, ideal: float) -> None:
+    figures = f"{1e3 * step:7.0f}  {1e3 * unit:7.1f}  {1e3 * ideal:8.0f}  {step / ideal - 1:+.1%}"
+    print(f"            {name:<11} {micro:>2}  {figures}")
+
+
+def layers_alone(micro: int, repeats: int = 8) -> tuple[float, float]:
+    """Median seconds of F and B of a stage's layers and a micro-batch, on both devices at once, without a schedule: B
+    in one piece, and in two."""
+    runs = [run_on("1x1x2", 8, micro, schedule) for schedule in ("1f1b", "zb-u")]
+    seconds, programs = ([], []), []
+    for run in runs:
+        with jax.set_mesh(run.mesh):
+            arguments = run.init().params, random_work(run)
+            programs.append((jax.jit(partial(_one_after_another, run)).lower(*arguments).compile(), arguments))
+    for _ in range(repeats + 1):  # the first is not counted
+        for (program, arguments), found in zip(programs, seconds, strict=True):
+            started = time.perf_counter()
+            jax.block_until_ready(program(*arguments))
+            found.append((time.perf_counter() - started) / micro)
+    return median(seconds[0][1:]), median(seconds[1][1:])
+
+
+def _one_after_another(run: Run, params: Params, batch: Batch) -> jax.Array:
+    """Each stage runs its layers on all micro-batches, each with what the one before has left."""
+    batch = run.forward.with_keys(batch, jnp.asarray(0))
+    executor = run.forward.executor(batch)
+
+    def all_of_them(rows, ticks, weights, batch):
+        device = Region(executor, weights, batch, backward=True)
+        carry = device.start()
+
+        def one(carry: Carry, number: jax.Array) -> tuple[Carry, None]:
+            unit, layers = device.unit(0, device.part(number)), device.layers
+            kept, y = layers.forward_keeping(unit, carry["sent"], carry["residuals"], 0)
+            if "stash" not in carry:
+                sums, dx = layers.backward(unit, y, kept, 0, carry["blocks"], True)
+                return carry | dict(residuals=kept, sent=dx, blocks=sums), None
+            stash, dx = layers.of_input(unit, y, kept, 0, carry["stash"], 0)
+            sums = layers.of_weights(unit, stash, 0, carry["blocks"], True)
+            return carry | dict(residuals=kept, stash=stash, sent=dx, blocks=sums), None
+
+        numbers = region.vary(jnp.arange(run.config.pipeline.micro), (PIPELINE,))
+        carry = jax.lax.scan(one, carry, numbers)[0]
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(carry["blocks"]))[None]
+
+    return executor.in_region(all_of_them, jax.P(PIPELINE))(*executor.arguments(params, batch))
 
 
 def compiles() -> None:

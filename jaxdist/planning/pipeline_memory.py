@@ -15,16 +15,13 @@ from jaxdist.sharding import Layout
 
 
 def gradients(config: Config, parameters: list[Placed], pipe: Pipeline) -> int:
-    """Accumulators in f32, those of layers from stage 2 on shards; beside them what one B, or the head, makes.
+    """Accumulators in f32, those of layers from stage 2 on shards; beside them what the head, or B of a layer, makes.
 
     In stage 1 the sums are reduced to shards at the end.
     """
     layers, tops = _split(parameters)
-    width, v = compute_width(config), pipe.stages.virtual
-    shared = 2 * F32 * tops["use"]
-    if config.parallel.zero >= 2:
-        return shared + F32 * (layers["rest"] + layers["rest"] // v) + (F32 + width) * layers["at_once"]
-    return shared + F32 * layers["use"] + width * layers["use"] // v
+    sums = layers["rest"] if config.parallel.zero >= 2 else layers["use"]
+    return 2 * F32 * tops["use"] + F32 * sums + (F32 + compute_width(config)) * layers["at_once"]
 
 
 def weights(config: Config, parameters: list[Placed], pipe: Pipeline) -> int:
@@ -43,7 +40,7 @@ def activations(config: Config, layout: Layout, pipe: Pipeline, rows: int) -> di
     """Bytes by the names of `memory.Memory`: buffers, and what one unit makes on its way.
 
     Some have a slot more than the schedule needs (`table`). With remat stage only inputs of chunks are kept, and
-    what a chunk keeps of one micro-batch exists once: while its B runs.
+    what a chunk keeps of one micro-batch exists once, while its B runs; else layers write and read their buffers.
     """
     sizes, width, table = config.model, compute_width(config), pipe.table
     tokens = rows * sizes.sequence
@@ -54,7 +51,8 @@ def activations(config: Config, layout: Layout, pipe: Pipeline, rows: int) -> di
     buffers = (table.slots["acts"] + table.slots["cots"] + 2) * stream + table.slots["residuals"] * kept
     stash = table.slots["stash"] if pipe.schedule.split else 0
     buffers += stash * width * tokens * pipe.stages.depth * stashed_per_token(sizes, layout)
-    return dict(activations=buffers, working=chunk + working(sizes, layout, rows, width))
+    again = chunk if pipe.recomputes else 0
+    return dict(activations=buffers, working=again + working(sizes, layout, rows, width))
 
 
 def in_flight(config: Config, layout: Layout, parameters: list[Placed], pipe: Pipeline, rows: int) -> int:

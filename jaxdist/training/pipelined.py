@@ -69,17 +69,17 @@ class Pipelined:
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]):
         """(summed loss, its gradient in f32, variables, further sums)."""
         batch = self.with_keys(batch, step)
-        loss, grads = self._executor(batch).gradients(weights, batch)
+        loss, grads = self.executor(batch).gradients(weights, batch)
         return loss, grads, variables, {}
 
     def evaluate(self, weights: Params, variables: Params, batch: Batch):
         """(summed loss, further sums)."""
-        return self._executor(batch).loss(weights, batch), {}
+        return self.executor(batch).loss(weights, batch), {}
 
     def logits(self, weights: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
         """What the model thinks comes next, without dropout: one micro-batch through all stages."""
         batch = {"tokens": tokens[None]}
-        executor = self._executor(batch)
+        executor = self.executor(batch)
         head = lambda tops, x, part: self.model.logits(self._whole(tops), x)
         executor = replace(executor, program=replace(executor.program, loss=head))
         return executor.output(weights, batch, self.layout.activation("BSV"))
@@ -103,7 +103,7 @@ class Pipelined:
         parts = self.stages, self.layout, self.places, self.stage, self.program, self.dtype
         return Asynchronous(*parts, recompute=self.remat == "stage", update=update)
 
-    def _executor(self, batch: Batch) -> Executor:
+    def executor(self, batch: Batch) -> Executor:
         """For the micro-batches of one step. What is asynchronous else is not, where weights stay as they are."""
         k = jax.tree.leaves(batch)[0].shape[0]
         schedule = make(self.schedule, self.stages.ranks, k, self.stages.virtual)

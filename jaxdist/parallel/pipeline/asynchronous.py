@@ -29,6 +29,7 @@ from jaxtyping import Array, Float, Int
 from jaxdist.mesh import AXES, PIPELINE
 from jaxdist.parallel import region
 from jaxdist.parallel.pipeline.device import Device, Program, Tree, get, own, put
+from jaxdist.parallel.pipeline.layers import Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, of_layers
 from jaxdist.sharding import BATCH, Layout, wide
 
@@ -126,10 +127,10 @@ class Round(Device):
     def start(self) -> Carry:
         """Nothing in flight."""
         S, zeros = self.S, region.zeros_like
-        blocks, numbers = self.cast(self.params[BLOCKS]), self.numbers(0)
+        blocks = self.cast(self.params[BLOCKS])
         x = jax.eval_shape(lambda: region.vary(self.program.embed(self.tops, self.batch), self.stream))
-        kept = self.layers.kept(self.in_use(blocks), zeros(x), self.batch, numbers) if not self.recompute else x
         buffer = lambda a: region.vary(zeros(a, (S,)), (PIPELINE,))
+        kept = lambda: self.layers.kept(self.unit(self.in_use(blocks), self.batch), zeros(x), S)
         gradient = lambda w: region.zeros((S // 2 + 1, *w.shape), wide(w.dtype), region.varying(w))
         f32 = wide(self.dtype)
         return {
@@ -138,7 +139,7 @@ class Round(Device):
             "numbers": jnp.full(S, NOTHING, jnp.int32),
             "counts": jnp.zeros(S, jnp.int32),
             "versions": jax.tree.map(buffer, blocks),
-            "residuals": jax.tree.map(buffer, kept),
+            "residuals": buffer(x) if self.recompute else kept(),
             "sent": zeros(x),
             "returned": zeros(x),
             "losses": jnp.zeros(S, f32),
@@ -149,6 +150,10 @@ class Round(Device):
     def in_use(self, blocks: Tree) -> Tree:
         """The layers of this rank, gathered; but at stage 3, where that is done layer by layer."""
         return blocks if self.stage == 3 else own(self.stage_places, blocks)
+
+    def unit(self, weights: Tree, part: Tree) -> Unit:
+        """The layers of this rank, with the weights in use."""
+        return Unit(0, weights, *self.numbers(0), part)
 
     def arrive(self, carry: Carry, number: jax.Array, count: jax.Array) -> Carry:
         """A batch comes in, in the place of that which came through in the round before."""
@@ -174,8 +179,10 @@ class Round(Device):
 
         def run(versions, residuals, x):
             blocks = self.cast(carry["params"][BLOCKS])
-            y, kept = self.layers.forward(self.in_use(blocks), x, part, self.numbers(0))
-            return put(versions, blocks, slot), put(residuals, x if self.recompute else kept, slot), y
+            unit, versions = self.unit(self.in_use(blocks), part), put(versions, blocks, slot)
+            if self.recompute:
+                return versions, put(residuals, x, slot), self.layers.forward(unit, x)
+            return versions, *self.layers.forward_keeping(unit, x, residuals, slot)
 
         versions, residuals, y = self.alone(on, run, carry["versions"], carry["residuals"], x)
         return carry | {"versions": versions, "residuals": residuals}, y
@@ -184,15 +191,18 @@ class Round(Device):
         """B, at the weights of F, and the update of the stage."""
         slot = (carry["round"] - (2 * self.S - 1 - self.rank - parity) // 2) % self.S
         on = ((self.rank + parity) % 2 == 1) & (carry["numbers"][slot] != NOTHING)
-        part, numbers = get(carry["batches"], slot), self.numbers(0)
+        part = get(carry["batches"], slot)
 
         def run(params, optimizer, squares, dy):
-            weights, kept = self.in_use(get(carry["versions"], slot)), get(carry["residuals"], slot)
-            if self.recompute:
-                kept = self.layers.forward(weights, lax.optimization_barrier(kept), part, numbers)[1]
-            grads, dx = self.layers.backward(weights, kept, part, numbers, dy)
+            version = get(carry["versions"], slot)
+            unit, kept = self.unit(self.in_use(version), part), (carry["residuals"], slot)
+            kept = self.layers.again(unit, get(*kept)) if self.recompute else kept
+            empty = lambda w: region.zeros((1, *w.shape), wide(w.dtype), region.varying(w))
+            sums = jax.tree.map(empty, version if self.stage >= 2 else unit.weights)
+            grads, dx = self.layers.backward(unit, dy, *kept, sums, True)
+            grads = jax.tree.map(lambda g: g[0], grads)
             if self.stage < 2:  # else they have been
-                grads = jax.tree.map(lambda p, g: p.add_up(g.astype(wide(g.dtype))), self.stage_places, grads)
+                grads = jax.tree.map(lambda p, g: p.add_up(g), self.stage_places, grads)
             params, optimizer, square = self.updated(carry, slot, {BLOCKS: grads}, optimizer, params)
             return params, optimizer, put(squares, square, slot), dx
 

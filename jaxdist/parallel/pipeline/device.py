@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region
-from jaxdist.parallel.pipeline.layers import Layers, Numbers
+from jaxdist.parallel.pipeline.layers import Layers
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.sharding import BATCH, Layout
 
@@ -49,10 +49,10 @@ class Device:
         ring = ring if stages.virtual > 1 else ring[:-1]
         self.onward, self.back = ring, [(b, a) for a, b in ring]
 
-    def numbers(self, virtual: jax.Array | int) -> Numbers:
+    def numbers(self, chunk: jax.Array | int) -> tuple[Int[Array, " depth"], Bool[Array, " depth"]]:
         """Which layers one of this rank's chunks has, and which of them are no padding."""
         rank = lax.axis_index(PIPELINE)
-        return jnp.asarray(self.stages.layer)[virtual, rank], jnp.asarray(self.stages.valid)[virtual, rank]
+        return jnp.asarray(self.stages.layer)[chunk, rank], jnp.asarray(self.stages.valid)[chunk, rank]
 
     def alone(self, on: jax.Array, run: Callable, *state: Tree) -> tuple[Tree, ...]:
         """`run(*state)` on ranks where it is `on`: each goes its own way.

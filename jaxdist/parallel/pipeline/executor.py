@@ -34,6 +34,7 @@ from jaxtyping import Array, Float
 from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region
 from jaxdist.parallel.pipeline.device import Device, Program, Tree, get, own, put
+from jaxdist.parallel.pipeline.layers import Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import Table
 from jaxdist.sharding import BATCH, Layout, wide
@@ -73,19 +74,20 @@ class Executor:
     def gradients(self, weights: Tree, batch: Tree) -> tuple[Float[Array, ""], Tree]:
         """(summed loss, its gradient in f32, which lies as parameters do at rest), of micro-batches [M, B, ...]."""
         run = partial(self._run, True)
-        return self._region(run, (P(), self._rest))(*self._arguments(weights, batch))
+        return self.in_region(run, (P(), self._rest))(*self.arguments(weights, batch))
 
     def loss(self, weights: Tree, batch: Tree) -> Float[Array, ""]:
         """The summed loss alone: F and head of the same table."""
         run = lambda *arguments: region.add_up(self._run(False, *arguments), self.layout.split(BATCH))
-        return self._region(run, P())(*self._arguments(weights, batch))
+        return self.in_region(run, P())(*self.arguments(weights, batch))
 
     def output(self, weights: Tree, batch: Tree, spec: P) -> Float[Array, "..."]:
         """What `program.loss` makes of the only micro-batch, where that is an array that lies as `spec` says."""
         assert self.table.schedule.micro_batches == 1
-        return self._region(partial(self._run, False), spec)(*self._arguments(weights, batch))
+        return self.in_region(partial(self._run, False), spec)(*self.arguments(weights, batch))
 
-    def _region(self, run: Callable, out_specs: Any):
+    def in_region(self, run: Callable, out_specs: Any) -> Callable:
+        """`run` on every device: it takes its rows of the table, the ticks of all, weights and batch (`arguments`)."""
         specs = (P(None, PIPELINE), P(), self._rest, self.layout.spec([None, BATCH]))
         return jax.shard_map(run, in_specs=specs, out_specs=out_specs)
 
@@ -93,7 +95,8 @@ class Executor:
     def _rest(self) -> Tree:
         return jax.tree.map(lambda p: p.rest, self.places)
 
-    def _arguments(self, weights: Tree, batch: Tree):
+    def arguments(self, weights: Tree, batch: Tree) -> tuple[Row, Row, Tree, Tree]:
+        """What `in_region` takes."""
         columns = {name: a for name, a in vars(self.table).items() if hasattr(a, "shape")}
         rows = {name: reshard(jnp.asarray(a), P(None, PIPELINE)) for name, a in columns.items() if a.ndim == 2}
         ticks = {name: jnp.asarray(a) for name, a in columns.items() if a.ndim == 1}
@@ -135,21 +138,14 @@ class Region(Device):
         carry = dict(acts=ring("acts"), sent=region.zeros_like(x), loss=loss)
         if not self.backward:
             return carry
-        kept = x if self.recompute else self.layers.kept(self.chunk(0), region.zeros_like(x), part, self.numbers(0))
         blocks = self.at_rest if self.stage >= 2 else self.blocks
         sums = partial(jax.tree.map, lambda w: region.zeros(w.shape, wide(w.dtype), region.varying(w)))
-        empty = lambda slots, a: region.vary(region.zeros_like(a, (slots,)), (PIPELINE,))
-        buffer = lambda name, of: jax.tree.map(partial(empty, self.table.slots[name]), of)
-        carry |= dict(cots=ring("cots"), residuals=buffer("residuals", kept))
-        carry |= dict(returned=region.zeros_like(x))
+        carry |= dict(cots=ring("cots"), returned=region.zeros_like(x), blocks=sums(blocks), tops=sums(self.tops))
+        slots, one = self.table.slots, (self.unit(0, part), region.zeros_like(x))
+        carry |= dict(residuals=ring("residuals") if self.recompute else self.layers.kept(*one, slots["residuals"]))
         if self.table.schedule.split:
-            carry |= dict(stash=buffer("stash", self._stash(carry["residuals"], region.zeros_like(x), part)))
-        return carry | dict(blocks=sums(blocks), tops=sums(self.tops))
-
-    def _stash(self, residuals: Tree, x: jax.Array, part: Tree) -> Tree:
-        """Shapes of what B leaves for W."""
-        backward = lambda: self.layers.of_input(self.chunk(0), get(residuals, 0), part, self.numbers(0), x)
-        return jax.eval_shape(backward)[0]
+            carry |= dict(stash=self.layers.stash(*one, carry["residuals"], slots["stash"]))
+        return carry
 
     def tick(self, slots: frozenset[str], heads: bool, carry: Carry, row: Row) -> tuple[Carry, None]:
         """One row of the table. `heads`: the last chunk runs F in every tick of this segment."""
@@ -171,12 +167,13 @@ class Region(Device):
 
     def forward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
         """F of a chunk."""
-        chunk, part = row["f_chunk"], self.part(row["f_micro"])
+        unit = self.unit(row["f_chunk"], self.part(row["f_micro"]))
 
         def run(residuals, x):
-            y, kept = self.layers.forward(self.chunk(chunk), x, part, self.numbers(chunk))
-            kept = x if self.recompute else kept
-            return (put(residuals, kept, row["f_res"]) if self.backward else residuals), y
+            if self.backward and not self.recompute:
+                return self.layers.forward_keeping(unit, x, residuals, row["f_res"])
+            residuals = put(residuals, x, row["f_res"]) if self.backward else residuals
+            return residuals, self.layers.forward(unit, x)
 
         x = self.embed(row, get(carry["acts"], row["f_act"]))
         residuals, y = self._own(row["f_on"], run, carry.get("residuals"), x)
@@ -208,19 +205,14 @@ class Region(Device):
 
     def backwards(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
         """B of a chunk: the whole backward pass, or where that is split, the gradient of its input."""
-        chunk, part = row["b_chunk"], self.part(row["b_micro"])
-        kept = partial(get, carry["residuals"], row["b_res"])
+        unit, kept = self.unit(row["b_chunk"], self.part(row["b_micro"])), (carry["residuals"], row["b_res"])
 
-        def whole(blocks, dy):
-            w, numbers, saved = self.chunk(chunk), self.numbers(chunk), kept()
-            if self.recompute:
-                saved = self.layers.forward(w, lax.optimization_barrier(saved), part, numbers)[1]
-            dw, dx = self.layers.backward(w, saved, part, numbers, dy)
-            return _add_at(blocks, dw, chunk, row["b_on"]), dx
+        def whole(sums, dy):
+            again = self.layers.again(unit, get(*kept)) if self.recompute else kept
+            return self.layers.backward(unit, dy, *again, sums, row["b_on"])
 
         def half(stash, dy):
-            wanted, dx = self.layers.of_input(self.chunk(chunk), kept(), part, self.numbers(chunk), dy)
-            return put(stash, wanted, row["b_wst"]), dx
+            return self.layers.of_input(unit, dy, *kept, stash, row["b_wst"])
 
         run, name = (half, "stash") if self.table.schedule.split else (whole, "blocks")
         made, dx = self._own(row["b_on"], run, carry[name], get(carry["cots"], row["b_cot"]))
@@ -239,12 +231,10 @@ class Region(Device):
 
     def of_weights(self, carry: Carry, row: Row) -> Carry:
         """W of a chunk."""
-        chunk, part = row["w_chunk"], self.part(row["w_micro"])
+        unit = self.unit(row["w_chunk"], self.part(row["w_micro"]))
 
-        def run(blocks):
-            stash = get(carry["stash"], row["w_wst"])
-            dw = self.layers.of_weights(self.chunk(chunk), stash, part, self.numbers(chunk))
-            return (_add_at(blocks, dw, chunk, row["w_on"]),)
+        def run(sums):
+            return (self.layers.of_weights(unit, carry["stash"], row["w_wst"], sums, row["w_on"]),)
 
         return carry | {"blocks": self._own(row["w_on"], run, carry["blocks"])[0]}
 
@@ -281,19 +271,11 @@ class Region(Device):
     def part(self, micro: jax.Array) -> Tree:
         return get(self.batch, micro)
 
-    def chunk(self, virtual: jax.Array | int) -> Tree:
-        """Weights of one of this rank's chunks, [depth, ...]."""
-        if self.stages.virtual == 1:
-            return jax.tree.map(lambda w: w[0], self.blocks)
-        return get(self.blocks, virtual)
+    def unit(self, chunk: jax.Array | int, part: Tree) -> Unit:
+        """One of this rank's chunks and a micro-batch."""
+        chunk = chunk if self.stages.virtual > 1 else 0
+        return Unit(chunk, get(self.blocks, chunk), *self.numbers(chunk), part)
 
 
-def _add(sums: Tree, values: Tree, on: jax.Array | bool = True) -> Tree:
-    """What is masked may be anything, NaN too."""
-    return jax.tree.map(lambda s, x: s + jnp.where(on, x, jnp.zeros((), x.dtype)).astype(s.dtype), sums, values)
-
-
-def _add_at(sums: Tree, values: Tree, slot: jax.Array, on: jax.Array) -> Tree:
-    if jax.tree.leaves(sums)[0].shape[0] == 1:
-        return jax.tree.map(lambda s: s[None], _add(jax.tree.map(lambda s: s[0], sums), values, on))
-    return put(sums, _add(get(sums, slot), values, on), slot)
+def _add(sums: Tree, values: Tree) -> Tree:
+    return jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, values)
