@@ -287,7 +287,7 @@ class Config(Section):
     """Everything about a run."""
 
     mesh: str = "-1x1x1"
-    """data x model x pipeline, such as 4x1x1, or named axes, such as data=4,replica=2; -1 fills one axis."""
+    """data x model x pipeline, such as 4x1x1, or names: data=4,replica=2; -1 fills one axis; auto: train plans it."""
     precision: Literal["auto", "float32", "bfloat16", "mixed"] = "auto"
     """bfloat16 keeps float32 parameters, mixed only float32 masters in the optimizer; auto: bfloat16 on GPUs."""
     run_dir: FilePath | None = None

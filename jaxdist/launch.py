@@ -98,9 +98,9 @@ def words(config: str | None, chosen: Mapping[str, str]) -> list[str]:
 
 def fills(config: Config, processes: int, each: int) -> bool:
     """Whether the mesh fills itself with the devices of so many processes, of `each` devices, and leaves none idle."""
-    from jaxdist.mesh import FILL, parse_mesh
+    from jaxdist.mesh import FILL, requested
 
-    return FILL in parse_mesh(config.mesh).values() and fits(config, processes * each)
+    return FILL in requested(config.mesh).values() and fits(config, processes * each)
 
 
 def slurm(argv: list[str]) -> int:
@@ -203,9 +203,9 @@ def tasks_per_node(asked: int, gpus: int) -> int:
 def check_devices(config: Config, nodes: str, gpus: int, tasks: int) -> None:
     """Raise `RequestError` where the mesh, or a size of the run, does not fit the devices of the nodes."""
     from jaxdist.cluster.slurm_values import node_counts
-    from jaxdist.mesh import FILL, devices_asked, fill, fixed_product, parse_mesh
+    from jaxdist.mesh import AUTO, FILL, devices_asked, fill, fixed_product, requested
 
-    shape, (fewest, most) = parse_mesh(config.mesh), node_counts(nodes)
+    shape, (fewest, most) = requested(config.mesh), node_counts(nodes)
     filled = FILL in shape.values()
     if fewest != most and not filled:
         raise RequestError(f"mesh {config.mesh} is the same on {nodes} nodes; let one axis fill them, such as -1x1x1")
@@ -219,7 +219,8 @@ def check_devices(config: Config, nodes: str, gpus: int, tasks: int) -> None:
         fits = devices % fixed == 0 and fixed <= fewest * gpus if filled else fixed == devices
     if not fits:
         raise RequestError(f"mesh {config.mesh} does not fit {told}: its axes must multiply to the number of devices")
-    check_mesh_fits(config, fill(shape, fitting(config, devices)))
+    if config.mesh != AUTO:
+        check_mesh_fits(config, fill(shape, fitting(config, devices)))
 
 
 WHERE = {"local": local, "slurm": slurm}

@@ -41,6 +41,9 @@ MOST_CPU_DEVICES = 1024
 
 FILL = -1
 
+AUTO = "auto"
+"""For a mesh that `train` chooses when it sees the devices."""
+
 MeshShape = dict[str, int]
 """Size of every axis in `AXES`; one of them may be `FILL`."""
 
@@ -50,6 +53,8 @@ def parse_mesh(text: str) -> MeshShape:
 
     Raises `RequestError` with every mistake in the text, one sentence each.
     """
+    if text == AUTO:
+        raise RequestError(f"mesh '{AUTO}' is for train alone; write a mesh, such as one of python -m jaxdist.plan")
     named = "=" in text
     items = text.split(",") if named else text.split("x")
     if not named and len(items) != len(POSITIONS):
@@ -82,6 +87,11 @@ def parse_mesh(text: str) -> MeshShape:
     if problems:
         raise RequestError(*problems)
     return shape
+
+
+def requested(text: str) -> MeshShape:
+    """As `parse_mesh`, before the devices are seen: `auto` asks for as many as there are."""
+    return parse_mesh(f"{DATA}={FILL}" if text == AUTO else text)
 
 
 def devices_asked(shape: Mapping[str, int], processes: int = 1) -> int:

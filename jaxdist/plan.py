@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import AfterValidator
 
 from jaxdist.cluster.place import check_alone
-from jaxdist.config import Config, Count, RequestError
-from jaxdist.mesh import MODEL
+from jaxdist.config import Count
 from jaxdist.request import DEFAULT, Extra, arguments, check_output, check_picture, load, run, to_toml
 from jaxdist.request.numbers import MOST_DEVICES, as_list, numbers
 
@@ -42,7 +41,6 @@ def main(argv: list[str] | None = None) -> int:
     asked = arguments(argv, "plan", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
     check_alone("plan")
     extras, config = asked.extras, asked.config
-    check_known(config)
     check_picture(extras["picture"], "plan.png")
     check_output("--save", extras["save"], "plan.toml")
 
@@ -53,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
     where = cluster(extras["cluster"])
     name = asked.positional or DEFAULT
-    base, config = load(name, {}), resolved(config, where.gpu)
+    base = load(name, {})
     plan = search(config, extras["devices"], where)
     more = scaling(config, as_list(extras["compare"]), where) if extras["compare"] else []
     reason = why_not(plan, extras["why_not"]) if extras["why_not"] else ""
@@ -70,26 +68,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def check_known(config: Config) -> None:
-    """Raise `RequestError` for what the predictions of the search leave out."""
-    if config.model.images:
-        raise RequestError(f"plan knows models of text, and model.family is {config.model.family}; use gpt or llama")
-    if other := [f"parallel.rules.{dim} '{axis}'" for dim, axis in config.parallel.rules if axis != MODEL]:
-        raise RequestError(f"plan splits tensors by the usual rules, and here {', '.join(other)} is set; leave it out")
-
-
 def _draw(plan: Plan, more: list[tuple[int, Estimate | str]], path: Path) -> None:
     from jaxdist.planning.search.picture import draw, draw_timeline
 
     draw(plan, more, path)
     draw_timeline(plan.ranked[0], path.with_stem(f"{path.stem}-timeline"))
-
-
-def resolved(config: Config, gpu: str) -> Config:
-    """With the precision that `auto` means there."""
-    if config.precision != "auto":
-        return config
-    return config.model_copy(update={"precision": "float32" if gpu == "cpu" else "bfloat16"})
 
 
 if __name__ == "__main__":

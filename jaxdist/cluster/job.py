@@ -15,7 +15,7 @@ from jaxdist.cluster.runtime import own_devices
 from jaxdist.cluster.stopping import Stop
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.config import Config
-from jaxdist.mesh import parse_mesh
+from jaxdist.mesh import requested
 
 
 class Job:
@@ -27,7 +27,7 @@ class Job:
     def __init__(self, place: Place, config: Config, enough: Callable[[int], int] = lambda devices: devices):
         """`enough` of so many devices are of use: a process without one of these ends, and the others go on."""
         self.place, self._fault = place, config.fault
-        self._enough, self._devices = enough, own_devices(place, parse_mesh(config.mesh))
+        self._enough, self._devices = enough, own_devices(place, requested(config.mesh))
         self.watchdog = Watchdog(place, config.fault.hang_seconds)
         self.stop = Stop(place, config.checkpoint.grace_seconds, self.watchdog.where)
         self.note = self.watchdog.note

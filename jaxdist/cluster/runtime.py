@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxdist.cluster import board, gpus
+from jaxdist.cluster.agreement import from_leader
 from jaxdist.cluster.meeting import members
 from jaxdist.cluster.place import Place
 from jaxdist.config import RequestError
@@ -48,6 +50,20 @@ def start(shape: Mapping[str, int], enough: Callable[[int], int] = lambda device
             f"{', '.join(map(str, idle))}; start fewer processes, or ask for a larger mesh"
         )
     return make_mesh(fill(shape, len(devices)), devices)
+
+
+def found() -> dict[str, str | int]:
+    """The devices of all processes, the same in each of them: their `kind` and `platform`, their `count`, the most
+    `per_host`, and the bytes of `memory` that XLA has of one (0: it does not tell). As early as `start`."""
+    devices = _at_least(board.processes(), "one for each process makes")
+    if devices[0].platform == "cpu":
+        devices = _of_each(devices, board.processes())
+    host = {member.process: member.host for member in members()}
+    per_host = Counter(host[device.process_index] for device in devices)
+    own = jax.local_devices()[0]
+    memory = from_leader((own.memory_stats() or {}).get("bytes_limit", 0))
+    kind = dict(kind=own.device_kind, platform=own.platform)
+    return kind | dict(count=len(devices), per_host=max(per_host.values()), memory=memory)
 
 
 def own_devices(place: Place, shape: Mapping[str, int]) -> int:

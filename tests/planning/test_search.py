@@ -140,7 +140,7 @@ def plan():
         ("8x1x1", "is the first"),
         ("replica=8", "plain data parallelism; ask for data=8"),
         ("1x8x1", "times as long as the fastest"),
-        ("auto", "mesh 'auto' has 1 number(s)"),
+        ("auto", "mesh 'auto' is for train alone"),
     ],
 )
 def test_why_not(plan, mesh, words):
@@ -248,7 +248,7 @@ def test_the_command_for_a_person(capsys):
     config = load("llama_8b", overrides)
     assert (config.model.sequence, config.train.global_batch_size) == (4096, 64)
     wanted = load("llama_8b", {"model.sequence": "4096", "train.global_batch_size": "64"})
-    first = search(command.resolved(wanted, "b200"), 16, cluster("b200")).ranked[0].config
+    first = search(wanted, 16, cluster("b200")).ranked[0].config
     assert (config.model, config.parallel, config.train) == (first.model, first.parallel, first.train)
     assert load("llama_8b", {}).model.remat != config.model.remat
 

@@ -73,7 +73,9 @@ class Plan:
 
 
 def search(config: Config, devices: int, cluster: Cluster) -> Plan:
-    """Raises `RequestError` where nothing fits, with what comes nearest."""
+    """Raises `RequestError` where nothing fits, with what comes nearest, and for what the predictions leave out."""
+    check_known(config)
+    config = settled(config, cluster.gpu)
     model = build(config.model)
     shapes = meshes(config, devices)
     if not shapes:
@@ -85,6 +87,20 @@ def search(config: Config, devices: int, cluster: Cluster) -> Plan:
     if not plan.ranked:
         raise RequestError(_nothing_fits(plan))
     return plan
+
+
+def check_known(config: Config) -> None:
+    if config.model.images:
+        raise RequestError(f"plan knows models of text, and model.family is {config.model.family}; use gpt or llama")
+    if other := [f"parallel.rules.{dim} '{axis}'" for dim, axis in config.parallel.rules if axis != MODEL]:
+        raise RequestError(f"plan splits tensors by the usual rules, and here {', '.join(other)} is set; leave it out")
+
+
+def settled(config: Config, gpu: str) -> Config:
+    """With the precision that `auto` means there."""
+    if config.precision != "auto":
+        return config
+    return config.model_copy(update={"precision": "float32" if gpu == "cpu" else "bfloat16"})
 
 
 def _look(plan: Plan) -> list[Estimate]:

@@ -83,6 +83,11 @@ def schedule(one: Estimate) -> str:
     return pipeline.schedule + f" v={pipeline.virtual}" * (pipeline.virtual > 1)
 
 
+def summary(plan: Plan) -> str:
+    one = plan.ranked[0]
+    return f"{told(one)}, {size(one.memory.total)}, {one.seconds:.3g} s a step: {reason(plan)}"
+
+
 def reason(plan: Plan) -> str:
     """Why the first is the first: the tips of the lecture, as far as they decide."""
     one = plan.ranked[0]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from jaxdist.config import Config, RequestError, nearest
 from jaxdist.mesh import (
+    AUTO,
     AXES,
     BATCH_AXES,
     DATA,
@@ -17,7 +18,7 @@ from jaxdist.mesh import (
     MeshShape,
     fill,
     micro_batches,
-    parse_mesh,
+    requested,
 )
 from jaxdist.request.checks.model import head_counts
 from jaxdist.request.checks.registry import check, closest, divisors, multiples, remedy, to, unused
@@ -52,8 +53,10 @@ def check_mesh_fits(config: Config, shape: Mapping[str, int], batch: bool = True
 
 def fits(config: Config, devices: int) -> bool:
     """Whether the mesh takes exactly so many devices, and the sizes of the run divide over it."""
+    if config.mesh == AUTO:  # which chooses for as many as there are
+        return True
     try:
-        shape = fill(parse_mesh(config.mesh), devices)
+        shape = fill(requested(config.mesh), devices)
     except RequestError:
         return False
     return not any(problem for _, find in FITS for problem in find(config, shape))
@@ -64,14 +67,14 @@ def fitting(config: Config, devices: int) -> int:
 
     All of them where no number does, or there is nothing to fill.
     """
-    filled = FILL in parse_mesh(config.mesh).values()
+    filled = FILL in requested(config.mesh).values()
     return next((count for count in range(devices, 0, -1) if fits(config, count)), devices) if filled else devices
 
 
 def _asked(config: Config) -> MeshShape:
     """The mesh as far as the request tells: 1 for an axis that is filled, or for all where the text is wrong."""
     try:
-        return {axis: 1 if size == FILL else size for axis, size in parse_mesh(config.mesh).items()}
+        return {axis: 1 if size == FILL else size for axis, size in requested(config.mesh).items()}
     except RequestError:
         return dict.fromkeys(AXES, 1)
 
@@ -79,7 +82,7 @@ def _asked(config: Config) -> MeshShape:
 @check("mesh")
 def _mesh(config: Config) -> Iterator[str]:
     try:
-        parse_mesh(config.mesh)
+        requested(config.mesh)
     except RequestError as error:
         yield from error.problems
 

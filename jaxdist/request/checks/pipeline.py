@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import DATA, PIPELINE, parse_mesh
+from jaxdist.mesh import DATA, PIPELINE, requested
 from jaxdist.request.checks.mesh import fit
 from jaxdist.request.checks.registry import check, remedy, to, unused
 
@@ -107,7 +107,7 @@ KNOBS = ("pipeline.schedule", "pipeline.microbatches", "pipeline.virtual_stages"
 @check("mesh", "model.remat", *KNOBS)
 def _no_pipeline(config: Config) -> Iterator[str]:
     try:
-        alone = parse_mesh(config.mesh)[PIPELINE] == 1  # not where it is -1, and filled
+        alone = requested(config.mesh)[PIPELINE] == 1  # not where it is -1, and filled
     except RequestError:  # told of the mesh
         return
     if alone:
