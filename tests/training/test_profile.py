@@ -221,6 +221,20 @@ def test_a_traced_run_learns_the_same_and_shows_its_all_reduces(run, capsys):
     assert {device for device, _ in calls} == {"0", "1"}
 
 
+def test_a_trace_that_tells_nothing_says_so(tmp_path, monkeypatch):
+    said = []
+    cut = SimpleNamespace(steps=range(2, 4), kind="NVIDIA H100", trace=tmp_path, say=said.append)
+    cut.program = SimpleNamespace(as_text=lambda: TEXT)
+    monkeypatch.setattr(profile, "MOST", 1)
+    monkeypatch.setattr(profile, "read", lambda path: [{}])
+    profile.Profile._tell(cut)
+    assert said == [
+        "profile     kernels are not told: the trace holds no kernels of the devices",
+        "            the trace lacks its end, for it holds a million events at most; profile fewer steps",
+        f"            for Perfetto (ui.perfetto.dev): {tmp_path}",
+    ]
+
+
 def test_a_run_that_is_stopped_ends_its_trace(run, capsys, monkeypatch):
     def stop(self, step, state):
         raise OSError(errno.ENOSPC, "no room")
