@@ -261,6 +261,19 @@ class LogConfig(Section):
     """Weights & Biases project to report to (needs the extra 'wandb'); empty: none. Never stops a run."""
 
 
+class ProfileConfig(Section):
+    """A look at what the devices do in a few steps."""
+
+    steps: str = ""
+    """Steps to trace, such as 10-12: a file for Perfetto, and the longest kernels; empty: none."""
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of these steps, counted from 1."""
+        first, _, last = self.steps.partition("-")
+        return range(int(first), int(last or first) + 1) if first else range(0)
+
+
 class ClusterConfig(Section):
     """Which of several processes this one is; without any of this, as the environment tells (torchrun, Slurm)."""
 
@@ -305,24 +318,13 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    profile: ProfileConfig = ProfileConfig()
     cluster: ClusterConfig = ClusterConfig()
     fault: FaultConfig = FaultConfig()
 
 
-FREE_ON_RESUME = (
-    "mesh",
-    "run_dir",
-    "resume",
-    "data.prefetch",
-    "model.remat",
-    "parallel",
-    "pipeline",
-    "validation",
-    "checkpoint",
-    "log",
-    "cluster",
-    "fault",
-)
+FREE_ON_RESUME = ("mesh", "run_dir", "resume", "data.prefetch", "model.remat", "parallel", "pipeline", "validation")
+FREE_ON_RESUME += ("checkpoint", "log", "profile", "cluster", "fault")
 """Keys (or whole sections) that may differ when a run goes on: they do not change what is learned."""
 
 

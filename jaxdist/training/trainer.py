@@ -19,6 +19,7 @@ from jaxdist.training.folder import RunFolder
 from jaxdist.training.meter import Diverged, Meter
 from jaxdist.training.metrics import Log, Silent
 from jaxdist.training.plots import plot_loss
+from jaxdist.training.profile import Profile
 from jaxdist.training.run import Run
 from jaxdist.training.saving import Saving, checkpoint_bytes, finished, locked, no_room
 from jaxdist.training.shelf import Shelf
@@ -93,7 +94,8 @@ class Trainer:
         if self.overdue(first):
             self.validate(first, state)
         stop, depth = self.job.stop, self.config.data.prefetch
-        with Prefetch(self.batch, first, self.steps, depth, enough=stop.due) as batches:
+        profile = Profile(self.run, self.folder, self.program, self.meter, self.job, first)
+        with profile, Prefetch(self.batch, first, self.steps, depth, enough=stop.due) as batches:
             for step in range(first + 1, self.steps + 1):
                 self.meter.catch_up()
                 self.job.note(WAITING)
@@ -101,7 +103,9 @@ class Trainer:
                 if stop.here():
                     return self.stopped(step - 1, state)
                 self.job.note(STEPPING, step)
+                profile.before(step, state)
                 state = self.step(step, state, batch)
+                profile.after(step, state)
                 self.checkpoints.check()
                 if self.due(step, self.config.validation.every):
                     state = self.settled(step, state)

@@ -1,11 +1,13 @@
-"""Length, schedule and update rule."""
+"""Length, schedule and update rule, and the steps to look at."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from jaxdist.config import Config
 from jaxdist.request.checks.registry import check, unused
+from jaxdist.request.knobs import shown
 
 
 @check("train.steps", "train.epochs")
@@ -48,3 +50,26 @@ def _decay_fraction(config: Config) -> Iterator[str]:
 def _final(config: Config) -> Iterator[str]:
     if config.optimizer.schedule == "constant" and config.optimizer.decay_fraction == 0:
         yield from unused(config, "optimizer.final", "a constant schedule without decay")
+
+
+STEPS = re.compile(r"[1-9][0-9]{0,8}(-[1-9][0-9]{0,8})?")
+"""A step, or the first and the last of a range."""
+
+
+@check("profile.steps")
+def _profiled(config: Config) -> Iterator[str]:
+    steps = config.profile.steps
+    if steps and not STEPS.fullmatch(steps):
+        yield f"profile.steps is {shown(steps)}: must be a step, counted from 1, or a range of steps, such as 10-12"
+    elif steps and not config.profile.numbers:
+        first, last = steps.split("-")
+        yield f"profile.steps {steps} ends before it begins; write {last}-{first}"
+
+
+@check("profile.steps", "train.steps", "train.epochs")
+def _profiled_in_time(config: Config) -> Iterator[str]:
+    profile, steps = config.profile, config.train.steps
+    if config.train.epochs or not STEPS.fullmatch(profile.steps):
+        return
+    if profile.numbers and profile.numbers[-1] > steps > 0:
+        yield f"profile.steps {profile.steps} goes beyond train.steps {steps}; profile earlier steps, or train longer"
