@@ -78,6 +78,17 @@ def test_the_first_look_is_near_enough(small, every):
     assert np.corrcoef(rank(screen.seconds()), rank(times))[0, 1] > 0.85
 
 
+@pytest.mark.parametrize("unit", [1, 2**26])
+def test_a_first_look_computes_once_what_is_the_same(small, unit):
+    """Rows that differ in two columns: each pair of values stands once, and every candidate finds its own."""
+    columns = candidates(small, meshes(small, 8))
+    columns["micro"] *= unit  # numbers for which no table is large enough
+    few, at = Screen(small, build(small.model), CLUSTER, columns).different("micro", "remat")
+    pairs = list(zip(few.c["micro"].tolist(), few.c["remat"].tolist(), strict=True))
+    assert len(pairs) == len({*pairs}) == 16
+    assert all(np.array_equal(few.c[name][at], columns[name]) for name in ("micro", "remat"))
+
+
 def test_every_candidate_is_a_request_that_train_takes(small):
     """No sentence against any, and every kind of step is among them."""
     columns = candidates(small, meshes(small, 8))
