@@ -13,6 +13,7 @@ from jaxdist import plan as command
 from jaxdist.config import RequestError
 from jaxdist.explain import explain
 from jaxdist.models import build
+from jaxdist.planning import target
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.search.candidates import asked, candidates, meshes
 from jaxdist.planning.search.estimate import estimate, ranks_inside
@@ -301,8 +302,20 @@ def test_a_step_that_needs_more_memory_than_jax_takes_says_so(capsys):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["gpt_tiny", "gpt2_124m", "llama_1b"])
-def test_the_best_plans_move_what_was_predicted(name):
-    """On 8 H100s, to the byte, as the program compiled for them tells."""
-    for one in search(config_of(name), 8, CLUSTER).ranked[:3]:
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("gpt_tiny", 8), ("gpt2_124m", 8), ("llama_1b", 8), ("llama_8b", 8), ("llama_8b", 16), ("llama_70b", 32)],
+)
+def test_the_best_plans_move_what_was_predicted(name, devices):
+    """To the byte, as the program compiled for so many H100s tells."""
+    for one in search(config_of(name), devices, CLUSTER).ranked[:3]:
         assert explain(one.config, "h100").differences == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]")
+def test_what_a_loop_adds_up_goes_over_replicas_once():
+    """Of micro-batches outside the layers XLA:GPU reduces the layers' gradients each time, the table's at the end."""
+    more = {"parallel.zero": "2", "parallel.micro_batches": "outside", "train.accumulation": "4"}
+    more |= {"precision": "bfloat16", "mesh": "replica=2,data=4", "train.global_batch_size": "32"}
+    assert explain(load("gpt_tiny", more), "h100").differences == []
