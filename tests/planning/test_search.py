@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -314,6 +315,9 @@ def test_the_best_plans_move_what_was_predicted(name, devices):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]")
+@pytest.mark.xfail(
+    jax.__version_info__ >= (0, 12), reason="jax 0.12 does so with small gradients of layers too", strict=True
+)
 def test_what_a_loop_adds_up_goes_over_replicas_once():
     """Of micro-batches outside the layers XLA:GPU reduces the layers' gradients each time, the table's at the end."""
     more = {"parallel.zero": "2", "parallel.micro_batches": "outside", "train.accumulation": "4"}
