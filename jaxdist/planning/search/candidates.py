@@ -43,20 +43,24 @@ CUTS = [(number, v) for number, name in enumerate(SCHEDULES) if name for v in CH
 
 def meshes(config: Config, devices: int) -> list[MeshShape]:
     """The meshes of so many devices over which the model and the rows divide."""
-    found = []
+    found, plain = [], at_rest(config)
     for model, pipeline in product(divisors(devices), repeat=2):
         for data in divisors(devices // (model * pipeline)) if devices % (model * pipeline) == 0 else []:
             replica = devices // (model * pipeline * data)
             shape = dict.fromkeys(AXES, 1) | {REPLICA: replica, DATA: data, MODEL: model, PIPELINE: pipeline}
-            if config.train.global_batch_size % (replica * data) == 0 and not problems(config, shape):
+            if config.train.global_batch_size % (replica * data) == 0 and not _refused(plain, shape):
                 found.append(shape)
     return found
 
 
 def problems(config: Config, shape: MeshShape) -> list[str]:
     """Why the model does not divide over a mesh, whatever the batch."""
+    return _refused(at_rest(config), shape)
+
+
+def _refused(plain: Config, shape: MeshShape) -> list[str]:
     try:
-        check_mesh_fits(at_rest(config), shape, batch=False)
+        check_mesh_fits(plain, shape, batch=False)
     except RequestError as error:
         return error.problems
     return []
@@ -85,17 +89,23 @@ def candidates(config: Config, shapes: list[MeshShape]) -> Columns:
 
 
 def _columns(config: Config, shapes: list[MeshShape], cuts: list[tuple[int, int]]) -> Columns:
+    """A rule looks only at the few values of what it is about: on a grid, of which only legal points become rows."""
     sizes = np.array([[shape[axis] for axis in MESH] for shape in shapes], int).reshape(-1, 4)
     cut = np.array(cuts)
     micro = np.array(list(_powers_of_two(config.train.global_batch_size)))
-    axes = len(shapes), 4, 2, len(micro), 2, len(REMATS), len(cuts)
-    at = [index.ravel() for index in np.indices(axes)]
-    of_mesh = {axis: sizes[at[0], number] for number, axis in enumerate(MESH)}
-    schedule, virtual = cut[at[6]].T
-    rest = dict(zero=at[1], sequence=at[2], micro=micro[at[3]], outside=at[4], remat=at[5])
-    found = of_mesh | rest | dict(schedule=schedule, virtual=virtual)
-    keep = _legal(config, found)
-    return {name: column[keep] for name, column in found.items()}
+    choices: list[Columns] = [
+        {axis: sizes[:, number] for number, axis in enumerate(MESH)},
+        {"zero": np.arange(4)},
+        {"sequence": np.arange(2)},
+        {"micro": micro},
+        {"outside": np.arange(2)},
+        {"remat": np.arange(len(REMATS))},
+        {"schedule": cut[:, 0], "virtual": cut[:, 1]},
+    ]
+    along = np.ogrid[tuple(slice(len(next(iter(choice.values())))) for choice in choices)]
+    grid = {name: column[at] for choice, at in zip(choices, along, strict=True) for name, column in choice.items()}
+    kept = np.nonzero(_legal(config, grid))
+    return {name: column[at] for choice, at in zip(choices, kept, strict=True) for name, column in choice.items()}
 
 
 def _legal(config: Config, c: Columns) -> np.ndarray:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from jaxdist.config import Config, ModelConfig
 from jaxdist.mesh import AXES, BATCH_AXES, DATA, MODEL, PIPELINE, MeshShape, abstract_mesh, micro_batches, parse_mesh
@@ -145,8 +145,9 @@ def together(transfers: Iterable[Transfer]) -> list[Transfer]:
     found: dict[tuple, Transfer] = {}
     for one in transfers:
         key = one.axes, one.kind, one.what, one.width
-        other = found.get(key, replace(one, calls=0, elements=0))
-        found[key] = replace(one, calls=max(one.calls, other.calls), elements=one.elements + other.elements)
+        if other := found.get(key):
+            one = replace(one, calls=max(one.calls, other.calls), elements=one.elements + other.elements)
+        found[key] = one
     return list(found.values())
 
 
@@ -154,7 +155,13 @@ def seconds(transfer: Transfer, shape: Mapping[str, int], cluster: Cluster) -> f
     """All calls of it."""
     inside = ranks_inside(shape, transfer.axes, cluster.per_host)
     size = transfer.payload_bytes / transfer.calls
-    return transfer.calls * float(collective_time.seconds(transfer.kind, size, transfer.devices, inside, cluster))
+    return transfer.calls * _call(transfer.kind, size, transfer.devices, inside, cluster)
+
+
+@lru_cache(maxsize=4096)
+def _call(kind: str, size: float, ranks: int, inside: int, cluster: Cluster) -> float:
+    """The candidates of a search have most of theirs in common."""
+    return float(collective_time.seconds(kind, size, ranks, inside, cluster))
 
 
 def ranks_inside(shape: Mapping[str, int], axes: tuple[str, ...], per_host: int) -> int:

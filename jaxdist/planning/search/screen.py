@@ -1,14 +1,14 @@
 """A first look at all candidates at once: memory and time as `memory` and `estimate` have them, if all divided evenly.
 
-One array operation for hundreds of thousands of rows. It decides only who is looked at more closely, with what every
-parameter really is, and every transfer.
+One array operation for hundreds of thousands of rows, or for those of them that differ in what it reads. It decides
+only who is looked at more closely, with what every parameter really is, and every transfer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import jax
 import numpy as np
@@ -25,13 +25,16 @@ from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import inside_of
 from jaxdist.planning.memory import MOMENTS
 from jaxdist.planning.placement import STACKED, compute_width
-from jaxdist.planning.search.candidates import REMATS, SCHEDULES, Columns
+from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, Columns
 from jaxdist.planning.search.estimate import ATTENTION, BACK, attention_flops, head_flops, rate
 from jaxdist.planning.search.products import layer_products
 from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, F32, PERMUTE, REDUCE_SCATTER
 from jaxdist.sharding import RULES, Layout
 
 Column = np.ndarray
+
+LARGEST = 2**24
+"""Entries of a table."""
 
 
 @dataclass(frozen=True)
@@ -43,62 +46,63 @@ class Screen:
 
     def memory(self) -> Column:
         """Bytes per device."""
-        return self._states() + self._gradients() + self._weights() + self._activations()
+        few, at = self.different(DATA, MODEL, PIPELINE, "zero", "micro", "virtual")
+        return (few._states() + few._gradients() + few._weights())[at] + self._activations()
 
     def seconds(self) -> Column:
         """Of a step."""
-        products, gradients, attention, moved = self._layers()
-        forward = products + attention + moved
-        backward = gradients + BACK * attention + 2 * moved
-        again = np.select([self._remat("none"), self._remat("dots")], [0 * forward, attention + moved], forward)
-        work = self.c["micro"] * (forward + backward + again + self._head())
-        busy = work * (1 + self._waiting())
-        streams = self._streams()
-        data = self._data()
+        few, at = self.different(*MESH, "sequence", "micro", "remat", "virtual")
+        busy, streams = few._work()[at] * (1 + self._waiting()), few._streams()[at]
+        few, at = self.different(*MESH, "zero", "micro", "outside", "virtual")
+        data, state = few._data()[at], few._updated()[at]
         hidden = np.where(self.c["zero"] >= 2, np.minimum(data, busy) * (2 - self.cluster.overlap), 0.0)
-        state = F32 * self.rest * (2 * (1 + MOMENTS[self.config.optimizer.name]) + 1)
         return busy + streams + data - hidden + state / self.cluster.bandwidth
 
-    @property
+    def different(self, *names: str) -> tuple[Screen, Column]:
+        """A row for each that is different in these columns, without the others; and which of them each row is."""
+        example, at = _different(*(self.c[name] for name in names))
+        return replace(self, c={name: self.c[name][example] for name in names}), at
+
+    @cached_property
     def staged(self) -> Column:
         return self.c[PIPELINE] > 1
 
-    @property
+    @cached_property
     def depth(self) -> Column:
         """Layers that a rank holds, padding included."""
         chunks = self.c[PIPELINE] * self.c["virtual"]
         return -(-self.config.model.layers // chunks) * self.c["virtual"]
 
-    @property
+    @cached_property
     def layer(self) -> Column:
         """Elements of a layer in use."""
         leaves = jax.tree.leaves(self.model.abstract[STACKED])
         return sum(leaf.size for leaf in leaves) / self.config.model.layers / self.c[MODEL]
 
-    @property
+    @cached_property
     def tops(self) -> Column:
         """Elements in use of what is no layer."""
         leaves = jax.tree.leaves({name: tree for name, tree in self.model.abstract.items() if name != STACKED})
         return sum(leaf.size for leaf in leaves) / (self.c[MODEL] * self.c[PIPELINE])
 
-    @property
+    @cached_property
     def shared(self) -> Column:
         """Whether all stages have a part of the vocabulary."""
         return self.config.model.vocab % (self.c[MODEL] * self.c[PIPELINE]) == 0
 
-    @property
+    @cached_property
     def use(self) -> Column:
         return self.depth * self.layer + self.tops
 
-    @property
+    @cached_property
     def shards(self) -> Column:
         return np.where(self.c["zero"] > 0, self.c[DATA], 1)
 
-    @property
+    @cached_property
     def rest(self) -> Column:
         return self.use / self.shards
 
-    @property
+    @cached_property
     def rows(self) -> Column:
         """Of a micro-batch, on one device."""
         return self.config.train.global_batch_size // (self.c["micro"] * self.c[REPLICA] * self.c[DATA])
@@ -133,23 +137,33 @@ class Screen:
 
     def _activations(self) -> Column:
         m, c, tokens = self.config.model, self.c, self.rows * self.config.model.sequence
-        named = np.where((self.c["zero"] >= 2) | self.staged, "named", "none")
-        remat = np.array(REMATS)[self.c["remat"]]
-        remat = np.where((remat == "none") | (self.staged & (remat == "stage")), named, remat)
-        saved = self._by(lambda ways, split, remat: saved_per_token(m, _layout(ways, split), remat), remat)
+        keeping = (*REMATS, "named")
+        named = np.where((self.c["zero"] >= 2) | self.staged, keeping.index("named"), keeping.index("none"))
+        remat = np.where(self._remat("none") | (self.staged & self._remat("stage")), named, c["remat"])
+        saved = self._by(lambda ways, split, remat: saved_per_token(m, _layout(ways, split), keeping[remat]), remat)
         inside = (self.c["zero"] >= 2) & (self.c["outside"] == 0) & ~self.staged
         flat = np.where(inside, self.c["micro"], 1) * m.layers * saved
         chunk = self.depth / self.c["virtual"] * saved
         stream = m.embed / np.where(self.c["sequence"] == 1, self.c[MODEL], 1)
         slots = self._schedule(residual_slots)
         stash = self._schedule(lambda name, S, M, v: min(v * M, {"zb-h1": v * S, "zb-u": S}.get(name, 0)))
-        needs = self._by(lambda ways, split, _: stashed_per_token(m, _layout(ways, split)), 0 * c["zero"])
+        needs = self._by(lambda ways, split: stashed_per_token(m, _layout(ways, split)))
         kept = slots * np.where(self._remat("stage"), stream, chunk) + 3 * stream + chunk
         kept += stash * self.depth / c["virtual"] * needs
-        moment = self._by(
-            lambda ways, split, rows: working(m, _layout(ways, split), rows, self.width), self.rows.astype(int)
-        )
+        moment = self._by(lambda ways, split, rows: working(m, _layout(ways, split), rows, self.width), self.rows)
         return self.width * tokens * np.where(self.staged, kept, flat) + moment
+
+    def _work(self) -> Column:
+        """Seconds of a device's arithmetic."""
+        products, gradients, attention, moved = self._layers()
+        forward = products + attention + moved
+        backward = gradients + BACK * attention + 2 * moved
+        again = np.select([self._remat("none"), self._remat("dots")], [0 * forward, attention + moved], forward)
+        return self.c["micro"] * (forward + backward + again + self._head())
+
+    def _updated(self) -> Column:
+        """Bytes that the optimizer reads and writes."""
+        return F32 * self.rest * (2 * (1 + MOMENTS[self.config.optimizer.name]) + 1)
 
     def _layers(self) -> tuple[Column, Column, Column, Column]:
         """Seconds of a device's layers for a micro-batch: products forward and backward; attention, and what the memory
@@ -158,7 +172,7 @@ class Screen:
         speed = rate(self.config, self.cluster) / self.depth
         products, inputs, weights = layer_products(m, tokens, self.c[MODEL], self.cluster.gpu)
         attention = attention_flops(m, tokens) / (self.c[MODEL] * speed * ATTENTION)
-        saved = self._by(lambda ways, split, _: saved_per_token(m, _layout(ways, split), "none"), self.c["zero"] * 0)
+        saved = self._by(lambda ways, split: saved_per_token(m, _layout(ways, split), "none"))
         moved = 2 * self.width * self.depth * tokens * saved / self.cluster.bandwidth
         return products / speed, (inputs + weights) / speed, attention, moved
 
@@ -222,9 +236,9 @@ class Screen:
         sharded += weights * over(ALL_GATHER, self.width * self.use, c[DATA], inside)
         return np.where(zero > 0, sharded, plain)
 
-    def _by(self, value: Callable[..., float], key: Column) -> Column:
-        """`value(model axis, sequence split, key)`, once for each that is different."""
-        return _each(value, self.c[MODEL], self.c["sequence"], key)
+    def _by(self, value: Callable[..., float], *keys: Column) -> Column:
+        """`value(model axis, sequence split, *keys)`, once for each that is different."""
+        return _each(value, self.c[MODEL], self.c["sequence"], *keys)
 
     def _schedule(self, value: Callable[..., float]) -> Column:
         """`value(name, S, M, v)` of a pipeline, 0 of others."""
@@ -234,16 +248,30 @@ class Screen:
 
 def _each(value: Callable[..., float], *columns: Column) -> Column:
     """A scalar function of some columns, called once for each row that is different."""
-    number, rows = np.zeros(len(columns[0]), np.int64), []
+    example, at = _different(*columns)
+    rows = zip(*(column[example].tolist() for column in columns), strict=True)
+    return np.array([value(*row) for row in rows], float)[at]
+
+
+def _different(*columns: Column) -> tuple[Column, Column]:
+    """Of columns of whole numbers: where a row of each kind stands, and of which kind each row is."""
+    at, count = np.zeros(len(columns[0]), np.int64), 1
     for column in columns:
-        found, at = np.unique(column, return_inverse=True)
-        rows.append(found)
-        number = number * len(found) + at
-    different, at = np.unique(number, return_inverse=True)
-    sizes = [len(found) for found in rows]
-    keys: Iterable[tuple[int, ...]] = zip(*np.unravel_index(different, sizes), strict=True)
-    values = [value(*(found[i].item() for found, i in zip(rows, key, strict=True))) for key in keys]
-    return np.array(values, float)[at]
+        values, place = _places(column)
+        count, at = _places(at * values + place)
+    example = np.zeros(count, np.int64)
+    example[at] = np.arange(len(at))
+    return example, at
+
+
+def _places(column: Column) -> tuple[int, Column]:
+    """How many values it has, and the place of each row's among them. Sorting takes longer than a table."""
+    if column.max(initial=0) >= LARGEST:
+        values, place = np.unique(column, return_inverse=True)
+        return len(values), place
+    seen = np.zeros(column.max(initial=0) + 1, bool)
+    seen[column] = True
+    return int(seen.sum()), (np.cumsum(seen) - 1)[column]
 
 
 @lru_cache(maxsize=256)
