@@ -125,8 +125,8 @@ class Screen:
         shards = np.where(alone, 1, 2) * F32 * self.rest + (F32 + width) * self.layer
         whole = np.where(alone, width * self.use, (F32 + width) * self.use + np.where(zero > 0, F32 * self.rest, 0))
         layers = self.depth * self.layer
-        held = np.where(zero >= 2, (1 + 1 / self.c["virtual"]) * F32 * layers / self.shards, F32 * layers)
-        staged = 2 * F32 * self.tops + held + width * np.where(zero >= 2, self.layer, layers / self.c["virtual"])
+        held = F32 * np.where(zero >= 2, layers / self.shards, layers)
+        staged = 2 * F32 * self.tops + held + (F32 + width) * self.layer
         return np.where(self.staged, staged, np.where(zero >= 2, shards, whole))
 
     def _weights(self) -> Column:
@@ -148,7 +148,8 @@ class Screen:
         slots = self._schedule(residual_slots)
         stash = self._schedule(lambda name, S, M, v: min(v * M, {"zb-h1": v * S, "zb-u": S}.get(name, 0)))
         needs = self._by(lambda ways, split: stashed_per_token(m, _layout(ways, split)))
-        kept = slots * np.where(self._remat("stage"), stream, chunk) + 3 * stream + chunk
+        again = self._remat("stage")
+        kept = slots * np.where(again, stream, chunk) + 3 * stream + np.where(again, chunk, 0)
         kept += stash * self.depth / c["virtual"] * needs
         moment = self._by(lambda ways, split, rows: working(m, _layout(ways, split), rows, self.width), self.rows)
         return self.width * tokens * np.where(self.staged, kept, flat) + moment
