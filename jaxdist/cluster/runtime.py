@@ -55,7 +55,7 @@ def start(shape: Mapping[str, int], enough: Callable[[int], int] = lambda device
 def found() -> dict[str, str | int]:
     """The devices of all processes, the same in each of them: their `kind` and `platform`, their `count`, the most
     `per_host`, and the bytes of `memory` that XLA has of one (0: it does not tell). As early as `start`."""
-    devices = _at_least(board.processes(), "one for each process makes")
+    devices = _at_least(board.processes(), "mesh auto needs")
     if devices[0].platform == "cpu":
         devices = _of_each(devices, board.processes())
     host = {member.process: member.host for member in members()}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxdist.cluster.place import Place, find
-from jaxdist.config import ClusterConfig, RequestError
+from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.doctor import findings, machine, software, watching
 from jaxdist.doctor.findings import Finding, Here, unchecked, wrong
 from jaxdist.request import Extra, arguments, run
@@ -177,13 +177,16 @@ class Doctor:
         import jax
 
         from jaxdist.cluster import runtime
-        from jaxdist.mesh import parse_mesh
+        from jaxdist.mesh import AUTO, parse_mesh
         from jaxdist.training.run import Run
         from jaxdist.training.saving import checkpoint_bytes
 
         try:
-            mesh = runtime.start(parse_mesh(self.here.config.mesh))  # of all: a run may have no use for some of them
-            made = Run(self.here.config, batch=False, devices=list(mesh.devices.flat))
+            asked = self.here.config
+            if asked.mesh == AUTO:  # any mesh of all devices will do
+                asked = asked.model_copy(update={"mesh": Config().mesh})
+            mesh = runtime.start(parse_mesh(asked.mesh))  # of all: a run may have no use for some of them
+            made = Run(asked, batch=False, devices=list(mesh.devices.flat))
             with jax.set_mesh(mesh):
                 return mesh, checkpoint_bytes(made)
         except RequestError as error:

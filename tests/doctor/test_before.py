@@ -160,6 +160,13 @@ def test_a_healthy_machine(tmp_path, monkeypatch, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"bin"}
 
 
+def test_a_mesh_that_is_not_chosen_yet_is_checked_over_all_devices(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "BEFORE", [])
+    assert doctor.main(["--mesh=auto", "--json", f"--run-dir={tmp_path / 'run'}"]) == 0
+    states = {row["check"]: row["state"] for row in json.loads(capsys.readouterr().out)["findings"]}
+    assert states["devices"] == states["run folder"] == OK
+
+
 def test_what_is_wrong_is_exit_code_2_and_hides_nothing_else(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert doctor.main(["--mesh=16x1x1", "--run-dir=/proc/nowhere"]) == 2
