@@ -8,8 +8,7 @@ from functools import partial
 from jaxdist.cluster.place import find
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.mesh import AUTO
-from jaxdist.request import Asked, Extra, arguments, fitting, run
-from jaxdist.request.knobs import option
+from jaxdist.request import Extra, arguments, fitting, run
 
 DESCRIPTION = (
     "Train a language model on a mesh of devices. CONFIG is a TOML file or the name of a shipped one; without it, "
@@ -20,8 +19,6 @@ DRY_RUN = Extra("dry_run", False, "Print the summary, with where every parameter
 
 def main(argv: list[str] | None = None) -> int:
     asked = arguments(argv, "train", DESCRIPTION, extras=[DRY_RUN])
-    if asked.config.mesh == AUTO:
-        check_left_to_plan(asked)
     if asked.extras["dry_run"]:
         return look(asked.config)
     config = asked.config
@@ -57,18 +54,11 @@ def planned(config: Config) -> Config:
     return plan.ranked[0].config
 
 
-def check_left_to_plan(asked: Asked) -> None:
-    """Raise `RequestError` for options that say what `--mesh auto` is asked to find out."""
-    from jaxdist.planning.search.candidates import CHOSEN
-
-    if said := [option(name) for name in asked.overrides if name != "mesh" and name.startswith(CHOSEN)]:
-        raise RequestError(f"--mesh {AUTO} chooses {', '.join(said)} too; leave it out, or write the mesh")
-    if asked.extras["dry_run"]:
-        raise RequestError(f"--dry-run sees no devices that --mesh {AUTO} could be for; ask python -m jaxdist.plan")
-
-
 def look(config: Config) -> int:
     """Tell what a run would be, on a mesh of any size: no data is read, nothing compiled, allocated or written."""
+    if config.mesh == AUTO:
+        raise RequestError(f"--dry-run sees no devices that --mesh {AUTO} could be for; ask python -m jaxdist.plan")
+
     from jaxdist.training.run import Run
     from jaxdist.training.summary import outlook
 

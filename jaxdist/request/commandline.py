@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 from pydantic import TypeAdapter, ValidationError
 
 from jaxdist.config import ClusterConfig, Config, RequestError
+from jaxdist.mesh import AUTO
 from jaxdist.request.helptext import help_text
 from jaxdist.request.knobs import KNOBS, canonical, option, sentence
 from jaxdist.request.reading import read, to_toml
@@ -28,6 +29,9 @@ STEP_KNOBS += ("train.global_batch_size", "train.accumulation")
 
 JOB_KNOBS = ("cluster", "fault")
 """How several processes meet, and when they give up."""
+
+PLANNED = ("parallel", "pipeline", "train.accumulation", "model.remat")
+"""What `--mesh auto` decides beside the mesh."""
 
 RUN_KNOBS = (*LAYOUT_KNOBS, *JOB_KNOBS, "data", "train.global_batch_size", "train.accumulation")
 """What may differ when the checkpoint of a run is used."""
@@ -103,6 +107,8 @@ def arguments(
             _set_extra(extra, scan.options.pop(extra.name), chosen, problems)
     failed = KNOBS if positional == "RUN" and config is None else scan.failed
     result, more = read(config, scan.options, failed, knobs, also=chosen)
+    if result.mesh == AUTO and (said := [option(name) for name in scan.options if name.startswith(PLANNED)]):
+        more.append(f"--mesh {AUTO} decides {', '.join(said)} too; leave it out, or write the mesh")
     if problems + more:
         raise RequestError(*problems, *more)
     word = scan.positionals[0] if scan.positionals else None

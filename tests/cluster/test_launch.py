@@ -62,6 +62,7 @@ def test_nodes():
         (["--time=10", "--nodes=3", "--mesh=4x1x1"], "does not fit 3 node(s) with 1 process(es) each"),
         (["--time=10", "--nodes=2-4", "--mesh=4x1x1"], "mesh 4x1x1 is the same on 2-4 nodes"),
         (["--time=10", "--nodes=3", "--mesh=3x1x1"], "train.global_batch_size 16 does not divide by 3 data ranks"),
+        (["--time=10", "--nodes=1-3", "--mesh=auto", "--parallel.zero=2"], "--mesh auto decides --parallel.zero too"),
         (["--time=10", "--cluster.processes=2"], "--cluster.processes has no effect on this command"),
         (["--time=10", "--", "--nodes=2"], "--nodes=2 is no option of train; write it before the --"),
         (["--time=10", "--", "--train.stepps=2"], "did you mean '--train.steps'?"),
@@ -86,6 +87,7 @@ def test_it_is_printed_and_its_log_has_a_folder(played, capsys):
     assert Path("runs/gpt_tiny/slurm").is_dir()
     assert "tasks=4" in lines
     assert "--ntasks-per-node=4" not in script  # with it, Slurm would give no more nodes than the fewest
+    assert "--mesh=auto" in told("--nodes=1-3", "--gpus-per-node=3", "--time=9", "--mesh=auto", capsys=capsys)
     script = told("--nodes=2", "--time=9", capsys=capsys)
     assert "#SBATCH --ntasks-per-node=1\n" in script
     assert "gpus" not in script

@@ -45,8 +45,8 @@ def test_the_plan_is_that_of_the_cluster_and_fits_what_xla_has():
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--parallel.zero=1"], "--mesh auto chooses --parallel.zero too; leave it out, or write the mesh"),
-        (["--train.accumulation=2", "--model.remat=block"], "chooses --train.accumulation, --model.remat too"),
+        (["--parallel.zero=1"], "--mesh auto decides --parallel.zero too; leave it out, or write the mesh"),
+        (["--train.accumulation=2", "--model.remat=block"], "decides --train.accumulation, --model.remat too"),
         (["--dry-run"], "--dry-run sees no devices that --mesh auto could be for"),
     ],
 )

@@ -34,9 +34,6 @@ SCHEDULES = ("", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-u")
 CHUNKS = {"interleaved": (2, 4), "zb-h1": (1, 2), "zb-u": (1, 2)}
 """How many on each rank are looked at; one for the others."""
 
-CHOSEN = ("mesh", "parallel", "pipeline", "train.accumulation", "model.remat")
-"""Knobs, or sections of them, that a candidate decides."""
-
 CUTS = [(number, v) for number, name in enumerate(SCHEDULES) if name for v in CHUNKS.get(name, (1,))]
 """(schedule, chunks on each rank) of a pipeline."""
 
