@@ -244,8 +244,8 @@ def test_every_question_has_an_answer_in_json_too(capsys):
 
 def test_a_file_that_splits_tensors_otherwise_is_refused(tmp_path):
     path = tmp_path / "own.toml"
-    path.write_text('[parallel.rules]\nmlp = "data"\n')
-    with pytest.raises(RequestError, match=r"usual rules, and here parallel.rules.mlp 'data' is set"):
+    path.write_text('[parallel.rules]\nmlp = ""\n')
+    with pytest.raises(RequestError, match=r"usual rules, and here parallel.rules.mlp '' is set"):
         command.main([str(path)])
 
 

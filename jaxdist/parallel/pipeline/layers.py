@@ -216,8 +216,13 @@ def _put(ring: Ring, values: list[jax.Array], slot: Slot, place: jax.Array) -> R
 
 def _get_one(a: jax.Array, slot: Slot, place: jax.Array) -> jax.Array:
     shape = a.shape[2:]
-    return lax.dynamic_slice(a, (slot, place, *[0] * len(shape)), (1, 1, *shape)).reshape(shape)
+    return lax.dynamic_slice(a, _at(slot, place, shape), (1, 1, *shape)).reshape(shape)
 
 
 def _put_one(a: jax.Array, value: jax.Array, slot: Slot, place: jax.Array) -> jax.Array:
-    return lax.dynamic_update_slice(a, value[None, None], (slot, place, *[0] * value.ndim))
+    return lax.dynamic_update_slice(a, value[None, None], _at(slot, place, value.shape))
+
+
+def _at(slot: Slot, place: jax.Array, shape: tuple[int, ...]) -> list[jax.Array]:
+    """Of one type, as the slices want it, in 64 bits too."""
+    return [jnp.asarray(index, jnp.int32) for index in (slot, place, *[0] * len(shape))]
