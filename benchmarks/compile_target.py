@@ -49,7 +49,6 @@ def row(name: str, target: str, count: int, overrides: dict[str, str]) -> list[s
         f"{program.temporary_bytes / GIB:.2f} GiB, in all {program.peak_bytes / GIB:.2f} of "
         f"{report.gpu.memory / GIB:.1f} GiB: {report.too_large or 'fits'}",
         f"    collectives: {as_predicted or 'as predicted, to the element'}",
-        *(f"    {note}" for note in program.notes),
     ]
 
 

@@ -1,25 +1,37 @@
 """Published rows against the closed forms of `planning.theory`, by source, and published times against the planner's.
 
     python -m benchmarks.planning [times]
+    python -m benchmarks.planning alternatives results_intra_ablation_ref.tsv
 
 from the root of the repository: `tests/planning/judges.py` says which form judges which rows, `step_tables.py` which
-times are predicted; the tests hold both.
+times are predicted; the tests hold both. `alternatives` are ways to split one model: `tests/planning/alternatives.py`
+says whose file that is.
 """
 
 from __future__ import annotations
 
+import ast
+import csv
 import sys
 from itertools import groupby
+from pathlib import Path
 from statistics import mean
 
 from tests.planning import step_tables
+from tests.planning.alternatives import AUTO, GROUPS, RULES, WAYS, Way, by_rule, chosen
 from tests.planning.judges import Verdict, all_verdicts
 from tests.planning.published import NOT_JUDGED, rows
 from tests.planning.step_tables import TABLES, groups, pairs
 
 
 def main() -> None:
-    times() if sys.argv[1:] == ["times"] else values()
+    match sys.argv[1:]:
+        case ["times"]:
+            times()
+        case ["alternatives", file]:
+            alternatives(Path(file))
+        case _:
+            values()
 
 
 def values() -> None:
@@ -117,6 +129,43 @@ def by_row() -> None:
             told = f"{one.name}, recomputed {one.row.remat}"
             failed = "  more than 20 % off" if one.name in table.failing else ""
             print(f"  {told:<58}{one.predicted:>10.4g} s{one.measured:>10.4g} s{one.ratio:>7.2f}{failed}")
+
+
+def alternatives(file: Path) -> None:
+    """How far the predictions are from what was measured, and how much slower a choice is than the best."""
+    figures = measured(file)
+    print(f"{'way':<16}{'seconds predicted':>18}{'/ measured':>12}{'GiB predicted':>15}{'/ measured':>12}")
+    times, sizes = [], []
+    for way in WAYS:
+        seconds, gib = figures[way]
+        held = way.memory / 2**30
+        told = f"{way.name:<16}{way.seconds:>18.3f}"
+        if not way.ran:
+            print(f"{told}{'ran out':>12}{held:>15.2f}{'fits' if way.plain.fits else 'does not fit':>14}")
+            continue
+        times.append(way.seconds / seconds - 1)
+        sizes.append(held / gib - 1)
+        print(f"{told}{way.seconds / seconds:>12.2f}{held:>15.2f}{held / gib:>12.2f}")
+    print(f"mean error: time {mean(map(abs, times)):.1%}, memory {mean(map(abs, sizes)):.1%}\n")
+    print(f"slower than the best: {'planner':<10}{'random':<10}" + "  ".join(RULES))
+    for group in GROUPS:
+        best = min(figures[way][0] for way in group if way.ran)
+        slower = lambda way, best=best: figures[way][0] / best - 1
+        rules = "".join(f"{slower(by_rule(group, rule)):>{len(rule)}.1%}  " for rule in RULES)
+        drawn = mean(slower(way) for way in group if way.ran)
+        print(f"{group[0].gpus} GPUs {'':>15}{slower(chosen(group)):<10.1%}{drawn:<10.1%}{rules}")
+
+
+def measured(file: Path) -> dict[Way, tuple[float, float]]:
+    """Seconds and GiB of each of `WAYS` in Alpa's file."""
+    found: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for cells in csv.reader(file.open(newline=""), delimiter="\t"):
+        if len(cells) == 8 and cells[4] == "gpt":
+            value = ast.literal_eval(cells[6])
+            figures = mean(value["latencies"]), value["peak_mem"]
+            found.setdefault((int(cells[3]), cells[5].partition(".")[2]), []).append(figures)
+    place = lambda way: way.model.bit_length() - 1 if way.method == AUTO else 0
+    return {way: found[way.gpus, way.method][place(way)] for way in WAYS}
 
 
 def _errors(found: list[Verdict]) -> str:

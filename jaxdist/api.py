@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxdist.cluster import runtime
+from jaxdist.cluster import compiler, runtime
 from jaxdist.config import nearest
 from jaxdist.mesh import BATCH_AXES, DATA, LAYER_AXES, PIPELINE, describe, make_mesh, parse_mesh
 from jaxdist.models import Params, foreign
@@ -109,7 +109,8 @@ class Parallel:
         self.mesh, self.layout, self.accumulation = mesh, layout, accumulation
         self.model: Foreign = step.forward.model
         self._step = step
-        self._train = jax.jit(step.train, donate_argnums=0)
+        asked = compiler.options(layout.platform, mesh.size)
+        self._train = jax.jit(step.train, donate_argnums=0, compiler_options=asked)
         self._evaluate = jax.jit(step.evaluate)
 
     def init(self, seed: int) -> TrainState:
@@ -166,7 +167,7 @@ class Parallel:
         """The state that `save` wrote there, from any mesh onto this one. Raises `ValueError` where there is none."""
         with jax.set_mesh(self.mesh), Checkpoints(Path(folder), keep=None) as checkpoints:
             logical = lambda: self._step.logical(self._step.init(jax.random.key(0)))
-            state = checkpoints.restore(on_devices(jax.eval_shape(logical), self.mesh))
+            state = checkpoints.restore(on_devices(logical, self.mesh))
             for note in checkpoints.notes:
                 warnings.warn(note, stacklevel=2)
             return self._step.resume(state)
@@ -192,7 +193,7 @@ class Parallel:
     @cached_property
     def _abstract(self) -> TrainState:
         with jax.set_mesh(self.mesh):
-            return on_devices(jax.eval_shape(lambda: self._step.init(jax.random.key(0))), self.mesh)
+            return on_devices(lambda: self._step.init(jax.random.key(0)), self.mesh)
 
     def _on_devices(self, batch: Batch) -> Batch:
         return jax.tree.map(lambda a: self._put(self._cut(a), (None, "batch")), self._checked(batch))

@@ -87,12 +87,14 @@ class ModelConfig(Section):
     """Rows of the embedding table (V); a tokenizer that is trained here gets this size."""
     sequence: Count = 128
     """Tokens per row (S)."""
+    documents: Literal["joined", "apart"] = "joined"
+    """Whether tokens see the documents before theirs in a row; apart they do not, and positions begin anew in each."""
     tied: bool = True
     """Use the embedding table as the output projection too."""
     dropout: Fraction = 0.0
     """Probability of dropping an activation: of gpt in each block and after the embedding, of cnn before the head."""
-    remat: Literal["none", "dots", "block", "stage"] = "none"
-    """What the backward pass recomputes: what is cheap; all but products with weights; blocks; a pipeline's stages."""
+    remat: Literal["none", "dots", "block", "stage", "offload"] = "none"
+    """What is recomputed: what is cheap; all but products; blocks; stages; offload: blocks, from inputs in the host."""
 
     classes: Annotated[int, Field(ge=2, lt=2**31)] = 10
     """Classes of images."""
@@ -138,6 +140,8 @@ class ParallelConfig(Section):
     """Split the residual stream along the sequence over model (sequence parallelism)."""
     micro_batches: Literal["inside", "outside"] = "inside"
     """Where ZeRO 2 and 3 accumulate: inside each layer; or outside, which holds fewer activations and moves more."""
+    offload: Literal["none", "optimizer"] = "none"
+    """What rests in the host's memory between steps: the moments, and with them the masters of precision mixed."""
     rules: RulesConfig = RulesConfig()
 
 
@@ -323,11 +327,6 @@ class Config(Section):
     fault: FaultConfig = FaultConfig()
 
 
-FREE_ON_RESUME = ("mesh", "run_dir", "resume", "data.prefetch", "model.remat", "parallel", "pipeline", "validation")
-FREE_ON_RESUME += ("checkpoint", "log", "profile", "cluster", "fault")
-"""Keys (or whole sections) that may differ when a run goes on: they do not change what is learned."""
-
-
 def leaves(section: BaseModel, prefix: str = "") -> dict[str, object]:
     """Every knob by its dotted name: `{"mesh": ..., "model.layers": ...}`."""
     found: dict[str, object] = {}
@@ -335,11 +334,3 @@ def leaves(section: BaseModel, prefix: str = "") -> dict[str, object]:
         value = getattr(section, name)
         found |= leaves(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {prefix + name: value}
     return found
-
-
-def differing(old: Config, new: Config) -> list[str]:
-    """Dotted names of the knobs that differ and must not when a run goes on."""
-    also = () if new.model.images else ("train.accumulation",)  # batch norm takes the statistics of a micro-batch
-    free = lambda name: name in (*FREE_ON_RESUME, *also) or name.split(".")[0] in FREE_ON_RESUME
-    old_leaves, new_leaves = leaves(old), leaves(new)
-    return [name for name, value in new_leaves.items() if old_leaves[name] != value and not free(name)]

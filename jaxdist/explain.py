@@ -50,7 +50,9 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     Raises `RequestError` for what is wrong with the request or cannot be compiled for here.
     """
     from jaxdist import models
+    from jaxdist.cluster import compiler
     from jaxdist.mesh import abstract_mesh, devices_asked, fill, parse_mesh
+    from jaxdist.models.attention import NO_DOCUMENTS
     from jaxdist.planning.apart import compile_apart
     from jaxdist.planning.report import Report
     from jaxdist.planning.target import gpu_of
@@ -67,8 +69,12 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     mesh = abstract_mesh(shape)
     layout = Layout.on(mesh, rules(config, shape), gpu or CPU)
     program = compile_apart(partial(lower_step, config), target, mesh.size)
-    if config.model.images:
-        program = replace(program, notes=())  # they are about attention
+    notes = []
+    if asked := compiler.spelt(compiler.options(layout.platform, mesh.size)):
+        notes.append(f"compiled with {asked}, as train does")
+    if config.model.documents == "apart" and gpu:
+        notes.append(f"attention runs in blocks of queries, because {NO_DOCUMENTS}")
+    program = replace(program, notes=tuple(notes))
     return Report(config, models.build(config.model, layout), layout, mesh, program, target, gpu)
 
 

@@ -7,6 +7,7 @@ many as the devices allow. This is the only file that spells the names of the ax
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -39,6 +40,13 @@ BUILT = (*BATCH_AXES, *LAYER_AXES, PIPELINE)
 MOST_CPU_DEVICES = 1024
 """JAX takes CPU devices with numbers from 2048 for those of other processes."""
 
+GPU_SHARE = 0.92
+"""Of a GPU's memory, what JAX takes in jaxdist's commands where the environment does not say; the rest stays with
+CUDA's context, its libraries and NCCL's buffers. By itself JAX takes 0.75."""
+
+FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Of the environment, which says what JAX takes: the new name and the old one."""
+
 FILL = -1
 
 AUTO = "auto"
@@ -46,6 +54,17 @@ AUTO = "auto"
 
 MeshShape = dict[str, int]
 """Size of every axis in `AXES`; one of them may be `FILL`."""
+
+
+def gpu_share() -> float:
+    """The part of a GPU's memory that JAX may take in a command of jaxdist's, with this environment."""
+    asked = next((os.environ[name] for name in FRACTIONS if os.environ.get(name)), "")
+    return float(asked or (GPU_SHARE if preallocates() else 0.75))
+
+
+def preallocates() -> bool:
+    """Whether JAX takes that memory at once; where it does not, jaxdist leaves the bound to it too."""
+    return os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("0", "false", "False")
 
 
 def parse_mesh(text: str) -> MeshShape:

@@ -33,7 +33,7 @@ EXTRAS = [
     Extra("compare", "", "Plan for these numbers of devices too, such as 16,32,64: throughput and efficiency.", Counts),
     Extra("picture", "", "Draw time, memory and --compare into this PNG file, a pipeline's timeline beside it."),
     Extra("save", "", "Write the first as a configuration for train into this TOML file."),
-    Extra("json", False, "Print one JSON object on standard output, and nothing else."),
+    Extra("json", False, "Print one JSON object, with what --why and --trade-off tell, and nothing else."),
 ]
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,9 @@ BATCH, STAGES = "batch", "stages"
 
 LETTERS = dict(B=BATCH, S="sequence", s="residual", D="embed", F="mlp", N="heads", H="head", V="vocab", L=LAYERS)
 """The logical axis behind each letter of an einsum string."""
+
+HOST = "pinned_host"
+"""JAX's name for memory of the host that devices read and write by themselves."""
 
 Rules = Mapping[str, Sequence[str]]
 """Logical axis -> the mesh axes that split it. What is not named lies whole on every device."""
@@ -156,10 +160,22 @@ ONE_DEVICE = Layout()
 """No axis splits anything."""
 
 
-def on_devices(abstract, mesh: jax.sharding.Mesh):
-    """A tree from `jax.eval_shape`, whose layouts name no devices, as one that lies on the devices of `mesh`."""
-    place = lambda a: jax.sharding.NamedSharding(mesh, a.sharding.spec if a.sharding else P())
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place(a)), abstract)
+def on_devices(make: Callable[[], Any], mesh: jax.sharding.Mesh) -> Any:
+    """What `make` returns as shapes that lie on the devices of `mesh`, or in the memory of their hosts."""
+    traced = jax.jit(make).trace()
+
+    def place(told: jax.ShapeDtypeStruct, typed: jax.core.ShapedArray) -> jax.ShapeDtypeStruct:
+        spec, kind = told.sharding.spec if told.sharding else P(), HOST if in_host(typed) else None
+        there = jax.sharding.NamedSharding(mesh, spec, memory_kind=kind)
+        return jax.ShapeDtypeStruct(told.shape, told.dtype, sharding=there)
+
+    leaves, tree = jax.tree.flatten(traced.out_info)  # which has no word on memory, as the types have
+    return tree.unflatten(map(place, leaves, traced.jaxpr.out_avals))
+
+
+def in_host(typed: jax.core.ShapedArray) -> bool:
+    """Whether arrays of this type lie in the memory of the host."""
+    return typed.memory_space == jax.memory.Space.Host
 
 
 def name_of(path: tuple) -> str:

@@ -33,9 +33,12 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.cluster.job import Job
 
     with Job(place, config, enough=partial(fitting, config)) as job:
+        from jaxdist.cluster import compiler, faults
+        from jaxdist.data.corpus import programs_folder
         from jaxdist.training.run import Run
         from jaxdist.training.trainer import train
 
+        compiler.keep_programs(programs_folder(), partial(faults.say, job.place))
         return job.end(train(Run(planned(config)), folder, job))
 
 

@@ -1,20 +1,21 @@
-"""`python -m jaxdist.bench step`, `... scaling`, `... collectives`: which measurement, then its own arguments."""
+"""`python -m jaxdist.bench step`, `scaling`, `collectives` or `gpu`: which measurement, then its own arguments."""
 
 from __future__ import annotations
 
 import sys
 
-from jaxdist.bench import collectives, scaling, step
+from jaxdist.bench import collectives, gpu, scaling, step
 from jaxdist.config import RequestError, nearest
 from jaxdist.request import run
 
-MEASUREMENTS = {"step": step.main, "scaling": scaling.main, "collectives": collectives.main}
+MEASUREMENTS = {"step": step.main, "scaling": scaling.main, "collectives": collectives.main, "gpu": gpu.main}
 
 USAGE = """usage: python -m jaxdist.bench MEASUREMENT [CONFIG] [options]   (--help tells more)
 
   step          time and memory of the train step
   scaling       its time on several numbers of devices: speed-up, efficiency and the serial fraction
-  collectives   links, matrix units and memory, without a CONFIG: a cluster for the planner"""
+  collectives   links, matrix units and memory, without a CONFIG: a cluster for the planner
+  gpu           one GPU, without a CONFIG: numerics, the step of some Llamas, what it consists of, and PyTorch's"""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
 import numpy as np
 
+from jaxdist.mesh import GPU_SHARE
 from jaxdist.planning import hardware
-from jaxdist.planning.clusters import USABLE, Cluster, Link
+from jaxdist.planning.clusters import Cluster, Link
 from jaxdist.planning.collective_time import START, wire_share
 from jaxdist.planning.transfers import ALL_REDUCE, PERMUTE
+
+ALIKE = 0.8
+"""Of a bandwidth: a measured one from here on may be the same."""
 
 
 def fit(kind: str, ranks: int, sizes: Sequence[int], took: Sequence[float]) -> tuple[float, float, float]:
@@ -36,10 +41,12 @@ def cluster_of(told: Mapping[str, Any], name: str) -> tuple[Cluster, list[str]]:
     rate = max(one["flops_per_second"] for one in told["matmuls"])
     peak = gpu.peak if gpu else rate
     rows = told["collectives"]
-    inside = _link([row for row in rows if row["ranks_inside"] == row["ranks"]], None)
+    near = [row for row in rows if row["ranks_inside"] == row["ranks"]]
+    inside = _link(near, None)
+    inside = inside and replace(inside, **_without_switch(near))
     across = _link([row for row in rows if row["ranks_inside"] < row["ranks"]], inside)
     notes = [] if gpu else [f"the peak of '{told['device']}' is not known: the best product stands for it, matmul is 1"]
-    memory = told["memory_bytes"] or (USABLE * gpu.memory if gpu else 0)
+    memory = told["memory_bytes"] or (GPU_SHARE * gpu.memory if gpu else 0)
     if not memory:
         notes.append("the device does not tell its memory; set memory, in bytes")
     if told["virtual_devices"]:
@@ -65,6 +72,16 @@ def cluster_of(told: Mapping[str, Any], name: str) -> tuple[Cluster, list[str]]:
         sources=(f"measured by python -m jaxdist.bench collectives: {where}",),
     )
     return made, notes
+
+
+def _without_switch(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Both bandwidths of links inside a host where two of its GPUs reach less than `ALIKE` of what larger groups do."""
+    most = max(row["ranks"] for row in rows)
+    larger = [row["bytes_per_second"] for row in rows if row["ranks"] == most > 2 and row["kind"] != PERMUTE]
+    pairs = [row["bytes_per_second"] for row in rows if row["ranks"] == 2 or row["kind"] == PERMUTE]
+    if not larger or not pairs or statistics.median(pairs) >= ALIKE * statistics.median(larger):
+        return {}
+    return dict(bandwidth=statistics.median(larger), pair=statistics.median(pairs))
 
 
 def _link(rows: Sequence[Mapping[str, Any]], inside: Link | None) -> Link | None:

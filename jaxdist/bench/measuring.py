@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -35,7 +35,7 @@ def random_work(run: Run) -> Batch:
         path = Path(folder) / "tokens.bin"
         with TokenWriter(path, "uint32") as writer:
             writer.write(ids)
-        tokens = Tokens.open(path, "uint32")
+        tokens = replace(Tokens.open(path, "uint32"), end=0 if config.model.documents == "apart" else None)
         return train_batch(tokens, rows, sequence, run.task.micro_batches, run.mesh, run.layout)
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 import jax
 import numpy as np
 
-from jaxdist.cluster import board, gpus
+from jaxdist.cluster import board, compiler, gpus
 from jaxdist.cluster.agreement import from_leader
 from jaxdist.cluster.meeting import members
 from jaxdist.cluster.place import Place
@@ -172,6 +172,7 @@ def _devices() -> list[jax.Device]:
 
     JAX tells it as an error, with a traceback.
     """
+    compiler.take_memory()
     logger = logging.getLogger("jax._src.xla_bridge")
     if gpus.driver():
         return jax.devices()

@@ -28,7 +28,8 @@ IGNORED = -1
 """The label of a position that does not count."""
 
 Batch = dict[str, Array]
-"""`tokens` [k, B/k, S], `labels` [k, B/k, S] (the next tokens) and `rows` [k, B/k] (place in the global batch)."""
+"""`tokens` [k, B/k, S], `labels` [k, B/k, S] (the next tokens) and `rows` [k, B/k] (place in the global batch); where
+documents are apart, `starts` [k, B/k, S] too (where in its row the document of each token starts)."""
 
 
 def permute(seed: int, epoch: int, n: int, index: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
@@ -81,14 +82,17 @@ def train_batch(
 
     `batch` must divide by k times the parts that the layout splits it into. A row of -1 is all padding.
     """
-    abstract = abstract_batch(rows.size, sequence, accumulation, mesh, layout)
+    abstract = abstract_batch(rows.size, sequence, accumulation, mesh, layout, apart=tokens.end is not None)
     return global_batch(rows, abstract, lambda wanted: _read(tokens, wanted, sequence))
 
 
-def abstract_batch(rows: int, sequence: int, accumulation: int, mesh: jax.sharding.Mesh, layout: Layout) -> Batch:
-    """Shapes and shardings of a batch of that many rows, as `train_batch` makes it."""
-    row = jax.ShapeDtypeStruct((sequence,), np.int32)
-    return abstract_rows({"tokens": row, "labels": row}, rows, accumulation, mesh, layout)
+def abstract_batch(
+    rows: int, sequence: int, accumulation: int, mesh: jax.sharding.Mesh, layout: Layout, apart: bool = False
+) -> Batch:
+    """Shapes and shardings of a batch of that many rows, as `train_batch` makes it; `apart`: of tokens with an end."""
+    names = ("tokens", "labels", *(["starts"] if apart else []))
+    row = dict.fromkeys(names, jax.ShapeDtypeStruct((sequence,), np.int32))
+    return abstract_rows(row, rows, accumulation, mesh, layout)
 
 
 def validation_batches(
@@ -107,6 +111,13 @@ def validation_batches(
     """
     for rows in held_out_rows(tokens.rows(sequence), batch, limit):
         yield train_batch(tokens, rows, sequence, accumulation, mesh, layout)
+
+
+def document_starts(ids: Int[np.ndarray, "n S"], end: int) -> Int[np.ndarray, "n S"]:
+    """Where in its row the document of each token starts, if documents end with `end`; that of the first token at 0."""
+    starts = np.zeros(ids.shape, np.int32)
+    starts[:, 1:] = np.where(ids[:, :-1] == end, np.arange(1, ids.shape[1]), 0)
+    return np.maximum.accumulate(starts, axis=1)
 
 
 def global_batch(
@@ -230,11 +241,18 @@ class Prefetch(Generic[Made]):
 
 
 def _read(tokens: Tokens, rows: np.ndarray, sequence: int) -> dict[str, np.ndarray]:
-    """Tokens [n, S] of these rows and the tokens after them; a row of -1 has tokens 0 and labels -1."""
+    """Tokens [n, S] of these rows and the tokens after them; a row of -1 has tokens 0 and labels -1.
+
+    Where documents are apart nothing foretells the first token of the next one: its label is -1 too.
+    """
     windows = np.zeros((rows.size, sequence + 1), np.int32)
     windows[rows >= 0] = tokens.window(rows[rows >= 0], sequence)
+    ids = np.ascontiguousarray(windows[:, :-1])
     labels = np.where(rows[:, None] >= 0, windows[:, 1:], np.int32(IGNORED))
-    return {"tokens": np.ascontiguousarray(windows[:, :-1]), "labels": labels}
+    if tokens.end is None:
+        return {"tokens": ids, "labels": labels}
+    labels[ids == tokens.end] = IGNORED
+    return {"tokens": ids, "labels": labels, "starts": document_starts(ids, tokens.end)}
 
 
 def _feistel(x: UInt64[np.ndarray, "..."], width: int, keys: UInt64[np.ndarray, " rounds"]) -> np.ndarray:

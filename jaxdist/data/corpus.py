@@ -14,7 +14,7 @@ import platform
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -57,19 +57,19 @@ class Corpus:
     """One line for people."""
 
 
-def open_corpus(config: DataConfig, vocab: int, sequence: int) -> Corpus:
+def open_corpus(config: DataConfig, vocab: int, sequence: int, apart: bool = False) -> Corpus:
     """The tokens that `config` asks for: tokenized at the first call, read from the cache after that.
 
     Without a path: the source files of Python's standard library, all of them but its tests. A tokenizer trained
     here has exactly `vocab` entries, or fewer where the text has no more pairs to merge. It is trained, always to the
     same result, on an evenly spread sample of the training documents: about 4 MiB, or 1 KiB per entry if that is more.
-    Raises `RequestError` for what is wrong with the request or the data.
+    `apart`: the tokens tell where documents end. Raises `RequestError` for what is wrong with the request or the data.
     """
     source, held_out = open_sources(config)
     given = _read_tokenizer(config.tokenizer, vocab) if config.tokenizer else None
     corpus = (_open_tokens if source.kind == "bin" else _open_text)(source, held_out, given, config, vocab)
     _check_rows(corpus, sequence, config)
-    return corpus
+    return _apart(corpus) if apart else corpus
 
 
 def cache_folder() -> Path:
@@ -77,6 +77,11 @@ def cache_folder() -> Path:
     if own := os.environ.get("JAXDIST_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "jaxdist"
+
+
+def programs_folder() -> Path:
+    """Where a run on GPUs keeps compiled programs."""
+    return cache_folder() / "programs"
 
 
 def _open_tokens(source: Source, held_out: Source | None, given: str | None, config: DataConfig, vocab: int) -> Corpus:
@@ -119,6 +124,23 @@ def _open_text(source: Source, held_out: Source | None, given: str | None, confi
     documents = json.loads((folder / "about.json").read_text())["documents"]
     line = f"{_described(source, documents)}, {_sizes(train, validation)}, {_vocabulary(tokenizer, config, vocab)}"
     return Corpus(train, validation, tokenizer, _digest(content, tokenizer), line)
+
+
+def _apart(corpus: Corpus) -> Corpus:
+    """With tokens that tell where a document ends."""
+    end = _end_of_text(Tokenizer.from_str(corpus.tokenizer)) if corpus.tokenizer else None
+    if end is None:
+        raise RequestError(
+            f"model.documents is apart, but no tokenizer tells which token ends a document; give a data.tokenizer with "
+            f"one of {', '.join(ENDS)}, or set model.documents to joined"
+        )
+    train, validation = (replace(tokens, end=end) for tokens in (corpus.train, corpus.validation))
+    if not train.several_documents():
+        raise RequestError(
+            f"model.documents is apart, but the training data is one document: no end-of-text token (id {end}) stands "
+            "between its tokens; give several documents, such as a .jsonl, or set model.documents to joined"
+        )
+    return replace(corpus, train=train, validation=validation, source=f"{corpus.source}; documents apart")
 
 
 def _read_tokenizer(path: Path, vocab: int) -> str:
@@ -184,8 +206,7 @@ def _write_parts(
     """Encode both parts as they stream by; what is in memory is one batch of documents. Returns what was written."""
     tokenizer.no_truncation()  # a file of someone else's may ask for either
     tokenizer.no_padding()
-    end = next((id for name in ENDS if (id := tokenizer.token_to_id(name)) is not None), None)
-    count = 0
+    end, count = _end_of_text(tokenizer), 0
     with TokenWriter(folder / PARTS[0], _dtype(vocab)) as train, TokenWriter(folder / PARTS[1], _dtype(vocab)) as held:
         for batch in _batches(documents):
             encoded = tokenizer.encode_batch_fast([document.text for _, document in batch], add_special_tokens=False)
@@ -194,6 +215,11 @@ def _write_parts(
                 (held if held_out else train).write(np.array(ids, np.int64))
             count += len(batch)
         return {"documents": count, PARTS[0]: train.size, PARTS[1]: held.size}
+
+
+def _end_of_text(tokenizer: Tokenizer) -> int | None:
+    """The id of the token that documents end with."""
+    return next((id for name in ENDS if (id := tokenizer.token_to_id(name)) is not None), None)
 
 
 def _batches(documents: Iterator[tuple[bool, Document]]) -> Iterator[list[tuple[bool, Document]]]:
@@ -295,7 +321,7 @@ def _count(number: int) -> str:
 def _vocabulary(text: str, config: DataConfig, vocab: int) -> str:
     tokenizer = Tokenizer.from_str(text)
     if config.tokenizer:
-        ends = any(tokenizer.token_to_id(name) is not None for name in ENDS)
+        ends = _end_of_text(tokenizer) is not None
         return f"tokenizer {config.tokenizer}" + ("" if ends else " (without an end-of-text token)")
     size = tokenizer.get_vocab_size()
     return f"byte-level BPE of {size} entries" + (f" (too little text for {vocab})" if size < vocab else "")

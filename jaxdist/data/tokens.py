@@ -23,6 +23,8 @@ class Tokens:
     dtype: Literal["uint16", "uint32"]
     length: int
     start: int = 0
+    end: int | None = None
+    """The token that each document ends with, where documents are to be apart."""
 
     @classmethod
     def open(cls, path: Path, dtype: Literal["uint16", "uint32"]) -> Tokens:
@@ -47,6 +49,10 @@ class Tokens:
         for row, first in zip(out, index.tolist(), strict=True):
             row[:] = self.ids[first * sequence : (first + 1) * sequence + 1]
         return out
+
+    def several_documents(self) -> bool:
+        """Whether an `end` is followed by anything; reads up to the first one."""
+        return any((chunk == self.end).any() for chunk in self.part(0, max(0, self.length - 1))._chunks())
 
     def largest(self) -> int:
         """The largest id, -1 where there is none; reads everything, a chunk at a time."""

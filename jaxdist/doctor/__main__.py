@@ -82,7 +82,11 @@ class Doctor:
         if lost:
             self.found.append(unchecked("network", "the processes do not know who they are"))
             return self.tell(self.found)
-        for name, check in ("proxies", network.proxies), ("own name", network.own_name):
+        for name, check in (
+            ("compiler", software.options),
+            ("proxies", network.proxies),
+            ("own name", network.own_name),
+        ):
             self.note(name, lambda check=check: check(self.here))
         if not self.meet():
             return self.tell(self.found)

@@ -100,13 +100,13 @@ def limits(here: Here, root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def caches(here: Here) -> Iterator[Finding]:
-    """The folder of the tokens, and that of compiled programs where one is named."""
-    from jaxdist.data.corpus import cache_folder
+    """The folder of the tokens, and that of compiled programs."""
+    from jaxdist.data.corpus import cache_folder, programs_folder
 
     yield _folder(cache_folder(), "cache", "set JAXDIST_CACHE to a folder of yours with room")
     programs = here.environment.get("JAX_COMPILATION_CACHE_DIR")
     if not programs:
-        said = "no folder is named: every start compiles anew (JAX_COMPILATION_CACHE_DIR keeps programs)"
+        said = f"runs on GPUs keep them in {programs_folder()}, others in JAX_COMPILATION_CACHE_DIR"
         yield ok("compilations", said)
     elif "://" in programs:
         yield unchecked("compilations", f"{programs} is no folder of this machine")

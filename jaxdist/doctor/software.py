@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from jaxdist.doctor.findings import Finding, Here, ok, unchecked, warning, wrong
+from jaxdist.mesh import FRACTIONS, GPU_SHARE
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -24,9 +25,6 @@ PLUGINS = {cuda: (f"jax-cuda{cuda}-plugin", f"jax-cuda{cuda}-pjrt") for cuda in 
 
 PARSE = "from jaxlib import xla_client; xla_client.CompileOptions()"
 """The least that reads XLA_FLAGS."""
-
-FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""The new name and the old one."""
 
 ALLOCATORS = ("default", "platform", "bfc", "cuda_async", "vmm", "address")
 
@@ -104,10 +102,10 @@ def xla_flags(here: Here) -> Iterator[Finding]:
     words = flags.split()
     for word in (word for word in words if not word.startswith("--")):
         yield warning("XLA_FLAGS", f"'{word}' is no flag, and XLA ignores it", "write flags as --xla_name=value")
-    if not _refused(flags):
+    if not refused(flags):
         yield ok("XLA_FLAGS", f"{len(words)} flag(s), all known")
         return
-    bad = {word: why for word in dict.fromkeys(words) if (why := _refused(word))}
+    bad = {word: why for word in dict.fromkeys(words) if (why := refused(word))}
     for word, why in bad.items():
         yield _bad_flag(word, why)
     if not bad:
@@ -137,13 +135,26 @@ def _known_flags() -> set[str]:
         return {name.decode() for name in re.findall(rb"xla_[a-z0-9_]{4,80}(?=\0)", content)}
 
 
-def _refused(flags: str) -> str:
+def refused(flags: str) -> str:
     """What XLA says before it ends over such flags; empty if it takes them."""
     environment = {**os.environ, "XLA_FLAGS": flags}
     done = subprocess.run(
         [sys.executable, "-c", PARSE], env=environment, capture_output=True, text=True, check=False, timeout=120
     )
     return (done.stderr or f"exit code {done.returncode}") if done.returncode else ""
+
+
+def options(here: Here) -> Iterator[Finding]:
+    """What a step on several GPUs is compiled with. Needs JAX."""
+    from jaxdist.cluster import compiler
+
+    asked = compiler.spelt(compiler.options("gpu", 2))
+    if compiler.series() in compiler.OPTIONS:
+        yield ok("compiler", f"a step on several GPUs is compiled with {asked or 'what XLA_FLAGS say'}")
+        return
+    said = f"no options are known for jaxlib {installed('jaxlib')}, and XLA by itself lets little run beside products"
+    tell = "use jax " + ", ".join(compiler.OPTIONS)
+    yield warning("compiler", said, tell) if here.gpus else ok("compiler", said)
 
 
 def memory(here: Here) -> Iterator[Finding]:
@@ -182,7 +193,7 @@ def fraction(here: Here) -> float:
     """The part of a GPU's memory that this process takes at once."""
     if here.environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") in ("false", "False", "0"):
         return 0.0
-    given = next((here.environment[name] for name in FRACTIONS if here.environment.get(name)), "0.75")
+    given = next((here.environment[name] for name in FRACTIONS if here.environment.get(name)), str(GPU_SHARE))
     return _number(given)
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
 from jaxdist.models import images
+from jaxdist.models.attention import Starts
 from jaxdist.models.foreign import Foreign, Params
 from jaxdist.models.gpt import GPT
 from jaxdist.models.llama import Llama
@@ -35,12 +36,16 @@ class Model:
         """Parameters in f32; the same bits on every mesh."""
         return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(params=key))))
 
-    def embed(self, params: Params, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None) -> Float[Array, "B s D"]:
-        return nnx.merge(self.graph, params).embed(tokens, keys)
+    def embed(
+        self, params: Params, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts = None
+    ) -> Float[Array, "B s D"]:
+        return nnx.merge(self.graph, params).embed(tokens, keys, starts)
 
-    def block(self, layer: Params, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None) -> Float[Array, "B s D"]:
+    def block(
+        self, layer: Params, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None, starts: Starts = None
+    ) -> Float[Array, "B s D"]:
         """One layer; `layer` is a slice of `params["blocks"]`."""
-        return nnx.merge(self.block_graph, layer)(x, keys)
+        return nnx.merge(self.block_graph, layer)(x, keys, starts)
 
     def loss(self, params: Params, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:
         return nnx.merge(self.graph, params).loss(x, labels)

@@ -2,6 +2,9 @@
 
 Query heads are N = G K: each of the K key/value heads serves G of them in a row (grouped-query attention, Ainslie et
 al. 2023). Nothing repeats keys or values.
+
+Where the documents of a row are apart, `starts` tells of each position where in its row its document starts: the past
+begins there.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxdist.sharding import Layout, wide
 
@@ -22,30 +25,48 @@ ATTENTION = "attention"
 BLOCK = 128
 """Fewest queries that blocked attention works on at a time."""
 
+NO_DOCUMENTS = "cuDNN's, as jax.nn offers it, knows no documents, and model.documents is apart"
+"""Why documents that are apart keep it away."""
+
+Starts = Int[Array, "B S"] | None
+"""Where in its row the document of each position starts; None: a row is one document."""
+
 
 def causal_attention(
-    layout: Layout, q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]
+    layout: Layout,
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    starts: Starts = None,
 ) -> Float[Array, "B S N H"]:
     """Softmax attention over the past (Vaswani et al. 2017, eq. 1), softmax in f32; the heads are the whole mesh's.
 
     `attention_kernel` tells which form runs.
     """
-    if why_not_cudnn(layout, q.shape, q.dtype):
-        return _blocked_attention(q, k, v)
+    if why_not_cudnn(layout, q.shape, q.dtype, starts is not None):
+        return _blocked_attention(q, k, v, starts)
     return _cudnn_attention(layout, q, k, v)
 
 
-def attention_kernel(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> str:
-    """Which attention runs for queries of `shape` [B, S, N, H] on the whole mesh, and why: for the summary of a run."""
-    reason = why_not_cudnn(layout, shape, dtype)
+def attention_kernel(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.dtype, apart: bool = False) -> str:
+    """Which attention runs for queries of `shape` [B, S, N, H] on the whole mesh, and why: for the summary of a run.
+
+    `apart`: in rows of several documents, within each.
+    """
+    reason = why_not_cudnn(layout, shape, dtype, apart)
     if not reason:
         return f"cuDNN flash attention: {layout.platform}, {jnp.dtype(dtype).name}, heads of {shape[3]}"
-    blocks = shape[1] // block_rows(shape[1])
-    return f"causal attention in {blocks} block(s) of queries, because {reason}"
+    blocks, within = shape[1] // block_rows(shape[1]), " within documents" if apart else ""
+    return f"causal attention{within} in {blocks} block(s) of queries, because {reason}"
 
 
-def why_not_cudnn(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> str:
-    """What keeps cuDNN's attention from queries of `shape` [B, S, N, H] on the whole mesh; empty where nothing does.
+def why_not_cudnn(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.dtype, apart: bool = False) -> str:
+    """What keeps cuDNN's attention from queries of `shape` [B, S, N, H] on the whole mesh; empty where nothing does."""
+    return beyond_cudnn(layout, shape, dtype, apart) or cudnn_missing()
+
+
+def beyond_cudnn(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.dtype, apart: bool = False) -> str:
+    """The same, for devices that have cuDNN.
 
     The limits are those that jax.nn.dot_product_attention checks, and two that it does not: flash attention begins
     with compute capability 8.0, and above 2^31 elements on a device gradients are wrong without a word.
@@ -55,6 +76,8 @@ def why_not_cudnn(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.d
     elements = math.prod(shape) // (1 if layout.manual else layout.parts("batch") * layout.parts("heads"))
     if not capability:
         return f"cuDNN's is for CUDA devices, not for this {layout.platform}"
+    if apart:
+        return NO_DOCUMENTS
     if capability < (8, 0):
         return f"cuDNN's needs compute capability 8.0, and this device has {capability[0]}.{capability[1]}"
     if name not in ("bfloat16", "float16"):
@@ -63,7 +86,7 @@ def why_not_cudnn(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.d
         return f"cuDNN's takes heads of a multiple of 8 up to {largest} here, not of {size}"
     if elements > 2**31:
         return f"cuDNN's gradients are wrong above 2^31 query elements on a device, and this one has {elements:,}"
-    return cudnn_missing()
+    return ""
 
 
 def cudnn_missing() -> str:
@@ -95,7 +118,7 @@ def _cudnn_attention(layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array) -
 
 
 def _blocked_attention(
-    q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]
+    q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], starts: Starts
 ) -> Float[Array, "B S N H"]:
     """Attention in blocks of queries that skip the keys after them.
 
@@ -105,11 +128,11 @@ def _blocked_attention(
 
     Policies of recomputation see nothing inside a custom VJP: so the results are made and named before it.
     """
-    results = _blocked_forward(*map(jax.lax.stop_gradient, (q, k, v)))
-    return _with_gradient(q, k, v, *(checkpoint_name(a, ATTENTION) for a in results))
+    results = _blocked_forward(*map(jax.lax.stop_gradient, (q, k, v)), starts)
+    return _with_gradient(q, k, v, starts, *(checkpoint_name(a, ATTENTION) for a in results))
 
 
-def _blocked_forward(q, k, v):
+def _blocked_forward(q, k, v, starts):
     """Output [B, S, N, H], kept as its product with a weight keeps it, and log sum exp [B, K, S', 1].
 
     S' is G S: see `_group`. The keys' S is called T.
@@ -118,7 +141,7 @@ def _blocked_forward(q, k, v):
     q, k, v = _group(q, group), k.swapaxes(1, 2), v.swapaxes(1, 2)
     blocks, sums = [], []
     for rows, past in _blocks(sequence, group):
-        scores = _scores(q[:, :, rows], k[:, :, past], group)
+        scores = _scores(q[:, :, rows], k[:, :, past], group, starts)
         highest = jnp.max(scores, -1, keepdims=True)
         p = jnp.exp(scores - highest)
         total = jnp.sum(p, -1, keepdims=True)
@@ -129,7 +152,9 @@ def _blocked_forward(q, k, v):
 
 
 @jax.custom_vjp
-def _with_gradient(q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, sums: jax.Array) -> jax.Array:
+def _with_gradient(
+    q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, out: jax.Array, sums: jax.Array
+) -> jax.Array:
     """`out`, whose gradient goes to q, k and v."""
     return out
 
@@ -140,7 +165,7 @@ def _blocked_backward(saved, g):
     Q and dO are turned around behind a barrier for the CPU's sake: see `tensor._product_backward`. The blocks' shares
     of dK and dV are added in f32.
     """
-    q, k, v, out, sums = saved
+    q, k, v, starts, out, sums = saved
     group, sequence = q.shape[2] // k.shape[2], q.shape[1]
     correction = _group(jnp.sum((g * out).astype(sums.dtype), -1, keepdims=True), group)
     q, g, k, v = _group(q, group), _group(g, group), k.swapaxes(1, 2), v.swapaxes(1, 2)
@@ -149,25 +174,34 @@ def _blocked_backward(saved, g):
     dq, dk, dv = [], 0, 0
     for rows, past in _blocks(sequence, group):
         after = [(0, 0)] * 3 + [(0, sequence - past.stop)]
-        p = jnp.exp(_scores(q[:, :, rows], k[:, :, past], group) - sums[:, :, rows])
+        p = jnp.exp(_scores(q[:, :, rows], k[:, :, past], group, starts) - sums[:, :, rows])
         dp = jnp.einsum("BKSH,BKTH->BKST", g[:, :, rows], v[:, :, past], preferred_element_type=p.dtype)
         ds = (p * (dp - correction[:, :, rows]) * q.shape[-1] ** -0.5).astype(q.dtype)
         dq.append(jnp.einsum("BKST,BKTH->BKSH", ds, k[:, :, past]))
         dk += jnp.pad(turned(q_columns[..., rows], ds), after)
         dv += jnp.pad(turned(g_columns[..., rows], p.astype(g.dtype)), after)
     dk, dv = (jnp.moveaxis(d, 3, 1).astype(k.dtype) for d in (dk, dv))
-    return _ungroup(jnp.concatenate(dq, axis=2), group), dk, dv, None, None
+    return _ungroup(jnp.concatenate(dq, axis=2), group), dk, dv, None, None, None
 
 
-_with_gradient.defvjp(lambda *saved: (saved[3], saved), _blocked_backward)
+_with_gradient.defvjp(lambda *saved: (saved[4], saved), _blocked_backward)
 
 
-def _scores(q: Float[Array, "B K S' H"], k: Float[Array, "B K T H"], group: int) -> Float[Array, "B K S' T"]:
-    """The last block of queries against all keys up to the last one of them, -inf where a key comes later."""
+def _scores(
+    q: Float[Array, "B K S' H"], k: Float[Array, "B K T H"], group: int, starts: Starts
+) -> Float[Array, "B K S' T"]:
+    """The last block of queries against all keys up to the last one of them, -inf where a key is not to be seen."""
     scores = jnp.einsum("BKSH,BKTH->BKST", q * q.shape[-1] ** -0.5, k, preferred_element_type=wide(q.dtype))
-    rows, keys = q.shape[2] // group, k.shape[2]
-    visible = jnp.tile(jnp.tril(jnp.ones((rows, keys), bool), keys - rows), (group, 1))
-    return jnp.where(visible, scores, -jnp.inf)
+    return jnp.where(_visible(q.shape[2] // group, k.shape[2], group, starts), scores, -jnp.inf)
+
+
+def _visible(rows: int, keys: int, group: int, starts: Starts) -> Bool[Array, "... S' T"]:
+    """Whether the last `rows` of `keys` positions see each of them: one that does not come later, of their document."""
+    past = jnp.tile(jnp.tril(jnp.ones((rows, keys), bool), keys - rows), (group, 1))
+    if starts is None:
+        return past
+    first = jnp.tile(starts[:, keys - rows : keys], (1, group))[:, None, :, None]
+    return past[None, None] & (first <= jnp.arange(keys, dtype=starts.dtype)[None, None, None])
 
 
 def _group(a: Float[Array, "B S N H"], group: int) -> Float[Array, "B K S' H"]:

@@ -13,7 +13,8 @@ from jaxdist.sharding import Layout
 class Decoder(nnx.Module):
     """Offers `embed`, `blocks` (every layer, stacked on a leading L) and `loss` or `logits`, from one to the next.
 
-    A model sets what is named here, and adds `embed(tokens, keys)`; `output` is None where the table serves as output.
+    A model sets what is named here, and adds `embed(tokens, keys, starts)`; `output` is None where the table serves as
+    output.
     """
 
     layout: Layout

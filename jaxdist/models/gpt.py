@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
+from jaxdist.models.attention import Starts
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.layers import MLP, Attention, LayerNorm, dropout, weight
 from jaxdist.parallel.tensor import lookup
@@ -24,8 +26,10 @@ class Block(nnx.Module):
         self.norm2 = LayerNorm(config.embed)
         self.mlp = MLP(config.embed, config.mlp_size, layout, rngs, out_scale)
 
-    def __call__(self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None) -> Float[Array, "B s D"]:
-        x = x + dropout(self.layout, self.attention(self.norm1(x)), self.rate, keys, site=0)
+    def __call__(
+        self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None, starts: Starts
+    ) -> Float[Array, "B s D"]:
+        x = x + dropout(self.layout, self.attention(self.norm1(x), starts), self.rate, keys, site=0)
         return x + dropout(self.layout, self.mlp(self.norm2(x)), self.rate, keys, site=1)
 
 
@@ -40,7 +44,11 @@ class GPT(Decoder):
         self.norm = LayerNorm(config.embed)
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
 
-    def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None) -> Float[Array, "B s D"]:
+    def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts) -> Float[Array, "B s D"]:
         x = lookup(self.layout, self.table[...], tokens)
-        x = x + spread(self.positions[...][: tokens.shape[1]], x)
+        if starts is None:
+            x = x + spread(self.positions[...][: tokens.shape[1]], x)
+        else:
+            places = jnp.arange(tokens.shape[1], dtype=starts.dtype)[None] - starts
+            x = x + lookup(self.layout, self.positions[...], places, "residual")
         return dropout(self.layout, x, self.rate, keys, site=0)

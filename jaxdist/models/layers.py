@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from jaxdist.models.attention import causal_attention
+from jaxdist.models.attention import Starts, causal_attention
 from jaxdist.parallel import region
 from jaxdist.parallel.tensor import einsum, enter
 from jaxdist.sharding import Layout, spread, wide
@@ -111,11 +111,11 @@ class Attention(nnx.Module):
         self.out = weight(rngs, (heads, size, embed), ("heads", None, "embed"), out_scale)
         self.out_bias = constant(0.0, (embed,), ("norm",))
 
-    def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
+    def __call__(self, x: Float[Array, "B s D"], starts: Starts) -> Float[Array, "B s D"]:
         (qkv,) = column(self.layout, "heads", x, ("BSD,DCNH->BSCNH", self.qkv[...]))
         qkv = qkv + spread(self.qkv_bias[...], qkv)
         q, k, v = (qkv[:, :, i] for i in range(3))
-        out = einsum(self.layout, "BSNH,NHD->BsD", causal_attention(self.layout, q, k, v), self.out[...])
+        out = einsum(self.layout, "BSNH,NHD->BsD", causal_attention(self.layout, q, k, v, starts), self.out[...])
         return out + spread(self.out_bias[...], out)
 
 
@@ -135,33 +135,41 @@ class GroupedAttention(nnx.Module):
         self.kv = weight(rngs, (embed, 2, kv_heads, size), ("embed", None, "kv_heads", None))
         self.out = weight(rngs, (heads, size, embed), ("heads", None, "embed"), out_scale)
 
-    def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
+    def __call__(self, x: Float[Array, "B s D"], starts: Starts) -> Float[Array, "B s D"]:
         factors = ("BSD,DNH->BSNH", self.q[...]), ("BSD,DCNH->BSCNH", self.kv[...])
         q, kv = column(self.layout, "heads", x, *factors)
-        q, k, v = rotary(q, self.theta), rotary(kv[:, :, 0], self.theta), kv[:, :, 1]
-        return einsum(self.layout, "BSNH,NHD->BsD", causal_attention(self.layout, q, k, v), self.out[...])
+        q, k, v = rotary(q, self.theta, starts), rotary(kv[:, :, 0], self.theta, starts), kv[:, :, 1]
+        return einsum(self.layout, "BSNH,NHD->BsD", causal_attention(self.layout, q, k, v, starts), self.out[...])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def rotary(x: Float[Array, "B S N H"], theta: float) -> Float[Array, "B S N H"]:
+def rotary(x: Float[Array, "B S N H"], theta: float, starts: Starts = None) -> Float[Array, "B S N H"]:
     """Turn dims i and i + H/2 of position s by the angle s theta^(-2i/H) (Su et al. 2021, section 3.2.2).
 
     So a query times a key depends on how far apart they are alone. The paper pairs neighbouring dims; halves are the
-    same up to the order of the dims, and cheaper to cut. Nothing is kept: the gradient is turned back.
+    same up to the order of the dims, and cheaper to cut. Nothing is kept: the gradient is turned back. Where documents
+    have `starts`, positions are counted from there.
     """
-    return _turn(x, theta, 1)
+    return _turn(x, theta, starts, 1)
 
 
-def _turn(x: jax.Array, theta: float, way: int) -> jax.Array:
+def _turn(x: jax.Array, theta: float, starts: Starts, way: int) -> jax.Array:
     _, sequence, _, size = x.shape
-    speeds = theta ** -(np.arange(0, size, 2) / size)
-    angles = jnp.arange(sequence, dtype=wide(x.dtype))[:, None] * jnp.asarray(speeds, wide(x.dtype))[None]
-    cos, sin = jnp.cos(angles)[None, :, None], way * jnp.sin(angles)[None, :, None]
+    speeds = jnp.asarray(theta ** -(np.arange(0, size, 2) / size), wide(x.dtype))
+    places, rows = jnp.arange(sequence, dtype=speeds.dtype), None
+    if starts is None:
+        angles = places[:, None] * speeds[None]
+    else:
+        angles, rows = (places[None] - starts)[..., None] * speeds[None, None], slice(None)
+    cos, sin = jnp.cos(angles)[rows, :, None], way * jnp.sin(angles)[rows, :, None]
     a, b = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-rotary.defvjp(lambda x, theta: (rotary(x, theta), None), lambda theta, _, g: (_turn(g, theta, -1),))
+rotary.defvjp(
+    lambda x, theta, starts: (rotary(x, theta, starts), starts),
+    lambda theta, starts, g: (_turn(g, theta, starts, -1), None),
+)
 
 
 @jax.custom_vjp

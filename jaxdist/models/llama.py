@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
+from jaxdist.models.attention import Starts
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.layers import GroupedAttention, RMSNorm, SwiGLU, weight
 from jaxdist.parallel.tensor import lookup
@@ -28,8 +29,10 @@ class Block(nnx.Module):
         self.norm2 = RMSNorm(embed)
         self.mlp = SwiGLU(embed, config.mlp_size, layout, rngs, out_scale)
 
-    def __call__(self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None) -> Float[Array, "B s D"]:
-        x = x + self.attention(self.norm1(x))
+    def __call__(
+        self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None, starts: Starts
+    ) -> Float[Array, "B s D"]:
+        x = x + self.attention(self.norm1(x), starts)
         return x + self.mlp(self.norm2(x))
 
 
@@ -43,5 +46,5 @@ class Llama(Decoder):
         self.norm = RMSNorm(config.embed)
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
 
-    def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None) -> Float[Array, "B s D"]:
+    def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts) -> Float[Array, "B s D"]:
         return lookup(self.layout, self.table[...], tokens)

@@ -13,8 +13,9 @@ from jaxdist.parallel import region
 from jaxdist.parallel.tensor import leave
 from jaxdist.sharding import Layout, gradient_spec, scale_partial, wide
 
-CHUNK_ROWS = 256
-"""Rows of logits that exist at a time on one device."""
+CHUNK_ROWS = dict(cpu=256, gpu=4096)
+"""Rows of logits that exist at a time on one device, by platform. Few stay in a CPU's cache; but each chunk reads and
+writes the whole gradient of the table, which on a GPU takes as long as 2 D rows of bfloat16 logits do."""
 
 
 def cross_entropy(
@@ -26,6 +27,8 @@ def cross_entropy(
     is used for dx and dE while it is there, so the backward pass only scales what the forward pass has made: three
     matrix products in place of four. Chunks are cut along S, which leaves B split over the devices as it is. Where the
     vocabulary is split, each device has its own columns of the logits, and only sums over them travel.
+
+    On a GPU logits are kept in the dtype of `x`, elsewhere in f32 at least; what is computed from them is in f32.
     """
     return _fused(layout, x, table, labels)
 
@@ -80,19 +83,23 @@ def _fused_backward(layout, saved, g):
 _fused.defvjp(_fused_forward, _fused_backward)
 
 
-def chunk_length(sequence: int, rows: int) -> int:
-    """Tokens of each of a device's rows that a chunk takes: with all of them about `CHUNK_ROWS`."""
-    length = max(1, min(sequence, CHUNK_ROWS // rows))
+def chunk_rows(layout: Layout) -> int:
+    return CHUNK_ROWS.get(layout.platform, CHUNK_ROWS["gpu"])
+
+
+def chunk_length(layout: Layout, sequence: int, rows: int) -> int:
+    """Tokens of each of a device's rows that a chunk takes: with all of them about `chunk_rows`."""
+    length = max(1, min(sequence, chunk_rows(layout) // rows))
     while sequence % length:
         length -= 1
     return length
 
 
 def _logits(layout: Layout, x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Logits and their log sum exp, both in f32 at least."""
-    logits = jnp.einsum(
-        "BSD,VD->BSV", x, table, out_sharding=layout.activation("BSV"), preferred_element_type=wide(x.dtype)
-    )
+    """Logits, and their log sum exp in f32 at least."""
+    kept = wide(x.dtype) if layout.platform == "cpu" else x.dtype
+    logits = jnp.einsum("BSD,VD->BSV", x, table, out_sharding=layout.activation("BSV"), preferred_element_type=kept)
+    logits = logits.astype(wide(x.dtype))  # where they are used, which makes no array
     if not layout.manual:
         return logits, jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     vocab = layout.split("vocab")
@@ -119,6 +126,6 @@ def _chunks(layout: Layout, x: jax.Array):
     if layout.manual and stream:
         x = jax.lax.all_gather(x, stream, axis=1, tiled=True, to="invarying")
     batch, sequence = x.shape[:2]
-    length = chunk_length(sequence, layout.own_rows(batch))
+    length = chunk_length(layout, sequence, layout.own_rows(batch))
     cut = lambda a, start: jax.lax.dynamic_slice_in_dim(a, start, length, axis=1)
     return reshard(x, layout.activation("BSD")), jnp.arange(0, sequence, length), cut

@@ -81,30 +81,34 @@ def einsum(layout: Layout, dims: str, x: Float[Array, "..."], w: Float[Array, ".
     return checkpoint_name(leave(layout, y, summed) if out == "BsD" else y, PRODUCT)
 
 
-def lookup(layout: Layout, table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B s D"]:
+def lookup(
+    layout: Layout, table: Float[Array, "V D"], ids: Int[Array, "B S"], logical: str = "vocab"
+) -> Float[Array, "B s D"]:
     """Rows of a table, NaN for an id that is not one; where V is split, each device looks up its own rows (section 3).
+
+    `logical` is the logical axis of V.
 
     The table is read in f32, so that a frequent token's gradients are added in f32. What travels is not: all but one of
     the numbers that are added up there are zeros.
     """
-    batch, vocab, dtype = layout.split("batch"), layout.split("vocab"), table.dtype
-    leaves = partial(_leave_by_hand, summed=vocab, stream=layout.split("residual"))
+    batch, split, dtype = layout.split("batch"), layout.split(logical), table.dtype
+    leaves = partial(_leave_by_hand, summed=split, stream=layout.split("residual"))
     rows_of = lambda table, ids: table.at[ids].get(mode="fill", wrap_negative_indices=False)
 
     def local(table, ids):
         table = region.vary(table, batch)  # its gradient becomes a partial sum
-        if not vocab:
+        if not split:
             return rows_of(table, ids).astype(dtype)
-        own = ids - table.shape[0] * jax.lax.axis_index(vocab)
-        elsewhere = ((own < 0) | (own >= table.shape[0])) & (ids >= 0) & (ids < table.shape[0] * layout.parts("vocab"))
+        own = ids - table.shape[0] * jax.lax.axis_index(split)
+        elsewhere = ((own < 0) | (own >= table.shape[0])) & (ids >= 0) & (ids < table.shape[0] * layout.parts(logical))
         rows = jnp.where(elsewhere[..., None], 0, rows_of(table, jnp.where(elsewhere, 0, own))).astype(dtype)
         return leaves(rows)
 
     table = table.astype(wide(dtype))
     if layout.manual:
-        return local(table, ids) if vocab else leaves(local(table, ids))
+        return local(table, ids) if split else leaves(local(table, ids))
     specs = jax.typeof(table).sharding.spec, layout.activation("BS")
-    rows = jax.shard_map(local, in_specs=specs, out_specs=layout.activation("BsD" if vocab else "BSD"))(table, ids)
+    rows = jax.shard_map(local, in_specs=specs, out_specs=layout.activation("BsD" if split else "BSD"))(table, ids)
     return reshard(rows, layout.activation("BsD"))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+
 from jaxdist.config import ModelConfig
-from jaxdist.models.attention import block_rows
-from jaxdist.models.loss import CHUNK_ROWS
+from jaxdist.models.attention import beyond_cudnn, block_rows
+from jaxdist.models.loss import chunk_rows
 from jaxdist.sharding import Layout
 
 
@@ -20,7 +22,7 @@ def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
     residual, heads = m.embed // layout.parts("residual"), m.heads // layout.parts("heads")
     key_values = 2 * max(1, m.key_value_heads // layout.parts("heads"))
     mlp = (2 if m.family == "llama" else 1) * m.mlp_size // layout.parts("mlp")
-    if remat in ("block", "stage"):  # which without stages is the same
+    if remat in ("block", "stage", "offload"):  # without stages the same, but for where it waits
         return residual
     dots = 2 * residual + (heads + key_values) * size + mlp
     named = dots + heads * size + heads
@@ -39,9 +41,22 @@ def stashed_per_token(m: ModelConfig, layout: Layout) -> int:
     return 6 * residual + (2 * heads + key_values) * size + mlp
 
 
-def working(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
-    """What exists only for a moment: one layer's backward pass, attention's scores, a chunk of logits; f32 the last."""
+def working(m: ModelConfig, layout: Layout, rows: int, width: int, later: int = 0) -> int:
+    """What exists only for a moment: one layer's backward pass and attention's scores, or before it a chunk of logits.
+
+    `later` are bytes that are counted elsewhere, and not there yet while logits are.
+
+    cuDNN's attention has no scores in memory; blocks of queries have three arrays of them, in f32. Logits and their
+    gradient are of `width` on a GPU; elsewhere both are f32, and so is what is made on the way.
+    """
     layer = width * rows * m.sequence * saved_per_token(m, layout, "none")
     scores = 3 * 4 * rows * m.heads // layout.parts("heads") * block_rows(m.sequence) * m.sequence
-    logits = 3 * 4 * min(CHUNK_ROWS, rows * m.sequence) * m.vocab // layout.parts("vocab")
-    return layer + max(scores, logits)
+    of_logit = 3 * 4 if layout.platform == "cpu" else 2 * width
+    logits = of_logit * min(chunk_rows(layout), rows * m.sequence) * m.vocab // layout.parts("vocab")
+    return max(layer + (0 if flash(m, layout, rows, width) else scores), logits - later)
+
+
+def flash(m: ModelConfig, layout: Layout, rows: int, width: int) -> bool:
+    """Whether attention is cuDNN's, which does not keep documents apart; no cuDNN has to be here."""
+    queries = rows * (1 if layout.manual else layout.ranks), m.sequence, m.heads, m.embed // m.heads
+    return not beyond_cudnn(layout, queries, jnp.float32 if width == 4 else jnp.bfloat16, m.documents == "apart")

@@ -44,8 +44,11 @@ class Program:
     """The most memory that the process held, JAX itself included."""
     jax: str
     """Its version."""
+    host_argument_bytes: int = 0
+    """In the memory of the host."""
+    host_temporary_bytes: int = 0
     notes: tuple[str, ...] = ()
-    """What differs from the program on real devices, a sentence each."""
+    """What else is to be told of it, a sentence each."""
 
     @property
     def peak_bytes(self) -> int:

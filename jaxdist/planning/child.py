@@ -41,7 +41,6 @@ def compiled(lower: Lower, name: str | None, count: int) -> Program:
     import jax
 
     devices = _cpus(count) if name is None else target.devices(name, count)
-    notes = [] if name is None else _cudnn()
     start = time.perf_counter()
     lowered = lower(devices)
     middle = time.perf_counter()
@@ -58,7 +57,8 @@ def compiled(lower: Lower, name: str | None, count: int) -> Program:
         compile_seconds=end - middle,
         process_bytes=_most_memory(),
         jax=jax.__version__,
-        notes=tuple(notes),
+        host_argument_bytes=held.host_argument_size_in_bytes,
+        host_temporary_bytes=held.host_temp_size_in_bytes,
     )
 
 
@@ -69,18 +69,6 @@ def _cpus(count: int) -> list[jax.Device]:
         raise RequestError(f"a CPU is split into {MOST_CPU_DEVICES} devices at most, not {count}; ask for fewer")
     jax.config.update("jax_num_cpu_devices", count)
     return jax.devices()
-
-
-def _cudnn() -> list[str]:
-    """What is said where cuDNN is missing. The plug-in must have loaded its libraries."""
-    from jaxdist.models.attention import cudnn_missing
-
-    missing = cudnn_missing()
-    told = (
-        f"{missing}: the program has XLA's attention, in blocks of queries; with cuDNN it would have flash attention, "
-        f"which takes less memory; run pip install 'jaxdist[target-cudnn]'"
-    )
-    return [told] if missing else []
 
 
 def _most_memory() -> int:

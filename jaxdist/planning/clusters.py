@@ -13,14 +13,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxdist.config import RequestError, nearest
 
 PRESETS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs" / "clusters").glob("*.toml"))}
 """The clusters inside the package, by name."""
-
-USABLE = 0.92
-"""Of the memory that CUDA reports, what a program can use: 5 % stay with CUDA's context and NCCL's buffers, and 3 % of
-what XLA then gets are lost to fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +29,13 @@ class Link:
     """Bytes per second, one way: as measured where a measurement is cited, else that of the data sheet."""
     latency: float
     """Seconds of one hop."""
+    pair: float = 0.0
+    """Bytes per second from one GPU to one other, where each has links of its own to the others of its host; 0 where a
+    switch lets it reach any of them with all its links."""
+
+    def within(self, ranks: np.ndarray | float) -> np.ndarray:
+        """Bytes per second that a rank sends in a group of so many of a host: fewer others, fewer links."""
+        return np.minimum(self.bandwidth, np.maximum(ranks - 1, 1) * (self.pair or self.bandwidth))
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Cluster:
     """Its name in `hardware.GPUS`, or any other."""
     per_host: int
     memory: float
-    """Of one GPU, what a program can use: what CUDA reports, less its context, NCCL's buffers and fragmentation."""
+    """Of one GPU, what a program can use: what a run lets JAX take."""
     peak: float
     """Dense bfloat16 FLOP/s of one GPU."""
     matmul: float
@@ -89,6 +94,7 @@ BOUNDS = {
     "peak": (1, 1e21),
     "matmul": (0.001, 1),
     "bandwidth": (1, 1e18),
+    "pair": (1, 1e18),
     "latency": (0, 10),
     "overlap": (1, 2),
 }
@@ -99,6 +105,7 @@ UNITS = {
     "peak": "FLOP/s",
     "matmul": "a share of the peak",
     "bandwidth": "bytes per second",
+    "pair": "bytes per second",
     "latency": "seconds",
 }
 
@@ -108,13 +115,16 @@ def _problems(given: Mapping[str, Any]) -> Iterator[str]:
     yield from _table(given, [field.name for field in fields(Cluster) if field.name != "name"])
     for side in SIDES:
         if isinstance(given.get(side), dict):
-            yield from _table(given[side], [field.name for field in fields(Link)], f"{side}.")
+            free = ["pair"] if side == "inside" else []
+            yield from _table(given[side], ["bandwidth", "latency"], f"{side}.", free)
 
 
-def _table(given: Mapping[str, Any], keys: Sequence[str], prefix: str = "") -> Iterator[str]:
+def _table(given: Mapping[str, Any], keys: Sequence[str], prefix: str = "", free: Sequence[str] = ()) -> Iterator[str]:
+    """`free` are those that need not be there."""
     for key in given:
-        if key not in keys:
-            yield f"unknown key '{prefix}{key}'; {nearest(key, keys)}"
+        if key not in (*keys, *free):
+            yield f"unknown key '{prefix}{key}'; {nearest(key, [*keys, *free])}"
+    keys = [*keys, *(key for key in free if key in given)]
     for key in keys:
         if key not in given:
             yield f"{prefix}{key} is missing; set it{_in(key)}"
@@ -148,5 +158,5 @@ def to_toml(cluster: Cluster, comments: Sequence[str]) -> str:
     lines = [f"# {line}".rstrip() for line in comments]
     lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if key != "name"]
     for side, link in links.items():
-        lines += ["", f"[{side}]", *(f"{key} = {value!r}" for key, value in link.items())]
+        lines += ["", f"[{side}]", *(f"{key} = {value!r}" for key, value in link.items() if key != "pair" or value)]
     return "\n".join(lines) + "\n"

@@ -56,13 +56,19 @@ class Group:
     @property
     def rate(self) -> Numbers:
         """Bytes per second around a ring: all cards of the group's ranks in a host carry what leaves it."""
-        near, far = self.cluster.inside.bandwidth, self.cluster.across.bandwidth
+        near, far = self.near_rate, self.cluster.across.bandwidth
         return np.where(self.hosts > 1, np.minimum(near, self.inside * far), near)
+
+    @property
+    def near_rate(self) -> Numbers:
+        """Bytes per second that a rank sends to the others of its host; where there are none, that binds nothing."""
+        link = self.cluster.inside
+        return np.where(self.inside > 1, link.within(self.inside), link.bandwidth)
 
     @property
     def own(self) -> Numbers:
         """Bytes per second that one rank alone sends to one that is far."""
-        return np.where(self.hosts > 1, self.cluster.across.bandwidth, self.cluster.inside.bandwidth)
+        return np.where(self.hosts > 1, self.cluster.across.bandwidth, self.cluster.inside.within(2))
 
     @property
     def hop(self) -> Numbers:
@@ -129,7 +135,7 @@ def send(group: Group, size: Numbers) -> Numbers:
 def exchange(group: Group, size: Numbers) -> Numbers:
     """What stays in the host and what leaves it go over different links at the same time."""
     near, far, links = group.inside - 1, group.ranks - group.inside, group.cluster
-    sending = np.maximum(near / links.inside.bandwidth, far / links.across.bandwidth)
+    sending = np.maximum(near / group.near_rate, far / links.across.bandwidth)
     return near * links.inside.latency + far * links.across.latency + size / group.ranks * sending
 
 
@@ -207,6 +213,6 @@ def why(kind: str, size: float, ranks: int, ranks_inside: int, cluster: Cluster)
     return (
         f"{kind} of {size / 1e6:.4g} MB, n={ranks} ranks, g={ranks_inside} in a host, {best.name}: start + "
         f"{best.formula} = {(START + took[best]) * 1e3:.4g} ms with start {START * 1e6:.3g} us, "
-        f"a={near.latency * 1e6:.3g} us, A={far.latency * 1e6:.3g} us, b={near.bandwidth / 1e9:.4g} GB/s, "
-        f"B={far.bandwidth / 1e9:.4g} GB/s"
+        f"a={near.latency * 1e6:.3g} us, A={far.latency * 1e6:.3g} us, b={float(group.near_rate) / 1e9:.4g} GB/s, "
+        f"B={(far.within(2) if far is near else far.bandwidth) / 1e9:.4g} GB/s"
     )

@@ -18,7 +18,7 @@ from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
 from jaxdist.planning import pipeline_traffic
-from jaxdist.planning.pipeline_traffic import NOT_NEEDED_BACKWARD
+from jaxdist.planning.pipeline_traffic import NOT_NEEDED_BACKWARD, looks_up_positions, scattered_with_vectors
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.placement import Placed, compute_width, placed
 from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, F32, REDUCE_SCATTER, Transfer, transfer
@@ -110,7 +110,8 @@ def _stream(config: Config, layout: Layout) -> Iterator[Transfer]:
     """The residual stream [B, S, D] of k micro-batches, over the axes that split layers, vocabulary and sequence."""
     split, sizes, width = layout.split("residual"), config.model, compute_width(config)
     for logical in ("heads", "mlp"):
-        whole = sizes.remat in ("block", "stage")  # attention's output is computed again, the MLP's is not needed
+        whole = sizes.remat in ("block", "stage", "offload")
+        # then attention's output is computed again, and the MLP's is not needed
         again = logical == "heads" and whole
         moves = {REDUCE_SCATTER: 2 + again, ALL_GATHER: 3} if split else {ALL_REDUCE: 2 + again}
         for kind, calls in moves.items():
@@ -121,6 +122,10 @@ def _stream(config: Config, layout: Layout) -> Iterator[Transfer]:
     for what in ("looked-up vectors", "last hidden states"):
         for kind, calls in moves.items():
             yield _streamed(config, layout, what, kind, split or vocab, calls, width)
+    if looks_up_positions(config):  # what the vocabulary's lookup gathers backward serves theirs too
+        moves = {REDUCE_SCATTER: not scattered_with_vectors(layout), ALL_GATHER: not vocab}
+        for kind, calls in moves.items():
+            yield _streamed(config, layout, "looked-up positions", kind, split, calls, width)
 
 
 def _streamed(config: Config, layout: Layout, what: str, kind: str, axes, calls: int, width: int) -> Transfer:
@@ -133,7 +138,7 @@ def _streamed(config: Config, layout: Layout, what: str, kind: str, axes, calls:
 def _loss(config: Config, layout: Layout) -> Iterator[Transfer]:
     """A maximum, a sum and the label's logit for each token, where the vocabulary is split."""
     tokens, k, sequence = _tokens(config, layout), config.train.accumulation, config.model.sequence
-    chunks = sequence // chunk_length(sequence, tokens // sequence)
+    chunks = sequence // chunk_length(layout, sequence, tokens // sequence)
     axes = layout.split("vocab")
     yield transfer(layout, "statistics of the loss", ALL_REDUCE, axes, 3 * chunks * k, 3 * tokens * k, F32)
 

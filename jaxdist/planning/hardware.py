@@ -31,6 +31,8 @@ class Gpu:
     """What it sends to its neighbours in the host, over NVLink."""
     network: float
     """What it sends to other hosts: its share of their network cards as clusters usually have them."""
+    host: float
+    """What goes one way between it and the memory of its host."""
     per_host: int = 8
     """GPUs of one host as clusters usually have them."""
     platform = "gpu"
@@ -58,6 +60,7 @@ GPUS = {
         peak=312e12,
         link=300e9,
         network=25e9,
+        host=32e9,
     ),
     "gh200": Gpu(
         "NVIDIA GH200 120GB",
@@ -66,12 +69,27 @@ GPUS = {
         memory=96_768 * 2**20,
         bandwidth=4.0e12,
         network=25e9,
+        host=450e9,
         per_host=4,
     ),
     "h100": Gpu(
-        "NVIDIA H100 80GB HBM3", **_HOPPER, cache=50 * 2**20, memory=84_942_979_072, bandwidth=3.352e12, network=50e9
+        "NVIDIA H100 80GB HBM3",
+        **_HOPPER,
+        cache=50 * 2**20,
+        memory=84_942_979_072,
+        bandwidth=3.352e12,
+        network=50e9,
+        host=64e9,
     ),
-    "h200": Gpu("NVIDIA H200", **_HOPPER, cache=60 * 2**20, memory=143_156 * 2**20, bandwidth=4.8e12, network=50e9),
+    "h200": Gpu(
+        "NVIDIA H200",
+        **_HOPPER,
+        cache=60 * 2**20,
+        memory=143_156 * 2**20,
+        bandwidth=4.8e12,
+        network=50e9,
+        host=64e9,
+    ),
     "b200": Gpu(
         "NVIDIA B200",
         capability=(10, 0),
@@ -85,15 +103,14 @@ GPUS = {
         peak=2250e12,
         link=900e9,
         network=50e9,
+        host=64e9,
     ),
 }
 """By the name that people use: the SXM modules, and GH200 with 96 GB, four to a node as on Alps. gh200 stands before
 h200, whose name it contains. The networks: HDR and NDR InfiniBand, a card for each GPU, and Alps' Slingshot-11. What
 CUDA reports of a B200 is from XLA's own description of one (openxla/xla, target_config/specs/b200.txtpb), its peak and
-links from NVIDIA's data sheet of the DGX B200."""
-
-SHARE = 0.75
-"""Of a GPU's memory, what JAX takes when `XLA_CLIENT_MEM_FRACTION` says nothing."""
+links from NVIDIA's data sheet of the DGX B200. The way to the host is that of the data sheets, which no transfer quite
+reaches: PCIe 4.0 x16 of an A100, PCIe 5.0 x16 of the others in the hosts that DGX has, and NVLink-C2C of a GH200."""
 
 MOST = 0.95
 """Of a GPU's memory, what JAX can take at most: CUDA's context and NCCL's buffers need the rest."""

@@ -106,22 +106,27 @@ def results(instruction: Instruction) -> list[tuple[str, int]]:
     plain = instruction.opcode == "all-reduce-start" and not members[0].startswith("(")
     if instruction.opcode.endswith("-start") and not plain:
         made = members[1] if len(members) > 1 else ""
-    arrays = _arrays(made)
-    if len(arrays) != len(_parts(instruction.rest)):
+    found = arrays(made)
+    if len(found) != len(operands(instruction)):
         raise ValueError(f"a collective of a form that is not known here: {_shown(instruction)}")
-    return arrays
+    return [(dtype, math.prod(shape)) for dtype, shape in found]
 
 
 def _shown(instruction: Instruction) -> str:
     return f"{instruction.type[:150]} {instruction.opcode}({instruction.rest[:150]}"
 
 
-def _arrays(made: str) -> list[tuple[str, int]]:
-    """`(f32[2,3]{1,0}, (s32[], s32[]))` -> [("f32", 6), ("s32", 1), ("s32", 1)]."""
+def operands(instruction: Instruction) -> list[str]:
+    """Their names; of a parameter, its number."""
+    return _parts(instruction.rest)
+
+
+def arrays(made: str) -> list[tuple[str, tuple[int, ...]]]:
+    """`(f32[2,3]{1,0}, (s32[], s32[]))` -> [("f32", (2, 3)), ("s32", ()), ("s32", ())]."""
     if made.startswith("("):
-        return [array for member in _parts(made[1:]) for array in _arrays(member)]
+        return [array for member in _parts(made[1:]) for array in arrays(member)]
     if match := ARRAY.fullmatch(made):
-        return [(match[1], math.prod(_numbers(match[2])))]
+        return [(match[1], tuple(_numbers(match[2])))]
     raise ValueError(f"the type of an array that cannot be read: {made[:300]!r}")
 
 

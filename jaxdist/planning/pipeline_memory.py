@@ -67,7 +67,8 @@ def in_flight(config: Config, layout: Layout, parameters: list[Placed], pipe: Pi
     stream = width * tokens * sizes.embed // layout.parts("residual")
     named = "named" if sizes.remat == "none" else sizes.remat
     kept = stream if pipe.recomputes else width * tokens * pipe.stages.depth * saved_per_token(sizes, layout, named)
-    batch = F32 * rows * (2 * sizes.sequence + (2 if sizes.dropout else 0))  # tokens, labels, keys
+    arrays = 3 if sizes.documents == "apart" else 2  # tokens, labels, starts of documents
+    batch = F32 * rows * (arrays * sizes.sequence + (2 if sizes.dropout else 0))  # and keys
     numbers = 4 * F32  # the batch's number and count, its loss, the square of its norm
     of_batch = width * layers["rest"] + kept + batch + numbers
     return S * of_batch + (S // 2 + 1) * F32 * tops["use"] + 2 * stream + F32  # and the number of the round

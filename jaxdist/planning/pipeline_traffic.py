@@ -22,6 +22,16 @@ NOT_NEEDED_BACKWARD = ("blocks.mlp.down_bias",)
 """Parameters that only shift a block's output: no gradient needs their value, so none gathers them again."""
 
 
+def looks_up_positions(config: Config) -> bool:
+    """Whether positions are those of each document, looked up in a table that is split as the residual stream is."""
+    return config.model.family == "gpt" and config.model.documents == "apart"
+
+
+def scattered_with_vectors(layout: Layout) -> bool:
+    """Whether positions are added to the tokens' vectors before both are scattered: XLA:GPU makes one of two sums."""
+    return layout.platform != "cpu" and layout.split("vocab") == layout.split("residual")
+
+
 def predict(config: Config, parameters: list[Placed], layout: Layout, pipe: Pipeline) -> Iterator[Transfer]:
     """Every transfer but those of scalars."""
     for p in parameters:
@@ -157,12 +167,15 @@ class _Stream:
                 yield self.moved(what, REDUCE_SCATTER, self.split, added)
             yield self.moved(what, ALL_REDUCE, shared, added, part=True)
             yield self.moved(what, ALL_GATHER, self.split, gathered)
+        if looks_up_positions(self.config):
+            calls = 0 if scattered_with_vectors(self.layout) else pipe.embedded
+            yield self.moved("looked-up positions", REDUCE_SCATTER, self.split, calls)
         yield self.moved("last hidden states", ALL_REDUCE, {PIPELINE}, pipe.ticks("H"), part=True)
         yield self.moved("gradient of the looked-up vectors", ALL_REDUCE, {PIPELINE}, pipe.unembedded, part=True)
 
     def statistics(self) -> Transfer:
         """A maximum, a sum and the label's logit for each token, where the vocabulary is split."""
         sequence, heads = self.config.model.sequence, self.pipe.ticks("H")
-        calls = 3 * heads * (sequence // chunk_length(sequence, self.tokens // sequence))
+        calls = 3 * heads * (sequence // chunk_length(self.layout, sequence, self.tokens // sequence))
         axes = self.layout.split("vocab")
         return transfer(self.layout, "statistics of the loss", ALL_REDUCE, axes, calls, 3 * heads * self.tokens, F32)

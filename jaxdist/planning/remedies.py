@@ -22,7 +22,8 @@ def smaller(config: Config, model: Model | Foreign, layout: Layout) -> list[str]
         (memory.predict(_with(config, name, value), model, layout).total, f"{name} to {value}")
         for name, value in _changes(config, layout)
     ]
-    return [f"{change} ({memory.size(total)} predicted)" for total, change in sorted(found)[:MOST] if total < now]
+    told = [(memory.size(total), change) for total, change in sorted(found)[:MOST] if total < now]
+    return [f"{change} ({size} predicted)" for size, change in told if size != memory.size(now)]
 
 
 def _changes(config: Config, layout: Layout) -> Iterator[tuple[str, object]]:
@@ -32,7 +33,7 @@ def _changes(config: Config, layout: Layout) -> Iterator[tuple[str, object]]:
     k = micro_batches(config, dict(layout.axes))
     rows = train.global_batch_size // (k * layout.ranks)
     schedule = config.pipeline.schedule if pipelined else ""
-    if config.model.remat not in ("block", "stage") and not config.model.images and schedule != "zb-h1":
+    if config.model.remat not in ("block", "stage", "offload") and not config.model.images and schedule != "zb-h1":
         yield "model.remat", "block"
     if pipelined and config.model.remat != "stage" and schedule not in ("zb-h1", "zb-u"):
         yield "model.remat", "stage"

@@ -13,8 +13,10 @@ from jaxdist.mesh import AXES, BATCH_AXES, describe
 from jaxdist.models import Model
 from jaxdist.planning import communication, memory, pipelines
 from jaxdist.planning.apart import Program
+from jaxdist.planning.exposed import Sent, by_axes
 from jaxdist.planning.hardware import Gpu
 from jaxdist.planning.hlo import Collective, collectives
+from jaxdist.planning.kernels import Kernels, kernels
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.remedies import smaller
 from jaxdist.planning.target import too_large
@@ -103,6 +105,11 @@ class Report:
         return collectives(self.program.text, self.mesh)
 
     @cached_property
+    def kernels(self) -> Kernels | None:
+        """None of a program for CPUs, which are not told from what it runs."""
+        return kernels(self.program.text) if self.gpu else None
+
+    @cached_property
     def transfers(self) -> list[Transfer]:
         """As predicted; none where `unpredicted` says why."""
         return [] if self.unpredicted else communication.predict(self.config, self.model, self.layout)
@@ -144,6 +151,11 @@ class Report:
             total["+".join(row.axes)] += row.wire_bytes
         return dict(total)
 
+    @cached_property
+    def sent(self) -> dict[str, Sent]:
+        """By axes, as `wire_bytes_per_axis`; empty for CPU devices, whose program lets nothing run beside it."""
+        return by_axes(self.collectives) if self.gpu else {}
+
     @property
     def ratio_to_data_parallel(self) -> float | None:
         """Elements over the batch axes, against those of plain data parallelism on as many devices."""
@@ -152,8 +164,13 @@ class Report:
         return sum(one.wire * one.array_elements / one.elements for one in over) / plain if plain else None
 
     @property
+    def host_seconds(self) -> float | None:
+        """What a step sends each way between a device and its host, at what their link is built for; None on CPU."""
+        return self.memory.host_traffic / self.gpu.host if self.gpu else None
+
+    @property
     def notes(self) -> list[str]:
-        """What differs from the program on real devices, and what stages do not share evenly."""
+        """How it was compiled, what stages do not share evenly, and what is counted more often than it runs."""
         pipe = self.pipeline
         return [
             *self.program.notes,
@@ -192,11 +209,16 @@ class Report:
                 "temporaries": program.temporary_bytes,
                 "peak": program.peak_bytes,
                 "capacity": self.gpu and self.gpu.memory,
+                "host_arguments": program.host_argument_bytes,
+                "host_temporaries": program.host_temporary_bytes,
+                "host_seconds": self.host_seconds,
                 "predicted": {**asdict(held), "arguments": held.arguments, "total": held.total},
             },
+            "kernels": self.kernels and self.kernels.json(),
             "collectives": [_told(one) for one in self.collectives],
             "predicted_collectives": [_expected(transfer) for transfer in self.transfers],
             "wire_bytes_per_axis": self.wire_bytes_per_axis,
+            "beside": {axes: asdict(one) for axes, one in self.sent.items()},
             "ratio_to_data_parallel": self.ratio_to_data_parallel,
             "differences": [f"{'+'.join(row.axes)} {row.kind}: {row.remark}" for row in self.differences],
             "lower_seconds": program.lower_seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxdist import models
 from jaxdist.mesh import describe, micro_batches
-from jaxdist.planning import pipelines
+from jaxdist.planning import exposed, pipelines
 from jaxdist.planning.memory import size
 from jaxdist.planning.report import Report
 from jaxdist.planning.tables import table
@@ -16,8 +16,8 @@ BAR = 60
 
 def lines(report: Report) -> list[str]:
     """What `python -m jaxdist.explain` prints."""
-    parts = _head(report), _memory(report), _collectives(report), _beside(report)
-    return [line.rstrip() for part in parts for line in [*part, ""]][:-1]
+    parts = _head(report), _memory(report), _kernels(report), _collectives(report), _beside(report)
+    return [line.rstrip() for part in parts if part for line in [*part, ""]][:-1]
 
 
 def _head(report: Report) -> list[str]:
@@ -40,18 +40,32 @@ def _head(report: Report) -> list[str]:
 def _memory(report: Report) -> list[str]:
     """Predicted beside compiled, and a bar of what the device would hold."""
     held, program = report.memory, report.program
-    temporaries = held.total - held.arguments
+    shared = not report.gpu  # CPU devices and their host have one memory, of which the program tells the sum
+    arguments = held.arguments + shared * held.host
+    temporaries = held.total - held.arguments + shared * held.host_activations
     both = lambda name, a, b: (name, size(a), size(b), _off(a, b))
     rows = [("memory per device", "predicted", "compiled", "")]
-    rows.append(both("arguments", held.arguments, program.argument_bytes))
+    rows.append(both("arguments", arguments, program.argument_bytes))
     rows += [(f"  {name}", size(count), "", "") for name, count in held.persistent.items() if count]
     name = "temporaries, without activations" if report.config.model.images else "temporaries"
     rows.append(both(name, temporaries, program.temporary_bytes))
     rows += [(f"  {name}, about", size(count), "", "") for name, count in held.transient.items() if count]
-    rows.append(both("together", held.total, program.peak_bytes))
+    rows.append(both("together", arguments + temporaries, program.peak_bytes))
+    rows += _in_host(report)
     told = table(rows, right=True)
     told += ["", _bar(report)]
     return [*told, f"TOO LARGE   {report.too_large}"] if report.too_large else told
+
+
+def _in_host(report: Report) -> list[tuple[str, str, str, str]]:
+    """What waits in the host's memory; where that is the devices' own, it is among the rows above."""
+    held, program = report.memory, report.program
+    waiting = {
+        "host's memory, between steps": (held.host, program.host_argument_bytes),
+        "host's memory, in a step": (held.host_activations, program.host_temporary_bytes),
+    }
+    told = lambda a, b: (size(a), size(b), _off(a, b)) if report.gpu else (size(a), "", "")
+    return [(name, *told(*both)) for name, both in waiting.items() if any(both)]
 
 
 def _bar(report: Report) -> str:
@@ -63,6 +77,24 @@ def _bar(report: Report) -> str:
     bar = ("#" * arguments + "=" * temporaries).ljust(BAR, ".")
     there = f"of {size(report.gpu.memory)}" if report.gpu else "in all"
     return f"[{bar}] {size(program.peak_bytes)} {there}: # arguments, = temporaries"
+
+
+def _kernels(report: Report) -> list[str]:
+    """What the program computes, and what part of what it reads and writes is no arithmetic."""
+    found = report.kernels
+    if found is None:
+        return []
+    count = lambda products: ", ".join(f"{times:,} of {dtypes}" for dtypes, times in sorted(products.items()))
+    share = lambda part: f"{100 * part / max(1, found.bytes):.1f} % of {size(found.bytes)} read and written"
+    rows = [
+        ("kernels of one step", ""),
+        ("flash attention", f"{found.flash_forward:,} forward, {found.flash_backward:,} backward"),
+        ("matrix products", count(found.products) or "none"),
+        ("copies and transposes", share(found.copied)),
+        ("in and out of stacks of layers", share(found.stacked)),
+        ("largest array", f"{found.largest}, {size(found.largest_bytes)}"),
+    ]
+    return table(rows)
 
 
 def _collectives(report: Report) -> list[str]:
@@ -86,17 +118,14 @@ def _beside(report: Report) -> list[str]:
             rate = bandwidth(report.gpu, report.mesh.shape, axes.split("+"))
             time = f", {1e3 * sent / rate:,.1f} ms at {rate / 1e9:g} GB/s"
         told.append(f"sent over {axes}: {size(sent)} per device and step{time}")
+    if held := report.memory.host_traffic:
+        time = f", {1e3 * report.host_seconds:,.1f} ms at {report.gpu.host / 1e9:g} GB/s" if report.gpu else ""
+        told.append(f"sent each way between device and host: {size(held)} per device and step{time}")
     if report.ratio_to_data_parallel is not None:
         told.append(
             f"elements over the batch axes: {report.ratio_to_data_parallel:.3f} x those of plain data parallelism"
         )
-    if report.gpu and report.collectives:
-        beside = [one for one in report.collectives if not one.sync]
-        covered = sum(one.overlapped.matmuls > 0 for one in beside)
-        told.append(
-            f"{len(beside)} of {len(report.collectives)} collectives in the text are asynchronous, "
-            f"{covered} of them with matrix products between start and done"
-        )
+    told += [exposed.told(axes, one) for axes, one in report.sent.items()]
     if report.unpredicted:
         told.append(report.unpredicted)
     elif report.differences:

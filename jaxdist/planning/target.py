@@ -1,26 +1,29 @@
 """GPUs that are not there, to compile for: JAX's CUDA plug-in compiles for a description of a device.
 
 Such a program has the collectives, the fusions and the memory of the real one, but was tuned on no device: which
-kernels a product gets, and how long it takes, is not that of the real one. It cannot run.
+kernels a product gets, and how long it takes, is not that of the real one; nor has cuDNN planned attention, which it
+does on the GPU, and may want a workspace for. It cannot run.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxdist.config import RequestError, nearest
-from jaxdist.mesh import DATA, MODEL
-from jaxdist.planning.hardware import GPUS, MOST, SHARE, Gpu
+from jaxdist.mesh import DATA, FRACTIONS, MODEL, gpu_share
+from jaxdist.planning.hardware import GPUS, MOST, Gpu
 from jaxdist.request.checks.registry import multiples, remedy, to
 
 if TYPE_CHECKING:
     import jax
 
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
+CUDNN = (9, 12)
+"""cuDNN's version there: the oldest that JAX's plug-in for CUDA 13 takes."""
 
 AXES_TO_GROW = f"the {DATA} axis or the {MODEL} axis to more devices"
 
@@ -61,7 +64,8 @@ def hosts(name: str, count: int) -> tuple[int, int]:
 
 
 def devices(name: str, count: int) -> list[jax.Device]:
-    """`count` GPUs that are not there. For a process of its own, whose JAX platform is `cpu`.
+    """`count` GPUs that are not there. For a process of its own, whose JAX platform is `cpu`, and whose JAX
+    takes cuDNN to be as it is there from now on.
 
     Raises `RequestError` where the GPU, the count or the plug-in is not known here.
     """
@@ -70,7 +74,19 @@ def devices(name: str, count: int) -> list[jax.Device]:
 
     number, each = hosts(name, count)
     topology = f"{number}x1x{each}"  # slices x hosts x GPUs: what NVLink joins is one host, as `jax.distributed` finds
-    return list(topologies.get_topology_desc("", "cuda", target_config=text(gpu_of(name)), topology=topology).devices)
+    there = topologies.get_topology_desc("", "cuda", target_config=text(gpu_of(name)), topology=topology)
+    _have_cudnn()
+    return list(there.devices)
+
+
+def _have_cudnn() -> None:
+    """JAX asks the library for its version before it writes attention as a call of it, and raises where there is none.
+
+    Nothing else of it is needed: XLA compiles the call from the description.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    fused_attention_stablehlo.check_cudnn_version = lambda: 10_000 * CUDNN[0] + 100 * CUDNN[1]
 
 
 def text(gpu: Gpu) -> str:
@@ -97,16 +113,10 @@ gpu_device_info {{
   registers_per_block_limit: {2**16}
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 8 }}
+dnn_version_info {{ major: {CUDNN[0]} minor: {CUDNN[1]} }}
 runtime_version {{ major: 12 minor: 8 patch: 0 }}
 device_description_str: "{gpu.kind}"
 """
-
-
-def share() -> float:
-    """The part of a GPU's memory that JAX takes, as the environment has it."""
-    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-    return float(next((os.environ[name] for name in names if os.environ.get(name)), SHARE))
 
 
 def too_large(needed: int, name: str, smaller: Sequence[str]) -> str:
@@ -115,13 +125,13 @@ def too_large(needed: int, name: str, smaller: Sequence[str]) -> str:
     XLA compiles a program of any size. What it may have is JAX's share of the memory. `smaller` is what can be changed,
     as `remedies` tells.
     """
-    there = gpu_of(name).memory
-    if needed <= there * share():
+    there, share = gpu_of(name).memory, gpu_share()
+    if needed <= there * share:
         return ""
     gib = lambda count: f"{count / 2**30:.1f} GiB"
     part = math.ceil(100 * needed / there) / 100
-    more = to("XLA_CLIENT_MEM_FRACTION", [part] if part <= MOST else [])
+    more = to(FRACTIONS[0], [part] if part <= MOST else [])
     return (
-        f"the step needs {gib(needed)} on each {name}, of whose {gib(there)} JAX takes {gib(there * share())} "
-        f"(XLA_CLIENT_MEM_FRACTION {share():g}); " + remedy(*smaller, AXES_TO_GROW, more)
+        f"the step needs {gib(needed)} on each {name}, of whose {gib(there)} JAX takes {gib(there * share)} "
+        f"({FRACTIONS[0]} {share:g}); " + remedy(*smaller, AXES_TO_GROW, more)
     )

@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -16,11 +16,15 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from jaxdist import __version__
-from jaxdist.config import Config, RequestError, differing
+from jaxdist.config import Config, RequestError, leaves
 from jaxdist.request import load, to_toml
 from jaxdist.training.shelf import Shelf
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+FREE_ON_RESUME = ("mesh", "run_dir", "resume", "data.prefetch", "model.remat", "parallel", "pipeline", "validation")
+FREE_ON_RESUME += ("checkpoint", "log", "profile", "cluster", "fault")
+"""Keys (or whole sections) that may differ when a run goes on: they do not change what is learned."""
 
 
 class RunFolder:
@@ -123,11 +127,11 @@ class RunFolder:
         tokenizer.no_padding()
         return tokenizer
 
-    def write(self, config: Config, tokenizer: str | None, devices: list[str]) -> None:
-        """Write what tells how the run was made: its configuration, environment and tokenizer."""
+    def write(self, config: Config, tokenizer: str | None, devices: list[str], asked: Mapping[str, object]) -> None:
+        """Write what tells how the run was made: its configuration, environment and tokenizer; `asked` of XLA."""
         self.path.mkdir(parents=True, exist_ok=True)
         _replace(self.config, to_toml(config.model_copy(update={"resume": "auto"})))  # how to enter is not kept
-        _replace(self.environment, json.dumps(environment(devices), indent=2) + "\n")
+        _replace(self.environment, json.dumps(environment(devices, asked), indent=2) + "\n")
         if tokenizer is not None:
             _replace(self.tokenizer, tokenizer)
 
@@ -183,7 +187,7 @@ def _with_tokenizer(config: Config, tokenizer: Path | None) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
 
 
-def environment(devices: list[str]) -> dict[str, object]:
+def environment(devices: list[str], asked: Mapping[str, object]) -> dict[str, object]:
     """Versions, code and machine, as far as they can change a result."""
     return {
         "jaxdist": __version__,
@@ -192,7 +196,7 @@ def environment(devices: list[str]) -> dict[str, object]:
         "packages": {name: version(name) for name in PACKAGES},
         "platform": platform.platform(),
         "devices": devices,
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        **asked,
         "command": sys.argv,
     }
 
@@ -218,3 +222,11 @@ def _value(config: Config, name: str) -> object:
     for part in name.split("."):
         value = getattr(value, part)
     return value
+
+
+def differing(old: Config, new: Config) -> list[str]:
+    """Dotted names of the knobs that differ and must not when a run goes on."""
+    also = () if new.model.images else ("train.accumulation",)  # batch norm takes the statistics of a micro-batch
+    free = lambda name: name in (*FREE_ON_RESUME, *also) or name.split(".")[0] in FREE_ON_RESUME
+    old_leaves, new_leaves = leaves(old), leaves(new)
+    return [name for name, value in new_leaves.items() if old_leaves[name] != value and not free(name)]

@@ -115,10 +115,11 @@ class Pipelined:
     def program(self) -> Program:
         layers = sum(self.stages.sizes)
         keys = lambda part, number: fold_in(part["keys"], number) if "keys" in part else None
-        embed = lambda tops, part: self.model.embed(self._whole(tops), part["tokens"], keys(part, layers))
+        starts = lambda part: part.get("starts")
+        embed = lambda tops, part: self.model.embed(self._whole(tops), part["tokens"], keys(part, layers), starts(part))
         loss = lambda tops, x, part: self.model.loss(self._whole(tops), x[None], part["labels"][None])
         remat = recompute("none" if self.remat == "stage" else self.remat)
-        layer = remat(lambda w, x, part, number: self.model.block(w, x, keys(part, number)))
+        layer = remat(lambda w, x, part, number: self.model.block(w, x, keys(part, number), starts(part)))
         return Program(embed, layer, loss)
 
     def _whole(self, tops: Params) -> Params:

@@ -24,6 +24,18 @@ MOST = 1_000_000
 ON_CPU = "devices of a CPU are threads that share its cores: what a collective takes is mostly the wait for one"
 
 
+def begin_trace(folder: Path) -> None:
+    """Of the devices of this process, until `jax.profiler.stop_trace`."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # each call of a Python function would be an event
+    jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
+
+
+def newest_trace(folder: Path) -> Path:
+    """The newest file for Perfetto in a folder of traces."""
+    return max(folder.glob("plugins/profile/*/perfetto_trace.json.gz"), key=lambda path: path.stat().st_mtime)
+
+
 class Profile:
     """Traces the steps that `profile.steps` asks for, in each process its own devices; does nothing where it is empty.
 
@@ -56,9 +68,7 @@ class Profile:
         if self.steps and step == self.steps[0]:
             with self.meter.paused():
                 jax.block_until_ready(state)
-                options = jax.profiler.ProfileOptions()
-                options.python_tracer_level = 0  # each call of a Python function would be an event
-                jax.profiler.start_trace(self.folder, create_perfetto_trace=True, profiler_options=options)
+                begin_trace(self.folder)
                 self.tracing = True
 
     def after(self, step: int, state: TrainState) -> None:
@@ -73,8 +83,7 @@ class Profile:
 
     @property
     def trace(self) -> Path:
-        """The newest file for Perfetto."""
-        return max(self.folder.glob("plugins/profile/*/perfetto_trace.json.gz"), key=lambda path: path.stat().st_mtime)
+        return newest_trace(self.folder)
 
     def _stop(self) -> None:
         self.tracing = False

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist import models
-from jaxdist.cluster import runtime
+from jaxdist.cluster import compiler, runtime
 from jaxdist.config import Config, RequestError
 from jaxdist.data.batches import Batch
 from jaxdist.mesh import PIPELINE, make_mesh, parse_mesh
@@ -77,7 +77,8 @@ class Run:
         rule = partial(optimizer, config.optimizer, self.steps)
         if isinstance(self.forward, Pipelined) and not self.forward.flush:
             return AsynchronousStep(self.forward, rule, decay, self.batch())
-        return Step(self.forward, rule(decay), max_norm=config.optimizer.clip, keep=config.precision == "mixed")
+        keep, offload = config.precision == "mixed", config.parallel.offload == "optimizer"
+        return Step(self.forward, rule(decay), max_norm=config.optimizer.clip, keep=keep, offload=offload)
 
     @cached_property
     def forward(self) -> Forward:
@@ -90,7 +91,7 @@ class Run:
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; call under `jax.set_mesh`."""
         seed = self.config.train.seed  # its key is made inside: nothing can be computed on devices that are not there
-        return on_devices(jax.eval_shape(lambda: self.step.init(jax.random.key(seed))), self.mesh)
+        return on_devices(lambda: self.step.init(jax.random.key(seed)), self.mesh)
 
     def batch(self) -> Batch:
         """Shapes and shardings of a global batch of training."""
@@ -103,7 +104,9 @@ class Run:
 
     def lower(self) -> jax.stages.Lowered:
         """The train step, its state donated, ready to be compiled; call under `jax.set_mesh`."""
-        return jax.jit(self.step.train, donate_argnums=0).lower(self.abstract(), self.batch())
+        asked = compiler.options(self.layout.platform, self.mesh.size)
+        step = jax.jit(self.step.train, donate_argnums=0, compiler_options=asked)
+        return step.lower(self.abstract(), self.batch())
 
     def compile(self) -> jax.stages.Compiled:
         """The train step as a program; call under `jax.set_mesh`.
@@ -119,8 +122,7 @@ class Run:
     def abstract_logical(self) -> TrainState:
         """Shapes, dtypes and shardings of the state as a checkpoint holds it; call under `jax.set_mesh`."""
         seed = self.config.train.seed
-        made = lambda: self.step.logical(self.step.init(jax.random.key(seed)))
-        return on_devices(jax.eval_shape(made), self.mesh)
+        return on_devices(lambda: self.step.logical(self.step.init(jax.random.key(seed))), self.mesh)
 
     def begin(self, params: Params, variables: Params) -> TrainState:
         """The state before the first step with these parameters of a checkpoint; call under `jax.set_mesh`."""
@@ -167,7 +169,8 @@ class Trained(NamedTuple):
 
 def restore(config: Config, which: str, batch: bool = True) -> Trained:
     """The parameters of `which` step ("latest", "best" or a number) of the run in `config.run_dir`."""
-    run = Run(config, batch=batch)
+    here = config.parallel.model_copy(update={"offload": "none"})  # the optimizer's state is not read
+    run = Run(config.model_copy(update={"parallel": here}), batch=batch)
     with jax.set_mesh(run.mesh), Checkpoints(config.run_dir, keep=None) as checkpoints:
         found = checkpoints.find(which)
         for note in checkpoints.notes:

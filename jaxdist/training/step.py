@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.models import Params
 from jaxdist.parallel.pipeline.stages import Stages
+from jaxdist.training.host import to_device, to_host
 from jaxdist.training.optimizer import clip
 
 Batch = Any
@@ -88,13 +89,19 @@ class Step:
     """The functions of a run on one mesh; call them, and jit them, under `jax.set_mesh(mesh)`.
 
     Gradients are added and reduced in f32. `keep` keeps the weights in use between steps, in the compute dtype, beside
-    their f32 masters.
+    their f32 masters. `offload` has the optimizer's state, and such masters, rest in the host's memory.
     """
 
     def __init__(
-        self, forward: Forward, optimizer: optax.GradientTransformation, max_norm: float = 0.0, keep: bool = False
+        self,
+        forward: Forward,
+        optimizer: optax.GradientTransformation,
+        max_norm: float = 0.0,
+        keep: bool = False,
+        offload: bool = False,
     ):
-        self.forward, self.optimizer, self.max_norm, self.keep = forward, optimizer, max_norm, keep
+        self.forward, self.optimizer, self.max_norm = forward, optimizer, max_norm
+        self.keep, self.offload = keep, offload
         self.places = forward.places
         self.late = 0
         """Steps until the metrics of a step are told."""
@@ -109,30 +116,40 @@ class Step:
 
     def start(self, params: Params, variables: Params | None = None) -> TrainState:
         """The state before the first step from these parameters, as `place` returns them."""
-        count = jnp.zeros((), jnp.int32)
+        count, params = jnp.zeros((), jnp.int32), to_device(params)
         state = TrainState(count, params, self.optimizer.init(params), count, count, None, variables or {})
-        return state._replace(**self.derived(state))
+        return self.at_rest(state._replace(**self.derived(state)))
+
+    def at_rest(self, state: TrainState) -> TrainState:
+        """The state with each part in the memory where it waits for the next step."""
+        if not self.offload:
+            return state
+        masters = to_host(state.params) if self.keep else state.params
+        return state._replace(params=masters, optimizer=to_host(state.optimizer))
 
     def derived(self, state: TrainState) -> dict[str, Any]:
         """What follows from the rest of a state, and a checkpoint does not hold."""
-        return {"weights": self.forward.weights(state.params)} if self.keep else {}
+        return {"weights": self.forward.weights(to_device(state.params))} if self.keep else {}
 
     def logical(self, state: TrainState) -> TrainState:
         """The state as a checkpoint holds it: layers as [L, ...] whatever the mesh."""
         state, stages = state._replace(weights=None, in_flight=None), self.forward.stages
-        return state if stages is None else jax.jit(stages.unfolded)(state)
+        unfolded = lambda state: self.at_rest(stages.unfolded(to_device(state)))
+        return state if stages is None else jax.jit(unfolded)(state)
 
     def folded(self, tree: Any) -> Any:
         """Parameters, or what has their names, from a checkpoint, as a step holds them."""
-        return tree if self.forward.stages is None else jax.jit(self.forward.stages.folded)(tree)
+        stages = self.forward.stages
+        return tree if stages is None else jax.jit(lambda tree: stages.folded(to_device(tree)))(tree)
 
     def resume(self, state: TrainState) -> TrainState:
         """The inverse of `logical`, with what a checkpoint does not hold made again."""
         state = state._replace(params=self.folded(state.params), optimizer=self.folded(state.optimizer))
-        return state._replace(**jax.jit(self.derived)(state))
+        return self.at_rest(state._replace(**jax.jit(self.derived)(state)))
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step. A loss or gradient that is not finite leaves all but the counts as it is."""
+        state = to_device(state)
         weights = state.weights if self.keep else self.forward.weights(state.params)
         loss, grads, count, variables, further = self.gradients(weights, state.variables, batch, state.step)
         norm = optax.tree.norm(grads)
@@ -146,7 +163,8 @@ class Step:
         skipped = state.skipped + ~finite
         in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
         metrics = Metrics(loss, norm, count, skipped, in_a_row, further)
-        return TrainState(state.step + 1, params, optimizer, skipped, in_a_row, weights, variables), metrics
+        state = TrainState(state.step + 1, params, optimizer, skipped, in_a_row, weights, variables)
+        return self.at_rest(state), metrics
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""] | int = 0):
         """(mean loss, its gradient in f32, what it is a mean over, variables, further means), over all devices."""
@@ -157,7 +175,7 @@ class Step:
 
     def evaluate(self, params: Params, variables: Params, batch: Batch):
         """(summed loss, what to divide it by, further sums); divide the sums over all batches."""
-        loss, further = self.forward.evaluate(self.forward.weights(params), variables, batch)
+        loss, further = self.forward.evaluate(self.forward.weights(to_device(params)), variables, batch)
         return loss, self.forward.count(batch), further
 
 

@@ -7,6 +7,7 @@ from importlib.metadata import version
 import jax
 
 from jaxdist import __version__, models
+from jaxdist.cluster import compiler
 from jaxdist.cluster.runtime import capacity, notes, whereabouts
 from jaxdist.config import PipelineConfig
 from jaxdist.mesh import PIPELINE, describe
@@ -15,6 +16,7 @@ from jaxdist.planning import memory, pipelines, placement, remedies
 from jaxdist.planning.timing import FLOPS_FORMULA
 from jaxdist.request.checks.registry import remedy
 from jaxdist.training.run import Run
+from jaxdist.training.startup import queries
 
 STATISTICS = "batch norm takes those of a micro-batch over all devices, as one device would"
 
@@ -41,10 +43,12 @@ def _plan(run: Run, length: str) -> list[tuple[str, str]]:
     config, device, count = run.config, run.device, run.mesh.size
     held, there = memory.predict(config, run.model, run.layout), _capacity(run)
     pipe = pipelines.pipeline_of(config, run.layout)
+    asked = "" if run.dry else compiler.line(run.layout.platform, count)
     return [
         ("versions", f"jaxdist {__version__}, jax {version('jax')}, flax {version('flax')}, optax {version('optax')}"),
         ("devices", f"{count} x {device.device_kind} ({device.platform})"),
         *_places(run),
+        *([("compiler", asked)] if asked else []),
         ("mesh", f"{describe(run.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}"),
         ("model", f"{models.parameters(run.model):,} parameters"),
         ("batch", f"{_batch(run)} per step, {run.task.micro_batches} micro-batch(es), {length}"),
@@ -52,7 +56,9 @@ def _plan(run: Run, length: str) -> list[tuple[str, str]]:
         *([("arithmetic", f"{run.task.flops:,} FLOPs per token = {FLOPS_FORMULA}")] if run.task.flops else []),
         ("memory", _memory(held, there) + ("; activations are not predicted" if config.model.images else "")),
         *([("warning", _too_small(run, held, there))] if there and held.total > there else []),
-        ("statistics", STATISTICS) if config.model.images else ("attention", _attention(run)),
+        ("statistics", STATISTICS)
+        if config.model.images
+        else ("attention", attention_kernel(run.layout, queries(run), run.dtype, config.model.documents == "apart")),
     ]
 
 
@@ -69,11 +75,6 @@ def _batch(run: Run) -> str:
     return f"{rows} images" if run.config.model.images else f"{rows} rows x {units} = {rows * units:,} tokens"
 
 
-def _attention(run: Run) -> str:
-    model, rows = run.config.model, run.config.train.global_batch_size // run.task.micro_batches
-    return attention_kernel(run.layout, (rows, model.sequence, model.heads, model.embed // model.heads), run.dtype)
-
-
 def _capacity(run: Run) -> float | None:
     """Bytes of a device. CPU devices share those of the machine; before a run they stand for others."""
     if run.device.platform != "cpu":
@@ -86,6 +87,8 @@ def _memory(held: memory.Memory, there: float | None) -> str:
     there = "unknown capacity" if there is None else memory.size(there)
     parts = held.persistent | {f"{name} about": count for name, count in held.transient.items()}
     told = ", ".join(f"{name} {memory.size(count)}" for name, count in parts.items() if count)
+    waiting = {"between steps": held.host, "in a step": held.host_activations}
+    told += "".join(f"; in the host's memory {when} {memory.size(count)}" for when, count in waiting.items() if count)
     return f"{memory.size(held.total)} of {there} per device predicted: {told}"
 
 

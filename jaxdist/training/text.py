@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxdist.config import DataConfig
 from jaxdist.data.batches import Batch, abstract_batch, train_batch, validation_batches
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.parallel.pipeline.stages import stages_of
@@ -41,13 +42,17 @@ class Text(Task):
 
     @cached_property
     def data(self) -> Corpus:
-        return open_corpus(self.config.data, self.config.model.vocab, self.units)
+        return self._open(self.config.data)
 
     def keep(self, path: Path) -> None:
         """Ids that the weights know."""
         if path.exists():
             kept = self.config.data.model_copy(update={"tokenizer": path})
-            self.data = open_corpus(kept, self.config.model.vocab, self.units)
+            self.data = self._open(kept)
+
+    def _open(self, data: DataConfig) -> Corpus:
+        model = self.config.model
+        return open_corpus(data, model.vocab, model.sequence, model.documents == "apart")
 
     @property
     def units(self) -> int:
@@ -73,7 +78,9 @@ class Text(Task):
         return train_batch(self.data.train, rows, self.units, self.micro_batches, self.mesh, self.layout)
 
     def abstract(self, rows: int, accumulation: int) -> Batch:
-        return abstract_batch(rows, self.units, accumulation, self.mesh, self.layout)
+        return abstract_batch(
+            rows, self.units, accumulation, self.mesh, self.layout, self.config.model.documents == "apart"
+        )
 
     def held_out(self, rows: int, limit: int, accumulation: int) -> Iterator[Batch]:
         return validation_batches(self.data.validation, self.units, rows, limit, accumulation, self.mesh, self.layout)

@@ -7,6 +7,7 @@ import time
 
 import jax
 
+from jaxdist.cluster import compiler
 from jaxdist.cluster.agreement import check_alike, from_leader, leader, leader_first
 from jaxdist.cluster.job import Job
 from jaxdist.cluster.phases import COMPILING, READING, SAVING, STARTING, STEPPING, VALIDATING, WAITING
@@ -23,6 +24,7 @@ from jaxdist.training.profile import Profile
 from jaxdist.training.run import Run
 from jaxdist.training.saving import Saving, checkpoint_bytes, finished, locked, no_room
 from jaxdist.training.shelf import Shelf
+from jaxdist.training.startup import check_attention
 from jaxdist.training.step import Batch, TrainState
 from jaxdist.training.store import SaveFailed
 from jaxdist.training.summary import summary
@@ -58,7 +60,7 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
         checkpoints.set_aside(after=first)
         if leader():
             devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
-            folder.write(run.config, run.task.tokenizer, devices)
+            folder.write(run.config, run.task.tokenizer, devices, compiler.told(run.layout.platform, run.mesh.size))
             folder.cut_metrics(first)
         with (Log if leader() else Silent)(run.config, folder, run.steps, first) as log, job.failing(log.pause):
             try:
@@ -128,6 +130,8 @@ class Trainer:
         resume = f"from the checkpoint of step {found.step}" if found else "from the beginning"
         for line in [*summary(self.run, self.folder.path, resume), *self.checkpoints.notes]:
             self.log.say(line)
+        if checked := check_attention(self.run):
+            self.log.say(f"checked     {checked}")
         say = self.log.say
         return self.saving.go_on(found, say) if found else self.saving.begin(say)
 

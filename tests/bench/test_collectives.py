@@ -146,9 +146,9 @@ def test_the_fit_finds_latency_and_bandwidth():
     assert fit(PERMUTE, 4, sizes, [1e-3, 1e-3, 0.9e-3])[1] > 0  # it does not grow at all
 
 
-def made_up(*axes: tuple[int, int]) -> dict:
-    """What would be told of H100 hosts on which everything takes as long as the shipped cluster says."""
-    own, sizes, rows = cluster("h100-ndr"), [2**16, 2**20, 2**24, 2**28], []
+def made_up(*axes: tuple[int, int], name: str = "h100-ndr") -> dict:
+    """What would be told of H100 hosts on which collectives take as long as on that cluster."""
+    own, sizes, rows = cluster(name), [2**16, 2**20, 2**24, 2**28], []
     for ranks, inside in axes:
         for kind in calibration.KINDS:
             way = algorithms(kind)["send" if kind == PERMUTE else "ring"]
@@ -171,6 +171,15 @@ def test_links_are_found_in_what_groups_take(axes):
         link, expected = getattr(made, side), getattr(want, side)
         assert link.bandwidth == pytest.approx(expected.bandwidth, rel=0.05)  # 8 cards carry more than NVLink does
         assert link.latency == pytest.approx(expected.latency, rel=0.05)
+
+
+@pytest.mark.parametrize(("name", "pair"), [("alps-gh200", 150e9), ("h100-ndr", 0)])
+def test_hosts_without_a_switch_are_told_from_others(name, pair):
+    made, _ = cluster_of(made_up((4, 4), (2, 2), (4, 1), name=name), "own")
+    assert made.inside.bandwidth == pytest.approx(cluster(name).inside.bandwidth, rel=0.01)
+    assert made.inside.pair == pytest.approx(pair, rel=0.01)
+    only_two, _ = cluster_of(made_up((2, 2), (2, 1), name=name), "own")
+    assert (only_two.inside.pair, only_two.inside.bandwidth) == (0, pytest.approx(pair or 370e9, rel=0.01))
 
 
 def test_what_was_not_measured_is_of_the_data_sheet():

@@ -16,8 +16,12 @@ __all__ = ["text"]
 
 NODES = 4
 
-LONG = ("--train.steps=100000", "--train.global-batch-size=6")
-"""As good as for ever, with a batch that divides by 2 and by 3."""
+LONG = ("--train.steps=100000", "--train.global-batch-size=6", "--optimizer.learning-rate=0.0002")
+"""As good as for ever, with a batch that divides by 2 and by 3.
+
+At the usual rate rounding grows with the steps: on 1, 2 and 3 devices that nothing stops, norms of gradients part by
+1.4e-4 within 600 steps and by 7.7e-4 within 800. At this one they stay within 1e-5, losses within 1e-6, for 1000.
+"""
 
 FURTHER = 1000
 """Steps: more than a job makes in a test."""
@@ -58,10 +62,7 @@ def played(tmp_path, monkeypatch) -> Played:
 
 @pytest.fixture(scope="session")
 def same(text, tmp_path_factory):
-    """Whether the figures of each step in a folder of a `LONG` run are those of one process.
-
-    Losses to 1e-5. The norms of gradients are small by then, and drift: by more than 1e-4 in step 473 of one run.
-    """
+    """Whether the figures of each step in a folder of a `LONG` run are those of one process."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     options = ("--mesh=2x1x1", *LONG, "--checkpoint.every=1000")
     with started(jobs.train(jobs.argv(folder, text, *options))) as running:
@@ -75,6 +76,6 @@ def same(text, tmp_path_factory):
         found = steps(folder)
         both = min(len(found), len(wanted))
         assert both >= 5
-        close(found[:both], wanted[:both], norms=1e-3)
+        close(found[:both], wanted[:both], norms=1e-4)
 
     return look

@@ -113,7 +113,18 @@ class Slurm:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
+        with suppress(AssertionError):
+            self.until(lambda: not any(map(_lives, pids)), 20, "its daemons to end")
+        for pid in [*filter(_lives, pids), *self._step_daemons()]:  # on a busy machine one may wait for the other
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.until(lambda: not any(map(_lives, pids)), 20, "its daemons to end")
+
+    def _step_daemons(self) -> list[int]:
+        """Those of job steps that have not ended with their job."""
+        own = f"SLURM_CONF={self.config}"
+        found = [file.parent for file in Path("/proc").glob("[0-9]*/comm") if _told(file).startswith("slurmstepd")]
+        return [int(folder.name) for folder in found if own in _told(folder / "environ").split("\0")]
 
     def run(self, *command: str | Path, seconds: float = 120, code: int = 0, **variables: str) -> str:
         """What a command says. AssertionError if it ends with another `code`."""
@@ -183,7 +194,12 @@ class Slurm:
 
 
 def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
+    told = _told(Path(f"/proc/{pid}/stat")).split()
+    return bool(told) and told[2] != "Z"
+
+
+def _told(file: Path) -> str:
+    """What /proc has there; nothing of a process that has ended."""
+    with suppress(OSError):
+        return file.read_text(errors="replace")
+    return ""

@@ -43,6 +43,7 @@ ROWS = [
     ("2x1x2", dict(zero=1, schedule="pipedream", microbatches=1)),
     ("2x2x2", dict(zero=3, sequence=True, schedule="pipedream", microbatches=1, remat="none")),
     ("2x1x4", dict(zero=2, schedule="pipedream", microbatches=1, dropout=0.1)),
+    ("1x2x2", dict(sequence=True, documents="apart")),
 ]
 
 

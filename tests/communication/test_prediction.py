@@ -13,7 +13,7 @@ from tests.tiers import thinned
 
 GPT, LLAMA = cases.MODEL, cases.LLAMA
 UNTIED = LLAMA.model_copy(update={"tied": False, "kv_heads": 4})
-BLOCK = {"remat": "block"}
+BLOCK, APART = {"remat": "block"}, {"documents": "apart"}
 
 ROWS = [
     ("8x1x1", 1, GPT, dict(zero=0)),
@@ -34,6 +34,8 @@ ROWS = [
     ("1x4x1", 1, GPT, dict(zero=0, rules=RulesConfig(vocab=""))),
     ("1x4x1", 1, GPT, dict(zero=0, sequence=True)),
     ("1x4x1", 1, GPT, dict(zero=0, sequence=True, rules=RulesConfig(vocab=""))),
+    ("1x4x1", 1, GPT.model_copy(update=APART), dict(zero=0, sequence=True)),
+    ("2x2x1", 4, GPT.model_copy(update=APART), dict(zero=3, sequence=True, rules=RulesConfig(vocab=""))),
 ]
 
 

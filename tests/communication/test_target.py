@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import jax
 import pytest
 
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
@@ -68,12 +69,17 @@ def test_weights_are_gathered_in_bfloat16_and_gradients_reduced_in_float32(zero)
     assert dtypes == {"all-gather": ("bf16",), "reduce-scatter": ("f32",)}
 
 
+AHEAD = pytest.mark.xfail(
+    jax.__version_info__ >= (0, 11), reason="asked to gather ahead, it gathers a layer once more here", strict=True
+)
+
+
 @pytest.mark.parametrize(
     ("mesh", "accumulation", "model", "parallel"),
     [
         ("replica=2,data=2,model=2", 4, GPT, dict(zero=2)),
         ("4x2x1", 1, GPT, dict(zero=0, sequence=True)),
-        ("2x4x1", 4, LLAMA, dict(zero=3, sequence=True)),
+        pytest.param("2x4x1", 4, LLAMA, dict(zero=3, sequence=True), marks=AHEAD),
         ("1x8x1", 1, LLAMA, dict(zero=0)),
         *exhaustive([("replica=2,data=4", 4, LLAMA, dict(zero=1)), ("1x8x1", 4, LLAMA, dict(zero=0))]),
     ],  # every axis, stage, model, accumulation and sequence parallelism; the other pairs are proved on CPU

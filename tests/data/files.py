@@ -20,8 +20,8 @@ def ids(*numbers: int) -> bytes:
     return np.array(numbers, "<u2").tobytes()
 
 
-def open_(vocab: int = VOCAB, sequence: int = S, **knobs) -> Corpus:
-    return open_corpus(DataConfig(**knobs), vocab, sequence)
+def open_(vocab: int = VOCAB, sequence: int = S, apart: bool = False, **knobs) -> Corpus:
+    return open_corpus(DataConfig(**knobs), vocab, sequence, apart)
 
 
 def save_tokenizer(path, size=VOCAB, end=None):

@@ -1,5 +1,6 @@
 import threading
 import time
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -104,6 +105,20 @@ def test_batches_lie_where_the_layout_says(tokens):
     for name, array in batch.items():
         assert array.sharding.spec == layout.spec((None, "batch", None)[: array.ndim]), name
         assert {shard.data.shape for shard in array.addressable_shards} == {(2, 1, S)[: array.ndim]}
+
+
+def test_apart_each_document_has_its_start_and_foretells_no_other(tmp_path):
+    """A document's last token, its end, has no label, whatever follows; a row's first token starts one."""
+    path = tmp_path / "tokens.bin"
+    np.array([5, 9, 9, 6, 7, 8, 9, 5, 5, 5, 9, 5, 7], "<u2").tofile(path)
+    batch = train_batch(replace(Tokens.open(path, "uint16"), end=9), np.array([0, 1, 2, -1]), 4, 2, *on("2x1x1"))
+    names = ("tokens", "labels", "starts")
+    rows = {name: np.asarray(batch[name]).reshape(4, 4)[:3].tolist() for name in names}
+    assert rows["tokens"] == [[5, 9, 9, 6], [7, 8, 9, 5], [5, 5, 9, 5]]
+    assert rows["labels"] == [[9, -1, -1, 7], [8, 9, -1, 5], [5, 9, -1, 7]]
+    assert rows["starts"] == [[0, 0, 2, 3], [0, 0, 0, 3], [0, 0, 0, 3]]
+    assert (np.asarray(batch["labels"])[1, 1] == IGNORED).all()
+    assert batch["starts"].sharding == batch["tokens"].sharding
 
 
 def test_a_process_reads_only_its_rows_and_each_once(tokens, monkeypatch):

@@ -44,6 +44,21 @@ def test_every_nth_json_line_is_held_out_and_each_text_ends(write):
     assert "20 documents" in corpus.source
 
 
+@pytest.mark.parametrize("ends", [None, "</s>"])
+def test_apart_the_tokens_tell_where_documents_end(write, tmp_path, ends):
+    """By the tokenizer's end-of-text token; all else is as it is."""
+    path = write("a.jsonl", lines(*(f"text {i} of " + "abc " * i for i in range(20))))
+    knobs = dict(path=path, validation_fraction=0.25)
+    if ends:
+        knobs |= dict(tokenizer=save_tokenizer(tmp_path / "t.json", end=ends), vocab=VOCAB + 1)
+    joined, apart = (open_(apart=apart, **knobs) for apart in (False, True))
+    assert joined.train.end is joined.validation.end is None
+    assert apart.train.end == apart.validation.end == (VOCAB if ends else 0)
+    assert np.array_equal(apart.train.ids, joined.train.ids)
+    assert apart.fingerprint == joined.fingerprint
+    assert apart.source == f"{joined.source}; documents apart"
+
+
 def test_a_validation_path_is_held_out_whole(write):
     a, b = write("a.jsonl", lines("one " * 30, "two " * 30)), write("b.jsonl", lines("three " * 20))
     corpus = open_(path=a, validation_path=b)

@@ -55,6 +55,13 @@ BAD = [
         {"path": "a.txt", "validation_path": "b.jsonl"},
         ["is plain text", "is JSON lines", "one kind"],
     ),
+    ({"a.bin": ids(*range(99)) * 9}, {"path": "a.bin", "apart": True}, ["no tokenizer tells which token", "joined"]),
+    (
+        {"a.jsonl": GOOD * 20, "t.json": None},
+        {"path": "a.jsonl", "tokenizer": "t.json", "apart": True},
+        ["no tokenizer tells which token ends a document", "<|endoftext|>"],
+    ),
+    ({"a.txt": POEM}, {"path": "a.txt", "apart": True}, ["is one document", "id 0", "a .jsonl"]),
     ({"b.txt": POEM}, {"validation_path": "b.txt"}, ["data.path is not set"]),
     ({"a.txt": POEM}, {"path": "a.txt", "validation_path": "a.txt"}, ["the same file"]),
     (
@@ -69,9 +76,9 @@ BAD = [
 def test_mistakes_are_named_with_values_and_remedy(write, tmp_path, files, knobs, sentences):
     for name, content in files.items():
         save_tokenizer(tmp_path / name) if content is None else write(name, content)
-    paths = {name: tmp_path / value for name, value in knobs.items() if name != "vocab"}
+    paths = {name: tmp_path / value for name, value in knobs.items() if name not in ("vocab", "apart")}
     with pytest.raises(RequestError) as raised:
-        open_(vocab=knobs.get("vocab", VOCAB), **paths)
+        open_(vocab=knobs.get("vocab", VOCAB), apart=knobs.get("apart", False), **paths)
     for sentence in sentences:
         assert sentence in str(raised.value)
     assert not list((tmp_path / "cache").glob("*.*")), "a half-made folder is left"

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from jaxdist.cluster import compiler
 from jaxdist.cluster.place import Place
 from jaxdist.doctor import __main__ as doctor
 from jaxdist.doctor import devices, findings, machine, network, software
@@ -51,8 +52,21 @@ MEMORY = [
     ({"XLA_CLIENT_MEM_FRACTION": "0.9", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, WARNING, "is only a bound"),
     ({"XLA_PYTHON_CLIENT_ALLOCATOR": "bcf"}, WRONG, "valid are default, platform, bfc"),
     ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, WARNING, "which is slow"),
-    ({"XLA_CLIENT_MEM_FRACTION": "0.9"}, OK, "JAX takes 0.9"),
+    ({"XLA_CLIENT_MEM_FRACTION": "0.9"}, OK, "JAX takes 0.9 "),
+    ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, OK, "JAX takes 0 "),
+    ({}, OK, "JAX takes 0.92 "),
 ]
+
+
+def test_options_of_the_compiler(monkeypatch):
+    (name, *_), this = compiler.options("gpu", 2), here()
+    assert f"compiled with {name}" in found(software.options, OK, this)
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=false")
+    assert name not in found(software.options, OK, this)
+    monkeypatch.setattr(compiler, "OPTIONS", {"0.9": ()})
+    assert "no options are known for jaxlib" in found(software.options, OK, this)
+    this.gpus = 1
+    assert "use jax 0.9" in found(software.options, WARNING, this)
 
 
 @pytest.mark.parametrize(("environment", "state", "sentence"), MEMORY)
@@ -153,8 +167,8 @@ def test_a_healthy_machine(tmp_path, monkeypatch, capsys):
     states = {row["check"]: row["state"] for row in result["findings"]}
     assert result["healthy"]
     assert {name for name, state in states.items() if state == OK} == {
-        "versions", "XLA_FLAGS", "memory", "driver", "limits", "cache", "compilations", "proxies", "run folder",
-        "devices", "all-reduce data", "all-reduce model",
+        "versions", "XLA_FLAGS", "memory", "driver", "limits", "cache", "compilations", "compiler", "proxies",
+        "run folder", "devices", "all-reduce data", "all-reduce model",
     }  # fmt: skip
     assert {name for name, state in states.items() if state == UNCHECKED} == {"own name", "hosts", "clocks", "NCCL"}
     assert {path.name for path in tmp_path.iterdir()} == {"bin"}

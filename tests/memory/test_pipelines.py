@@ -29,6 +29,7 @@ ROWS = [
     ("2x2x2", dict(precision="mixed", zero=2, sequence=True, vocab=98, dropout=0.1)),
     ("replica=2,data=2,pipeline=2", dict(precision="bfloat16", zero=1, **GROUPED)),
     ("2x1x2", dict(precision="mixed", zero=0, schedule="interleaved", layers=7)),
+    ("1x2x2", dict(precision="float32", sequence=True, documents="apart")),
 ]
 
 
@@ -40,7 +41,11 @@ def test_argument_bytes_are_predicted_exactly_and_the_state_is_donated(mesh, of)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "of"), [("2x1x4", dict(zero=1, dropout=0.1, layers=5)), ("1x2x2", dict(precision="bfloat16", zero=3))]
+    ("mesh", "of"),
+    [
+        ("2x1x4", dict(zero=1, dropout=0.1, layers=5, documents="apart")),
+        ("1x2x2", dict(precision="bfloat16", zero=3)),
+    ],
 )
 def test_what_is_in_flight_is_predicted_and_donated(mesh, of):
     """With remat stage a batch leaves the input of a stage, and the bytes are exact."""

@@ -1,19 +1,22 @@
 """Promise 2, the bytes held: a step's arguments are predicted to the byte, what it makes and drops about right."""
 
+import math
+
 import jax
 import pytest
 
 from jaxdist import models
-from jaxdist.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from jaxdist.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, PipelineConfig, TrainConfig
 from jaxdist.planning import memory
-from jaxdist.sharding import Layout
+from jaxdist.sharding import HOST, Layout
 from jaxdist.training.run import Run
 from tests.tiers import thinned
 
 MODEL = ModelConfig(layers=2, embed=32, heads=4, vocab=96, sequence=16)
 ODD = MODEL.model_copy(update={"embed": 36})
 GROUPED = MODEL.model_copy(update={"family": "llama", "kv_heads": 2, "mlp": 64})
-MODELS = {"gpt": MODEL, "odd": ODD, "llama": GROUPED}
+APART = MODEL.model_copy(update={"documents": "apart"})
+MODELS = {"apart": APART, "gpt": MODEL, "odd": ODD, "llama": GROUPED}
 
 
 def config(mesh: str, precision: str, zero: int, sequence: bool = False, model=MODEL, **train) -> Config:
@@ -46,6 +49,7 @@ ROWS = [
     ("llama", "1x4x1", "mixed", 0, False),  # two key/value heads, repeated over four devices in use
     ("llama", "2x4x1", "mixed", 1, True),
     ("llama", "4x2x1", "float32", 3, False),
+    ("apart", "2x2x1", "float32", 3, True),
 ]
 
 
@@ -54,6 +58,27 @@ def test_argument_bytes_are_predicted_exactly_and_the_state_is_donated(model, me
     found, predicted = planned(config(mesh, precision, zero, sequence, MODELS[model]))
     assert found.argument_size_in_bytes == predicted.arguments
     assert found.alias_size_in_bytes == predicted.arguments - predicted.batch
+
+
+@pytest.mark.parametrize(
+    ("mesh", "precision", "zero"),
+    [("1x1x1", "float32", 0), ("4x2x1", "mixed", 3), ("2x2x1", "bfloat16", 1), ("2x1x2", "mixed", 1)],
+)
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_bytes_on_the_device_and_in_the_hosts_memory_are_predicted_exactly(mesh, precision, zero, rule):
+    """Of arrays as they are going to lie: in the program, CPU devices and their host have one memory."""
+    c = config(mesh, precision, zero, accumulation=1)
+    pipe = PipelineConfig(microbatches=2) if mesh.endswith("2") else PipelineConfig()
+    parallel = c.parallel.model_copy(update={"offload": "optimizer"})
+    c = c.model_copy(update={"parallel": parallel, "optimizer": OptimizerConfig(name=rule), "pipeline": pipe})
+    run = Run(c)
+    with jax.set_mesh(run.mesh):
+        arrays = jax.tree.leaves(run.abstract())
+    own = lambda a: a.dtype.itemsize * math.prod(a.sharding.shard_shape(a.shape))
+    hosted = sum(own(a) for a in arrays if a.sharding.memory_kind == HOST)
+    held = memory.predict(c, run.model, run.layout)
+    assert (hosted, sum(map(own, arrays)) - hosted) == (held.host, held.arguments - held.batch)
+    assert held.host_traffic == held.host > 0
 
 
 @pytest.mark.parametrize("name", thinned([("sgd",), ("lion",)], 2))

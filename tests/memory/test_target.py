@@ -1,5 +1,7 @@
 """Temporary bytes of the program that a GPU would run, compiled for H100s that are not here: predicted within 15 %."""
 
+import math
+import re
 from functools import cache
 
 import pytest
@@ -24,15 +26,42 @@ def test_temporary_bytes_of_llama_1b_on_eight_h100s(zero, remat, accumulation):
     assert found.program.argument_bytes == found.memory.arguments
     predicted = found.memory.total - found.memory.arguments
     assert 0.85 < predicted / found.program.temporary_bytes < 1.15
+    layers, flash = found.config.model.layers * accumulation, found.kernels
+    again = remat == "block"
+    assert (flash.flash_forward, flash.flash_backward) == ((1 + again) * layers, layers)
+
+
+def test_what_waits_in_the_hosts_memory_of_eight_h100s():
+    """State and inputs of layers are there, to the byte; state goes there once a step, and no copy of either stays."""
+    found = llama_1b(3, "offload", 4, offload="optimizer")
+    held, program = found.memory, found.program
+    assert (program.argument_bytes, program.host_argument_bytes) == (held.arguments, held.host)
+    assert program.host_temporary_bytes == held.host_activations == 4 * 16 * 2 * 2048 * 2048 * 2
+    assert sum(size(*copied) for copied in re.findall(TO_HOST, program.text)) == held.host
+    stacks = re.findall(r"\w+\[16,4,2,2048,2048\]\{[^}]*\}", program.text)
+    assert stacks
+    assert all(stack.endswith(IN_HOST) for stack in stacks)
+
+
+IN_HOST = ":S(5)}"
+"""How XLA writes that the memory is the host's."""
+
+TO_HOST = r"= \((\w+)\[([\d,]*)\]\{[^}]*:S\(5\)\}, [^)]*\)? copy-start\("
+"""(type, shape) of what is copied there."""
+
+
+def size(dtype: str, shape: str) -> int:
+    return {"f32": 4, "bf16": 2}[dtype] * math.prod(map(int, shape.split(",")))
 
 
 @cache
-def llama_1b(zero: int, remat: str, accumulation: int) -> Report:
+def llama_1b(zero: int, remat: str, accumulation: int, offload: str = "none") -> Report:
     """Two rows of 2048 tokens a micro-batch and device, in bfloat16."""
     asked = {
         "mesh": "8x1x1",
         "parallel.zero": str(zero),
         "model.remat": remat,
+        "parallel.offload": offload,
         "model.sequence": "2048",
         "train.accumulation": str(accumulation),
         "train.global_batch_size": str(16 * accumulation),

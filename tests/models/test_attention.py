@@ -110,6 +110,19 @@ def test_which_kernel_and_why(monkeypatch, platform, capability, dtype, size, ro
         assert told == f"cuDNN flash attention: gpu, {jnp.dtype(dtype).name}, heads of {size}"
 
 
+def test_documents_that_are_apart_keep_cudnn_away(monkeypatch):
+    """Its sequence lengths are those of padded rows, and a mask would be S x S numbers of each row."""
+    monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)
+    layout = Layout((), "gpu", (), (9, 0))
+    told = attention_kernel(layout, (8, 512, 32, 64), BF16, apart=True)
+    assert told.startswith("causal attention within documents in 4 block(s) of queries, because cuDNN's, as jax.nn")
+    heads = [jax.ShapeDtypeStruct((2, 256, n, 64), BF16) for n in (4, 2, 2)]
+    traced = lambda *starts: str(jax.make_jaxpr(partial(causal_attention, layout))(*heads, *starts))
+    with jax.set_mesh(mesh_of("1x1x1")):
+        assert "dot_product_attention" in traced()
+        assert "dot_product_attention" not in traced(jax.ShapeDtypeStruct((2, 256), jnp.int32))
+
+
 def test_a_gpu_without_cudnn(monkeypatch):
     """jax.nn would die of it: the plug-in comes without cuDNN in `jax[cuda13-local]`."""
 

@@ -85,7 +85,13 @@ def test_rotary_turns_halves_and_its_gradient_is_the_derivative(one_device):
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("llama_1b", 1_235_814_400), ("llama_8b", 8_030_261_248), ("llama_70b", 70_553_706_496)]
+    ("name", "count"),
+    [
+        ("llama_1b", 1_235_814_400),
+        ("llama_3b", 3_212_749_824),
+        ("llama_8b", 8_030_261_248),
+        ("llama_70b", 70_553_706_496),
+    ],
 )
 def test_shipped_sizes_are_the_published_ones(name, count):
     """Described with no device."""

@@ -53,7 +53,15 @@ def rows(seed: int = 0, padded: bool = True, count: int = ROWS) -> tuple[np.ndar
     return np.concatenate([tokens, -further]), np.concatenate([labels, further])
 
 
-def on_mesh(mesh, layout: Layout, tokens: np.ndarray, labels: np.ndarray, accumulation: int = 1) -> dict:
+def starts(seed: int = 0, count: int = ROWS) -> np.ndarray:
+    """Of documents of about four tokens, where in its row that of each position starts."""
+    begins = np.random.default_rng(seed).random((count, SEQUENCE)) < 0.25
+    return np.maximum.accumulate(np.where(begins, np.arange(SEQUENCE, dtype=np.int32), 0), axis=1)
+
+
+def on_mesh(
+    mesh, layout: Layout, tokens: np.ndarray, labels: np.ndarray, accumulation: int = 1, **further: np.ndarray
+) -> dict:
     """A global batch, split into micro-batches, on the devices of `mesh`."""
 
     def put(a: np.ndarray) -> jax.Array:
@@ -61,7 +69,8 @@ def on_mesh(mesh, layout: Layout, tokens: np.ndarray, labels: np.ndarray, accumu
         spec = layout.spec((None, "batch", None)[: a.ndim])
         return jax.device_put(a, jax.sharding.NamedSharding(mesh, spec))
 
-    return {"tokens": put(tokens), "labels": put(labels), "rows": put(np.arange(len(tokens), dtype=np.int32))}
+    numbers = np.arange(len(tokens), dtype=np.int32)
+    return {name: put(a) for name, a in dict(tokens=tokens, labels=labels, rows=numbers, **further).items()}
 
 
 def train(
@@ -79,8 +88,10 @@ def train(
     sequence: bool = False,
     pipeline: PipelineConfig | None = None,
     count: int = ROWS,
+    apart: bool = False,
 ) -> Outcome:
-    """`accumulation` micro-batches of `count` rows; those of the `pipeline`, if the mesh has stages."""
+    """`accumulation` micro-batches of `count` rows; those of the `pipeline`, if the mesh has stages. Documents of a row
+    are `apart` or joined."""
     shape = parse_mesh(mesh)
     devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
     pipeline = pipeline or PipelineConfig()
@@ -104,7 +115,9 @@ def train(
         state = jax.jit(lambda params: step.start(step.place(params)))(folded(params))
         take = jax.jit(step.train)
         for number in range(steps):
-            state, metrics = take(state, on_mesh(devices, layout, *rows(number, count=count), accumulation))
+            further = {"starts": starts(number, count)} if apart else {}
+            batch = on_mesh(devices, layout, *rows(number, count=count), accumulation, **further)
+            state, metrics = take(state, batch)
             losses.append(float(metrics.loss))
             norms.append(float(metrics.grad_norm))
             gradients.append(jax.device_get(logical(state.optimizer[0])))

@@ -106,9 +106,10 @@ def test_memory_is_flat_in_the_micro_batches(remat):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "stage"])
-def test_memory_of_gpipe_grows_with_them(remat):
-    few, more, many = (temporaries("gpipe", micro, remat) for micro in (16, 40, 64))
+@pytest.mark.parametrize(("remat", "micro"), [("none", (8, 36, 64)), ("stage", (16, 40, 64))])
+def test_memory_of_gpipe_grows_with_them(remat, micro):
+    """With 8 micro-batches and stages computed again it is 7 % above the line that 16, 32 and 64 lie on."""
+    few, more, many = (temporaries("gpipe", count, remat) for count in micro)
     assert many > 2 * few
     assert math.isclose(many - more, more - few, rel_tol=0.02)
 

@@ -43,10 +43,10 @@ class Toy:
         is_shape = lambda a: isinstance(a, tuple)
         self.abstract = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=is_shape)
 
-    def embed(self, params, tokens, keys):
+    def embed(self, params, tokens, keys, starts=None):
         return dropout(self.layout, lookup(self.layout, params["table"], tokens), self.rate, keys, site=0)
 
-    def block(self, w, x, keys):
+    def block(self, w, x, keys, starts=None):
         y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-5)
         y = enter(self.layout, y * spread(w["scale"], y), "mlp")
         h = einsum(self.layout, "BSD,DF->BSF", y, w["up"])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from jaxdist.config import Config, ModelConfig
-from jaxdist.mesh import DATA, MODEL, PIPELINE, micro_batches, parse_mesh
+from jaxdist.mesh import BATCH_AXES, DATA, MODEL, PIPELINE, micro_batches, parse_mesh
 from jaxdist.models import Model, build
 from jaxdist.planning import collective_time
 from jaxdist.planning.clusters import Cluster, cluster
@@ -42,6 +42,8 @@ class Program:
     at the rate of others, and scores go through the memory."""
     late: bool = False
     """Backward, it gathers a layer's weights when the last one is done, and nothing hides that."""
+    apart: bool = False
+    """It computes nothing while weights and gradients travel, and these are 16 bits wide."""
     own_ticks: bool = False
     """Each rank of a pipeline has a program of its own: it waits (p-1)/(vm) of its work, the last has all logits, and
     each of the t ranks that split tensors sends a part to the next stage (Narayanan et al. 2021, 2.2 and 4.1)."""
@@ -49,13 +51,17 @@ class Program:
 
 MEGATRON = Program(own_ticks=True)
 
+ALPA = Program(own_ticks=True, apart=True)
+"""It runs XLA with xla_gpu_enable_async_all_reduce=false (alpa 8350d91, alpa/global_env.py), and takes gradients of
+parameters in float16, of which a master is kept (alpa/model/model_util.py)."""
+
 
 def program_of(row: Row) -> Program:
     """MosaicML's first tables are made with Triton's FlashAttention and BACKWARD_POST, both defaults then (llm-foundry
     b2a43a1, submit_benchmarks.py; Composer 0.16.4, dist_strategy.py), those of 128 H100s and more with what is told for
     each model (llm-foundry 5e85bd6, sweep.py)."""
     if row.source != "MosaicML llm-foundry":
-        return MEGATRON
+        return ALPA if row.source == "Alpa" else MEGATRON
     if row.gpu == "h100_80gb" and row.gpus >= 128:
         return Program(attention=FLASH_2 if row.model in ("MPT-7b", "MPT-70b") else FLASH_1)
     return Program(attention=FLASH_1, late=True)
@@ -175,6 +181,8 @@ class Step:
         parts[ARITHMETIC] += self.k * self.row.layers / self.p * sum(self.attention())
         if self.program.late:
             parts[DATA] += self.gathered_late(self.plain.transfers)
+        if self.program.apart:
+            parts[DATA] = sum(ours.seconds(one, self.shape, self.cluster) for one in self.over_data())
         if self.program.own_ticks and self.p > 1:
             m, v = self.config.model, max(1, self.config.pipeline.virtual_stages)
             head = ours.head_flops(m, self.tokens) / (self.t * self.rate)
@@ -183,6 +191,11 @@ class Step:
             sent = 2 * self.k * v * 2 * self.tokens * m.embed / self.t  # bfloat16, forward and back
             parts[PIPELINE] = sent / self.cluster.across.bandwidth
         return parts
+
+    def over_data(self) -> list[Transfer]:
+        """Weights and gradients, all 16 bits wide."""
+        found = [one for one in self.plain.transfers if set(one.axes) & set(BATCH_AXES)]
+        return ours.together(replace(one, width=2) for one in found)
 
     def gathered_late(self, transfers: Iterable[Transfer]) -> float:
         """Half of the gathers of layers, of which jaxdist's step already has what cannot be hidden."""

@@ -1,6 +1,5 @@
 """`--mesh auto`: the plan for the devices that are there, and a run that follows it."""
 
-import json
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.automatic import WHOLE, Found, cluster_of, plan
 from jaxdist.planning.search.plan import search
 from jaxdist.request import load
+from tests.training.curves import alike
 
 TINY = ["--model.layers=1", "--model.sequence=32", "--train.steps=3", "--train.global-batch-size=8", "--log.every=1"]
 
@@ -66,9 +66,4 @@ def test_a_run_of_two_processes_follows_its_plan(tmp_path):
         said = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300).stderr
         assert ("plan  " in said) == (folder == "auto")
     assert load(str(tmp_path / "auto" / "config.toml"), {}).mesh == "2x1x1"
-    losses = [
-        [json.loads(line)["loss"] for line in (tmp_path / folder / "metrics.jsonl").open() if '"loss"' in line]
-        for folder in ("auto", "one")
-    ]
-    assert len(losses[0]) == 3
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    alike(tmp_path / "auto", tmp_path / "one", steps=3)

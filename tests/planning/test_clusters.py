@@ -2,12 +2,14 @@
 
 import re
 import tomllib
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.planning.clusters import PRESETS, USABLE, Cluster, Link, cluster, to_toml
+from jaxdist.mesh import GPU_SHARE
+from jaxdist.planning.clusters import PRESETS, Cluster, Link, cluster, to_toml
 from jaxdist.planning.hardware import GPUS
 
 OWN = Cluster(
@@ -56,12 +58,12 @@ def test_every_shipped_cluster_is_that_of_its_gpu(name):
     assert (gpu is None) == (name in ("cpu", "v100-nvlink"))
     if gpu:
         assert (one.peak, one.per_host, one.bandwidth) == (gpu.peak, gpu.per_host, gpu.bandwidth)
-        assert one.memory == pytest.approx(USABLE * gpu.memory, rel=1e-3)
+        assert one.memory == pytest.approx(GPU_SHARE * gpu.memory, rel=1e-3)
         assert 0.6 * gpu.link <= one.inside.bandwidth <= gpu.link
         assert 0.6 * gpu.network <= one.across.bandwidth <= gpu.network
     lines = PRESETS[name].read_text().splitlines()
     for before, line in pairwise(lines):
-        if re.match(r"(per_host|memory|peak|matmul|bandwidth|overlap|latency) =", line):
+        if re.match(r"(per_host|memory|peak|matmul|bandwidth|pair|overlap|latency) =", line):
             assert before.startswith(("#", "gpu =")), line
 
 
@@ -77,6 +79,9 @@ def test_a_cluster_is_written_and_read_back(tmp_path):
     assert cluster(str(path)) == OWN
     assert path.read_text().startswith("# measured\n#\n# on a Sunday\n")
     assert tomllib.loads(path.read_text())["inside"] == {"bandwidth": 3e11, "latency": 2e-6}
+    paired = replace(OWN, inside=Link(3e11, 2e-6, pair=1e11))
+    path.write_text(to_toml(paired, []))
+    assert cluster(str(path)) == paired
 
 
 def test_names_that_are_no_cluster(tmp_path):
@@ -115,4 +120,11 @@ def test_a_link_that_is_no_table_and_one_that_lacks_a_key(own):
         'across is [{"bandwidth": 25000000000.0, "latency": 0.0}]: must be a table; '
         "write [across] with bandwidth and latency",
         "inside.bandwidth is missing; set it, in bytes per second",
+    ]
+
+
+def test_only_gpus_of_a_host_may_lack_a_switch(own):
+    assert own((r"\[inside\]\n", "[inside]\npair = -1\n"), (r"\[across\]\n", "[across]\npair = 1e9\n")) == [
+        "inside.pair is -1: must be from 1 to 1e+18, in bytes per second",
+        "unknown key 'across.pair'; valid names are bandwidth, latency",
     ]

@@ -65,6 +65,21 @@ def test_the_bandwidth_of_nccl_on_h100_hosts():
     assert checked == 5
 
 
+def test_without_a_switch_a_group_has_the_links_between_its_own_gpus():
+    """GH200: 150 GB/s to each of three others, so 150, 300 and 450 in groups of 2, 3 and 4; 4 on a switch, all."""
+    rate = lambda kind, ranks, cluster, inside=None: MANY / float(seconds(kind, MANY, ranks, inside or ranks, cluster))
+    for ranks, reached in ((2, 150e9), (3, 300e9), (4, 450e9)):
+        share = (ranks - 1) / ranks
+        assert rate(ALL_GATHER, ranks, ALPS) == pytest.approx(reached / share, rel=1e-6)
+        assert rate(ALL_REDUCE, ranks, ALPS) == pytest.approx(reached / share / 2, rel=1e-6)
+        assert rate(ALL_TO_ALL, ranks, ALPS) == pytest.approx(ranks * 150e9, rel=1e-6)
+        assert rate(ALL_GATHER, ranks, H100) == pytest.approx(H100.inside.bandwidth / share, rel=1e-6)
+    assert rate(PERMUTE, 4, ALPS) == pytest.approx(150e9, rel=1e-6)
+    assert rate(PERMUTE, 8, ALPS, 4) == pytest.approx(25e9, rel=1e-6)
+    assert rate(ALL_GATHER, 2, ALPS, 1) == pytest.approx(2 * 25e9, rel=1e-6)  # of two hosts: links inside bind nothing
+    assert "b=150 GB/s" in why(ALL_GATHER, 1e6, 2, 2, ALPS)
+
+
 def test_all_reduce_on_alps():
     """Within 5 % at 128 MiB, 15 % at 64; shorter ones take longer than told, as Slingshot does not warm up so fast."""
     for row in published("CSCS"):

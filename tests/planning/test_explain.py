@@ -38,6 +38,7 @@ def test_the_json_has_the_documented_schema(report):
         sums[one["axis"]] += one["wire_bytes"]
     assert sums == pytest.approx(told["wire_bytes_per_axis"])
     assert {"data", "model"} <= set(sums)
+    assert told["beside"] == {}  # of a GPU's program alone
     assert told["differences"] == []
     assert told["compile_seconds"] > 0
 

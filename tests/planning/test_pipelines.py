@@ -122,7 +122,7 @@ def test_the_summary_tells_all_of_it(capsys):
 
 
 def test_remedies_know_micro_batches_and_stages():
-    one = config("2x1x2", "gpipe", microbatches=2, remat="none", rows=64, vocab=512).model_copy(
+    one = config("2x1x2", "gpipe", microbatches=2, remat="none", rows=256, vocab=512).model_copy(
         update={"run_dir": "run"}
     )
     model, layout = models.build(one.model), laid(one)

@@ -71,7 +71,7 @@ def test_too_large(monkeypatch):
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     assert target.too_large(100 * 2**30, "h100", ["model.remat to block"]) == (
-        "the step needs 100.0 GiB on each h100, of whose 79.1 GiB JAX takes 59.3 GiB (XLA_CLIENT_MEM_FRACTION 0.75); "
+        "the step needs 100.0 GiB on each h100, of whose 79.1 GiB JAX takes 72.8 GiB (XLA_CLIENT_MEM_FRACTION 0.92); "
         "set model.remat to block, or the data axis or the model axis to more devices"
     )
 
@@ -80,11 +80,15 @@ def test_what_fits_with_a_larger_share(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     fits = lambda gib: not target.too_large(int(gib * 2**30), "h100", [])
+    assert fits(72)
+    assert not fits(73)
+    assert target.too_large(74 * 2**30, "h100", []).endswith(", or XLA_CLIENT_MEM_FRACTION to 0.94")
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.94")
+    assert fits(74)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # then jaxdist leaves it to JAX, which takes 0.75
     assert fits(59)
     assert not fits(60)
-    assert target.too_large(70 * 2**30, "h100", []).endswith(", or XLA_CLIENT_MEM_FRACTION to 0.89")
-    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.89")
-    assert fits(70)
 
 
 def test_a_program_of_more_cpu_devices_than_here(monkeypatch, capfd):
@@ -98,7 +102,6 @@ def test_a_program_of_more_cpu_devices_than_here(monkeypatch, capfd):
     assert program.lower_seconds > 0
     assert program.compile_seconds > 0
     assert 2**26 < program.process_bytes < 2**33
-    assert program.notes == ()
     assert capfd.readouterr() == ("", "")
 
 
@@ -148,8 +151,15 @@ def test_a_program_for_each_gpu(name, capfd):
     assert "all-reduce" in program.text
     assert "collective_backend_config" in program.text  # the CPU's programs have none
     assert program.argument_bytes == 4 * (16 * 256 + 256 * 128)
-    assert all("cuDNN is not installed here" in note for note in program.notes)
     assert capfd.readouterr() == ("", "")
+
+
+@needs_plugin
+def test_attention_is_that_of_a_gpu_with_cudnn():
+    """No library of cuDNN's has to be here."""
+    text = compile_apart(lowering.attention, "h100", 8).text
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
 
 
 @needs_plugin

@@ -148,5 +148,5 @@ def test_forwarding(capsys):
 
 def test_configs_are_in_the_package():
     package = Path(importlib.util.find_spec("jaxdist").origin).parent
-    names = {"cnn_digits", "gpt_tiny", "gpt2_124m", "llama_1b", "llama_8b", "llama_70b"}
+    names = {"cnn_digits", "gpt_tiny", "gpt2_124m", "llama_1b", "llama_3b", "llama_8b", "llama_70b"}
     assert {path.name for path in (package / "configs").iterdir()} == {"clusters", *(f"{name}.toml" for name in names)}

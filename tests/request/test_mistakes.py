@@ -31,6 +31,9 @@ ONE_KNOB = {
     "near precision": Wrong("--precision mix", [("auto, float32, bfloat16, mixed; did you mean 'mixed'?",)]),
     "knob of text": Wrong("cnn_digits --model.heads 8", [("model.heads is 8, but model.family cnn makes no use",)]),
     "knob of images": Wrong("--model.classes 3", [("model.classes is 3, but model.family gpt makes no use of it",)]),
+    "documents of images": Wrong(
+        "cnn_digits --model.documents apart", [("model.documents is apart, but model.family cnn makes no use",)]
+    ),
     "no crop of text": Wrong("--data.augment crop", [("data.augment is crop, but model.family gpt",)]),
     "split images": Wrong("cnn_digits --mesh 2x2x1", [("model=2, but model.family cnn has nothing", "to data")]),
     "no dropout": Wrong("--model.family resnet18 --model.dropout 0.1", [("resnet18, which has no dropout",)]),
@@ -112,6 +115,10 @@ FILES = {
 }
 
 COMBINATIONS = {
+    "documents of nothing but tokens": Wrong(
+        "--data.path no.bin --model.documents apart",
+        [("'no.bin' does not exist",), ("nothing tells which token of 'no.bin' ends a document", "data.tokenizer")],
+    ),
     "heads": Wrong("--model.heads 7", [("model.embed 128", "model.heads 7", "heads to 4 or 8", "embed to 126 or 133")]),
     "more heads than embed": Wrong(
         "--model.embed 2", [("model.embed 2", "model.heads 4", "heads to 2,", "embed to 4")]

@@ -53,11 +53,28 @@ MISTAKES = {
     "stages recomputed without a pipeline": Wrong(
         "--model.remat stage", [("model.remat is stage, but mesh -1x1x1 has no stages; set it to block",)]
     ),
+    "inputs of layers in the host's memory": Wrong(
+        "--mesh 1x1x2 --model.remat offload",
+        [("remat is offload, but a pipeline (mesh 1x1x2) holds", "stage or block")],
+    ),
+    "moments in the host's memory": Wrong(
+        "--mesh 1x1x2 --pipeline.schedule pipedream --optimizer.clip 0 --parallel.offload optimizer",
+        [
+            (
+                "offload is optimizer, but pipeline.schedule pipedream updates",
+                "offload to none, or pipeline.schedule to 1f",
+            )
+        ],
+    ),
     "zero bubbles that recompute stages": Wrong(
         "--mesh 1x1x2 --pipeline.schedule zb-u --model.remat stage", [("remat is stage, but", "zb-u keeps", "to 1f1b")]
     ),
     "zero bubbles that recompute blocks": Wrong(
         "--mesh 1x1x2 --pipeline.schedule zb-h1 --model.remat block", [("waits in every tick", "zb-u or interleaved")]
+    ),
+    "a whole vocabulary beside a split sequence": Wrong(
+        "--mesh 1x2x2 --parallel.sequence true --parallel.rules.vocab=",
+        [("rules.vocab is ''", "splits the vocabulary too", "it to model, or parallel.sequence to false")],
     ),
     "near schedule": Wrong("--mesh 1x1x2 --pipeline.schedule 1fb1", [("did you mean '1f1b'?",)]),
     "split by the pipeline": Wrong(

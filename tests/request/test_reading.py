@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.config import Config, DataConfig, ModelConfig, RequestError, RulesConfig, TrainConfig, differing, leaves
+from jaxdist.config import Config, DataConfig, ModelConfig, RequestError, RulesConfig, TrainConfig, leaves
 from jaxdist.mesh import parse_mesh
 from jaxdist.request import SHIPPED, check_mesh_fits, load, to_toml
 from jaxdist.request.checks import CHECKS
 from jaxdist.request.knobs import KNOBS
+from jaxdist.training.folder import differing
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def test_no_config_is_the_defaults():
 
 
 def test_shipped_configs():
-    assert list(SHIPPED) == ["cnn_digits", "gpt2_124m", "gpt_tiny", "llama_1b", "llama_70b", "llama_8b"]
+    assert list(SHIPPED) == ["cnn_digits", "gpt2_124m", "gpt_tiny", "llama_1b", "llama_3b", "llama_70b", "llama_8b"]
     config = load("gpt2-124m", {})
     model = config.model
     assert (model.layers, model.embed, model.heads, model.vocab, model.sequence) == (12, 768, 12, 50304, 1024)
@@ -41,7 +42,9 @@ def test_shipped_configs():
     assert config.run_dir == Path("runs/gpt2_124m")
 
 
-@pytest.mark.parametrize(("name", "billions"), [("llama_1b", 1.24), ("llama_8b", 8.03), ("llama_70b", 70.6)])
+@pytest.mark.parametrize(
+    ("name", "billions"), [("llama_1b", 1.24), ("llama_3b", 3.21), ("llama_8b", 8.03), ("llama_70b", 70.6)]
+)
 def test_shipped_llamas_have_the_published_number_of_parameters(name, billions):
     model = load(name, {"mesh": "1x8x1"}).model
     attention = 2 * model.embed**2 * (1 + model.key_value_heads / model.heads)
@@ -75,6 +78,7 @@ def test_a_run_may_go_on_with_another_split():
     images = {"model.family": "cnn"}
     assert differing(load(None, images), load(None, images | {"train.accumulation": "2"})) == ["train.accumulation"]
     assert differing(load(None, {}), load(None, {"model.family": "llama", **other})) == ["model.family"]
+    assert differing(load(None, {}), load(None, {"model.documents": "apart", **other})) == ["model.documents"]
 
 
 def test_command_line_over_file_over_defaults(write):

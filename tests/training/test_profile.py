@@ -6,12 +6,13 @@ from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from jaxdist.config import Config, RequestError, differing
+from jaxdist.config import Config, RequestError
 from jaxdist.request import load
 from jaxdist.training import profile
-from jaxdist.training.folder import RunFolder
+from jaxdist.training.folder import RunFolder, differing
 from jaxdist.training.kernels import (
     COLLECTIVE,
     COMPUTE,
@@ -24,7 +25,7 @@ from jaxdist.training.kernels import (
     summarize,
     table,
 )
-from tests.training.curves import lines
+from tests.training.curves import FIGURES, lines, parameters
 
 TEXT = """HloModule jit_train, is_scheduled=true, num_partitions=2
 
@@ -205,8 +206,9 @@ def test_a_traced_run_learns_the_same_and_shows_its_all_reduces(run, capsys):
     assert not (plain / "profile").exists()
     capsys.readouterr()
     traced = run("traced", *small, "--profile.steps=2-3")
-    losses = lambda folder: [line["loss"] for line in lines(folder) if "loss" in line]
-    assert losses(traced) == losses(plain)
+    figures = lambda folder: [{name: line[name] for name in FIGURES if name in line} for line in lines(folder)]
+    assert figures(traced) == figures(plain)
+    assert np.array_equal(parameters(traced, 4), parameters(plain, 4))
     told = capsys.readouterr().err
     assert "profile     2 step(s) up to 3, 2 x cpu; of one device on average:" in told
     assert "  all-reduce" in told

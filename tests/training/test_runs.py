@@ -49,6 +49,7 @@ def test_all_files_are_there_and_readable(finished):
     assert environment["packages"]["jax"]
     assert len(environment["devices"]) == 2
     assert set(environment) >= {"XLA_FLAGS", "git_revision", "python", "jaxdist"}
+    assert (environment["compiler_options"], environment["memory_fraction"]) == ({}, None)  # of a CPU
     tokenizer = RunFolder(finished).load_tokenizer()
     assert tokenizer.decode(tokenizer.encode("mesh").ids) == "mesh"
     assert (finished / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -101,12 +101,13 @@ def test_layers_and_places_have_masks_of_their_own():
     setup = Setup("1x1x1", cases.MODEL.model_copy(update={"dropout": 0.5, "layers": 2}))
     seen = []
 
-    def block(layer, x, keys):
+    def block(layer, x, keys, starts=None):
         seen.append(np.asarray(jax.random.key_data(keys)))
         return x
 
     forward = setup.forward
-    forward.model = SimpleNamespace(block=block, embed=lambda w, tokens, keys: block(None, jnp.zeros((2, 3, 4)), keys))
+    embed = lambda w, tokens, keys, starts: block(None, jnp.zeros((2, 3, 4)), keys, starts)
+    forward.model = SimpleNamespace(block=block, embed=embed)
     with jax.disable_jit():
         tokens, keys = jnp.zeros((1, 2, 3), int), jax.random.split(jax.random.key(0))[None]
         forward.places = {"blocks": {"w": Placement(jax.P(), jax.P())}}

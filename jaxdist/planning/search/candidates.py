@@ -31,6 +31,9 @@ REMATS = ("none", "dots", "block", "stage")
 SCHEDULES = ("", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-u")
 """Of a pipeline; the first is for those that are none."""
 
+SPLIT = [SCHEDULES.index(name) for name in ("zb-h1", "zb-u")]
+"""Those that take the backward pass in two pieces."""
+
 CHUNKS = {"interleaved": (2, 4), "zb-h1": (1, 2), "zb-u": (1, 2)}
 """How many on each rank are looked at; one for the others."""
 
@@ -66,7 +69,7 @@ def _refused(plain: Config, shape: MeshShape) -> list[str]:
 def at_rest(config: Config) -> Config:
     """`config` without what a candidate decides."""
     plain = Config()
-    parallel = dict(zero=0, sequence=False, micro_batches=plain.parallel.micro_batches)
+    parallel = dict(zero=0, sequence=False, micro_batches=plain.parallel.micro_batches, offload="none")
     return config.model_copy(
         update=dict(
             parallel=config.parallel.model_copy(update=parallel),
@@ -114,7 +117,7 @@ def _legal(config: Config, c: Columns) -> np.ndarray:
     batch = config.train.global_batch_size % (ranks * c["micro"]) == 0
     layers = config.model.layers >= c[PIPELINE] * c["virtual"]
     stage, block = c["remat"] == REMATS.index("stage"), c["remat"] == REMATS.index("block")
-    split = np.isin(c["schedule"], [SCHEDULES.index("zb-h1"), SCHEDULES.index("zb-u")])
+    split = np.isin(c["schedule"], SPLIT)
     remat = np.where(staged, ~(stage & split) & ~(block & (c["schedule"] == SCHEDULES.index("zb-h1"))), ~stage)
     return splits & shards & outside & batch & layers & remat
 

@@ -3,8 +3,8 @@
 A step is its arithmetic, what nobody computes behind of what crosses the mesh, and the optimizer's update:
 
     arithmetic    products with weights, in whole rounds of tiles (`products`), and attention's at their rate; what the
-                  others read and write at the rate of the memory; layers run k times, or in a pipeline as often as the
-                  ticks of its schedule
+                  others read and write, and a backward pass in two pieces hands on, at the rate of the memory; layers
+                  run k times, or in a pipeline as often as the ticks of its schedule
     waiting       ticks in which a rank has nothing to do, and the padding of uneven stages
     model         over `model`, each layer needs the sum before it goes on
     pipeline      between stages
@@ -27,10 +27,10 @@ from jaxdist.mesh import AXES, BATCH_AXES, DATA, MODEL, PIPELINE, MeshShape, abs
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
 from jaxdist.planning import collective_time, communication, memory
-from jaxdist.planning.activations import saved_per_token
+from jaxdist.planning.activations import saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import inside_of
-from jaxdist.planning.hardware import GPUS, SHARE
+from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.placement import compute_width
@@ -44,7 +44,8 @@ PASSES = 2
 
 FORMULAS = {
     "arithmetic": "micro-batches x (F + B + recomputed + head); F = layers x (2 tokens x (matrices, in whole rounds of "
-    "tiles, + sequence x embed / 0.65) / (model axis x matmul x peak) + 2 x kept bytes / memory bandwidth)",
+    "tiles, + sequence x embed / 0.65) / (model axis x matmul x peak) + 2 x kept bytes / memory bandwidth); "
+    "where B is two passes, 2 x stashed bytes / memory bandwidth too",
     "waiting": "ticks of the schedule x its slots, less the arithmetic; padding of uneven stages is in it",
     MODEL: "every collective of the residual stream over the model axis: nothing runs beside it",
     PIPELINE: "messages between stages, and what all stages share of the vocabulary",
@@ -102,12 +103,6 @@ class Estimate:
     def fits(self) -> bool:
         return self.memory.total <= self.cluster.memory
 
-    @property
-    def fits_by_default(self) -> bool:
-        """Whether it does in what JAX takes of a GPU's memory when nobody asks for more."""
-        gpu = GPUS.get(self.cluster.gpu)
-        return gpu is None or self.memory.total <= SHARE * gpu.memory
-
     def share(self, part: str) -> float:
         """Of the step's time."""
         return self.parts[part] / self.seconds
@@ -137,7 +132,7 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
 
 
 def layout_of(config: Config, shape: MeshShape, cluster: Cluster) -> Layout:
-    return Layout.on(abstract_mesh(shape), rules(config, shape), _Device(cluster))
+    return Layout.on(abstract_mesh(shape), rules(config, shape), Device(cluster))
 
 
 def together(transfers: Iterable[Transfer]) -> list[Transfer]:
@@ -196,15 +191,20 @@ def rate(config: Config, cluster: Cluster) -> float:
     return half * cluster.peak * cluster.matmul
 
 
-def stage_times(config: Config, layout: Layout, layers: float, tokens: float, cluster: Cluster) -> Times:
-    """Seconds of so many layers and a micro-batch's tokens on one device."""
+def stage_times(
+    config: Config, layout: Layout, layers: float, tokens: float, cluster: Cluster, split: bool = False
+) -> Times:
+    """Seconds of so many layers and a micro-batch's tokens on one device. Of a `split` backward pass, B writes what W
+    reads."""
     sizes, ways, speed = config.model, layout.parts("heads"), rate(config, cluster)
     moved = compute_width(config) * saved_per_token(sizes, layout, "none") * PASSES * tokens / cluster.bandwidth
     products, inputs, weights = (float(each) / speed for each in layer_products(sizes, tokens, ways, cluster.gpu))
     attention = attention_flops(sizes, tokens) / (ways * speed * ATTENTION)
     forward = products + attention + moved
     again = {"none": 0.0, "dots": attention + moved}.get(sizes.remat, forward)
-    return Times(layers * forward, layers * (inputs + BACK * attention + moved + again), layers * (weights + moved))
+    stashed = split * compute_width(config) * stashed_per_token(sizes, layout) * tokens / cluster.bandwidth
+    of_input = inputs + BACK * attention + moved + again + stashed
+    return Times(layers * forward, layers * of_input, layers * (weights + moved + stashed))
 
 
 def _arithmetic(config: Config, layout: Layout, pipe: Pipeline | None, cluster: Cluster) -> tuple[float, float]:
@@ -216,8 +216,8 @@ def _arithmetic(config: Config, layout: Layout, pipe: Pipeline | None, cluster: 
         times = stage_times(config, layout, sizes.layers, tokens, cluster)
         work = k * (times.F + times.B + head)
         return work, work
-    even = stage_times(config, layout, sizes.layers / pipe.stages.ranks, tokens, cluster)
-    held = stage_times(config, layout, pipe.stages.depth * pipe.stages.virtual, tokens, cluster)
+    layers = lambda count: stage_times(config, layout, count, tokens, cluster, pipe.schedule.split)
+    even, held = layers(sizes.layers / pipe.stages.ranks), layers(pipe.stages.depth * pipe.stages.virtual)
     lockstep = lockstep_time(pipe.schedule, held) + pipe.ticks("H") * head
     return k * (even.F + even.B + head), lockstep
 
@@ -236,7 +236,7 @@ def _layer_by_layer(transfer: Transfer, config: Config, shape: Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class _Device:
+class Device:
     """A device of the cluster, as a layout looks at it."""
 
     cluster: Cluster
@@ -244,3 +244,8 @@ class _Device:
     @property
     def platform(self) -> str:
         return "cpu" if self.cluster.gpu == "cpu" else "gpu"
+
+    @property
+    def compute_capability(self) -> str:
+        gpu = GPUS.get(self.cluster.gpu)
+        return gpu.compute_capability if gpu else ""

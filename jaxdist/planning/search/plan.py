@@ -28,6 +28,10 @@ ROOM = 1.1
 """How far beyond the memory a first look may be, and the candidate be looked at all the same."""
 
 
+MOST_ROWS = 2**18
+"""Of a step: the tables of pipelines grow with their micro-batches, and with these they take 10 seconds."""
+
+
 @dataclass(frozen=True)
 class Plan:
     config: Config
@@ -92,6 +96,8 @@ def search(config: Config, devices: int, cluster: Cluster) -> Plan:
 def check_known(config: Config) -> None:
     if config.model.images:
         raise RequestError(f"plan knows models of text, and model.family is {config.model.family}; use gpt or llama")
+    if (rows := config.train.global_batch_size) > MOST_ROWS:
+        raise RequestError(f"plan looks at {MOST_ROWS:,} rows a step at most; lower train.global_batch_size {rows:,}")
     if other := [f"parallel.rules.{dim} '{axis}'" for dim, axis in config.parallel.rules if axis != MODEL]:
         raise RequestError(f"plan splits tensors by the usual rules, and here {', '.join(other)} is set; leave it out")
 
@@ -130,7 +136,6 @@ def complexity(one: Estimate) -> tuple[int, ...]:
         int(shape[MODEL] > 1),
         int(shape[REPLICA] > 1),
         zero,
-        int(not one.fits_by_default),
         remat,
         int(config.parallel.sequence),
         config.pipeline.virtual if shape[PIPELINE] > 1 else 1,

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 import jax
 import numpy as np
 
 from jaxdist.config import Config
-from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA
+from jaxdist.mesh import AXES, DATA, MODEL, PIPELINE, REPLICA, abstract_mesh
 from jaxdist.models import Model
-from jaxdist.models.loss import CHUNK_ROWS
+from jaxdist.models.loss import chunk_rows
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
 from jaxdist.parallel.pipeline.simulate import Times
 from jaxdist.planning import collective_time
@@ -25,8 +25,8 @@ from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import inside_of
 from jaxdist.planning.memory import MOMENTS
 from jaxdist.planning.placement import STACKED, compute_width
-from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, Columns
-from jaxdist.planning.search.estimate import ATTENTION, BACK, attention_flops, head_flops, rate
+from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT, Columns
+from jaxdist.planning.search.estimate import ATTENTION, BACK, Device, attention_flops, head_flops, rate
 from jaxdist.planning.search.products import layer_products
 from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, F32, PERMUTE, REDUCE_SCATTER
 from jaxdist.sharding import RULES, Layout
@@ -52,7 +52,8 @@ class Screen:
     def seconds(self) -> Column:
         """Of a step."""
         few, at = self.different(*MESH, "sequence", "micro", "remat", "virtual")
-        busy, streams = few._work()[at] * (1 + self._waiting()), few._streams()[at]
+        work, streams = few._work()[at], few._streams()[at]
+        busy = (work + self._stashed()) * (1 + self._waiting())
         few, at = self.different(*MESH, "zero", "micro", "outside", "virtual")
         data, state = few._data()[at], few._updated()[at]
         hidden = np.where(self.c["zero"] >= 2, np.minimum(data, busy) * (2 - self.cluster.overlap), 0.0)
@@ -140,18 +141,18 @@ class Screen:
         keeping = (*REMATS, "named")
         named = np.where((self.c["zero"] >= 2) | self.staged, keeping.index("named"), keeping.index("none"))
         remat = np.where(self._remat("none") | (self.staged & self._remat("stage")), named, c["remat"])
-        saved = self._by(lambda ways, split, remat: saved_per_token(m, _layout(ways, split), keeping[remat]), remat)
+        saved = self._by(lambda layout, remat: saved_per_token(m, layout, keeping[remat]), remat)
         inside = (self.c["zero"] >= 2) & (self.c["outside"] == 0) & ~self.staged
         flat = np.where(inside, self.c["micro"], 1) * m.layers * saved
         chunk = self.depth / self.c["virtual"] * saved
         stream = m.embed / np.where(self.c["sequence"] == 1, self.c[MODEL], 1)
         slots = self._schedule(residual_slots)
         stash = self._schedule(lambda name, S, M, v: min(v * M, {"zb-h1": v * S, "zb-u": S}.get(name, 0)))
-        needs = self._by(lambda ways, split: stashed_per_token(m, _layout(ways, split)))
+        needs = self._by(lambda layout: stashed_per_token(m, layout))
         again = self._remat("stage")
         kept = slots * np.where(again, stream, chunk) + 3 * stream + np.where(again, chunk, 0)
         kept += stash * self.depth / c["virtual"] * needs
-        moment = self._by(lambda ways, split, rows: working(m, _layout(ways, split), rows, self.width), self.rows)
+        moment = self._by(lambda layout, rows: working(m, layout, rows, self.width), self.rows)
         return self.width * tokens * np.where(self.staged, kept, flat) + moment
 
     def _work(self) -> Column:
@@ -161,6 +162,13 @@ class Screen:
         backward = gradients + BACK * attention + 2 * moved
         again = np.select([self._remat("none"), self._remat("dots")], [0 * forward, attention + moved], forward)
         return self.c["micro"] * (forward + backward + again + self._head())
+
+    def _stashed(self) -> Column:
+        """Seconds in which B writes what W reads, and W reads it, where the backward pass is split."""
+        m, tokens = self.config.model, self.rows * self.config.model.sequence
+        needs = self._by(lambda layout: stashed_per_token(m, layout))
+        moved = 2 * self.width * self.depth * tokens * needs
+        return np.isin(self.c["schedule"], SPLIT) * self.c["micro"] * moved / self.cluster.bandwidth
 
     def _updated(self) -> Column:
         """Bytes that the optimizer reads and writes."""
@@ -173,7 +181,7 @@ class Screen:
         speed = rate(self.config, self.cluster) / self.depth
         products, inputs, weights = layer_products(m, tokens, self.c[MODEL], self.cluster.gpu)
         attention = attention_flops(m, tokens) / (self.c[MODEL] * speed * ATTENTION)
-        saved = self._by(lambda ways, split: saved_per_token(m, _layout(ways, split), "none"))
+        saved = self._by(lambda layout: saved_per_token(m, layout, "none"))
         moved = 2 * self.width * self.depth * tokens * saved / self.cluster.bandwidth
         return products / speed, (inputs + weights) / speed, attention, moved
 
@@ -210,7 +218,7 @@ class Screen:
     def _loss(self) -> Column:
         """Three numbers for each token, a chunk at a time, over all that share the vocabulary."""
         c, tokens = self.c, self.rows * self.config.model.sequence
-        chunks = np.maximum(1, tokens // CHUNK_ROWS)
+        chunks = np.maximum(1, tokens // chunk_rows(self._layout(1, 0)))
         ranks = c[MODEL] * np.where(self.shared, c[PIPELINE], 1)
         inside = inside_of(c[MODEL], 1, self.cluster.per_host)
         size = F32 * tokens / chunks
@@ -238,8 +246,17 @@ class Screen:
         return np.where(zero > 0, sharded, plain)
 
     def _by(self, value: Callable[..., float], *keys: Column) -> Column:
-        """`value(model axis, sequence split, *keys)`, once for each that is different."""
-        return _each(value, self.c[MODEL], self.c["sequence"], *keys)
+        """`value(layout, *keys)`, once for each that is different."""
+        layout = cache(self._layout)
+        of_layout = lambda ways, split, *keys: value(layout(ways, split), *keys)
+        return _each(of_layout, self.c[MODEL], self.c["sequence"], *keys)
+
+    def _layout(self, ways: int, split: int) -> Layout:
+        """A mesh of the model axis alone."""
+        mesh = abstract_mesh(dict.fromkeys(AXES, 1) | {MODEL: ways})
+        rules = {name: tuple(axis for axis in over if axis == MODEL) for name, over in RULES.items()}
+        rules["residual"] = rules["heads"] if split else ()
+        return Layout.on(mesh, rules, Device(self.cluster))
 
     def _schedule(self, value: Callable[..., float]) -> Column:
         """`value(name, S, M, v)` of a pipeline, 0 of others."""
@@ -273,15 +290,6 @@ def _places(column: Column) -> tuple[int, Column]:
     seen = np.zeros(column.max(initial=0) + 1, bool)
     seen[column] = True
     return int(seen.sum()), (np.cumsum(seen) - 1)[column]
-
-
-@lru_cache(maxsize=256)
-def _layout(ways: int, split: int) -> Layout:
-    """A mesh of the model axis alone."""
-    axes = ((MODEL, ways),) if ways > 1 else ()
-    rules = {name: tuple(axis for axis in over if axis == MODEL and ways > 1) for name, over in RULES.items()}
-    rules["residual"] = rules["heads"] if split else ()
-    return Layout(axes, "gpu", tuple(rules.items()))
 
 
 def best(score: Column, fits: Column, count: int) -> list[int]:

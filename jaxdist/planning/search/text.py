@@ -9,7 +9,7 @@ from jaxdist.config import Config, leaves
 from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA, describe
 from jaxdist.models import parameters
 from jaxdist.planning import collective_time
-from jaxdist.planning.hardware import GPUS, MOST, SHARE
+from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import size
 from jaxdist.planning.search.estimate import FORMULAS, Estimate, ranks_inside, seconds, together
 from jaxdist.planning.search.plan import TIE, Plan, told
@@ -43,8 +43,6 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     yield f"chosen      {reason(plan)}"
     yield "times       of a step without launches, input and other jobs: real ones are longer (docs/planning.md)"
     yield f"train       {command(plan.ranked[0], base, name)}"
-    if not plan.ranked[0].fits_by_default:
-        yield f"            (by default JAX takes {SHARE:.0%} of a GPU's memory, which is not enough for this step)"
     if plan.cluster.gpu in GPUS:
         yield f"verify      {verification(plan.ranked[0], base, name)}"
     yield f"run         {run_time(plan)}"
@@ -118,9 +116,7 @@ def changes(one: Estimate, base: Config) -> dict[str, str]:
 
 
 def command(one: Estimate, base: Config, name: str) -> str:
-    """With the share of the memory that it needs, where that is more than JAX takes by itself."""
-    share = f"XLA_CLIENT_MEM_FRACTION={MOST:g} " * (not one.fits_by_default)
-    return f"{share}python -m jaxdist.train {name} {_options(one, base)}"
+    return f"python -m jaxdist.train {name} {_options(one, base)}"
 
 
 def verification(one: Estimate, base: Config, name: str) -> str:

@@ -32,6 +32,16 @@ def _files(config: Config) -> Iterator[str]:
         yield from error.problems
 
 
+@check("model.family", "model.documents", "data.path", "data.tokenizer")
+def _documents(config: Config) -> Iterator[str]:
+    data = config.data
+    if config.model.documents == "apart" and not data.tokenizer and data.path and data.path.suffix.lower() == ".bin":
+        yield (
+            f"model.documents is apart, but nothing tells which token of '{data.path}' ends a document; give its "
+            "data.tokenizer, or set model.documents to joined"
+        )
+
+
 @check("model.family", "model.vocab", "data.path", "data.tokenizer")
 def _vocab(config: Config) -> Iterator[str]:
     if config.model.images:

@@ -18,6 +18,7 @@ from jaxdist.mesh import (
     MeshShape,
     fill,
     micro_batches,
+    parse_mesh,
     requested,
 )
 from jaxdist.request.checks.model import head_counts
@@ -56,7 +57,7 @@ def fits(config: Config, devices: int) -> bool:
     if config.mesh == AUTO:  # which chooses for as many as there are
         return True
     try:
-        shape = fill(requested(config.mesh), devices)
+        shape = fill(parse_mesh(config.mesh), devices)
     except RequestError:
         return False
     return not any(problem for _, find in FITS for problem in find(config, shape))

@@ -66,7 +66,7 @@ def _no_dropout(config: Config) -> Iterator[str]:
 
 OF_TEXT = (
     *("model.layers", "model.embed", "model.heads", "model.kv_heads", "model.rope_theta", "model.mlp", "model.vocab"),
-    *("model.sequence", "model.tied", "model.remat", "data.tokenizer"),
+    *("model.sequence", "model.tied", "model.remat", "model.documents", "data.tokenizer"),
     *("parallel.sequence", "parallel.micro_batches", "parallel.rules.heads", "parallel.rules.mlp"),
     "parallel.rules.vocab",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import DATA, PIPELINE, requested
+from jaxdist.mesh import DATA, MODEL, PIPELINE, requested
 from jaxdist.request.checks.mesh import fit
 from jaxdist.request.checks.registry import check, remedy, to, unused
 
@@ -61,6 +61,24 @@ def _asynchronous(config: Config) -> Iterator[str]:
         )
 
 
+@check("pipeline.schedule", "parallel.offload")
+def _updating(config: Config) -> Iterator[str]:
+    if config.pipeline.asynchronous and config.parallel.offload != "none":
+        yield (
+            f"parallel.offload is {config.parallel.offload}, but pipeline.schedule {config.pipeline.schedule} updates "
+            "a stage in the middle of a step, when its moments have to be at hand; "
+        ) + remedy("parallel.offload to none", "pipeline.schedule to 1f1b")
+
+
+@fit("model.remat")
+def _waiting(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+    if shape[PIPELINE] > 1 and config.model.remat == "offload":
+        yield (
+            f"model.remat is offload, but a pipeline (mesh {config.mesh}) holds what its backward passes begin with in "
+            f"buffers of its own, on the devices; set model.remat to stage or block"
+        )
+
+
 @fit("model.family", "model.layers", "pipeline.schedule", "pipeline.virtual_stages")
 def _layers(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     ranks, layers, virtual = shape[PIPELINE], config.model.layers, config.pipeline.virtual
@@ -82,6 +100,17 @@ def _images(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
         yield (
             f"mesh {config.mesh} has {PIPELINE}={shape[PIPELINE]}, but model.family {config.model.family} is no stack "
             f"of like blocks that could be its stages; give those devices to {DATA}"
+        )
+
+
+@fit("parallel.rules.vocab", "parallel.sequence")
+def _whole_vocabulary(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+    """The gradient of a whole table would be a part on each rank of the model axis."""
+    split = config.parallel.sequence and shape[MODEL] > 1
+    if split and shape[PIPELINE] > 1 and config.parallel.rules.vocab != MODEL:
+        yield (
+            f"parallel.rules.vocab is '{config.parallel.rules.vocab}', but a pipeline (mesh {config.mesh}) with "
+            f"parallel.sequence splits the vocabulary too; " + remedy(f"it to {MODEL}", "parallel.sequence to false")
         )
 
 

@@ -1,0 +1,153 @@
+"""What a run on GPUs asks of XLA, and one on a CPU does not: how its step is compiled, how much of a GPU's memory is
+taken, and where compiled programs are kept. What the user has set is left as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+from jax._src import xla_bridge
+
+from jaxdist.cluster import board, gpus
+from jaxdist.cluster.preflight import sees, sign_of
+from jaxdist.mesh import FRACTIONS, GPU_SHARE, gpu_share, preallocates
+
+
+@dataclass(frozen=True)
+class Option:
+    """Of the compilation of a step for several GPUs: what XLA would do otherwise."""
+
+    name: str
+    reason: str
+    """What it does to the schedule of Llama 8B on 8 x H100 with ZeRO 3, of whose 50.6 GiB a device sends in a step:
+    benchmarks/results/2026-11-22-flags-target.txt."""
+    value: bool | str = True
+    also: str = ""
+    """Another name of the same in XLA_FLAGS."""
+
+
+NO_SCATTER = Option(
+    "xla_gpu_enable_pipelined_reduce_scatter",
+    "left as it comes, each layer's gradients wait for the next turn of the loop to be reduced, and are copied for "
+    "that: copies and transposes are 9.6 % of all bytes, and without it 0.7 %; nothing waits in either (0.10.2)",
+    False,
+    also="xla_gpu_pipeline_reduce_scatter",
+)
+GATHER = Option(
+    "xla_gpu_pipeline_all_gather",
+    "a layer is gathered while the one before it computes: 44.6 GiB in place of 37.9 run beside matrix products, and "
+    "0.2 in place of 8.0 beside nothing (0.12.0.1)",
+    "COLLECTIVE_PIPELINING_MODE_ON",
+    also="xla_gpu_enable_pipelined_all_gather",
+)
+OPTIONS = {"0.10": (NO_SCATTER,), "0.11": (GATHER,), "0.12": (GATHER,)}
+"""By series of jaxlib, three at most: a series that is not here gets none, because a name that it does not know would
+end the compilation. For one GPU there are none: nothing could be measured on one."""
+
+
+def series() -> str:
+    """Of jaxlib: `0.10`."""
+    return ".".join(version("jaxlib").split(".")[:2])
+
+
+def options(platform: str, devices: int) -> dict[str, bool | str]:
+    """For `jax.jit(compiler_options=...)` of a step over so many devices; those that XLA_FLAGS names are left to it."""
+    if devices == 1 or platform == "cpu":
+        return {}
+    own = named(os.environ.get("XLA_FLAGS", ""))
+    return {one.name: one.value for one in OPTIONS.get(series(), ()) if not own & {one.name, one.also}}
+
+
+def spelt(asked: dict[str, bool | str]) -> str:
+    """Options for a person; empty where there are none."""
+    return ", ".join(name if value else f"{name}=false" for name, value in asked.items())
+
+
+def named(flags: str) -> set[str]:
+    """The names in a text like XLA_FLAGS, which may be the name of a file that holds it."""
+    if flags and not flags.lstrip().startswith("-"):
+        with suppress(OSError):
+            flags = Path(flags).read_text()
+    return set(re.findall(r"--(\w+)", flags))
+
+
+def take_memory() -> None:
+    """Let JAX take `GPU_SHARE` of each GPU, where neither the user nor a backend that has started decides that."""
+    decided = any(os.environ.get(name) for name in FRACTIONS) or not preallocates()
+    if gpus.visible() and not decided and not xla_bridge.backends_are_initialized():
+        os.environ[FRACTIONS[0]] = f"{GPU_SHARE:g}"
+
+
+def keep_programs(folder: Path, say: Callable[[str], None]) -> None:
+    """Keep compiled programs in `folder`, this user's alone, and with them what XLA found out about kernels.
+
+    All processes of a job call it, before they ask for devices. JAX lets process 0 alone write there, and the others
+    must find the same: where one reads a program that another compiles, that one waits for all to share the tuning.
+    """
+    if not gpus.visible() or _programs_are_set():
+        return
+    if problem := not_private(folder) or _not_shared(folder):
+        say(f"note: compiled programs are not kept: {folder} {problem}")
+    else:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def _programs_are_set() -> bool:
+    """Whether the user has: no folder is a decision too."""
+    asked = "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.config.jax_compilation_cache_dir
+    return bool(asked) or not jax.config.jax_enable_compilation_cache
+
+
+def not_private(folder: Path) -> str:
+    """Make `folder`; what is wrong with it for programs that this user will run. Empty where nothing is."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        there = folder.stat()
+    except OSError as error:
+        return f"cannot be made ({os.strerror(error.errno or 0).lower()})"
+    if there.st_uid != os.getuid() or there.st_mode & 0o022:
+        return "is another user's, or may be written by others, who could run programs as you"
+    return ""
+
+
+def _not_shared(folder: Path) -> str:
+    """Whether process 0 cannot write there, or others do not see what it writes; before devices are asked for."""
+    number = secrets.randbelow(2**31)
+    try:
+        if board.process() == 0:
+            sign_of(folder, number).write_text("seen\n")
+        number = board.gather("programs", number)[0]
+        seen = board.gather("programs seen", number is not None and sees(sign_of(folder, number)))
+    except OSError as error:  # a TimeoutError is one
+        return f"cannot be written ({error})"
+    finally:
+        sign_of(folder, number or 0).unlink(missing_ok=True)
+    return "" if all(seen) else "is not the same folder on all hosts"
+
+
+def told(platform: str, devices: int) -> dict[str, object]:
+    """What is asked of XLA for a run on so many devices, whoever asks; in the run's `environment.json`."""
+    return {
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "compiler_options": options(platform, devices),
+        "memory_fraction": None if platform == "cpu" else gpu_share(),
+        "compilation_cache": jax.config.jax_compilation_cache_dir,
+    }
+
+
+def line(platform: str, devices: int) -> str:
+    """The same for a person; empty on a CPU, of which nothing is asked."""
+    asked = told(platform, devices)
+    if asked["memory_fraction"] is None:
+        return ""
+    names = spelt(asked["compiler_options"]) or "no options"
+    kept = f"programs kept in {asked['compilation_cache']}" if asked["compilation_cache"] else "programs not kept"
+    return f"{names}; JAX takes {asked['memory_fraction']:.0%} of a GPU's memory; {kept}"

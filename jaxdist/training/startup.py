@@ -1,0 +1,39 @@
+"""What a run makes sure of on its own devices before its first step."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxdist.config import RequestError
+from jaxdist.models import numerics
+from jaxdist.models.attention import why_not_cudnn
+from jaxdist.training.run import Run
+
+
+def queries(run: Run) -> tuple[int, int, int, int]:
+    """Shape [B, S, N, H] of a micro-batch's queries on the whole mesh."""
+    model, rows = run.config.model, run.config.train.global_batch_size // run.task.micro_batches
+    return rows, model.sequence, model.heads, model.embed // model.heads
+
+
+def check_attention(run: Run) -> str:
+    """cuDNN's attention, where it runs, against the plain form in float32: what was found, empty where it does not run.
+
+    On one device of each process, with the run's dtype, head size and share of key/value heads, on few tokens.
+    Raises `RequestError` where it is wrong.
+    """
+    model = run.config.model
+    if model.images or why_not_cudnn(run.layout, queries(run), run.dtype, model.documents == "apart"):
+        return ""
+    group, device = model.heads // model.key_value_heads, jax.local_devices()[0]
+    sizes = numerics.Sizes(heads=2 * group, kv_heads=2, size=model.embed // model.heads)
+    found = numerics.attention(sizes, run.dtype, device)
+    for one in found:
+        if not one.fine:
+            raise RequestError(
+                f"cuDNN's attention is wrong on this {device.device_kind}: {one.what} is off by {one.error:.2g} of its "
+                f"largest value, where {run.dtype.name} explains {one.bound:.2g}; install another cuDNN or driver, or "
+                f"train with --precision float32, which does without it"
+            )
+    worst = max(one.error for one in found)
+    return f"cuDNN's attention and its gradients are off by {worst:.2g} of their largest value from plain float32"

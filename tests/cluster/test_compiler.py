@@ -1,0 +1,169 @@
+"""What is asked of XLA for GPUs: known to the version that is here, after what the user has set, and not on a CPU."""
+
+import os
+import re
+import stat
+from importlib.metadata import version
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src import xla_bridge
+
+from jaxdist.cluster import board, compiler, gpus, preflight
+from jaxdist.mesh import FRACTIONS, gpu_share
+
+NAMES = [*FRACTIONS, "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_set(monkeypatch):
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that what is set here goes away with the test
+        monkeypatch.delenv(name)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with one, whose backend has not started."""
+    monkeypatch.setattr(gpus, "visible", lambda: ["0"])
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+
+
+def test_this_jaxlib_knows_every_option():
+    """XLA reads them alike for every device; and it would not take another name."""
+    assert compiler.series() in compiler.OPTIONS
+    compiled = lambda asked: jax.jit(jnp.sin, compiler_options=asked).lower(1.0).compile()
+    compiled(compiler.options("gpu", 2))
+    with pytest.raises(RuntimeError, match="xla_gpu_no_such_option"):
+        compiled({"xla_gpu_no_such_option": True})
+
+
+def test_the_lists():
+    assert set(compiler.OPTIONS) == {"0.10", "0.11", "0.12"}
+    assert version("jaxlib").startswith(compiler.series() + ".")
+    for found in compiler.OPTIONS.values():
+        assert 0 < len(found) <= 3
+        assert len({one.name for one in found}) == len(found)
+        assert all(re.fullmatch(r"xla_gpu_\w+", one.name) and one.reason for one in found)
+
+
+def test_a_version_that_is_not_listed_gets_none(monkeypatch):
+    monkeypatch.setattr(compiler, "version", lambda name: "0.13.1")
+    assert compiler.options("gpu", 2) == {}
+
+
+def test_only_steps_for_several_gpus_have_options():
+    assert set(compiler.options("gpu", 2)) == {one.name for one in compiler.OPTIONS[compiler.series()]}
+    assert compiler.options("gpu", 1) == compiler.options("cpu", 8) == {}
+
+
+@pytest.mark.parametrize("form", ["--{}=false", "--xla_dump_to=/tmp/x --{}", "file"])
+def test_what_xla_flags_name_is_left_to_them(form, monkeypatch, tmp_path):
+    ours = compiler.options("gpu", 2)
+    for one in compiler.OPTIONS[compiler.series()]:
+        for name in filter(None, (one.name, one.also)):
+            (tmp_path / "flags").write_text(f"--{name}=false")
+            monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags") if form == "file" else form.format(name))
+            assert set(ours) - set(compiler.options("gpu", 2)) == {one.name}
+
+
+@pytest.mark.parametrize(
+    ("environment", "share"),
+    [
+        ({}, 0.92),
+        ({FRACTIONS[0]: "0.5"}, 0.5),
+        ({FRACTIONS[1]: "0.6"}, 0.6),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, 0.75),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false", FRACTIONS[0]: "0.5"}, 0.5),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, 0.92),
+    ],
+    ids=str,
+)
+def test_memory(environment, share, gpu, monkeypatch):
+    """JAX takes what jaxdist says that it takes: what the user has set, or all but a little."""
+    from jaxlib import xla_client
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    compiler.take_memory()
+    asked = xla_client.generate_pjrt_gpu_plugin_options()  # as the plug-in reads the environment
+    assert asked.get("memory_fraction", 0.75) == gpu_share() == share
+    assert (FRACTIONS[0] in os.environ) == (share in (0.92, 0.5))
+
+
+def test_memory_is_left_alone_once_a_backend_has_started(gpu, monkeypatch):
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: True)
+    compiler.take_memory()
+    assert FRACTIONS[0] not in os.environ
+
+
+def kept(folder) -> tuple[str | None, list[str]]:
+    """The folder of compiled programs, and what is said of it."""
+    said = []
+    compiler.keep_programs(folder, said.append)
+    return jax.config.jax_compilation_cache_dir, said
+
+
+def test_programs_are_kept_for_this_user_alone(gpu, tmp_path):
+    folder = tmp_path / "cache" / "programs"
+    assert kept(folder) == (str(folder), [])
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert list(folder.iterdir()) == []
+    assert "autotune_cache_dir" in jax.config.jax_persistent_cache_enable_xla_caches
+
+
+def test_a_folder_of_the_users_own_is_left(gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/mine")
+    assert kept(tmp_path / "programs") == (None, [])
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    jax.config.update("jax_compilation_cache_dir", "/mine")
+    assert kept(tmp_path / "programs") == ("/mine", [])
+    assert not (tmp_path / "programs").exists()
+
+
+def test_programs_are_not_kept_where_others_could_change_them(gpu, tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o770)
+    found, (note,) = kept(tmp_path / "open")
+    assert found is None
+    assert "may be written by others" in note
+    (tmp_path / "file").touch()
+    assert "cannot be made (not a directory)" in kept(tmp_path / "file" / "programs")[1][0]
+
+
+def test_programs_are_not_kept_where_processes_do_not_share_the_folder(gpu, tmp_path, monkeypatch):
+    """This is process 1, and process 0 has signed its own folder, which is another."""
+    monkeypatch.setattr(preflight, "PATIENCE", 0.1)
+    monkeypatch.setattr(board, "process", lambda: 1)
+    monkeypatch.setattr(board, "gather", lambda name, value: [77, 88] if name == "programs" else [True, value])
+    assert kept(tmp_path) == (
+        None,
+        [f"note: compiled programs are not kept: {tmp_path} is not the same folder on all hosts"],
+    )
+    (tmp_path / ".seen-77").touch()
+    assert kept(tmp_path) == (str(tmp_path), [])
+
+
+def test_nothing_is_set_on_a_cpu(tmp_path):
+    compiler.take_memory()
+    assert kept(tmp_path / "programs") == (None, [])
+    assert FRACTIONS[0] not in os.environ
+    assert compiler.line("cpu", 8) == ""
+    assert compiler.told("cpu", 8)["compiler_options"] == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_tells_it(gpu, tmp_path):
+    compiler.take_memory()
+    kept(tmp_path / "programs")
+    asked = compiler.told("gpu", 2)
+    assert asked["memory_fraction"] == 0.92
+    assert asked["compilation_cache"] == str(tmp_path / "programs")
+    line = compiler.line("gpu", 2)
+    assert line.startswith(compiler.spelt(compiler.options("gpu", 2)) + "; JAX takes")
+    assert f"JAX takes 92% of a GPU's memory; programs kept in {tmp_path}" in line

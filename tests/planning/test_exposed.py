@@ -1,0 +1,82 @@
+"""What runs beside the bytes that a step sends, as the schedule has it: by hand, and of XLA."""
+
+import pytest
+
+from jaxdist.cluster import compiler
+from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from jaxdist.explain import explain
+from jaxdist.mesh import abstract_mesh, parse_mesh
+from jaxdist.planning import target
+from jaxdist.planning.apart import compile_apart
+from jaxdist.planning.exposed import Sent, by_axes, told
+from jaxdist.planning.hlo import collectives
+from tests.planning import lowering
+from tests.planning.programs import CUBE, OVER_MODEL, computation, program
+
+START, DONE = f"f32[1024]{{0}} all-reduce-start(%p), {OVER_MODEL}", "f32[1024]{0} all-reduce-done(%0)"
+DOT, SMALL = "f32[8] dot(%x, %y)", 'f32[8] custom-call(%x), custom_call_target="small"'
+SENT = 4096
+"""Bytes of such an all-reduce: twice a half of them, over two devices."""
+
+
+@pytest.mark.parametrize(
+    ("between", "sent"),
+    [
+        ([DOT, SMALL], Sent(products=SENT)),
+        ([SMALL], Sent(kernels=SENT)),
+        (["f32[8] add(%x, %y)"], Sent(exposed=SENT)),
+        ([], Sent(exposed=SENT)),
+    ],
+)
+def test_what_stands_between_start_and_done(between, sent):
+    """And a product before or after hides nothing."""
+    text = program(START, *between, DONE, DOT)
+    assert by_axes(collectives(text, CUBE)) == {"model": sent}
+
+
+def test_one_without_a_start_is_waited_for():
+    text = program(DOT, f"f32[1024]{{0}} all-reduce(%p), {OVER_MODEL}", DOT)
+    assert by_axes(collectives(text, CUBE)) == {"model": Sent(exposed=SENT)}
+
+
+def test_loops_count_as_often_as_they_run():
+    body = computation("body", START, DOT, DONE)
+    loop = 'f32[8] while(%p), body=%body, condition=%body, backend_config={"known_trip_count":{"n":"7"}}'
+    text = program(START, DONE, loop.replace("condition=%body", "condition=%until"), before=f"{body}\n\n{UNTIL}")
+    sent = by_axes(collectives(text, CUBE))
+    assert sent == {"model": Sent(products=7 * SENT, exposed=SENT)}
+    assert told("model", sent["model"]) == "of 32 KiB over model: 28 KiB beside matrix products, 4 KiB EXPOSED"
+
+
+UNTIL = computation("until", "pred[] constant(true)")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]")
+def test_a_program_for_gpus():
+    """A sum that nothing follows hides behind nothing; a gather that no product waits for runs beside one."""
+    text = compile_apart(lowering.gathered_and_summed, "h100", 8).text
+    gathered, summed = 7 * 4 * lowering.EARLY, 2 * 7 / 8 * 4 * lowering.LATE
+    assert by_axes(collectives(text, MESH)) == {"data": Sent(products=gathered, exposed=summed)}
+
+
+MESH = abstract_mesh(parse_mesh("8x1x1"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]")
+def test_what_is_explained_is_compiled_as_what_runs(monkeypatch):
+    """With the options of a run, which a person is told; and without those that XLA_FLAGS name."""
+    model = ModelConfig(layers=4, embed=128, heads=4, vocab=512, sequence=64)
+    asked = Config(mesh="8x1x1", model=model, parallel=ParallelConfig(zero=3), train=TrainConfig(global_batch_size=16))
+    names = compiler.options("gpu", 8)
+    other = {True: "false", False: "true"}  # or the mode that a version has by itself
+    found = explain(asked, "h100")
+    assert f"compiled with {compiler.spelt(names)}, as train does" in found.notes
+    monkeypatch.setenv("XLA_FLAGS", " ".join(f"--{name}={other.get(on, 'default')}" for name, on in names.items()))
+    plain = explain(asked, "h100")
+    assert not any("compiled with" in note for note in plain.notes)
+    peeled, rolled = (plain, found) if False in names.values() else (found, plain)
+    assert len(peeled.collectives) > len(
+        rolled.collectives
+    )  # the first gather of a loop is outside, or the last reduction

@@ -1,0 +1,109 @@
+"""The look at cuDNN's attention before the first step: what it finds right, and what it refuses.
+
+There is no cuDNN here: others stand in its place.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxdist import train
+from jaxdist.config import RequestError
+from jaxdist.models import attention, numerics
+from jaxdist.request import load, outcome
+from jaxdist.training import startup
+from jaxdist.training.run import Run
+
+SMALL = ("--mesh=2x1x1", "--train.steps=1", "--optimizer.warmup=0", "--model.layers=1", "--log.every=1")
+
+
+def right(q, k, v):
+    with jax.numpy_rank_promotion("allow"):
+        return numerics._plain_attention(*(a.astype(jnp.float32) for a in (q, k, v))).astype(q.dtype)
+
+
+def everyone(q, k, v):
+    """Of the future too."""
+    return jax.nn.dot_product_attention(q, k, v)
+
+
+@jax.custom_vjp
+def other_gradient(q, k, v):
+    return right(q, k, v)
+
+
+def _backward(saved, g):
+    dq, dk, dv = jax.vjp(right, *saved)[1](g)
+    return dq, dk.at[:, 5].multiply(1.5), dv  # of one key
+
+
+other_gradient.defvjp(lambda *given: (right(*given), given), _backward)
+
+
+def last_heads(q, k, v):
+    """Query heads in an order that takes other keys."""
+    return right(q[:, :, ::-1], k, v)[:, :, ::-1]
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """Put a function in the place of cuDNN's attention."""
+
+    def put(kernel):
+        for module in attention, startup:
+            monkeypatch.setattr(module, "why_not_cudnn", lambda *_, **__: "")
+        monkeypatch.setattr(attention, "_cudnn_attention", lambda layout, q, k, v: kernel(q, k, v))
+
+    return put
+
+
+def grouped() -> Run:
+    knobs = {"model.family": "llama", "model.heads": "4", "model.kv_heads": "2", "precision": "bfloat16"}
+    return Run(load(None, knobs | {"mesh": "2x1x1", "model.embed": "64"}))
+
+
+def test_without_cudnn_nothing_is_checked(monkeypatch):
+    monkeypatch.setattr(numerics, "attention", None)
+    assert startup.check_attention(grouped()) == ""
+
+
+def test_a_right_kernel_passes(cudnn):
+    cudnn(right)
+    with jax.set_mesh((run := grouped()).mesh):
+        told = startup.check_attention(run)
+    assert told.startswith("cuDNN's attention and its gradients are off by 0.00")
+    assert told.endswith("of their largest value from plain float32")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "what"),
+    [
+        (last_heads, "attention is off"),
+        (other_gradient, "attention, d k is off"),
+        pytest.param(lambda q, k, v: jnp.nan * right(q, k, v), "attention is off by nan", marks=pytest.mark.slow),
+    ],
+    ids=["heads", "gradient", "nan"],
+)
+def test_a_wrong_kernel_is_refused(cudnn, kernel, what):
+    cudnn(kernel)
+    with pytest.raises(RequestError) as caught:
+        startup.check_attention(grouped())
+    (problem,) = caught.value.problems
+    assert problem.startswith("cuDNN's attention is wrong on this cpu: " + what)
+    assert problem.endswith("or train with --precision float32, which does without it")
+
+
+def test_a_run_with_a_wrong_kernel_ends_before_it_compiles(cudnn, request_of, capsys):
+    cudnn(everyone)
+    assert outcome(train.main, request_of("wrong", *SMALL)) == 2
+    said = capsys.readouterr().err
+    assert said.count("cuDNN's attention is wrong on this cpu") == 1
+    assert "compiled" not in said
+
+
+@pytest.mark.slow
+def test_a_run_tells_that_its_kernel_is_right(cudnn, run, capsys):
+    cudnn(right)
+    run("right", *SMALL)
+    lines = [line.split()[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines.index("attention") < lines.index("checked") < lines.index("compiled")
