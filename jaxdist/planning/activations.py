@@ -42,18 +42,25 @@ def stashed_per_token(m: ModelConfig, layout: Layout) -> int:
 
 
 def working(m: ModelConfig, layout: Layout, rows: int, width: int, later: int = 0) -> int:
-    """What exists only for a moment: one layer's backward pass and attention's scores, or before it a chunk of logits.
+    """What exists only for a moment, in the backward pass of a layer or, before it, in the loss.
 
     `later` are bytes that are counted elsewhere, and not there yet while logits are.
-
-    cuDNN's attention has no scores in memory; blocks of queries have three arrays of them, in f32. Logits and their
-    gradient are of `width` on a GPU; elsewhere both are f32, and so is what is made on the way.
     """
+    return max(in_layer(m, layout, rows, width), in_loss(m, layout, rows, width) - later)
+
+
+def in_layer(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
+    """One layer's backward pass and attention's scores: three arrays in f32 for a block of queries, none with cuDNN."""
     layer = width * rows * m.sequence * saved_per_token(m, layout, "none")
     scores = 3 * 4 * rows * m.heads // layout.parts("heads") * block_rows(m.sequence) * m.sequence
-    of_logit = 3 * 4 if layout.platform == "cpu" else 2 * width
-    logits = of_logit * min(chunk_rows(layout), rows * m.sequence) * m.vocab // layout.parts("vocab")
-    return max(layer + (0 if flash(m, layout, rows, width) else scores), logits - later)
+    return layer + (0 if flash(m, layout, rows, width) else scores)
+
+
+def in_loss(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
+    """A chunk of logits: on a GPU of `width`, and their gradient is made in their place; elsewhere in f32, and so are
+    their gradient and what is made on the way."""
+    of_logit = 3 * 4 if layout.platform == "cpu" else width
+    return of_logit * min(chunk_rows(layout), rows * m.sequence) * m.vocab // layout.parts("vocab")
 
 
 def flash(m: ModelConfig, layout: Layout, rows: int, width: int) -> bool:

@@ -20,7 +20,7 @@ from jaxdist.models.loss import chunk_rows
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
 from jaxdist.parallel.pipeline.simulate import Times
 from jaxdist.planning import collective_time
-from jaxdist.planning.activations import saved_per_token, stashed_per_token, working
+from jaxdist.planning.activations import in_layer, in_loss, saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import inside_of
 from jaxdist.planning.memory import MOMENTS
@@ -83,8 +83,12 @@ class Screen:
     @cached_property
     def tops(self) -> Column:
         """Elements in use of what is no layer."""
-        leaves = jax.tree.leaves({name: tree for name, tree in self.model.abstract.items() if name != STACKED})
-        return sum(leaf.size for leaf in leaves) / (self.c[MODEL] * self.c[PIPELINE])
+        return sum(leaf.size for leaf in self._outside()) / (self.c[MODEL] * self.c[PIPELINE])
+
+    @cached_property
+    def table(self) -> Column:
+        """Elements in use of the largest of these."""
+        return max(leaf.size for leaf in self._outside()) / (self.c[MODEL] * self.c[PIPELINE])
 
     @cached_property
     def shared(self) -> Column:
@@ -112,6 +116,9 @@ class Screen:
     def width(self) -> int:
         return compute_width(self.config)
 
+    def _outside(self) -> list[jax.ShapeDtypeStruct]:
+        return jax.tree.leaves({name: tree for name, tree in self.model.abstract.items() if name != STACKED})
+
     def _remat(self, *names: str) -> Column:
         return np.isin(self.c["remat"], [REMATS.index(name) for name in names])
 
@@ -123,7 +130,7 @@ class Screen:
     def _gradients(self) -> Column:
         zero, width = self.c["zero"], self.width
         alone = self.c["micro"] == 1
-        shards = np.where(alone, 1, 2) * F32 * self.rest + (F32 + width) * self.layer
+        shards = np.where(alone, 1, 2) * F32 * self.rest + (F32 + width) * self.layer + F32 * self.table
         whole = np.where(alone, width * self.use, (F32 + width) * self.use + np.where(zero > 0, F32 * self.rest, 0))
         layers = self.depth * self.layer
         held = F32 * np.where(zero >= 2, layers / self.shards, layers)
@@ -134,7 +141,8 @@ class Screen:
         cast = self.width * self.rest if self.config.precision == "bfloat16" else 0
         kept = (self.config.precision == "mixed") & ~self.staged
         whole = np.where(self.shards == 1, 0, np.where(kept, 0, self.width * self.use))
-        return cast + np.where(self.c["zero"] == 3, self.width * (self.layer + self.tops), whole)
+        tops = np.where(self.staged, self.tops, self.table)
+        return cast + np.where(self.c["zero"] == 3, self.width * (self.layer + tops), whole)
 
     def _activations(self) -> Column:
         m, c, tokens = self.config.model, self.c, self.rows * self.config.model.sequence
@@ -152,8 +160,16 @@ class Screen:
         again = self._remat("stage")
         kept = slots * np.where(again, stream, chunk) + 3 * stream + np.where(again, chunk, 0)
         kept += stash * self.depth / c["virtual"] * needs
-        moment = self._by(lambda layout, rows: working(m, layout, rows, self.width), self.rows)
+        at = lambda moment: self._by(lambda layout, rows: moment(m, layout, rows, self.width), self.rows)
+        logits = at(in_loss) / np.where(self.shared, c[PIPELINE], 1)
+        moment = np.maximum(at(in_layer), logits - self._after_the_loss())
         return self.width * tokens * np.where(self.staged, kept, flat) + moment
+
+    def _after_the_loss(self) -> Column:
+        """Of the gradients, what only the backward pass of the layers makes."""
+        shards = F32 * self.rest + (F32 + self.width) * self.layer
+        whole = np.maximum(0, self.width * self.use - F32 * self.table)
+        return np.where(self.staged, 0, np.where(self.c["zero"] >= 2, shards, whole))
 
     def _work(self) -> Column:
         """Seconds of a device's arithmetic."""
