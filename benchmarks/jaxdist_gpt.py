@@ -1,4 +1,4 @@
-"""Worker: jaxdist's own train step on the CPU devices of one process, as many as `--mesh` needs."""
+"""Worker: the program that `python -m jaxdist.train` compiles, on the CPU devices of one process that `--mesh` needs."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import jax
 import jax.numpy as jnp
 import work
 
-from jaxdist import models
-from jaxdist.cluster import runtime
-from jaxdist.config import ModelConfig, OptimizerConfig
-from jaxdist.mesh import parse_mesh
-from jaxdist.sharding import RULES, Layout
-from jaxdist.training.optimizer import optimizer
-from jaxdist.training.step import Step
+from jaxdist.request import load
+from jaxdist.training.run import Run
 
-MODEL = ModelConfig(
-    layers=work.LAYERS, embed=work.EMBED, heads=work.HEADS, sequence=work.SEQUENCE, vocab=work.VOCAB, tied=True
-)
-ADAMW = OptimizerConfig(
-    learning_rate=work.LEARNING_RATE,
-    beta1=work.BETAS[0],
-    beta2=work.BETAS[1],
-    weight_decay=work.WEIGHT_DECAY,
-    schedule="constant",
-    decay_fraction=0,
-    warmup=0,
-    clip=0,
-)
+ASKED = {
+    "model.layers": work.LAYERS,
+    "model.embed": work.EMBED,
+    "model.heads": work.HEADS,
+    "model.sequence": work.SEQUENCE,
+    "model.vocab": work.VOCAB,
+    "model.tied": True,
+    "train.global_batch_size": work.ROWS,
+    "train.steps": 1000,
+    "optimizer.learning_rate": work.LEARNING_RATE,
+    "optimizer.beta1": work.BETAS[0],
+    "optimizer.beta2": work.BETAS[1],
+    "optimizer.weight_decay": work.WEIGHT_DECAY,
+    "optimizer.schedule": "constant",
+    "optimizer.decay_fraction": 0,
+    "optimizer.warmup": 0,
+    "optimizer.clip": 0,
+}
 
 
 def main() -> None:
@@ -40,22 +40,21 @@ def main() -> None:
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     args = parser.parse_args()
 
-    mesh = runtime.start(parse_mesh(args.mesh))
-    layout = Layout.on(mesh, {**RULES, "vocab": ()} if args.whole_vocab else RULES)
-    model = models.build(MODEL, layout)
-    rule = optimizer(ADAMW, steps=1000, matrices=models.matrices(model))
-    step = Step(model, layout, rule, dtype=jnp.dtype(args.precision), stage=args.zero)
+    asked = {"mesh": args.mesh, "precision": args.precision, "parallel.zero": args.zero, **ASKED}
+    if args.whole_vocab:
+        asked["parallel.rules.vocab"] = ""
+    run = Run(load(None, {name: str(value).lower() for name, value in asked.items()}))
 
     def put(a, *logical):
-        return jax.device_put(a[None], jax.sharding.NamedSharding(mesh, layout.spec((None, *logical))))
+        return jax.device_put(a[None], jax.sharding.NamedSharding(run.mesh, run.layout.spec((None, *logical))))
 
-    with jax.set_mesh(mesh):
-        whole = jax.device_put(work.weights(), jax.sharding.NamedSharding(mesh, jax.P()))
-        state = jax.jit(lambda weights: step.start(step.place(weights)))(whole)
+    with jax.set_mesh(run.mesh):
+        whole = jax.device_put(work.weights(), jax.sharding.NamedSharding(run.mesh, jax.P()))
+        state = jax.jit(lambda weights: run.step.start(run.step.place(weights)))(whole)
         del whole
         tokens, labels = (put(a, "batch", None) for a in work.batch())
         batch = {"tokens": tokens, "labels": labels, "rows": put(jnp.arange(work.ROWS, dtype=jnp.int32), "batch")}
-        train = jax.jit(step.train, donate_argnums=0).lower(state, batch).compile()
+        train = run.compile()
 
         def take() -> float:
             nonlocal state

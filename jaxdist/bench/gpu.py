@@ -139,7 +139,7 @@ class Bench:
             if not one["fine"]:
                 self._problem(
                     f"numerics: {one['what']} is off by {off(one['error'])} of its largest value from plain float32, "
-                    f"where {found['dtype']} explains {one['bound']:.2g}"
+                    f"where {found['dtype']} explains {off(one['bound'])}"
                 )
 
     def _model(self, name: str, config: str, options: dict[str, str]) -> dict[str, Any] | None:

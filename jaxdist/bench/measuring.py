@@ -136,13 +136,15 @@ def processes_of(mesh: jax.sharding.Mesh) -> list[int]:
 def measure_together(timed: Sequence[Timed], warmup: int, repeats: int, note: Note = lambda doing: None) -> None:
     """Fill in `seconds` and `loss`: `warmup` + `repeats` rounds, in each of which every program makes a step.
 
-    What else a shared machine does, and how it drifts, then hits all of them alike. Their states lie on the devices at
-    the same time, and are gone afterwards. Each process gives those of `timed` that it has devices of, in the order
-    that all of them have.
+    What else a shared machine does, and how it drifts, then hits all of them alike; and as every round goes the other
+    way round, none always finds the caches as the same other has left them. Their states lie on the devices at the same
+    time, and are gone afterwards. Each process gives those of `timed` that it has devices of, in the order that all of
+    them have.
     """
     for one in timed:
         one.place(note)
-    rounds = [[one.advance(note) for one in timed] for _ in range(warmup + repeats)]
-    for one, seconds in zip(timed, zip(*rounds, strict=True), strict=True):
-        one.seconds = list(seconds[warmup:])
+    there, back = list(timed), list(reversed(timed))
+    rounds = [[one.advance(note) for one in (there, back)[turn % 2]] for turn in range(warmup + repeats)]
+    for place, one in enumerate(timed):
+        one.seconds = [seconds[place if turn % 2 == 0 else -1 - place] for turn, seconds in enumerate(rounds)][warmup:]
         one.drop()
