@@ -1,4 +1,4 @@
-"""Worker: the program that `python -m jaxdist.train` compiles, on as many CPU devices of one process as `--mesh` asks."""
+"""Worker: the program that `python -m jaxdist.train` compiles, on as many CPU devices of a process as `--mesh` asks."""
 
 from __future__ import annotations
 
