@@ -9,6 +9,8 @@ their gradients stay partial sums until they are reduced once (design, law 3).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
+from operator import or_
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +45,18 @@ def add_up(x: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
     """The sum of the devices' parts over `axes`, the same on all of them; of what is the same already, `x` itself."""
     axes = tuple(a for a in axes if a in varying(x))
     return lax.psum(x, axes) if axes else x
+
+
+def after(x: jax.Array, *earlier: Float[Array, "..."]) -> jax.Array:
+    """`x`, once all of `earlier` are there, whatever they are: a condition that never holds, but no compiler knows.
+
+    XLA:CPU begins a loop as soon as its inputs are there, and goes on behind it. Collectives of a region all have one
+    number; so two loops that run at once would take each other's for their own: they wait for ever, or sum up what
+    does not belong together.
+    """
+    some = [a[(0,) * a.ndim] for a in earlier]
+    never = reduce(or_, [(a != a) & (a == 0) for a in some])
+    return jnp.where(never, jnp.zeros((), x.dtype), x)
 
 
 def own(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:

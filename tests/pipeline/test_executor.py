@@ -40,7 +40,7 @@ ROWS = [
 def test_gradients_are_those_of_one_device(mesh, schedule, options):
     piped = Piped(mesh, schedule, **options)
     compiled = piped.compiled()
-    assert piped.error(compiled) < 1e-6
+    assert all(piped.error(compiled) < 1e-6 for _ in range(5))  # where loops run at once, not every run goes wrong
     text = compiled.as_text()
     assert across_ranks(text, piped.mesh) == []
     if schedule == "zb-h1":  # the branches that all take alike move between ranks, and are seen

@@ -157,13 +157,21 @@ class Region(Device):
             if "H" in slots:
                 carry = self.head(carry, row, y, heads)
             carry |= {"sent": lax.ppermute(y, PIPELINE, self.onward)}
+            row = self.after(row, ("b_cot", "b_res"), y, carry["loss"])
         if "B" in slots:
             carry, dx = self.backwards(carry, row)
-            carry = self.unembed(carry, row, dx)
+            carry, done = self.unembed(carry, row, dx)
             carry |= {"returned": lax.ppermute(dx, PIPELINE, self.back)}
+            row = self.after(row, ("w_wst",), dx, done)
         if "W" in slots:
             carry = self.of_weights(carry, row)
         return carry, None
+
+    def after(self, row: Row, places: tuple[str, ...], *earlier: jax.Array) -> Row:
+        """The row for a unit that reads from `places`: on CPUs it begins when `earlier` are there (`region.after`)."""
+        if self.layout.platform != "cpu":
+            return row
+        return row | {name: region.after(row[name], *earlier) for name in places if name in row}
 
     def forward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
         """F of a chunk."""
@@ -218,16 +226,19 @@ class Region(Device):
         made, dx = self._own(row["b_on"], run, carry[name], get(carry["cots"], row["b_cot"]))
         return carry | {name: made}, dx
 
-    def unembed(self, carry: Carry, row: Row, dx: jax.Array) -> Carry:
-        """B of the embedding, where the chunk is the first."""
+    def unembed(self, carry: Carry, row: Row, dx: jax.Array) -> tuple[Carry, jax.Array]:
+        """B of the embedding, where the chunk is the first; and a number that is there when that is done."""
+        one = lambda a: region.vary(a[(0,) * a.ndim], self.stream)
 
-        def run(tops):
+        def run(state):
             first = region.add_up(jnp.where(row["b_first"], dx, jnp.zeros((), dx.dtype)), (PIPELINE,))
             embed = lambda tops: self.program.embed(tops, self.part(row["unembed_micro"]))
             x, vjp = jax.vjp(embed, self.tops)
-            return _add(tops, vjp(region.vary(first, region.varying(x)))[0])  # of zeros, where no rank has it
+            made = vjp(region.vary(first, region.varying(x)))[0]  # of zeros, where no rank has it
+            return _add(state[0], made), one(first)
 
-        return carry | {"tops": self._shared(row["unembed_on"], self.uniform, run, carry["tops"])}
+        tops, done = self._shared(row["unembed_on"], self.uniform, run, (carry["tops"], one(dx)))
+        return carry | {"tops": tops}, done
 
     def of_weights(self, carry: Carry, row: Row) -> Carry:
         """W of a chunk."""
