@@ -54,6 +54,10 @@ class Device:
         rank = lax.axis_index(PIPELINE)
         return jnp.asarray(self.stages.layer)[chunk, rank], jnp.asarray(self.stages.valid)[chunk, rank]
 
+    def after(self, x: jax.Array, *earlier: jax.Array) -> jax.Array:
+        """`x`; on CPUs only once `earlier` are there, so that units run one after the other (`region.after`)."""
+        return region.after(x, *earlier) if earlier and self.layout.platform == "cpu" else x
+
     def alone(self, on: jax.Array, run: Callable, *state: Tree) -> tuple[Tree, ...]:
         """`run(*state)` on ranks where it is `on`: each goes its own way.
 

@@ -152,26 +152,22 @@ class Region(Device):
         carry = carry | {"acts": put(carry["acts"], carry["sent"], row["recv_act"])}
         if self.backward:
             carry |= {"cots": put(carry["cots"], carry["returned"], row["recv_cot"])}
+        before = ()
         if "F" in slots:
             carry, y = self.forward(carry, row)
             if "H" in slots:
                 carry = self.head(carry, row, y, heads)
             carry |= {"sent": lax.ppermute(y, PIPELINE, self.onward)}
-            row = self.after(row, ("b_cot", "b_res"), y, carry["loss"])
+            before = y, carry["loss"]
         if "B" in slots:
+            row = row | {name: self.after(row[name], *before) for name in ("b_cot", "b_res")}
             carry, dx = self.backwards(carry, row)
             carry, done = self.unembed(carry, row, dx)
             carry |= {"returned": lax.ppermute(dx, PIPELINE, self.back)}
-            row = self.after(row, ("w_wst",), dx, done)
+            before = dx, done
         if "W" in slots:
-            carry = self.of_weights(carry, row)
+            carry = self.of_weights(carry, row | {"w_wst": self.after(row["w_wst"], *before)})
         return carry, None
-
-    def after(self, row: Row, places: tuple[str, ...], *earlier: jax.Array) -> Row:
-        """The row for a unit that reads from `places`: on CPUs it begins when `earlier` are there (`region.after`)."""
-        if self.layout.platform != "cpu":
-            return row
-        return row | {name: region.after(row[name], *earlier) for name in places if name in row}
 
     def forward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
         """F of a chunk."""
