@@ -55,8 +55,8 @@ def after(x: jax.Array, *earlier: Float[Array, "..."]) -> jax.Array:
     does not belong together.
     """
     some = [a[(0,) * a.ndim] for a in earlier]
-    never = reduce(or_, [(a != a) & (a == 0) for a in some])
-    return jnp.where(never, jnp.zeros((), x.dtype), x)
+    never = [(a != a) & (a == 0) for a in some]
+    return jnp.where(reduce(or_, never), jnp.zeros((), x.dtype), x) if never else x
 
 
 def own(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:

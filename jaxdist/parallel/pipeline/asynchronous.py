@@ -164,7 +164,7 @@ class Round(Device):
         """Half of the ranks run F, the others B. What arrives was sent in the tick before."""
         carry, y = self.forward(carry, parity)
         carry, dx = self.backward(carry, parity)
-        y, dx = self.after(y, dx), self.after(dx, y)
+        y, dx = region.after(y, *self.awaited(dx)), region.after(dx, *self.awaited(y))
         carry |= {"sent": lax.ppermute(y, PIPELINE, self.onward), "returned": lax.ppermute(dx, PIPELINE, self.back)}
         if parity == (self.S - 1) % 2:
             carry = self.head(carry, y)

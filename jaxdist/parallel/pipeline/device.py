@@ -54,9 +54,9 @@ class Device:
         rank = lax.axis_index(PIPELINE)
         return jnp.asarray(self.stages.layer)[chunk, rank], jnp.asarray(self.stages.valid)[chunk, rank]
 
-    def after(self, x: jax.Array, *earlier: jax.Array) -> jax.Array:
-        """`x`; on CPUs only once `earlier` are there, so that units run one after the other (`region.after`)."""
-        return region.after(x, *earlier) if earlier and self.layout.platform == "cpu" else x
+    def awaited(self, *earlier: jax.Array) -> tuple[jax.Array, ...]:
+        """What the next unit is to begin after (`region.after`): on CPUs `earlier`, on others nothing."""
+        return earlier if self.layout.platform == "cpu" else ()
 
     def alone(self, on: jax.Array, run: Callable, *state: Tree) -> tuple[Tree, ...]:
         """`run(*state)` on ranks where it is `on`: each goes its own way.

@@ -158,15 +158,14 @@ class Region(Device):
             if "H" in slots:
                 carry = self.head(carry, row, y, heads)
             carry |= {"sent": lax.ppermute(y, PIPELINE, self.onward)}
-            before = y, carry["loss"]
+            before = self.awaited(y, carry["loss"])
         if "B" in slots:
-            row = row | {name: self.after(row[name], *before) for name in ("b_cot", "b_res")}
-            carry, dx = self.backwards(carry, row)
+            carry, dx = self.backwards(carry, row, before)
             carry, done = self.unembed(carry, row, dx)
             carry |= {"returned": lax.ppermute(dx, PIPELINE, self.back)}
-            before = dx, done
+            before = self.awaited(dx, done)
         if "W" in slots:
-            carry = self.of_weights(carry, row | {"w_wst": self.after(row["w_wst"], *before)})
+            carry = self.of_weights(carry, row, before)
         return carry, None
 
     def forward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
@@ -207,19 +206,21 @@ class Region(Device):
         names = ("loss", "tops", "cots") if self.backward else ("loss",)
         return carry | self._shared(row["head_on"], always, run, {name: carry[name] for name in names})
 
-    def backwards(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
-        """B of a chunk: the whole backward pass, or where that is split, the gradient of its input."""
+    def backwards(self, carry: Carry, row: Row, before: tuple[jax.Array, ...]) -> tuple[Carry, jax.Array]:
+        """B of a chunk, after what is `before`: the whole backward pass, or where that is split, the gradient of its
+        input."""
         unit, kept = self.unit(row["b_chunk"], self.part(row["b_micro"])), (carry["residuals"], row["b_res"])
 
         def whole(sums, dy):
-            again = self.layers.again(unit, get(*kept)) if self.recompute else kept
+            again = self.layers.again(unit, region.after(get(*kept), *before)) if self.recompute else kept
             return self.layers.backward(unit, dy, *again, sums, row["b_on"])
 
         def half(stash, dy):
             return self.layers.of_input(unit, dy, *kept, stash, row["b_wst"])
 
+        dy = get(carry["cots"], region.after(row["b_cot"], *before))
         run, name = (half, "stash") if self.table.schedule.split else (whole, "blocks")
-        made, dx = self._own(row["b_on"], run, carry[name], get(carry["cots"], row["b_cot"]))
+        made, dx = self._own(row["b_on"], run, carry[name], dy)
         return carry | {name: made}, dx
 
     def unembed(self, carry: Carry, row: Row, dx: jax.Array) -> tuple[Carry, jax.Array]:
@@ -236,12 +237,12 @@ class Region(Device):
         tops, done = self._shared(row["unembed_on"], self.uniform, run, (carry["tops"], one(dx)))
         return carry | {"tops": tops}, done
 
-    def of_weights(self, carry: Carry, row: Row) -> Carry:
-        """W of a chunk."""
+    def of_weights(self, carry: Carry, row: Row, before: tuple[jax.Array, ...]) -> Carry:
+        """W of a chunk, after what is `before`."""
         unit = self.unit(row["w_chunk"], self.part(row["w_micro"]))
 
         def run(sums):
-            return (self.layers.of_weights(unit, carry["stash"], row["w_wst"], sums, row["w_on"]),)
+            return (self.layers.of_weights(unit, carry["stash"], row["w_wst"], sums, row["w_on"], before),)
 
         return carry | {"blocks": self._own(row["w_on"], run, carry["blocks"])[0]}
 

@@ -128,13 +128,18 @@ class Layers:
 
         return lax.scan(one, (stash, dy), unit.layers, reverse=True)[0]
 
-    def of_weights(self, unit: Unit, stash: Ring, slot: Slot, sums: Tree, on: jax.Array | bool) -> Tree:
-        """W: `sums` with the gradients of the weights, as `backward` has them."""
+    def of_weights(
+        self, unit: Unit, stash: Ring, slot: Slot, sums: Tree, on: jax.Array | bool, before: tuple[jax.Array, ...] = ()
+    ) -> Tree:
+        """W: `sums` with the gradients of the weights, as `backward` has them; after what is `before`."""
+        later = region.after(slot, *before)
+        slots = [later if region.varying(later) <= region.varying(a) else slot for a in stash]
 
         def one(sums, layer):
             place, w, number, valid = layer
             again, _ = self._arguments((w, unit.part, number), [])
-            dw = jax.tree.unflatten(jax.tree.structure(w), self._halves.later(again, _get(stash, slot, place)))
+            stashed = [_get_one(a, at, place) for a, at in zip(stash, slots, strict=True)]
+            dw = jax.tree.unflatten(jax.tree.structure(w), self._halves.later(again, stashed))
             return self._add(sums, dw, (unit.chunk, place), on & valid), None
 
         return lax.scan(one, sums, unit.layers)[0]
