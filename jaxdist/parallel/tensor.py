@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import partial
+from string import ascii_lowercase
 
 import jax
 import jax.numpy as jnp
@@ -113,8 +114,14 @@ def lookup(
 
 
 def _dot(layout: Layout, dims: str, a: jax.Array, b: jax.Array, spec: P) -> jax.Array:
-    """A product that lies as `spec` says. (XLA:CPU of jax 0.10 multiplies bfloat16 fast only if f32 comes out.)"""
+    """A product that lies as `spec` says. (XLA:CPU of jax 0.10 multiplies bfloat16 fast only if f32 comes out.)
+
+    jnp.einsum contracts dims in the order of their letters, and XLA:GPU writes operands out in that order; so those of
+    `a` get letters in the order in which they lie.
+    """
     kind = wide(a.dtype) if layout.platform == "cpu" else None
+    a_dims = dims.partition(",")[0]
+    dims = dims.translate(str.maketrans(a_dims, ascii_lowercase[: len(a_dims)]))
     return jnp.einsum(dims, a, b, out_sharding=spec, preferred_element_type=kind).astype(a.dtype)
 
 
