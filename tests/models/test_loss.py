@@ -28,9 +28,11 @@ def plain(x, table, labels):
     return jnp.sum(jnp.where(labels >= 0, nll, 0))
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("chunk_rows", [1, 4, 12, 1000])
-def test_equals_the_plain_form(layout, monkeypatch, chunk_rows):
-    monkeypatch.setitem(loss.CHUNK_ROWS, "cpu", chunk_rows)
+def test_equals_the_plain_form(layout, monkeypatch, chunk_rows, platform):
+    monkeypatch.setitem(loss.CHUNK_ROWS, platform, chunk_rows)
+    layout = dataclasses.replace(layout, platform=platform)
     x = jax.random.normal(jax.random.key(0), (4, 6, 8))
     table = jax.random.normal(jax.random.key(1), (10, 8))
     labels = jax.random.randint(jax.random.key(2), (4, 6), -1, 10)

@@ -89,14 +89,15 @@ def train(
     pipeline: PipelineConfig | None = None,
     count: int = ROWS,
     apart: bool = False,
+    platform: str = "cpu",
 ) -> Outcome:
     """`accumulation` micro-batches of `count` rows; those of the `pipeline`, if the mesh has stages. Documents of a row
-    are `apart` or joined."""
+    are `apart` or joined. What is written otherwise for a `platform` runs here too."""
     shape = parse_mesh(mesh)
     devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
     pipeline = pipeline or PipelineConfig()
     config = Config(model=model, parallel=ParallelConfig(zero=stage, sequence=sequence), pipeline=pipeline)
-    layout = Layout.on(devices, rules(config, shape))
+    layout = replace(Layout.on(devices, rules(config, shape)), platform=platform)
     optimizer = optax.chain(remember(), optimizer or optax.sgd(0.5))
     options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype, stage=stage)
     if stages := stages_of(config, shape):

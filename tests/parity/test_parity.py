@@ -104,6 +104,22 @@ def test_micro_batches_outside_the_layers_equal_one_device(zero, mesh):
     check(Layout("llama-tied", mesh, zero, 4, sequence=True, remat="none"), inside=False)
 
 
+@pytest.mark.parametrize(
+    "row",
+    thinned(
+        [
+            (Layout("llama-untied", "2x4x1", 3, 4, sequence=True, remat="none"),),
+            (Layout("llama-tied", "1x8x1", 0, 1, sequence=False, remat="dots"),),
+            (Layout("gpt-tied", "replica=2,data=2,model=2", 1, 4, sequence=True, remat="block"),),
+        ],
+        3,
+    ),
+    ids=lambda row: "-".join(map(str, row)),
+)
+def test_products_and_loss_as_gpus_have_them_equal_one_device(row):
+    check(row, platform="gpu")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "zero"), [("replica=2,data=2,model=2", 2), ("2x2x1", 3)])
 def test_dropout_is_the_same_under_sequence_parallelism(mesh, zero):
