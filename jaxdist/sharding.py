@@ -3,8 +3,8 @@
 A model says `einsum(layout, "BSD,DF->BSF", x, w)` and that `w` carries the logical axes `("embed", "mlp")`. A `Layout`
 knows the mesh and turns both into `PartitionSpec`s, so a model changes its layout without a change of its code.
 
-Letters: B rows, S sequence, D embed, F mlp, N heads, H head size, V vocabulary, L layers; s is the sequence of the
-residual stream, which sequence parallelism splits; C counts things stacked in one weight.
+Letters: B rows, S sequence, D embed, F mlp, N heads, K key/value heads, H head size, V vocabulary, L layers; s is the
+sequence of the residual stream, which sequence parallelism splits; C counts things stacked in one weight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ LAYERS = "layers"
 BATCH, STAGES = "batch", "stages"
 """The logical axes of the rows of a batch, and of the dim that stacks the stages of a pipeline."""
 
-LETTERS = dict(B=BATCH, S="sequence", s="residual", D="embed", F="mlp", N="heads", H="head", V="vocab", L=LAYERS)
+LETTERS = dict(
+    B=BATCH, S="sequence", s="residual", D="embed", F="mlp", N="heads", K="heads", H="head", V="vocab", L=LAYERS
+)
 """The logical axis behind each letter of an einsum string."""
 
 HOST = "pinned_host"

@@ -29,14 +29,14 @@ class Block(nn.Module):
         d, self.size = m.embed, m.embed // m.heads
         linear = lambda rows, columns: nn.Linear(rows, columns, bias=False)
         self.norm1, self.norm2 = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
-        self.q, self.kv, self.out = linear(d, d), linear(d, 2 * m.kv_heads * self.size), linear(d, d)
+        self.shared = m.heads // m.kv_heads
+        self.qkv, self.out = linear(d, (m.heads + 2 * m.kv_heads) * self.size), linear(d, d)
         self.gate_up, self.down = linear(d, 2 * m.mlp), linear(m.mlp, d)
 
     def forward(self, x, cos, sin):
         rows, sequence, _ = x.shape
-        h = self.norm1(x)
-        q = self.q(h).view(rows, sequence, -1, self.size).transpose(1, 2)
-        k, v = self.kv(h).view(rows, sequence, 2, -1, self.size).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(self.norm1(x)).view(rows, sequence, -1, self.shared + 2, self.size)
+        q, k, v = (a.flatten(2, 3).transpose(1, 2) for a in qkv.split((self.shared, 1, 1), dim=3))
         q, k = turn(q, cos, sin), turn(k, cos, sin)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         x = x + self.out(a.transpose(1, 2).flatten(2))
@@ -91,8 +91,7 @@ def begin(model: Llama, weights: str) -> None:
         of = lambda name: given[f"blocks.{name}"][index]  # noqa: B023
         block.norm1.weight.copy_(of("norm1.scale"))
         block.norm2.weight.copy_(of("norm2.scale"))
-        for name in ("q", "kv"):
-            getattr(block, name).weight.copy_(of(f"attention.{name}").flatten(1).T)
+        block.qkv.weight.copy_(of("attention.qkv").flatten(1).T)
         block.out.weight.copy_(of("attention.out").flatten(0, 1).T)
         block.gate_up.weight.copy_(of("mlp.gate_up").flatten(1).T)
         block.down.weight.copy_(of("mlp.down").T)

@@ -82,22 +82,16 @@ def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return (y * spread(scale, y)).astype(x.dtype)
 
 
+@partial(recomputed, static_argnums=(0, 1, 2))
 def column(
-    layout: Layout, logical: str, x: Float[Array, "B s D"], *factors: tuple[str, Float[Array, "..."]]
-) -> list[Float[Array, "..."]]:
-    """The residual stream times weights whose columns are split along `logical`: a product for each (dims, weight).
+    layout: Layout, logical: str, dims: str, x: Float[Array, "B s D"], w: Float[Array, "D ..."]
+) -> Float[Array, "B S ..."]:
+    """The residual stream times a weight whose columns are split along `logical`.
 
     Only `x` is kept, as it lies on the residual stream. Where that is split along the sequence, the backward pass
-    gathers it again (Korthikanti et al. 2022, section 4.2.2); nobody needs the products again.
+    gathers it again (Korthikanti et al. 2022, section 4.2.2); nobody needs the product again.
     """
-    dims, weights = zip(*factors, strict=True)
-    return _column(layout, logical, dims, x, *weights)
-
-
-@partial(recomputed, static_argnums=(0, 1, 2))
-def _column(layout: Layout, logical: str, dims: tuple[str, ...], x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
-    x = enter(layout, x, logical)
-    return [einsum(layout, d, x, w) for d, w in zip(dims, weights, strict=True)]
+    return einsum(layout, dims, enter(layout, x, logical), w)
 
 
 class Attention(nnx.Module):
@@ -112,7 +106,7 @@ class Attention(nnx.Module):
         self.out_bias = constant(0.0, (embed,), ("norm",))
 
     def __call__(self, x: Float[Array, "B s D"], starts: Starts) -> Float[Array, "B s D"]:
-        (qkv,) = column(self.layout, "heads", x, ("BSD,DCNH->BSCNH", self.qkv[...]))
+        qkv = column(self.layout, "heads", "BSD,DCNH->BSCNH", x, self.qkv[...])
         qkv = qkv + spread(self.qkv_bias[...], qkv)
         q, k, v = (qkv[:, :, i] for i in range(3))
         out = einsum(self.layout, "BSNH,NHD->BsD", causal_attention(self.layout, q, k, v, starts), self.out[...])
@@ -122,8 +116,9 @@ class Attention(nnx.Module):
 class GroupedAttention(nnx.Module):
     """Causal self-attention whose `kv_heads` keys and values serve `heads` queries (Ainslie et al. 2023, section 2.2).
 
-    The positions are rotary (Su et al. 2021). In use a weight of keys and values may have each head several times, so
-    that every device has one (`zero.Placement.repeat`): the heads are then counted as they are, and split as queries.
+    One product makes them all: C = G + 2 heads for each key/value head, the G queries that it serves, its key and its
+    value. The model axis splits K; where it has more devices, each key and value is on several (`parallel.heads`), and
+    here K and G are what the weight in use has. The positions are rotary (Su et al. 2021).
     """
 
     def __init__(
@@ -131,14 +126,14 @@ class GroupedAttention(nnx.Module):
     ):
         size = embed // heads
         self.layout, self.theta = layout, theta
-        self.q = weight(rngs, (embed, heads, size), ("embed", "heads", None))
-        self.kv = weight(rngs, (embed, 2, kv_heads, size), ("embed", None, "kv_heads", None))
+        self.qkv = weight(rngs, (embed, kv_heads, heads // kv_heads + 2, size), ("embed", "kv_heads", None, None))
         self.out = weight(rngs, (heads, size, embed), ("heads", None, "embed"), out_scale)
 
     def __call__(self, x: Float[Array, "B s D"], starts: Starts) -> Float[Array, "B s D"]:
-        factors = ("BSD,DNH->BSNH", self.q[...]), ("BSD,DCNH->BSCNH", self.kv[...])
-        q, kv = column(self.layout, "heads", x, *factors)
-        q, k, v = rotary(q, self.theta, starts), rotary(kv[:, :, 0], self.theta, starts), kv[:, :, 1]
+        qkv = column(self.layout, "heads", "BSD,DKCH->BSKCH", x, self.qkv[...])
+        q, k, v = jax.lax.split(qkv, (qkv.shape[3] - 2, 1, 1), axis=3)
+        q, k, v = (a.reshape(*a.shape[:2], -1, a.shape[4]) for a in (q, k, v))
+        q, k = rotary(q, self.theta, starts), rotary(k, self.theta, starts)
         return einsum(self.layout, "BSNH,NHD->BsD", causal_attention(self.layout, q, k, v, starts), self.out[...])
 
 
@@ -198,7 +193,7 @@ class MLP(nnx.Module):
         self.down_bias = constant(0.0, (embed,), ("norm",))
 
     def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
-        (h,) = column(self.layout, "mlp", x, ("BSD,DF->BSF", self.up[...]))
+        h = column(self.layout, "mlp", "BSD,DF->BSF", x, self.up[...])
         out = _activate_and_contract(self.layout, h, self.up_bias[...], self.down[...])
         return out + spread(self.down_bias[...], out)
 
@@ -218,7 +213,7 @@ class SwiGLU(nnx.Module):
         self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), out_scale)
 
     def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
-        (h,) = column(self.layout, "mlp", x, ("BSD,DCF->BSCF", self.gate_up[...]))
+        h = column(self.layout, "mlp", "BSD,DCF->BSCF", x, self.gate_up[...])
         return _gate_and_contract(self.layout, h, self.down[...])
 
 

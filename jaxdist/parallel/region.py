@@ -67,9 +67,9 @@ def own(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(vary(x, axes), lax.axis_index(axes) * size, size, axis=dim)
 
 
-def placed(x: jax.Array, axes: tuple[str, ...], dim: int, times: int = 1) -> jax.Array:
-    """Zeros, and this device's part where `own` would take it from; `times` devices in a row have the same place."""
+def placed(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """Zeros, and this device's part where `own` would take it from."""
     size, whole = x.shape[dim], list(x.shape)
-    whole[dim] *= lax.axis_size(axes) // times
-    at = lax.axis_index(axes) // times * size
+    whole[dim] *= lax.axis_size(axes)
+    at = lax.axis_index(axes) * size
     return lax.dynamic_update_slice_in_dim(zeros(tuple(whole), x.dtype, (*axes, *varying(x))), vary(x, axes), at, dim)

@@ -27,7 +27,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float
 
 from jaxdist.mesh import DATA
-from jaxdist.parallel import region
+from jaxdist.parallel import heads, region
 from jaxdist.sharding import LAYERS, Layout, wide
 
 is_axes = lambda a: isinstance(a, tuple)
@@ -39,24 +39,31 @@ class Placement:
 
     rest: P
     use: P
-    repeat: tuple[int, int] = (0, 1)
-    """(dim, times): every index of the dim comes as often in use, so that the model axis can split it."""
+    deal: tuple[int, int] = (0, 1)
+    """(dim, n): its key/value heads are dealt to n times as many devices in use (`parallel.heads`)."""
 
     @property
     def layer(self) -> Placement:
         """That of one layer of a stack."""
         first = lambda spec: P(*spec.partitions[1:], unreduced=spec.unreduced, reduced=spec.reduced)
-        return replace(self, rest=first(self.rest), use=first(self.use), repeat=(self.repeat[0] - 1, self.repeat[1]))
+        return replace(self, rest=first(self.rest), use=first(self.use), deal=(self.deal[0] - 1, self.deal[1]))
+
+    @property
+    def dealt(self) -> bool:
+        return self.deal[1] > 1
 
     @property
     def shard_dim(self) -> int | None:
         """The dim that the data axis splits at rest."""
         return self.rest.partitions.index(DATA) if DATA in self.rest.partitions else None
 
+    def in_use(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in use of a parameter of `shape`."""
+        return heads.dealt(shape, *self.deal) if self.dealt else shape
+
     def gather(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         """Weights at rest -> weights in use. (The reshards move nothing.)"""
-        dim, times = self.repeat
-        w = jnp.repeat(w, times, axis=dim) if times > 1 else w
+        w = heads.deal(w, *self.deal) if self.dealt else w
         if self.shard_dim is None or self.use == self.rest:
             return reshard(w, self.use)
         shard = P(*self._shard.partitions, reduced=self.use.reduced - {DATA})
@@ -73,11 +80,7 @@ class Placement:
             g = reshard(g, self._shard)
         else:
             g = jax.shard_map(self._reduce_scatter, in_specs=self._partial, out_specs=self._shard)(g)
-        dim, times = self.repeat
-        if times == 1:
-            return g
-        g = reshard(g, self.rest)
-        return g.reshape(*g.shape[:dim], -1, times, *g.shape[dim + 1 :]).sum(dim + 1)
+        return heads.collect(reshard(g, self.rest), *self.deal) if self.dealt else g
 
     def _reduce_scatter(self, g: jax.Array) -> jax.Array:
         g = jax.lax.psum_scatter(g, DATA, scatter_dimension=self.shard_dim, tiled=True)
@@ -86,21 +89,20 @@ class Placement:
 
     def own(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         """`gather` inside a pipeline's region: this device's part at rest -> its part in use."""
-        dim, times = self.repeat
-        if times > 1:  # first, so that data gathers the one head that this device uses
-            w = region.own(jnp.repeat(w, times, axis=dim), self._repeated, dim)
+        if self.dealt:  # first, so that data gathers only the heads that this device uses
+            w = region.own(heads.deal(w, *self.deal), self._dealt_over, self.deal[0])
         if self.shard_dim is not None:
             w = jax.lax.all_gather(w, DATA, axis=self.shard_dim, tiled=True)
         return region.vary(w, self.use.reduced)
 
     def add_up(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
         """`reduce` inside a pipeline's region: this device's partial sums in use -> its part of the sum at rest."""
-        dim, times = self.repeat
         if self.shard_dim is not None:
             g = jax.lax.psum_scatter(g, DATA, scatter_dimension=self.shard_dim, tiled=True)
         g = region.add_up(g, sorted(self.use.reduced - {DATA} if self.shard_dim is not None else self.use.reduced))
-        if times > 1:  # last, when a device has the least; the copies of a head are added up on the way
-            g = region.add_up(region.placed(g, self._repeated, dim, times), self._repeated)
+        if self.dealt:  # last, when a device has the least; the copies of a head are added up on the way
+            g = heads.collect(region.placed(g, self._dealt_over, self.deal[0]), *self.deal)
+            g = region.add_up(g, self._dealt_over)
         return g
 
     def land(self, w: Float[Array, "..."], sink: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -119,9 +121,9 @@ class Placement:
         return reshard(jnp.zeros(shape, dtype), self.rest)
 
     @property
-    def _repeated(self) -> tuple[str, ...]:
-        """The mesh axes that split the dim that is repeated."""
-        axes = self.use.partitions[self.repeat[0]]
+    def _dealt_over(self) -> tuple[str, ...]:
+        """The mesh axes that split key/value heads in use."""
+        axes = self.use.partitions[self.deal[0]]
         return (axes,) if isinstance(axes, str) else axes
 
     @property
@@ -166,8 +168,8 @@ def placements(layout: Layout, axes, abstract, stage: int, summed: bool = True, 
     parameter whether the data axis may split it (None: of all). `stacks`: stacked layers are used as they lie at rest,
     by a module that gathers each when it is its turn.
 
-    Key/value heads lie as the query heads do. Where they are too few for that, they are whole at rest and repeated in
-    use; raises `ValueError` where that is not even.
+    Where key/value heads are too few to be split as heads are, they are whole at rest and dealt out in use
+    (`parallel.heads`); raises `ValueError` where that is not even.
     """
     split = jax.tree.map(lambda _: True, abstract) if split is None else split
 
@@ -181,17 +183,17 @@ def placements(layout: Layout, axes, abstract, stage: int, summed: bool = True, 
 def _place(
     layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], split: bool, summed: bool
 ) -> Placement:
-    use, repeat = tuple("heads" if name == "kv_heads" else name for name in axes), (0, 1)
+    use, deal = tuple("heads" if name == "kv_heads" else name for name in axes), (0, 1)
     rest = list(layout.spec(use).partitions)
     if "kv_heads" in axes:
         dim, parts = axes.index("kv_heads"), layout.parts("heads")
         if shape[dim] % parts and parts % shape[dim]:
             raise ValueError(f"{shape[dim]} key/value heads neither split nor repeat evenly over {parts} parts")
         if shape[dim] % parts:
-            rest[dim], repeat = None, (dim, parts // shape[dim])
+            rest[dim], deal = None, (dim, parts // shape[dim])
     if split and (dim := _first_free(layout, use, shape)) is not None:
         rest[dim] = DATA
-    return Placement(P(*rest), layout.spec(use, reduced=layout.partial(axes) if summed else frozenset()), repeat)
+    return Placement(P(*rest), layout.spec(use, reduced=layout.partial(axes) if summed else frozenset()), deal)
 
 
 def _first_free(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> int | None:

@@ -85,10 +85,10 @@ def _reduce(config: Config, p: Placed, name: str, layout: Layout, calls: int, ti
         yield transfer(layout, what, REDUCE_SCATTER, {DATA}, calls, times * p.use, F32)
         summed, held = summed - {DATA}, p.use // layout.size(DATA)
     if summed:
-        if layout.platform != "cpu" and p.layers == 1 and p.place.repeat[1] == 1:
+        if layout.platform != "cpu" and p.layers == 1 and not p.place.dealt:
             calls = times = 1  # XLA:GPU adds up first, and sends once, what a loop only adds to its sum
         yield transfer(layout, what, ALL_REDUCE, summed, calls, times * held, F32)
-    if p.place.repeat[1] > 1:  # the copies of key/value heads are brought together
+    if p.place.dealt:  # the copies of key/value heads are brought together
         added = layout.ranks > 1 or config.train.accumulation > 1
         heads, width = layout.split("heads"), F32 if added else compute_width(config)  # as the product left them
         yield transfer(layout, what, ALL_GATHER, heads, calls, times * held * layout.parts("heads"), width)

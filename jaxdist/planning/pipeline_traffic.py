@@ -7,6 +7,7 @@ embedding and of the loss is added up. Over `data` weights and gradients go as `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -96,9 +97,9 @@ def _gradients(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Ite
         summed, elements = summed - {DATA}, elements // layout.size(DATA)
     if summed:
         yield transfer(layout, what, ALL_REDUCE, summed, calls, elements, F32)
-    if (times := p.place.repeat[1]) > 1:  # the copies of key/value heads are added up where each head has its place
-        heads = layout.split("heads")
-        yield transfer(layout, what, ALL_REDUCE, heads, calls, elements * layout.parts("heads") // times, F32)
+    if p.place.dealt:  # each device puts its heads' gradients where they belong, and all are added up
+        whole = elements * p.elements * layout.parts("heads") // math.prod(p.place.in_use(p.shape))
+        yield transfer(layout, what, ALL_REDUCE, layout.split("heads"), calls, whole, F32)
 
 
 @dataclass(frozen=True)

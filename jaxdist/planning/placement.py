@@ -80,9 +80,9 @@ def placed(config: Config, model: Model, layout: Layout) -> list[Placed]:
 
 
 def _placed(layout: Layout, name: str, shape: tuple[int, ...], axes, place: zero.Placement) -> Placed:
-    size, repeated = math.prod(shape), math.prod(shape) * place.repeat[1]
     layers = math.prod(n for n, axis in zip(shape, axes, strict=True) if axis == LAYERS)
-    rest, use = size // layout.pieces(place.rest), repeated // layout.pieces(place.use)
+    rest = math.prod(shape) // layout.pieces(place.rest)
+    use = math.prod(place.in_use(shape)) // layout.pieces(place.use)
     return Placed(name, shape, axes, place, rest, use, layers)
 
 

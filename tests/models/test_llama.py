@@ -35,10 +35,10 @@ def turned(x, theta):
 
 
 def attention(x, p, theta):
-    q, kv = jnp.tensordot(x, p["q"], 1), jnp.tensordot(x, p["kv"], 1)
-    times = q.shape[2] // kv.shape[3]
-    q, k, v = turned(q, theta), turned(kv[:, :, 0], theta), kv[:, :, 1]
-    k, v = (jnp.repeat(a, times, 2) for a in (k, v))
+    heads = jnp.moveaxis(jnp.tensordot(x, p["qkv"], 1), 2, 0)  # of each key/value head: its queries, its key, its value
+    q = jnp.concatenate([head[:, :, :-2] for head in heads], 2)
+    k, v = (jnp.repeat(jnp.stack(list(heads[..., i, :]), 2), q.shape[2] // len(heads), 2) for i in (-2, -1))
+    q, k = turned(q, theta), turned(k, theta)
     scores = jnp.einsum("bsnh,btnh->bnst", q, k) / math.sqrt(q.shape[-1])
     p_attend = jax.nn.softmax(jnp.where(np.tri(x.shape[1], dtype=bool), scores, -jnp.inf))
     return jnp.tensordot(jnp.einsum("bnst,btnh->bsnh", p_attend, v), p["out"], 2)
@@ -98,7 +98,7 @@ def test_shipped_sizes_are_the_published_ones(name, count):
     model = models.build(load(name, {}).model)
     assert models.parameters(model) == count
     attention, decays = model.axes["blocks"]["attention"], models.matrices(model)["blocks"]
-    assert attention["kv"] == ("layers", "embed", None, "kv_heads", None)
+    assert attention["qkv"] == ("layers", "embed", "kv_heads", None, None)
     assert all(decays["attention"].values())
     assert all(decays["mlp"].values())
     assert not decays["norm1"]["scale"]

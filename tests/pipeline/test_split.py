@@ -98,10 +98,10 @@ def test_a_traced_value_must_be_an_argument():
         jax.jit(lambda a: halves(lambda x, y: [x * a, y], [a], [a], 1).now)(jnp.ones(3))
 
 
-@pytest.mark.parametrize(("family", "weights"), [("gpt", 4), ("llama", 5)])
+@pytest.mark.parametrize("family", ["gpt", "llama"])
 @pytest.mark.parametrize("remat", ["none", "dots", "block"])
-def test_the_products_of_the_models(family, weights, remat):
-    """W of a layer has one product for each matrix, B has all others, and the stash holds no weight."""
+def test_the_products_of_the_models(family, remat):
+    """W of a layer has one product for each of four matrices, B has all others, and the stash holds no weight."""
     model = models.build(ModelConfig(family=family, vocab=32, embed=32, heads=4, layers=1, sequence=16))
     struct = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
     w = jax.tree.map(struct, model.abstract["blocks"])
@@ -110,7 +110,7 @@ def test_the_products_of_the_models(family, weights, remat):
     found = []
     with jax.set_mesh(make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])):
         jax.eval_shape(lambda w, x, dy: found.append(cut(layer, w, x, dy)[0]), w, x, x)
-    assert count(found[0].second.jaxpr, *PRODUCTS) == weights
+    assert count(found[0].second.jaxpr, *PRODUCTS) == 4
     stash = found[0].second.jaxpr.invars[len(found[0].constants) + len(jax.tree.leaves(w)) :]
     assert max(v.aval.ndim for v in stash) > 2
     assert not {v.aval.shape for v in stash} & {a.shape for a in jax.tree.leaves(w) if len(a.shape) > 1}

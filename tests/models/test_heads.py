@@ -1,0 +1,31 @@
+"""Key/value heads dealt to more devices than there are heads, weight by weight."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist.parallel import heads
+
+K, G, H = 2, 4, 3
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_device_has_its_queries_in_order_and_the_key_and_value_that_serve_them(n):
+    w = np.arange(5 * K * (G + 2) * H, dtype=np.float32).reshape(5, K, G + 2, H)
+    queries, keys, values = w[:, :, :G].reshape(5, K * G, H), w[:, :, G], w[:, :, G + 1]
+    got = heads.deal(w, 1, n)
+    assert got.shape == heads.dealt(w.shape, 1, n) == (5, n * K, G // n + 2, H)
+    for device in range(n * K):
+        q, k, v = np.split(np.asarray(got[:, device]), (-2, -1), axis=1)
+        own = np.arange(G // n) + device * G // n
+        np.testing.assert_array_equal(q, queries[:, own])
+        np.testing.assert_array_equal(k[:, 0], keys[:, own[0] // G])
+        np.testing.assert_array_equal(v[:, 0], values[:, own[-1] // G])
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_collect_is_the_transpose_of_deal(n):
+    w, g = np.zeros((7, K, G + 2, H), np.float32), np.random.default_rng(0).normal(size=(7, n * K, G // n + 2, H))
+    transposed = jax.linear_transpose(lambda w: heads.deal(w, 1, n), w)
+    wanted = transposed(g.astype(np.float32))[0]
+    np.testing.assert_allclose(heads.collect(g.astype(np.float32), 1, n), wanted, rtol=1e-6)
