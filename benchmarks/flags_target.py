@@ -3,8 +3,8 @@
     python benchmarks/flags_target.py [--out RESULTS.txt] [CASE ...] [--only 'VARIANT+VARIANT']
 
 Each variant is compiled in a process of its own. For the axes that are sent over, the bytes of one device in a step, by
-what runs beside them: matrix products / smaller kernels / nothing; and what the program holds. Which options jaxdist
-sets is chosen by these numbers (`jaxdist/cluster/compiler.py`).
+what runs beside them: matrix products / smaller kernels / nothing; what copies and transposes read and write; and what
+the program holds. Which options jaxdist sets is chosen by these numbers (`jaxdist/cluster/compiler.py`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ TARGET = "h100"
 
 CASES = {
     "data": ("llama_8b", {"mesh": "8x1x1"}),
+    "kept": ("llama_8b", {"mesh": "8x1x1", "model.remat": "none"}),
     "accumulation": ("llama_8b", {"mesh": "8x1x1", "train.accumulation": "2", "train.global_batch_size": "16"}),
     "hosts": ("llama_8b", {"mesh": "64x1x1", "train.global_batch_size": "64"}),
     "tensor": ("llama_8b", {"mesh": "4x2x1", "parallel.sequence": "true"}),
+    "1b": ("llama_1b", {"mesh": "8x1x1", "train.global_batch_size": "64"}),
     "small": ("llama_1b", {"mesh": "8x1x1", "model.remat": "block", "model.sequence": "2048"}),
     "zero2": ("llama_1b", {"mesh": "8x1x1", "model.remat": "block", "model.sequence": "2048", "parallel.zero": "2"}),
 }
@@ -52,6 +54,8 @@ VARIANTS = {
     "scheduler": {SCHEDULER: "true"},
     "gather": {GATHER: "true"},
     "scatter": {SCATTER: "true"},
+    "no scatter": {SCATTER: "false"},
+    "gather, no scatter": {GATHER: "true", SCATTER: "false"},
     "gather, scatter": {GATHER: "true", SCATTER: "true"},
     "scheduler, gather, scatter": {SCHEDULER: "true", GATHER: "true", SCATTER: "true"},
     "reduce": {REDUCE: "true"},
@@ -81,8 +85,10 @@ def measured(name: str, overrides: dict[str, str], variant: str) -> str:
         for axes, one in sent.items()
         if one.total >= 2**20
     ]
-    temporaries = f"temporaries {size(report.program.temporary_bytes)}"
-    return f"    {variant:<27} {', '.join(parts)}; {temporaries}; compiled in {report.program.compile_seconds:.0f} s"
+    kernels, program = report.kernels, report.program
+    copies = f"copies {kernels.copied / kernels.bytes:.1%} of {size(kernels.bytes)}"
+    temporaries = f"temporaries {size(program.temporary_bytes)}, compiled in {program.compile_seconds:.0f} s"
+    return f"    {variant:<27} {', '.join(parts)}; {copies}; {temporaries}"
 
 
 def main() -> None:

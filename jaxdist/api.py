@@ -109,8 +109,7 @@ class Parallel:
         self.mesh, self.layout, self.accumulation = mesh, layout, accumulation
         self.model: Foreign = step.forward.model
         self._step = step
-        asked = compiler.options(layout.platform, mesh.size)
-        self._train = jax.jit(step.train, donate_argnums=0, compiler_options=asked)
+        self._train = jax.jit(step.train, donate_argnums=0, compiler_options=compiler.options_for(mesh))
         self._evaluate = jax.jit(step.evaluate)
 
     def init(self, seed: int) -> TrainState:

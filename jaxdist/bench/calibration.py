@@ -17,7 +17,7 @@ from jaxdist.bench.fitting import fit
 from jaxdist.bench.measuring import Note
 from jaxdist.bench.study import all_computers
 from jaxdist.cluster import board
-from jaxdist.cluster.meeting import members
+from jaxdist.cluster.meeting import host_names
 from jaxdist.cluster.phases import COMPILING, STEPPING
 from jaxdist.cluster.runtime import capacity
 from jaxdist.doctor.devices import numbered, on_each, timed
@@ -56,7 +56,7 @@ def measure(mesh: jax.sharding.Mesh, note: Note = lambda doing: None) -> dict[st
     watch = Watch(mesh, CPU if device.platform == "cpu" else GPU, note)
     collectives = [watch.collective(kind, axis) for axis, n in mesh.shape.items() if n > 1 for kind in KINDS]
     matmuls = [watch.matmul(rows, width) for rows, width in watch.scale.shapes]
-    hosts = _hosts(mesh)
+    hosts = host_names(mesh.devices.flat)
     per_host = max(map(hosts.count, hosts))
     there = capacity(device)
     return {
@@ -75,12 +75,6 @@ def measure(mesh: jax.sharding.Mesh, note: Note = lambda doing: None) -> dict[st
         "copy_bytes_per_second": watch.copy(),
         "overlap": watch.overlap(collectives, matmuls),
     }
-
-
-def _hosts(mesh: jax.sharding.Mesh) -> list[str]:
-    """That of every device of the mesh, in its order."""
-    host = {member.process: member.host for member in members()}
-    return [host[device.process_index] for device in mesh.devices.flat]
 
 
 class Watch:
@@ -127,7 +121,7 @@ class Watch:
 
     def inside(self, axis: str) -> int:
         """How many ranks of a group along `axis` share a host."""
-        names = np.array(_hosts(self.mesh)).reshape(self.mesh.devices.shape)
+        names = np.array(host_names(self.mesh.devices.flat)).reshape(self.mesh.devices.shape)
         line = np.moveaxis(names, self.mesh.axis_names.index(axis), 0).reshape(self.mesh.shape[axis], -1)[:, 0]
         return max(int(np.sum(line == name)) for name in set(line))
 

@@ -9,14 +9,15 @@ import re
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from jax._src import xla_bridge
 
-from jaxdist.cluster import board, gpus
+from jaxdist.cluster import board, gpus, meeting
 from jaxdist.cluster.preflight import sees, sign_of
 from jaxdist.mesh import FRACTIONS, GPU_SHARE, gpu_share, preallocates
 
@@ -27,30 +28,51 @@ class Option:
 
     name: str
     reason: str
-    """What it does to the schedule of Llama 8B on 8 x H100 with ZeRO 3, of whose 50.6 GiB a device sends in a step:
-    benchmarks/results/2026-11-22-flags-target.txt."""
+    """What it does to the schedule of Llama 8B with ZeRO 3 on H100s, of which a device sends 50.6 GiB in a step on 8,
+    and 57.0 on 64: benchmarks/results/2026-11-23-flags-target.txt."""
     value: bool | str = True
     also: str = ""
     """Another name of the same in XLA_FLAGS."""
 
 
+MODE = "COLLECTIVE_PIPELINING_MODE_"
+"""Before the values of options that were true or false once; XLA_FLAGS have these without it, in small letters."""
+
 NO_SCATTER = Option(
     "xla_gpu_enable_pipelined_reduce_scatter",
     "left as it comes, each layer's gradients wait for the next turn of the loop to be reduced, and are copied for "
-    "that: copies and transposes are 9.6 % of all bytes, and without it 0.7 %; nothing waits in either (0.10.2)",
+    "that: on 8, nothing recomputed, copies and transposes are 9.1 % of all bytes with 0.10.2 and 5.4 % with 0.12.0.1, "
+    "without it 0.0 and 1.4 %; and less runs beside nothing, 1.7 GiB in place of 2.0 and 2.6 in place of 2.9",
     False,
     also="xla_gpu_pipeline_reduce_scatter",
 )
+NO_SCATTER_NOW = replace(NO_SCATTER, name=NO_SCATTER.also, value=f"{MODE}OFF", also=NO_SCATTER.name)
 GATHER = Option(
     "xla_gpu_pipeline_all_gather",
-    "a layer is gathered while the one before it computes: 44.6 GiB in place of 37.9 run beside matrix products, and "
-    "0.2 in place of 8.0 beside nothing (0.12.0.1)",
-    "COLLECTIVE_PIPELINING_MODE_ON",
+    "a layer is gathered while the one before it computes: on 64, 47.6 GiB in place of 20.7 run beside matrix products "
+    "and 0.8 in place of 6.8 beside nothing (0.12.0.1); the price is 22 % copies, more than it saves within a host",
+    f"{MODE}ON",
     also="xla_gpu_enable_pipelined_all_gather",
 )
-OPTIONS = {"0.10": (NO_SCATTER,), "0.11": (GATHER,), "0.12": (GATHER,)}
-"""By series of jaxlib, three at most: a series that is not here gets none, because a name that it does not know would
-end the compilation. For one GPU there are none: nothing could be measured on one."""
+
+
+class Choice(NamedTuple):
+    """Of options, three at most. NVLink carries a byte in the time in which a GPU's memory copies seven; a network is
+    nine times slower, and what can run beside products is then worth its copies."""
+
+    within: tuple[Option, ...]
+    """One host."""
+    across: tuple[Option, ...]
+    """Several."""
+
+
+OPTIONS = {
+    "0.10": Choice((NO_SCATTER,), ()),
+    "0.11": Choice((NO_SCATTER_NOW,), (GATHER,)),
+    "0.12": Choice((NO_SCATTER_NOW,), (GATHER,)),
+}
+"""By series of jaxlib: one that is not here gets none, because a name that it does not know would end the compilation.
+For one GPU there are none: nothing could be measured on one."""
 
 
 def series() -> str:
@@ -58,17 +80,25 @@ def series() -> str:
     return ".".join(version("jaxlib").split(".")[:2])
 
 
-def options(platform: str, devices: int) -> dict[str, bool | str]:
+def options(platform: str, devices: int, hosts: int) -> dict[str, bool | str]:
     """For `jax.jit(compiler_options=...)` of a step over so many devices; those that XLA_FLAGS names are left to it."""
     if devices == 1 or platform == "cpu":
         return {}
+    within, across = OPTIONS.get(series(), ((), ()))
     own = named(os.environ.get("XLA_FLAGS", ""))
-    return {one.name: one.value for one in OPTIONS.get(series(), ()) if not own & {one.name, one.also}}
+    asked = across if hosts > 1 else within
+    return {one.name: one.value for one in asked if not own & {one.name, one.also}}
+
+
+def options_for(mesh: jax.sharding.Mesh) -> dict[str, bool | str]:
+    """`options` for the devices of a mesh, there or not. All processes call it."""
+    platform, devices = mesh.devices.flat[0].platform, mesh.devices.flat
+    return options(platform, mesh.size, 1 if platform == "cpu" else len({*meeting.host_names(devices)}))
 
 
 def spelt(asked: dict[str, bool | str]) -> str:
-    """Options for a person; empty where there are none."""
-    return ", ".join(name if value else f"{name}=false" for name, value in asked.items())
+    """Options as XLA_FLAGS have them, without the dashes; empty where there are none."""
+    return ", ".join(f"{name}={str(value).removeprefix(MODE).lower()}" for name, value in asked.items())
 
 
 def named(flags: str) -> set[str]:
@@ -133,21 +163,21 @@ def _not_shared(folder: Path) -> str:
     return "" if all(seen) else "is not the same folder on all hosts"
 
 
-def told(platform: str, devices: int) -> dict[str, object]:
-    """What is asked of XLA for a run on so many devices, whoever asks; in the run's `environment.json`."""
+def told(platform: str, asked: dict[str, bool | str]) -> dict[str, object]:
+    """What is asked of XLA for a run with these options, whoever asks; in the run's `environment.json`."""
     return {
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        "compiler_options": options(platform, devices),
+        "compiler_options": asked,
         "memory_fraction": None if platform == "cpu" else gpu_share(),
         "compilation_cache": jax.config.jax_compilation_cache_dir,
     }
 
 
-def line(platform: str, devices: int) -> str:
+def line(platform: str, asked: dict[str, bool | str]) -> str:
     """The same for a person; empty on a CPU, of which nothing is asked."""
-    asked = told(platform, devices)
-    if asked["memory_fraction"] is None:
+    found = told(platform, asked)
+    if found["memory_fraction"] is None:
         return ""
-    names = spelt(asked["compiler_options"]) or "no options"
-    kept = f"programs kept in {asked['compilation_cache']}" if asked["compilation_cache"] else "programs not kept"
-    return f"{names}; JAX takes {asked['memory_fraction']:.0%} of a GPU's memory; {kept}"
+    names = spelt(asked) or "no options"
+    kept = f"programs kept in {found['compilation_cache']}" if found["compilation_cache"] else "programs not kept"
+    return f"{names}; JAX takes {found['memory_fraction']:.0%} of a GPU's memory; {kept}"

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 
 import jax
@@ -76,6 +76,12 @@ def members() -> list[Member]:
     if board.processes() == 1:
         return [Member(0, socket.gethostname(), "", 0)]
     return _there or _introduced(board.coordinator(), devices=1)
+
+
+def host_names(devices: Iterable[jax.Device]) -> list[str]:
+    """The host of each; of those that are not there, the number of it that they tell. All processes call it."""
+    name = {member.process: member.host for member in members()}
+    return [name.get(device.process_index, str(device.process_index)) for device in devices]
 
 
 def _introduced(coordinator: str, devices: int) -> list[Member]:

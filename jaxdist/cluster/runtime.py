@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxdist.cluster import board, compiler, gpus
 from jaxdist.cluster.agreement import from_leader
-from jaxdist.cluster.meeting import members
+from jaxdist.cluster.meeting import host_names, members
 from jaxdist.cluster.place import Place
 from jaxdist.config import RequestError
 from jaxdist.mesh import (
@@ -58,8 +58,7 @@ def found() -> dict[str, str | int]:
     devices = _at_least(board.processes(), "mesh auto needs")
     if devices[0].platform == "cpu":
         devices = _of_each(devices, board.processes())
-    host = {member.process: member.host for member in members()}
-    per_host = Counter(host[device.process_index] for device in devices)
+    per_host = Counter(host_names(devices))
     own = jax.local_devices()[0]
     memory = from_leader((own.memory_stats() or {}).get("bytes_limit", 0))
     kind = dict(kind=own.device_kind, platform=own.platform)
@@ -75,14 +74,13 @@ def own_devices(place: Place, shape: Mapping[str, int]) -> int:
 
 def notes(mesh: jax.sharding.Mesh) -> list[str]:
     """What is odd in how `mesh` lies over hosts and devices, a sentence each."""
-    host = {member.process: member.host for member in members()}
-    hosts = np.vectorize(lambda device: host[device.process_index])(mesh.devices)
-    most = max(np.count_nonzero(hosts == name) for name in np.unique(hosts))
+    host = np.reshape(host_names(mesh.devices.flat), mesh.devices.shape)
+    most = max(Counter(host.flat).values())
     told = [
         f"{axis}={mesh.shape[axis]} spans hosts, and it sends in every layer; a host has {most} of these "
         f"devices: give {axis} a size that divides that"
         for axis in FAST
-        if np.any(hosts != np.take(hosts, [0], axis=mesh.axis_names.index(axis)))
+        if np.any(host != np.take(host, [0], axis=mesh.axis_names.index(axis)))
     ]
     idle = [] if mesh.devices.flat[0].platform == "cpu" else [d for d in jax.devices() if d not in mesh.devices.flat]
     return [*told, f"{len(idle)} device(s) are idle: {', '.join(map(str, idle))}"] if idle else told

@@ -6,7 +6,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import P
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
@@ -46,8 +45,6 @@ def _fused(layout: Layout, x: jax.Array, table: jax.Array, labels: jax.Array) ->
 
 
 def _fused_forward(layout, x, table, labels):
-    turned = _turned(layout, table)
-    spec = gradient_spec(turned)
     partial_sums = layout.activation("BSD", unreduced=frozenset(layout.split("vocab")))
 
     def micro_batch(carry, part):
@@ -62,15 +59,16 @@ def _fused_forward(layout, x, table, labels):
             g = jnp.where((ids >= 0)[..., None], jnp.exp(logits - lse) - hit, 0).astype(x.dtype)
             dx_part = jnp.einsum("BSV,VD->BSD", g, table, out_sharding=partial_sums)
             dx = jax.lax.dynamic_update_slice_in_dim(dx, dx_part, at, axis=1)
-            d_part = _table_gradient(layout, part, g, spec, d_table.dtype)
-            return (loss + _nll(layout, logits, lse, ids), dx, d_table + d_part), None
+            d_table += _table_gradient(layout, part, g, table)
+            return (loss + _nll(layout, logits, lse, ids), dx, d_table), None
 
         loss, d_table = carry
         dx = reshard(region.zeros(x.shape, x.dtype, region.varying(x, table)), partial_sums)
         loss, dx, d_table = jax.lax.scan(chunk, (loss, dx, d_table), starts)[0]
         return (loss, d_table), leave(layout, dx, layout.split("vocab"))
 
-    zeros = reshard(region.zeros(turned.shape, wide(table.dtype), region.varying(x, table)), spec)
+    turned = _turned(layout, table)
+    zeros = reshard(region.zeros(turned.shape, wide(table.dtype), region.varying(x, table)), gradient_spec(turned))
     zero = region.zeros((), wide(x.dtype), region.varying(labels))
     (loss, d_table), dx = jax.lax.scan(micro_batch, (zero, zeros), (x, labels))
     return loss, (dx, d_table, table)
@@ -84,17 +82,18 @@ def _fused_backward(layout, saved, g):
 _fused.defvjp(_fused_forward, _fused_backward)
 
 
-def _table_gradient(layout: Layout, x: jax.Array, g: jax.Array, spec: P, dtype: jnp.dtype) -> jax.Array:
+def _table_gradient(layout: Layout, x: jax.Array, g: jax.Array, table: jax.Array) -> jax.Array:
     """A chunk's; on CPUs [D, V], for which `x` is turned around, and not `g`: see `tensor._product_backward`."""
-    made = partial(jnp.einsum, out_sharding=spec, preferred_element_type=dtype)
+    spec = gradient_spec(_turned(layout, table))
+    made = partial(jnp.einsum, out_sharding=spec, preferred_element_type=wide(table.dtype))
     if layout.platform != "cpu":
         return made("BSV,BSD->VD", g, x)
     return made("DBS,BSV->DV", jax.lax.optimization_barrier(jnp.einsum("BSD->DBS", x)), g)
 
 
-def _turned(layout: Layout, d_table: jax.Array) -> jax.Array:
+def _turned(layout: Layout, table: jax.Array) -> jax.Array:
     """From [V, D] to how `_table_gradient` makes it, or back."""
-    return d_table.T if layout.platform == "cpu" else d_table
+    return table.T if layout.platform == "cpu" else table
 
 
 def chunk_rows(layout: Layout) -> int:

@@ -46,6 +46,7 @@ class Run:
             self.mesh = make_mesh(shape, devices)
         else:
             self.mesh = runtime.imagine(shape) if dry else runtime.start(shape, partial(fitting, config))
+        self.compiler_options = {} if dry else compiler.options_for(self.mesh)
         self.dry = dry
         self.device = devices[0] if devices else jax.devices()[0]
         """One of the devices; all are of its kind."""
@@ -104,8 +105,7 @@ class Run:
 
     def lower(self) -> jax.stages.Lowered:
         """The train step, its state donated, ready to be compiled; call under `jax.set_mesh`."""
-        asked = compiler.options(self.layout.platform, self.mesh.size)
-        step = jax.jit(self.step.train, donate_argnums=0, compiler_options=asked)
+        step = jax.jit(self.step.train, donate_argnums=0, compiler_options=self.compiler_options)
         return step.lower(self.abstract(), self.batch())
 
     def compile(self) -> jax.stages.Compiled:

@@ -43,7 +43,7 @@ def _plan(run: Run, length: str) -> list[tuple[str, str]]:
     config, device, count = run.config, run.device, run.mesh.size
     held, there = memory.predict(config, run.model, run.layout), _capacity(run)
     pipe = pipelines.pipeline_of(config, run.layout)
-    asked = "" if run.dry else compiler.line(run.layout.platform, count)
+    asked = "" if run.dry else compiler.line(run.layout.platform, run.compiler_options)
     return [
         ("versions", f"jaxdist {__version__}, jax {version('jax')}, flax {version('flax')}, optax {version('optax')}"),
         ("devices", f"{count} x {device.device_kind} ({device.platform})"),

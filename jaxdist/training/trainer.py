@@ -60,7 +60,9 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
         checkpoints.set_aside(after=first)
         if leader():
             devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
-            folder.write(run.config, run.task.tokenizer, devices, compiler.told(run.layout.platform, run.mesh.size))
+            folder.write(
+                run.config, run.task.tokenizer, devices, compiler.told(run.layout.platform, run.compiler_options)
+            )
             folder.cut_metrics(first)
         with (Log if leader() else Silent)(run.config, folder, run.steps, first) as log, job.failing(log.pause):
             try:

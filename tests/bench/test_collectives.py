@@ -129,7 +129,7 @@ def test_on_gpus_the_products_stand_beside_the_all_reduce():
 def test_an_axis_across_hosts_is_known(monkeypatch):
     """Where the first four devices are on one host and the others on another."""
     mesh = make_mesh(parse_mesh("4x2x1"), jax.devices()[:8])
-    monkeypatch.setattr(calibration, "_hosts", lambda mesh: ["a"] * 4 + ["b"] * 4)
+    monkeypatch.setattr(calibration, "host_names", lambda devices: ["a"] * 4 + ["b"] * 4)
     watch = calibration.Watch(mesh, TINY, lambda doing: None)
     assert (watch.inside(DATA), watch.inside(MODEL)) == (2, 2)
 

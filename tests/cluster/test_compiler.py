@@ -1,12 +1,15 @@
 """What is asked of XLA for GPUs: known to the version that is here, after what the user has set, and not on a CPU."""
 
+import itertools
 import os
 import re
 import stat
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src import xla_bridge
 
@@ -38,7 +41,8 @@ def test_this_jaxlib_knows_every_option():
     """XLA reads them alike for every device; and it would not take another name."""
     assert compiler.series() in compiler.OPTIONS
     compiled = lambda asked: jax.jit(jnp.sin, compiler_options=asked).lower(1.0).compile()
-    compiled(compiler.options("gpu", 2))
+    compiled(compiler.options("gpu", 2, hosts=1))
+    compiled(compiler.options("gpu", 2, hosts=2))
     with pytest.raises(RuntimeError, match="xla_gpu_no_such_option"):
         compiled({"xla_gpu_no_such_option": True})
 
@@ -46,30 +50,41 @@ def test_this_jaxlib_knows_every_option():
 def test_the_lists():
     assert set(compiler.OPTIONS) == {"0.10", "0.11", "0.12"}
     assert version("jaxlib").startswith(compiler.series() + ".")
-    for found in compiler.OPTIONS.values():
-        assert 0 < len(found) <= 3
+    for found in itertools.chain(*compiler.OPTIONS.values()):
+        assert len(found) <= 3
         assert len({one.name for one in found}) == len(found)
         assert all(re.fullmatch(r"xla_gpu_\w+", one.name) and one.reason for one in found)
 
 
 def test_a_version_that_is_not_listed_gets_none(monkeypatch):
     monkeypatch.setattr(compiler, "version", lambda name: "0.13.1")
-    assert compiler.options("gpu", 2) == {}
+    assert compiler.options("gpu", 2, 1) == compiler.options("gpu", 2, 2) == {}
 
 
 def test_only_steps_for_several_gpus_have_options():
-    assert set(compiler.options("gpu", 2)) == {one.name for one in compiler.OPTIONS[compiler.series()]}
-    assert compiler.options("gpu", 1) == compiler.options("cpu", 8) == {}
+    within, across = compiler.OPTIONS[compiler.series()]
+    assert set(compiler.options("gpu", 8, hosts=1)) == {one.name for one in within}
+    assert set(compiler.options("gpu", 8, hosts=2)) == {one.name for one in across}
+    assert compiler.options("gpu", 1, 1) == compiler.options("cpu", 8, 2) == {}
+
+
+@pytest.mark.parametrize(("processes", "hosts"), [((0, 0), 1), ((0, 1), 2)])
+def test_a_mesh_across_hosts_is_told_from_one_in_a_host(monkeypatch, processes, hosts):
+    device = lambda process: SimpleNamespace(platform="gpu", process_index=process)
+    mesh = SimpleNamespace(devices=np.array([[device(process)] for process in processes]), size=2)
+    assert compiler.options_for(mesh) == compiler.options("gpu", 2, hosts)
 
 
 @pytest.mark.parametrize("form", ["--{}=false", "--xla_dump_to=/tmp/x --{}", "file"])
 def test_what_xla_flags_name_is_left_to_them(form, monkeypatch, tmp_path):
-    ours = compiler.options("gpu", 2)
-    for one in compiler.OPTIONS[compiler.series()]:
-        for name in filter(None, (one.name, one.also)):
+    monkeypatch.setattr(compiler, "OPTIONS", {compiler.series(): ((compiler.NO_SCATTER,), (compiler.GATHER,))})
+    for hosts, one in ((1, compiler.NO_SCATTER), (2, compiler.GATHER)):
+        monkeypatch.delenv("XLA_FLAGS", raising=False)
+        assert set(compiler.options("gpu", 2, hosts)) == {one.name}
+        for name in (one.name, one.also):
             (tmp_path / "flags").write_text(f"--{name}=false")
             monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags") if form == "file" else form.format(name))
-            assert set(ours) - set(compiler.options("gpu", 2)) == {one.name}
+            assert compiler.options("gpu", 2, hosts) == {}
 
 
 @pytest.mark.parametrize(
@@ -153,17 +168,18 @@ def test_nothing_is_set_on_a_cpu(tmp_path):
     compiler.take_memory()
     assert kept(tmp_path / "programs") == (None, [])
     assert FRACTIONS[0] not in os.environ
-    assert compiler.line("cpu", 8) == ""
-    assert compiler.told("cpu", 8)["compiler_options"] == {}
+    assert compiler.line("cpu", {}) == ""
+    assert compiler.told("cpu", {})["memory_fraction"] is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_tells_it(gpu, tmp_path):
     compiler.take_memory()
     kept(tmp_path / "programs")
-    asked = compiler.told("gpu", 2)
-    assert asked["memory_fraction"] == 0.92
-    assert asked["compilation_cache"] == str(tmp_path / "programs")
-    line = compiler.line("gpu", 2)
-    assert line.startswith(compiler.spelt(compiler.options("gpu", 2)) + "; JAX takes")
+    told = compiler.told("gpu", {"xla_gpu_one": False})
+    assert told["compiler_options"] == {"xla_gpu_one": False}
+    assert told["memory_fraction"] == 0.92
+    assert told["compilation_cache"] == str(tmp_path / "programs")
+    line = compiler.line("gpu", {"xla_gpu_one": False, "xla_gpu_two": f"{compiler.MODE}ON"})
+    assert line.startswith("xla_gpu_one=false, xla_gpu_two=on; JAX takes")
     assert f"JAX takes 92% of a GPU's memory; programs kept in {tmp_path}" in line
