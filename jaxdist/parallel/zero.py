@@ -17,6 +17,7 @@ times (N-1)/N (section 7). From stage 2 on no device holds all gradients, from s
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -53,6 +54,11 @@ class Placement:
         return self.deal[1] > 1
 
     @property
+    def exchanged(self) -> bool:
+        """Whether, of heads that are dealt, the model axis splits their size at rest."""
+        return self.dealt and self.rest.partitions[self.deal[0] + 2] == self.use.partitions[self.deal[0]]
+
+    @property
     def shard_dim(self) -> int | None:
         """The dim that the data axis splits at rest."""
         return self.rest.partitions.index(DATA) if DATA in self.rest.partitions else None
@@ -63,7 +69,8 @@ class Placement:
 
     def gather(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         """Weights at rest -> weights in use. (The reshards move nothing.)"""
-        w = heads.deal(w, *self.deal) if self.dealt else w
+        if self.dealt:
+            w = self._exchange(heads.deal(w, *self.deal))
         if self.shard_dim is None or self.use == self.rest:
             return reshard(w, self.use)
         shard = P(*self._shard.partitions, reduced=self.use.reduced - {DATA})
@@ -80,7 +87,20 @@ class Placement:
             g = reshard(g, self._shard)
         else:
             g = jax.shard_map(self._reduce_scatter, in_specs=self._partial, out_specs=self._shard)(g)
-        return heads.collect(reshard(g, self.rest), *self.deal) if self.dealt else g
+        return heads.collect(self._exchange(g, back=True), *self.deal) if self.dealt else g
+
+    def _exchange(self, w: jax.Array, back: bool = False) -> jax.Array:
+        """Heads as they are dealt, from how the parameter lies at rest to each on its device; or back."""
+        ends = (self._shard, self.rest) if back else (self.rest, self._shard)
+        if not self.exchanged:
+            return reshard(w, ends[1])
+        return jax.shard_map(partial(self._all_to_all, back=back), in_specs=ends[0], out_specs=ends[1])(w)
+
+    def _all_to_all(self, w: jax.Array, back: bool = False) -> jax.Array:
+        """Parts of all heads -> all of a head, or back."""
+        head, size = self.deal[0], self.deal[0] + 2
+        split, joined = (size, head) if back else (head, size)
+        return jax.lax.all_to_all(w, self._dealt_over, split_axis=split, concat_axis=joined, tiled=True)
 
     def _reduce_scatter(self, g: jax.Array) -> jax.Array:
         g = jax.lax.psum_scatter(g, DATA, scatter_dimension=self.shard_dim, tiled=True)
@@ -90,7 +110,8 @@ class Placement:
     def own(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         """`gather` inside a pipeline's region: this device's part at rest -> its part in use."""
         if self.dealt:  # first, so that data gathers only the heads that this device uses
-            w = region.own(heads.deal(w, *self.deal), self._dealt_over, self.deal[0])
+            w = heads.deal(w, *self.deal)
+            w = self._all_to_all(w) if self.exchanged else region.own(w, self._dealt_over, self.deal[0])
         if self.shard_dim is not None:
             w = jax.lax.all_gather(w, DATA, axis=self.shard_dim, tiled=True)
         return region.vary(w, self.use.reduced)
@@ -100,7 +121,9 @@ class Placement:
         if self.shard_dim is not None:
             g = jax.lax.psum_scatter(g, DATA, scatter_dimension=self.shard_dim, tiled=True)
         g = region.add_up(g, sorted(self.use.reduced - {DATA} if self.shard_dim is not None else self.use.reduced))
-        if self.dealt:  # last, when a device has the least; the copies of a head are added up on the way
+        if self.exchanged:  # last, when a device has the least
+            g = heads.collect(self._all_to_all(g, back=True), *self.deal)
+        elif self.dealt:  # the copies of a key or a value are added up on the way
             g = heads.collect(region.placed(g, self._dealt_over, self.deal[0]), *self.deal)
             g = region.add_up(g, self._dealt_over)
         return g
@@ -122,7 +145,7 @@ class Placement:
 
     @property
     def _dealt_over(self) -> tuple[str, ...]:
-        """The mesh axes that split key/value heads in use."""
+        """The mesh axes that split heads in use."""
         axes = self.use.partitions[self.deal[0]]
         return (axes,) if isinstance(axes, str) else axes
 
@@ -168,8 +191,8 @@ def placements(layout: Layout, axes, abstract, stage: int, summed: bool = True, 
     parameter whether the data axis may split it (None: of all). `stacks`: stacked layers are used as they lie at rest,
     by a module that gathers each when it is its turn.
 
-    Where key/value heads are too few to be split as heads are, they are whole at rest and dealt out in use
-    (`parallel.heads`); raises `ValueError` where that is not even.
+    Where key/value heads are too few to be split as heads are, they are dealt out in use (`parallel.heads`), and at
+    rest their size is split, if it can be; raises `ValueError` where heads cannot be dealt evenly.
     """
     split = jax.tree.map(lambda _: True, abstract) if split is None else split
 
@@ -183,21 +206,23 @@ def placements(layout: Layout, axes, abstract, stage: int, summed: bool = True, 
 def _place(
     layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], split: bool, summed: bool
 ) -> Placement:
-    use, deal = tuple("heads" if name == "kv_heads" else name for name in axes), (0, 1)
+    use, deal, tied = tuple("heads" if name == "kv_heads" else name for name in axes), (0, 1), ()
     rest = list(layout.spec(use).partitions)
     if "kv_heads" in axes:
         dim, parts = axes.index("kv_heads"), layout.parts("heads")
         if shape[dim] % parts and parts % shape[dim]:
             raise ValueError(f"{shape[dim]} key/value heads neither split nor repeat evenly over {parts} parts")
         if shape[dim] % parts:
-            rest[dim], deal = None, (dim, parts // shape[dim])
-    if split and (dim := _first_free(layout, use, shape)) is not None:
+            deal, tied = (dim, parts // shape[dim]), (dim + 1, dim + 2)
+            rest[dim], rest[dim + 2] = None, None if shape[dim + 2] % parts else rest[dim]
+    if split and (dim := _first_free(layout, use, shape, tied)) is not None:
         rest[dim] = DATA
     return Placement(P(*rest), layout.spec(use, reduced=layout.partial(axes) if summed else frozenset()), deal)
 
 
-def _first_free(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> int | None:
-    """The first dim that the data axis can split: gathering along the first takes no transposed copy."""
+def _first_free(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], tied: Collection[int]):
+    """The first dim that the data axis can split, but for those that are `tied`: gathering along the first takes no
+    transposed copy."""
     ways = layout.size(DATA)
-    free = (d for d, name in enumerate(axes) if name != LAYERS and not layout.split(name) and shape[d] % ways == 0)
-    return next(free, None) if ways > 1 else None
+    free = [d for d, name in enumerate(axes) if name != LAYERS and not layout.split(name) and d not in tied]
+    return next((d for d in free if shape[d] % ways == 0), None) if ways > 1 else None

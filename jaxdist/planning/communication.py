@@ -21,7 +21,7 @@ from jaxdist.planning import pipeline_traffic
 from jaxdist.planning.pipeline_traffic import NOT_NEEDED_BACKWARD, looks_up_positions, scattered_with_vectors
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.placement import Placed, compute_width, placed
-from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, F32, REDUCE_SCATTER, Transfer, transfer
+from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, F32, REDUCE_SCATTER, Transfer, transfer
 from jaxdist.sharding import Layout
 
 
@@ -66,8 +66,7 @@ def _parameters(config: Config, parameters: list[Placed], layout: Layout) -> Ite
         calls = groups * (p.layers if parallel.zero >= 2 else 1)
         name = "layers" if p.stacked else "parameters" if config.model.images else "table and the like"
         yield from _reduce(config, p, name, layout, calls, groups)
-        if not p.whole:
-            yield from _gather(config, p, name, layout, groups)
+        yield from _gather(config, p, name, layout, groups)
 
 
 def _gather(config: Config, p: Placed, name: str, layout: Layout, groups: int) -> Iterator[Transfer]:
@@ -75,8 +74,12 @@ def _gather(config: Config, p: Placed, name: str, layout: Layout, groups: int) -
     if config.parallel.zero == 3:
         again = p.stacked and p.name not in NOT_NEEDED_BACKWARD
         times, arrays = groups * (2 if again else 1), p.layers
-    what, width = f"weights of {name}", compute_width(config)
-    yield transfer(layout, what, ALL_GATHER, {DATA}, times * arrays, times * p.use, width)
+    what, calls, moved, width = f"weights of {name}", times * arrays, times * p.use, compute_width(config)
+    if p.place.exchanged:
+        heads, own = layout.split("heads"), moved if p.whole else moved // layout.size(DATA)
+        yield transfer(layout, what, ALL_TO_ALL, heads, calls, own, width)
+    if not p.whole:
+        yield transfer(layout, what, ALL_GATHER, {DATA}, calls, moved, width)
 
 
 def _reduce(config: Config, p: Placed, name: str, layout: Layout, calls: int, times: int) -> Iterator[Transfer]:
@@ -91,7 +94,8 @@ def _reduce(config: Config, p: Placed, name: str, layout: Layout, calls: int, ti
     if p.place.dealt:  # the copies of key/value heads are brought together
         added = layout.ranks > 1 or config.train.accumulation > 1
         heads, width = layout.split("heads"), F32 if added else compute_width(config)  # as the product left them
-        yield transfer(layout, what, ALL_GATHER, heads, calls, times * held * layout.parts("heads"), width)
+        kind, parts = (ALL_TO_ALL, 1) if p.place.exchanged else (ALL_GATHER, layout.parts("heads"))
+        yield transfer(layout, what, kind, heads, calls, times * held * parts, width)
 
 
 def _decoder(config: Config, layout: Layout) -> Iterator[Transfer]:

@@ -16,7 +16,16 @@ from jaxdist.mesh import DATA, PIPELINE
 from jaxdist.models.loss import chunk_length
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.placement import Placed, compute_width
-from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, F32, PERMUTE, REDUCE_SCATTER, Transfer, transfer
+from jaxdist.planning.transfers import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    F32,
+    PERMUTE,
+    REDUCE_SCATTER,
+    Transfer,
+    transfer,
+)
 from jaxdist.sharding import Layout
 
 NOT_NEEDED_BACKWARD = ("blocks.mlp.down_bias",)
@@ -37,8 +46,7 @@ def predict(config: Config, parameters: list[Placed], layout: Layout, pipe: Pipe
     """Every transfer but those of scalars."""
     for p in parameters:
         yield from _gradients(config, p, layout, pipe)
-        if not p.whole:
-            yield _weights(config, p, layout, pipe)
+        yield from _weights(config, p, layout, pipe)
     stream = _Stream(config, layout, pipe)
     yield from stream.messages()
     yield from stream.layers()
@@ -50,7 +58,7 @@ def _name(p: Placed) -> str:
     return "layers" if p.stacked else "table and the like"
 
 
-def _weights(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Transfer:
+def _weights(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Iterator[Transfer]:
     """Once per step; at stage 3 those of a layer whenever a tick runs it: in F, in B, and to compute it again."""
     arrays, elements = 1, p.use
     if p.stacked and config.parallel.zero < 3 and not pipe.flush:
@@ -60,8 +68,12 @@ def _weights(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Trans
     elif p.stacked and config.parallel.zero == 3:
         runs = _gathered(p, layout, pipe)
         arrays, elements = runs * pipe.stages.depth, runs * p.use // pipe.stages.virtual
-    what = f"weights of {_name(p)}"
-    return transfer(layout, what, ALL_GATHER, {DATA}, arrays, elements, compute_width(config))
+    what, width = f"weights of {_name(p)}", compute_width(config)
+    if p.place.exchanged:
+        own = elements if p.whole else elements // layout.size(DATA)
+        yield transfer(layout, what, ALL_TO_ALL, layout.split("heads"), arrays, own, width)
+    if not p.whole:
+        yield transfer(layout, what, ALL_GATHER, {DATA}, arrays, elements, width)
 
 
 def _gathered(p: Placed, layout: Layout, pipe: Pipeline) -> int:
@@ -97,7 +109,9 @@ def _gradients(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Ite
         summed, elements = summed - {DATA}, elements // layout.size(DATA)
     if summed:
         yield transfer(layout, what, ALL_REDUCE, summed, calls, elements, F32)
-    if p.place.dealt:  # each device puts its heads' gradients where they belong, and all are added up
+    if p.place.exchanged:
+        yield transfer(layout, what, ALL_TO_ALL, layout.split("heads"), calls, elements, F32)
+    elif p.place.dealt:  # each device puts its heads' gradients where they belong, and all are added up
         whole = elements * p.elements * layout.parts("heads") // math.prod(p.place.in_use(p.shape))
         yield transfer(layout, what, ALL_REDUCE, layout.split("heads"), calls, whole, F32)
 

@@ -10,7 +10,7 @@ from jaxdist.mesh import AXES
 from jaxdist.sharding import Layout
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
-PERMUTE = "collective-permute"
+PERMUTE, ALL_TO_ALL = "collective-permute", "all-to-all"
 
 F32 = 4
 

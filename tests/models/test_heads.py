@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist.parallel import heads
+from jaxdist.parallel import heads, zero
+from jaxdist.sharding import Layout
 
 K, G, H = 2, 4, 3
 
@@ -29,3 +30,22 @@ def test_collect_is_the_transpose_of_deal(n):
     transposed = jax.linear_transpose(lambda w: heads.deal(w, 1, n), w)
     wanted = transposed(g.astype(np.float32))[0]
     np.testing.assert_allclose(heads.collect(g.astype(np.float32), 1, n), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "shape", "rest"),
+    [
+        (4, 4, (64, 2, 6, 8), ("data", None, None, "model")),
+        (4, 2, (64, 2, 6, 8), ("data", "model", None, None)),  # enough heads: nothing is dealt
+        (4, 4, (64, 2, 6, 6), ("data", None, None, None)),  # the size of a head does not divide
+        (6, 4, (64, 2, 6, 8), (None, None, None, "model")),  # data does not divide the first, and no other is free
+    ],
+)
+def test_what_splits_a_weight_at_rest(data, model, shape, rest):
+    layout = Layout((("data", data), ("model", model)), rules=(("batch", ("data",)), ("heads", ("model",))))
+    axes, abstract = ("embed", "kv_heads", None, None), jax.ShapeDtypeStruct(shape, np.float32)
+    found = zero.placements(layout, {"qkv": axes}, {"qkv": abstract}, stage=1)["qkv"]
+    assert tuple(found.rest.partitions) == rest
+    assert tuple(found.use.partitions) == (None, "model", None, None)
+    assert found.in_use(shape) == ((64, 4, 4, shape[3]) if model == 4 else shape)
+    assert found.exchanged == (found.dealt and rest[3] == "model")
