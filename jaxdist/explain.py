@@ -51,11 +51,12 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     """
     from jaxdist import models
     from jaxdist.cluster import compiler
+    from jaxdist.cluster.meeting import across_hosts
     from jaxdist.mesh import abstract_mesh, devices_asked, fill, parse_mesh
     from jaxdist.models.attention import NO_DOCUMENTS
     from jaxdist.planning.apart import compile_apart
     from jaxdist.planning.report import Report
-    from jaxdist.planning.target import gpu_of, hosts
+    from jaxdist.planning.target import gpu_of
     from jaxdist.request import check_mesh_fits
     from jaxdist.sharding import Layout, rules
     from jaxdist.training.run import lower_step
@@ -70,8 +71,8 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     layout = Layout.on(mesh, rules(config, shape), gpu or CPU)
     program = compile_apart(partial(lower_step, config), target, mesh.size)
     notes = []
-    number = hosts(target, mesh.size)[0] if target else 1
-    if asked := compiler.spelt(compiler.options(layout.platform, mesh.size, number)):
+    host = [number // gpu.per_host for number in range(mesh.size)] if gpu else [0] * mesh.size
+    if asked := compiler.spelt(compiler.options(layout.platform, mesh.size, across_hosts(mesh, host))):
         notes.append(f"compiled with {asked}, as train does")
     if config.model.documents == "apart" and gpu:
         notes.append(f"attention runs in blocks of queries, because {NO_DOCUMENTS}")

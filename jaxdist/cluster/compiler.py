@@ -17,7 +17,8 @@ from typing import NamedTuple
 import jax
 from jax._src import xla_bridge
 
-from jaxdist.cluster import board, gpus, meeting
+from jaxdist.cluster import board, gpus
+from jaxdist.cluster.meeting import across_hosts, host_names
 from jaxdist.cluster.preflight import sees, sign_of
 from jaxdist.mesh import FRACTIONS, GPU_SHARE, gpu_share, preallocates
 
@@ -57,13 +58,13 @@ GATHER = Option(
 
 
 class Choice(NamedTuple):
-    """Of options, three at most. NVLink carries a byte in the time in which a GPU's memory copies seven; a network is
-    nine times slower, and what can run beside products is then worth its copies."""
+    """Of options, three at most, by where the data axis goes. NVLink carries a byte in the time in which a GPU's memory
+    copies seven; a network is nine times slower, and what can run beside products is then worth its copies."""
 
     within: tuple[Option, ...]
-    """One host."""
+    """Inside hosts."""
     across: tuple[Option, ...]
-    """Several."""
+    """From host to host."""
 
 
 OPTIONS = {
@@ -80,20 +81,20 @@ def series() -> str:
     return ".".join(version("jaxlib").split(".")[:2])
 
 
-def options(platform: str, devices: int, hosts: int) -> dict[str, bool | str]:
-    """For `jax.jit(compiler_options=...)` of a step over so many devices; those that XLA_FLAGS names are left to it."""
+def options(platform: str, devices: int, across: bool) -> dict[str, bool | str]:
+    """For `jax.jit(compiler_options=...)` of a step over so many devices, its data axis `across` hosts or within them;
+    those that XLA_FLAGS names are left to it."""
     if devices == 1 or platform == "cpu":
         return {}
-    within, across = OPTIONS.get(series(), ((), ()))
-    own = named(os.environ.get("XLA_FLAGS", ""))
-    asked = across if hosts > 1 else within
+    chosen, own = OPTIONS.get(series(), Choice((), ())), named(os.environ.get("XLA_FLAGS", ""))
+    asked = chosen.across if across else chosen.within
     return {one.name: one.value for one in asked if not own & {one.name, one.also}}
 
 
 def options_for(mesh: jax.sharding.Mesh) -> dict[str, bool | str]:
     """`options` for the devices of a mesh, there or not. All processes call it."""
-    platform, devices = mesh.devices.flat[0].platform, mesh.devices.flat
-    return options(platform, mesh.size, 1 if platform == "cpu" else len({*meeting.host_names(devices)}))
+    platform = mesh.devices.flat[0].platform
+    return {} if platform == "cpu" else options(platform, mesh.size, across_hosts(mesh, host_names(mesh.devices.flat)))
 
 
 def spelt(asked: dict[str, bool | str]) -> str:

@@ -10,14 +10,16 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import jax
+import numpy as np
 
 from jaxdist.cluster import board, faults, gpus
 from jaxdist.cluster.place import Place, check_own_name, named_loopback
 from jaxdist.config import FaultConfig, RequestError
+from jaxdist.mesh import DATA
 
 SHUTDOWN_SECONDS = 60
 """How long the first process that is done waits for the others."""
@@ -82,6 +84,14 @@ def host_names(devices: Iterable[jax.Device]) -> list[str]:
     """The host of each; of those that are not there, the number of it that they tell. All processes call it."""
     name = {member.process: member.host for member in members()}
     return [name.get(device.process_index, str(device.process_index)) for device in devices]
+
+
+def across_hosts(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, hosts: Sequence[object], axis: str = DATA
+) -> bool:
+    """Whether a mesh axis goes from host to host; `hosts` has that of each device of the mesh, in its order."""
+    host = np.reshape(hosts, tuple(mesh.shape.values()))
+    return bool(np.any(host != np.take(host, [0], axis=mesh.axis_names.index(axis))))
 
 
 def _introduced(coordinator: str, devices: int) -> list[Member]:

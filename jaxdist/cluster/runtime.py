@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import jax
-import numpy as np
 
 from jaxdist.cluster import board, compiler, gpus
 from jaxdist.cluster.agreement import from_leader
-from jaxdist.cluster.meeting import host_names, members
+from jaxdist.cluster.meeting import across_hosts, host_names, members
 from jaxdist.cluster.place import Place
 from jaxdist.config import RequestError
 from jaxdist.mesh import (
@@ -74,13 +73,13 @@ def own_devices(place: Place, shape: Mapping[str, int]) -> int:
 
 def notes(mesh: jax.sharding.Mesh) -> list[str]:
     """What is odd in how `mesh` lies over hosts and devices, a sentence each."""
-    host = np.reshape(host_names(mesh.devices.flat), mesh.devices.shape)
-    most = max(Counter(host.flat).values())
+    hosts = host_names(mesh.devices.flat)
+    most = max(Counter(hosts).values())
     told = [
         f"{axis}={mesh.shape[axis]} spans hosts, and it sends in every layer; a host has {most} of these "
         f"devices: give {axis} a size that divides that"
         for axis in FAST
-        if np.any(host != np.take(host, [0], axis=mesh.axis_names.index(axis)))
+        if across_hosts(mesh, hosts, axis)
     ]
     idle = [] if mesh.devices.flat[0].platform == "cpu" else [d for d in jax.devices() if d not in mesh.devices.flat]
     return [*told, f"{len(idle)} device(s) are idle: {', '.join(map(str, idle))}"] if idle else told

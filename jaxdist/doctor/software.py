@@ -148,9 +148,9 @@ def options(here: Here) -> Iterator[Finding]:
     """What a step on several GPUs is compiled with. Needs JAX."""
     from jaxdist.cluster import compiler
 
-    within, across = (compiler.spelt(compiler.options("gpu", 2, hosts)) or "no options" for hosts in (1, 2))
+    within, across = (compiler.spelt(compiler.options("gpu", 2, across)) or "no options" for across in (False, True))
     if compiler.series() in compiler.OPTIONS:
-        yield ok("compiler", f"a step on several GPUs is compiled with {within}; across hosts, with {across}")
+        yield ok("compiler", f"a step on several GPUs is compiled with {within}; data across hosts, with {across}")
         return
     said = f"no options are known for jaxlib {installed('jaxlib')}, and XLA by itself lets little run beside products"
     tell = "use jax " + ", ".join(compiler.OPTIONS)

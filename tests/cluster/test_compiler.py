@@ -14,7 +14,7 @@ import pytest
 from jax._src import xla_bridge
 
 from jaxdist.cluster import board, compiler, gpus, preflight
-from jaxdist.mesh import FRACTIONS, gpu_share
+from jaxdist.mesh import FRACTIONS, abstract_mesh, gpu_share, parse_mesh
 
 NAMES = [*FRACTIONS, "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"]
 
@@ -41,8 +41,8 @@ def test_this_jaxlib_knows_every_option():
     """XLA reads them alike for every device; and it would not take another name."""
     assert compiler.series() in compiler.OPTIONS
     compiled = lambda asked: jax.jit(jnp.sin, compiler_options=asked).lower(1.0).compile()
-    compiled(compiler.options("gpu", 2, hosts=1))
-    compiled(compiler.options("gpu", 2, hosts=2))
+    compiled(compiler.options("gpu", 2, across=False))
+    compiled(compiler.options("gpu", 2, across=True))
     with pytest.raises(RuntimeError, match="xla_gpu_no_such_option"):
         compiled({"xla_gpu_no_such_option": True})
 
@@ -58,33 +58,42 @@ def test_the_lists():
 
 def test_a_version_that_is_not_listed_gets_none(monkeypatch):
     monkeypatch.setattr(compiler, "version", lambda name: "0.13.1")
-    assert compiler.options("gpu", 2, 1) == compiler.options("gpu", 2, 2) == {}
+    assert compiler.options("gpu", 2, across=False) == compiler.options("gpu", 2, across=True) == {}
 
 
 def test_only_steps_for_several_gpus_have_options():
     within, across = compiler.OPTIONS[compiler.series()]
-    assert set(compiler.options("gpu", 8, hosts=1)) == {one.name for one in within}
-    assert set(compiler.options("gpu", 8, hosts=2)) == {one.name for one in across}
-    assert compiler.options("gpu", 1, 1) == compiler.options("cpu", 8, 2) == {}
+    assert set(compiler.options("gpu", 8, across=False)) == {one.name for one in within}
+    assert set(compiler.options("gpu", 8, across=True)) == {one.name for one in across}
+    assert compiler.options("gpu", 1, across=False) == compiler.options("cpu", 8, across=True) == {}
 
 
-@pytest.mark.parametrize(("processes", "hosts"), [((0, 0), 1), ((0, 1), 2)])
-def test_a_mesh_across_hosts_is_told_from_one_in_a_host(monkeypatch, processes, hosts):
-    device = lambda process: SimpleNamespace(platform="gpu", process_index=process)
-    mesh = SimpleNamespace(devices=np.array([[device(process)] for process in processes]), size=2)
-    assert compiler.options_for(mesh) == compiler.options("gpu", 2, hosts)
+@pytest.mark.parametrize(
+    ("text", "across"),
+    [("4x1x1", False), ("8x1x1", True), ("data=4,replica=2", False), ("2x4x1", True), ("2x2x2", False)],
+)
+def test_data_across_hosts_is_told_from_data_within_them(monkeypatch, text, across):
+    """Four devices in each. Replicas and stages are outermost, and may be across hosts where data is not."""
+    monkeypatch.setattr(compiler, "OPTIONS", {compiler.series(): compiler.Choice((), (compiler.GATHER,))})
+    there = lambda number: SimpleNamespace(platform="gpu", process_index=number // 4)
+    shape = abstract_mesh(parse_mesh(text))
+    devices = np.array([there(number) for number in range(shape.size)]).reshape(tuple(shape.shape.values()))
+    mesh = SimpleNamespace(devices=devices, size=shape.size, shape=shape.shape, axis_names=shape.axis_names)
+    assert bool(compiler.options_for(mesh)) == across
 
 
 @pytest.mark.parametrize("form", ["--{}=false", "--xla_dump_to=/tmp/x --{}", "file"])
 def test_what_xla_flags_name_is_left_to_them(form, monkeypatch, tmp_path):
-    monkeypatch.setattr(compiler, "OPTIONS", {compiler.series(): ((compiler.NO_SCATTER,), (compiler.GATHER,))})
-    for hosts, one in ((1, compiler.NO_SCATTER), (2, compiler.GATHER)):
+    monkeypatch.setattr(
+        compiler, "OPTIONS", {compiler.series(): compiler.Choice((compiler.NO_SCATTER,), (compiler.GATHER,))}
+    )
+    for across, one in ((False, compiler.NO_SCATTER), (True, compiler.GATHER)):
         monkeypatch.delenv("XLA_FLAGS", raising=False)
-        assert set(compiler.options("gpu", 2, hosts)) == {one.name}
+        assert set(compiler.options("gpu", 2, across)) == {one.name}
         for name in (one.name, one.also):
             (tmp_path / "flags").write_text(f"--{name}=false")
             monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags") if form == "file" else form.format(name))
-            assert compiler.options("gpu", 2, hosts) == {}
+            assert compiler.options("gpu", 2, across) == {}
 
 
 @pytest.mark.parametrize(

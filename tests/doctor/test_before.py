@@ -59,7 +59,7 @@ MEMORY = [
 
 
 def test_options_of_the_compiler(monkeypatch):
-    (name, *_), this = compiler.options("gpu", 2, hosts=1), here()
+    (name, *_), this = compiler.options("gpu", 2, across=False), here()
     assert f"compiled with {name}=" in found(software.options, OK, this)
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=false")
     assert name not in found(software.options, OK, this)

@@ -69,7 +69,7 @@ def test_what_is_explained_is_compiled_as_what_runs(monkeypatch):
     """With the options of a run, which a person is told; and without those that XLA_FLAGS name."""
     model = ModelConfig(layers=4, embed=128, heads=4, vocab=512, sequence=64)
     asked = Config(mesh="8x1x1", model=model, parallel=ParallelConfig(zero=3), train=TrainConfig(global_batch_size=16))
-    names = compiler.options("gpu", 8, hosts=1)
+    names = compiler.options("gpu", 8, across=False)
     found = explain(asked, "h100")
     assert f"compiled with {compiler.spelt(names)}, as train does" in found.notes
     on = {False: "true", f"{compiler.MODE}OFF": "on"}
