@@ -60,7 +60,7 @@ FORMS: dict[str, list[tuple[object, str, Callable]]] = {
         (layers, "gelu", lambda x: jax.nn.gelu(x, approximate=True)),
     ],
     "rotary positions": [(layers, "rotary", lambda x, theta, starts=None: layers._turn(x, theta, starts, 1))],
-    "columns": unwrapped("_column"),
+    "columns": unwrapped("column"),
 }
 """What each is exchanged for: (module, name, plain form)."""
 
