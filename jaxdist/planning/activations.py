@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax.numpy as jnp
 
 from jaxdist.config import ModelConfig
@@ -41,17 +43,19 @@ def stashed_per_token(m: ModelConfig, layout: Layout) -> int:
     return 6 * residual + (2 * heads + key_values) * size + mlp
 
 
-def working(m: ModelConfig, layout: Layout, rows: int, width: int, later: int = 0) -> int:
+def working(m: ModelConfig, layout: Layout, rows: int, width: int, remat: str, later: int = 0) -> int:
     """What exists only for a moment, in the backward pass of a layer or, before it, in the loss.
 
     `later` are bytes that are counted elsewhere, and not there yet while logits are.
     """
-    return max(in_layer(m, layout, rows, width), in_loss(m, layout, rows, width) - later)
+    return max(in_layer(m, layout, rows, width, remat), in_loss(m, layout, rows, width) - later)
 
 
-def in_layer(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
-    """One layer's backward pass and attention's scores: three arrays in f32 for a block of queries, none with cuDNN."""
-    layer = width * rows * m.sequence * saved_per_token(m, layout, "none")
+def in_layer(m: ModelConfig, layout: Layout, rows: int, width: int, remat: str) -> int:
+    """One layer's backward pass: what it computes again, about as much in gradients as "none" keeps, and attention's
+    scores, three arrays in f32 for a block of queries, none with cuDNN."""
+    kept = partial(saved_per_token, m, layout)
+    layer = width * rows * m.sequence * (max(0, kept("named") - kept(remat)) + kept("none"))
     scores = 3 * 4 * rows * m.heads // layout.parts("heads") * block_rows(m.sequence) * m.sequence
     return layer + (0 if flash(m, layout, rows, width) else scores)
 

@@ -149,7 +149,7 @@ def _but_for_the_update(config: Config, model: Model | Foreign, layout: Layout, 
         **held,
         batch=batch,
         activations=kept - to_host,
-        working=working(sizes, layout, rows, compute_width(config), _after_the_loss(config, parameters)),
+        working=working(sizes, layout, rows, compute_width(config), remat, _after_the_loss(config, parameters)),
         host_activations=to_host,
         host_traffic=held["host"] + groups * to_host,
     )

@@ -52,7 +52,7 @@ def activations(config: Config, layout: Layout, pipe: Pipeline, rows: int) -> di
     stash = table.slots["stash"] if pipe.schedule.split else 0
     buffers += stash * width * tokens * pipe.stages.depth * stashed_per_token(sizes, layout)
     again = chunk if pipe.recomputes else 0
-    return dict(activations=buffers, working=again + working(sizes, layout, rows, width))
+    return dict(activations=buffers, working=again + working(sizes, layout, rows, width, named))
 
 
 def in_flight(config: Config, layout: Layout, parameters: list[Placed], pipe: Pipeline, rows: int) -> int:

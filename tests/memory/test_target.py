@@ -18,11 +18,19 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("zero", "remat", "accumulation"),
-    [(0, "none", 1), (0, "block", 1), (1, "block", 4), (3, "none", 1), (3, "block", 1)],
+    ("zero", "remat", "accumulation", "rows"),
+    [
+        (0, "none", 1, 2),
+        (0, "block", 1, 2),
+        (0, "block", 1, 8),
+        (1, "block", 4, 2),
+        (3, "none", 1, 2),
+        (3, "block", 1, 2),
+        (3, "block", 1, 32),
+    ],
 )
-def test_temporary_bytes_of_llama_1b_on_eight_h100s(zero, remat, accumulation):
-    found = llama_1b(zero, remat, accumulation)
+def test_temporary_bytes_of_llama_1b_on_eight_h100s(zero, remat, accumulation, rows):
+    found = llama_1b(zero, remat, accumulation, rows)
     assert found.program.argument_bytes == found.memory.arguments
     predicted = found.memory.total - found.memory.arguments
     assert 0.85 < predicted / found.program.temporary_bytes < 1.15
@@ -55,8 +63,8 @@ def size(dtype: str, shape: str) -> int:
 
 
 @cache
-def llama_1b(zero: int, remat: str, accumulation: int, offload: str = "none") -> Report:
-    """Two rows of 2048 tokens a micro-batch and device, in bfloat16."""
+def llama_1b(zero: int, remat: str, accumulation: int, rows: int = 2, offload: str = "none") -> Report:
+    """`rows` of 2048 tokens a micro-batch and device, in bfloat16."""
     asked = {
         "mesh": "8x1x1",
         "parallel.zero": str(zero),
@@ -64,6 +72,6 @@ def llama_1b(zero: int, remat: str, accumulation: int, offload: str = "none") ->
         "parallel.offload": offload,
         "model.sequence": "2048",
         "train.accumulation": str(accumulation),
-        "train.global_batch_size": str(16 * accumulation),
+        "train.global_batch_size": str(8 * rows * accumulation),
     }
     return explain(load("llama_1b", asked), "h100")

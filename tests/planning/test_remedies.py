@@ -39,7 +39,7 @@ def offered(
     [
         (dict(mesh="8x1x1", zero=0, remat="none"), ["model.remat to block", "parallel.zero to 3"]),
         (dict(mesh="1x8x1", zero=0), ["train.accumulation to 2"]),
-        (dict(mesh="8x1x1", rows=96, accumulation=2), ["parallel.micro_batches to outside", "train.accumulation to 4"]),
+        (dict(mesh="8x1x1", rows=64, accumulation=2), ["parallel.micro_batches to outside", "train.accumulation to 4"]),
         (dict(mesh="8x1x1"), []),
         (dict(mesh="8x1x1", zero=0, remat="none", family="cnn"), ["parallel.zero to 3"]),
     ],

@@ -160,9 +160,10 @@ class Screen:
         again = self._remat("stage")
         kept = slots * np.where(again, stream, chunk) + 3 * stream + np.where(again, chunk, 0)
         kept += stash * self.depth / c["virtual"] * needs
-        at = lambda moment: self._by(lambda layout, rows: moment(m, layout, rows, self.width), self.rows)
-        logits = at(in_loss) / np.where(self.shared, c[PIPELINE], 1)
-        moment = np.maximum(at(in_layer), logits - self._after_the_loss())
+        layer = lambda layout, rows, remat: in_layer(m, layout, rows, self.width, keeping[remat])
+        logits = self._by(lambda layout, rows: in_loss(m, layout, rows, self.width), self.rows)
+        logits /= np.where(self.shared, c[PIPELINE], 1)
+        moment = np.maximum(self._by(layer, self.rows, remat), logits - self._after_the_loss())
         return self.width * tokens * np.where(self.staged, kept, flat) + moment
 
     def _after_the_loss(self) -> Column:
