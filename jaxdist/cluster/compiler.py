@@ -125,10 +125,10 @@ def keep_programs(folder: Path, say: Callable[[str], None]) -> None:
     """
     if not gpus.visible() or _programs_are_set():
         return
-    if problem := not_private(folder) or _not_shared(folder):
-        say(f"note: compiled programs are not kept: {folder} {problem}")
-    else:
+    if not (problem := _problem(folder)):
         jax.config.update("jax_compilation_cache_dir", str(folder))
+    elif board.process() == 0:
+        say(f"note: compiled programs are not kept: {folder} {problem}")
 
 
 def _programs_are_set() -> bool:
@@ -149,19 +149,29 @@ def not_private(folder: Path) -> str:
     return ""
 
 
-def _not_shared(folder: Path) -> str:
-    """Whether process 0 cannot write there, or others do not see what it writes; before devices are asked for."""
-    number = secrets.randbelow(2**31)
+def _problem(folder: Path) -> str:
+    """What is wrong with `folder` in one of the processes, the same text in all: not private, or not written by process
+    0, or another folder than its. Empty where nothing is."""
+    sign = sign_of(folder, secrets.randbelow(2**31))
+    own = not_private(folder) or (_not_written(sign) if board.process() == 0 else "")
     try:
-        if board.process() == 0:
-            sign_of(folder, number).write_text("seen\n")
-        number = board.gather("programs", number)[0]
-        seen = board.gather("programs seen", number is not None and sees(sign_of(folder, number)))
-    except OSError as error:  # a TimeoutError is one
-        return f"cannot be written ({error})"
+        signed = board.gather("programs", sign.name)[0]
+        own = own or ("" if sees(folder / signed) else "is not the same folder on all hosts")
+        problems = board.gather("programs seen", own)
+    except TimeoutError:
+        problems = [None]
     finally:
-        sign_of(folder, number or 0).unlink(missing_ok=True)
-    return "" if all(seen) else "is not the same folder on all hosts"
+        with suppress(OSError):
+            sign.unlink(missing_ok=True)
+    return next((problem or "was not seen by all processes in time" for problem in problems if problem != ""), "")
+
+
+def _not_written(file: Path) -> str:
+    try:
+        file.write_text("seen\n")
+    except OSError as error:
+        return f"cannot be written ({os.strerror(error.errno or 0).lower()})"
+    return ""
 
 
 def told(platform: str, asked: dict[str, bool | str]) -> dict[str, object]:

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from jax._src import xla_bridge
 
-from jaxdist.cluster import board, compiler, gpus, preflight
+from jaxdist.cluster import compiler, gpus
 from jaxdist.mesh import FRACTIONS, abstract_mesh, gpu_share, parse_mesh
+from tests.processes import told
 
 NAMES = [*FRACTIONS, "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"]
 
@@ -160,17 +161,33 @@ def test_programs_are_not_kept_where_others_could_change_them(gpu, tmp_path):
     assert "cannot be made (not a directory)" in kept(tmp_path / "file" / "programs")[1][0]
 
 
-def test_programs_are_not_kept_where_processes_do_not_share_the_folder(gpu, tmp_path, monkeypatch):
-    """This is process 1, and process 0 has signed its own folder, which is another."""
-    monkeypatch.setattr(preflight, "PATIENCE", 0.1)
-    monkeypatch.setattr(board, "process", lambda: 1)
-    monkeypatch.setattr(board, "gather", lambda name, value: [77, 88] if name == "programs" else [True, value])
-    assert kept(tmp_path) == (
-        None,
-        [f"note: compiled programs are not kept: {tmp_path} is not the same folder on all hosts"],
-    )
-    (tmp_path / ".seen-77").touch()
-    assert kept(tmp_path) == (str(tmp_path), [])
+KEPT = """
+from pathlib import Path
+from jaxdist.cluster import compiler, gpus, preflight
+gpus.visible = lambda: ["0"]
+preflight.PATIENCE = 0.1
+said = []
+compiler.keep_programs(Path(arguments[process]), said.append)
+tell([process, jax.config.jax_compilation_cache_dir, said])
+"""
+
+
+@pytest.mark.parametrize("wrong", ["", "on process 0", "on process 1", "another folder"])
+def test_processes_keep_programs_together_or_not_at_all(wrong, tmp_path):
+    """Process 0 says why."""
+    good, other = tmp_path / "programs", tmp_path / "other"
+    if wrong.startswith("on"):
+        other.mkdir()
+        other.chmod(0o770)
+    folders = {"": (good, good), "on process 0": (other, good)}.get(wrong, (good, other))
+    why = "may be written by others" if wrong.startswith("on") else "is not the same folder on all hosts"
+    found = sorted(told(KEPT, 2, *map(str, folders), devices=2, seconds=60))
+    assert [kept for _, kept, _ in found] == [None if wrong else str(good)] * 2
+    (_, _, said), (_, _, nothing) = found
+    assert nothing == []
+    assert len(said) == bool(wrong)
+    assert all(why in note for note in said)
+    assert list(good.iterdir()) == []
 
 
 def test_nothing_is_set_on_a_cpu(tmp_path):
@@ -185,10 +202,10 @@ def test_nothing_is_set_on_a_cpu(tmp_path):
 def test_a_run_tells_it(gpu, tmp_path):
     compiler.take_memory()
     kept(tmp_path / "programs")
-    told = compiler.told("gpu", {"xla_gpu_one": False})
-    assert told["compiler_options"] == {"xla_gpu_one": False}
-    assert told["memory_fraction"] == 0.92
-    assert told["compilation_cache"] == str(tmp_path / "programs")
+    asked = compiler.told("gpu", {"xla_gpu_one": False})
+    assert asked["compiler_options"] == {"xla_gpu_one": False}
+    assert asked["memory_fraction"] == 0.92
+    assert asked["compilation_cache"] == str(tmp_path / "programs")
     line = compiler.line("gpu", {"xla_gpu_one": False, "xla_gpu_two": f"{compiler.MODE}ON"})
     assert line.startswith("xla_gpu_one=false, xla_gpu_two=on; JAX takes")
     assert f"JAX takes 92% of a GPU's memory; programs kept in {tmp_path}" in line
