@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import jax
 import pytest
 
 from jaxdist.config import Config
@@ -28,10 +29,15 @@ def small(mesh: str, **of) -> Config:
     return config(mesh, **{"precision": "bfloat16", "embed": 128, "vocab": 512, "rows": 64} | of)
 
 
+LESS = pytest.mark.xfail(
+    jax.__version_info__ >= (0, 11), reason="jax 0.11 adds up gradients of several ticks, then sends them", strict=True
+)
+
+
 @pytest.mark.parametrize(
     ("mesh", "of"),
     [
-        ("2x2x2", dict(zero=2, sequence=True)),
+        pytest.param("2x2x2", dict(zero=2, sequence=True), marks=LESS),
         ("2x2x2", dict(zero=1, remat="block", layers=3)),  # padded
         ("1x4x2", dict(family="llama", heads=8, kv_heads=2)),  # copies of key/value heads
         ("4x1x2", dict(zero=3, schedule="interleaved")),  # a layer in each chunk

@@ -4,6 +4,7 @@ import math
 import re
 from functools import cache
 
+import jax
 import pytest
 
 from jaxdist.explain import explain
@@ -17,6 +18,11 @@ pytestmark = [
 ]
 
 
+LESS = pytest.mark.xfail(
+    jax.__version_info__ >= (0, 12), reason="jax 0.12 holds 1 GiB less, about a table of vectors in f32", strict=True
+)
+
+
 @pytest.mark.parametrize(
     ("zero", "remat", "accumulation", "rows"),
     [
@@ -24,8 +30,8 @@ pytestmark = [
         (0, "block", 1, 2),
         (0, "block", 1, 8),
         (1, "block", 4, 2),
-        (3, "none", 1, 2),
-        (3, "block", 1, 2),
+        pytest.param(3, "none", 1, 2, marks=LESS),
+        pytest.param(3, "block", 1, 2, marks=LESS),
         (3, "block", 1, 32),
     ],
 )
