@@ -3,8 +3,9 @@
     python benchmarks/flags_target.py [--out RESULTS.txt] [CASE ...] [--only 'VARIANT+VARIANT']
 
 Each variant is compiled in a process of its own. For the axes that are sent over, the bytes of one device in a step, by
-what runs beside them: matrix products / smaller kernels / nothing; what copies and transposes read and write; and what
-the program holds. Which options jaxdist sets is chosen by these numbers (`jaxdist/cluster/compiler.py`).
+what runs beside them: matrix products / smaller kernels / nothing; what copies and transposes read and write; how many
+products there are; and what the program holds. Which options jaxdist sets is chosen by these numbers
+(`jaxdist/cluster/compiler.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ CASES = {
     "kept": ("llama_8b", {"mesh": "8x1x1", "model.remat": "none"}),
     "accumulation": ("llama_8b", {"mesh": "8x1x1", "train.accumulation": "2", "train.global_batch_size": "16"}),
     "hosts": ("llama_8b", {"mesh": "64x1x1", "train.global_batch_size": "64"}),
+    "sequence": (
+        "llama_8b",
+        {"mesh": "16x8x1", "parallel.sequence": "true", "train.accumulation": "4", "train.global_batch_size": "64"},
+    ),
     "tensor": ("llama_8b", {"mesh": "4x2x1", "parallel.sequence": "true"}),
     "1b": ("llama_1b", {"mesh": "8x1x1", "train.global_batch_size": "64"}),
     "small": ("llama_1b", {"mesh": "8x1x1", "model.remat": "block", "model.sequence": "2048"}),
@@ -87,8 +92,9 @@ def measured(name: str, overrides: dict[str, str], variant: str) -> str:
     ]
     kernels, program = report.kernels, report.program
     copies = f"copies {kernels.copied / kernels.bytes:.1%} of {size(kernels.bytes)}"
+    products = f"{sum(kernels.products.values())} products"
     temporaries = f"temporaries {size(program.temporary_bytes)}, compiled in {program.compile_seconds:.0f} s"
-    return f"    {variant:<27} {', '.join(parts)}; {copies}; {temporaries}"
+    return f"    {variant:<27} {', '.join(parts)}; {copies}; {products}; {temporaries}"
 
 
 def main() -> None:

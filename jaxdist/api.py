@@ -109,7 +109,8 @@ class Parallel:
         self.mesh, self.layout, self.accumulation = mesh, layout, accumulation
         self.model: Foreign = step.forward.model
         self._step = step
-        self._train = jax.jit(step.train, donate_argnums=0, compiler_options=compiler.options_for(mesh))
+        asked = compiler.options_for(mesh, sequence=layout.parts("residual") > 1)
+        self._train = jax.jit(step.train, donate_argnums=0, compiler_options=asked)
         self._evaluate = jax.jit(step.evaluate)
 
     def init(self, seed: int) -> TrainState:

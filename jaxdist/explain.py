@@ -72,8 +72,9 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     program = compile_apart(partial(lower_step, config), target, mesh.size)
     notes = []
     host = [number // gpu.per_host for number in range(mesh.size)] if gpu else [0] * mesh.size
-    if asked := compiler.spelt(compiler.options(layout.platform, mesh.size, across_hosts(mesh, host))):
-        notes.append(f"compiled with {asked}, as train does")
+    asked = compiler.options(layout.platform, mesh.size, across_hosts(mesh, host), layout.parts("residual") > 1)
+    if asked:
+        notes.append(f"compiled with {compiler.spelt(asked)}, as train does")
     if config.model.documents == "apart" and gpu:
         notes.append(f"attention runs in blocks of queries, because {NO_DOCUMENTS}")
     program = replace(program, notes=tuple(notes))

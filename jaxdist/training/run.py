@@ -46,12 +46,12 @@ class Run:
             self.mesh = make_mesh(shape, devices)
         else:
             self.mesh = runtime.imagine(shape) if dry else runtime.start(shape, partial(fitting, config))
-        self.compiler_options = {} if dry else compiler.options_for(self.mesh)
         self.dry = dry
         self.device = devices[0] if devices else jax.devices()[0]
         """One of the devices; all are of its kind."""
         check_mesh_fits(config, self.mesh.shape, batch)
         self.layout = Layout.on(self.mesh, rules(config, self.mesh.shape), self.device)
+        self.compiler_options = {} if dry else compiler.options_for(self.mesh, self.layout.parts("residual") > 1)
         precision = _precision(config.precision, self.layout.platform)
         self.config = config.model_copy(update={"precision": precision})
         pipelined = self.mesh.shape[PIPELINE] > 1

@@ -70,17 +70,25 @@ def test_only_steps_for_several_gpus_have_options():
 
 
 @pytest.mark.parametrize(
-    ("text", "across"),
-    [("4x1x1", False), ("8x1x1", True), ("data=4,replica=2", False), ("2x4x1", True), ("2x2x2", False)],
+    ("text", "sequence", "ahead"),
+    [
+        ("4x1x1", False, False),
+        ("8x1x1", False, True),
+        ("data=4,replica=2", False, False),
+        ("2x4x1", False, True),
+        ("2x4x1", True, False),
+        ("2x2x2", False, False),
+    ],
 )
-def test_data_across_hosts_is_told_from_data_within_them(monkeypatch, text, across):
-    """Four devices in each. Replicas and stages are outermost, and may be across hosts where data is not."""
+def test_layers_are_gathered_ahead_where_data_goes_from_host_to_host(monkeypatch, text, sequence, ahead):
+    """Four devices in each. Replicas and stages are outermost, and may be across hosts where data is not. With sequence
+    parallelism they are not, because activations would be too."""
     monkeypatch.setattr(compiler, "OPTIONS", {compiler.series(): compiler.Choice((), (compiler.GATHER,))})
     there = lambda number: SimpleNamespace(platform="gpu", process_index=number // 4)
     shape = abstract_mesh(parse_mesh(text))
     devices = np.array([there(number) for number in range(shape.size)]).reshape(tuple(shape.shape.values()))
     mesh = SimpleNamespace(devices=devices, size=shape.size, shape=shape.shape, axis_names=shape.axis_names)
-    assert bool(compiler.options_for(mesh)) == across
+    assert bool(compiler.options_for(mesh, sequence)) == ahead
 
 
 @pytest.mark.parametrize("form", ["--{}=false", "--xla_dump_to=/tmp/x --{}", "file"])

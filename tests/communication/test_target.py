@@ -79,6 +79,7 @@ def test_weights_are_gathered_in_bfloat16_and_gradients_reduced_in_float32(zero)
         ("replica=2,data=2,model=2", 4, GPT, dict(zero=2)),
         ("4x2x1", 1, GPT, dict(zero=0, sequence=True)),
         ("2x4x1", 4, LLAMA, dict(zero=3, sequence=True)),
+        ("8x2x1", 4, LLAMA, dict(zero=3, sequence=True)),  # data goes from host to host
         ("1x8x1", 1, LLAMA, dict(zero=0)),
         *exhaustive([("replica=2,data=4", 4, LLAMA, dict(zero=1)), ("1x8x1", 4, LLAMA, dict(zero=0))]),
     ],  # every axis, stage, model, accumulation and sequence parallelism; the other pairs are proved on CPU
