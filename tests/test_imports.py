@@ -19,15 +19,16 @@ PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic", "clusters", 
 
 FORBIDDEN = {
     "config": ["jaxdist", "jax", "flax"],
+    "files": ["jaxdist", "jax", "numpy"],
     "mesh": ["jaxdist.!config"],
     "sharding": ["jaxdist.!config,mesh"],
     "request": ["jaxdist.!config,mesh,request,data"],
     "parallel": ["jaxdist.models", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
     "models": ["jaxdist.parallel.zero", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
-    "data": ["jaxdist.!config,mesh,sharding,data"],
+    "data": ["jaxdist.!config,files,mesh,sharding,data"],
     "planning": ["jaxdist.training", "jaxdist.data", "jaxdist.cluster"],
     **dict.fromkeys((f"planning.{name}" for name in PREDICTIONS), READERS),
-    "cluster": ["jaxdist.!config,mesh,cluster"],
+    "cluster": ["jaxdist.!config,files,mesh,cluster"],
     "training.step": ["jaxdist.data", "jaxdist.training.checkpoint", "jaxdist.training.metrics"],
     "training": ["jaxdist.lab", "jaxdist.bench"],
 }
