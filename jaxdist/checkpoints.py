@@ -11,21 +11,27 @@ from typing import Any
 from jaxdist.cluster.place import check_alone
 from jaxdist.config import RequestError
 from jaxdist.request import Extra, arguments, run
-from jaxdist.training.shelf import Shelf
+from jaxdist.training.folder import RunFolder
+from jaxdist.training.shelf import UNSEALED, WRONG_CONTENT, Shelf
 
 DESCRIPTION = (
     "List the checkpoints of a run: size, time, the mesh that wrote them, and whether they are whole. Exit code 1 when "
-    "--verify finds a damaged one."
+    "--verify finds one that is damaged or has no checksums."
 )
 EXTRAS = [
     Extra("verify", False, "Read every file and compare it with its checksum; without it sizes alone are compared."),
-    Extra("prune", False, "Remove what is damaged, half-written or set aside, and what checkpoint.keep does not keep."),
+    Extra(
+        "prune",
+        False,
+        "Remove half-written steps, older ones than checkpoint.keep keeps, and damaged or set-aside "
+        "ones where a later step is whole; list the others.",
+    ),
     Extra("export", "", "Write the weights into this .safetensors file, one tensor for each parameter of each layer."),
     Extra("checkpoint", "latest", "Which step to export: latest, best (by validation loss) or a number."),
     Extra("json", False, "Print one JSON object and nothing else."),
 ]
 
-KINDS = {"": "newest", "best": "best", "aside": "aside"}
+KINDS = {"": "newest", "best": "best", "aside": "aside", "aside/best": "aside"}
 """Folders in `checkpoints/`, and what their steps are."""
 
 
@@ -34,36 +40,58 @@ def main(argv: list[str] | None = None) -> int:
     asked = arguments(argv, "checkpoints", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=knobs)
     check_alone("checkpoints")
     extras, folder = asked.extras, asked.config.run_dir
+    RunFolder(folder).check_layout()
     result: dict[str, Any] = {"run": str(folder)}
     if extras["export"]:
         result["export"] = export(asked.config, extras["checkpoint"], Path(extras["export"]))
     if extras["prune"]:
-        result["removed"] = prune(folder, asked.config.checkpoint.keep, asked.config.checkpoint.keep_every)
+        result |= prune(folder, asked.config.checkpoint.keep, asked.config.checkpoint.keep_every)
     rows = result["checkpoints"] = list(listing(folder, extras["verify"]))
     print(json.dumps(result) if extras["json"] else "\n".join(told(result)))
-    return int(extras["verify"] and any(row["state"] == "damaged" for row in rows))
+    return int(extras["verify"] and any(row["state"] in ("damaged", "unsealed") for row in rows))
 
 
 def listing(folder: Path, thorough: bool) -> Iterator[dict[str, Any]]:
-    """Every step that is there under its name, `state` being `whole` (its checksums hold, if `thorough`), `complete`
-    (its sizes do, if not), `damaged` or `unsaved`."""
-    for name, kind in KINDS.items():
-        shelf = Shelf(folder / "checkpoints" / name)
+    """Every committed step, `state` being `whole` (its checksums hold, if `thorough`), `complete` (its sizes do, if
+    not), `damaged`, or `unsealed` (it has no checksums)."""
+    for shelf, kind in shelves(folder):
         for step in shelf.steps():
             damage = shelf.damage(step, thorough)
-            fine = "whole" if thorough else "complete"
-            state = fine if damage is None else "damaged" if step in shelf.sealed() else "unsaved"
-            row = {"step": step, "kind": kind, "bytes": shelf.size(step), "state": state, "damage": damage}
-            yield row | _facts(shelf, step)
+            row = {"step": step, "kind": kind, "bytes": _size(shelf, step), "state": _state(damage, thorough)}
+            yield row | {"damage": damage} | _facts(shelf, step)
+
+
+def shelves(folder: Path) -> list[tuple[Shelf, str]]:
+    """Where the steps of a run lie, and of what kind they are."""
+    run = RunFolder(folder).identity()
+    return [(Shelf(folder / "checkpoints" / name, run), kind) for name, kind in KINDS.items()]
+
+
+def _state(damage: str | None, thorough: bool) -> str:
+    if damage == UNSEALED:
+        return "unsealed"
+    if damage is not None:
+        return "damaged"
+    return "whole" if thorough else "complete"
+
+
+def _size(shelf: Shelf, step: int) -> int | None:
+    """Bytes on disk; None where they cannot be listed."""
+    try:
+        return shelf.size(step)
+    except OSError:
+        return None
 
 
 def _facts(shelf: Shelf, step: int) -> dict[str, Any]:
     """When, and on which mesh, a step was saved; None where it does not tell."""
     try:
         facts = shelf.facts(step)
-        return {"time": facts.get("time"), "mesh": facts.get("mesh"), "processes": facts.get("processes")}
-    except (OSError, ValueError, AttributeError):
-        return {"time": None, "mesh": None, "processes": None}
+    except WRONG_CONTENT:
+        facts = {}
+    if shelf.wrong_facts(step):
+        facts = {}
+    return {name: facts.get(name) for name in ("time", "mesh", "processes")}
 
 
 def told(result: dict[str, Any]) -> Iterator[str]:
@@ -72,6 +100,8 @@ def told(result: dict[str, Any]) -> Iterator[str]:
         yield "wrote {path}: {tensors} tensors, {bytes:,} bytes, of step {step}".format(**result["export"])
     for path in result.get("removed", ()):
         yield f"removed {path}"
+    for path, reason in result.get("left", {}).items():
+        yield f"left {path}: {reason}"
     if not result["checkpoints"]:
         yield f"{result['run']} has saved no checkpoint"
         return
@@ -82,24 +112,39 @@ def told(result: dict[str, Any]) -> Iterator[str]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"])) if row["time"] else "?"
         kind = "" if row["kind"] == "newest" else row["kind"]
         state = row["state"] + (f": {row['damage']}" if row["damage"] else "")
-        yield form(row["step"], kind, f"{row['bytes'] / 1e6:,.2f} MB", when, row["mesh"] or "?", state)
+        size = "?" if row["bytes"] is None else f"{row['bytes'] / 1e6:,.2f} MB"
+        yield form(row["step"], kind, size, when, row["mesh"] or "?", state)
 
 
-def prune(folder: Path, newest: int, every: int) -> list[str]:
-    """Remove what no run would go on from, and return it. Raises `RequestError` while a run trains in `folder`."""
-    from jaxdist.training.folder import RunFolder
+def prune(folder: Path, newest: int, every: int) -> dict[str, Any]:
+    """Remove what no run would resume from: `removed` are the paths, `left` has a reason for each bad step that stays.
 
-    removed = []
+    A step that is damaged or set aside goes only where the run has a whole one at least as far; one without checksums
+    is never removed for that. Raises `RequestError` while a run trains in `folder`.
+    """
+    removed: list[Path] = []
+    left: dict[str, str] = {}
     with RunFolder(folder).locked():
-        for name, kind in KINDS.items():
-            shelf = Shelf(folder / "checkpoints" / name)
-            gone = shelf.clear()
-            useless = [step for step in shelf.sealed() if kind == "aside" or shelf.damage(step)]
-            for step in useless:
+        found = [(shelf, kind, step, shelf.damage(step)) for shelf, kind in shelves(folder) for step in shelf.steps()]
+        whole = [step for _, kind, step, damage in found if kind != "aside" and damage is None]
+        furthest = max(whole, default=-1)
+        for shelf, kind, step, damage in found:
+            if kind != "aside" and damage is None:
+                continue
+            if step > furthest:
+                left[str(shelf.path(step))] = f"{damage or 'it is set aside'}, and no later step is whole"
+            elif kind != "aside" and damage == UNSEALED:
+                left[str(shelf.path(step))] = f"{UNSEALED}; a run that resumes from it reads it back"
+            else:
                 shelf.remove(step)
-            gone += useless + shelf.keep(newest if kind == "newest" else 1, every if kind == "newest" else 0)
-            removed += [str(shelf.path(step)) for step in sorted(gone)]
-    return removed
+                removed.append(shelf.path(step))
+        for shelf, kind in shelves(folder):
+            shelf.clear()
+            if kind == "newest":
+                removed += [shelf.path(step) for step in shelf.keep(newest, every)]
+            if kind == "best":
+                removed += [shelf.path(step) for step in shelf.keep(1)]
+    return {"removed": [str(path) for path in removed], "left": left}
 
 
 def export(config: Any, which: str, path: Path) -> dict[str, Any]:

@@ -1,14 +1,17 @@
-"""Write files so that each is there whole or not at all, and never through a symbolic link. No jax here.
+"""Write files so that each is there whole or not at all, and never through a symbolic link; read regular files only.
 
 Somebody else may own what lies in a run folder: a link planted under a name that jaxdist writes must not lead it
-elsewhere. A new file therefore gets a fresh name and is renamed, which replaces a link and does not follow it.
+elsewhere. A new file therefore gets a fresh name and is renamed, which replaces a link and does not follow it. And a
+FIFO or a device in the place of a file must not make a reader wait for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -43,3 +46,12 @@ def open_no_follow(path: Path, mode: str) -> IO[str]:
         return os.open(name, flags | os.O_NOFOLLOW, 0o666)
 
     return open(path, mode, encoding="utf-8", opener=opener)
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a regular file. Raises `OSError` for a symbolic link and for anything else, which is not read."""
+    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO without a writer would block
+    with open(number, "rb") as file:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()

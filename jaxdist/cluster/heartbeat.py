@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from jaxdist.cluster.phases import ORDER
+from jaxdist.files import write_whole
 
 EVERY, EACH = 5.0, 1 / 32
 """Seconds between two heartbeats: at least, and for each process, so that a shared file system is not flooded."""
@@ -109,9 +110,7 @@ class Heart:
         beat = replace(self._look(), ended=self._code)
         with contextlib.suppress(OSError):
             self.folder.mkdir(exist_ok=True)
-            temporary = self.folder / f"{beat.process}.tmp"
-            temporary.write_text(json.dumps(asdict(beat)))
-            temporary.replace(self.folder / f"{beat.process}.json")
+            write_whole(self.folder / f"{beat.process}.json", json.dumps(asdict(beat)))
 
     def _clear(self) -> None:
         """Those of processes that this run, which had more of them once, has no longer."""

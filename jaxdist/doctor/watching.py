@@ -14,7 +14,9 @@ from jaxdist.training.folder import RunFolder
 
 def watch(folder: Path) -> dict[str, Any]:
     """A row for each process, and what is wrong with the run. Raises `RequestError` without heartbeats."""
-    beats, now = heartbeat.read(RunFolder(folder).heartbeats), time.time()
+    run = RunFolder(folder)
+    run.check_layout()
+    beats, now = heartbeat.read(run.heartbeats), time.time()
     if not beats:
         raise RequestError(f"{folder} has no heartbeats: no process of it has come as far as to make the run folder")
     waited, slow = heartbeat.waited_for(beats, now), heartbeat.laggards(beats, now)

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.mesh import AUTO
+from jaxdist.request.checks.files import path_problem
 from jaxdist.request.helptext import help_text
 from jaxdist.request.knobs import KNOBS, canonical, option, sentence
 from jaxdist.request.reading import read, to_toml
@@ -167,6 +168,8 @@ class Scan:
 def _config_of_run(command: str, positionals: list[str]) -> tuple[str | None, list[str]]:
     if not positionals:
         return None, [f"{command} needs a RUN, the folder of a run, such as runs/gpt_tiny"]
+    if problem := path_problem(Path(positionals[0])):
+        return None, [f"run folder '{positionals[0]}' {problem}; move or rename it"]
     config = Path(positionals[0]) / "config.toml"
     if not config.is_file():
         return None, [f"'{positionals[0]}' is not the folder of a run: it has no config.toml"]

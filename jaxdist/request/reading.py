@@ -94,6 +94,8 @@ def _read_file(path: Path) -> Source:
         tables = tomllib.loads(path.read_bytes().decode("utf-8"))
     except ValueError as error:  # not TOML, not UTF-8, a number of thousands of digits
         return Source(failed=set(KNOBS), problems=[f"{path} is not valid TOML: {error}"])
+    except RecursionError:
+        return Source(failed=set(KNOBS), problems=[f"{path} is not valid TOML: its values are nested too deeply"])
     except OSError as error:
         return Source(failed=set(KNOBS), problems=[f"{path} cannot be read: {error.strerror or error}"])
     given, problems = _flatten(tables, path)

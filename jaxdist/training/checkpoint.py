@@ -5,11 +5,12 @@ is the step, because the order of the data is a function of (seed, step).
 
     checkpoints/STEP, sums/STEP.json    the newest, and those that are kept for good
     checkpoints/best/                   the same, of one step
-    checkpoints/aside/                  what a run has gone back behind: damaged, or not wanted any more
+    checkpoints/aside/, aside/best/     steps that the run went back behind: damaged, or not wanted any more
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +18,11 @@ from typing import Any, NamedTuple
 from jaxdist.cluster.agreement import agreed, from_leader, leader
 from jaxdist.config import RequestError
 from jaxdist.models import Params
-from jaxdist.training.shelf import Shelf
+from jaxdist.training.folder import RunFolder
+from jaxdist.training.readback import unreadable
+from jaxdist.training.shelf import UNSEALED, WRONG_CONTENT, Shelf
 from jaxdist.training.step import TrainState
-from jaxdist.training.store import SaveFailed, Store
+from jaxdist.training.store import SaveFailed, Store, array_shapes
 
 LATEST, BEST, ASIDE = "latest", "best", "aside"
 
@@ -40,15 +43,16 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path, keep: int | None, every: int = 0):
         folder = Path(run_dir).resolve() / "checkpoints"
-        self._newest = Store(folder, keep or 1, every)
-        self._best = Store(folder / BEST, 1)
-        self._aside = Shelf(folder / ASIDE)
+        run = RunFolder(run_dir).identity()
+        self._newest = Store(Shelf(folder, run), keep or 1, every)
+        self._best = Store(Shelf(folder / BEST, run), 1)
+        self._aside = [Shelf(folder / ASIDE, run), Shelf(folder / ASIDE / BEST, run)]
+        self._seals = keep is not None
         self.notes: list[str] = []
-        """Sentences about steps that were passed over, set aside or removed; only the leader has them."""
+        """Sentences about steps that were passed over, sealed or set aside; only the leader has them."""
         if keep is not None and leader():
-            for store in (self._newest, self._best):
-                path = store.shelf.path
-                self.notes += [f"{path(step)} was not saved whole and is removed" for step in store.shelf.clear()]
+            self._newest.shelf.clear()
+            self._best.shelf.clear()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -69,7 +73,7 @@ class Checkpoints:
         return max(self._newest.shelf.sealed(), default=None)
 
     def told(self) -> str:
-        """What to go on from after a failure, in words. Waits for what is on its way; what fails now is not told."""
+        """What to resume from after a failure, in words. Waits for what is on its way; what fails now is not told."""
         for store in (self._newest, self._best):
             with suppress(SaveFailed):
                 store.wait()
@@ -97,32 +101,40 @@ class Checkpoints:
         self._newest.wait()
         self._best.wait()
 
-    def find(self, which: str = LATEST) -> Found:
+    def find(self, which: str = LATEST, expected: Callable[[], TrainState] | None = None) -> Found:
         """The step to use for "latest", "best" or a number, read through and found whole.
 
-        The latest is the newest that is whole; for the best that is damaged it stands in.
+        The latest is the newest that is whole. Where no newest is, the best stands in, and the other way round. A step
+        without checksums is read back: its arrays must be those of `expected()`, if that is given, and finite.
         Raises `RequestError` when there is none, or the one with that number is damaged.
         """
         stores = self._newest, self._best
 
         def look() -> int:
             before = len(self.notes)
-            for store in reversed(stores) if which == BEST else stores[:1]:
-                step = _whole(store.shelf, which, self.notes)
-                if step is not None:
-                    if which == BEST and store is self._newest:
-                        self.notes.append(f"no best checkpoint is whole; the newest one, of step {step}, stands in")
-                    return 2 * step + (store is self._best)
-            raise _no_checkpoint(self._newest.shelf.folder, self.notes[before:])
+            for store in reversed(stores) if which == BEST else stores:
+                step = self._usable(store.shelf, which, expected)
+                if step is None:
+                    continue
+                if which == BEST and store is self._newest:
+                    self.notes.append(f"no best checkpoint is whole; the newest one, of step {step}, stands in")
+                if which == LATEST and store is self._best:
+                    self.notes.append(f"no newest checkpoint is whole; the best one, of step {step}, stands in")
+                return 2 * step + (store is self._best)
+            raise self._no_checkpoint(self.notes[before:])
 
         found = agreed(look)
         return Found(stores[found % 2], found // 2)
 
-    def find_start(self, resume: str) -> Found | None:
-        """The step that a run goes on from: "auto" is the latest, or None to start from the beginning; or a number."""
-        if resume == "auto" and not from_leader(int(self.latest() is not None)):
+    def find_start(self, resume: str, expected: Callable[[], TrainState] | None = None) -> Found | None:
+        """The step that a run goes on from: "auto" is the latest, or None to start from the beginning; or a number.
+
+        A run that has ever committed a step never starts from the beginning by itself: `find` raises `RequestError`.
+        """
+        shelves = self._newest.shelf, self._best.shelf, *self._aside
+        if resume == "auto" and not from_leader(int(any(shelf.steps() for shelf in shelves))):
             return None
-        return self.find(LATEST if resume == "auto" else resume)
+        return self.find(LATEST if resume == "auto" else resume, expected)
 
     def set_aside(self, after: int) -> None:
         """Move the steps after that one out of the way: they are damaged, or of a future that is not going to be.
@@ -132,13 +144,13 @@ class Checkpoints:
         self._newest.step = after or None
         if not leader():
             return
-        for shelf in (self._newest.shelf, self._best.shelf):
+        for shelf, aside in zip((self._newest.shelf, self._best.shelf), self._aside, strict=True):
             later = [step for step in shelf.steps() if step > after]
             for step in later:
-                shelf.move(step, self._aside)
+                shelf.move(step, aside)
             if later:
                 steps = ", ".join(map(str, later))
-                self.notes.append(f"step {steps} of {shelf.folder} is moved to {self._aside.folder}")
+                self.notes.append(f"step {steps} of {shelf.folder} is moved to {aside.folder}")
 
     def has_best(self) -> bool:
         """Whether there is one with the best validation loss, as it seems."""
@@ -169,28 +181,62 @@ class Checkpoints:
         """One item of a step, such as `params`, as it was saved, on one device; {} where it holds none."""
         return found.store.read(found.step, item)
 
+    def _usable(self, shelf: Shelf, which: str, expected: Callable[[], TrainState] | None) -> int | None:
+        """The newest step that is whole, or the one with the number `which`; the notes get those that are not."""
+        steps = shelf.steps()
+        if which not in (LATEST, BEST):
+            if not which.isdigit() or int(which) not in steps:
+                there = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
+                raise RequestError(f"{shelf.folder} holds no step {which}; {there}")
+            if damage := self._damage(shelf, int(which), expected):
+                raise RequestError(f"checkpoint {shelf.path(int(which))} is damaged: {damage}; choose another")
+            return int(which)
+        for step in reversed(steps):
+            damage = self._damage(shelf, step, expected)
+            if damage is None:
+                return step
+            self.notes.append(f"checkpoint {shelf.path(step)} is damaged and passed over: {damage}")
+        return None
 
-def _no_checkpoint(folder: Path, damaged: list[str]) -> RequestError:
-    if not damaged:
-        return RequestError(f"{folder} holds no checkpoint; train first, or name another run folder")
-    return RequestError(f"no checkpoint in {folder} is whole: {'; '.join(damaged)}; name another run folder")
+    def _damage(self, shelf: Shelf, step: int, expected: Callable[[], TrainState] | None) -> str | None:
+        """Why a step cannot be used; None if it can. One without a seal gets one then, if this may write."""
+        try:
+            seal = shelf.read_seal(step)
+        except WRONG_CONTENT:
+            return self._damage_without_seal(shelf, step, expected)
+        damage = shelf.damage(step)
+        if damage is None and seal.step is None:
+            self.notes.append(f"checkpoint {shelf.path(step)} has checksums of an older jaxdist, without run and step")
+        return damage
 
+    def _damage_without_seal(self, shelf: Shelf, step: int, expected: Callable[[], TrainState] | None) -> str | None:
+        shapes = None
+        if expected is not None:
+            shapes = {item: array_shapes(tree) for item, tree in _trees(expected()).items()}
+        damage = shelf.wrong_facts(step) or unreadable(shelf.path(step), shapes, values=True)
+        if damage:
+            return f"{UNSEALED}, and read back {damage}"
+        done = "it was read back and is whole"
+        if self._seals:
+            shelf.seal(step)
+            done += "; they are made now"
+        self.notes.append(f"checkpoint {shelf.path(step)} had no checksums: {done}")
+        return None
 
-def _whole(shelf: Shelf, which: str, notes: list[str]) -> int | None:
-    """The newest step that is whole, or the one with the number `which`; `notes` get those that are not."""
-    steps = shelf.steps()
-    if which not in (LATEST, BEST):
-        if not which.isdigit() or int(which) not in steps:
-            there = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
-            raise RequestError(f"{shelf.folder} holds no step {which}; {there}")
-        if damage := shelf.damage(int(which)):
-            raise RequestError(f"checkpoint {shelf.path(int(which))} is damaged: {damage}; choose another")
-        return int(which)
-    for step in reversed(steps):
-        if not (damage := shelf.damage(step)):
-            return step
-        notes.append(f"checkpoint {shelf.path(step)} is damaged and passed over: {damage}")
-    return None
+    def _no_checkpoint(self, damaged: list[str]) -> RequestError:
+        """What to say where no step can be used; `damaged` has a sentence for each that is there."""
+        folder = self._newest.shelf.folder
+        aside = sorted({step for shelf in self._aside for step in shelf.steps()})
+        if damaged:
+            reason = f"no checkpoint in {folder} is whole: {'; '.join(damaged)}"
+        elif aside:
+            reason = f"the checkpoints in {folder} are all set aside (step {', '.join(map(str, aside))})"
+        else:
+            return RequestError(f"{folder} holds no checkpoint; train first, or name another run folder")
+        return RequestError(
+            f"{reason}; copy the missing files back, or name another run folder, or move {folder} away to start from "
+            f"the beginning"
+        )
 
 
 def _trees(state: TrainState) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""The folder of a run: what lies in it, and whether a run may start, go on, or is already done there."""
+"""The folder of a run: what lies in it, and whether a run may start, resume, or is already done there.
+
+No symbolic link in it is followed: it may come from somebody else, and a link would lead what is written, or removed,
+elsewhere. The run folder itself may be a link.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,39 @@ import fcntl
 import json
 import os
 import platform
+import secrets
+import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 from tokenizers import Tokenizer
 
 from jaxdist import __version__
 from jaxdist.config import Config, RequestError, leaves
+from jaxdist.files import read_regular, write_whole
 from jaxdist.request import load, to_toml
-from jaxdist.training.shelf import Shelf
+from jaxdist.training.shelf import STEP, WRONG_CONTENT, Shelf
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 FREE_ON_RESUME = ("mesh", "run_dir", "resume", "data.prefetch", "model.remat", "parallel", "pipeline", "validation")
 FREE_ON_RESUME += ("checkpoint", "log", "profile", "cluster", "fault")
 """Keys (or whole sections) that may differ when a run goes on: they do not change what is learned."""
+
+FILES = ("config.toml", "environment.json", "tokenizer.json", "metrics.jsonl", "run.json", "log.txt", "loss.png")
+FOLDERS = ("checkpoints", "heartbeats", "slurm", "tensorboard", "profile", "wandb")
+SHELVES = ("checkpoints", "checkpoints/best", "checkpoints/aside", "checkpoints/aside/best")
+FOLDERS += (*SHELVES[1:], *(f"{shelf}/sums" for shelf in SHELVES))
+"""What jaxdist reads and writes in the folder of a run, beside the steps in `checkpoints`."""
+
+BEFORE_A_RUN = {".lock", "checkpoints", "heartbeats", "slurm", "run.json", "log.txt"}
+"""What may lie in a folder in which no run has begun yet, or one was killed as it began."""
 
 
 class RunFolder:
@@ -36,6 +54,7 @@ class RunFolder:
         self.environment = self.path / "environment.json"
         self.tokenizer = self.path / "tokenizer.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.run = self.path / "run.json"
         self.checkpoints = self.path / "checkpoints"
         self.heartbeats = self.path / "heartbeats"
         self.plot = self.path / "loss.png"
@@ -47,9 +66,16 @@ class RunFolder:
 
         Raises `RequestError` when `config` must not be run here. Writes nothing.
         """
+        self.check_layout()
+        committed = [step for shelf in self._shelves() for step in shelf.steps()]
         if not self.config.exists():
+            if committed:
+                raise RequestError(
+                    f"run folder {self.path} holds checkpoints but not the config.toml of their run; copy it there, or "
+                    f"name another --run-dir"
+                )
             there = os.listdir(self.path) if self.path.exists() else []
-            strangers = set(there) - {".lock", "checkpoints", "heartbeats", "slurm"}
+            strangers = set(there) - BEFORE_A_RUN
             if strangers:
                 raise RequestError(
                     f"run folder {self.path} holds no run, but other things ({', '.join(sorted(strangers)[:3])}); "
@@ -63,11 +89,11 @@ class RunFolder:
                 f"run folder {self.path} holds a run already and --resume is never; "
                 f"name another --run-dir, or go on with --resume auto"
             )
-        steps = Shelf(self.checkpoints).sealed()
+        steps = Shelf(self.checkpoints).steps()
         if config.resume.isdigit() and int(config.resume) not in steps:
             there = f"its steps are {', '.join(map(str, steps))}" if steps else "it holds none"
             raise RequestError(f"run folder {self.path} holds no checkpoint of step {config.resume}; {there}")
-        if not steps:
+        if not committed:
             return inheriting(config)  # it died before it had learned anything that could be kept
         old = load(str(self.config), {}, knobs=())
         if config.precision == "auto":
@@ -81,6 +107,56 @@ class RunFolder:
                 f"ask for the same, or name another --run-dir"
             )
         return config
+
+    def check_layout(self) -> None:
+        """Raise `RequestError` where something else stands in the place of a file or a folder of a run, a link too."""
+        steps = [f"checkpoints/{name}" for name in _listed(self.checkpoints) if STEP.fullmatch(name)]
+        problems = []
+        for name in (*FILES, *FOLDERS, *steps):
+            kind = "file" if name in FILES else "folder"
+            problem = _not_a(kind, self.path / name)
+            if problem:
+                problems.append(f"{name} is {problem}, not a {kind}")
+        if problems:
+            raise RequestError(
+                f"run folder {self.path} cannot be used: {', '.join(problems)}; no link is followed there; put the "
+                f"files and folders themselves in their place, or name another run folder"
+            )
+
+    def identity(self) -> str | None:
+        """The random id of the run; None where it has none, or none that can be read."""
+        try:
+            found = json.loads(read_regular(self.run))["id"]
+        except WRONG_CONTENT:
+            return None
+        return found if isinstance(found, str) else None
+
+    def identify(self) -> None:
+        """Give the run an id, if it has none: the one in the seals of its steps, where run.json was lost, or a new one.
+
+        A checkpoint that was copied here from another run is known by it. Raises `RequestError`.
+        """
+        if self.identity() is not None:
+            return
+        sealed = (self._id_in_seal(shelf, step) for shelf in self._shelves() for step in reversed(shelf.sealed()))
+        found = next((run for run in sealed if run), None) or secrets.token_hex(16)
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        try:
+            write_whole(self.run, json.dumps({"id": found, "created": now}) + "\n")
+        except OSError as error:
+            raise RequestError(f"run folder {self.path} cannot be written ({error.strerror}); name another") from error
+
+    @staticmethod
+    def _id_in_seal(shelf: Shelf, step: int) -> str | None:
+        try:
+            run = shelf.read_seal(step).run
+        except WRONG_CONTENT:
+            return None
+        return run if isinstance(run, str) else None
+
+    def _shelves(self) -> list[Shelf]:
+        """Where steps of this run may lie: the newest, the best, and those set aside."""
+        return [Shelf(self.path / name) for name in SHELVES]
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -130,30 +206,31 @@ class RunFolder:
     def write(self, config: Config, tokenizer: str | None, devices: list[str], asked: Mapping[str, object]) -> None:
         """Write what tells how the run was made: its configuration, environment and tokenizer; `asked` of XLA."""
         self.path.mkdir(parents=True, exist_ok=True)
-        _replace(self.config, to_toml(config.model_copy(update={"resume": "auto"})))  # how to enter is not kept
-        _replace(self.environment, json.dumps(environment(devices, asked), indent=2) + "\n")
+        write_whole(self.config, to_toml(config.model_copy(update={"resume": "auto"})))  # how to enter is not kept
+        write_whole(self.environment, json.dumps(environment(devices, asked), indent=2) + "\n")
         if tokenizer is not None:
-            _replace(self.tokenizer, tokenizer)
+            write_whole(self.tokenizer, tokenizer)
 
     def cut_metrics(self, step: int) -> None:
         """Drop torn lines of metrics.jsonl and those of steps after `step`, which will be run again."""
         if not self.metrics.exists():
             return
         kept = []
-        for line in self.metrics.read_text("utf-8").splitlines():
+        for line in read_regular(self.metrics).split(b"\n"):
             try:
                 keep = json.loads(line)["step"] <= step
-            except (ValueError, KeyError, TypeError):
+            except WRONG_CONTENT:
                 keep = False
             if keep:
-                kept.append(line + "\n")
-        _replace(self.metrics, "".join(kept))
+                kept.append(line + b"\n")
+        write_whole(self.metrics, b"".join(kept))
 
 
 def checkpoint_of(path: Path) -> tuple[RunFolder, str]:
     """The run, and which of its checkpoints, that `--init-from` names. Raises `RequestError` if it names none."""
     for folder, which in (path, "latest"), (path.parent.parent, path.name):
         if RunFolder(folder).config.is_file() and (which == "latest" or path.parent.name == "checkpoints"):
+            RunFolder(folder).check_layout()
             return RunFolder(folder), which
     raise RequestError(
         f"init_from {path} is neither the folder of a run nor a checkpoint in one; "
@@ -210,11 +287,27 @@ def _git_revision() -> str | None:
         return None
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, "utf-8")
-    temporary.replace(path)
+def _listed(folder: Path) -> list[str]:
+    """The names in a folder; none where it is no folder itself."""
+    try:
+        return os.listdir(folder) if not folder.is_symlink() else []
+    except OSError:
+        return []
+
+
+def _not_a(kind: Literal["file", "folder"], path: Path) -> str | None:
+    """What stands at `path` in the place of a file or folder; None where it is one, or nothing is there."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return None
+    if stat.S_ISLNK(mode):
+        return f"a symbolic link to {os.readlink(path)}"
+    if stat.S_ISDIR(mode):
+        return None if kind == "folder" else "a folder"
+    if stat.S_ISREG(mode):
+        return None if kind == "file" else "a file"
+    return "a FIFO, a socket or a device"
 
 
 def _value(config: Config, name: str) -> object:

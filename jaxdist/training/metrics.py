@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxdist.config import Config
+from jaxdist.files import open_no_follow
 from jaxdist.training.folder import RunFolder
 
 
@@ -29,7 +30,7 @@ class Log:
         self._progress = self._task = self._lines = self._board = self._wandb = None
 
     def __enter__(self) -> Log:
-        self._lines = self._folder.metrics.open("a", encoding="utf-8")
+        self._lines = open_no_follow(self._folder.metrics, "a")
         if self._config.log.tensorboard:
             from tensorboardX import SummaryWriter
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from jaxdist.files import replacing
+
 
 def plot_loss(metrics: Path, picture: Path, nats: float, name: str, unit: str) -> None:
     """Draw training and validation loss over steps from metrics.jsonl, and as a line `nats`, the loss of one who has
@@ -23,4 +25,5 @@ def plot_loss(metrics: Path, picture: Path, nats: float, name: str, unit: str) -
     axes.axhline(nats, color="grey", linestyle="--", linewidth=1, label=f"{name} of the held-out part")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(picture, dpi=120)
+    with replacing(picture) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")

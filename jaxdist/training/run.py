@@ -23,6 +23,7 @@ from jaxdist.request import check_mesh_fits, fitting
 from jaxdist.sharding import Layout, on_devices, rules
 from jaxdist.training.asynchronous import AsynchronousStep
 from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.folder import RunFolder
 from jaxdist.training.optimizer import optimizer
 from jaxdist.training.pictures import Pictures
 from jaxdist.training.pipelined import Pipelined
@@ -169,6 +170,7 @@ class Trained(NamedTuple):
 
 def restore(config: Config, which: str, batch: bool = True) -> Trained:
     """The parameters of `which` step ("latest", "best" or a number) of the run in `config.run_dir`."""
+    RunFolder(config.run_dir).check_layout()
     here = config.parallel.model_copy(update={"offload": "none"})  # the optimizer's state is not read
     run = Run(config.model_copy(update={"parallel": here}), batch=batch)
     with jax.set_mesh(run.mesh), Checkpoints(config.run_dir, keep=None) as checkpoints:
@@ -177,7 +179,8 @@ def restore(config: Config, which: str, batch: bool = True) -> Trained:
             print(f"note: {note}", file=sys.stderr)
         state = run.abstract_logical()
         params, variables = checkpoints.restore_params(state.params, state.variables, found)
-        return Trained(run, found.step, run.step.folded(params), variables, checkpoints.facts(found)["data"])
+        data = checkpoints.facts(found)["data"]
+        return Trained(run, found.step, run.step.folded(params), variables, data)
 
 
 def _precision(asked: str, platform: str) -> str:

@@ -27,9 +27,15 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 @contextmanager
 def locked(folder: RunFolder) -> Iterator[None]:
-    """The folder of a run for this run alone: `RunFolder.locked` by the first process, for all."""
+    """The folder of a run for this run alone, with its id: `RunFolder.locked` by the first process, for all."""
+
+    def enter() -> int:
+        stack.enter_context(folder.locked())
+        folder.identify()
+        return 0
+
     with ExitStack() as stack:
-        agreed(lambda: stack.enter_context(folder.locked()) or 0)
+        agreed(enter)
         yield
 
 

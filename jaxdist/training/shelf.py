@@ -1,15 +1,22 @@
-"""A folder of saved steps, and whether they are whole: a checksum of every file stands beside them. No jax here.
+"""A folder of saved steps, and whether they are whole: a seal with a checksum of every file stands beside each.
 
-    STEP/            written by Orbax under another name first, then renamed: it is there whole or not at all
-    sums/STEP.json   size and XXH3 of its files, written after that; a step without it counts as not saved
+    STEP/            written by Orbax under another name first, then renamed: it is committed whole or not at all
+    sums/STEP.json   the seal: the run's id, the step, and size and XXH3 of every file, written after that
 
 Orbax hands out flipped bytes without a word. XXH3 of 64 bits reads a file as fast as it comes from the memory.
+
+A committed step is never removed because its seal is missing: a copy of the folder that was cut off lacks the seals
+and not the steps. Whether such a step can be used is found by reading it (`training.readback`). No jax here.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import stat
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +24,15 @@ from typing import Any
 
 import xxhash
 
+from jaxdist.files import read_regular, write_whole
+
 TORN = ".orbax-checkpoint-tmp"
 """How the name of a folder ends while Orbax writes it."""
+
+STEP = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
+"""Names of steps; a folder with any other name is none."""
+
+UNSEALED = "it has no checksums"
 
 BLOCK = 1 << 19
 """Bytes that are read at a time: few enough to be in a cache when their checksum is made."""
@@ -26,72 +40,148 @@ BLOCK = 1 << 19
 READERS = 4
 """Files that are read at a time."""
 
+Checksum = tuple[int, str]
+"""Size in bytes, and XXH3 in hexadecimal."""
+
+WRONG_CONTENT = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError)
+"""What reading JSON may raise where a file is damaged, or somebody else's: not there, no JSON, or of another form."""
+
+
+NUMBER = (int, float)
+
+FACTS: Mapping[str, Any] = {"step": int, "steps": int, "data": str, "best": (*NUMBER, type(None)), "baseline": dict}
+"""Types of the facts that every step has, and that a run relies on when it resumes."""
+
+OTHER_FACTS: Mapping[str, Any] = {"seed": int, "late": int, "mesh": str, "processes": int, "time": NUMBER}
+"""Types of the others, which older versions may not have written."""
+
+BASELINE: Mapping[str, Any] = {"nats": NUMBER, "name": str, "unit": str}
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What was known of a step when its checksums were made."""
+
+    files: Mapping[str, Checksum]
+    """By path within the step's folder."""
+    step: int | None
+    """None in seals of the first format, which had checksums only."""
+    run: str | None
+    """The id of the run; None in seals of the first format, and where the run has none."""
+    finite: bool
+    """Whether every number of the step was seen to be finite."""
+
 
 @dataclass(frozen=True)
 class Shelf:
     """`folder` need not exist. What a method raises is `OSError`, unless it says otherwise."""
 
     folder: Path
+    run: str | None = None
+    """The id of the run that the steps must belong to; None: of any."""
 
     def path(self, step: int) -> Path:
         return self.folder / str(step)
 
     def steps(self) -> list[int]:
-        """All that are there under their name, in order."""
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(int(path.name) for path in found if path.name.isdigit())
+        """All that Orbax has committed, in order. A link is none: nothing is read, or removed, through it."""
+        if not self.folder.is_dir():
+            return []
+        with os.scandir(self.folder) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return sorted(int(name) for name in names if STEP.fullmatch(name))
 
     def sealed(self) -> list[int]:
-        """Those that have checksums: the ones that were saved."""
+        """Those that have a seal, in order."""
         return [step for step in self.steps() if self._sums(step).exists()]
 
     def seal(self, step: int) -> None:
-        """Write the checksums of a step that is there whole. Reads all of it."""
+        """Write the checksums of a step that is there whole, and whose numbers are all finite. Reads all of it."""
         sums = self._sums(step)
         sums.parent.mkdir(exist_ok=True)
-        temporary = sums.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"xxh3_64": _checksums(self.path(step))}))
-        temporary.replace(sums)
+        content = {"run": self.run, "step": step, "finite": True, "xxh3_64": _checksums(self.path(step))}
+        write_whole(sums, json.dumps(content))
+
+    def read_seal(self, step: int) -> Seal:
+        """Raises one of `WRONG_CONTENT` where there is none, or it cannot be understood."""
+        content = json.loads(read_regular(self._sums(step)))
+        files = {name: (int(size), str(digest)) for name, (size, digest) in content["xxh3_64"].items()}
+        if not files:
+            raise ValueError("no file is listed")
+        of_step, run = content.get("step"), content.get("run")
+        return Seal(files, of_step, run, content.get("finite") is True)
 
     def damage(self, step: int, thorough: bool = True) -> str | None:
         """What is wrong with a step, such as `params/_METADATA is missing`; None if nothing is.
 
-        Reads all of it; when not `thorough`, compares the sizes of its files alone.
+        Reads all of it; when not `thorough`, compares names and sizes of its files alone.
         """
         if not self._sums(step).exists():
-            return "it has no checksums, because its save was not completed"
+            return UNSEALED
         try:
-            expected = {name: (size, digest) for name, (size, digest) in self._read_sums(step).items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            seal = self.read_seal(step)
+        except WRONG_CONTENT:
             return f"its checksums in {self._sums(step).relative_to(self.folder)} cannot be read"
-        path = self.path(step)
-        for name, (size, _) in expected.items():
-            if not (path / name).is_file():
-                return f"{name} is missing"
-            if (there := (path / name).stat().st_size) != size:
-                return f"{name} has {there} bytes, not {size}"
-        if not thorough:
-            return None
+        if seal.step not in (None, step):
+            return f"its checksums are those of step {seal.step}"
+        if None not in (seal.run, self.run) and seal.run != self.run:
+            return f"it belongs to another run ({seal.run}; this one is {self.run})"
         try:
-            found = _checksums(path)
+            return self._differing(step, seal, thorough) or self.wrong_facts(step)
         except OSError as error:
             return f"{error.filename} cannot be read ({error.strerror})"
-        return next((f"{name} differs from its checksum" for name in expected if found[name] != expected[name]), None)
+
+    def _differing(self, step: int, seal: Seal, thorough: bool) -> str | None:
+        """Which file differs from the seal, and how."""
+        path = self.path(step)
+        sizes = {str(file.relative_to(path)): size for file, size in _files(path)}
+        for name, (size, _) in seal.files.items():
+            if name not in sizes:
+                return f"{name} is missing"
+            if sizes[name] is None:
+                return f"{name} is not a regular file"
+            if sizes[name] != size:
+                return f"{name} has {sizes[name]} bytes, not {size}"
+        more = sorted(sizes.keys() - seal.files.keys())
+        if more:
+            return f"{more[0]} is not among its checksums"
+        if not thorough:
+            return None
+        found = _checksums(path)
+        differing = [name for name in seal.files if found[name] != seal.files[name]]
+        return f"{differing[0]} differs from its checksum" if differing else None
+
+    def wrong_facts(self, step: int) -> str | None:
+        """What is wrong with the JSON-able facts: a type, or the number of the step, where another was copied here."""
+        try:
+            facts = self.facts(step)
+        except WRONG_CONTENT:
+            return "facts/metadata cannot be read"
+        others = {name: kinds for name, kinds in OTHER_FACTS.items() if name in facts}
+        problem = _wrong_types(facts, {**FACTS, **others}) or _wrong_types(facts["baseline"], BASELINE)
+        if problem:
+            return f"facts/metadata {problem}"
+        if facts["step"] != step:
+            return f"it is a copy of step {facts['step']}"
+        return None
 
     def facts(self, step: int) -> dict[str, Any]:
-        """What was saved beside the arrays. Raises `ValueError` where that is no JSON."""
-        return json.loads((self.path(step) / "facts" / "metadata").read_text("utf-8"))
+        """What was saved beside the arrays. Raises one of `WRONG_CONTENT`."""
+        facts = json.loads(read_regular(self.path(step) / "facts" / "metadata"))
+        if not isinstance(facts, dict):
+            raise ValueError("not a table")
+        return facts
 
     def size(self, step: int) -> int:
         """Bytes on disk."""
-        return sum(path.stat().st_size for path in self.path(step).rglob("*") if path.is_file())
+        return sum(size or 0 for _, size in _files(self.path(step)))
 
     def unseal(self, step: int) -> None:
-        """From now on the step, if there is one, was not saved."""
+        """From now on nothing is known of the step."""
         self._sums(step).unlink(missing_ok=True)
 
     def remove(self, step: int) -> None:
-        """The checksums go first: a step that is half removed was not saved."""
+        """The seal goes first: what is half removed must not look whole."""
         self.unseal(step)
         shutil.rmtree(self.path(step))
 
@@ -106,46 +196,83 @@ class Shelf:
             self._sums(step).replace(other._sums(step))
 
     def keep(self, newest: int, every: int = 0) -> list[int]:
-        """Remove all but the `newest` so many that are sealed and those that `every` divides (0: none); which.
+        """Remove what is older than the newest sealed step and not kept; which.
 
-        What is not sealed and newer than all that are stays: it may be on its way.
+        Kept are the `newest` so many, those that `every` divides (0: none), and the newest that was seen to be finite.
+        A step without a seal is removed only where it would be removed with one.
         """
         sealed = self.sealed()
         if not sealed:
             return []
-        kept = {*sealed[-newest:], *(step for step in sealed if every and step % every == 0)}
-        removed = [step for step in self.steps() if step < sealed[-1] and step not in kept]
+        steps = self.steps()
+        kept = {*sealed[-newest:], *steps[-newest:], *(step for step in steps if every and step % every == 0)}
+        kept |= set(self._newest_finite(sealed))
+        removed = [step for step in steps if step < sealed[-1] and step not in kept]
         for step in removed:
             self.remove(step)
         return removed
 
-    def clear(self) -> list[int]:
-        """Remove what a process left that died while it saved; the steps of those that were almost done."""
+    def _newest_finite(self, sealed: list[int]) -> list[int]:
+        """[the newest step whose seal says that it is finite], or []."""
+        for step in reversed(sealed):
+            try:
+                if self.read_seal(step).finite:
+                    return [step]
+            except WRONG_CONTENT:
+                continue
+        return []
+
+    def clear(self) -> None:
+        """Remove what a process left half-written that died while it saved."""
         for torn in self.folder.glob(f"*{TORN}*"):
-            shutil.rmtree(torn, ignore_errors=True)
-        unsealed = [step for step in self.steps() if not self._sums(step).exists()]
-        for step in unsealed:
-            self.remove(step)
-        return unsealed
+            if torn.is_symlink():
+                torn.unlink()
+            else:
+                shutil.rmtree(torn, ignore_errors=True)
 
     def _sums(self, step: int) -> Path:
         return self.folder / "sums" / f"{step}.json"
 
-    def _read_sums(self, step: int) -> dict[str, list[Any]]:
-        return json.loads(self._sums(step).read_text("utf-8"))["xxh3_64"]
+
+def _wrong_types(facts: Mapping[str, Any], types: Mapping[str, Any]) -> str | None:
+    """Which of the facts is missing, or of another type than `types` says."""
+    for name, kinds in types.items():
+        if name not in facts:
+            return f"has no {name}"
+        if not isinstance(facts[name], kinds):
+            return f"has {name} = {str(facts[name])[:40]}"
+    return None
 
 
-def _checksums(folder: Path) -> dict[str, tuple[int, str]]:
-    """(size, XXH3 in hexadecimal) of every file under `folder`, by its path there."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+def _files(folder: Path) -> Iterator[tuple[Path, int | None]]:
+    """Every file under `folder`, and its size; None for a link and for what is no regular file. Raises `OSError`."""
+
+    def fail(error: OSError) -> None:
+        raise error  # os.walk, and Path.rglob, would leave out what cannot be listed
+
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        for name in names:
+            path = Path(parent, name)
+            status = path.lstat()
+            yield path, status.st_size if stat.S_ISREG(status.st_mode) else None
+        for name in folders:
+            if Path(parent, name).is_symlink():
+                yield Path(parent, name), None
+
+
+def _checksums(folder: Path) -> dict[str, Checksum]:
+    """Those of every file under `folder`, by its path there."""
+    paths = sorted(path for path, _ in _files(folder))
     with ThreadPoolExecutor(READERS) as pool:  # xxhash and read leave Python's lock to the others
         return dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(_checksum, paths), strict=True))
 
 
-def _checksum(path: Path) -> tuple[int, str]:
-    size, digest = 0, xxhash.xxh3_64()
-    buffer = memoryview(bytearray(min(BLOCK, path.stat().st_size + 1)))
-    with path.open("rb", buffering=0) as file:
+def _checksum(path: Path) -> Checksum:
+    size = 0
+    digest = xxhash.xxh3_64()
+    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # neither through a link nor from a FIFO
+    with open(number, "rb", buffering=0) as file:
+        buffer = memoryview(bytearray(min(BLOCK, os.fstat(number).st_size + 1)))
         while count := file.readinto(buffer):
             size += count
             digest.update(buffer[:count])

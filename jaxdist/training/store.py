@@ -1,6 +1,6 @@
 """Steps that Orbax writes in the background, sealed with checksums as soon as they are on disk, then the old removed.
 
-A step is saved when its checksums are there, and only then may it take the place of others: whenever the process is
+A step is read back and gets its checksums, and only then may it take the place of others: whenever the process is
 killed, what it had before is whole.
 """
 
@@ -15,7 +15,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ import orbax.checkpoint as ocp
 
 from jaxdist.cluster.agreement import leader
 from jaxdist.config import RequestError
+from jaxdist.training.readback import Shapes, unreadable
 from jaxdist.training.shelf import Shelf
 
 ITEMS = ("params", "variables", "training")
@@ -42,10 +42,10 @@ class SaveFailed(RuntimeError):
 class Store:
     """One shelf. `keep` is how many of the newest steps to keep, beside those that `every` divides (0: none)."""
 
-    def __init__(self, folder: Path, keep: int, every: int = 0):
+    def __init__(self, shelf: Shelf, keep: int, every: int = 0):
         _raised_is_enough()
-        self.shelf, self._keep, self._every = Shelf(folder), keep, every
-        options = _all_processes(folder.name)
+        self.shelf, self._keep, self._every = shelf, keep, every
+        options = _all_processes(shelf.folder.name)
         array = lambda: ocp.StandardCheckpointHandler(restore_concurrent_gb=RESTORE_GB, multiprocessing_options=options)
         handler = ocp.CompositeCheckpointHandler(
             **{name: array() for name in ITEMS},
@@ -74,7 +74,8 @@ class Store:
             self._orbax.save(self.shelf.path(step), args=contents, force=True)
         if leader():
             self._given_up = threading.Event()
-            self._sealing = threading.Thread(target=self._seal, args=(step, self._given_up), daemon=True)
+            expected = {name: array_shapes(tree) for name, tree in trees.items()}
+            self._sealing = threading.Thread(target=self._seal, args=(step, expected, self._given_up), daemon=True)
             self._sealing.start()
 
     def check(self) -> None:
@@ -100,10 +101,12 @@ class Store:
 
     def restore(self, step: int, trees: dict[str, Any]) -> dict[str, Any]:
         """Arrays as `trees` says by `jax.ShapeDtypeStruct`s with shardings. Raises `RequestError` if they differ."""
-        self._compare(step, trees["params"])
         items = {name: ocp.args.StandardRestore(tree) for name, tree in trees.items()}
         try:
+            self._compare(step, trees["params"])
             return dict(self._orbax.restore(self.shelf.path(step), args=ocp.args.Composite(**items)).items())
+        except RequestError:
+            raise
         except Exception as error:  # as in `save`
             reason = str(error).strip().partition("\n")[0][:200]
             raise RequestError(f"checkpoint {self.shelf.path(step)} cannot be read into this run: {reason}") from error
@@ -121,7 +124,7 @@ class Store:
     def _compare(self, step: int, here: Any) -> None:
         """Refuse parameters of other names and shapes before Orbax looks at them, which does not name them."""
         there = ocp.StandardCheckpointHandler().metadata(self.shelf.path(step) / "params").tree
-        there, here = _shapes(there), _shapes(here)
+        there, here = array_shapes(there), array_shapes(here)
         told = lambda shape: "missing" if shape is None else str(tuple(shape))
         different = [
             f"{path} is {told(there.get(path))} there and {told(here.get(path))} here"
@@ -135,12 +138,14 @@ class Store:
                 f"use the [model] section of its config.toml"
             )
 
-    def _seal(self, step: int, given_up: threading.Event) -> None:
-        """In a thread: wait for the folder to get its name, write the checksums, remove what is older."""
+    def _seal(self, step: int, expected: dict[str, Shapes], given_up: threading.Event) -> None:
+        """In a thread: wait until the folder has its name, see that it can be read, seal it, remove what is older."""
         try:
             while not self.shelf.path(step).exists():
                 if given_up.wait(POLL):
                     return
+            if problem := unreadable(self.shelf.path(step), expected, values=False):
+                raise OSError(f"it is not there when it is read back ({problem})")
             self.shelf.seal(step)
             self.shelf.keep(self._keep, self._every)
         except OSError as error:
@@ -181,7 +186,8 @@ def _cause(error: BaseException | None) -> str:
     return str(first).strip().partition("\n")[0][:200] or type(first).__name__
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of every array of a tree, by the name that it has in a checkpoint, such as `blocks.mlp.up`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "shape"))
     name = lambda key: str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
     return {".".join(map(name, path)): tuple(leaf.shape) for path, leaf in leaves}

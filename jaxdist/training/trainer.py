@@ -52,7 +52,7 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
     ):
         job.note(STARTING)
         job.watchdog.beat_in(folder.heartbeats)
-        found = checkpoints.find_start(run.config.resume)
+        found = checkpoints.find_start(run.config.resume, expected=run.abstract_logical)
         if found:
             folder.same_data(checkpoints.facts(found)["data"], run.task.fingerprint)
         check_folder(folder.checkpoints, checkpoint_bytes(run))

@@ -14,6 +14,14 @@ SMALL = [
 ]  # fmt: skip
 
 
+BASELINE = {"nats": 1.0, "name": "unigrams", "unit": "token"}
+
+
+def facts(step: int) -> dict:
+    """What a checkpoint of that step holds beside its arrays."""
+    return {"step": step, "steps": 20, "data": "0", "best": None, "baseline": BASELINE}
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
     """A text with something to learn in it."""

@@ -11,11 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 
 from jaxdist.config import RequestError
 from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.folder import RunFolder
+from jaxdist.training.shelf import Shelf
 from jaxdist.training.step import TrainState
 from jaxdist.training.store import SaveFailed
+from tests.training.conftest import facts
 
 pytestmark = pytest.mark.smoke
 
@@ -42,8 +46,8 @@ def two_steps(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     with Checkpoints(folder, keep=3) as checkpoints:
         for step in (5, 10):
-            checkpoints.save(step, state(step), {"step": step})
-        checkpoints.save_best(10, state(10), {"step": 10})
+            checkpoints.save(step, state(step), facts(step))
+        checkpoints.save_best(10, state(10), facts(10))
     return folder
 
 
@@ -68,16 +72,15 @@ DAMAGES = {"flipped": flip, "truncated": truncate, "removed": Path.unlink}
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_any_file_that_is_damaged_is_named_and_never_restored(two_steps, tmp_path, damage):
-    """Of the newest step, its checksums included: the one before is taken; where it was asked for, it is refused."""
+    """Of the newest step: the one before is taken; where it was asked for, it is refused."""
     whole = two_steps / "checkpoints"
     files = [path.relative_to(whole) for path in (whole / "10").rglob("*") if path.is_file() and path.stat().st_size]
-    files.append(Path("sums/10.json"))
     assert len(files) > 10
     for number, file in enumerate(files):
         folder = tmp_path / str(number)
         shutil.copytree(two_steps, folder)
         DAMAGES[damage](folder / "checkpoints" / file)
-        named = "/10 is damaged" if file.parts[0] == "sums" else str(file.relative_to("10"))
+        named = str(file.relative_to("10"))
         with Checkpoints(folder, keep=None) as checkpoints:
             found = checkpoints.find()
             assert found.step == 5, file
@@ -90,26 +93,143 @@ def test_any_file_that_is_damaged_is_named_and_never_restored(two_steps, tmp_pat
 
 
 def test_when_none_is_whole_every_reason_is_told(folder):
-    for step in (5, 10):
-        (folder / "checkpoints" / str(step) / "params" / "_METADATA").unlink()
+    for step in ("5", "10", "best/10"):
+        (folder / "checkpoints" / step / "params" / "_METADATA").unlink()
     with Checkpoints(folder, keep=None) as checkpoints, pytest.raises(RequestError) as error:
         checkpoints.find_start("auto")
+    assert f"or move {folder}/checkpoints away to start from the beginning" in str(error.value)
     for step in (5, 10):
         assert f"/{step} is damaged and passed over: params/_METADATA is missing" in str(error.value)
 
 
-def test_a_step_without_checksums_was_not_saved(folder):
-    for path in (folder / "checkpoints" / "sums" / "10.json", folder / "checkpoints" / "best" / "sums" / "10.json"):
-        path.unlink()
+def unseal(folder: Path) -> None:
+    """A copy that was cut off looks like this: `sums` sorts last."""
+    for sums in folder.rglob("sums"):
+        shutil.rmtree(sums)
+
+
+def arrays_of(folder: Path, step: str) -> Path:
+    """The largest file of a step's parameters: their numbers."""
+    return max((folder / "checkpoints" / step / "params").rglob("d/*"), key=lambda path: path.stat().st_size)
+
+
+def test_without_checksums_steps_are_read_back_and_sealed(folder):
+    unseal(folder)
+    expected = lambda: abstract(state(5))
     with Checkpoints(folder, keep=None) as reader:
-        assert reader.latest() == 5
-        assert reader.find().step == 5
-        assert "no checksums" in reader.notes[0]
-    assert (folder / "checkpoints" / "10").exists(), "readers change nothing"
+        assert reader.find("best").step == 10
+        assert reader.find(expected=expected).step == 10
+        assert "10 had no checksums: it was read back and is whole" in reader.notes[-1]
+    assert not list(folder.rglob("sums")), "readers change nothing"
     with Checkpoints(folder, keep=3) as checkpoints:
-        assert checkpoints.find_start("auto").step == 5
-        assert "10 was not saved whole and is removed" in checkpoints.notes[0]
-    assert not (folder / "checkpoints" / "10").exists()
+        found = checkpoints.find_start("auto", expected)
+        assert found.step == 10
+        assert "10 had no checksums: it was read back and is whole; they are made now" in checkpoints.notes[0]
+        same(checkpoints.restore(abstract(state(10)), found), state(10)._replace(weights=None))
+        assert checkpoints.find_start("5", expected).step == 5
+    assert Shelf(folder / "checkpoints").sealed() == [5, 10]
+    assert Shelf(folder / "checkpoints").damage(10) is None
+
+
+def cut_off(folder: Path) -> None:
+    os.truncate(arrays_of(folder, "10"), 1000)
+
+
+def without_arrays(folder: Path) -> None:
+    """TensorStore would hand out zeros."""
+    store = {"driver": "ocdbt", "base": f"file://{folder}/checkpoints/10/params/"}
+    kvstore = ts.KvStore.open(store).result()
+    kvstore.delete_range(ts.KvStore.KeyRange("w/0", "w/1")).result()
+
+
+BROKEN = {
+    "cannot be read": cut_off,
+    "params: w has 0 of its 1 part(s)": without_arrays,
+    "params has no arrays": lambda folder: (folder / "checkpoints/10/params/manifest.ocdbt").unlink(),
+    "training missing": lambda folder: shutil.rmtree(folder / "checkpoints/10/training"),
+    "facts/metadata cannot be read": lambda folder: (folder / "checkpoints/10/facts/metadata").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("told", BROKEN)
+def test_what_does_not_read_back_is_set_aside_and_never_removed(folder, told):
+    unseal(folder)
+    BROKEN[told](folder)
+    files = sorted(path.name for path in (folder / "checkpoints" / "10").rglob("*"))
+    with Checkpoints(folder, keep=1) as checkpoints:
+        found = checkpoints.find_start("auto")
+        assert found.step == 5
+        assert told in checkpoints.notes[0]
+        checkpoints.set_aside(after=5)
+    assert sorted(path.name for path in (folder / "checkpoints" / "aside" / "10").rglob("*")) == files
+
+
+def test_a_step_of_another_shape_or_with_infinity_is_not_sealed(folder, tmp_path):
+    unseal(folder)
+    with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(RequestError) as error:
+        checkpoints.find_start("auto", lambda: abstract(state(5, size=9)))
+    assert "params: w is (8, 1000), not (9, 1000)" in str(error.value)
+    bad = state(5)
+    bad = bad._replace(optimizer=jax.tree.map(lambda a: a.at[7, 999].set(jnp.inf), bad.optimizer))
+    with Checkpoints(tmp_path / "bad", keep=1) as checkpoints:
+        checkpoints.save(5, bad, facts(5))
+    unseal(tmp_path / "bad")
+    with Checkpoints(tmp_path / "bad", keep=1) as checkpoints, pytest.raises(RequestError) as error:
+        checkpoints.find_start("auto")
+    assert "training: optimizer.0.w is not finite" in str(error.value)
+    assert not list(folder.rglob("sums"))
+
+
+def test_a_run_that_has_saved_never_starts_from_the_beginning(folder):
+    with Checkpoints(folder, keep=3) as checkpoints:
+        checkpoints.set_aside(after=0)
+        with pytest.raises(RequestError, match=r"are all set aside \(step 5, 10\); copy the missing files back"):
+            checkpoints.find_start("auto")
+    for shelf in (folder / "checkpoints").iterdir():
+        shutil.rmtree(shelf)
+    with Checkpoints(folder, keep=3) as checkpoints:
+        assert checkpoints.find_start("auto") is None
+
+
+def test_the_best_stands_in_where_no_newest_is_there(folder):
+    for step in ("5", "10"):
+        shutil.rmtree(folder / "checkpoints" / step)
+    with Checkpoints(folder, keep=3) as checkpoints:
+        found = checkpoints.find_start("auto")
+        assert (found.step, found.store.shelf.folder.name) == (10, "best")
+        assert "the best one, of step 10, stands in" in checkpoints.notes[0]
+
+
+def test_a_step_of_another_run_is_refused_and_a_copied_folder_is_not(folder, tmp_path):
+    runs = []
+    for name in ("one", "two"):
+        RunFolder(tmp_path / name).path.mkdir()
+        RunFolder(tmp_path / name).identify()
+        runs.append(RunFolder(tmp_path / name).identity())
+        with Checkpoints(tmp_path / name, keep=2) as checkpoints:
+            checkpoints.save(5, state(5), facts(5))
+    assert runs[0] != runs[1]
+    one = shutil.copytree(tmp_path / "one", tmp_path / "moved")
+    shutil.rmtree(one / "checkpoints" / "5")
+    for part in ("checkpoints/5", "checkpoints/sums"):
+        shutil.copytree(tmp_path / "two" / part, one / part, dirs_exist_ok=True)
+    with Checkpoints(one, keep=None) as checkpoints, pytest.raises(RequestError, match="it belongs to another run"):
+        checkpoints.find()
+    with Checkpoints(shutil.copytree(tmp_path / "two", tmp_path / "copy"), keep=None) as checkpoints:
+        assert checkpoints.find().step == 5
+        assert checkpoints.notes == []
+    (tmp_path / "copy" / "run.json").unlink()
+    RunFolder(tmp_path / "copy").identify()
+    assert RunFolder(tmp_path / "copy").identity() == runs[1], "the id in the seals"
+
+
+def test_a_save_that_went_elsewhere_is_never_sealed(tmp_path):
+    """TensorStore reads a backslash as a slash: the arrays lie in another folder than their names."""
+    with Checkpoints(tmp_path / "a\\b", keep=1) as checkpoints:
+        checkpoints.save(5, state(5), facts(5))
+        with pytest.raises(SaveFailed, match=r"it is not there when it is read back \(params has no arrays\)"):
+            checkpoints.wait()
+        assert checkpoints.latest() is None
 
 
 def test_the_best_is_checked_and_the_latest_stands_in_for_it(folder):
@@ -137,17 +257,17 @@ def test_what_comes_after_the_step_to_go_on_from_is_set_aside(folder):
         checkpoints.set_aside(after=found.step)
         assert not checkpoints.has_best()
         assert len(checkpoints.notes) == 2
-        checkpoints.save(10, state(11), {"step": 10})  # the same step, of another future
+        checkpoints.save(10, state(11), facts(10))  # the same step, of another future
         checkpoints.wait()
         same(checkpoints.restore(abstract(state(11))), state(11)._replace(weights=None))
-    assert sorted(path.name for path in (folder / "checkpoints" / "aside").iterdir()) == ["10", "sums"]
+    assert sorted(path.name for path in (folder / "checkpoints" / "aside").iterdir()) == ["10", "best", "sums"]
 
 
 def test_the_step_that_a_run_goes_on_from_is_not_written_again(folder):
     """A stop before its first step would else put the newest checkpoint at risk."""
     with Checkpoints(folder, keep=1) as checkpoints:
         checkpoints.set_aside(after=checkpoints.find_start("auto").step)
-        checkpoints.save(10, state(11), {})
+        checkpoints.save(10, state(11), facts(10))
         checkpoints.wait()
         same(checkpoints.restore(abstract(state(10))), state(10)._replace(weights=None))
 
@@ -160,7 +280,7 @@ def test_when_save_returns_the_arrays_may_be_given_away(tmp_path):
     overwrite(other)
     assert all(array.is_deleted() for array in jax.tree.leaves(other))
     with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(5, saved, {})
+        checkpoints.save(5, saved, facts(5))
         after = jax.block_until_ready(overwrite(saved))  # kept: where they are the buffers of `saved`, they hold -1
         checkpoints.wait()
         same(checkpoints.restore(like), copy)
@@ -170,15 +290,15 @@ def test_when_save_returns_the_arrays_may_be_given_away(tmp_path):
 def test_the_old_go_only_when_the_new_is_sealed(tmp_path, monkeypatch):
     """Killed between a commit and its checksums, a run that keeps one checkpoint still has one."""
     with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(5, state(5), {})
+        checkpoints.save(5, state(5), facts(5))
         checkpoints.wait()
         with monkeypatch.context() as patch:
             patch.setattr("jaxdist.training.shelf.Shelf.seal", lambda shelf, step: shelf.path("no such thing").stat())
-            checkpoints.save(10, state(10), {})
+            checkpoints.save(10, state(10), facts(10))
             with pytest.raises(SaveFailed, match="step 10 could not be saved: no such file"):
                 checkpoints.wait()
-        assert checkpoints.find().step == 5
-        checkpoints.save(15, state(15), {})
+        assert checkpoints.find().step == 10  # it is there, and is read back
+        checkpoints.save(15, state(15), facts(15))
         checkpoints.wait()
         assert checkpoints.find().step == 15
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["15", "sums"]
@@ -226,9 +346,9 @@ def until_there_is_room(folder: Path, megabytes: int):
 def test_a_full_disk_is_told_and_what_was_there_is_whole(tmp_path):
     with mounted(tmp_path / "checkpoints", 24):
         with Checkpoints(tmp_path, keep=1) as checkpoints:
-            checkpoints.save(5, state(5, size=1000), {})
+            checkpoints.save(5, state(5, size=1000), facts(5))
             checkpoints.wait()
-            checkpoints.save(10, state(10, size=2000), {})
+            checkpoints.save(10, state(10, size=2000), facts(10))
             with pytest.raises(SaveFailed, match=r"of step 10 could not be saved: no space left on device$"):
                 checkpoints.wait()
             checkpoints.check()  # told once
@@ -236,16 +356,16 @@ def test_a_full_disk_is_told_and_what_was_there_is_whole(tmp_path):
             assert checkpoints.told() == "the last good checkpoint is that of step 5"
         with Checkpoints(tmp_path, keep=1) as checkpoints:  # the next start has the room again
             until_there_is_room(tmp_path / "checkpoints", megabytes=11)
-            checkpoints.save(7, state(7, size=400), {})
+            checkpoints.save(7, state(7, size=400), facts(7))
             checkpoints.wait()
             same(checkpoints.restore(abstract(state(7, 400))), state(7, 400)._replace(weights=None))
 
 
 def test_a_disk_that_becomes_read_only_is_told(tmp_path):
     with mounted(tmp_path / "checkpoints", 24), Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(5, state(5), {})
+        checkpoints.save(5, state(5), facts(5))
         checkpoints.wait()
         subprocess.run(["mount", "-o", "remount,ro", tmp_path / "checkpoints"], check=True)
         with pytest.raises(SaveFailed, match="checkpoint of step 10 could not be saved: read-only file system"):
-            checkpoints.save(10, state(10), {})
+            checkpoints.save(10, state(10), facts(10))
         assert checkpoints.find().step == 5

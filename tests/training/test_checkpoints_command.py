@@ -66,8 +66,8 @@ def test_what_is_whole_is_listed(finished, capsys):
 
 def test_damage_is_shown(copy, capsys):
     flipped = {(15, "newest"): "complete"}
-    found = {(10, "newest"): "damaged", (20, "newest"): "complete", (25, "newest"): "unsaved"}
-    found |= {(20, "best"): "complete", (30, "aside"): "unsaved"}
+    found = {(10, "newest"): "damaged", (20, "newest"): "complete", (25, "newest"): "unsealed"}
+    found |= {(20, "best"): "complete", (30, "aside"): "unsealed"}
     assert states(asked(capsys, copy)) == found | flipped
     verified = {key: "whole" if state == "complete" else state for key, state in found.items()}
     assert states(asked(capsys, copy, "--verify", code=1)) == verified | {(15, "newest"): "damaged"}
@@ -77,17 +77,32 @@ def test_damage_is_shown(copy, capsys):
     assert "differs from its checksum" in said
 
 
-def test_prune_leaves_what_a_run_goes_on_from(copy, capsys):
+def test_prune_removes_what_is_superseded_and_lists_the_rest(copy, capsys):
+    """Step 10 and 15 are damaged; 25 and aside/30 have no checksums, and nothing after them is whole."""
     (copy / "checkpoints" / "35.orbax-checkpoint-tmp").mkdir()
-    removed = [Path(path) for path in asked(capsys, copy, "--prune")["removed"]]
-    assert [path.relative_to(copy / "checkpoints").as_posix() for path in removed] == [
-        "10",
-        "15",
-        "25",
-        "aside/30",
-    ]
-    assert states(asked(capsys, copy, "--verify")) == {(20, "newest"): "whole", (20, "best"): "whole"}
+    shutil.copytree(copy / "checkpoints" / "20", copy / "checkpoints" / "aside" / "12")
+    result = asked(capsys, copy, "--prune")
+    relative = lambda path: Path(path).relative_to(copy / "checkpoints").as_posix()
+    assert [relative(path) for path in result["removed"]] == ["10", "15", "aside/12"]
+    assert {relative(path): reason for path, reason in result["left"].items()} == {
+        "25": "it has no checksums, and no later step is whole",
+        "aside/30": "it has no checksums, and no later step is whole",
+    }
+    left = {(20, "newest"): "whole", (25, "newest"): "unsealed", (20, "best"): "whole", (30, "aside"): "unsealed"}
+    assert states(asked(capsys, copy, "--verify", code=1)) == left
     assert not list(copy.rglob("*tmp"))
+    assert checkpoints.main([str(copy), "--prune"]) == 0
+    assert f"left {copy}/checkpoints/25: it has no checksums, and no later step is whole" in capsys.readouterr().out
+
+
+def test_without_checksums_prune_removes_nothing_and_verify_tells(finished, tmp_path, capsys):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    for sums in copy.rglob("sums"):
+        shutil.rmtree(sums)
+    result = asked(capsys, copy, "--prune", "--checkpoint.keep=1")
+    assert result["removed"] == []
+    assert set(result["left"].values()) == {"it has no checksums, and no later step is whole"}
+    assert set(states(asked(capsys, copy, "--verify", code=1)).values()) == {"unsealed"}
 
 
 def test_prune_keeps_as_many_as_it_is_told(finished, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Checksums beside the steps, and what is kept of them: no jax, no Orbax."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import xxhash
 
 from jaxdist.training.shelf import BLOCK, Shelf
+from tests.training.conftest import facts
 
 
 def put(shelf: Shelf, step: int, seal: bool = True) -> None:
@@ -17,7 +19,7 @@ def put(shelf: Shelf, step: int, seal: bool = True) -> None:
     (path / "params" / "d" / "array").write_bytes(bytes(range(256)) * step)
     (path / "params" / "empty").touch()
     (path / "facts").mkdir()
-    (path / "facts" / "metadata").write_text(json.dumps({"step": step}))
+    (path / "facts" / "metadata").write_text(json.dumps(facts(step)))
     if seal:
         shelf.seal(step)
 
@@ -35,8 +37,35 @@ def test_a_step_counts_when_it_has_checksums(shelf):
     assert shelf.steps() == [9, 10, 20]
     assert shelf.sealed() == [9, 10]
     assert shelf.damage(10) is None
-    assert shelf.damage(20) == "it has no checksums, because its save was not completed"
-    assert shelf.facts(10) == {"step": 10}
+    assert shelf.damage(20) == "it has no checksums"
+    assert shelf.facts(10) == facts(10)
+
+
+UNREADABLE_SEALS = [
+    "",
+    "{",
+    '{"xxh3_64": {}}',
+    "[" * 100_000,
+    '{"xxh3_64": {"a": 1}}',
+    "[]",
+    '"x"',
+    '{"xxh3_64": {"a": ["x", "y"]}}',
+]
+
+
+def seal_of(path):
+    return path.parent / "sums" / f"{path.name}.json"
+
+
+def linked(path) -> None:
+    """The same content, elsewhere."""
+    path.replace(path.parents[2] / "elsewhere")
+    path.symlink_to(path.parents[2] / "elsewhere")
+
+
+def fifo(path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 DAMAGES = {
@@ -44,7 +73,11 @@ DAMAGES = {
     "params/d/array differs from its checksum": lambda path: (path / "params/d/array").write_bytes(b"\0" * 2560),
     "params/empty is missing": lambda path: (path / "params/empty").unlink(),
     "facts/metadata is missing": lambda path: shutil.rmtree(path / "facts"),
-    "its checksums in sums/10.json cannot be read": lambda path: (path / "../sums/10.json").write_text('{"xxh3_64": ['),
+    "its checksums in sums/10.json cannot be read": lambda path: seal_of(path).write_text('{"xxh3_64": {}}'),
+    "params/planted is not among its checksums": lambda path: (path / "params/planted").touch(),
+    "params/empty is not a regular file": lambda path: linked(path / "params/empty"),
+    "params/d/array is not a regular file": lambda path: fifo(path / "params/d/array"),
+    "params/more is not among its checksums": lambda path: (path / "params/more").symlink_to(path),
 }
 
 
@@ -54,6 +87,74 @@ def test_damage_is_named(shelf, told):
     DAMAGES[told](shelf.path(10))
     assert shelf.damage(10) == told
     assert (shelf.damage(10, thorough=False) is None) == ("differs" in told)
+
+
+@pytest.mark.parametrize("content", UNREADABLE_SEALS, ids=range(len(UNREADABLE_SEALS)))
+def test_a_seal_that_cannot_be_read_is_said(shelf, content):
+    put(shelf, 10)
+    seal_of(shelf.path(10)).write_text(content)
+    assert shelf.damage(10) == "its checksums in sums/10.json cannot be read"
+    assert shelf.keep(1) == []
+
+
+WRONG_FACTS = {
+    "has no data": {"data": None},
+    "has steps = many": {"steps": "many"},
+    "has nats = None": {"baseline": {"nats": None, "name": "", "unit": ""}},
+    "has late = soon": {"late": "soon"},
+}
+
+
+@pytest.mark.parametrize("told", WRONG_FACTS)
+def test_facts_of_a_wrong_type_are_damage(shelf, told):
+    put(shelf, 10, seal=False)
+    content = {name: value for name, value in {**facts(10), **WRONG_FACTS[told]}.items() if value is not None}
+    (shelf.path(10) / "facts" / "metadata").write_text(json.dumps(content | {"best": None}))
+    shelf.seal(10)
+    assert shelf.damage(10) == f"facts/metadata {told}"
+
+
+def test_a_folder_that_cannot_be_listed_is_damage_and_not_empty(shelf, monkeypatch):
+    put(shelf, 10)
+
+    def scandir(path):
+        if str(path).endswith("params"):
+            raise OSError(24, "Too many open files", str(path))
+        return before(path)
+
+    before = os.scandir
+    monkeypatch.setattr("os.scandir", scandir)
+    assert "params cannot be read (Too many open files)" in shelf.damage(10)
+
+
+def as_once(shelf: Shelf, step: int) -> None:
+    """Give a step a seal of the first format: checksums alone."""
+    sums = shelf.folder / "sums" / f"{step}.json"
+    sums.write_text(json.dumps({"xxh3_64": json.loads(sums.read_text())["xxh3_64"]}))
+
+
+def test_a_seal_of_the_first_format_is_read(shelf):
+    put(shelf, 10)
+    as_once(shelf, 10)
+    assert shelf.damage(10) is None
+    seal = shelf.read_seal(10)
+    assert (seal.step, seal.run, seal.finite) == (None, None, False)
+    shutil.copytree(shelf.path(10), shelf.path(15))
+    shutil.copy(shelf.folder / "sums/10.json", shelf.folder / "sums/15.json")
+    assert shelf.damage(15) == "it is a copy of step 10"
+
+
+def test_a_step_under_another_number_or_of_another_run_is_refused(shelf, tmp_path):
+    mine = Shelf(shelf.folder, run="a1")
+    put(mine, 10)
+    shutil.copytree(mine.path(10), mine.path(15))
+    shutil.copy(mine.folder / "sums/10.json", mine.folder / "sums/15.json")
+    assert mine.damage(10) is None
+    assert mine.damage(15) == "its checksums are those of step 10"
+    moved = Shelf(shutil.copytree(mine.folder, tmp_path / "copy"), run="a1")
+    assert moved.damage(10) is None
+    assert Shelf(moved.folder, run="b2").damage(10) == "it belongs to another run (a1; this one is b2)"
+    assert Shelf(moved.folder).damage(10) is None
 
 
 def test_a_file_of_many_blocks_is_read_to_its_end(shelf):
@@ -69,25 +170,49 @@ def test_a_file_of_many_blocks_is_read_to_its_end(shelf):
 
 
 @pytest.mark.parametrize(
-    ("newest", "every", "left"), [(1, 0, [50, 60]), (2, 0, [40, 50, 60]), (1, 20, [20, 40, 50, 60]), (9, 0, None)]
+    ("newest", "every", "left"),
+    [(1, 0, [50, 60]), (2, 0, [40, 50, 60]), (1, 20, [20, 40, 50, 60]), (1, 30, [30, 50, 60]), (9, 0, None)],
 )
 def test_the_newest_and_every_mth_are_kept(shelf, newest, every, left):
-    """30 was never sealed; 60 is newer than all that are, and may be on its way."""
+    """30 has no seal, and goes only where it would go with one; 60 is newer than all that have one."""
     for step in (10, 20, 30, 40, 50, 60):
         put(shelf, step, seal=step not in (30, 60))
     before = shelf.steps()
     removed = shelf.keep(newest, every)
-    assert shelf.steps() == (left or [10, 20, 40, 50, 60])
+    assert shelf.steps() == (left or [10, 20, 30, 40, 50, 60])
     assert sorted(removed + shelf.steps()) == before
     assert not [sums for sums in (shelf.folder / "sums").iterdir() if int(sums.stem) in removed]
 
 
-def test_what_a_killed_process_leaves_is_cleared_away(shelf):
+def test_half_written_steps_are_cleared_away_and_committed_ones_never(shelf, tmp_path):
     put(shelf, 10)
     put(shelf, 20, seal=False)
     (shelf.folder / "30.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
-    assert shelf.clear() == [20]
-    assert sorted(path.name for path in shelf.folder.iterdir()) == ["10", "sums"]
+    (tmp_path / "outside").mkdir()
+    (shelf.folder / "40.orbax-checkpoint-tmp").symlink_to(tmp_path / "outside")
+    shelf.clear()
+    assert sorted(path.name for path in shelf.folder.iterdir()) == ["10", "20", "sums"]
+    assert (tmp_path / "outside").is_dir()
+
+
+def test_only_folders_with_a_plain_number_are_steps(shelf, tmp_path):
+    put(shelf, 10)
+    put(Shelf(tmp_path / "other"), 5)
+    for name in ("²", "٣", "9" * 30, "007", "+7", "-7", "7 ", "1e1"):
+        (shelf.folder / name).mkdir()
+    (shelf.folder / "6").write_text("a file")
+    (shelf.folder / "5").symlink_to(tmp_path / "other" / "5")
+    assert shelf.steps() == [10]
+
+
+def test_pruning_leaves_the_newest_step_that_was_seen_finite(shelf):
+    """Seals of the first format do not say so."""
+    for step in (10, 20, 30):
+        put(shelf, step)
+    for step in (20, 30):
+        as_once(shelf, step)
+    assert shelf.keep(1) == [20]
+    assert shelf.steps() == [10, 30]
 
 
 def test_a_step_moves_with_its_checksums_in_place_of_another(shelf, tmp_path):

@@ -57,11 +57,41 @@ def _vocab(config: Config) -> Iterator[str]:
 @check("run_dir")
 def _run_dir(config: Config) -> Iterator[str]:
     folder = config.run_dir
+    if problem := path_problem(folder):
+        yield f"run_dir '{folder}' {problem}; name another --run-dir"
+        return
     there = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
         yield f"run_dir '{folder}' cannot be a folder, because '{there}' is a file; name another --run-dir"
     elif not os.access(there, os.W_OK | os.X_OK):
         yield f"run_dir '{folder}' cannot be written: no permission in '{there}'; name another --run-dir"
+
+
+@check("init_from")
+def _init_from(config: Config) -> Iterator[str]:
+    if config.init_from and (problem := path_problem(config.init_from)):
+        yield f"init_from '{config.init_from}' {problem}; move or rename the folder"
+
+
+def path_problem(folder: Path) -> str | None:
+    """Why checkpoints cannot lie in `folder`; None if they can. Paths count as they are from the root, links resolved.
+
+    TensorStore takes a backslash for a slash, and Orbax takes `gs:/` for a bucket, and brackets, `*` and `?` for
+    patterns: arrays would be written to one folder and looked for in another.
+    """
+    if "\0" in str(folder):
+        return "has a NUL character, which no path can have"
+    path = Path(folder).resolve()
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        return "is not UTF-8, which checkpoints need"
+    found = sorted(set(str(path)) & set("\\[]*?"))
+    if found:
+        return f"has a '{found[0]}' in its full path ({path}), with which checkpoints would be written elsewhere"
+    if any(part.endswith(":") for part in path.parts):
+        return f"has a folder whose name ends with a colon in its full path ({path}), which stands for a bucket"
+    return None
 
 
 @check("log.wandb")
