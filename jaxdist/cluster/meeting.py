@@ -12,13 +12,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import jax
 import numpy as np
+from jax._src.lib import _jax
 
 from jaxdist.cluster import board, faults, gpus
-from jaxdist.cluster.place import Place, check_own_name, named_loopback
-from jaxdist.config import FaultConfig, RequestError
+from jaxdist.cluster.listening import bind_address, check_free, next_port
+from jaxdist.cluster.place import Place, check_own_name, host_and_port
+from jaxdist.config import FaultConfig
 from jaxdist.mesh import DATA
 
 SHUTDOWN_SECONDS = 60
@@ -50,11 +53,11 @@ def join(
     """
     if place.alone:
         return place
-    host, port = place.coordinator.rsplit(":", 1)
-    if not named_loopback(host) and not gpus.driver():
+    if not place.on_one_host and not gpus.driver():
         check_own_name()
     _prepare(place)
-    _meet(place, fault)
+    bind = _bind_address(place)
+    _meet(place, bind, fault)
     there = _introduced(place.coordinator, devices)
     needed = _needed(there, enough(sum(member.devices for member in there)))
     if len(needed) == len(there):
@@ -63,9 +66,9 @@ def join(
     if place.process not in needed:
         faults.say(place, f"nothing to do: the mesh takes the devices of {len(needed)} of {len(there)} processes")
         faults.leave(Place(), 0)
-    again = f"{host}:{int(port) + 1}"  # the first port may still be theirs who leave
+    again = next_port(place.coordinator)  # the first port may still be theirs who leave
     place = replace(place, processes=len(needed), process=needed.index(place.process), coordinator=again)
-    _meet(place, fault)
+    _meet(place, next_port(bind), fault)
     _introduced(place.coordinator, devices)
     return place
 
@@ -105,8 +108,8 @@ def _introduced(coordinator: str, devices: int) -> list[Member]:
 
 def _address(coordinator: str) -> str:
     """That of this host in the network of the coordinator."""
-    host, port = coordinator.rsplit(":", 1)
-    kind, how, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    host, port = host_and_port(coordinator)
+    kind, how, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, how) as towards:
         towards.connect(where)  # nothing is sent
         return towards.getsockname()[0]
@@ -126,24 +129,12 @@ def meet_as_it_is(place: Place, fault: FaultConfig, otherwise: Callable[[], None
     """Meet the others without a look at what may be in the way; `otherwise` is called, in a thread, after
     `fault.start_seconds`, and had better end the process."""
     _prepare(place)
-    _initialize(place, fault, otherwise)
+    _initialize(place, _bind_address(place), fault, otherwise)
     _introduced(place.coordinator, devices=1)
 
 
-def check_free(port: int) -> None:
-    """Raise `RequestError` if another program listens there."""
-    with socket.socket() as test:
-        test.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            test.bind(("", port))
-        except OSError as error:
-            raise RequestError(
-                f"port {port} of the coordinator is not free here ({error.strerror}); name another"
-            ) from error
-
-
 def _prepare(place: Place) -> None:
-    host = place.coordinator.rsplit(":", 1)[0].strip("[]")
+    host, _ = host_and_port(place.coordinator)
     os.environ["no_grpc_proxy"] = host  # noqa: SIM112  a proxy to the world is none between these
     if not place.leader:
         logging.getLogger("jax").setLevel(logging.ERROR)  # process 0 tells it
@@ -151,15 +142,27 @@ def _prepare(place: Place) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and tells nobody
     jax.config.update("jax_check_proxy_envs", False)
+    if place.on_one_host:
+        _keep_gloo_on_loopback()
 
 
-def _meet(place: Place, fault: FaultConfig) -> None:
+def _bind_address(place: Place) -> str:
+    """HOST:PORT where process 0 listens; the other processes do not listen, and theirs is not used."""
+    if not place.leader:
+        return place.coordinator
+    bind, sentence = bind_address(place.coordinator)
+    if sentence:
+        faults.say(place, sentence)
+    return bind
+
+
+def _meet(place: Place, bind: str, fault: FaultConfig) -> None:
     if place.leader:
-        check_free(int(place.coordinator.rsplit(":", 1)[1]))
-    _initialize(place, fault, lambda: _nobody_came(place, fault.start_seconds))
+        check_free(bind)
+    _initialize(place, bind, fault, lambda: _nobody_came(place, bind, fault.start_seconds))
 
 
-def _initialize(place: Place, fault: FaultConfig, otherwise: Callable[[], None]) -> None:
+def _initialize(place: Place, bind: str, fault: FaultConfig, otherwise: Callable[[], None]) -> None:
     late = threading.Timer(fault.start_seconds, otherwise)
     late.daemon = True
     late.start()  # JAX would abort, with a trace of C++
@@ -172,18 +175,31 @@ def _initialize(place: Place, fault: FaultConfig, otherwise: Callable[[], None])
         initialization_timeout=fault.start_seconds + 60,
         heartbeat_timeout_seconds=fault.heartbeat_seconds,
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        coordinator_bind_address=bind,
     )
     late.cancel()
 
 
-def _nobody_came(place: Place, seconds: int) -> None:
+def _nobody_came(place: Place, bind: str, seconds: int) -> None:
+    where = place.coordinator
+    if place.leader:
+        where += f" (process 0 listens at {bind})"
     print(
-        f"[{place.name}] after {seconds} s not all {place.processes} processes have met at {place.coordinator}; "
+        f"[{place.name}] after {seconds} s not all {place.processes} processes have met at {where}; "
         f"see what the others say, or raise fault.start_seconds",
         file=sys.stderr,
         flush=True,
     )
     os._exit(1)
+
+
+def _keep_gloo_on_loopback() -> None:
+    """Let gloo, which moves the arrays of CPUs, listen where no other host reaches it.
+
+    By itself it listens at the address that this host's own name stands for. JAX has no option for that; the function
+    that makes gloo, the same in jax 0.10 to 0.12, takes an address.
+    """
+    _jax.make_gloo_tcp_collectives = partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
 
 
 def _keep_gloo_off_standard_output() -> None:

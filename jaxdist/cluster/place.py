@@ -17,8 +17,6 @@ from functools import partial
 
 from jaxdist.config import ClusterConfig, RequestError
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
 ALONE_IS = "for one process alone give --cluster.processes 1"
 
 JAX = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -50,6 +48,11 @@ class Place:
     @property
     def leader(self) -> bool:
         return self.process == 0
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether all processes are on this host, as they are where the coordinator is written as the loopback."""
+        return self.alone or named_loopback(host_and_port(self.coordinator)[0])
 
     @property
     def name(self) -> str:
@@ -217,27 +220,48 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def _reachable(address: str) -> str:
     """`address`, if it is HOST:PORT and the host is one that other hosts can reach too, or is meant not to be."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         told = f"coordinator '{address}' is not HOST:PORT" if address else "no coordinator is named"
         raise RequestError(f"{told}; give the host of process 0 and a free port, such as 10.0.0.1:1234")
+    if ":" in host and not host.startswith("["):
+        raise RequestError(f"coordinator '{address}' is an IPv6 address without brackets; write [{host}]:{port}")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # not found; not a name at all
+        why = getattr(error, "strerror", error)
         raise RequestError(
-            f"coordinator host '{host}' cannot be found from {socket.gethostname()} ({error.strerror}); "
+            f"coordinator host '{host}' cannot be found from {socket.gethostname()} ({why}); "
             f"name a host, or an address, that every process can reach"
         ) from error
-    if not named_loopback(host) and all(_loopback(entry[4][0]) for entry in found):
+    addresses = [entry[4][0] for entry in found]
+    if not named_loopback(host) and all(is_loopback(each) for each in addresses):
         raise RequestError(
-            f"coordinator host '{host}' is {found[0][4][0]} here, which other hosts cannot reach: give its address in "
+            f"coordinator host '{host}' is {addresses[0]} here, which other hosts cannot reach: give its address in "
             f"the network, or 127.0.0.1 if all processes are on this host"
+        )
+    if any(_ip(each).is_unspecified for each in addresses):
+        raise RequestError(
+            f"coordinator host '{host}' stands for every address of a host, so each host would reach itself: give the "
+            f"address of process 0 in the network, or 127.0.0.1 if all processes are on this host"
         )
     return address
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """The host of HOST:PORT, an IPv6 address without its brackets, and the port. Raises `ValueError` without one."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def named_loopback(host: str) -> bool:
     """Whether a host is written as this one's own loopback: all processes are on it then."""
-    return host in LOOPBACK or host.strip("[]").startswith("127.") or host == "[::1]"
+    bare = host.strip("[]").lower()
+    if bare == "localhost" or re.fullmatch(r"127(\.\d+){1,3}", bare):  # 127.1 is short for 127.0.0.1
+        return True
+    try:
+        return is_loopback(bare)
+    except ValueError:  # a name
+        return False
 
 
 def check_own_name() -> None:
@@ -247,12 +271,18 @@ def check_own_name() -> None:
         address = socket.gethostbyname(name)
     except OSError as error:
         raise RequestError(f"this host's own name '{name}' cannot be found; put it into /etc/hosts") from error
-    if _loopback(address):
+    if is_loopback(address):
         raise RequestError(
             f"this host's own name '{name}' stands for {address}, where processes on other hosts look for themselves; "
             f"put its address in the network beside its name in /etc/hosts"
         )
 
 
-def _loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+def is_loopback(address: str) -> bool:
+    """Whether an IP address, also an IPv4 address in IPv6 form, is of the loopback. Raises `ValueError` for a name."""
+    return _ip(address).is_loopback
+
+
+def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    return getattr(ip, "ipv4_mapped", None) or ip

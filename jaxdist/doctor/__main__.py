@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from jaxdist.cluster.place import Place, find
+from jaxdist.cluster.place import Place, find, host_and_port
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.doctor import findings, machine, software, watching
 from jaxdist.doctor.findings import Finding, Here, unchecked, wrong
@@ -104,14 +104,15 @@ class Doctor:
 
     def meet(self) -> bool:
         """Whether the processes have met."""
-        from jaxdist.cluster import meeting
+        from jaxdist.cluster import listening, meeting
 
         place, fault = self.here.place, self.here.config.fault
         if place.alone:
             return True
         try:
             if place.leader:
-                meeting.check_free(int(place.coordinator.rpartition(":")[2]))
+                bind, _ = listening.bind_address(place.coordinator)
+                listening.check_free(bind)
         except RequestError as error:
             self.found.append(wrong("processes", *error.problems[0].split("; ")))
             return False
@@ -122,11 +123,10 @@ class Doctor:
     def nobody(self) -> NoReturn:
         """The others have not come."""
         place, seconds = self.here.place, self.here.config.fault.start_seconds
-        host, _, port = place.coordinator.rpartition(":")
         why = "see what the others say"
         if not place.leader:
             try:
-                socket.create_connection((host.strip("[]"), int(port)), 5).close()
+                socket.create_connection(host_and_port(place.coordinator), 5).close()
             except OSError as error:
                 why = f"it cannot be reached from here ({error.strerror or error}): is process 0 there, and a firewall?"
         said = f"after {seconds} s not all {place.processes} processes have met at {place.coordinator}"

@@ -37,11 +37,10 @@ def proxies(here: Here) -> Iterator[Finding]:
 
 def own_name(here: Here) -> Iterator[Finding]:
     """That the name of this host is not its loopback, which gloo would tell the others."""
-    host = here.place.coordinator.rpartition(":")[0]
     if here.place.alone:
         yield unchecked("own name", "one process, which tells nobody where it is")
-    elif place.named_loopback(host):
-        yield ok("own name", f"all processes are on this host, as they meet at {host}")
+    elif here.place.on_one_host:
+        yield ok("own name", f"all processes are on this host, as they meet at {here.place.coordinator}")
     else:
         try:
             place.check_own_name()
@@ -59,15 +58,16 @@ def hosts(here: Here) -> Iterator[Finding]:
         yield unchecked("hosts", "one process; start the doctor as the run is started, such as under srun")
         return
     name = socket.gethostname()
+    address = _address(name)
     with socket.socket() as listening:
-        listening.bind(("", 0))
+        _bind(listening, "" if here.place.on_one_host else address)
         listening.listen(1024)
-        everyone = board.gather("doctor/hosts", [name, _address(name), listening.getsockname()[1]])
+        everyone = board.gather("doctor/hosts", [name, address, listening.getsockname()[1]])
         yield from _met(everyone)
         first: dict[str, list] = {}
         for one in filter(None, everyone):
             first.setdefault(one[0], one)
-        others = [one for one in first.values() if one[0] != name]
+        others = [one for one in first.values() if one[0] != name and not here.place.on_one_host]
         speaks = [one[0] if one else None for one in everyone].index(name) == here.place.process
         problems: list[Finding] = []
         if speaks:
@@ -83,6 +83,17 @@ def hosts(here: Here) -> Iterator[Finding]:
 def _met(everyone: Sequence[Any]) -> Iterator[Finding]:
     for process in (i for i, one in enumerate(everyone) if one is None):
         yield wrong("hosts", f"process {process} does not answer", "see what it says itself")
+
+
+def _bind(listening: socket.socket, address: str) -> None:
+    """Bind to the `address` that the others find this host at, at a free port; to the loopback where there is none.
+
+    Where it is not on this host, as behind NAT or in a container, bind to all interfaces: it may lead here yet.
+    """
+    try:
+        listening.bind((address or "127.0.0.1", 0))
+    except OSError:
+        listening.bind(("", 0))
 
 
 def _address(name: str) -> str:

@@ -29,7 +29,10 @@ def cannot() -> str:
 
 
 class Hosts:
-    """n0, n1, ... at 10.77.0.10, .11, ..., and `ctl` at 10.77.0.1, which all see each other. A context manager."""
+    """n0, n1, ... at 10.77.0.10, .11, ..., and `ctl` at 10.77.0.1, which all see each other. A context manager.
+
+    n0, n1, ... are at fd77::10, fd77::11, ... too, under no name.
+    """
 
     def __init__(self, count: int, folder: Path):
         self.count, self.mark = count, f"jd{os.getpid()}-{next(_numbers)}"
@@ -50,6 +53,7 @@ class Hosts:
             self._ip(f"link add {name} netns {self.mark}{name} type veth peer name {name} netns {self.mark}ctl")
             self._inside(name, "link set lo up")
             self._inside(name, f"addr add {self.address(name)}/24 dev {name}")
+            self._inside(name, f"addr add fd77::{10 + self.names.index(name)}/64 dev {name} nodad")
             self._inside(name, f"link set {name} up")
             self._inside("ctl", f"link set {name} master br0 up")
         return self
