@@ -10,11 +10,12 @@ import threading
 
 import pytest
 
-from jaxdist.cluster import compiler
+from jaxdist.cluster import board, compiler
 from jaxdist.cluster.place import Place
 from jaxdist.doctor import __main__ as doctor
 from jaxdist.doctor import devices, findings, machine, network, software
 from jaxdist.doctor.findings import OK, UNCHECKED, WARNING, WRONG
+from tests.cluster import sockets
 from tests.doctor.checks import TWO, found, here
 from tests.training.test_checkpoint import mounted
 
@@ -157,6 +158,29 @@ def test_a_name_that_means_the_loopback(monkeypatch):
     assert "cannot be found; put it into /etc/hosts" in found(network.own_name, WRONG, here(TWO))
     assert found(network.own_name, OK, here(Place(2, 0, "127.0.0.1:1")))
     assert found(network.own_name, UNCHECKED, here())
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "own", "wanted"),
+    [
+        ("127.0.0.1:1", "10.0.0.1", "127.0.0.1"),
+        ("n0:1", "127.0.0.2", "127.0.0.2"),
+        ("n0:1", "", "127.0.0.1"),  # an unknown name
+        ("n0:1", "203.0.113.9", "0.0.0.0"),  # not of this host
+    ],
+)
+def test_the_doctor_listens_where_the_others_look_for_this_host(coordinator, own, wanted, monkeypatch):
+    listened = set()
+
+    def gather(name, value):
+        if name == "doctor/hosts":
+            listened.update(sockets.listening([os.getpid()], port=value[2]))
+        return [value]
+
+    monkeypatch.setattr(network, "_address", lambda name: own)
+    monkeypatch.setattr(board, "gather", gather)
+    assert found(network.hosts, OK, here(Place(2, 0, coordinator)))
+    assert listened == {wanted}
 
 
 def test_a_healthy_machine(tmp_path, monkeypatch, capsys):
