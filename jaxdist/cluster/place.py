@@ -94,7 +94,7 @@ def find(asked: ClusterConfig, environment: Mapping[str, str] = os.environ) -> P
         return Place()
     address = address or next((place.coordinator for place in found if place.coordinator), "")
     if not address and step:
-        address = f"{_first_host(environment)}:{_step_port(environment)}"
+        address = f"{_step_host(environment)}:{_step_port(environment)}"
     gpus = next((place.gpus for place in found if place.gpus is not None), None)
     return Place(first.processes, first.process, _reachable(address), first.source, gpus)
 
@@ -165,6 +165,13 @@ def _tasks_of_nodes(text: str) -> list[int]:
     """Slurm's `2(x3),1` is 2, 2, 2, 1."""
     runs = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", run) for run in text.split(",")]
     return [int(run[1]) for run in runs for _ in range(int(run[2] or 1))]
+
+
+def _step_host(environment: Mapping[str, str]) -> str:
+    """The host where the tasks of a step meet: the loopback where all are on one node."""
+    if environment.get("SLURM_STEP_NUM_NODES") == "1":
+        return "127.0.0.1"
+    return _first_host(environment)
 
 
 def _first_host(environment: Mapping[str, str]) -> str:

@@ -33,6 +33,13 @@ def test_three_tasks_cannot_have_four_devices(cluster, words):
     assert "4 devices, which do not divide by 3 processes; start 1, 2, 4 processes" in said
 
 
+@pytest.mark.parametrize(("nodes", "host"), [(1, "127.0.0.1"), (2, "n0")])
+def test_tasks_of_one_node_meet_on_its_loopback(cluster, nodes, host):
+    program = "from jaxdist.cluster.place import *; print(find(ClusterConfig()).coordinator)"
+    said = cluster.run("srun", f"-N{nodes}", "-n2", PYTHON, "-c", program)
+    assert [line.partition(":")[0] for line in said.split()] == [host, host]
+
+
 def test_a_script_without_srun_is_told_so(cluster, words, tmp_path):
     command = " ".join([PYTHON, *TRAIN, *words("--mesh=4x1x1")])
     number = cluster.submit("-N2", "--ntasks-per-node=2", f"--output={tmp_path / 'log'}", f"--wrap={command}")

@@ -65,6 +65,8 @@ def test_variables_of_a_slurm_step(tmp_path, monkeypatch):
     assert (place.process, place.processes, place.gpus) == (5, 8, (1,))
     host, port = place.coordinator.split(":")
     assert host == "localhost"
+    together = find(ClusterConfig(), STEP | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "n7"})
+    assert together.coordinator == f"127.0.0.1:{port}"
     other = find(ClusterConfig(), STEP | {"SLURM_STEP_ID": "3"}).coordinator
     assert other.split(":")[0] == "localhost"
     assert {port, other.split(":")[1]} < {str(n) for n in range(61440, 65536)}
