@@ -16,7 +16,7 @@ from tests.cluster import sockets
 from tests.cluster.relay import PORT as RELAYED
 from tests.cluster.relay import Relay
 from tests.faults import jobs
-from tests.processes import ROOT, Process, free_port, started
+from tests.processes import Process, free_port, started
 
 MEET = """
 import sys, threading
@@ -274,17 +274,14 @@ def test_behind_an_address_that_is_not_its_own_it_listens_on_all_interfaces_and_
 
 
 @pytest.mark.slow
-def test_launch_local_opens_nothing_to_the_network(network, words, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "jaxdist.launch",
-        "local",
-        "--processes=2",
-        *words("--mesh=2x1x1", "--train.steps=100000"),
-    ]
-    with started([network.on("n0", *command)], env=os.environ | {"PYTHONPATH": str(ROOT)}) as running:
+@pytest.mark.parametrize(
+    ("program", "wanted"), [(["train"], set()), (["launch", "local", "--processes=2"], {"127.0.0.1"})]
+)
+def test_commands_for_one_host_open_nothing_to_the_network(program, wanted, network, words, tmp_path):
+    module, *options = program
+    options += words("--mesh=2x1x1", "--train.steps=100000")
+    command = network.on("n0", sys.executable, "-m", f"jaxdist.{module}", *options)
+    with started([command]) as running:
         jobs.until(lambda: jobs.step_of(tmp_path / "run") > 0, running)
-        children = sockets.descendants(running[0].pid)
-        assert len(children) >= 2
-        assert sockets.listening([running[0].pid, *children]) == {"127.0.0.1"}
+        first = running[0].pid
+        assert sockets.listening([first, *sockets.descendants(first)]) == wanted
