@@ -1,7 +1,7 @@
-"""Where process 0 lets JAX's coordinator listen: at the address that the others dial, and at no other.
+"""Choose where process 0 lets JAX's coordinator listen: at the address that the others dial, and at no other.
 
-JAX by itself lets it listen on all interfaces, and whoever can connect to it can read and write what the processes tell
-each other: nobody is asked who he is. No jax here, as in `place`.
+JAX by itself lets it listen on all interfaces. It authenticates nobody: whoever can connect can read and change what
+the processes tell each other. This module imports no jax.
 """
 
 from __future__ import annotations
