@@ -1,4 +1,4 @@
-"""Write files so that each is there whole or not at all, and never through a symbolic link; read regular files only.
+"""Write files whole or not at all, and never through a symbolic link; read regular files only; checksums. No jax here.
 
 Somebody else may own what lies in a run folder: a link planted under a name that jaxdist writes must not lead it
 elsewhere. A new file therefore gets a fresh name and is renamed, which replaces a link and does not follow it. And a
@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+import xxhash
+
+BLOCK = 1 << 19
+"""Bytes that are read at a time: few enough to be in a cache when their checksum is made."""
 
 
 @contextlib.contextmanager
@@ -48,10 +54,31 @@ def open_no_follow(path: Path, mode: str) -> IO[str]:
     return open(path, mode, encoding="utf-8", opener=opener)
 
 
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[io.FileIO]:
+    """Open a file to read its bytes. Raises `OSError` where it is a link (ELOOP) or no regular file (EINVAL)."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a named pipe would wait for its writer
+
+    with open(path, "rb", buffering=0, opener=opener) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        yield file
+
+
 def read_regular(path: Path) -> bytes:
-    """The content of a regular file. Raises `OSError` for a symbolic link and for anything else, which is not read."""
-    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO without a writer would block
-    with open(number, "rb") as file:
-        if not stat.S_ISREG(os.fstat(number).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    """The content of a regular file. Raises `OSError` as `open_regular` does."""
+    with open_regular(path) as file:
         return file.read()
+
+
+def checksum(path: Path) -> tuple[int, str]:
+    """The size in bytes and the XXH3 of 64 bits, in hexadecimal, of a regular file. Raises `OSError`."""
+    size, digest = 0, xxhash.xxh3_64()
+    buffer = memoryview(bytearray(BLOCK))
+    with open_regular(path) as file:
+        while count := file.readinto(buffer):
+            size += count
+            digest.update(buffer[:count])
+    return size, digest.hexdigest()

@@ -11,9 +11,7 @@ import itertools
 import json
 import os
 import platform
-import shutil
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -22,10 +20,13 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxdist.config import DataConfig, RequestError
-from jaxdist.data.documents import Document, Source, open_sources, split
+from jaxdist.data import token_files
+from jaxdist.data.documents import Document, Source, open_sources, reading, split
+from jaxdist.data.token_cache import open_cache
 from jaxdist.data.tokens import Tokens, TokenWriter
+from jaxdist.files import write_whole
 
-VERSION = 1
+VERSION = 2
 """Of what the cache holds; count it up when the same text would give other files."""
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -37,7 +38,8 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 SAMPLE_BYTES, SAMPLE_BYTES_PER_ENTRY = 4 << 20, 1 << 10
 """How much text a tokenizer is trained on: so much, or so much per entry where that is more (above 4096 entries)."""
 
-PARTS = ("train.bin", "validation.bin")
+PARTS, TOKENIZER = ("train.bin", "validation.bin"), "tokenizer.json"
+"""The files of a folder of the cache."""
 
 ENCODE_CHARACTERS = 1 << 20
 """Text that is encoded at a time, by all cores."""
@@ -86,8 +88,10 @@ def programs_folder() -> Path:
 
 def _open_tokens(source: Source, held_out: Source | None, given: str | None, config: DataConfig, vocab: int) -> Corpus:
     """A `.bin` of uint16 tokens, used where it is; without a file of its own, the held-out part is its tail."""
+    paths = [file.root for file in (source, held_out) if file]
+    _check_token_files(paths, given, vocab)
     content = _content(source, held_out, config)
-    parts = [_read_tokens(file.root, vocab) for file in (source, held_out) if file]
+    parts = [Tokens.open(path, "uint16") for path in paths]
     if held_out:
         train, validation = parts
     else:
@@ -95,6 +99,19 @@ def _open_tokens(source: Source, held_out: Source | None, given: str | None, con
         cut = total - int(total * config.validation_fraction)
         train, validation = parts[0].part(0, cut), parts[0].part(cut, total)
     return Corpus(train, validation, given, _digest(content, given), f"{source.root}, {_sizes(train, validation)}")
+
+
+def _check_token_files(paths: list[Path], given: str | None, vocab: int) -> None:
+    """Raise `RequestError` with all that is wrong with these `.bin`."""
+    entries = _largest_id(Tokenizer.from_str(given)) + 1 if given else None
+    problems = []
+    for path in paths:
+        with reading(path):
+            problem = token_files.problem(path, vocab, entries)
+        if problem:
+            problems.append(problem)
+    if problems:
+        raise RequestError(*problems)
 
 
 def _open_text(source: Source, held_out: Source | None, given: str | None, config: DataConfig, vocab: int) -> Corpus:
@@ -108,21 +125,22 @@ def _open_text(source: Source, held_out: Source | None, given: str | None, confi
     content = _content(source, held_out, config)
     folder = cache_folder() / _digest(VERSION, content, given, vocab)
 
-    def fill(new: Path) -> None:
-        documents = lambda: split(source, held_out, config.validation_fraction)
+    def documents() -> Iterator[tuple[bool, Document]]:
+        return split(source, held_out, config.validation_fraction)
+
+    def fill(new: Path) -> dict[str, int]:
         tokenizer = given or _train(documents(), source.size, vocab)
-        (new / "tokenizer.json").write_text(tokenizer, "utf-8")
-        about = _write_parts(new, Tokenizer.from_str(tokenizer), documents(), vocab)
-        (new / "about.json").write_text(json.dumps(about))
+        write_whole(new / TOKENIZER, tokenizer)
+        count = _write_parts(new, Tokenizer.from_str(tokenizer), documents(), vocab)
         if _stamp(source, held_out) != stamp:
             raise RequestError(f"'{source.root}' changed while it was read; start again when it is complete")
+        return {"documents": count}
 
-    if not _complete(folder):
-        _publish(folder, fill)
+    facts = open_cache(folder, fill)
     train, validation = (Tokens.open(folder / part, _dtype(vocab)) for part in PARTS)
-    tokenizer = (folder / "tokenizer.json").read_text("utf-8")
-    documents = json.loads((folder / "about.json").read_text())["documents"]
-    line = f"{_described(source, documents)}, {_sizes(train, validation)}, {_vocabulary(tokenizer, config, vocab)}"
+    tokenizer = (folder / TOKENIZER).read_text("utf-8")
+    described = _described(source, facts["documents"])
+    line = f"{described}, {_sizes(train, validation)}, {_vocabulary(tokenizer, config, vocab)}"
     return Corpus(train, validation, tokenizer, _digest(content, tokenizer), line)
 
 
@@ -154,7 +172,7 @@ def _read_tokenizer(path: Path, vocab: int) -> str:
             f"data.tokenizer '{path}' is no tokenizer ({reason}); give a tokenizer.json of the tokenizers library, or "
             "leave it out to train one on the text"
         ) from error
-    largest = max(tokenizer.get_vocab().values(), default=-1)
+    largest = _largest_id(tokenizer)
     if largest >= vocab:
         raise RequestError(
             f"data.tokenizer '{path}' has ids up to {largest} but model.vocab is {vocab}; set model.vocab to at least "
@@ -163,17 +181,9 @@ def _read_tokenizer(path: Path, vocab: int) -> str:
     return text
 
 
-def _read_tokens(path: Path, vocab: int) -> Tokens:
-    """A headerless uint16 file whose ids fit the model."""
-    if (size := path.stat().st_size) % 2:
-        raise RequestError(f"'{path}' is cut short: {size} bytes are no whole number of uint16 tokens; copy it anew")
-    tokens = Tokens.open(path, "uint16")
-    if (largest := tokens.largest()) >= vocab:
-        raise RequestError(
-            f"'{path}' holds token id {largest} but model.vocab is {vocab}; set model.vocab to at least {largest + 1}, "
-            "or check that the file is uint16 without a header"
-        )
-    return tokens
+def _largest_id(tokenizer: Tokenizer) -> int:
+    """-1 where it has no entries."""
+    return max(tokenizer.get_vocab().values(), default=-1)
 
 
 def _train(documents: Iterator[tuple[bool, Document]], size: int, vocab: int) -> str:
@@ -200,10 +210,8 @@ def _sample(documents: Iterator[tuple[bool, Document]], wanted: int, size: int) 
         left -= len(text)
 
 
-def _write_parts(
-    folder: Path, tokenizer: Tokenizer, documents: Iterator[tuple[bool, Document]], vocab: int
-) -> dict[str, int]:
-    """Encode both parts as they stream by; what is in memory is one batch of documents. Returns what was written."""
+def _write_parts(folder: Path, tokenizer: Tokenizer, documents: Iterator[tuple[bool, Document]], vocab: int) -> int:
+    """Encode both parts as they stream by, one batch of documents in memory. Returns the number of documents."""
     tokenizer.no_truncation()  # a file of someone else's may ask for either
     tokenizer.no_padding()
     end, count = _end_of_text(tokenizer), 0
@@ -214,7 +222,7 @@ def _write_parts(
                 ids = encoding.ids + ([end] if document.ends and end is not None else [])
                 (held if held_out else train).write(np.array(ids, np.int64))
             count += len(batch)
-        return {"documents": count, PARTS[0]: train.size, PARTS[1]: held.size}
+        return count
 
 
 def _end_of_text(tokenizer: Tokenizer) -> int | None:
@@ -232,41 +240,6 @@ def _batches(documents: Iterator[tuple[bool, Document]]) -> Iterator[list[tuple[
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _complete(folder: Path) -> bool:
-    """Whether a cached folder is all there: a disk that filled up or lost power may have cut its files."""
-    try:
-        about = json.loads((folder / "about.json").read_text())
-        return all((folder / part).stat().st_size == about[part] for part in PARTS)
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def _publish(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder beside its final place, then rename it: what has the final name is whole, whoever was killed.
-
-    Of two processes that do so at once the later one finds the folder there, with the same content, and uses that.
-    """
-    new = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
-    broken = new.with_suffix(".broken")
-    try:
-        new.mkdir(parents=True)
-        fill(new)
-        try:
-            new.rename(folder)
-        except OSError:
-            if not _complete(folder):
-                folder.rename(broken)
-                new.rename(folder)
-    except OSError as error:
-        raise RequestError(
-            f"the token cache '{folder.parent}' cannot be written ({error.strerror or error}); set JAXDIST_CACHE to a "
-            "folder that you can write to"
-        ) from error
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(broken, ignore_errors=True)
 
 
 def _check_rows(corpus: Corpus, sequence: int, config: DataConfig) -> None:
@@ -290,7 +263,12 @@ def _content(source: Source, held_out: Source | None, config: DataConfig) -> str
 
 
 def _stamp(source: Source, held_out: Source | None) -> list:
-    return [file.stamp() for file in (source, held_out) if file]
+    found = []
+    for file in (source, held_out):
+        if file:
+            with reading(file.root):
+                found.append(file.stamp())
+    return found
 
 
 def _digest(*parts: str | int | float | None) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 from jaxdist.config import DataConfig, RequestError
+from jaxdist.data import magics
 
 BLOCK_BYTES, SMALLEST_BLOCK_BYTES = 64 << 10, 256
 """Plain text is cut into blocks of about so many bytes; a small file into smaller ones, so that some are held out."""
@@ -55,7 +56,7 @@ class Source:
         total = hashlib.sha256(self.kind.encode())
         for path in self.files:
             total.update(b"\0" + path.relative_to(self.root).as_posix().encode() if path != self.root else b"")
-            with _reading(path), path.open("rb") as file:
+            with reading(path), path.open("rb") as file:
                 total.update(hashlib.file_digest(file, "sha256").digest())
         return total.hexdigest()
 
@@ -66,12 +67,12 @@ class Source:
         """
         if self.kind == "library":
             for path in self.files:
-                with _reading(path):
+                with reading(path):
                     text = path.read_bytes().decode("utf-8", errors="replace")
                 if text:  # an empty __init__.py says nothing
                     yield Document(text, True)
             return
-        with _reading(self.root), self.root.open("rb") as file:
+        with reading(self.root), self.root.open("rb") as file:
             if self.kind == "jsonl":
                 yield from _json_lines(file, self.root)
             else:
@@ -90,19 +91,22 @@ def split(source: Source, validation: Source | None, fraction: float) -> Iterato
 
 
 def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
-    """What to train on and, where it has its own path, what to hold out. Reads no content.
+    """What to train on and, where it has its own path, what to hold out. Reads no more than the first bytes of a file.
 
-    Raises `RequestError` with every path that does not exist, is no file, is empty or of the wrong kind.
+    Raises `RequestError` with every path that does not exist, is no file, is empty, or is of the wrong kind or format.
     """
     named = {"path": config.path, "tokenizer": config.tokenizer, "validation_path": config.validation_path}
     problems = [problem for name, path in named.items() if path and (problem := _file_problem(f"data.{name}", path))]
+    data = {"path": config.path, "validation_path": config.validation_path}
+    foreign = [problem for name, path in data.items() if path and (problem := _foreign(f"data.{name}", path))]
+    problems += foreign
     source, validation = _source(config.path), config.validation_path and _source(config.validation_path)
     if config.path is None and validation:
         problems.append(
             f"data.validation_path is '{config.validation_path}' but data.path is not set; set data.path to data of "
             "the same kind, or leave out data.validation_path to hold out a part of Python's own library"
         )
-    elif validation and validation.kind != source.kind:
+    elif validation and validation.kind != source.kind and not foreign:  # names such as a.txt.gz say nothing yet
         problems.append(
             f"data.path '{config.path}' is {KIND_NAMES[source.kind]} but data.validation_path "
             f"'{config.validation_path}' is {KIND_NAMES[validation.kind]}; give two files of one kind"
@@ -147,8 +151,18 @@ def _file_problem(knob: str, path: Path) -> str | None:
     return None
 
 
+def _foreign(knob: str, path: Path) -> str | None:
+    """What to say of a file in a format that jaxdist does not read; None for others, and where there is no file."""
+    if not path.is_file():
+        return None
+    with reading(path):
+        known = magics.foreign(path)
+    return f"{knob} '{path}' {known}" if known else None
+
+
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
+    """Raise `RequestError` in place of the `OSError` of reading the data at `path`."""
     try:
         yield
     except OSError as error:

@@ -22,9 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from jaxdist.files import read_regular, write_whole
+from jaxdist.files import checksum, read_regular, write_whole
 
 TORN = ".orbax-checkpoint-tmp"
 """How the name of a folder ends while Orbax writes it."""
@@ -33,9 +31,6 @@ STEP = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 """Names of steps; a folder with any other name is none."""
 
 UNSEALED = "it has no checksums"
-
-BLOCK = 1 << 19
-"""Bytes that are read at a time: few enough to be in a cache when their checksum is made."""
 
 READERS = 4
 """Files that are read at a time."""
@@ -264,16 +259,4 @@ def _checksums(folder: Path) -> dict[str, Checksum]:
     """Those of every file under `folder`, by its path there."""
     paths = sorted(path for path, _ in _files(folder))
     with ThreadPoolExecutor(READERS) as pool:  # xxhash and read leave Python's lock to the others
-        return dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(_checksum, paths), strict=True))
-
-
-def _checksum(path: Path) -> Checksum:
-    size = 0
-    digest = xxhash.xxh3_64()
-    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # neither through a link nor from a FIFO
-    with open(number, "rb", buffering=0) as file:
-        buffer = memoryview(bytearray(min(BLOCK, os.fstat(number).st_size + 1)))
-        while count := file.readinto(buffer):
-            size += count
-            digest.update(buffer[:count])
-    return size, digest.hexdigest()
+        return dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(checksum, paths), strict=True))

@@ -9,7 +9,8 @@ import sys
 import pytest
 import xxhash
 
-from jaxdist.training.shelf import BLOCK, Shelf
+from jaxdist.files import BLOCK
+from jaxdist.training.shelf import Shelf
 from tests.training.conftest import facts
 
 

@@ -1,0 +1,76 @@
+"""Files in formats that jaxdist does not read, known by their first bytes: each is refused by its name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+HEAD = 512
+"""Bytes that are looked at, from the start of the file."""
+
+DECOMPRESS = "decompress it, and name the result .txt, .jsonl or .bin"
+UNPACK = "unpack it, and give one of its files"
+EXPORT = "export its text as .txt or .jsonl, or its token ids as a headerless uint16 .bin"
+NUMPY = "where all token ids are below 65,536, write them with numpy's ids.astype('<u2').tofile('tokens.bin')"
+
+
+class Format(NamedTuple):
+    """A format that jaxdist does not read."""
+
+    name: str
+    start: bytes
+    """A regular expression for its first bytes. Tokens may have any bytes and a text any characters, so it fixes as
+    many as neither has by chance: about four bytes, and ten letters where no other byte is among them."""
+    remedy: str
+
+
+FORMATS = (
+    Format("compressed by gzip", rb"\x1f\x8b\x08[\x00-\x1f].{4}[\x00\x02\x04][\x00-\x0d\xff]", DECOMPRESS),
+    Format("compressed by zstd", rb"\x28\xb5\x2f\xfd", DECOMPRESS),
+    Format("compressed by xz", rb"\xfd7zXZ\x00", DECOMPRESS),
+    Format("compressed by bzip2", rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)", DECOMPRESS),
+    Format("compressed by lz4", rb"\x04\x22\x4d\x18", DECOMPRESS),
+    Format("an archive of 7-Zip", rb"7z\xbc\xaf\x27\x1c", UNPACK),
+    Format("a tar archive", rb".{100}[ 0-7]{5}[0-7].{151}ustar[\x00 ]", UNPACK),
+    Format("a file of PyTorch (torch.save)", rb"PK\x03\x04.{26}[^\x00]{0,200}data\.pkl", EXPORT),
+    Format("an archive of numpy arrays (.npz)", rb"PK\x03\x04.{26}[^\x00]{0,200}\.npy", NUMPY),
+    Format("a zip archive", rb"PK(?:\x03\x04|\x05\x06)", UNPACK),
+    Format("a numpy array (.npy)", rb"\x93NUMPY", NUMPY),
+    Format("a Parquet file", rb"PAR[1E][\x00-\x1f]", EXPORT),
+    Format("an Arrow file", rb"ARROW1\x00\x00", EXPORT),
+    Format("an Arrow stream", rb"\xff\xff\xff\xff.{3}\x00\x10\x00\x00\x00", EXPORT),
+    Format("a Feather file", rb"FEA1\x00\x00\x00\x00", EXPORT),
+    Format("an HDF5 file", rb"\x89HDF\r\n\x1a\n", EXPORT),
+    Format("an SQLite database", rb"SQLite format 3\x00", EXPORT),
+    Format("a safetensors file", rb".{4}\x00{4}\{[\" ]", EXPORT),
+    Format("a file of PyTorch (torch.save)", rb"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", EXPORT),
+    Format("a pickle of Python objects", rb"\x80[\x04\x05]\x95.{4}\x00{4}", EXPORT),
+    Format("a pickle of Python objects", rb"\x80[\x02\x03](?:[\]})](?:q\x00|\.)|c[\w.]+\n[\w.]+\n)", EXPORT),
+    Format("a PDF document", rb"%PDF-\d\.\d[\r\n]+%[\x80-\xff]", EXPORT),
+    Format(
+        "a token file of llm.c (magic 20240520), which is uint16 after a header of 1,024 bytes",
+        rb"\x88\xd8\x34\x01.\x00\x00\x00",
+        "remove the header: tail -c +1025 OLD.bin > NEW.bin",
+    ),
+    Format(
+        "a token file of llm.c (magic 20240801), which is uint32 after a header of 1,024 bytes",
+        rb"\xa1\xd9\x34\x01.\x00\x00\x00",
+        "give its text as .txt or .jsonl, because a .bin holds uint16",
+    ),
+    Format(
+        "an index of Megatron (.idx), which holds no tokens",
+        rb"(?:MMIDIDX|TNTIDX)\x00\x00",
+        "give the .bin beside it, where that holds uint16, or its text as .jsonl",
+    ),
+)
+
+
+def foreign(path: Path) -> str | None:
+    """What the file at `path` is, and what to do with it, where it is in one of `FORMATS`. Raises `OSError`."""
+    with path.open("rb") as file:
+        head = file.read(HEAD)
+    for known in FORMATS:
+        if re.match(known.start, head, re.DOTALL):
+            return f"is {known.name}; {known.remedy}"
+    return None

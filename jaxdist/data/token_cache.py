@@ -1,0 +1,182 @@
+"""A cache of tokens: each folder is filled once, published whole, and checked whole whenever it is opened.
+
+    KEY/             the files that were written, and about.json: facts about them, their sizes and XXH3
+    KEY.UUID/        the same while a process writes it; `writer` names its host and is locked until it is done
+    KEY.UUID.broken  a damaged KEY that another takes the place of
+
+XXH3 reads 6 to 9 GB/s from the page cache, and the text from which the key is made is hashed with SHA-256 at 1.3 GB/s
+at each start anyway: so all bytes are checked, and no size or time of change is trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from jaxdist.config import RequestError
+from jaxdist.files import checksum, open_no_follow, open_regular, write_whole
+
+ABOUT, WRITER = "about.json", "writer"
+
+LEFT = re.compile(r"[0-9a-f]{64}(?:\.[0-9a-f]{32})?(?P<broken>\.broken)?")
+"""The names of folders here; all but the plain key are those of folders that a process was busy with."""
+
+SILENT_SECONDS = 24 * 3600
+"""A folder whose lock says nothing here counts as left after so long without a change."""
+
+
+class Damaged(Exception):
+    """Says which file of a folder is not as it was written."""
+
+
+def open_cache(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """See that `folder`, named by 64 hexadecimal digits, holds what `fill` writes into a new folder; read all of it.
+
+    Returns the facts (for JSON) that `fill` returned. What is damaged is filled again, with a note on stderr. Folders
+    that other processes left here when they were killed are removed. Raises `RequestError` where the folder has to be
+    filled and cannot be written.
+    """
+    _sweep(folder.parent)
+    if os.path.lexists(folder):
+        try:
+            return check(folder)
+        except Damaged as error:
+            print(f"note: the token cache is damaged ({error}); the text is tokenized again", file=sys.stderr)
+    return _publish(folder, fill)
+
+
+def check(folder: Path) -> dict[str, Any]:
+    """The facts about a folder that is as it was written; reads all of it. Raises `Damaged` otherwise."""
+    about = folder / ABOUT
+    try:
+        with open_regular(about) as file:
+            written = json.loads(file.read())
+        facts, files, seal = written["facts"], written["files"], written["xxh3_64"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(f"'{about}' cannot be read") from error
+    if seal != _seal(facts, files):
+        raise Damaged(f"'{about}' differs from its checksum")
+    for name, expected in files.items():
+        try:
+            found = list(checksum(folder / name))
+        except OSError as error:
+            raise Damaged(f"'{folder / name}' cannot be read: {error.strerror}") from error
+        if found != expected:
+            raise Damaged(f"'{folder / name}' differs from its checksum")
+    return facts
+
+
+def _publish(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Fill a folder beside its final place, then rename it: what has the final name is whole, whoever was killed.
+
+    Of two processes that do so at once the later one finds the folder there, with the same content, and uses that.
+    """
+    new = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
+    try:
+        new.mkdir(parents=True)
+        with _locked(new / WRITER):
+            facts = fill(new)
+            files = {path.name: checksum(path) for path in sorted(new.iterdir()) if path.name != WRITER}
+            write_whole(new / ABOUT, json.dumps({"facts": facts, "files": files, "xxh3_64": _seal(facts, files)}))
+            _rename(new, folder)  # still locked: nobody else may take it for one that was left
+        with contextlib.suppress(OSError):
+            (folder / WRITER).unlink(missing_ok=True)
+        return facts
+    except OSError as error:
+        raise RequestError(
+            f"the token cache '{folder.parent}' cannot be written ({error.strerror or error}); set JAXDIST_CACHE to a "
+            "folder that you can write to, with room"
+        ) from error
+    finally:
+        _remove(new)
+
+
+def _rename(new: Path, folder: Path) -> None:
+    """Give `new` the name `folder`; what is damaged there goes, and what another process put there whole stays."""
+    broken = new.with_name(f"{new.name}.broken")
+    while True:
+        try:
+            new.rename(folder)
+            return
+        except OSError:
+            if not os.path.lexists(folder):
+                raise
+        try:
+            check(folder)
+            return
+        except Damaged:
+            with contextlib.suppress(FileNotFoundError):  # another process moved it away
+                folder.rename(broken)
+            _remove(broken)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Make the file, and lock it; the lock goes when this process does, however that ends."""
+    with path.open("x") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: others go by the age of the folder
+            fcntl.flock(file, fcntl.LOCK_EX)  # waits only while another process looks whether it is locked
+        file.write(platform.node())
+        file.flush()
+        yield
+
+
+def _sweep(cache: Path) -> None:
+    """Remove the folders that were left by processes which were killed, as far as this user may."""
+    with contextlib.suppress(OSError):
+        for path in list(cache.iterdir()):
+            name = LEFT.fullmatch(path.name)
+            if name and (name["broken"] or ("." in path.name and _is_left(path))):
+                _remove(path)
+
+
+def _is_left(folder: Path) -> bool:
+    """Whether the process that wrote here has ended. The lock tells for processes of this host alone: some network
+    file systems keep locks to the host that holds them."""
+    try:
+        with open_no_follow(folder / WRITER, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.read() == platform.node():
+                return True
+    except BlockingIOError:
+        return False
+    except (OSError, ValueError):
+        pass  # no such file, or no locks here: the age decides
+    return _is_silent(folder)
+
+
+def _is_silent(folder: Path) -> bool:
+    """Whether nothing in the folder has changed for long, by the clock of the file server."""
+    try:
+        changed = max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
+        with tempfile.TemporaryFile(dir=folder.parent) as now:
+            return os.fstat(now.fileno()).st_mtime - changed > SILENT_SECONDS
+    except OSError:
+        return False
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a link or file in its place, as far as possible."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _seal(facts: dict[str, Any], files: dict[str, Any]) -> str:
+    """A checksum of what about.json says."""
+    return xxhash.xxh3_64_hexdigest(json.dumps([facts, files]).encode())
