@@ -5,8 +5,9 @@ import os
 import stat
 
 import pytest
+import xxhash
 
-from jaxdist.files import open_no_follow, replacing, write_whole
+from jaxdist.files import checksum, open_no_follow, replacing, write_whole
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path):
@@ -50,3 +51,22 @@ def test_appending_through_a_link_is_refused(tmp_path):
     with open_no_follow(tmp_path / "own", "a") as file:
         file.write("ä")
     assert (tmp_path / "own").read_bytes() == "ä".encode()
+
+
+@pytest.mark.parametrize("size", [0, 1, 1 << 19, (1 << 19) + 1])
+def test_a_checksum_is_that_of_all_bytes(tmp_path, size):
+    content = os.urandom(size)
+    (tmp_path / "a").write_bytes(content)
+    assert checksum(tmp_path / "a") == (size, xxhash.xxh3_64_hexdigest(content))
+
+
+def test_only_regular_files_have_a_checksum(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    expected = {"link": errno.ELOOP, "folder": errno.EISDIR, "pipe": errno.EINVAL, "nothing": errno.ENOENT}
+    for name, number in expected.items():
+        with pytest.raises(OSError) as found:
+            checksum(tmp_path / name)
+        assert found.value.errno == number, name

@@ -239,7 +239,8 @@ def test_processes_that_race_or_die_leave_a_whole_cache(write, cache):
     racing = [start("lives") for _ in range(3)]
     found = {process.communicate(timeout=60)[0].strip() for process in racing}
     assert found == {open_(path=path).fingerprint}
-    assert len(list(cache.iterdir())) == 2
+    assert not left[0].exists()
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_cached(write, cache, monkeypatch):
