@@ -148,10 +148,10 @@ def not_private(folder: Path) -> str:
     """Make `folder`; what is wrong with it for programs that this user will run. Empty where nothing is."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        there = folder.stat()
+        named, there = folder.lstat(), folder.stat()  # a link that somebody else made leads where they like
     except OSError as error:
         return f"cannot be made ({os.strerror(error.errno or 0).lower()})"
-    if there.st_uid != os.getuid() or there.st_mode & 0o022:
+    if {named.st_uid, there.st_uid} != {os.getuid()} or there.st_mode & 0o022:
         return "is another user's, or may be written by others, who could run programs as you"
     return ""
 

@@ -5,6 +5,7 @@ import os
 import re
 import stat
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -167,6 +168,18 @@ def test_programs_are_not_kept_where_others_could_change_them(gpu, tmp_path):
     assert "may be written by others" in note
     (tmp_path / "file").touch()
     assert "cannot be made (not a directory)" in kept(tmp_path / "file" / "programs")[1][0]
+
+
+def test_programs_are_not_kept_behind_a_link_of_somebody_elses(gpu, tmp_path, monkeypatch):
+    link, lstat = tmp_path / "programs", Path.lstat
+    (tmp_path / "disk").mkdir(mode=0o700)
+    link.symlink_to(tmp_path / "disk")
+    assert kept(link) == (str(link), [])
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setattr(Path, "lstat", lambda path: SimpleNamespace(st_uid=lstat(path).st_uid + 1))
+    found, (note,) = kept(link)
+    assert found is None
+    assert "is another user's" in note
 
 
 KEPT = """
