@@ -2,7 +2,7 @@
 
     KEY/             the files that were written, and about.json: facts about them, their sizes and XXH3
     KEY.UUID/        the same while a process writes it; `writer` names its host and is locked until it is done
-    KEY.UUID.broken  a damaged KEY that another takes the place of
+    KEY.UUID.broken  a damaged KEY that is being replaced
 
 XXH3 reads 6 to 9 GB/s from the page cache, and the text from which the key is made is hashed with SHA-256 at 1.3 GB/s
 at each start anyway: so all bytes are checked, and no size or time of change is trusted.
@@ -43,11 +43,10 @@ class Damaged(Exception):
 
 
 def open_cache(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """See that `folder`, named by 64 hexadecimal digits, holds what `fill` writes into a new folder; read all of it.
+    """Check every byte of `folder`, which `fill` writes where it is missing or damaged (then with a note on stderr).
 
-    Returns the facts (for JSON) that `fill` returned. What is damaged is filled again, with a note on stderr. Folders
-    that other processes left here when they were killed are removed. Raises `RequestError` where the folder has to be
-    filled and cannot be written.
+    Its name is 64 hexadecimal digits. Returns the facts (for JSON) that `fill` returned when it wrote the folder. Also
+    removes the folders of other processes that were killed. Raises `RequestError` if the cache cannot be written.
     """
     _sweep(folder.parent)
     if os.path.lexists(folder):
@@ -80,7 +79,7 @@ def check(folder: Path) -> dict[str, Any]:
 
 
 def _publish(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Fill a folder beside its final place, then rename it: what has the final name is whole, whoever was killed.
+    """Fill a folder beside its final place, then rename it: no kill can leave half a folder under the final name.
 
     Of two processes that do so at once the later one finds the folder there, with the same content, and uses that.
     """
@@ -105,7 +104,7 @@ def _publish(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, 
 
 
 def _rename(new: Path, folder: Path) -> None:
-    """Give `new` the name `folder`; what is damaged there goes, and what another process put there whole stays."""
+    """Give `new` the name `folder`. A damaged folder of that name is removed; a whole one, of another process, stays."""
     broken = new.with_name(f"{new.name}.broken")
     while True:
         try:
