@@ -104,7 +104,7 @@ def _publish(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, 
 
 
 def _rename(new: Path, folder: Path) -> None:
-    """Give `new` the name `folder`. A damaged folder of that name is removed; a whole one, of another process, stays."""
+    """Give `new` the name `folder`. A damaged folder of that name is removed; a whole one of another process stays."""
     broken = new.with_name(f"{new.name}.broken")
     while True:
         try:
