@@ -104,12 +104,12 @@ def fills(config: Config, processes: int, each: int) -> bool:
 
 
 def slurm(argv: list[str]) -> int:
-    from jaxdist.cluster.slurm import submit
+    from jaxdist.cluster.slurm import make_logs, submit
 
     asked = slurm_arguments(argv)
     made = slurm_script(asked)
     text = made.text()
-    made.logs.mkdir(parents=True, exist_ok=True)  # Slurm ends a job that has nowhere to write to without a word
+    make_logs(made.logs)
     if asked.extras["submit"]:
         job = submit(text)
         print(f"submitted job {job}; its log is {made.logs / job}.log, and scancel {job} ends it")

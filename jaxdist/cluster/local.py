@@ -26,6 +26,9 @@ LAST_WORDS = 10.0
 GIVE_UP_ON = 2
 """Failures in a row, without a new checkpoint in between, after which a job goes on with fewer processes."""
 
+PAUSE, PATIENCE = 60, 3600
+"""Seconds until a run folder that is in use is tried again, and for which it is tried, at most."""
+
 Share = str | None
 """The GPUs of a process as CUDA_VISIBLE_DEVICES has them; None on CPU."""
 

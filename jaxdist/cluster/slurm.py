@@ -1,6 +1,6 @@
 """A run as a job of Slurm: the sbatch script that starts it, hands signals on, requeues it, and knows when to stop.
 
-The values stand at the top of the script, each quoted; what follows them, `BODY`, is the same for every run.
+The values stand at the top of the script, each quoted; the text of `slurm_text` that follows is the same for every run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxdist.cluster.place import FIRST_PORT, PORTS
+from jaxdist.cluster.local import PATIENCE, PAUSE
+from jaxdist.cluster.slurm_text import BODY, GO_BACK, MEET, RESUME
 from jaxdist.cluster.slurm_values import node_counts
 from jaxdist.config import RequestError, nearest
 
@@ -52,87 +53,6 @@ INHERITED = ("CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER
 INHERITED += ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """What a login shell may have set, and Slurm hands to the job: it would say otherwise than the job."""
 
-BODY = r"""
-# A task must not take what the login shell had for its own.
-unset {inherited}
-{environment}{meet}
-# USR1 comes before the time is over, to this shell alone: Slurm hands it on to the tasks, which save and end with 85.
-# (srun does not: it answers a signal by killing them.) TERM goes to all, when Slurm itself ends or requeues the job.
-ended=
-trap 'scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
-trap 'ended=yes' TERM
-
-look() { # newest: the step of the newest checkpoint
-    newest=0
-    for sums in "$run"/checkpoints/sums/*.json; do
-        at=${sums##*/} at=${at%.json}
-        if [ -e "$sums" ] && [ "$at" -gt "$newest" ]; then newest=$at; fi
-    done
-}
-
-# How often in a row it has ended without a new checkpoint, and which was the newest then.
-state=$run/slurm/$SLURM_JOB_ID
-mkdir -p "$run/slurm"
-look
-[ -e "$state.failures" ] || echo "0 $newest" >"$state.failures"
-{resume}
-# --wait, and not --kill-on-bad-exit, which would kill those that still save, and hide the exit code behind its signal.
-# Its exit code goes through a file: a signal interrupts bash's `wait`, which may then not tell it.
-rm -f "$state.code"
-(
-    trap : TERM
-    srun --ntasks-per-node="$tasks" --export=ALL --kill-on-bad-exit=0 --wait={last_words} "${srun[@]}" \
-        "${train[@]}" --run-dir="$run" --resume="$resume"
-    echo $? >"$state.code"
-) &
-child=$!
-while kill -0 "$child" 2>/dev/null; do wait "$child"; done
-code=1
-read -r code <"$state.code"
-
-say() { echo "jaxdist.launch: job $SLURM_JOB_ID: $*"; }
-if [ "$code" = 0 ]; then say "done"; exit 0; fi
-if [ -n "$ended" ]; then say "ended by Slurm (exit code $code)"; exit "$code"; fi
-if [ "$code" = 2 ]; then say "the request was refused: that is not tried again"; exit 2; fi
-look
-read -r failures before <"$state.failures"
-if [ "$newest" != "$before" ]; then failures=0; fi
-if [ "$newest" = "$before" ] || [ "$code" != 85 ]; then failures=$((failures + 1)); fi
-echo "$failures $newest" >"$state.failures"
-if [ "$failures" -gt "$restarts" ]; then
-    say "exit code $code; given up: $failures times in a row, without a new checkpoint"
-    exit "$code"
-fi
-say "exit code $code; requeued, to go on from $([ "$newest" = 0 ] && echo the beginning || echo "step $newest")"
-scontrol requeue "$SLURM_JOB_ID" && exit 0
-case $(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID") in
-PENDING | COMPLETING) exit 0 ;; # Slurm itself has requeued it, as where a node is lost
-esac
-say "it cannot be requeued: submit it again"
-exit "$code"
-"""
-
-MEET = f"""\
-# There may be no scontrol in a container, which tells the tasks what the first node is.
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=${{JAX_COORDINATOR_PORT:-$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))}}
-if [ $((SLURM_JOB_NUM_NODES * tasks)) != 1 ]; then export JAX_COORDINATOR_ADDRESS=$first:$port; fi
-"""
-
-RESUME = {
-    "auto": "resume=auto\n",
-    "never": "resume=auto # only the first start must find an empty folder\n"
-    'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then resume=never; fi\n',
-}
-
-GO_BACK = """
-# Back to step {step}, unless an earlier start of this job did: then what was the newest checkpoint is gone, or new.
-resume=auto
-if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then : >"$state.began"; fi
-old=$run/checkpoints/sums/{newest}.json
-if [ -e "$old" ] && [ ! "$old" -nt "$state.began" ]; then resume={step}; fi
-"""
-
 
 @dataclass(frozen=True)
 class Script:
@@ -164,6 +84,9 @@ class Script:
     resume: str = "auto"
     newest: int = 0
     """Step of the newest checkpoint that is there now."""
+    pause: int = PAUSE
+    patience: int = PATIENCE
+    """Seconds: a run folder that is in use is tried again after `pause`, and no more after `patience`."""
 
     @property
     def logs(self) -> Path:
@@ -172,9 +95,11 @@ class Script:
     def text(self) -> str:
         """The script. Raises `RequestError` where a value cannot be written into it."""
         values = {
-            "run": shlex.quote(str(self.run_dir)),
+            "run": shlex.quote(operand(self.run_dir)),
             "tasks": str(self.tasks_per_node),
             "restarts": f"{self.restarts} # at most so many in a row that bring no new checkpoint",
+            "pause": f"{self.pause} # seconds until a run folder that is in use is tried again",
+            "patience": f"{self.patience} # seconds for which it is tried again, at most",
             "srun": _array(self._srun()),
             "train": _array(["python" if self.container else self.python, "-m", "jaxdist.train", *self.train]),
         }
@@ -261,6 +186,11 @@ class Script:
         return GO_BACK.replace("{step}", self.resume).replace("{newest}", str(self.newest))
 
 
+def operand(path: Path) -> str:
+    """A path that no command takes for an option, whatever its name begins with."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
+
+
 def _array(words: Sequence[str]) -> str:
     return f"({shlex.join(words)})"
 
@@ -281,6 +211,19 @@ def directive(option: str, value: str) -> str:
     if re.fullmatch(r"[\w./%:@,+=-]+", value, re.ASCII):
         return value
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+
+
+def make_logs(folder: Path) -> None:
+    """Make the folder of the logs: Slurm ends a job that has nowhere to write to without a word.
+
+    Raises `RequestError` where it cannot be made, or is a symbolic link, which would lead the logs elsewhere.
+    """
+    if folder.is_symlink():
+        raise RequestError(f"{folder} is a symbolic link, which is not followed: remove it, or name another --run-dir")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"{folder} cannot be made ({error.strerror}); name another --run-dir") from error
 
 
 def submit(script: str) -> str:

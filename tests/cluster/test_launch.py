@@ -93,6 +93,19 @@ def test_it_is_printed_and_its_log_has_a_folder(played, capsys):
     assert "gpus" not in script
 
 
+def test_a_folder_of_logs_that_leads_elsewhere_is_refused(played):
+    Path("elsewhere").mkdir()
+    Path("runs/gpt_tiny").mkdir(parents=True)
+    logs = Path("runs/gpt_tiny/slurm")
+    logs.symlink_to(Path("elsewhere").absolute())
+    with pytest.raises(RequestError, match=r"runs/gpt_tiny/slurm is a symbolic link, which is not followed: remove it"):
+        launch.main(["slurm", "--time=9"])
+    logs.unlink()
+    logs.touch()
+    with pytest.raises(RequestError, match=r"runs/gpt_tiny/slurm cannot be made \(File exists\); name another"):
+        launch.main(["slurm", "--time=9"])
+
+
 def test_submitting(played, capsys, monkeypatch):
     monkeypatch.setenv("PATH", f"{played.folder}:{os.environ['PATH']}")
     monkeypatch.setenv("PLAYED", str(played.folder))

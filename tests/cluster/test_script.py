@@ -193,6 +193,44 @@ def test_who_is_ended_by_slurm_does_not_requeue_itself(played):
     assert ["requeue", "7"] not in played.calls("scontrol")
 
 
+IN_USE = "the run folder is in use, as the message above says; tried again every"
+
+
+def test_a_run_folder_that_is_in_use_is_tried_again_and_counts_as_no_failure(played):
+    free = 'echo >>"$PLAYED/starts"; [ "$(wc -l <"$PLAYED/starts")" = 3 ] || exit 75'
+    status, written = played.run(made(pause=0, restarts=0).text(), f"{free}; exit 0")
+    assert status == 0
+    assert written.splitlines() == [
+        f"jaxdist.launch: job 7: {IN_USE} 0 s, for 3600 s at most",
+        "jaxdist.launch: job 7: done",
+    ]
+    assert len(played.calls("srun")) == 3
+    (played.folder / "starts").unlink()
+    assert "exit code 1; requeued" in played.run(made(pause=0, restarts=1).text(), f"{free}; exit 1")[1]
+    assert Path("runs/a/slurm/7.failures").read_text() == "1 0\n"
+
+
+def test_it_is_not_tried_for_ever(played):
+    status, written = played.run(made(pause=0, patience=0).text(), "exit 75")
+    assert status == 75
+    assert written.splitlines()[1:] == ["jaxdist.launch: job 7: the run folder is still in use: submit it again"]
+    assert len(played.calls("srun")) == 1
+    assert ["requeue", "7"] not in played.calls("scontrol")
+    assert not Path("runs/a/slurm/7.failures").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_a_job_that_waits(played, number):
+    started = played.start(made().text(), "exit 75")
+    assert IN_USE in started.stdout.readline()
+    started.send_signal(number)
+    written, _ = started.communicate(timeout=30)
+    assert started.returncode == 75
+    assert written == "jaxdist.launch: job 7: asked to stop while the run folder was in use\n"
+    assert len(played.calls("srun")) == 1
+    assert ["requeue", "7"] not in played.calls("scontrol")
+
+
 def resumed(played: Played, script: str, restart: int) -> str:
     assert played.run(script, "exit 0", SLURM_RESTART_COUNT=str(restart))[0] == 0
     return played.calls("srun")[-1][-1]

@@ -1,0 +1,127 @@
+"""The shell of a Slurm job's script, below the values of the run (`slurm.Script`).
+
+Whoever can write into the run folder must gain nothing from it: the files there are read as numbers or not at all, and
+written under new names.
+"""
+
+from __future__ import annotations
+
+from jaxdist.cluster.place import FIRST_PORT, PORTS
+
+BODY = r"""
+# A task must not take what the login shell had for its own.
+unset {inherited}
+{environment}{meet}
+# USR1 comes before the time is over, to this shell alone: Slurm hands it on to the tasks, which save and end with 85.
+# (srun does not: it answers a signal by killing them.) TERM goes to all, when Slurm itself ends or requeues the job.
+asked= ended=
+trap 'asked=yes; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
+trap 'ended=yes' TERM
+
+say() { echo "jaxdist.launch: job $SLURM_JOB_ID: $*"; }
+
+# What a file or its name says may be anybody's: the shell would run what stands in `a[$(...)]` where it wants a number.
+is_number() { [[ $1 =~ ^(0|[1-9][0123456789]{0,9})$ ]]; }
+
+put() { # put FILE WORDS: write a new file, and give it that name. A link that somebody left there is not followed.
+    local new
+    new=$(mktemp "$1.XXXXXX") || return
+    if echo "${*:2}" >"$new" && mv -fT "$new" "$1"; then return 0; fi
+    rm -f "$new"
+    return 1
+}
+
+look() { # newest: the step of the newest checkpoint
+    newest=0
+    for sums in "$run"/checkpoints/sums/*.json; do
+        at=${sums##*/} at=${at%.json}
+        if [ -e "$sums" ] && is_number "$at" && [ "$at" -gt "$newest" ]; then newest=$at; fi
+    done
+}
+
+if [ -L "$run/slurm" ]; then say "$run/slurm is a symbolic link, which is not followed: remove it"; exit 2; fi
+mkdir -p "$run/slurm"
+state=$run/slurm/$SLURM_JOB_ID
+
+# How often in a row it has ended without a new checkpoint, and which was the newest then.
+look
+failures=0 before=$newest
+if [ -f "$state.failures" ] && [ ! -L "$state.failures" ]; then
+    read -r failures before < <(head -c 40 "$state.failures")
+    if ! is_number "$failures" || ! is_number "$before"; then failures=0 before=$newest; fi
+fi
+{resume}
+# --wait, and not --kill-on-bad-exit, which would kill those that still save, and hide the exit code behind its signal.
+# Its exit code goes through a pipe: a signal interrupts bash's `wait`, which may then not tell it.
+exec 3>&1
+start() { # code: the exit code of the run
+    exec 4< <(
+        trap : TERM
+        srun --ntasks-per-node="$tasks" --export=ALL --kill-on-bad-exit=0 --wait={last_words} "${srun[@]}" \
+            "${train[@]}" --run-dir="$run" --resume="$resume" >&3 3>&-
+        echo $?
+    )
+    child=$!
+    while kill -0 "$child" 2>/dev/null; do wait "$child"; done
+    read -r code <&4
+    is_number "$code" || code=1
+}
+
+# 75: another run is in the folder, often an earlier start of this job that has not quite ended. That is no failure, and
+# the job waits here: if it were requeued, it would wait for its nodes again, perhaps for days.
+start
+since=$SECONDS
+if [ "$code" = 75 ]; then
+    say "the run folder is in use, as the message above says; tried again every $pause s, for $patience s at most"
+fi
+while [ "$code" = 75 ]; do
+    again=$((SECONDS + pause))
+    while [ "$SECONDS" -lt "$again" ] && [ -z "$asked$ended" ]; do sleep 1; done
+    if [ -n "$asked$ended" ]; then say "asked to stop while the run folder was in use"; exit 75; fi
+    if [ "$SECONDS" -ge $((since + patience)) ]; then say "the run folder is still in use: submit it again"; exit 75; fi
+    start
+done
+
+if [ "$code" = 0 ]; then say "done"; exit 0; fi
+if [ -n "$ended" ]; then say "ended by Slurm (exit code $code)"; exit "$code"; fi
+if [ "$code" = 2 ]; then say "the request was refused: that is not tried again"; exit 2; fi
+look
+if [ "$newest" != "$before" ]; then failures=0; fi
+if [ "$newest" = "$before" ] || [ "$code" != 85 ]; then failures=$((failures + 1)); fi
+if [ "$failures" -gt "$restarts" ]; then
+    say "exit code $code; given up: $failures times in a row, without a new checkpoint"
+    exit "$code"
+fi
+if ! put "$state.failures" "$failures $newest"; then
+    say "exit code $code; $state.failures, which counts the failures, cannot be written: submit it again"
+    exit "$code"
+fi
+say "exit code $code; requeued, to go on from $([ "$newest" = 0 ] && echo the beginning || echo "step $newest")"
+scontrol requeue "$SLURM_JOB_ID" && exit 0
+case $(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID") in
+PENDING | COMPLETING) exit 0 ;; # Slurm itself has requeued it, as where a node is lost
+esac
+say "it cannot be requeued: submit it again"
+exit "$code"
+"""
+
+MEET = f"""\
+# There may be no scontrol in a container, which tells the tasks what the first node is.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=${{JAX_COORDINATOR_PORT:-$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))}}
+if [ $((SLURM_JOB_NUM_NODES * tasks)) != 1 ]; then export JAX_COORDINATOR_ADDRESS=$first:$port; fi
+"""
+
+RESUME = {
+    "auto": "resume=auto\n",
+    "never": "resume=auto # only the first start must find an empty folder\n"
+    'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then resume=never; fi\n',
+}
+
+GO_BACK = """
+# Back to step {step}, unless an earlier start of this job did: then what was the newest checkpoint is gone, or new.
+resume=auto
+if [ "${SLURM_RESTART_COUNT:-0}" = 0 ] && ! put "$state.began"; then say "$state.began cannot be written"; exit 1; fi
+old=$run/checkpoints/sums/{newest}.json
+if [ -e "$old" ] && [ ! "$old" -nt "$state.began" ]; then resume={step}; fi
+"""
