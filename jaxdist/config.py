@@ -17,11 +17,20 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 
 
 class RequestError(ValueError):
-    """A mistake in what was asked for; `problems` holds a sentence each. Commands print them and exit with 2."""
+    """A mistake in what was asked for; `problems` holds a sentence each. Commands print them."""
+
+    exit_code = 2
+    """Of the command."""
 
     def __init__(self, *problems: str):
         self.problems = list(problems)
         super().__init__("\n".join(problems))
+
+
+class Busy(RequestError):
+    """The run folder is in use. This passes: the same request may be made again."""
+
+    exit_code = 75
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -46,10 +46,13 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def open_no_follow(path: Path, mode: str) -> IO[str]:
-    """Open a text file in `mode`, such as "a" or "a+". Raises `OSError` (ELOOP) where `path` is a symbolic link."""
+    """Open a text file in `mode`, such as "a" or "a+". Raises `OSError` (ELOOP) where `path` is a symbolic link.
+
+    A named pipe is not waited for.
+    """
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
     return open(path, mode, encoding="utf-8", opener=opener)
 

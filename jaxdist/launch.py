@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist.cluster.place import check_alone
-from jaxdist.config import Config, Positive, RequestError, nearest
+from jaxdist.config import Busy, Config, Positive, RequestError, nearest
 from jaxdist.request import Asked, Extra, arguments, check_mesh_fits, fits, fitting, run
 from jaxdist.request.knobs import KNOBS, canonical, option
 
 if TYPE_CHECKING:
     from jaxdist.cluster.slurm import Script
+    from jaxdist.training.folder import RunFolder
 
 USAGE = """usage: python -m jaxdist.launch WHERE [CONFIG] [options of the launcher and of train]   (--help tells more)
 
@@ -75,8 +76,18 @@ def local(argv: list[str]) -> int:
         minutes=asked.extras["minutes"],
         grace=asked.config.checkpoint.grace_seconds,
         tell=say,
+        in_use=lambda: in_use(folder, asked.config.fault.heartbeat_seconds),
     )
     return job.run()
+
+
+def in_use(folder: RunFolder, limit: float) -> str:
+    """Who has a run folder now, in a sentence; empty where nobody has. `limit`: as `RunLock` has it."""
+    try:
+        with folder.locked(limit):
+            return ""
+    except Busy as error:
+        return str(error)
 
 
 def train(asked: Asked, process: int, processes: int, coordinator: str, again: bool) -> Sequence[str]:

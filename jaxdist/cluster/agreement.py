@@ -9,10 +9,7 @@ from collections.abc import Callable
 import jax
 
 from jaxdist.cluster import board
-from jaxdist.config import RequestError
-
-REFUSED = -1
-"""What the first process tells the others in place of a number."""
+from jaxdist.config import Busy, RequestError
 
 LEADER_SPEAKS = 5.0
 """Seconds in which the first process says why it refuses and ends the others, who would end it before it has."""
@@ -48,20 +45,22 @@ def from_all(value: bool) -> list[bool]:
 def agreed(look: Callable[[], int]) -> int:
     """The number, from 0, that the first process gets from `look`; no other calls it.
 
-    Where it raises `RequestError` there, all processes do. All of them must call this, in the same order.
+    Where it raises `RequestError` there, all processes raise one with the same exit code. All of them must call this,
+    in the same order.
     """
-    found, problem = REFUSED, None
+    found, problem = 0, None
     if leader():
         try:
             found = look()
         except RequestError as error:
-            problem = error
+            found, problem = -error.exit_code, error
     found = from_leader(found)
     if problem:
         raise problem
-    if found == REFUSED:
+    if found < 0:
         time.sleep(LEADER_SPEAKS)
-        raise RequestError("the first process of this run has refused the request, and says why")
+        kind = Busy if found == -Busy.exit_code else RequestError
+        raise kind("the first process of this run has refused the request, and says why")
     return found
 
 

@@ -21,8 +21,8 @@ from jaxdist.cluster import board
 from jaxdist.cluster.place import Place
 from jaxdist.config import RequestError
 
-FAILED, MISTAKE = 1, 2
-"""Exit codes."""
+FAILED = 1
+"""Exit code; a `RequestError` has its own."""
 
 HANG, ERROR = "hang", "error"
 
@@ -51,7 +51,7 @@ def ending_all(place: Place, before: Callable[[], None] = lambda: None) -> Itera
 def fail(place: Place, error: BaseException) -> NoReturn:
     """End all processes because of `error`."""
     if isinstance(error, RequestError):
-        code, lines = MISTAKE, error.problems
+        code, lines = error.exit_code, error.problems
     else:
         code, lines = FAILED, "".join(traceback.format_exception(error)).splitlines()
     end_all(place, code, lines)

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import statistics
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from jaxdist.cluster.phases import ORDER
-from jaxdist.files import write_whole
+from jaxdist.files import open_no_follow, write_whole
 
 EVERY, EACH = 5.0, 1 / 32
 """Seconds between two heartbeats: at least, and for each process, so that a shared file system is not flooded."""
@@ -79,6 +83,12 @@ class Beat:
         return self.ended is None and now - self.time > SILENT * self.every
 
 
+BEAT = TypeAdapter(Beat)
+
+LONGEST = 4096
+"""Characters of a heartbeat that are read."""
+
+
 class Heart:
     """Writes what `look` returns into `folder` until `stop`. What goes wrong with that is nobody's concern.
 
@@ -116,7 +126,7 @@ class Heart:
         """Those of processes that this run, which had more of them once, has no longer."""
         beat = self._look()
         for path in self.folder.glob("*.json") if beat.process == 0 else ():
-            if path.stem.isdigit() and int(path.stem) >= beat.processes:
+            if re.fullmatch("[0-9]{1,9}", path.stem) and int(path.stem) >= beat.processes:
                 path.unlink()
 
 
@@ -124,8 +134,10 @@ def read(folder: Path) -> list[Beat]:
     """All that are there, in order."""
     beats = []
     for path in folder.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError):  # it is just being replaced, or no heartbeat
-            beats.append(Beat(**{**json.loads(path.read_text()), "time": path.stat().st_mtime}))
+        # it may just be replaced, or be no heartbeat
+        with contextlib.suppress(OSError, ValueError), open_no_follow(path, "r") as file:
+            beat = BEAT.validate_json(file.read(LONGEST))
+            beats.append(replace(beat, time=os.fstat(file.fileno()).st_mtime))
     return sorted(beats, key=lambda beat: beat.process)
 
 

@@ -13,15 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxdist.cluster.gpus import visible
-from jaxdist.config import RequestError
+from jaxdist.config import Busy, RequestError
 
-DONE, FAILED, MISTAKE, STOPPED = 0, 1, 2, 85
+DONE, FAILED, MISTAKE, BUSY, STOPPED = 0, 1, RequestError.exit_code, Busy.exit_code, 85
 """Exit codes of a process, and of the job."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 LAST_WORDS = 10.0
 """Seconds in which the others end by themselves, and say why, before they are killed."""
+
+MOMENT = 0.2
+"""Seconds until a job that waits hears of a signal."""
 
 GIVE_UP_ON = 2
 """Failures in a row, without a new checkpoint in between, after which a job goes on with fewer processes."""
@@ -51,9 +54,15 @@ class Job:
     grace: float
     """Seconds from a signal to the end."""
     tell: Callable[[str], None]
+    in_use: Callable[[], str]
+    """Who has the run folder now, in a sentence; empty where nobody has."""
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
     asked: str | None = None
     """The signal that has asked it to stop."""
     running: list[subprocess.Popen] = field(default_factory=list)
+    _patient_until: float | None = None
+    """How long it waits for the run folder; None while it does not."""
 
     def run(self) -> int:
         """Until it is done, stopped, or not worth another try. Returns the exit code."""
@@ -69,6 +78,11 @@ class Job:
         began, tries, in_a_row, newest = deque[float](), 0, 0, self.newest()
         while True:
             first, codes = self._generation(again=tries > 0)
+            if BUSY in codes:
+                if self._wait_for_folder():
+                    continue
+                return BUSY
+            self._patient_until = None
             after = f" after {tries} restart(s)" if tries else ""
             if first is None:
                 self.tell(f"done{after}")
@@ -82,7 +96,7 @@ class Job:
                 self.tell(f"{what}; that is not tried again")
                 return MISTAKE
             in_a_row = in_a_row + 1 if self.newest() == newest else 1
-            newest, now = self.newest(), time.monotonic()
+            newest, now = self.newest(), self.clock()
             while began and now - began[0] > 60 * self.minutes:
                 began.popleft()
             if len(began) >= self.restarts:
@@ -92,6 +106,25 @@ class Job:
             self.tell(f"{what}; all are started again from {f'step {newest}' if newest else 'the beginning'}{fewer}")
             began.append(now)
             in_a_row, tries = 0 if fewer else in_a_row, tries + 1
+
+    def _wait_for_folder(self) -> bool:
+        """Whether the run folder, which was in use, is free now. Waits for that, until a signal or for `PATIENCE`."""
+        if self._patient_until is None:
+            self._patient_until = self.clock() + PATIENCE
+            why = self.in_use() or "the run folder was in use"
+            self.tell(f"{why}; tried again every {PAUSE} s, for {PATIENCE} s at most")
+        while True:
+            again = self.clock() + PAUSE
+            while self.asked is None and self.clock() < again:
+                self.sleep(MOMENT)
+            if self.asked is not None:
+                self.tell(f"stopped by {self.asked} while the run folder was in use")
+                return False
+            if self.clock() >= self._patient_until:
+                self.tell("the run folder is still in use: start the same command again")
+                return False
+            if not self.in_use():
+                return True
 
     def _generation(self, again: bool) -> tuple[int | None, list[int]]:
         """(the process that failed first, exit codes); None where all are done."""

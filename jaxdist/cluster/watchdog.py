@@ -45,7 +45,7 @@ class Watchdog:
         self._end.set()
         self._thread.join()
         faults.last_acts.remove(self.ended)
-        self.ended(0 if kind is None else faults.MISTAKE if issubclass(kind, RequestError) else faults.FAILED)
+        self.ended(_exit_code(kind))
 
     def beat_in(self, folder: Path) -> None:
         """From now on tell in this folder, which all processes share, where the run is."""
@@ -121,3 +121,10 @@ class Watchdog:
             thread.start()
             thread.join(faults.MOMENT * 4)
         return list(found)
+
+
+def _exit_code(kind: type[BaseException] | None) -> int:
+    """With which a run ends that raises such an exception, or none."""
+    if kind is None:
+        return 0
+    return kind.exit_code if issubclass(kind, RequestError) else faults.FAILED

@@ -18,7 +18,7 @@ from jaxdist.request.helptext import help_text
 from jaxdist.request.knobs import KNOBS, canonical, option, sentence
 from jaxdist.request.reading import read, to_toml
 
-DONE, FAILED, MISTAKE = 0, 1, 2
+DONE, FAILED = 0, 1
 """Exit codes: done, anything that went wrong, a mistake in the request."""
 
 LAYOUT_KNOBS = ("mesh", "precision", "parallel.zero", "parallel.sequence", "parallel.rules", "pipeline")
@@ -192,14 +192,14 @@ def outcome(main: Callable[[list[str]], int], argv: list[str]) -> int:
     except RequestError as error:
         for problem in error.problems:
             print(f"{name}: {problem}", file=sys.stderr)
-        return MISTAKE
+        return error.exit_code
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return FAILED
 
 
 def run(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run a command as the program: exit with its code, 2 for a mistake in the request, 1 with a traceback."""
+    """Run a command as the program: exit with its code, that of a mistake in the request, or 1 with a traceback."""
     try:
         sys.exit(outcome(main, sys.argv[1:]))
     except BrokenPipeError:  # the reader of a pipe has seen enough, as in `--help | head`

@@ -6,7 +6,6 @@ elsewhere. The run folder itself may be a link.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -27,6 +26,7 @@ from jaxdist import __version__
 from jaxdist.config import Config, RequestError, leaves
 from jaxdist.files import read_regular, write_whole
 from jaxdist.request import load, to_toml
+from jaxdist.training.run_lock import LIMIT, RunLock
 from jaxdist.training.shelf import STEP, WRONG_CONTENT, Shelf
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -159,27 +159,20 @@ class RunFolder:
         return [Shelf(self.path / name) for name in SHELVES]
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Make the folder and keep other processes from training in it. Raises `RequestError` if one does."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / ".lock").open("a+")
-        except OSError as error:
-            raise RequestError(f"run folder {self.path} cannot be written ({error.strerror}); name another") from error
-        with lock:
+    def locked(self, limit: float = LIMIT) -> Iterator[RunLock]:
+        """Make the folder and keep other processes from training in it (`RunLock`).
+
+        Raises `Busy` while one does, and `RequestError` where the folder cannot be written.
+        """
+        with ExitStack() as stack:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                lock.seek(0)
+                self.path.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(RunLock(self.path, self.heartbeats, limit))
+            except OSError as error:
                 raise RequestError(
-                    f"run folder {self.path} is in use by process {lock.read().strip()}; wait for it, or name another "
-                    f"--run-dir"
+                    f"run folder {self.path} cannot be written ({error.strerror}); name another"
                 ) from error
-            with suppress(OSError):  # a full disk: it is the lock that counts, and room is made by who holds it
-                lock.truncate(0)
-                lock.write(str(os.getpid()))
-                lock.flush()
-            yield
+            yield lock
 
     def same_data(self, there: str, here: str) -> None:
         """Raise `RequestError` when the run here was trained on other data: `there` and `here` are fingerprints."""

@@ -18,6 +18,7 @@ from jaxdist.training.checkpoint import Checkpoints, Found
 from jaxdist.training.folder import RunFolder, checkpoint_of
 from jaxdist.training.plots import plot_loss
 from jaxdist.training.run import Run
+from jaxdist.training.run_lock import LockLost, RunLock
 from jaxdist.training.shelf import Shelf
 from jaxdist.training.step import TrainState
 
@@ -26,17 +27,29 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 @contextmanager
-def locked(folder: RunFolder) -> Iterator[None]:
-    """The folder of a run for this run alone, with its id: `RunFolder.locked` by the first process, for all."""
+def locked(folder: RunFolder, limit: float) -> Iterator[Callable[[], None]]:
+    """The folder of a run for this run alone, with its id: `RunFolder.locked` by the first process, for all.
 
-    def enter() -> int:
-        stack.enter_context(folder.locked())
+    Gives a function to call before each save, in all processes: it raises `LockLost`, in all of them alike, where
+    another run has taken the folder.
+    """
+    locks: list[RunLock] = []
+
+    def take() -> int:
+        locks.append(stack.enter_context(folder.locked(limit)))
         folder.identify()
+        for note in locks[0].notes:
+            print(f"note        {note}", file=sys.stderr)
         return 0
 
+    def check() -> None:
+        lost = locks[0].lost() if leader() else None
+        if from_leader(int(lost is not None)):
+            raise LockLost(lost or "another run has taken the run folder")
+
     with ExitStack() as stack:
-        agreed(enter)
-        yield
+        agreed(take)
+        yield check
 
 
 class Saving:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 
 import jax
 
@@ -22,6 +23,7 @@ from jaxdist.training.metrics import Log, Silent
 from jaxdist.training.plots import plot_loss
 from jaxdist.training.profile import Profile
 from jaxdist.training.run import Run
+from jaxdist.training.run_lock import LockLost
 from jaxdist.training.saving import Saving, checkpoint_bytes, finished, locked, no_room
 from jaxdist.training.shelf import Shelf
 from jaxdist.training.startup import check_attention
@@ -47,7 +49,7 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
     check_alike("data", run.task.fingerprint, "let all processes read the same files")
     with (
         jax.set_mesh(run.mesh),
-        locked(folder),
+        locked(folder, run.config.fault.heartbeat_seconds) as check_lock,
         Checkpoints(folder.path, run.config.checkpoint.keep, run.config.checkpoint.keep_every) as checkpoints,
     ):
         job.note(STARTING)
@@ -66,9 +68,11 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
             folder.cut_metrics(first)
         with (Log if leader() else Silent)(run.config, folder, run.steps, first) as log, job.failing(log.pause):
             try:
-                return Trainer(run, folder, checkpoints, log, job).train(found)
+                return Trainer(run, folder, checkpoints, log, job, check_lock).train(found)
             except Diverged as error:  # in all processes alike
                 log.say(f"stopped: {error}; {checkpoints.told()}")
+            except LockLost as error:  # in all processes alike; the checkpoints are another run's
+                log.say(f"stopped: {error}")
             except (SaveFailed, OSError) as error:
                 told = no_room(error, folder) if isinstance(error, OSError) else error
                 job.give_up(f"stopped: {told}; {goes_on(folder)}")
@@ -85,8 +89,18 @@ def goes_on(folder: RunFolder) -> str:
 class Trainer:
     """The loop and what it needs from step to step."""
 
-    def __init__(self, run: Run, folder: RunFolder, checkpoints: Checkpoints, log: Log, job: Job):
+    def __init__(
+        self,
+        run: Run,
+        folder: RunFolder,
+        checkpoints: Checkpoints,
+        log: Log,
+        job: Job,
+        check_lock: Callable[[], None],
+    ):
+        """`check_lock` raises `LockLost` where another run has taken the folder."""
         self.run, self.folder, self.checkpoints, self.log, self.job = run, folder, checkpoints, log, job
+        self.check_lock = check_lock
         self.config, self.steps = run.config, run.steps
         self.saving = Saving(run, checkpoints)
 
@@ -184,6 +198,7 @@ class Trainer:
             if found is None:
                 return
             self.log.metrics({"step": step, **{f"validation_{name}": value for name, value in found.items()}})
+            self.check_lock()
             self.saving.save_if_best(step, state, found["loss"])
 
     def overdue(self, first: int) -> bool:
@@ -199,6 +214,7 @@ class Trainer:
     def save(self, step: int, state: TrainState) -> None:
         self.job.note(SAVING)
         with self.meter.paused():  # the metrics of this step are on disk before its checkpoint is
+            self.check_lock()
             self.saving.save(step, state)
 
     def finish(self) -> None:

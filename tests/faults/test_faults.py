@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 from jaxdist.cluster.phases import COMPILING, READING, STEPPING, VALIDATING, WAITING
 from jaxdist.cluster.place import Place
 from jaxdist.cluster.watchdog import Watchdog
+from jaxdist.training.folder import RunFolder
 from tests.faults.jobs import ends, job, metrics, saved, step_of, told, train, until
 
 LONG = ("--mesh=2x1x1", "--train.steps=100000")
@@ -171,6 +173,13 @@ def test_a_mistake_that_they_find_together_is_exit_code_2(words, options, senten
     with job(train(words(*options), 2)) as running:
         assert ends(running, 60) == [2, 2]
         assert sentence in told(running)
+
+
+@pytest.mark.slow
+def test_a_run_folder_in_use_is_exit_code_75_in_all_processes(words, tmp_path):
+    with RunFolder(tmp_path / "run").locked(), job(train(words("--mesh=2x1x1"), 2)) as running:
+        assert ends(running, 60) == [75, 75]
+        assert f"run is in use by process {os.getpid()} on {socket.gethostname()} (no Slurm job)" in running[0].said()
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 from jaxdist import launch
 from jaxdist.cluster.local import Job, shares
 from jaxdist.config import Config, RequestError
+from jaxdist.training.folder import RunFolder
 
 PROCESS = """
 import os, pathlib, signal, sys, time
@@ -39,7 +40,7 @@ def job(tmp_path):
         ]
         told: list[str] = []
         settings = dict(fits=lambda n: False, newest=lambda: 0, restarts=2, minutes=60.0, grace=5.0, tell=told.append)
-        made = Job(command=command, shares=[None] * 3, **settings | more)
+        made = Job(command=command, shares=[None] * 3, **settings | dict(in_use=lambda: "") | more)
         made.told = told
         return made
 
@@ -102,6 +103,61 @@ def test_a_mistake_is_not_tried_again(job, tmp_path):
     assert made.run() == 2
     assert len(pids(tmp_path)) == 3
     assert "refused the request; that is not tried again" in made.told[-1]
+
+
+class Clock:
+    """Time that passes only where somebody sleeps."""
+
+    def __init__(self, wakes=lambda now: None):
+        self.now, self._wakes = 0.0, wakes
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self._wakes(self.now)
+
+
+USED = "runs/a is in use by process 9 on n1"
+
+
+def test_a_run_folder_that_is_in_use_is_waited_for_and_counts_as_no_failure(job, tmp_path):
+    """It is free after 150 s, which is seen after 180; then it is in use again for the second start."""
+    clock = Clock()
+    program = "tries = len(started.read_text().split())\nsys.exit(75 if tries < 3 else 0)"
+    in_use = lambda: USED if clock.now < 150 else ""
+    made = job(program, restarts=0, in_use=in_use, clock=clock, sleep=clock.sleep)
+    assert made.run() == 0
+    assert made.told == [f"{USED}; tried again every 60 s, for 3600 s at most", "done"]
+    assert 240 <= clock.now < 242
+    assert len((tmp_path / "0 of 3").read_text().split()) == 3
+
+
+def test_a_run_folder_is_not_waited_for_for_ever(job, tmp_path):
+    clock = Clock()
+    made = job("sys.exit(75)", in_use=lambda: USED, clock=clock, sleep=clock.sleep)
+    assert made.run() == 75
+    assert made.told[1:] == ["the run folder is still in use: start the same command again"]
+    assert 3600 <= clock.now < 3660
+    assert len(pids(tmp_path)) == 3
+
+
+def test_a_signal_ends_a_job_that_waits_for_its_run_folder(job, tmp_path):
+    clock = Clock(wakes=lambda now: now > 70 and os.kill(os.getpid(), signal.SIGTERM))
+    made = job("sys.exit(75)", in_use=lambda: USED, clock=clock, sleep=clock.sleep)
+    assert made.run() == 75
+    assert made.told[1:] == ["stopped by SIGTERM while the run folder was in use"]
+    assert clock.now < 72
+    assert len(pids(tmp_path)) == 3
+
+
+def test_who_has_a_run_folder(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    assert launch.in_use(folder, 30) == ""
+    with folder.locked():
+        assert f"run is in use by process {os.getpid()} on " in launch.in_use(folder, 30)
+    assert launch.in_use(folder, 30) == ""
 
 
 def test_85_that_nobody_here_asked_for_is_tried_again(job):

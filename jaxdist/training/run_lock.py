@@ -1,0 +1,236 @@
+"""One run at a time in a run folder: the file `.lock` names the process that has it, which holds a lock on the file.
+
+The lock (flock) ends with the process. But on a file system that hosts share it may outlast a host that was lost, and
+some file systems have no locks: then the heartbeats of the run tell whether it goes on. No jax here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import secrets
+import socket
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from jaxdist.cluster import heartbeat
+from jaxdist.config import Busy, FaultConfig, RequestError
+from jaxdist.files import open_no_follow, replacing
+
+LOCK = ".lock"
+
+LIMIT = FaultConfig().heartbeat_seconds
+
+SILENCES = 3
+"""Times the limit for which the heartbeats of a run must be silent before its lock may be broken."""
+
+SETTLE = 2.0
+"""Seconds in which others that have seen the same lock broken replace it too; the last one has it."""
+
+LONGEST = 4096
+"""Bytes of a lock file that are read."""
+
+TRIES = 5
+"""How often to begin again when somebody replaces the file between two looks at it."""
+
+
+class LockLost(RuntimeError):
+    """Another run has taken the run folder, which this one believed to have."""
+
+
+class Holder(BaseModel):
+    """The process that has a run folder, as its lock file names it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    host: str = Field(min_length=1, max_length=255)
+    pid: int = Field(ge=1, lt=2**31)
+    job: str | None = Field(max_length=80)
+    """SLURM_JOB_ID."""
+    time: float
+    """When it took the folder, in seconds since 1970 by its own clock."""
+    token: str = Field(max_length=80)
+    """Random, another one each time that a lock is taken."""
+
+    @classmethod
+    def here(cls) -> Holder:
+        """This process."""
+        return cls(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            job=os.environ.get("SLURM_JOB_ID", "")[:80] or None,
+            time=time.time(),
+            token=secrets.token_hex(16),
+        )
+
+
+class RunLock:
+    """The lock of a run folder. Use it as a context manager, which raises `Busy` while another process has the folder.
+
+    `limit` is `fault.heartbeat_seconds`, after which a process that is not heard of counts as lost. The lock of another
+    process is broken only where that process is on another host and all heartbeats in the folder have been silent for
+    `SILENCES` times the limit, by the clock of the file server. Whoever breaks it replaces the file, so that the one
+    before, should it still live, finds that the lock is not its own any more (`lost`).
+
+    Where the file system has no locks, the process that the file names has the folder until it says that it has ended
+    (`Beat.ended`), or until the heartbeats have been silent for as long.
+    """
+
+    def __init__(self, folder: Path, heartbeats: Path, limit: float = LIMIT):
+        self.folder, self.heartbeats, self.limit = folder, heartbeats, limit
+        self.path = folder / LOCK
+        self.notes: list[str] = []
+        """A sentence where the file system has no locks."""
+        self._me = Holder.here()
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> RunLock:
+        for _ in range(TRIES):
+            file = self._open()
+            try:
+                if self._take(file):
+                    return self
+            finally:
+                if self._file is not file:
+                    file.close()
+        raise Busy(f"run folder {self.folder} is in use: several processes try to take it; try again")
+
+    def __exit__(self, *_: object) -> None:
+        if self.lost() is None:
+            with suppress(OSError):
+                os.ftruncate(self._file.fileno(), 0)  # it names nobody
+        self._file.close()
+        self._file = None
+
+    def lost(self) -> str | None:
+        """Who has the folder now, in a sentence; None while this process has. Reads the file anew."""
+        try:
+            with open_no_follow(self.path, "r+") as file:
+                same = os.path.samestat(os.fstat(file.fileno()), os.fstat(self._file.fileno()))
+                holder = _read(file)
+        except OSError as error:
+            return (
+                f"{self.path}, the lock of this run, cannot be read any more ({error.strerror}); nothing more is saved"
+            )
+        if same and (holder is None or holder.token == self._me.token):  # a full disk has no room for the name
+            return None
+        by = f"process {holder.pid} on {_shown(holder.host)}" if holder else "another process"
+        return f"run folder {self.folder} was taken by {by} while this run was silent; nothing more is saved"
+
+    def _open(self) -> IO[str]:
+        """The lock file. Raises `RequestError` where it is, or stands for, anything but a file in this folder."""
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(self.path.lstat().st_mode):
+                raise RequestError(f"{self.path} is no regular file, so it cannot be locked; remove it")
+        return open_no_follow(self.path, "a+")
+
+    def _take(self, file: IO[str]) -> bool:
+        """Make the folder that of this process; False where the file was replaced meanwhile. Raises `Busy`."""
+        locks = self._lock(file)
+        if locks is True:
+            if not self._in_place(file):
+                return False
+            self._file = file
+            self._write(file)
+            return True
+        holder, written = _read(file), os.fstat(file.fileno()).st_mtime
+        until = self._alive_until(holder, written, has_locks=locks is not None)
+        if math.isinf(until):
+            raise self._busy(holder)
+        new = self._replacement(file, holder, until)
+        time.sleep(SETTLE)
+        self._file = new
+        if self.lost() is not None:
+            new.close()
+            self._file = None
+            raise self._busy(None)
+        return True
+
+    def _replacement(self, file: IO[str], holder: Holder | None, until: float) -> IO[str]:
+        """A lock file of this process in place of `file`; raises `Busy` where `until` is not over."""
+        with replacing(self.path) as temporary:
+            new = open_no_follow(temporary, "a+")
+            try:
+                self._lock(new)  # before it has the name, under which others would lock it
+                self._write(new)
+                now = os.fstat(new.fileno()).st_mtime
+                if now <= until or not self._in_place(file):
+                    raise self._busy(holder)
+            except BaseException:
+                new.close()
+                raise
+        return new
+
+    def _lock(self, file: IO[str]) -> bool | None:
+        """Whether the file is locked by this process now; None where the file system has no locks, which is noted."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.notes = [
+                f"{self.folder} is on a file system without locks ({error.strerror}): heartbeats alone tell whether "
+                f"another run is in it"
+            ]
+            return None
+        return True
+
+    def _in_place(self, file: IO[str]) -> bool:
+        """Whether the file that is open still has its name."""
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path, follow_symlinks=False))
+        except FileNotFoundError:
+            return False
+
+    def _write(self, file: IO[str]) -> None:
+        """Name this process in the file."""
+        with suppress(OSError):  # a full disk: it is the lock that counts, and whoever holds it makes room
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"{self._me.model_dump_json()}\n".encode())
+            os.fsync(file.fileno())  # its time is then the server's
+
+    def _alive_until(self, holder: Holder | None, written: float, has_locks: bool) -> float:
+        """Until when the process that has the folder counts as alive, in seconds of the file server's clock.
+
+        0 where it has ended, infinity where nothing tells whether it still lives. The lock file was `written` then.
+        """
+        if holder is None:
+            return math.inf if has_locks else 0.0  # somebody has locked a file that names nobody
+        beats = heartbeat.read(self.heartbeats)
+        own = [beat for beat in beats if (beat.host, beat.pid) == (holder.host, holder.pid)]
+        if has_locks and (holder.host == self._me.host or not own):
+            return math.inf
+        if not has_locks and any(beat.ended is not None for beat in own):
+            return 0.0
+        heard = max([written, *(beat.time for beat in beats)])
+        limit = max([self.limit, *(beat.every for beat in beats)])  # many processes write their heartbeats less often
+        return heard + SILENCES * limit
+
+    def _busy(self, holder: Holder | None) -> Busy:
+        if holder is None:
+            return Busy(f"run folder {self.folder} is in use by another process; wait, or name another --run-dir")
+        host = _shown(holder.host)
+        job = f"Slurm job {_shown(holder.job)}" if holder.job else "no Slurm job"
+        return Busy(
+            f"run folder {self.folder} is in use by process {holder.pid} on {host} ({job}); wait for it, or name "
+            f"another --run-dir"
+        )
+
+
+def _read(file: IO[str]) -> Holder | None:
+    """Who the lock file names; None where it names nobody."""
+    try:
+        return Holder.model_validate_json(os.pread(file.fileno(), LONGEST, 0))
+    except ValidationError:
+        return None
+
+
+def _shown(text: str) -> str:
+    """Somebody else's text, fit for a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
