@@ -42,6 +42,13 @@ def test_the_umask_decides_who_may_read_it(tmp_path):
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
 
 
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError) as found:
+        open_no_follow(tmp_path / "pipe", "a")
+    assert found.value.errno == errno.ENXIO
+
+
 def test_appending_through_a_link_is_refused(tmp_path):
     (tmp_path / "outside").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "outside")

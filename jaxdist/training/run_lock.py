@@ -86,7 +86,7 @@ class RunLock:
         self.folder, self.heartbeats, self.limit = folder, heartbeats, limit
         self.path = folder / LOCK
         self.notes: list[str] = []
-        """A sentence where the file system has no locks."""
+        """Sentences: that the file system has no locks, or whose lock was broken."""
         self._me = Holder.here()
         self._file: IO[str] | None = None
 
@@ -115,9 +115,8 @@ class RunLock:
                 same = os.path.samestat(os.fstat(file.fileno()), os.fstat(self._file.fileno()))
                 holder = _read(file)
         except OSError as error:
-            return (
-                f"{self.path}, the lock of this run, cannot be read any more ({error.strerror}); nothing more is saved"
-            )
+            why = error.strerror or error
+            return f"{self.path}, the lock of this run, cannot be read any more ({why}); nothing more is saved"
         if same and (holder is None or holder.token == self._me.token):  # a full disk has no room for the name
             return None
         by = f"process {holder.pid} on {_shown(holder.host)}" if holder else "another process"
@@ -150,6 +149,11 @@ class RunLock:
             new.close()
             self._file = None
             raise self._busy(None)
+        if holder is not None and locks is not None:
+            self.notes.append(
+                f"the lock of {self.folder} was still held by process {holder.pid} on {_shown(holder.host)}, which is "
+                f"silent, and is broken"
+            )
         return True
 
     def _replacement(self, file: IO[str], holder: Holder | None, until: float) -> IO[str]:

@@ -176,6 +176,8 @@ def test_a_lock_is_broken_only_when_a_run_on_another_host_is_silent(folder, hold
             assert json.loads(path.read_text()) == holder
             return
         with folder.locked(LIMIT) as lock:
+            told = f"the lock of {folder.path} was still held by process 4711 on n7, which is silent, and is broken"
+            assert lock.notes == [told]
             assert not os.path.samestat(os.fstat(theirs.fileno()), path.stat())
             assert json.loads(path.read_text())["pid"] == os.getpid()
             assert lock.lost() is None
@@ -250,6 +252,7 @@ def test_a_lock_file_that_is_not_as_it_was_is_lost(folder, tmp_path, change):
         if change == "pipe":
             os.mkfifo(path)
         assert "nothing more is saved" in lock.lost()
+        assert "None" not in lock.lost()
 
 
 def test_of_two_that_break_a_lock_at_once_one_has_it(folder, monkeypatch):
