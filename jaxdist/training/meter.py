@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 
 class Diverged(RuntimeError):
-    """Too many steps in a row had a loss or gradient that is not finite."""
+    """The run cannot go on: too many steps in a row, or the state that it is to save, are not finite."""
 
 
 class Meter:

@@ -15,7 +15,9 @@ import jax
 from jaxdist.cluster.agreement import agreed, from_leader, leader
 from jaxdist.mesh import describe
 from jaxdist.training.checkpoint import Checkpoints, Found
+from jaxdist.training.finite import first_not_finite
 from jaxdist.training.folder import RunFolder, checkpoint_of
+from jaxdist.training.meter import Diverged
 from jaxdist.training.plots import plot_loss
 from jaxdist.training.run import Run
 from jaxdist.training.run_lock import LockLost, RunLock
@@ -90,13 +92,27 @@ class Saving:
         return every or step == self.run.steps or self._end_of_epoch(step) or self._late(step)
 
     def save(self, step: int, state: TrainState) -> None:
-        self.checkpoints.save(step, self.run.step.logical(state), self.facts(step))
+        """Save `state` as `step`. Raises `Diverged`, in all processes alike, where it is not finite."""
+        self.checkpoints.save(step, self._finite(step, state), self.facts(step))
         self.last = time.monotonic()
 
     def save_if_best(self, step: int, state: TrainState, loss: float) -> None:
+        """Save `state` as the best where no validation loss before was as low. Raises `Diverged` as `save` does."""
         if loss < self.best:
+            finite = self._finite(step, state)
             self.best = loss
-            self.checkpoints.save_best(step, self.run.step.logical(state), self.facts(step))
+            self.checkpoints.save_best(step, finite, self.facts(step))
+
+    def _finite(self, step: int, state: TrainState) -> TrainState:
+        """`state` as a checkpoint holds it.
+
+        The steps themselves look at losses and gradients only: an update, or a moment of the optimizer, may overflow
+        though these are finite.
+        """
+        logical = self.run.step.logical(state)
+        if name := first_not_finite(logical):
+            raise Diverged(f"{name} holds NaN or infinity after step {step}, which is not saved")
+        return logical
 
     def facts(self, step: int) -> dict[str, object]:
         """What a checkpoint holds beside arrays: the position in the data is (seed, step)."""

@@ -8,6 +8,8 @@ the same loss.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -133,9 +135,15 @@ class Step:
 
     def logical(self, state: TrainState) -> TrainState:
         """The state as a checkpoint holds it: layers as [L, ...] whatever the mesh."""
-        state, stages = state._replace(weights=None, in_flight=None), self.forward.stages
-        unfolded = lambda state: self.at_rest(stages.unfolded(to_device(state)))
-        return state if stages is None else jax.jit(unfolded)(state)
+        state = state._replace(weights=None, in_flight=None)
+        if self.forward.stages is None:
+            return state
+        return self._unfolded(state)
+
+    @cached_property
+    def _unfolded(self) -> Callable[[TrainState], TrainState]:
+        """A program that is kept: every save calls it."""
+        return jax.jit(lambda state: self.at_rest(self.forward.stages.unfolded(to_device(state))))
 
     def folded(self, tree: Any) -> Any:
         """Parameters, or what has their names, from a checkpoint, as a step holds them."""

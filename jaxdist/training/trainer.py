@@ -135,7 +135,8 @@ class Trainer:
         return DONE
 
     def stopped(self, step: int, state: TrainState) -> int:
-        """Save `step`, the last that was taken, and tell so when it is on disk."""
+        """Save `step`, the last that was taken, and tell so when it is on disk. Raises `Diverged` as a save does: then
+        the same command would not go on."""
         self.save(step, self.settled(step, state))
         self.checkpoints.wait()
         self.log.say(f"stopped by {self.job.stop.name}: step {step} is saved; the same command goes on")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxdist import train as command
+from jaxdist.training.shelf import Shelf
 from tests.faults.jobs import argv, ends, job, metrics, train
 from tests.processes import free_port
 from tests.training.curves import close
@@ -66,6 +67,36 @@ def test_two_processes_have_the_curve_of_one(text, tmp_path):
     close(metrics(tmp_path / "two"), metrics(tmp_path / "one"))
     assert len(metrics(tmp_path / "two")) == 22
     assert 'coordinator = ""' in (tmp_path / "two" / "config.toml").read_text()  # it can be used as CONFIG
+
+
+SPOILT = """
+import jax
+import numpy as np
+logical = Step.logical
+def spoil(self, state):
+    state = logical(self, state)
+    if me == 0 or isinstance(state.step, jax.core.Tracer) or int(state.step) < 4:
+        return state
+    copy = lambda shard: jax.device_put(np.full(shard.data.shape, np.nan, np.float32), shard.device)
+    nan = lambda a: [copy(shard) for shard in a.addressable_shards]
+    spoilt = lambda a: jax.make_array_from_single_device_arrays(a.shape, a.sharding, nan(a))
+    return state._replace(params=jax.tree.map(spoilt, state.params))
+Step.logical = spoil
+"""
+
+
+@pytest.mark.slow
+def test_no_process_saves_a_state_that_is_not_finite_in_one_of_them(text, tmp_path):
+    options = ("--mesh=4x1x1", "--checkpoint.every=2", "--validation.every=0")
+    with job(train(argv(tmp_path / "run", text, *options), 2, SPOILT)) as running:
+        assert ends(running, 240) == [1, 1]
+        last = running[0].said().splitlines()[-1]
+        assert last.startswith("stopped: params.")
+        assert last.endswith(
+            " holds NaN or infinity after step 4, which is not saved; the last good checkpoint is that of step 2"
+        )
+        assert running[1].said() == ""
+    assert Shelf(tmp_path / "run" / "checkpoints").steps() == [2]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,28 @@
+"""Whether arrays are finite, asked of every device of the mesh at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import P
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxdist.parallel.region import add_up, vary
+
+
+def finite(arrays: Sequence[Float[Array, "..."]]) -> Bool[Array, " arrays"]:
+    """Which of `arrays`, of any layout, hold neither NaN nor infinity. Reads each once, and adds up a number for each.
+
+    Each device looks at what lies on it. So all processes get the same answer even where the copies of an array that
+    lies whole on several devices differ.
+    """
+
+    def devices_with_bad(*parts: Float[Array, "..."]) -> Int[Array, " arrays"]:
+        here = jnp.stack([~jnp.isfinite(part).all() for part in parts]).astype(jnp.int32)
+        axes = jax.sharding.get_abstract_mesh().axis_names
+        return add_up(vary(here, axes), axes)
+
+    specs = tuple(jax.typeof(a).sharding.spec for a in arrays)
+    return jax.shard_map(devices_with_bad, in_specs=specs, out_specs=P())(*arrays) == 0

@@ -1,0 +1,30 @@
+"""Whether a state is finite, and where it is not: one with NaN in it, once saved, takes the place of a good one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.parallel.finite import finite
+from jaxdist.sharding import name_of
+from jaxdist.training.host import to_device
+
+
+def first_not_finite(tree: Any) -> str | None:
+    """The name of the first float array of `tree` that holds NaN or infinity, such as `params.embed`; None without one.
+
+    The arrays stay on their devices. Every process calls this, and all get the same answer; call under `jax.set_mesh`.
+    Compiles once for each layout of `tree`.
+    """
+    arrays = {name_of(path): a for path, a in jax.tree.leaves_with_path(tree) if jnp.issubdtype(a.dtype, jnp.floating)}
+    if not arrays:
+        return None
+    fine = jax.device_get(_finite(list(arrays.values())))
+    return next((name for name, one in zip(arrays, fine, strict=True) if not one), None)
+
+
+@jax.jit
+def _finite(arrays: list[jax.Array]) -> jax.Array:
+    return finite(to_device(arrays))
