@@ -9,6 +9,7 @@ import difflib
 import math
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -54,6 +55,15 @@ def _whole(value: object) -> object:
     return value
 
 
+def _float32(value: float, end: float = 2.0**128 - 2.0**103, beyond: str = "infinity; choose at most 3.4e38") -> float:
+    """Refuse what devices, which compute in float32, round to 0; and what is not less than `end`, as `beyond` says."""
+    if 0 < value < 2.0**-126:
+        raise PydanticCustomError("float32", "in float32 it becomes 0; choose at least 1.2e-38")
+    if value >= end:
+        raise PydanticCustomError("float32", f"in float32 it becomes {beyond}")
+    return value
+
+
 def _auto_never_or_step(text: str) -> str:
     if text not in ("auto", "never") and not (text.isascii() and text.isdigit() and int(text) > 0):
         raise PydanticCustomError("resume", "must be auto, never, or the number of a step")
@@ -66,7 +76,10 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]  # jax drops higher bits without a 
 FilePath = Annotated[Path, AfterValidator(_short_names)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+PositiveFloat32 = Annotated[Positive, AfterValidator(_float32)]
+NonNegativeFloat32 = Annotated[NonNegative, AfterValidator(_float32)]
+_below_one = partial(_float32, end=1 - 2.0**-25, beyond="1; choose at most 0.9999999")
+FractionFloat32 = Annotated[float, Field(ge=0, lt=1), AfterValidator(_below_one)]
 Resume = Annotated[str, AfterValidator(_auto_never_or_step)]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)]
 
@@ -88,7 +101,7 @@ class ModelConfig(Section):
     """Attention heads (N); must divide embed."""
     kv_heads: CountOrZero = 0
     """Key/value heads (K) of llama's grouped-query attention; must divide heads; 0 means as many as heads."""
-    rope_theta: Positive = 500_000.0
+    rope_theta: Annotated[PositiveFloat32, Field(ge=1)] = 500_000.0
     """Base of llama's rotary positions."""
     mlp: CountOrZero = 0
     """Width of the MLP (F); 0 means 4 x embed, or for llama 8/3 x embed rounded up to a multiple of 256."""
@@ -100,7 +113,7 @@ class ModelConfig(Section):
     """Whether tokens see the documents before theirs in a row; apart they do not, and positions begin anew in each."""
     tied: bool = True
     """Use the embedding table as the output projection too."""
-    dropout: Fraction = 0.0
+    dropout: FractionFloat32 = 0.0
     """Probability of dropping an activation: of gpt in each block and after the embedding, of cnn before the head."""
     remat: Literal["none", "dots", "block", "stage", "offload"] = "none"
     """What is recomputed: what is cheap; all but products; blocks; stages; offload: blocks, from inputs in the host."""
@@ -200,23 +213,23 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "lion", "sgd"] = "adamw"
     """Update rule; sgd has momentum."""
-    learning_rate: Positive = 4e-3
+    learning_rate: PositiveFloat32 = 4e-3
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after the warm-up; constant decays linearly over the last decay_fraction of the run."""
     warmup: CountOrZero = 20
     """Steps of linear warm-up from 0; where it is not given, no longer than a fifth of the run."""
-    final: NonNegative = 0.1
+    final: NonNegativeFloat32 = 0.1
     """Learning rate at the end, as a fraction of the peak."""
     decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Part of the run that decays; used by the constant schedule only."""
-    beta1: Fraction = 0.9
+    beta1: FractionFloat32 = 0.9
     """First-moment decay; the momentum of sgd."""
-    beta2: Fraction = 0.95
+    beta2: FractionFloat32 = 0.95
     """Second-moment decay; not used by sgd."""
-    weight_decay: NonNegative = 0.1
+    weight_decay: NonNegativeFloat32 = 0.1
     """Decoupled decay of matrices; scales and biases do not decay."""
-    clip: NonNegative = 1.0
+    clip: NonNegativeFloat32 = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
 
 

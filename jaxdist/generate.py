@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from jaxdist.cluster.place import find
-from jaxdist.config import Count, CountOrZero, NonNegative, RequestError, Seed
+from jaxdist.config import Count, CountOrZero, NonNegativeFloat32, RequestError, Seed
 from jaxdist.request import JOB_KNOBS, LAYOUT_KNOBS, Extra, arguments, fitting, run
 
 DESCRIPTION = "Write text with a run's checkpoint. Needs only the run folder; every device of the mesh writes samples."
@@ -14,7 +14,7 @@ EXTRAS = [
     Extra("prompt", "def ", "Text to go on from; the model reads its last model.sequence tokens."),
     Extra("tokens", 100, "Tokens to write.", Count),
     Extra("samples", 1, "Texts to write.", Count),
-    Extra("temperature", 0.8, "Divides the logits; 0 takes the likeliest token.", NonNegative),
+    Extra("temperature", 0.8, "Divides the logits; 0 takes the likeliest token.", NonNegativeFloat32),
     Extra("top_k", 50, "Choose among this many likeliest tokens; 0: all.", CountOrZero),
     Extra("seed", 0, "Seed of the choices.", Seed),
 ]

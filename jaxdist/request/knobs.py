@@ -53,7 +53,7 @@ RULES = {
 }
 """What pydantic's errors mean, by their type."""
 
-BOUNDS = ("greater_than_equal", "greater_than", "less_than_equal", "less_than", "finite_number")
+BOUNDS = ("greater_than_equal", "greater_than", "less_than_equal", "less_than", "finite_number", "float32")
 
 
 def canonical(name: str) -> str:

@@ -52,6 +52,16 @@ def _final(config: Config) -> Iterator[str]:
         yield from unused(config, "optimizer.final", "a constant schedule without decay")
 
 
+@check("optimizer.learning_rate", "optimizer.final")
+def _last_rate(config: Config) -> Iterator[str]:
+    rate, final = config.optimizer.learning_rate, config.optimizer.final
+    if rate * final > 3.4e38:
+        yield (
+            f"optimizer.learning_rate {rate:g} x optimizer.final {final:g}, the learning rate at the end, becomes "
+            "infinity in float32; lower optimizer.final"
+        )
+
+
 STEPS = re.compile(r"[1-9][0-9]{0,8}(-[1-9][0-9]{0,8})?")
 """A step, or the first and the last of a range."""
 

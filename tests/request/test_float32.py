@@ -1,0 +1,114 @@
+"""Numbers that float32 turns into others are refused where they reach the devices: a row for each knob of a float."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from jaxdist.config import RequestError
+from jaxdist.generate import main as generate
+from jaxdist.request import load
+from jaxdist.request.knobs import KNOBS
+
+ZERO = ["1e-50", "1e-39", "1.1754942e-38"]
+INFINITE = ["1e308", "1e39", "3.4028236e38"]
+ONE = ["0.9999999999", "0.99999998"]
+KEPT = ["1.1754945e-38", "0.5", "3.4028234e38"]
+
+NUMBER = (ZERO, INFINITE, KEPT)
+NUMBER_OR_ZERO = (ZERO, INFINITE, ["0", "0.9999999999", *KEPT])
+FRACTION = (ZERO, ONE, ["0", "1.1754945e-38", "0.5", "0.9999999", "0.99999997"])
+
+OF_DEVICES = {
+    "model.rope_theta": ([], INFINITE, ["1", "1e4", "3.4028234e38"]),  # at least 1: the angles are powers of 1 / theta
+    "model.dropout": FRACTION,
+    "optimizer.learning_rate": NUMBER,
+    "optimizer.final": NUMBER_OR_ZERO,
+    "optimizer.beta1": FRACTION,
+    "optimizer.beta2": FRACTION,
+    "optimizer.weight_decay": NUMBER_OR_ZERO,
+    "optimizer.clip": NUMBER_OR_ZERO,
+}
+"""Knob -> (what float32 turns into 0, what into infinity or, of a fraction, 1, what it keeps)."""
+
+OF_HOSTS = {
+    "data.validation_fraction": "counts documents or tokens",
+    "optimizer.decay_fraction": "counts steps",
+    "train.epochs": "counts steps",
+    "checkpoint.minutes": "is compared with a clock",
+    "checkpoint.grace_seconds": "is compared with a clock",
+    "fault.hang_seconds": "is compared with a clock",
+}
+"""Knob -> what Python does with it, in float64."""
+
+USED = {"model.rope_theta": {"model.family": "llama"}}
+"""Knob -> others without which it has no effect."""
+
+
+def test_every_knob_that_is_a_float_has_a_row():
+    floats = {name for name, field in KNOBS.items() if float in (field.annotation, *get_args(field.annotation))}
+    assert floats == {*OF_DEVICES, *OF_HOSTS}
+    assert not OF_DEVICES.keys() & OF_HOSTS.keys()
+
+
+def refusal(name: str, text: str, **more: str) -> str:
+    with pytest.raises(RequestError) as error:
+        load(None, USED.get(name, {}) | {name: text} | more)
+    (problem,) = error.value.problems
+    return problem
+
+
+@pytest.mark.parametrize("name", OF_DEVICES)
+def test_what_float32_turns_into_another_number_is_refused(name, tmp_path):
+    zero, end, kept = OF_DEVICES[name]
+    for text in zero:
+        assert refusal(name, text) == f"{name} is {text}: in float32 it becomes 0; choose at least 1.2e-38"
+    becomes, most = ("1", "0.9999999") if end is ONE else ("infinity", "3.4e38")
+    for text in end:
+        assert refusal(name, text) == f"{name} is {text}: in float32 it becomes {becomes}; choose at most {most}"
+        file = tmp_path / "my.toml"
+        section, knob = name.split(".")
+        file.write_text(f"[{section}]\n{knob} = {text}")
+        with pytest.raises(RequestError, match=f"in float32 it becomes {becomes}"):
+            load(str(file), {})
+    for text in kept:
+        final = {"optimizer.final": "0"} if name == "optimizer.learning_rate" else {}
+        rate = {"optimizer.learning_rate": "1e-3"} if name == "optimizer.final" else {}
+        section, knob = name.split(".")
+        found = getattr(getattr(load(None, USED.get(name, {}) | final | rate | {name: text}), section), knob)
+        assert found == float(text)
+
+
+def test_the_rows_are_right_about_float32():
+    with np.errstate(over="ignore"):
+        assert np.isinf(np.array(INFINITE, np.float64).astype(np.float32)).all()
+        smallest = np.finfo(np.float32).smallest_normal
+        assert (np.array(ZERO, np.float64).astype(np.float32) < smallest).all()
+        assert (np.array(ONE, np.float64).astype(np.float32) == 1).all()
+        assert np.isfinite(np.array(KEPT, np.float64).astype(np.float32)).all()
+        assert (np.array(KEPT, np.float64).astype(np.float32) >= smallest).all()
+        assert np.float32(0.99999997) < 1
+
+
+@pytest.mark.parametrize("name", OF_HOSTS)
+def test_what_python_computes_with_may_be_as_small_as_it_likes(name):
+    schedule = {"optimizer.schedule": "constant"} if name == "optimizer.decay_fraction" else {}
+    section, knob = name.split(".")
+    assert getattr(getattr(load(None, schedule | {name: "1e-50"}), section), knob) == 1e-50
+
+
+def test_the_learning_rate_at_the_end_has_to_be_a_number_too():
+    problem = refusal("optimizer.learning_rate", "1e30", **{"optimizer.final": "1e20"})
+    assert problem == (
+        "optimizer.learning_rate 1e+30 x optimizer.final 1e+20, the learning rate at the end, becomes infinity in "
+        "float32; lower optimizer.final"
+    )
+
+
+@pytest.mark.parametrize("text", [ZERO[0], INFINITE[1]])
+def test_a_temperature_divides_logits_on_the_devices(text, tmp_path):
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(RequestError, match=rf"^--temperature is {text}: in float32 it becomes \w+; choose"):
+        generate([str(tmp_path), f"--temperature={text}"])
