@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxdist.cluster.place import check_alone
 from jaxdist.config import RequestError
-from jaxdist.request import Extra, arguments, run
+from jaxdist.request import Extra, arguments, check_output, run
 from jaxdist.training.folder import RunFolder
 from jaxdist.training.shelf import UNSEALED, WRONG_CONTENT, Shelf
 
@@ -27,6 +27,7 @@ EXTRAS = [
         "ones where a later step is whole; list the others.",
     ),
     Extra("export", "", "Write the weights into this .safetensors file, one tensor for each parameter of each layer."),
+    Extra("force", False, "Let --export replace a file that exists; never one of a run, nor what is no regular file."),
     Extra("checkpoint", "latest", "Which step to export: latest, best (by validation loss) or a number."),
     Extra("json", False, "Print one JSON object and nothing else."),
 ]
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     RunFolder(folder).check_layout()
     result: dict[str, Any] = {"run": str(folder)}
     if extras["export"]:
-        result["export"] = export(asked.config, extras["checkpoint"], Path(extras["export"]))
+        result["export"] = export(asked.config, extras["checkpoint"], Path(extras["export"]), extras["force"])
     if extras["prune"]:
         result |= prune(folder, asked.config.checkpoint.keep, asked.config.checkpoint.keep_every)
     rows = result["checkpoints"] = list(listing(folder, extras["verify"]))
@@ -147,10 +148,11 @@ def prune(folder: Path, newest: int, every: int) -> dict[str, Any]:
     return {"removed": [str(path) for path in removed], "left": left}
 
 
-def export(config: Any, which: str, path: Path) -> dict[str, Any]:
+def export(config: Any, which: str, path: Path, force: bool) -> dict[str, Any]:
     """Write the weights of a step into `path`. Raises `RequestError` before they are read, if that cannot be."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise RequestError(f"export '{path}' is no file in a folder that exists; name one such as weights.safetensors")
+    check_output("--export", path, "weights.safetensors")
+    if path.exists() and not force:
+        raise RequestError(f"--export '{path}' exists; name another file, or add --force to replace it")
     from jaxdist.training.export import write_safetensors
 
     return write_safetensors(config, which, path)

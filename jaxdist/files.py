@@ -15,7 +15,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import xxhash
 
@@ -29,7 +29,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
     The file is there already, empty, with the permissions that the umask gives. Raises `OSError`.
     """
-    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
+    temporary = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp")
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # refuses any name that exists
     try:
         yield temporary
@@ -43,6 +43,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Replace the file at `path` by one with this content; text is written as UTF-8. Raises `OSError`."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+
+
+def write_picture(path: Path | str, figure: Any, dpi: int) -> None:
+    """Replace the file at `path` by a PNG of matplotlib's `figure`. Raises `OSError`."""
+    with replacing(Path(path)) as temporary:
+        figure.savefig(temporary, dpi=dpi, format="png")
 
 
 def open_no_follow(path: Path, mode: str) -> IO[str]:

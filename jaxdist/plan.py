@@ -10,6 +10,7 @@ from pydantic import AfterValidator
 
 from jaxdist.cluster.place import check_alone
 from jaxdist.config import Count
+from jaxdist.files import write_whole
 from jaxdist.request import DEFAULT, Extra, arguments, check_output, check_picture, load, run, to_toml
 from jaxdist.request.numbers import MOST_DEVICES, as_list, numbers
 
@@ -41,7 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     asked = arguments(argv, "plan", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
     check_alone("plan")
     extras, config = asked.extras, asked.config
-    check_picture(extras["picture"], "plan.png")
+    if picture := extras["picture"]:
+        check_picture(picture, "plan.png")
+        check_output("picture", timeline_beside(Path(picture)), "plan.png")
     check_output("--save", extras["save"], "plan.toml")
 
     from jaxdist.planning.clusters import cluster
@@ -64,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     if extras["picture"]:
         _draw(plan, more, Path(extras["picture"]))
     if extras["save"]:
-        Path(extras["save"]).write_text(to_toml(plan.ranked[0].config))
+        write_whole(Path(extras["save"]), to_toml(plan.ranked[0].config))
     return 0
 
 
@@ -72,7 +75,12 @@ def _draw(plan: Plan, more: list[tuple[int, Estimate | str]], path: Path) -> Non
     from jaxdist.planning.search.picture import draw, draw_timeline
 
     draw(plan, more, path)
-    draw_timeline(plan.ranked[0], path.with_stem(f"{path.stem}-timeline"))
+    draw_timeline(plan.ranked[0], timeline_beside(path))
+
+
+def timeline_beside(path: Path) -> Path:
+    """Where the timeline of a pipeline is drawn, beside the picture of the plan."""
+    return path.with_stem(f"{path.stem}-timeline")
 
 
 if __name__ == "__main__":

@@ -49,6 +49,12 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     assert found.value.errno == errno.ENXIO
 
 
+def test_a_name_may_be_as_long_as_a_name_can_be(tmp_path):
+    path = tmp_path / ("漢" * 85)
+    write_whole(path, "x")
+    assert path.read_text() == "x"
+
+
 def test_appending_through_a_link_is_refused(tmp_path):
     (tmp_path / "outside").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "outside")

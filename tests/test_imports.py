@@ -111,6 +111,13 @@ def test_layouts_are_written_in_three_rooms_only():
         assert not {"P", "PartitionSpec"} & (names | attributes), name(path)
 
 
+def test_pictures_are_written_in_one_room_only():
+    """In `files`, whole and never through a link."""
+    for path in FILES:
+        attributes = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        assert name(path) == "files" or not attributes & {"savefig", "print_png"}, name(path)
+
+
 def test_axis_names_are_spelled_in_mesh_only():
     """`data`, `model` and `pipeline` are sections of the configuration too: they count where a collective is told."""
     from jaxdist.mesh import AXES, DATA, MODEL, PIPELINE

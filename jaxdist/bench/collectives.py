@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxdist.bench.step import JSON
 from jaxdist.cluster.place import find
 from jaxdist.config import RequestError
+from jaxdist.files import write_whole
 from jaxdist.request import JOB_KNOBS, Extra, arguments, check_output
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def write(told: Mapping[str, Any], path: Path) -> dict[str, Any]:
     cluster, notes = cluster_of(told, path.stem)
     told_too = [line for note in (*told["notes"], *notes) for line in textwrap.wrap(note, WIDTH - 2)]
     heading = [cluster.sources[0], "", *told_too, "", *_table(told)]
-    path.write_text(to_toml(cluster, heading))
+    write_whole(path, to_toml(cluster, heading))
     return {"fit": str(path), "notes": [*told["notes"], *notes]}
 
 

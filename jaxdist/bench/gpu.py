@@ -23,6 +23,7 @@ from jaxdist.cluster import gpus
 from jaxdist.cluster.place import check_alone
 from jaxdist.config import Count, CountOrZero, RequestError, nearest
 from jaxdist.doctor.software import FRACTIONS, refused
+from jaxdist.files import write_whole
 from jaxdist.request import Extra, arguments, check_output, load
 
 DESCRIPTION = (
@@ -71,12 +72,19 @@ def main(argv: list[str] | None = None) -> int:
     if wrong := [part for part in parts if part not in PARTS]:
         raise RequestError(f"--parts: there is no part '{wrong[0]}'; {nearest(wrong[0], PARTS)}")
     cases = {name: _case(name) for name in models}
-    check_output("--out", options["out"], "gpu.json")
-    if options["out"] and Path(options["out"]).suffix != ".json":
-        raise RequestError(f"--out '{options['out']}' is no JSON file; name it {Path(options['out']).stem}.json")
+    if options["out"]:
+        check_out(Path(options["out"]))
     bench = Bench(options, shlex.join(["python", "-m", "jaxdist.bench", "gpu", *(argv or ())]))
     bench.measure(parts, cases)
     return bench.end()
+
+
+def check_out(path: Path) -> None:
+    """Raise `RequestError` where the result, or the tables beside it, could not be written to `path`."""
+    check_output("--out", path, "gpu.json")
+    if path.suffix != ".json":
+        raise RequestError(f"--out '{path}' is no JSON file; name it {path.stem}.json")
+    check_output("--out", path.with_suffix(".txt"), "gpu.txt")
 
 
 def _case(name: str) -> tuple[str, dict[str, str]]:
@@ -225,8 +233,8 @@ class Bench:
 
         if self.options["out"]:
             path = Path(self.options["out"])
-            path.write_text(json.dumps(self.found, indent=1) + "\n")
-            path.with_suffix(".txt").write_text("\n".join(lines(self.found)) + "\n")
+            write_whole(path, json.dumps(self.found, indent=1) + "\n")
+            write_whole(path.with_suffix(".txt"), "\n".join(lines(self.found)) + "\n")
 
     def end(self) -> int:
         """Tell all of it; 1 where anything is missing or wrong."""

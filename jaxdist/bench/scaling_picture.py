@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdist.bench.laws import amdahl, gustafson
 from jaxdist.bench.scaling_text import setting
+from jaxdist.files import write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +50,7 @@ def draw(told: Mapping[str, Any], path: Path) -> None:
     model, batch, devices, versions = setting(told)
     bars = f"median and quartiles of {told['repeats']} steps"
     figure.supxlabel(f"{model}, {batch}\n{devices}; {bars}; {versions}", fontsize=8, color="0.3")
-    figure.savefig(path, dpi=160, format="png")
+    write_picture(path, figure, dpi=160)
 
 
 def _ideal(left: Axes, right: Axes, counts: list[int]) -> None:

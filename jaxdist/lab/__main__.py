@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from jaxdist.cluster.place import check_alone
 from jaxdist.config import Count, CountOrZero, RequestError, nearest
+from jaxdist.files import write_whole
 from jaxdist.lab.claims import DEVICES, Claim, claims, look, topics
 from jaxdist.request import Extra, arguments, check_output, check_picture, run
 
@@ -86,6 +87,7 @@ def run_lab(name: str, argv: list[str]) -> int:
     check_alone("lab")
     chosen = dict(asked.extras)
     as_json = chosen.pop("json")
+    check_picture(chosen.get("picture", ""), f"{name}.png")
     result: Result = importlib.import_module(f"jaxdist.lab.{name.replace('-', '_')}").measure(**chosen)
     print(json.dumps(result.json()) if as_json else "\n".join(result.lines()))
     return 0 if result.passed else 1
@@ -123,7 +125,7 @@ def run_all(argv: list[str]) -> int:
         told.append(look(claim))
         if not as_json:
             print(f"{told[-1].status:<13}{claim.id:<18}{told[-1].value}", flush=True)
-    Path(output).write_text(page(told))
+    write_whole(Path(output), page(told))
     print(json.dumps({"claims": [one.json() for one in told]}) if as_json else f"\n{summary(told)}: {output}")
     return 0 if all(one.passed for one in told) else 1
 

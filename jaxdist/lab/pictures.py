@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxdist.files import write_picture
 from jaxdist.planning.hardware import GPUS
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def bars(columns: Mapping[str, Mapping[str, float]], unit: str, title: str, path
         axes.text(place, total, f"{total:.1f}", ha="center", va="bottom")
     axes.margins(y=0.1)
     axes.legend()
-    figure.savefig(path, dpi=DPI, format="png")
+    write_picture(path, figure, dpi=DPI)
 
 
 def roofline(path: Path) -> None:
@@ -69,7 +70,7 @@ def roofline(path: Path) -> None:
         axes.text(place, axes.get_ylim()[0] * 1.5, words, rotation=90, ha="right", color=GREY)
     axes.legend()
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=DPI, format="png")
+    write_picture(path, figure, dpi=DPI)
 
 
 def cube(path: Path, model: int, layers: Sequence[int], data: int = 2) -> None:
@@ -90,7 +91,7 @@ def cube(path: Path, model: int, layers: Sequence[int], data: int = 2) -> None:
     kinds = sorted({*layers}, reverse=True)
     told = ", ".join(f"{list(layers).count(count)} stages of {count}" for count in kinds)
     axes.set_title(f"{filled.size} devices, {sum(layers)} layers: {told} (blue: the most layers)", fontsize=10)
-    figure.savefig(path, dpi=DPI, format="png")
+    write_picture(path, figure, dpi=DPI)
 
 
 def column_row(path: Path, forward: int, backward: int) -> None:
@@ -111,7 +112,7 @@ def column_row(path: Path, forward: int, backward: int) -> None:
         axes.annotate("", (x, 1.3), (x, 2.6), arrowprops={"arrowstyle": "<->", "color": RED, "linewidth": 2})
         axes.text(x + 0.1, 1.95, f"{what}: {count} all-reduce", color=RED, va="center")
     axes.text(4.7, 1.95, "nothing moves here", ha="center", va="center", color=GREY)
-    figure.savefig(path, dpi=DPI, format="png")
+    write_picture(path, figure, dpi=DPI)
 
 
 def _box(axes: Axes, x: float, y: float, text: str, colour: str, width: float = 1.3) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from jaxdist.files import write_picture
 from jaxdist.lab.messages import Message, Traffic, messages
 from jaxdist.lab.reductions_algorithms import ALGORITHMS, Algorithm, pipelined_tree
 from jaxdist.lab.reductions_run import Run, apart, cpus, lay, line_of, lowered
@@ -104,7 +105,7 @@ def _figure(told: dict[str, list[Step]], runs: dict[str, Sequence[Run]], path: P
         _costs(figure.add_subplot(grid[rows, place * columns : (place + 1) * columns]), array, runs)
     legend = "\n".join(textwrap.fill(line, 50 * columns) for line in LEGEND[: 1 + bool(runs)])
     figure.supxlabel(legend, fontsize=8, color="0.3")
-    figure.savefig(path, dpi=130, format="png")
+    write_picture(path, figure, dpi=130)
 
 
 def _steps_of(axes: Axes, name: str, told: Sequence[Step]) -> None:

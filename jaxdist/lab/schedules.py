@@ -19,7 +19,6 @@ from jaxdist.parallel.pipeline.simulate import Bubble, Times, bubble, peak_in_fl
 from jaxdist.parallel.pipeline.table import Table, make_table
 from jaxdist.parallel.pipeline.validate import check_schedule, check_table
 from jaxdist.planning.tables import table
-from jaxdist.request import check_picture
 
 TIMES = Times(Fraction(1), Fraction(1), Fraction(1))
 """As in figure 1 of Qi et al. 2024: a backward pass takes twice as long as a forward pass, half of it for the weights.
@@ -157,7 +156,6 @@ class Result:
 
 def measure(stages: int, microbatches: int, virtual_stages: int, schedule: str, picture: str) -> Result:
     """Look at one schedule, or at all. `virtual_stages` 0 is 2 for interleaved, 1 for the others."""
-    check_picture(picture, "schedules.png")
     try:
         if schedule == "all":
             found = [make(name, stages, microbatches, _virtual(name, virtual_stages, True)) for name in SCHEDULES]

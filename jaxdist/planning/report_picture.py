@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jaxdist.files import write_picture
 from jaxdist.mesh import describe
 from jaxdist.planning.report import Report
 
@@ -30,4 +31,4 @@ def draw(report: Report, path: Path) -> None:
     if report.gpu:
         axes.axhline(report.gpu.memory / GIB, color="grey", linestyle="--", label=f"memory of {report.gpu.kind}")
     figure.legend(loc="outside lower center", ncols=3, fontsize="small")
-    figure.savefig(path, dpi=120, format="png")
+    write_picture(path, figure, dpi=120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.numpy import save_file
 
 from jaxdist import __version__
 from jaxdist.config import Config
+from jaxdist.files import replacing
 from jaxdist.request import to_toml
 from jaxdist.training.checkpoint import Checkpoints
 
@@ -36,9 +38,10 @@ def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
         variables = checkpoints.arrays(found, "variables")
         tensors |= {f"variables.{name}": array for name, array in _named(variables, stacked=False)}
     metadata = {"format": "jaxdist", "version": __version__, "step": str(found.step), "config": to_toml(config)}
-    temporary = path.with_name(path.name + ".tmp")
-    save_file(tensors, temporary, metadata)
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        mode = stat.S_IMODE(temporary.stat().st_mode)
+        save_file(tensors, temporary, metadata)  # makes a file of its own, which nobody else may read
+        temporary.chmod(mode)
     total = sum(array.nbytes for array in tensors.values())
     return {"path": str(path), "step": found.step, "tensors": len(tensors), "bytes": total}
 

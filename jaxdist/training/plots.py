@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from jaxdist.files import replacing
+from jaxdist.files import write_picture
 
 
 def plot_loss(metrics: Path, picture: Path, nats: float, name: str, unit: str) -> None:
@@ -25,5 +25,4 @@ def plot_loss(metrics: Path, picture: Path, nats: float, name: str, unit: str) -
     axes.axhline(nats, color="grey", linestyle="--", linewidth=1, label=f"{name} of the held-out part")
     axes.grid(alpha=0.3)
     axes.legend()
-    with replacing(picture) as temporary:
-        figure.savefig(temporary, dpi=120, format="png")
+    write_picture(picture, figure, dpi=120)

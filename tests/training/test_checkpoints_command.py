@@ -1,7 +1,9 @@
 """`python -m jaxdist.checkpoints` on a run with one damaged step."""
 
 import json
+import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -143,8 +145,34 @@ def test_export_of_a_damaged_step_goes_to_the_one_before_and_says_so(finished, t
     said = capsys.readouterr()
     assert "of step 15" in said.out
     assert "20 is damaged and passed over" in said.err
-    with pytest.raises(RequestError, match="is no file in a folder that exists"):
+    with pytest.raises(RequestError, match="cannot be written: its folder does not exist"):
         checkpoints.main([str(copy), f"--export={tmp_path}/none/weights.safetensors"])
+
+
+def test_export_replaces_a_file_only_when_told_to_and_whole(finished, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "weights.safetensors"
+    path.write_text("mine")
+    with pytest.raises(RequestError, match=r"exists; name another file, or add --force to replace it"):
+        checkpoints.main([str(finished), f"--export={path}"])
+    assert path.read_text() == "mine"
+
+    def half(tensors: dict, file: Path, metadata: dict) -> None:
+        Path(file).write_text("half")
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxdist.training.export.save_file", half)
+        with pytest.raises(OSError, match="no space left"):
+            checkpoints.main([str(finished), f"--export={path}", "--force"])
+    assert (path.read_text(), [one.name for one in tmp_path.iterdir()]) == ("mine", [path.name])
+    before = os.umask(0o027)
+    try:
+        asked(capsys, finished, f"--export={path}", "--force")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    with safe_open(path, "np") as file:
+        assert file.metadata()["step"] == "20"
 
 
 def test_a_run_that_saved_nothing(finished, tmp_path, capsys):

@@ -18,6 +18,7 @@ from jaxdist.config import Config, RequestError
 from jaxdist.data.corpus import open_corpus
 from jaxdist.doctor.__main__ import main as doctor
 from jaxdist.request import load
+from jaxdist.request.checks.files import OF_A_RUN
 from jaxdist.training import plots
 from jaxdist.training.folder import RunFolder
 from jaxdist.training.metrics import Log
@@ -55,6 +56,10 @@ def test_all_files_are_there_and_readable(finished):
     assert (finished / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((finished / "tensorboard").iterdir())
     assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == ["10", "15", "20", "best", "sums"]
+
+
+def test_what_it_writes_is_known_to_those_who_must_not_replace_it(finished):
+    assert {path.name for path in finished.iterdir()} <= OF_A_RUN
 
 
 def test_its_heartbeat_says_that_it_is_done(finished, capsys):

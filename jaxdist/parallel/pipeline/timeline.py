@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxdist.files import write_picture
 from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.parallel.pipeline.simulate import EQUAL, Times, bubble, columns, costs
 
@@ -76,7 +77,7 @@ def text(schedule: Schedule, width: int = 120) -> str:
 
 def picture(schedules: Schedule | Sequence[Schedule], path: Path | str, times: Times = EQUAL) -> None:
     """Write a PNG with one panel for each schedule, all with the same scale of time."""
-    figure(schedules, times).savefig(path, dpi=150)
+    write_picture(path, figure(schedules, times), dpi=150)
 
 
 def figure(schedules: Schedule | Sequence[Schedule], times: Times = EQUAL) -> Figure:

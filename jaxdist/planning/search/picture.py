@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxdist.files import write_picture
 from jaxdist.mesh import PIPELINE
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.search.estimate import Estimate, layout_of
@@ -44,7 +45,7 @@ def draw(plan: Plan, more: Sequence[tuple[int, Estimate | str]], path: Path) -> 
         axes.legend(fontsize="x-small", ncols=2, loc="upper left")
     _scaling(scaled, more)
     figure.suptitle(f"{plan.devices} x {plan.cluster.name}: predicted, not measured", fontsize="medium")
-    figure.savefig(path, dpi=130, format="png")
+    write_picture(path, figure, dpi=130)
 
 
 def _stack(axes: Axes, names: Sequence[str], bars: Sequence[Mapping[str, float]], unit: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,18 +107,69 @@ def _wandb(config: Config) -> Iterator[str]:
 
 
 def check_picture(path: str, example: str) -> None:
-    """As `check_output`, of a picture, which is a PNG file."""
+    """As `check_output`, of a picture, which is a PNG file; an empty path is none."""
+    if not path:
+        return
     check_output("picture", path, example)
-    if path and Path(path).suffix != ".png":
+    if Path(path).suffix != ".png":
         raise RequestError(f"picture '{path}' would be a PNG file; name it {Path(path).with_suffix('.png')}")
 
 
-def check_output(what: str, path: str, example: str) -> None:
+def check_output(what: str, path: str | Path, example: str) -> None:
     """Raise `RequestError` where `what` cannot be written to `path`, before the work whose result it is.
 
-    `example` is a good name for it; an empty path is none.
+    `example` is a good name for it; an empty path is none. A regular file may be replaced, but none of a run.
     """
-    if path and Path(path).is_dir():
-        raise RequestError(f"{what} '{path}' is a folder; name a file in it, such as {path}/{example}")
-    if path and not Path(path).absolute().parent.is_dir():
-        raise RequestError(f"{what} '{path}' cannot be written: its folder does not exist; make it first")
+    if not str(path):
+        return
+    told = f"{what} '{path}'"
+    try:
+        _check_regular(told, Path(path), example)
+        _check_folder(told, Path(path).absolute().parent)
+        _check_no_run(told, Path(path))
+    except OSError as error:  # such as a name that is too long
+        reason = os.strerror(error.errno).lower()
+        raise RequestError(f"{told} cannot be written: {reason}; name another file") from error
+
+
+def _check_regular(told: str, path: Path, example: str) -> None:
+    """To open a FIFO would wait for ever; to replace a link would leave what it names as it is."""
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if path.is_dir():
+        raise RequestError(f"{told} is a folder; name a file in it, such as {path}/{example}")
+    if stat.S_ISLNK(mode):
+        raise RequestError(f"{told} is a symbolic link; name the file itself")
+    if not stat.S_ISREG(mode):
+        raise RequestError(f"{told} is a device, a FIFO or a socket; name a regular file")
+
+
+def _check_folder(told: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise RequestError(f"{told} cannot be written: its folder does not exist; make it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RequestError(f"{told} cannot be written: no permission in '{folder}'; name another file")
+
+
+OF_A_RUN = frozenset(
+    ["config.toml", "environment.json", "run.json", "tokenizer.json", "metrics.jsonl", "log.txt", "loss.png", ".lock"]
+    + ["checkpoints", "heartbeats", "profile", "slurm", "tensorboard", "wandb"]
+)
+"""Files and folders that a run writes into its own folder."""
+
+
+def _check_no_run(told: str, path: Path) -> None:
+    parent = path.absolute().parent.resolve()
+    for folder in (parent, *parent.parents):
+        name = (parent / path.name).relative_to(folder).parts[0]
+        if name in OF_A_RUN and _is_run(folder):
+            raise RequestError(
+                f"{told} belongs to the run in '{folder}', which writes {name} itself; name another file"
+            )
+
+
+def _is_run(folder: Path) -> bool:
+    others = (".lock", "environment.json", "checkpoints")
+    return (folder / "config.toml").is_file() and any((folder / name).exists() for name in others)
