@@ -12,7 +12,7 @@ from jaxdist.cluster.place import check_alone
 from jaxdist.config import RequestError
 from jaxdist.request import Extra, arguments, check_output, run
 from jaxdist.training.folder import RunFolder
-from jaxdist.training.shelf import UNSEALED, WRONG_CONTENT, Shelf
+from jaxdist.training.shelf import UNREADABLE_SEAL, UNSEALED, WRONG_CONTENT, Shelf
 
 DESCRIPTION = (
     "List the checkpoints of a run: size, time, the mesh that wrote them, and whether they are whole. Exit code 1 when "
@@ -69,7 +69,7 @@ def shelves(folder: Path) -> list[tuple[Shelf, str]]:
 
 
 def _state(damage: str | None, thorough: bool) -> str:
-    if damage == UNSEALED:
+    if damage in (UNSEALED, UNREADABLE_SEAL):
         return "unsealed"
     if damage is not None:
         return "damaged"
@@ -120,8 +120,8 @@ def told(result: dict[str, Any]) -> Iterator[str]:
 def prune(folder: Path, newest: int, every: int) -> dict[str, Any]:
     """Remove what no run would resume from: `removed` are the paths, `left` has a reason for each bad step that stays.
 
-    A step that is damaged or set aside goes only where the run has a whole one at least as far; one without checksums
-    is never removed for that. Raises `RequestError` while a run trains in `folder`.
+    A damaged step goes only where the run has a later one that is whole; one set aside also where the run has come as
+    far again. One without checksums is never removed for that. Raises `RequestError` while a run trains in `folder`.
     """
     removed: list[Path] = []
     left: dict[str, str] = {}
@@ -132,10 +132,11 @@ def prune(folder: Path, newest: int, every: int) -> dict[str, Any]:
         for shelf, kind, step, damage in found:
             if kind != "aside" and damage is None:
                 continue
-            if step > furthest:
+            superseded = step <= furthest if kind == "aside" else step < furthest
+            if not superseded:
                 left[str(shelf.path(step))] = f"{damage or 'it is set aside'}, and no later step is whole"
-            elif kind != "aside" and damage == UNSEALED:
-                left[str(shelf.path(step))] = f"{UNSEALED}; a run that resumes from it reads it back"
+            elif kind != "aside" and damage in (UNSEALED, UNREADABLE_SEAL):
+                left[str(shelf.path(step))] = f"{damage}; a run that resumes from it reads it back"
             else:
                 shelf.remove(step)
                 removed.append(shelf.path(step))

@@ -20,7 +20,7 @@ from jaxdist.config import RequestError
 from jaxdist.models import Params
 from jaxdist.training.folder import RunFolder
 from jaxdist.training.readback import unreadable
-from jaxdist.training.shelf import UNSEALED, WRONG_CONTENT, Shelf
+from jaxdist.training.shelf import UNSEALED, Shelf
 from jaxdist.training.step import TrainState
 from jaxdist.training.store import SaveFailed, Store, array_shapes
 
@@ -200,9 +200,8 @@ class Checkpoints:
 
     def _damage(self, shelf: Shelf, step: int, expected: Callable[[], TrainState] | None) -> str | None:
         """Why a step cannot be used; None if it can. One without a seal gets one then, if this may write."""
-        try:
-            seal = shelf.read_seal(step)
-        except WRONG_CONTENT:
+        seal = shelf.seal_of(step)
+        if seal is None:
             return self._damage_without_seal(shelf, step, expected)
         damage = shelf.damage(step)
         if damage is None and seal.step is None:

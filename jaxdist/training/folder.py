@@ -138,21 +138,13 @@ class RunFolder:
         """
         if self.identity() is not None:
             return
-        sealed = (self._id_in_seal(shelf, step) for shelf in self._shelves() for step in reversed(shelf.sealed()))
-        found = next((run for run in sealed if run), None) or secrets.token_hex(16)
+        seals = (shelf.seal_of(step) for shelf in self._shelves() for step in reversed(shelf.steps()))
+        found = next((seal.run for seal in seals if seal and seal.run), None) or secrets.token_hex(16)
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         try:
             write_whole(self.run, json.dumps({"id": found, "created": now}) + "\n")
         except OSError as error:
             raise RequestError(f"run folder {self.path} cannot be written ({error.strerror}); name another") from error
-
-    @staticmethod
-    def _id_in_seal(shelf: Shelf, step: int) -> str | None:
-        try:
-            run = shelf.read_seal(step).run
-        except WRONG_CONTENT:
-            return None
-        return run if isinstance(run, str) else None
 
     def _shelves(self) -> list[Shelf]:
         """Where steps of this run may lie: the newest, the best, and those set aside."""

@@ -30,7 +30,8 @@ TORN = ".orbax-checkpoint-tmp"
 STEP = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 """Names of steps; a folder with any other name is none."""
 
-UNSEALED = "it has no checksums"
+UNSEALED, UNREADABLE_SEAL = "it has no checksums", "its checksums cannot be read"
+"""Damage of the seal alone: the step itself may be whole."""
 
 READERS = 4
 """Files that are read at a time."""
@@ -88,7 +89,7 @@ class Shelf:
 
     def sealed(self) -> list[int]:
         """Those that have a seal, in order."""
-        return [step for step in self.steps() if self._sums(step).exists()]
+        return [step for step in self.steps() if self.seal_of(step) is not None]
 
     def seal(self, step: int) -> None:
         """Write the checksums of a step that is there whole, and whose numbers are all finite. Reads all of it."""
@@ -97,13 +98,16 @@ class Shelf:
         content = {"run": self.run, "step": step, "finite": True, "xxh3_64": _checksums(self.path(step))}
         write_whole(sums, json.dumps(content))
 
-    def read_seal(self, step: int) -> Seal:
-        """Raises one of `WRONG_CONTENT` where there is none, or it cannot be understood."""
-        content = json.loads(read_regular(self._sums(step)))
-        files = {name: (int(size), str(digest)) for name, (size, digest) in content["xxh3_64"].items()}
-        if not files:
-            raise ValueError("no file is listed")
-        of_step, run = content.get("step"), content.get("run")
+    def seal_of(self, step: int) -> Seal | None:
+        """The seal of a step; None where there is none that can be understood."""
+        try:
+            content = json.loads(read_regular(self._sums(step)))
+            files = {name: (int(size), str(digest)) for name, (size, digest) in content["xxh3_64"].items()}
+            of_step, run = content.get("step"), content.get("run")
+        except WRONG_CONTENT:
+            return None
+        if not files or not isinstance(of_step, int | None) or not isinstance(run, str | None):
+            return None
         return Seal(files, of_step, run, content.get("finite") is True)
 
     def damage(self, step: int, thorough: bool = True) -> str | None:
@@ -111,12 +115,9 @@ class Shelf:
 
         Reads all of it; when not `thorough`, compares names and sizes of its files alone.
         """
-        if not self._sums(step).exists():
-            return UNSEALED
-        try:
-            seal = self.read_seal(step)
-        except WRONG_CONTENT:
-            return f"its checksums in {self._sums(step).relative_to(self.folder)} cannot be read"
+        seal = self.seal_of(step)
+        if seal is None:
+            return UNSEALED if not self._sums(step).exists() else UNREADABLE_SEAL
         if seal.step not in (None, step):
             return f"its checksums are those of step {seal.step}"
         if None not in (seal.run, self.run) and seal.run != self.run:
@@ -210,11 +211,9 @@ class Shelf:
     def _newest_finite(self, sealed: list[int]) -> list[int]:
         """[the newest step whose seal says that it is finite], or []."""
         for step in reversed(sealed):
-            try:
-                if self.read_seal(step).finite:
-                    return [step]
-            except WRONG_CONTENT:
-                continue
+            seal = self.seal_of(step)
+            if seal is not None and seal.finite:
+                return [step]
         return []
 
     def clear(self) -> None:
