@@ -110,10 +110,8 @@ class RunFolder:
 
     def check_layout(self) -> None:
         """Raise `RequestError` where something else stands in the place of a file or a folder of a run, a link too."""
-        steps = [f"checkpoints/{name}" for name in _listed(self.checkpoints) if STEP.fullmatch(name)]
         problems = []
-        for name in (*FILES, *FOLDERS, *steps):
-            kind = "file" if name in FILES else "folder"
+        for name, kind in self._layout():
             problem = _not_a(kind, self.path / name)
             if problem:
                 problems.append(f"{name} is {problem}, not a {kind}")
@@ -122,6 +120,18 @@ class RunFolder:
                 f"run folder {self.path} cannot be used: {', '.join(problems)}; no link is followed there; put the "
                 f"files and folders themselves in their place, or name another run folder"
             )
+
+    def _layout(self) -> Iterator[tuple[str, Literal["file", "folder"]]]:
+        """What each name within the folder must be, if it is there."""
+        for name in FILES:
+            yield name, "file"
+        for name in FOLDERS:
+            yield name, "folder"
+        for shelf in SHELVES:
+            for step in filter(STEP.fullmatch, _listed(self.path / shelf)):
+                yield f"{shelf}/{step}", "folder"
+            for seal in _listed(self.path / shelf / "sums"):
+                yield f"{shelf}/sums/{seal}", "file"
 
     def identity(self) -> str | None:
         """The random id of the run; None where it has none, or none that can be read."""

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxdist.training.shelf import Shelf
 from jaxdist.training.store import Store
 
 FIGURES = ("loss", "grad_norm", "validation_loss")
@@ -35,7 +36,7 @@ def alike(one: Path, other: Path, steps: int) -> None:
 
 def parameters(folder: Path, step: int) -> np.ndarray:
     """All those of a checkpoint, in one row."""
-    store = Store((folder / "checkpoints").resolve(), keep=1)
+    store = Store(Shelf((folder / "checkpoints").resolve()), keep=1)
     try:
         return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(store.read(step, "params"))])
     finally:
