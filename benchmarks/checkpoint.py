@@ -1,10 +1,11 @@
 """What checkpoints cost, on CPU devices.
 
-    python benchmarks/checkpoint.py [block] [where] [sums] [mesh] [memory] [first]
+    python benchmarks/checkpoint.py [block] [where] [sums] [seal] [mesh] [memory] [first]
 
 block     how long a save keeps the quickstart's loop from its next step, beside that step and beside the whole save.
 where     what the loop's own thread does while `block`'s save keeps it: the clock's time and the thread's own.
 sums      reading a checkpoint for its checksums, beside writing it: both ends of a save in the background.
+seal      the parts of sealing a step that is written: its checksums, reading it back, and the look for NaN before it.
 mesh      restoring onto the mesh that saved, and onto another.
 memory    what a process takes while it restores, over what it held before, beside the bytes of its own shards.
 first     a run that goes on, from its start to its first step, beside one that begins. Programs are compiled by both.
@@ -33,10 +34,13 @@ import jax
 import numpy as np
 
 from jaxdist.config import Config
-from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.checkpoint import Checkpoints, trees_of
+from jaxdist.training.finite import first_not_finite
+from jaxdist.training.readback import unreadable
 from jaxdist.training.run import Run
 from jaxdist.training.shelf import Shelf
 from jaxdist.training.step import TrainState
+from jaxdist.training.store import array_shapes
 
 REPEATS = 5
 LARGE = dict(layers=8, embed=1024, heads=8, vocab=8192, sequence=128)
@@ -59,6 +63,12 @@ def noisy(run: Run) -> TrainState:
     return jax.tree.map(lambda a: jax.device_put(like(a), a.sharding), run.abstract_logical())
 
 
+def facts(step: int) -> dict[str, Any]:
+    """What a checkpoint must hold beside its arrays."""
+    baseline = {"nats": 1.0, "name": "unigrams", "unit": "token"}
+    return {"step": step, "steps": step, "data": "noise", "best": None, "baseline": baseline}
+
+
 def size(state: TrainState) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
@@ -77,7 +87,7 @@ def median(values: list[float]) -> str:
 def save(checkpoints: Checkpoints, shelf: Shelf, step: int, state: TrainState) -> tuple[float, float, float]:
     """Seconds until the call returns, until the step has its name, and until its checksums are there."""
     started = time.perf_counter()
-    checkpoints.save(step, state, {"step": step})
+    checkpoints.save(step, state, facts(step))
     blocked = time.perf_counter()
     while step not in shelf.steps():
         time.sleep(1e-3)
@@ -178,7 +188,7 @@ def where() -> None:
     with jax.set_mesh(run.mesh), folder() as path, Checkpoints(path, keep=1) as checkpoints:
         state, found = run.step.logical(run.init()), []
         for step in range(1, 8 * REPEATS + 1):
-            found.append(watched(lambda: checkpoints.save(step, state, {"step": step})))  # noqa: B023
+            found.append(watched(lambda: checkpoints.save(step, state, facts(step))))  # noqa: B023
             checkpoints.wait()
     whole = lambda spent: sum(part["clock"] for part in spent.values())
     best = sorted(found[1:], key=whole)[: 2 * REPEATS]
@@ -204,6 +214,25 @@ def sums() -> None:
     print(f"            checksums {median(extra)}: {statistics.median(extra) / statistics.median(written):.1%}")
 
 
+def seal() -> None:
+    run = Run(Config(mesh="1x1x1", model=LARGE))
+    with jax.set_mesh(run.mesh), folder() as path, Checkpoints(path, keep=1) as checkpoints:
+        state, shelf = noisy(run), Shelf(path / "checkpoints")
+        expected = {name: array_shapes(tree) for name, tree in trees_of(state).items()}
+        first_not_finite(state)  # compiles it
+        times: dict[str, list[float]] = defaultdict(list)
+        for step in range(1, REPEATS + 1):
+            times["save"].append(save(checkpoints, shelf, step, state)[2])
+            times["checksums"].append(seconds(lambda: shelf.seal(step)))  # noqa: B023
+            read_back = lambda: unreadable(shelf.path(step), expected, values=False)  # noqa: B023
+            times["read back"].append(seconds(read_back))
+            times["finite"].append(seconds(lambda: first_not_finite(state)))
+    whole = statistics.median(times["save"])
+    print(f"seal        {size(state) / 1e6:,.0f} MB: a save, sealed, takes {median(times['save'])}")
+    for part in ("checksums", "read back", "finite"):
+        print(f"            {part:<10} {median(times[part])}: {statistics.median(times[part]) / whole:.2%} of that")
+
+
 def mesh() -> None:
     with folder() as path:
         found: dict[str, list[float]] = {}
@@ -212,7 +241,7 @@ def mesh() -> None:
             run = Run(config)
             with jax.set_mesh(run.mesh), Checkpoints(path, keep=1 if number == 0 else None) as checkpoints:
                 if number == 0:
-                    checkpoints.save(1, noisy(run), {"step": 1})
+                    checkpoints.save(1, noisy(run), facts(1))
                     continue
                 abstract, step = run.abstract_logical(), checkpoints.find()
                 found.setdefault(shape, []).append(seconds(lambda: checkpoints.restore(abstract, step)))  # noqa: B023
@@ -246,7 +275,7 @@ def memory() -> None:
     run = Run(config)
     with folder() as path:
         with jax.set_mesh(run.mesh), Checkpoints(path, keep=1) as checkpoints:
-            checkpoints.save(1, noisy(run), {"step": 1})
+            checkpoints.save(1, noisy(run), facts(1))
         command = [sys.executable, "-c", RESTORE, str(path), config.model_dump_json()]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     own, peak = map(int, said.split("took")[1].split())
@@ -285,7 +314,7 @@ def _first_step(argv: list[str], path: Path) -> float:
 
 
 def main() -> None:
-    measures = dict(block=block, where=where, sums=sums, mesh=mesh, memory=memory, first=first)
+    measures = dict(block=block, where=where, sums=sums, seal=seal, mesh=mesh, memory=memory, first=first)
     print(f"jax {jax.__version__}, {len(os.sched_getaffinity(0))} cores")
     for name in sys.argv[1:] or measures:
         measures[name]()

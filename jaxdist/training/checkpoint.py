@@ -85,11 +85,11 @@ class Checkpoints:
 
         Raises `SaveFailed`, as do `save_best`, `check` and `wait`.
         """
-        self._newest.save(step, _trees(state), facts)
+        self._newest.save(step, trees_of(state), facts)
 
     def save_best(self, step: int, state: TrainState, facts: dict[str, Any]) -> None:
         """Save as the step with the best validation loss, in place of the one before."""
-        self._best.save(step, _trees(state), facts)
+        self._best.save(step, trees_of(state), facts)
 
     def check(self) -> None:
         """Tell of a save in the background that has failed: now, not at the next save."""
@@ -167,7 +167,7 @@ class Checkpoints:
         makes it. Raises `RequestError` when there is no such step, or its arrays are others.
         """
         found = found or self.find()
-        trees = found.store.restore(found.step, _trees(abstract))
+        trees = found.store.restore(found.step, trees_of(abstract))
         training = trees.pop("training")
         return TrainState(params=trees["params"], variables=trees.get("variables", {}), **training)
 
@@ -211,7 +211,7 @@ class Checkpoints:
     def _damage_without_seal(self, shelf: Shelf, step: int, expected: Callable[[], TrainState] | None) -> str | None:
         shapes = None
         if expected is not None:
-            shapes = {item: array_shapes(tree) for item, tree in _trees(expected()).items()}
+            shapes = {item: array_shapes(tree) for item, tree in trees_of(expected()).items()}
         damage = shelf.wrong_facts(step) or unreadable(shelf.path(step), shapes, values=True)
         if damage:
             return f"{UNSEALED}, and read back {damage}"
@@ -238,7 +238,7 @@ class Checkpoints:
         )
 
 
-def _trees(state: TrainState) -> dict[str, Any]:
+def trees_of(state: TrainState) -> dict[str, Any]:
     """Parameters and variables apart from the rest, so that they can be read alone; the rest follows from them."""
     training = state._asdict()
     del training["weights"], training["in_flight"]
