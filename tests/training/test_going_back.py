@@ -74,6 +74,31 @@ def test_back_to_a_step_that_was_asked_for(options, finished, copy, capsys):
     assert load(str(copy / "config.toml"), {}).resume == "auto"
 
 
+@pytest.mark.slow
+def test_a_copy_without_seals_goes_on_and_takes_no_other_config(options, finished, copy, capsys):
+    """What a copy that was cut off lacks: `sums` sorts last."""
+    for sums in copy.rglob("sums"):
+        shutil.rmtree(sums)
+    shutil.rmtree(copy / "checkpoints" / "20")
+    with pytest.raises(RequestError, match="holds a run with another config"):
+        train.main(over(options, f"--run-dir={copy}", "--model.layers=1"))
+    assert train.main([*options, f"--run-dir={copy}"]) == 0
+    said = capsys.readouterr().err
+    assert "from the checkpoint of step 15" in said
+    assert "15 had no checksums: it was read back and is whole; they are made now" in said
+    assert without_times(copy) == without_times(finished)
+    assert steps(copy / "checkpoints") == [10, 15, 20]
+
+
+def test_nothing_usable_is_no_start_from_the_beginning(options, copy):
+    for step in ("10", "15", "20", "best/20"):
+        (copy / "checkpoints" / step / "params" / "_METADATA").unlink()
+    before = {path: path.read_bytes() for path in (copy / "checkpoints").rglob("*") if path.is_file()}
+    with pytest.raises(RequestError, match=r"no checkpoint in .* is whole: .*; copy the missing files back, or name"):
+        train.main([*options, f"--run-dir={copy}"])
+    assert {path: path.read_bytes() for path in (copy / "checkpoints").rglob("*") if path.is_file()} == before
+
+
 def test_a_step_that_is_not_there_is_refused_and_nothing_is_touched(options, copy, tmp_path):
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     with pytest.raises(RequestError, match=r"no checkpoint of step 7; its steps are 10, 15, 20$"):

@@ -1,0 +1,55 @@
+"""Paths that Orbax or TensorStore take for others: refused at the request, before anything is written."""
+
+import os
+
+import pytest
+
+from jaxdist import checkpoints, train
+from jaxdist.config import RequestError
+from jaxdist.launch import main as launch
+
+NAMES = {
+    "back\\slash": "has a '\\' in its full path",
+    "[1]": "has a '[' in its full path",
+    "a*": "has a '*' in its full path",
+    "why?": "has a '?' in its full path",
+    "gs:/bucket": "has a folder whose name ends with a colon",
+    os.fsdecode(b"\xff"): "is not UTF-8",
+    "a\0b": "has a NUL character",
+}
+
+COMMANDS = {
+    "train": lambda path: train.main([f"--run-dir={path}"]),
+    "slurm": lambda path: launch(["slurm", "--nodes=1", "--time=1:00:00", f"--run-dir={path}"]),
+    "local": lambda path: launch(["local", "--processes=2", f"--run-dir={path}"]),
+    "init_from": lambda path: train.main([f"--init-from={path}"]),
+    "checkpoints": lambda path: checkpoints.main([str(path)]),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+def test_a_path_that_would_be_another_is_refused(tmp_path, monkeypatch, name, command):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError) as error:
+        COMMANDS[command](name)
+    assert NAMES[name] in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_above_counts_too(tmp_path, monkeypatch):
+    (tmp_path / "a\\b").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a\\b")
+    for path in (tmp_path / "a\\b" / "run", tmp_path / "link" / "run"):
+        with pytest.raises(RequestError, match="in its full path"):
+            train.main([f"--run-dir={path}"])
+    monkeypatch.chdir(tmp_path / "a\\b")
+    with pytest.raises(RequestError, match="in its full path"):
+        train.main(["--run-dir=run"])
+
+
+@pytest.mark.parametrize("name", ["ü 漢", "a:b", "50%", "x#y", "{a}", "~", "a|b", "s3"])
+def test_other_names_are_fine(tmp_path, name):
+    from jaxdist.request.checks.files import path_problem
+
+    assert path_problem(tmp_path / name) is None
