@@ -23,7 +23,7 @@ from jaxdist.models.stacked import scan, stack
 from jaxdist.parallel.foreign import on_shards
 from jaxdist.parallel.zero import is_axes
 from jaxdist.planning.hlo import Collective, collectives
-from jaxdist.sharding import BATCH, STAGES, Layout, Rules, name_of, on_devices
+from jaxdist.sharding import BATCH, STAGES, Layout, Rules, name_of, named, on_devices
 from jaxdist.training.checkpoint import Checkpoints
 from jaxdist.training.staged import Staged, check_request, staged, stages_of_module
 from jaxdist.training.step import Metrics, Step, TrainState
@@ -248,7 +248,7 @@ class Parallel:
 
 
 def _rows(batch: Batch) -> int:
-    leaves = foreign.named(batch)
+    leaves = named(batch)
     shapes = {np.shape(leaf)[:1] for leaf in leaves.values()}
     if len(shapes) != 1 or shapes & {(), (0,)}:
         told = [f"{name or 'one array'} of shape {np.shape(leaf)}" for name, leaf in leaves.items()]

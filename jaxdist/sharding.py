@@ -185,6 +185,11 @@ def name_of(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
+def named(tree: Any) -> dict[str, Any]:
+    """Leaves by the names on the way to them: "conv.kernel"."""
+    return {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
 def wide(dtype: jnp.dtype) -> jnp.dtype:
     """What to add numbers of `dtype` in: f32, or f64 for f64."""
     return jnp.promote_types(dtype, jnp.float32)

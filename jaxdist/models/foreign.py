@@ -14,7 +14,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from jaxdist.sharding import LAYERS, name_of
+from jaxdist.models import effects
+from jaxdist.parallel.foreign import Agreement
+from jaxdist.sharding import LAYERS, named
 
 Params = dict[str, Any]
 """Nested dict of arrays; of a decoder, `params["blocks"]` holds every layer, stacked on a leading L."""
@@ -33,6 +35,7 @@ class Foreign:
 
     make: Callable[[nnx.Rngs], nnx.Module]
     training: nnx.GraphDef
+    """As it was built: what the constructor froze stays frozen."""
     evaluation: nnx.GraphDef
     """After `module.eval()`: no dropout, batch norm by its running statistics."""
     abstract: Params
@@ -41,24 +44,36 @@ class Foreign:
     """Logical axes of every parameter, from metadata `axes`; None for a dim that has none."""
     variables: Params
     """Shape and dtype of batch statistics, keys and counts of random numbers, and the like."""
+    agreements: Params
+    """How devices that have called the module apart agree on each of the variables."""
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """(parameters, variables) of a module made with `nnx.Rngs(key)`."""
-        return _apart(self.make(nnx.Rngs(key)))[1:]
+        module = self.make(nnx.Rngs(key))
+        return effects.params_of(module), effects.variables_of(module)
 
     def merge(self, params: Params, variables: Params, train: bool) -> nnx.Module:
         """The module with these arrays, a copy that may be changed."""
         return nnx.merge(self.training if train else self.evaluation, params, variables, copy=True)
 
     def loss(self, loss_fn: LossFunction, params: Params, variables: Params, batch: Any, train: bool) -> Computed:
-        """Raises `ValueError` where `loss_fn` returns no scalar, or the call leaves the module with other variables."""
-        module = self.merge(params, variables, train)
+        """Raises `ValueError` where `loss_fn` returns no scalar, or leaves in the module what a step cannot keep."""
         told = {"train": train} if "train" in inspect.signature(loss_fn).parameters else {}
-        loss, further = _result(loss_fn(module, batch, **told))
-        after = _apart(module)[2]
-        if train:
-            _check_variables(self.variables, after)
-        return loss, after if train else variables, further
+
+        def make(params: Params) -> nnx.Module:
+            return self.merge(params, variables, train)
+
+        def use(module: nnx.Module) -> Any:
+            return loss_fn(module, batch, **told)
+
+        if not train:
+            loss, further = _result(use(make(params)))
+            return loss, variables, further
+        returned, module = effects.call(make, params, use)
+        loss, further = _result(returned)
+        after = effects.variables_of(module)
+        effects.check_variables(self.variables, after)
+        return loss, after, further
 
 
 def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Module], None] = lambda _: None) -> Foreign:
@@ -68,9 +83,11 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Modu
     """
     check_call("model_fn", make, ("rngs",))
     module = nnx.eval_shape(lambda: _module(make(nnx.Rngs(0))))
+    _decide_modes(module)
+    evaluated = nnx.clone(module)
+    evaluated.eval()
     prepare(module)
-    module.train()
-    training, abstract, variables = _apart(module)
+    abstract, variables = effects.params_of(module), effects.variables_of(module)
     if not jax.tree.leaves(abstract):
         raise ValueError(f"{type(module).__name__} has no parameters (nnx.Param); Linen modules need lazy_init first")
     for name, a in named(abstract).items():
@@ -78,9 +95,49 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Modu
             raise ValueError(
                 f"parameter {name} is of {a.dtype}, which is not trained; make it an nnx.Variable, or of floats"
             )
-    axes = jax.tree.map(_axes, nnx.state(module, nnx.Param), is_leaf=lambda p: isinstance(p, nnx.Variable))
-    module.eval()
-    return Foreign(make, training, nnx.graphdef(module), abstract, nnx.to_pure_dict(axes), variables)
+    axes = jax.tree.map(_axes, nnx.state(module, nnx.Param), is_leaf=_is_variable)
+    agreements = jax.tree.map(_agreement, nnx.state(module, nnx.Not(nnx.Param)), is_leaf=_is_variable)
+    return Foreign(
+        make,
+        nnx.graphdef(module),
+        nnx.graphdef(evaluated),
+        abstract,
+        nnx.to_pure_dict(axes),
+        variables,
+        nnx.to_pure_dict(agreements),
+    )
+
+
+def _check_arrays(module: nnx.Module) -> None:
+    """Raises `ValueError` for arrays that Flax takes for settings, and for variables that hold more than one array."""
+    outside = effects.settings(module)
+    for path, part in nnx.iter_graph(module):
+        if isinstance(part, dict):
+            outside |= {".".join(map(str, (*path, name))): value for name, value in part.items()}
+    bare = [
+        name
+        for name, value in outside.items()
+        if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value, is_leaf=nnx.is_data))
+    ]
+    if bare:
+        raise ValueError(
+            f"{type(module).__name__} holds {', '.join(bare[:4])}, an array that is no nnx.Variable: make it one, or a "
+            f"NumPy array"
+        )
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        if _is_variable(variable) and not jnp.isscalar(variable.get_value()) and not hasattr(variable, "shape"):
+            raise ValueError(
+                f"{'.'.join(map(str, path))} holds a {type(variable.get_value()).__name__}; give each array a "
+                f"variable of its own"
+            )
+
+
+def _decide_modes(module: nnx.Module) -> None:
+    """Set for training what the constructor has left open, as `nnx.MultiHeadAttention` does."""
+    for _, part in nnx.iter_modules(module):
+        for mode in effects.MODES:
+            if vars(part).get(mode, True) is None:
+                setattr(part, mode, False)
 
 
 def synchronise(module: nnx.Module, axes: tuple[str, ...]) -> None:
@@ -121,20 +178,25 @@ def cast(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
 
 
-def named(tree: Any) -> dict[str, Any]:
-    """Leaves by the names on the way to them: "conv.kernel"."""
-    return {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
-
-
 def _module(made: Any) -> nnx.Module:
     if not isinstance(made, nnx.Module):
         raise ValueError(f"model_fn returned {type(made).__name__}; return a flax.nnx.Module (Linen: nnx.bridge.ToNNX)")
+    _check_arrays(made)
     return made
 
 
-def _apart(module: nnx.Module) -> tuple[nnx.GraphDef, Params, Params]:
-    graph, params, rest = nnx.split(module, nnx.Param, ...)
-    return graph, nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, nnx.Variable)
+
+
+def _agreement(variable: nnx.Variable | jax.ShapeDtypeStruct) -> Agreement:
+    if jnp.issubdtype(variable.dtype, jax.dtypes.prng_key):
+        return "key"
+    if isinstance(variable, nnx.RngCount):
+        return "count"
+    if isinstance(variable, nnx.BatchStat) and jnp.issubdtype(variable.dtype, jnp.floating):
+        return "mean"
+    return "same"
 
 
 def _axes(p: nnx.Variable) -> tuple[str | None, ...]:
@@ -167,18 +229,3 @@ def _result(returned: Any) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]
             kind = f"shape {jnp.shape(value)} and dtype {jnp.result_type(value)}" if number else type(value).__name__
             raise ValueError(f"loss_fn returned {name}: {kind}; return the mean over the rows, one real number")
     return jnp.asarray(loss), {name: jnp.asarray(value) for name, value in further.items()}
-
-
-def _check_variables(before: Params, after: Params) -> None:
-    kinds = lambda tree: {name: (leaf.shape, leaf.dtype) for name, leaf in named(tree).items()}
-    before, after = kinds(before), kinds(after)
-    for what, names in {
-        "adds": after.keys() - before.keys(),
-        "removes": before.keys() - after.keys(),
-        "changes the shape or dtype of": {name for name in before.keys() & after if before[name] != after[name]},
-    }.items():
-        if names:
-            raise ValueError(
-                f"calling the module {what} {', '.join(sorted(names))}; a step keeps what a module holds as it was "
-                f"built: make such variables in its constructor, or do not store them"
-            )

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxdist.models import effects
 from jaxdist.parallel.foreign import whole
 from jaxdist.sharding import LAYERS
 
@@ -35,8 +36,13 @@ def scan(blocks: nnx.Module, x: Any) -> Any:
     @jax.checkpoint
     def layer(x: Any, arrays: Any) -> tuple[Any, Any]:
         params, rest = arrays
-        block = nnx.merge(graph, jax.tree.map(whole, params), rest, copy=True)
-        return block(x), nnx.split(block, nnx.Param, ...)[2]
+        params = nnx.to_pure_dict(jax.tree.map(whole, params))
+        y, block = effects.call(
+            make=lambda params: nnx.merge(graph, params, rest, copy=True),
+            params=params,
+            use=lambda block: block(x),
+        )
+        return y, nnx.state(block, nnx.Not(nnx.Param))
 
     x, rest = jax.lax.scan(layer, x, (params, rest))
     nnx.update(blocks, rest)

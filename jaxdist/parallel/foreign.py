@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,16 @@ from jax import P
 from jax.sharding import auto_axes, reshard
 from jaxtyping import Array, Int
 
-from jaxdist.sharding import Layout, name_of, scale_partial
+from jaxdist.parallel.dataflow import Dataflow
+from jaxdist.sharding import Layout, name_of, named, scale_partial
 
 Call = Callable[[Any, Any, Any], tuple[jax.Array, Any, Any]]
 """(weights, variables, batch) -> (mean loss, variables, further means)."""
+
+Agreement = Literal["key", "count", "mean", "same"]
+"""How devices that have seen other rows agree on a variable. They fold their number into a key, and all go on from the
+key of the first; of the counts of random numbers they take the largest; they average statistics. Anything else has to
+be the same on all of them, and what one device would make of all rows."""
 
 
 def init(make: Callable[[jax.Array], tuple[Any, Any]], places, key: jax.Array) -> tuple[Any, Any]:
@@ -53,15 +59,19 @@ def whole(w: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(w, P()) if _GATHERS.get() else w
 
 
-def apart(layout: Layout, places, call: Call, weights, variables, batch) -> tuple[jax.Array, Any, Any]:
+def apart(layout: Layout, places, agreements, call: Call, weights, variables, batch) -> tuple[jax.Array, Any, Any]:
     """Loss and gradient come out of one manual region, without types of which value varies where: a module written for
-    one device, with a loop that begins from zeros, has no use for them."""
+    one device, with a loop that begins from zeros, has no use for them.
+
+    `agreements` gives an `Agreement` for each variable. Raises `ValueError` for a variable that has to be the same on
+    all devices and depends on their rows.
+    """
     axes = layout.split("batch")
     if not axes:
         return call(weights, variables, batch)
     use = jax.tree.map(lambda p: p.use, places)
     sums = jax.tree.map(lambda p: P(*p.use.partitions, unreduced=p.use.reduced), places)
-    local = partial(_local, call, axes, layout.ranks)
+    local = partial(_local, call, axes, layout.ranks, agreements)
     specs = dict(in_specs=(use, P(), P(axes)), out_specs=((P(), P(), P()), sums), check_vma=False)
     region = jax.shard_map(local, **specs)
 
@@ -75,16 +85,18 @@ def apart(layout: Layout, places, call: Call, weights, variables, batch) -> tupl
     return value(weights)
 
 
-def _local(call: Call, axes: tuple[str, ...], ranks: int, weights, variables, batch):
+def _local(call: Call, axes: tuple[str, ...], ranks: int, agreements, weights, variables, batch):
     """((loss, variables, further), this device's part of the gradient), from its own rows."""
-    own = jax.tree.map(partial(_own_key, jax.lax.axis_index(axes)), variables)
+    rank = jax.lax.axis_index(axes)
+    own = jax.tree.map(partial(_own_key, rank), variables)
 
     def loss_of(weights):
         loss, *rest = call(weights, own, batch)
         return loss, rest
 
     (loss, (after, further)), grads = jax.value_and_grad(loss_of, has_aux=True)(weights)
-    after = jax.tree.map(partial(_agree, axes), variables, after)
+    _check_same(call, ranks, agreements, after, weights, own, batch)
+    after = jax.tree.map(partial(_agree, axes, rank), agreements, variables, own, after)
     loss, further = jax.lax.pmean((loss, further), axes)
     return (loss, after, further), jax.tree.map(lambda g: g / ranks, grads)
 
@@ -96,11 +108,67 @@ def _own_key(rank: Int[Array, ""], variable: jax.Array) -> jax.Array:
     return jax.vmap(lambda key: jax.random.fold_in(key, rank))(variable.ravel()).reshape(variable.shape)
 
 
-def _agree(axes: tuple[str, ...], before: jax.Array, after: jax.Array) -> jax.Array:
-    """Statistics are averaged over the devices, keys are those of before, counts are the same on all."""
-    if _is_key(after):
+def _agree(
+    axes: tuple[str, ...],
+    rank: Int[Array, ""],
+    agreement: Agreement,
+    before: jax.Array,
+    own: jax.Array,
+    after: jax.Array,
+) -> jax.Array:
+    """The value that all devices go on with; `own` is what this one began with."""
+    if after is own:
         return before
-    return jax.lax.pmean(after, axes) if jnp.issubdtype(after.dtype, jnp.floating) else after
+    if agreement == "mean":
+        return jax.lax.pmean(after, axes)
+    if agreement == "count":
+        return jax.lax.pmax(after, axes)
+    if agreement == "key":
+        return _key_of_first(axes, rank, before, own, after)
+    return after
+
+
+def _key_of_first(
+    axes: tuple[str, ...], rank: Int[Array, ""], before: jax.Array, own: jax.Array, after: jax.Array
+) -> jax.Array:
+    """The key of before where the first device has kept its own; else the one that it has put in the place."""
+    old, began, now = map(jax.random.key_data, (before, own, after))
+    kept = jnp.all(now == began, axis=-1, keepdims=True)
+    of_first = jnp.where(rank == 0, jnp.where(kept, old, now), 0)
+    return jax.random.wrap_key_data(jax.lax.psum(of_first, axes), impl=jax.random.key_impl(before))
+
+
+def _check_same(call: Call, ranks: int, agreements, after, weights, own, batch) -> None:
+    """Raises `ValueError` for a variable that has to be the same on all devices and depends on their rows.
+
+    It depends on them if what computes it reads the rows, or a key that each device has made its own, or is another
+    program for the rows of all devices, such as a count of `x.shape[0]`.
+    """
+    began, now = jax.tree.leaves(own), jax.tree.leaves(after)
+    to_be_same = [i for i, agreement in enumerate(jax.tree.leaves(agreements)) if agreement == "same"]
+    if all(now[i] is began[i] for i in to_be_same):
+        return
+
+    def variables_after(weights, variables, batch):
+        return call(weights, variables, batch)[1]
+
+    rows_of_all = jax.tree.map(lambda a: jax.ShapeDtypeStruct((ranks * a.shape[0], *a.shape[1:]), a.dtype), batch)
+    here = Dataflow(variables_after, weights, own, batch)
+    of_all = Dataflow(variables_after, weights, own, rows_of_all)
+    first = len(jax.tree.leaves(weights))
+    differ = {first + i for i, variable in enumerate(began) if _is_key(variable)}
+    differ |= {first + len(began) + i for i in range(len(jax.tree.leaves(batch)))}
+    names = list(named(own))
+    for i in to_be_same:
+        if here.keeps(i, first + i):
+            continue
+        program = here.program(i)
+        if program.inputs & differ or not program.equals(of_all.program(i)):
+            raise ValueError(
+                f"calling the module makes {names[i]} of the rows, of which each device sees its own under scope "
+                f"'rows' or 'device': use scope 'batch', or, for a mean over the rows, an nnx.BatchStat of floats, "
+                f"which is averaged over the devices"
+            )
 
 
 def _is_key(a: jax.Array) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -12,13 +13,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.mesh import LAYER_AXES, PIPELINE
-from jaxdist.models import Params
-from jaxdist.models.foreign import Foreign, LossFunction, cast, mean_over_rows, named
+from jaxdist.models import Params, effects
+from jaxdist.models.foreign import Foreign, LossFunction, cast, mean_over_rows
 from jaxdist.models.stacked import scan
 from jaxdist.parallel.pipeline.device import Program
 from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, split
-from jaxdist.sharding import Layout, wide
+from jaxdist.sharding import Layout, named, wide
 from jaxdist.training.pipelined import Pipelined
 from jaxdist.training.step import Batch
 from jaxdist.training.whole import Scope
@@ -64,22 +65,38 @@ class Staged(Pipelined):
 
     @cached_property
     def program(self) -> Program:
-        block = nnx.graphdef(_module(self.model, self.model.abstract).blocks)
+        return self._program(train=True)
+
+    def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], dict]:
+        executor = replace(self.executor(batch), program=self._program(train=False))
+        return executor.loss(weights, batch), {}
+
+    def _program(self, train: bool) -> Program:
+        blocks = nnx.graphdef(self.model.merge(self.model.abstract, {}, train).blocks)
+        in_their_place = {BLOCKS: self.model.abstract[BLOCKS]}  # the layers, which embed and head do not use
+
+        def whole(params: Params) -> nnx.Module:
+            return self.model.merge(params, {}, train)
+
+        def called(make: Callable[[Params], nnx.Module], params: Params, use: Callable[[nnx.Module], Any]) -> Any:
+            if not train:
+                return use(make(params))
+            result, module = effects.call(make, params, use)
+            effects.check_variables({}, effects.variables_of(module))
+            return result
 
         def embed(tops: Params, part: Batch) -> jax.Array:
-            return self._with(tops).embed(cast(part, self.dtype))
+            return called(whole, tops | in_their_place, lambda module: module.embed(cast(part, self.dtype)))
 
         def layer(w: Params, x: jax.Array, part: Batch, number: jax.Array) -> jax.Array:
-            return nnx.merge(block, w)(x)
+            return called(lambda w: nnx.merge(blocks, w), w, lambda block: block(x))
 
         def loss(tops: Params, x: jax.Array, part: Batch) -> jax.Array:
-            mean = mean_over_rows(self._with(tops).head(x, cast(part, self.dtype)))
+            result = called(whole, tops | in_their_place, lambda module: module.head(x, cast(part, self.dtype)))
+            mean = mean_over_rows(result)
             return x.shape[0] * mean.astype(wide(mean.dtype))
 
         return Program(embed, layer, loss)
-
-    def _with(self, tops: Params) -> nnx.Module:
-        return _module(self.model, tops | {BLOCKS: self.model.abstract[BLOCKS]})
 
 
 def check_request(mesh: str, loss_fn: LossFunction, scope: Scope, shape: Mapping[str, int]) -> None:
@@ -120,7 +137,3 @@ def stages_of_module(model: Foreign, ranks: int, virtual: int) -> Stages:
         raise ValueError(f"{elsewhere[0]} is no stage, but has '{BLOCKS}' in its name; call it otherwise")
     ((layers,),) = counts
     return Stages(ranks, virtual, split([1.0] * layers, ranks * virtual))
-
-
-def _module(model: Foreign, params: Params) -> nnx.Module:
-    return model.merge(params, {}, train=True)

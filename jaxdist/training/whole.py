@@ -63,7 +63,10 @@ class Whole(Differentiated):
         if self.scope == "batch" or step is None:
             means, variables, further = foreign.together(self.places, call, weights, variables, batch)
         else:
-            means, variables, further = foreign.apart(self.layout, self.places, call, weights, variables, batch)
+            agreements = self.model.agreements
+            means, variables, further = foreign.apart(
+                self.layout, self.places, agreements, call, weights, variables, batch
+            )
         rows = jax.tree.leaves(batch)[0].shape[0]
         loss, further = jax.tree.map(lambda mean: rows * mean.astype(wide(mean.dtype)), (means, further))
         return loss, variables, further

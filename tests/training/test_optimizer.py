@@ -7,7 +7,7 @@ import pytest
 
 from jaxdist import models
 from jaxdist.config import ModelConfig, OptimizerConfig
-from jaxdist.models.foreign import named
+from jaxdist.sharding import named
 from jaxdist.training.optimizer import clip, optimizer, schedule
 
 BASE = OptimizerConfig(learning_rate=0.1, warmup=0, schedule="constant", decay_fraction=0.0, weight_decay=0.0)
