@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,29 +14,21 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxdist.api_request import Batch, Precision, Shard, Zero, check_values, layout_of, rows_of, to_be_split
 from jaxdist.cluster import compiler, runtime
-from jaxdist.config import nearest
-from jaxdist.mesh import BATCH_AXES, DATA, LAYER_AXES, PIPELINE, describe, make_mesh, parse_mesh
-from jaxdist.models import Params, foreign
+from jaxdist.mesh import BATCH_AXES, PIPELINE, describe, make_mesh, parse_mesh
+from jaxdist.models import foreign
 from jaxdist.models.foreign import Foreign, LossFunction
 from jaxdist.models.stacked import scan, stack
 from jaxdist.parallel.foreign import on_shards
-from jaxdist.parallel.zero import is_axes
 from jaxdist.planning.hlo import Collective, collectives
-from jaxdist.sharding import BATCH, STAGES, Layout, Rules, name_of, named, on_devices
+from jaxdist.sharding import Layout, Rules, on_devices
 from jaxdist.training.checkpoint import Checkpoints
 from jaxdist.training.staged import Staged, check_request, staged, stages_of_module
 from jaxdist.training.step import Metrics, Step, TrainState
 from jaxdist.training.whole import Scope, Whole
 
 __all__ = ["Parallel", "parallelize", "scan", "stack", "staged"]
-
-Batch = Any
-"""A tree of arrays that share their leading dim, the rows: of NumPy, or global ones of JAX."""
-
-Shard = int | Callable[[str, jax.ShapeDtypeStruct], bool]
-Zero = Literal[0, 1, 2, 3]
-Precision = Literal["float32", "bfloat16", "mixed"]
 
 
 def parallelize(
@@ -63,6 +55,11 @@ def parallelize(
     * One that offers `embed(batch)`, `blocks` made by `jaxdist.stack`, and `head(x, batch)` gets pipelines, of which
       `accumulation` is the number of micro-batches: with `loss_fn=jaxdist.staged` and scope "rows".
 
+    A step calls the module as it was built: what the constructor froze (`BatchNorm(use_running_average=True)`,
+    `Dropout(deterministic=True)`, `module.eval()` in `model_fn`) stays frozen, and modes that are None are those of
+    training. `evaluate` calls it after `module.eval()`. A step keeps what a call writes into variables. It refuses, when
+    it is traced, a call that assigns or makes parameters, or changes an attribute that is no `nnx.Variable`.
+
     `loss_fn(module, batch)`, or `loss_fn(module, batch, train)`, returns the mean over the rows of `batch`, or that and
     a dict of further means. Under `accumulation` it sees one micro-batch at a time, and so does batch norm.
 
@@ -70,14 +67,15 @@ def parallelize(
     would. `"rows"` calls it on every device with the rows there: fewer bytes (one reduction in a step, of tied weights
     too; with ZeRO 2 and 3 one in each micro-batch), right where the loss is a mean over rows and nothing but
     `nnx.BatchNorm` looks across them; dropout has other masks on other meshes. `"device"` is that with batch statistics
-    of each device's own rows, what torch's DDP does: the curve depends on the number of devices.
+    of each device's own rows, what torch's DDP does: the curve depends on the number of devices. Under both, an
+    `nnx.BatchStat` of floats is averaged over the devices, and any other variable that depends on the rows is refused.
 
     `shard` keeps parameters whole that have fewer elements, or of which `shard(name, array)` is false. `precision`
     bfloat16 casts parameters and the batch's floats before they are used; `mixed` keeps the cast ones between steps.
 
     Raises `ValueError` for what cannot be done, before anything compiles.
     """
-    _check_values(mesh, zero, precision, accumulation, scope, shard, rules)
+    check_values(mesh, zero, precision, accumulation, scope, shard, rules)
     foreign.check_call("loss_fn", loss_fn, ("module", "batch"))
     shape = parse_mesh(mesh)
     pipelined = shape[PIPELINE] > 1
@@ -90,9 +88,9 @@ def parallelize(
         )
     placed = make_mesh(shape, devices) if devices else runtime.start(shape)
     model = foreign.describe(model_fn, partial(_statistics, scope, placed))
-    layout = _layout(placed, model, rules or {}, scope)
+    layout = layout_of(placed, model, rules or {}, scope)
     dtype = jnp.float32 if precision == "float32" else jnp.bfloat16
-    split = _to_be_split(layout, model, shard)
+    split = to_be_split(layout, model, shard)
     if pipelined:
         stages = stages_of_module(model, shape[PIPELINE], virtual_stages)
         forward = Staged(model, layout, stages, schedule, accumulation, dtype, zero, split)
@@ -136,7 +134,7 @@ class Parallel:
         `ValueError` for them.
         """
         self._check_state(state)
-        rows, ranks = _rows(batch), self.layout.ranks
+        rows, ranks = rows_of(batch), self.layout.ranks
         even = rows - rows % ranks
         if even < rows and self._step.forward.stages is not None:
             near = f"{even} or {even + ranks}" if even else ranks
@@ -237,7 +235,7 @@ class Parallel:
             )
 
     def _checked(self, batch: Batch) -> Batch:
-        rows, unit = _rows(batch), self.layout.ranks * self.accumulation
+        rows, unit = rows_of(batch), self.layout.ranks * self.accumulation
         if rows % unit:
             near = f"{rows - rows % unit} or {rows - rows % unit + unit}" if rows > unit else f"{unit}"
             raise ValueError(
@@ -247,104 +245,7 @@ class Parallel:
         return batch
 
 
-def _rows(batch: Batch) -> int:
-    leaves = named(batch)
-    shapes = {np.shape(leaf)[:1] for leaf in leaves.values()}
-    if len(shapes) != 1 or shapes & {(), (0,)}:
-        told = [f"{name or 'one array'} of shape {np.shape(leaf)}" for name, leaf in leaves.items()]
-        more = [f"{len(told) - 6} more"] * (len(told) > 6)
-        raise ValueError(
-            f"a batch holds {', '.join(told[:6] + more) or 'nothing'}; give arrays that share their leading dim, one "
-            f"row or more"
-        )
-    for name, leaf in leaves.items():
-        kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-        if not any(jnp.issubdtype(kind, some) for some in (jnp.number, jnp.bool_, jax.dtypes.extended)):
-            raise ValueError(f"{name or 'an array'} of a batch holds {kind}; give numbers")
-    return shapes.pop()[0]
-
-
-def _check_values(mesh: Any, zero: Any, precision: Any, accumulation: Any, scope: Any, shard: Any, rules: Any) -> None:
-    """Raises `ValueError` for what type annotations would refuse."""
-    for name, value, valid in (
-        ("zero", zero, get_args(Zero)),
-        ("precision", precision, get_args(Precision)),
-        ("scope", scope, get_args(Scope)),
-    ):
-        if value not in valid or isinstance(value, bool):
-            near = nearest(value, valid) if isinstance(value, str) and value.isalpha() else f"use one of {valid}"
-            raise ValueError(f"{name} is {value!r}; {near}")
-    whole = lambda value: isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not isinstance(mesh, str):
-        raise ValueError(f"mesh is {mesh!r}; write it as text, '4x1x1' or 'data=4'")
-    if not whole(accumulation) or accumulation < 1:
-        raise ValueError(f"accumulation is {accumulation!r}; give the number of micro-batches, 1 or more")
-    if not callable(shard) and not (whole(shard) and shard >= 0):
-        raise ValueError(f"shard is {shard!r}; give a least number of elements, 0 or more, or a function (name, array)")
-    if rules is not None and not isinstance(rules, Mapping):
-        raise ValueError(f"rules are {rules!r}; give a dict such as {{'mlp': {LAYER_AXES}}}")
-
-
 def _statistics(scope: Scope, mesh: jax.sharding.Mesh, module: nnx.Module) -> None:
     """Where devices compute apart, batch norm is told over which axes its statistics are taken."""
     if scope == "rows":
         foreign.synchronise(module, tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1))
-
-
-def _layout(mesh: jax.sharding.Mesh, model: Foreign, rules: Rules, scope: Scope) -> Layout:
-    """Raises `ValueError` where a mesh axis would split nothing."""
-    named = jax.tree.leaves(model.axes, is_leaf=is_axes)
-    names = {name for axes in named for name in axes if name}
-    if BATCH in {*names, *rules}:
-        raise ValueError(f"'{BATCH}' names the rows, which {' and '.join(BATCH_AXES)} split; call the axis otherwise")
-    always = {BATCH: BATCH_AXES, STAGES: (PIPELINE,)}
-    layout = Layout.on(mesh, {**always, **rules}, names={*names, *always})
-    for name, axes in rules.items():
-        if wrong := set(axes) - set(LAYER_AXES):
-            raise ValueError(
-                f"rules split {name} over {' and '.join(sorted(wrong))}, which parameters cannot be split over by a "
-                f"rule; use {' or '.join(LAYER_AXES)} (zero=3 splits parameters over {DATA})"
-            )
-    _check_parts(layout, model)
-    used = {axis for name in names for axis in layout.split(name)}
-    for axis in LAYER_AXES:
-        if mesh.shape[axis] > 1 and axis not in used:
-            raise ValueError(
-                f"{axis}={mesh.shape[axis]} splits nothing: give parameters `axes`, and rules such as "
-                f"{{'mlp': ('{axis}',)}}; or set {axis} to 1"
-            )
-    if used and scope != "batch":
-        raise ValueError(
-            f"rules split {' and '.join(sorted(used))}, which scope '{scope}' cannot do; use scope 'batch'"
-        )
-    return layout
-
-
-def _check_parts(layout: Layout, model: Foreign) -> None:
-    """Raises `ValueError` for a dim that the rules split and that does not divide."""
-    for (path, a), axes in zip(
-        jax.tree.leaves_with_path(model.abstract), jax.tree.leaves(model.axes, is_leaf=is_axes), strict=True
-    ):
-        for size, name in zip(a.shape, axes, strict=True):
-            if size % layout.parts(name):
-                over = " x ".join(f"{axis}={layout.size(axis)}" for axis in layout.split(name))
-                raise ValueError(
-                    f"{name_of(path)} {a.shape} has a dim '{name}' of {size}, which does not divide by {over}; give it "
-                    f"a size that does, or leave '{name}' out of the rules"
-                )
-
-
-def _to_be_split(layout: Layout, model: Foreign, shard: Shard) -> Params:
-    """Of every parameter, whether ZeRO may split it. Raises `ValueError` for one that is asked for and cannot be."""
-
-    def asked(path, a: jax.ShapeDtypeStruct) -> bool:
-        name, ranks = name_of(path), layout.size(DATA)
-        if not callable(shard):
-            return a.size >= shard
-        if shard(name, a) and not any(size % ranks == 0 for size in a.shape):
-            raise ValueError(
-                f"shard asks for {name} {a.shape}, of which no dim divides by {DATA}={ranks}; leave it whole"
-            )
-        return shard(name, a)
-
-    return jax.tree.map_with_path(asked, model.abstract)

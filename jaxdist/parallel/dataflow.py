@@ -82,17 +82,22 @@ def _operand(equation: core.JaxprEqn, output: int) -> Any:
     if source not in inner.invars or len(inner.invars) != len(equation.invars):
         return None
     given = inner.invars.index(source)
-    if name == "scan" and not _comes_out_as_it_went_in(parameters, given, output):
+    if name == "scan" and not _comes_out_as_it_went_in(equation, inner, given, output):
         return None
     return equation.invars[given]
 
 
-def _comes_out_as_it_went_in(scan: dict[str, Any], given: int, output: int) -> bool:
-    """Whether what the body of a `lax.scan` hands on is the carry of the same place, or a slice of a stacked input."""
-    constants, carried = scan["num_consts"], scan["num_carry"]
-    if output < carried:
-        return given == constants + output
-    return given >= constants + carried
+def _comes_out_as_it_went_in(scan: core.JaxprEqn, body: core.Jaxpr, given: int, output: int) -> bool:
+    """Whether what the body of a `lax.scan` hands on is the carry of the same place, or a slice of a stacked input.
+
+    Its parameters have other names in jax 0.12; that the loop has one dim more tells what is stacked in all versions.
+    """
+    stacked_in = [outer.aval.ndim > inner.aval.ndim for outer, inner in zip(scan.invars, body.invars, strict=True)]
+    stacked_out = [outer.aval.ndim > inner.aval.ndim for outer, inner in zip(scan.outvars, body.outvars, strict=True)]
+    if stacked_out[output]:
+        return stacked_in[given]
+    constants = stacked_in.count(False) - stacked_out.count(False)
+    return given == constants + output
 
 
 def _equal(a: Any, b: Any) -> bool:
