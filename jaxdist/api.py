@@ -14,7 +14,18 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxdist.api_request import Batch, Precision, Shard, Zero, check_values, layout_of, rows_of, to_be_split
+from jaxdist.api_request import (
+    Batch,
+    Precision,
+    Shard,
+    Unsplit,
+    Zero,
+    check_values,
+    layout_of,
+    rows_of,
+    to_be_split,
+    unsplit,
+)
 from jaxdist.cluster import compiler, runtime
 from jaxdist.mesh import BATCH_AXES, PIPELINE, describe, make_mesh, parse_mesh
 from jaxdist.models import foreign
@@ -57,8 +68,8 @@ def parallelize(
 
     A step calls the module as it was built: what the constructor froze (`BatchNorm(use_running_average=True)`,
     `Dropout(deterministic=True)`, `module.eval()` in `model_fn`) stays frozen, and modes that are None are those of
-    training. `evaluate` calls it after `module.eval()`. A step keeps what a call writes into variables. It refuses, when
-    it is traced, a call that assigns or makes parameters, or changes an attribute that is no `nnx.Variable`.
+    training. `evaluate` calls it after `module.eval()`. A step keeps what a call writes into variables. When it is
+    traced, it refuses a call that assigns or makes parameters, or changes an attribute that is no `nnx.Variable`.
 
     `loss_fn(module, batch)`, or `loss_fn(module, batch, train)`, returns the mean over the rows of `batch`, or that and
     a dict of further means. Under `accumulation` it sees one micro-batch at a time, and so does batch norm.
@@ -73,7 +84,8 @@ def parallelize(
     `shard` keeps parameters whole that have fewer elements, or of which `shard(name, array)` is false. `precision`
     bfloat16 casts parameters and the batch's floats before they are used; `mixed` keeps the cast ones between steps.
 
-    Raises `ValueError` for what cannot be done, before anything compiles.
+    Raises `ValueError` for what cannot be done, before anything compiles. Warns where ZeRO leaves more than 10 % of the
+    parameters whole because no dim divides by `data`; `print` of what is returned names all such parameters.
     """
     check_values(mesh, zero, precision, accumulation, scope, shard, rules)
     foreign.check_call("loss_fn", loss_fn, ("module", "batch"))
@@ -96,20 +108,31 @@ def parallelize(
         forward = Staged(model, layout, stages, schedule, accumulation, dtype, zero, split)
     else:
         forward = Whole(model, loss_fn, layout, scope, dtype, zero, split)
+    axes = model.axes if forward.stages is None else forward.stages.axes(model.axes)
+    left = unsplit(layout, axes, forward, split) if zero else Unsplit("", "")
+    if left.warning:
+        warnings.warn(left.warning, stacklevel=2)
     step = Step(forward, on_shards(optimizer, forward.places, forward.abstract), keep=precision == "mixed")
-    return Parallel(placed, layout, step, accumulation)
+    return Parallel(placed, layout, step, accumulation, left.note)
 
 
 class Parallel:
     """A module, its loss and its optimizer on a mesh. Made by `parallelize`."""
 
-    def __init__(self, mesh: jax.sharding.Mesh, layout: Layout, step: Step, accumulation: int):
+    def __init__(self, mesh: jax.sharding.Mesh, layout: Layout, step: Step, accumulation: int, note: str):
+        """`note` is a sentence on the parameters that ZeRO leaves whole, or empty."""
         self.mesh, self.layout, self.accumulation = mesh, layout, accumulation
         self.model: Foreign = step.forward.model
-        self._step = step
+        self._step, self._note = step, note
         asked = compiler.options_for(mesh, sequence=layout.parts("residual") > 1)
         self._train = jax.jit(step.train, donate_argnums=0, compiler_options=asked)
         self._evaluate = jax.jit(step.evaluate)
+
+    def __repr__(self) -> str:
+        """The mesh, ZeRO's stage, the number of parameters, and those that no dim lets ZeRO split."""
+        count = sum(a.size for a in jax.tree.leaves(self.model.abstract))
+        told = f"{count:,} parameters on {describe(self.mesh.shape)}, ZeRO {self._step.forward.stage}"
+        return f"{told}; {self._note}" if self._note else told
 
     def init(self, seed: int) -> TrainState:
         """The state before the first step; each device makes its own shards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,10 @@ from jaxdist.mesh import BATCH_AXES, DATA, LAYER_AXES, PIPELINE
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.zero import is_axes
+from jaxdist.planning import placement
+from jaxdist.request.checks.registry import remedy, to
 from jaxdist.sharding import BATCH, STAGES, Layout, Rules, name_of, named
+from jaxdist.training.step import Forward
 from jaxdist.training.whole import Scope
 
 Batch = Any
@@ -120,3 +123,29 @@ def to_be_split(layout: Layout, model: Foreign, shard: Shard) -> Params:
         return shard(name, a)
 
     return jax.tree.map_with_path(asked, model.abstract)
+
+
+class Unsplit(NamedTuple):
+    """What ZeRO leaves whole because data finds no dim that divides."""
+
+    note: str
+    """A sentence that names all such parameters; empty where there are none."""
+    warning: str
+    """One with a size that works, where they are many; else empty."""
+
+
+def unsplit(layout: Layout, axes: Params, forward: Forward, split: Params) -> Unsplit:
+    """`axes` are the logical axes of the parameters as `forward` holds them."""
+    ranks = layout.size(DATA)
+    parameters = placement.lay_out(layout, axes, forward.abstract, forward.places)
+    asked = [p for p, may in zip(parameters, jax.tree.leaves(split), strict=True) if may]
+    whole = [p for p in asked if p.whole]
+    if not whole or ranks == 1:
+        return Unsplit("", "")
+    note = placement.left_whole(parameters, whole, ranks, most=len(whole))
+    if placement.part_of(parameters, whole) <= placement.MUCH:
+        return Unsplit(note, "")
+    warning = placement.left_whole(parameters, whole, ranks)
+    if way := to(DATA, placement.ranks_that_split(parameters, asked, layout)):
+        warning += "; " + remedy(way)
+    return Unsplit(note, warning)

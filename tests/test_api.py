@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxdist
+from jaxdist.mesh import describe
 from tests.parity.modules import MLP, Convolution, cross_entropy, images, vectors
 from tests.tiers import thinned
 
@@ -292,3 +293,44 @@ def test_optimizers_that_keep_something_of_some_parameters_only(name):
         state, _ = on_mesh.step(on_mesh.init(0), batch())
         losses[mesh] = float(on_mesh.step(state, batch(seed=1))[1].loss)
     assert losses["4x1x1"] == pytest.approx(losses["1x1x1"], rel=1e-5)
+
+
+class Odd(nnx.Module):
+    """Two matrices of which 4 divides no dim, and a bias of 12."""
+
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Param(jnp.ones((15, 9))), nnx.Param(jnp.ones((9, 15)))
+        self.bias = nnx.Param(jnp.ones(12))
+
+
+def test_much_that_zero_leaves_whole_is_a_warning_with_sizes_that_work():
+    with pytest.warns(UserWarning, match="to split") as warned:
+        trainer = made(Odd, zero=1)
+    (told,) = warned
+    sentence = (
+        "data=4 finds no dim to split in down (9x15), up (15x9): 95.74% of the parameters are left to every device"
+    )
+    assert str(told.message) == sentence + "; set data to 3 or 5"
+    assert told.filename == __file__
+    assert repr(trainer) == f"282 parameters on {describe(trainer.mesh.shape)}, ZeRO 1; {sentence}"
+
+
+@pytest.mark.parametrize("options", [dict(zero=0), dict(zero=3, mesh="3x1x1"), dict(zero=3, mesh="1x1x1")])
+def test_nothing_that_could_be_split_is_left_whole(options, recwarn):
+    assert "no dim" not in repr(made(Odd, **options))
+    assert not recwarn.list
+
+
+def test_what_is_to_stay_whole_is_no_warning(recwarn):
+    assert "no dim" not in repr(made(Odd, zero=3, shard=lambda name, a: name == "bias"))
+    assert not recwarn.list
+
+
+def test_little_that_zero_leaves_whole_is_named_and_no_warning(recwarn):
+    class Mostly(nnx.Module):
+        def __init__(self, rngs):
+            self.matrix, self.bias = nnx.Param(jnp.ones((64, 64))), nnx.Param(jnp.ones(7))
+
+    told = "; data=4 finds no dim to split in bias (7): 0.17% of the parameters are left to every device"
+    assert repr(made(Mostly, zero=2)).endswith(told)
+    assert not recwarn.list

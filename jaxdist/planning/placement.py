@@ -71,7 +71,11 @@ def placed(config: Config, model: Model, layout: Layout) -> list[Placed]:
     abstract, names = model.abstract, model.axes
     if pipe := pipeline_of(config, layout):
         abstract, names = pipe.stages.abstract(abstract), pipe.stages.axes(names)
-    places = zero.placements(layout, names, abstract, config.parallel.zero)
+    return lay_out(layout, names, abstract, zero.placements(layout, names, abstract, config.parallel.zero))
+
+
+def lay_out(layout: Layout, names, abstract, places) -> list[Placed]:
+    """Every parameter, from the trees of their logical axes, their shapes and their placements."""
     leaves, axes = jax.tree.leaves_with_path(abstract), jax.tree.leaves(names, is_leaf=zero.is_axes)
     return [
         _placed(layout, name_of(path), leaf.shape, names, place)
@@ -122,13 +126,8 @@ def notes(config: Config, parameters: list[Placed], layout: Layout) -> list[str]
 def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str:
     """Names what no dim lets data split; a warning, with sizes that work, where it is much."""
     ranks, whole = layout.size(DATA), [p for p in parameters if p.whole]
-    part = sum(p.elements for p in whole) / sum(p.elements for p in parameters)
-    names = ", ".join(f"{p.name} ({'x'.join(map(str, p.shape))})" for p in whole[:3])
-    more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
-    told = (
-        f"{DATA}={ranks} finds no dim to split in {names}{more}: {part:.2%} of the parameters are left to every device"
-    )
-    if part <= MUCH:
+    told = left_whole(parameters, whole, ranks)
+    if part_of(parameters, whole) <= MUCH:
         return told
     rows = config.train.global_batch_size // micro_batches(config, dict(layout.axes)) // (layout.ranks // ranks)
     fitting = [n for n in divisors(rows) if n > 1 and _left(parameters, layout, n) <= MUCH]
@@ -136,11 +135,41 @@ def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str
     return f"warning: {told}" + ("; " + remedy(*ways) if any(ways) else "")
 
 
+def left_whole(parameters: list[Placed], whole: list[Placed], ranks: int, most: int = 3) -> str:
+    """Names at most so many of the parameters in which so many data ranks find no dim to split."""
+    names = ", ".join(f"{p.name} ({'x'.join(map(str, p.shape))})" for p in whole[:most])
+    more = f" and {len(whole) - most} more" if len(whole) > most else ""
+    part = part_of(parameters, whole)
+    return (
+        f"{DATA}={ranks} finds no dim to split in {names}{more}: {part:.2%} of the parameters are left to every device"
+    )
+
+
+def part_of(parameters: list[Placed], some: list[Placed]) -> float:
+    """The part of all elements that some parameters have."""
+    return sum(p.elements for p in some) / sum(p.elements for p in parameters)
+
+
+def ranks_that_split(parameters: list[Placed], asked: list[Placed], layout: Layout) -> list[int]:
+    """The numbers of data ranks next to that of `layout` that would not leave much whole of what is asked for."""
+    ranks = layout.size(DATA)
+    much = MUCH * sum(p.elements for p in parameters)
+    fitting = [n for n in range(2, 2 * ranks + 1) if sum(p.elements for p in _unsplit(asked, layout, n)) <= much]
+    return closest(fitting, ranks)
+
+
 def _left(parameters: list[Placed], layout: Layout, ranks: int) -> float:
     """The part of the parameters that so many data ranks would leave whole."""
-    free = lambda p: [n for n, axis in zip(p.shape, p.axes, strict=True) if axis != LAYERS and not layout.split(axis)]
-    whole = sum(p.elements for p in parameters if all(n % ranks for n in free(p)))
-    return whole / sum(p.elements for p in parameters)
+    return part_of(parameters, _unsplit(parameters, layout, ranks))
+
+
+def _unsplit(parameters: list[Placed], layout: Layout, ranks: int) -> list[Placed]:
+    """The parameters in which so many data ranks would find no dim to split."""
+
+    def free(p: Placed) -> list[int]:
+        return [n for n, axis in zip(p.shape, p.axes, strict=True) if axis != LAYERS and not layout.split(axis)]
+
+    return [p for p in parameters if all(n % ranks for n in free(p))]
 
 
 def _wider(config: Config, ranks: int) -> str:
