@@ -157,8 +157,15 @@ class Checkpoints:
         return bool(from_leader(int(bool(self._best.shelf.sealed()))))
 
     def facts(self, found: Found) -> dict[str, Any]:
-        """What was saved beside the arrays."""
-        return found.store.shelf.facts(found.step)
+        """What a run saved beside the arrays. Raises `RequestError` where the step was not saved by one."""
+        shelf = found.store.shelf
+        missing = shelf.missing_run_facts(found.step)
+        if missing:
+            raise RequestError(
+                f"checkpoint {shelf.path(found.step)} was not saved by jaxdist.train: its facts have no "
+                f"{', '.join(missing)}; name the folder of a run"
+            )
+        return shelf.facts(found.step)
 
     def restore(self, abstract: TrainState, found: Found | None = None) -> TrainState:
         """The state of the step `found`, by default the latest, laid out as `abstract` says: any mesh will do.

@@ -21,7 +21,7 @@ from jaxdist.training.meter import Diverged
 from jaxdist.training.plots import plot_loss
 from jaxdist.training.run import Run
 from jaxdist.training.run_lock import LockLost, RunLock
-from jaxdist.training.shelf import Shelf
+from jaxdist.training.shelf import WRONG_CONTENT, Shelf
 from jaxdist.training.step import TrainState
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -158,9 +158,11 @@ def _last_step(shelf: Shelf) -> int | None:
     """The last step of a run, if it was saved and is whole."""
     step = max(shelf.sealed(), default=None)
     try:
-        return step if step and step >= shelf.facts(step)["steps"] and not shelf.damage(step) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # damaged
+        if step and not shelf.damage(step) and not shelf.missing_run_facts(step):
+            return step if step >= shelf.facts(step)["steps"] else None
+    except WRONG_CONTENT:
+        return None  # it was removed, or changed, meanwhile
+    return None
 
 
 def checkpoint_bytes(run: Run) -> int:

@@ -45,8 +45,8 @@ WRONG_CONTENT = (OSError, ValueError, RecursionError, KeyError, TypeError, Attri
 
 NUMBER = (int, float)
 
-FACTS: Mapping[str, Any] = {"step": int, "steps": int, "data": str, "best": (*NUMBER, type(None)), "baseline": dict}
-"""Types of the facts that every step has, and that a run relies on when it resumes."""
+RUN_FACTS: Mapping[str, Any] = {"steps": int, "data": str, "best": (*NUMBER, type(None)), "baseline": dict}
+"""Types of the facts that a run relies on when it resumes, beside the `step`, which a step of any origin has."""
 
 OTHER_FACTS: Mapping[str, Any] = {"seed": int, "late": int, "mesh": str, "processes": int, "time": NUMBER}
 """Types of the others, which older versions may not have written."""
@@ -153,8 +153,11 @@ class Shelf:
             facts = self.facts(step)
         except WRONG_CONTENT:
             return "facts/metadata cannot be read"
-        others = {name: kinds for name, kinds in OTHER_FACTS.items() if name in facts}
-        problem = _wrong_types(facts, {**FACTS, **others}) or _wrong_types(facts["baseline"], BASELINE)
+        known = {**RUN_FACTS, **OTHER_FACTS}
+        there = {name: kinds for name, kinds in known.items() if name in facts}
+        problem = _wrong_types(facts, {"step": int, **there})
+        if problem is None and "baseline" in facts:
+            problem = _wrong_types(facts["baseline"], BASELINE)
         if problem:
             return f"facts/metadata {problem}"
         if facts["step"] != step:
@@ -167,6 +170,10 @@ class Shelf:
         if not isinstance(facts, dict):
             raise ValueError("not a table")
         return facts
+
+    def missing_run_facts(self, step: int) -> list[str]:
+        """Facts that a step lacks which `train` has not written. Raises one of `WRONG_CONTENT`."""
+        return sorted(RUN_FACTS.keys() - self.facts(step).keys())
 
     def size(self, step: int) -> int:
         """Bytes on disk."""

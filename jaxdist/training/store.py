@@ -190,7 +190,14 @@ def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """The shape of every array of a tree, by the name that it has in a checkpoint, such as `blocks.mlp.up`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "shape"))
     name = lambda key: str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
-    return {".".join(map(name, path)): tuple(leaf.shape) for path, leaf in leaves}
+    return {".".join(map(name, path)): _stored_shape(leaf) for path, leaf in leaves}
+
+
+def _stored_shape(leaf: Any) -> tuple[int, ...]:
+    """Random keys are stored as the integers that they consist of."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return tuple(jax.eval_shape(jax.random.key_data, leaf).shape)
+    return tuple(leaf.shape)
 
 
 def _all_processes(name: str) -> ocp.options.MultiprocessingOptions:

@@ -98,7 +98,7 @@ def test_a_seal_that_cannot_be_read_is_said(shelf, content):
 
 
 WRONG_FACTS = {
-    "has no data": {"data": None},
+    "has no step": {"step": None},
     "has steps = many": {"steps": "many"},
     "has nats = None": {"baseline": {"nats": None, "name": "", "unit": ""}},
     "has late = soon": {"late": "soon"},
