@@ -20,7 +20,7 @@ from jaxdist.config import RequestError
 from jaxdist.models import Params
 from jaxdist.training.folder import RunFolder
 from jaxdist.training.readback import unreadable
-from jaxdist.training.shelf import UNSEALED, Shelf
+from jaxdist.training.shelf import STEP, UNSEALED, Shelf
 from jaxdist.training.step import TrainState
 from jaxdist.training.store import SaveFailed, Store, array_shapes
 
@@ -192,7 +192,7 @@ class Checkpoints:
         """The newest step that is whole, or the one with the number `which`; the notes get those that are not."""
         steps = shelf.steps()
         if which not in (LATEST, BEST):
-            if not which.isdigit() or int(which) not in steps:
+            if not STEP.fullmatch(which) or int(which) not in steps:
                 there = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
                 raise RequestError(f"{shelf.folder} holds no step {which}; {there}")
             if damage := self._damage(shelf, int(which), expected):
@@ -224,8 +224,11 @@ class Checkpoints:
             return f"{UNSEALED}, and read back {damage}"
         done = "it was read back and is whole"
         if self._seals:
-            shelf.seal(step)
-            done += "; they are made now"
+            try:
+                shelf.seal(step)
+                done += "; they are made now"
+            except OSError as error:
+                done += f"; they cannot be written ({error.strerror})"
         self.notes.append(f"checkpoint {shelf.path(step)} had no checksums: {done}")
         return None
 
