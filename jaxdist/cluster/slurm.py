@@ -216,10 +216,8 @@ def directive(option: str, value: str) -> str:
 def make_logs(folder: Path) -> None:
     """Make the folder of the logs: Slurm ends a job that has nowhere to write to without a word.
 
-    Raises `RequestError` where it cannot be made, or is a symbolic link, which would lead the logs elsewhere.
+    `RunFolder.check_layout` has refused a link in its place. Raises `RequestError` where it cannot be made.
     """
-    if folder.is_symlink():
-        raise RequestError(f"{folder} is a symbolic link, which is not followed: remove it, or name another --run-dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -52,5 +52,5 @@ def test_a_script_without_srun_is_told_so(cluster, words, tmp_path):
 def test_steps_inside_a_step_that_share_a_run_are_told_so(cluster, words):
     """Two tasks that each start a step of two: four processes, in two jobs that know nothing of each other."""
     inner = ["srun", "--overlap", "-N1", "-n2", PYTHON, *TRAIN, *words("--mesh=2x1x1")]
-    said = cluster.run("srun", "-N1", "-n2", *inner, code=2)
+    said = cluster.run("srun", "-N1", "-n2", *inner, code=75)
     assert "is in use by process" in said, said
