@@ -43,6 +43,10 @@ class Gpu:
         """As JAX writes it: `9.0`."""
         return ".".join(map(str, self.capability))
 
+    def fills_hosts(self, count: int) -> bool:
+        """Whether so many are a part of one host, or whole hosts."""
+        return count <= self.per_host or count % self.per_host == 0
+
 
 _HOPPER = dict(capability=(9, 0), cores=132, lanes=128, clock_ghz=1.98, shared=228 * 2**10, peak=989e12, link=450e9)
 

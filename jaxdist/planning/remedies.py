@@ -1,32 +1,119 @@
-"""What makes a step smaller, and by how much."""
+"""The changes that make a step fit into the memory of a device. Each is predicted before it is offered."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from jaxdist.config import Config
-from jaxdist.mesh import DATA, PIPELINE, micro_batches
+from jaxdist.config import Config, RequestError
+from jaxdist.mesh import AXES, DATA, MODEL, PIPELINE, abstract_mesh, describe, micro_batches
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import memory
-from jaxdist.request.checks.registry import closest, divisors
-from jaxdist.sharding import Layout
+from jaxdist.request.checks import check_mesh_fits
+from jaxdist.request.checks.registry import closest, divisors, remedy
+from jaxdist.sharding import Layout, rules
 
 MOST = 3
+"""Changes of one knob that are offered."""
+
+WIDEST = 64
+"""Times as many devices as there are, up to which a larger mesh is looked for."""
+
+NONE = "no other setting is predicted to fit, on up to {} times as many devices; choose a smaller model"
+
+Change = tuple[str, object]
+"""A knob and its new value."""
 
 
-def smaller(config: Config, model: Model | Foreign, layout: Layout) -> list[str]:
-    """The knobs that, changed alone, save most: `model.remat to block (3.1 GiB predicted)`, best first."""
+def advice(config: Config, model: Model | Foreign, layout: Layout, room: float, others: Sequence[str] = ()) -> str:
+    """`set model.remat to block (3.1 GiB predicted), or ...`: what fits into `room` bytes, `others` behind it."""
+    ways = [*fitting(config, model, layout, room), *others]
+    return remedy(*ways) if ways else NONE.format(WIDEST)
+
+
+def fitting(config: Config, model: Model | Foreign, layout: Layout, room: float) -> list[str]:
+    """`model.remat to block (3.1 GiB predicted)`: changes with which the step fits into `room` bytes of a device.
+
+    First the knobs that are enough alone, those that save most before the others; where none is, all that save
+    something together. Then the smallest of the larger meshes.
+    """
     now = memory.predict(config, model, layout).total
-    found = [
-        (memory.predict(_with(config, name, value), model, layout).total, f"{name} to {value}")
-        for name, value in _changes(config, layout)
-    ]
-    told = [(memory.size(total), change) for total, change in sorted(found)[:MOST] if total < now]
-    return [f"{change} ({size} predicted)" for size, change in told if size != memory.size(now)]
+    found = [(memory.predict(_with(config, *one), model, layout).total, one) for one in _changes(config, layout)]
+    saving = sorted(((total, _to(one)), one) for total, one in found if total < now)
+    told = [_told(text, total) for (total, text), _ in saving if total <= room][:MOST]
+    if not told:
+        told = _together(config, model, layout, room, [one for _, one in saving])
+    return [*told, *_larger_mesh(config, model, layout, room)]
 
 
-def _changes(config: Config, layout: Layout) -> Iterator[tuple[str, object]]:
+def _together(
+    config: Config, model: Model | Foreign, layout: Layout, room: float, changes: Sequence[Change]
+) -> list[str]:
+    """The changes in this order, each beside those before it where it saves more, until the step fits."""
+    taken: list[Change] = []
+    total = memory.predict(config, model, layout).total
+    for name, value in changes:
+        other = _with(config, name, value)
+        smaller = memory.predict(other, model, layout).total
+        if smaller >= total or name in dict(taken):
+            continue
+        config, total = other, smaller
+        taken.append((name, value))
+        if total <= room:
+            return [_told(" with ".join(map(_to, taken)), total)]
+    return []
+
+
+def _larger_mesh(config: Config, model: Model | Foreign, layout: Layout, room: float) -> list[str]:
+    """The first of the meshes with more devices on one axis, fewest devices first, on which the step fits."""
+    here = {axis: layout.size(axis) for axis in AXES}
+    times = 2
+    while times <= WIDEST:
+        for axis in (DATA, MODEL):
+            shape = here | {axis: here[axis] * times}
+            if _divides(config, shape):
+                wider = Layout.on(abstract_mesh(shape), rules(config, shape), Like(layout))
+                total = memory.predict(config, model, wider).total
+                if total <= room:
+                    return [_told(f"the mesh to {describe(shape).replace(' ', ',')}", total)]
+        times *= 2
+    return []
+
+
+def _divides(config: Config, shape: dict[str, int]) -> bool:
+    try:
+        check_mesh_fits(config, shape)
+    except RequestError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Like:
+    """A device like those of `layout`."""
+
+    layout: Layout
+
+    @property
+    def platform(self) -> str:
+        return self.layout.platform
+
+    @property
+    def compute_capability(self) -> str:
+        return ".".join(map(str, self.layout.capability))
+
+
+def _to(change: Change) -> str:
+    name, value = change
+    return f"{name} to {value}"
+
+
+def _told(text: str, total: int) -> str:
+    return f"{text} ({memory.size(total)} predicted)"
+
+
+def _changes(config: Config, layout: Layout) -> Iterator[Change]:
     """Knobs and values that are legal here and not asked for yet; all leave the layout of the model as it is."""
     train, parallel = config.train, config.parallel
     pipelined = layout.size(PIPELINE) > 1

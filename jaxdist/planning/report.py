@@ -18,8 +18,8 @@ from jaxdist.planning.hardware import Gpu
 from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.planning.kernels import Kernels, kernels
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
-from jaxdist.planning.remedies import smaller
-from jaxdist.planning.target import too_large
+from jaxdist.planning.remedies import fitting
+from jaxdist.planning.target import room, too_large
 from jaxdist.planning.transfers import ALL_REDUCE, Transfer
 from jaxdist.sharding import Layout
 
@@ -192,7 +192,11 @@ class Report:
         """What is wrong where the target has too little memory, and what to change; empty where it fits."""
         if self.target is None:
             return ""
-        return too_large(self.program.peak_bytes, self.target, smaller(self.config, self.model, self.layout))
+        needed = self.program.peak_bytes
+        if needed <= room(self.target):
+            return ""
+        predicted = room(self.target) * self.memory.total / needed  # a prediction as large is compiled to the room
+        return too_large(needed, self.target, fitting(self.config, self.model, self.layout, predicted))
 
     def json(self) -> dict[str, object]:
         """The schema of `docs/explain.md`."""

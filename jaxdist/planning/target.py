@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxdist.config import RequestError, nearest
-from jaxdist.mesh import DATA, FRACTIONS, MODEL, gpu_share
+from jaxdist.mesh import FRACTIONS, gpu_share
 from jaxdist.planning.hardware import GPUS, MOST, Gpu
 from jaxdist.request.checks.registry import multiples, remedy, to
 
@@ -25,7 +25,7 @@ PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 CUDNN = (9, 12)
 """cuDNN's version there: the oldest that JAX's plug-in for CUDA 13 takes."""
 
-AXES_TO_GROW = f"the {DATA} axis or the {MODEL} axis to more devices"
+NONE_FITS = "no other setting is predicted to fit; choose a smaller model, or a GPU with more memory"
 
 
 def gpu_of(name: str) -> Gpu:
@@ -57,7 +57,7 @@ def hosts(name: str, count: int) -> tuple[int, int]:
     each = gpu_of(name).per_host
     if count < 1:
         raise RequestError(f"{count} devices were asked for; ask for 1 or more")
-    if count > each and count % each:
+    if not gpu_of(name).fills_hosts(count):
         near = " or ".join(map(str, multiples(each, count)))
         raise RequestError(f"{count} devices do not fill hosts of {each} {name}; ask for {near}")
     return (1, count) if count < each else (count // each, each)
@@ -119,19 +119,23 @@ device_description_str: "{gpu.kind}"
 """
 
 
-def too_large(needed: int, name: str, smaller: Sequence[str]) -> str:
+def room(name: str) -> float:
+    """Bytes of each of these GPUs that XLA may have: JAX's share of the memory."""
+    return gpu_of(name).memory * gpu_share()
+
+
+def too_large(needed: int, name: str, ways: Sequence[str]) -> str:
     """What is wrong with a step that needs `needed` bytes of each device; empty where it fits.
 
-    XLA compiles a program of any size. What it may have is JAX's share of the memory. `smaller` is what can be changed,
-    as `remedies` tells.
+    XLA compiles a program of any size. `ways` are the changes with which the step fits, as `remedies` finds them.
     """
     there, share = gpu_of(name).memory, gpu_share()
-    if needed <= there * share:
+    if needed <= room(name):
         return ""
     gib = lambda count: f"{count / 2**30:.1f} GiB"
     part = math.ceil(100 * needed / there) / 100
-    more = to(FRACTIONS[0], [part] if part <= MOST else [])
+    options = [*ways, *([to(FRACTIONS[0], [part])] if part <= MOST else [])]
     return (
-        f"the step needs {gib(needed)} on each {name}, of whose {gib(there)} JAX takes {gib(there * share)} "
-        f"({FRACTIONS[0]} {share:g}); " + remedy(*smaller, AXES_TO_GROW, more)
+        f"the step needs {gib(needed)} on each {name}, of whose {gib(there)} JAX takes {gib(room(name))} "
+        f"({FRACTIONS[0]} {share:g}); " + (remedy(*options) if options else NONE_FITS)
     )

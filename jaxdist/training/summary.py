@@ -14,7 +14,6 @@ from jaxdist.mesh import PIPELINE, describe
 from jaxdist.models.attention import attention_kernel
 from jaxdist.planning import memory, pipelines, placement, remedies
 from jaxdist.planning.timing import FLOPS_FORMULA
-from jaxdist.request.checks.registry import remedy
 from jaxdist.training.run import Run
 from jaxdist.training.startup import queries
 
@@ -93,9 +92,8 @@ def _memory(held: memory.Memory, there: float | None) -> str:
 
 
 def _too_small(run: Run, held: memory.Memory, there: float) -> str:
-    ways = remedies.smaller(run.config, run.model, run.layout)
     told = f"{memory.size(held.total)} predicted may not fit into {memory.size(there)}"
-    return f"{told}; " + remedy(*ways, "the mesh to more devices")
+    return f"{told}; {remedies.advice(run.config, run.model, run.layout, there)}"
 
 
 def _layout(run: Run) -> list[tuple[str, str]]:

@@ -132,7 +132,7 @@ def test_remedies_know_micro_batches_and_stages():
     }  # fmt: skip
     tried = [remedies._with(one, *change) for change in remedies._changes(one, layout)]
     assert [problem for other in tried for problem in problems(other, KNOBS)] == []
-    told = remedies.smaller(one, model, layout)
+    told = remedies.fitting(one, model, layout, memory.predict(one, model, layout).total)
     assert all(memory.size(memory.predict(one, model, layout).total) not in line for line in told)
     assert any(line.startswith("pipeline.microbatches to 4 (") for line in told)
 

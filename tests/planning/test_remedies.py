@@ -14,6 +14,10 @@ from jaxdist.request.knobs import KNOBS
 from jaxdist.sharding import Layout, rules
 
 
+EVERYTHING = 1e15
+"""Bytes: room for any step."""
+
+
 def laid(config: Config) -> Layout:
     return Layout.on(abstract_mesh(parse_mesh(config.mesh)), rules(config, parse_mesh(config.mesh)), GPUS["h100"])
 
@@ -21,7 +25,7 @@ def laid(config: Config) -> Layout:
 def offered(
     mesh: str, zero: int = 3, remat: str = "block", rows: int = 8, accumulation: int = 1, family: str = "gpt"
 ) -> dict[str, str]:
-    """Knob and value -> the bytes that are told."""
+    """Knob and value -> the bytes that are told, where all that is smaller fits."""
     config = Config(
         mesh=mesh,
         precision="bfloat16",
@@ -30,7 +34,8 @@ def offered(
         train=TrainConfig(global_batch_size=rows, accumulation=accumulation),
     )
     layout = laid(config)
-    found = remedies.smaller(config, models.build(config.model, layout), layout)
+    found = remedies.fitting(config, models.build(config.model, layout), layout, EVERYTHING)
+    found = [one for one in found if not one.startswith("the mesh to ")]
     return dict(re.fullmatch(r"(.*) \((.*) predicted\)", one).groups() for one in found)
 
 
@@ -68,3 +73,60 @@ def test_what_is_tried_is_legal(family):
     tried = [remedies._with(config, *change) for change in remedies._changes(config, laid(config))]
     assert [problem for one in tried for problem in problems(one, KNOBS)] == []
     assert len(tried) == (4 if family == "gpt" else 2)
+
+
+LARGE = Config(
+    mesh="2x1x1",
+    precision="bfloat16",
+    model=ModelConfig(family="gpt", layers=8, embed=1024, heads=8),
+    train=TrainConfig(global_batch_size=64),
+)
+
+
+def ways(config: Config, room: float) -> list[str]:
+    layout = laid(config)
+    return remedies.fitting(config, models.build(config.model, layout), layout, room)
+
+
+def predicted(**asked: str) -> int:
+    config = load_differently(LARGE, asked)
+    layout = laid(config)
+    return memory.predict(config, models.build(config.model, layout), layout).total
+
+
+def load_differently(config: Config, asked: dict[str, object]) -> Config:
+    for name, value in asked.items():
+        knob = name.replace("__", ".")
+        config = remedies._with(config, knob, value) if "." in knob else config.model_copy(update={knob: value})
+    return config
+
+
+def test_only_what_fits_is_offered():
+    """To recompute blocks is smaller too, but not small enough."""
+    remat, shards = predicted(model__remat="block"), predicted(parallel__zero=3)
+    assert shards < remat < predicted()
+    told = ways(LARGE, shards)
+    assert f"parallel.zero to 3 ({memory.size(shards)} predicted)" in told
+    assert not [one for one in told if one.startswith("model.remat")]
+
+
+def test_what_is_too_large_alone_is_tried_together():
+    both = predicted(model__remat="block", parallel__zero=3)
+    assert both < predicted(model__remat="block")
+    told = ways(LARGE, both)
+    assert told[0] == f"parallel.zero to 3 with model.remat to block ({memory.size(both)} predicted)"
+
+
+def test_a_larger_mesh_is_offered_where_it_is_enough():
+    """Without ZeRO more data ranks hold as many parameters each: the mesh that is offered splits what is too large."""
+    room = predicted(mesh="2x4x1")
+    told = next(one for one in ways(LARGE, room) if one.startswith("the mesh"))
+    mesh = re.match(r"the mesh to (\S+) ", told)[1]
+    assert predicted(mesh=mesh) <= room
+    assert predicted(mesh="4x1x1") > room
+
+
+def test_nothing_is_offered_where_nothing_fits():
+    layout = laid(LARGE)
+    told = remedies.advice(LARGE, models.build(LARGE.model, layout), layout, 1.0)
+    assert told == "no other setting is predicted to fit, on up to 64 times as many devices; choose a smaller model"

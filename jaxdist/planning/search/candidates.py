@@ -151,3 +151,8 @@ def asked(config: Config, row: dict[str, int]) -> Config:
     else:
         update["train"] = base.train.model_copy(update=dict(accumulation=row["micro"]))
     return base.model_copy(update=update)
+
+
+def row_of(columns: Columns, row: int) -> dict[str, int]:
+    """One candidate: name -> its number."""
+    return {name: int(column[row]) for name, column in columns.items()}

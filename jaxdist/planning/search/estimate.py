@@ -103,9 +103,20 @@ class Estimate:
     def fits(self) -> bool:
         return self.memory.total <= self.cluster.memory
 
+    def sent(self, part: str) -> float:
+        """Bytes that a device sends in a step for this part: weights and gradients for `data`."""
+        return sum(one.wire_bytes for one in self.transfers if purpose(one) == part)
+
     def share(self, part: str) -> float:
         """Of the step's time."""
         return self.parts[part] / self.seconds
+
+
+def told(one: Estimate) -> str:
+    """A candidate in a few words."""
+    config, zero = one.config, f", ZeRO {one.config.parallel.zero}" if one.config.parallel.zero else ""
+    cut = f", {config.pipeline.schedule}" if one.shape[PIPELINE] > 1 else ""
+    return f"{config.mesh}{zero}{cut}, {one.micro} micro-batch(es), remat {config.model.remat}"
 
 
 def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
@@ -122,7 +133,7 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
         if _layer_by_layer(one, config, shape):
             beside += took
         else:
-            over[_purpose(one)] += took
+            over[purpose(one)] += took
     if pipe and not pipe.schedule.uniform:  # a rank takes those of its own units, not of every tick
         over[MODEL] *= pipe.schedule.micro_batches * pipe.schedule.virtual / pipe.ticks("F")
     over[DATA] += exposed(beside, lockstep, cluster)
@@ -222,7 +233,7 @@ def _arithmetic(config: Config, layout: Layout, pipe: Pipeline | None, cluster: 
     return k * (even.F + even.B + head), lockstep
 
 
-def _purpose(transfer: Transfer) -> str:
+def purpose(transfer: Transfer) -> str:
     """Which part of a step it belongs to: the part of its outermost axis, and weights and gradients go over `data`."""
     if set(transfer.axes) & set(BATCH_AXES):
         return DATA
@@ -232,7 +243,7 @@ def _purpose(transfer: Transfer) -> str:
 def _layer_by_layer(transfer: Transfer, config: Config, shape: Mapping[str, int]) -> bool:
     """Whether it is of weights or gradients, and goes while other layers are computed."""
     often = transfer.calls * shape[PIPELINE] >= config.model.layers
-    return _purpose(transfer) == DATA and config.parallel.zero >= 2 and often
+    return purpose(transfer) == DATA and config.parallel.zero >= 2 and often
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import numpy as np
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import MODEL, PIPELINE, REPLICA, describe
 from jaxdist.models import Model, build
-from jaxdist.planning import memory
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.search.candidates import REMATS, Columns, asked, candidates, meshes
+from jaxdist.planning.search import advice
+from jaxdist.planning.search.candidates import REMATS, Columns, asked, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import Estimate, estimate
 from jaxdist.planning.search.screen import Screen, best
 
@@ -27,6 +27,9 @@ the most of all."""
 ROOM = 1.1
 """How far beyond the memory a first look may be, and the candidate be looked at all the same."""
 
+ZERO_ORDER = (0, 2, 1, 3)
+"""ZeRO's stages, the one to try first before the others: with micro-batches inside the layers, stage 2 moves no more
+than stages 0 and 1, and holds less than stage 1."""
 
 MOST_ROWS = 2**18
 """Of a step: the tables of pipelines grow with their micro-batches, and with these they take 10 seconds."""
@@ -77,19 +80,21 @@ class Plan:
 
 
 def search(config: Config, devices: int, cluster: Cluster) -> Plan:
-    """Raises `RequestError` where nothing fits, with what comes nearest, and for what the predictions leave out."""
+    """Raises `RequestError` where nothing fits, with what comes nearest and what would fit, and for what the predictions
+    leave out.
+    """
     check_known(config)
     config = settled(config, cluster.gpu)
     model = build(config.model)
     shapes = meshes(config, devices)
     if not shapes:
-        raise RequestError(_no_mesh(config, devices))
+        raise RequestError(advice.no_mesh(config, devices, cluster))
     columns = candidates(config, shapes)
     screen = Screen(config, model, cluster, columns)
     plan = Plan(config, devices, cluster, model, columns, screen.memory(), screen.seconds())
     plan = replace(plan, looked_at=tuple(_look(plan)))
     if not plan.ranked:
-        raise RequestError(_nothing_fits(plan))
+        raise RequestError(advice.nothing_fits(config, devices, cluster, nearest_to_fit(plan)))
     return plan
 
 
@@ -122,14 +127,10 @@ def _look(plan: Plan) -> list[Estimate]:
     return found
 
 
-def row_of(columns: Columns, row: int) -> dict[str, int]:
-    return {name: int(column[row]) for name, column in columns.items()}
-
-
 def complexity(one: Estimate) -> tuple[int, ...]:
     """What is simplest first, as the lecture advises: data parallelism; ZeRO 2; tensors inside a node; a pipeline."""
     config, shape = one.config, one.shape
-    zero = {0: 0, 2: 1, 1: 2, 3: 3}[config.parallel.zero]
+    zero = ZERO_ORDER.index(config.parallel.zero)
     remat = REMATS.index(config.model.remat)
     return (
         int(shape[PIPELINE] > 1),
@@ -153,28 +154,3 @@ def _one_of_each(found: list[Estimate]) -> list[Estimate]:
 def nearest_to_fit(plan: Plan) -> Estimate:
     """The candidate that needs the least memory."""
     return min(plan.looked_at, key=lambda one: one.memory.total)
-
-
-def told(one: Estimate) -> str:
-    """A candidate in a few words."""
-    config, zero = one.config, f", ZeRO {one.config.parallel.zero}" if one.config.parallel.zero else ""
-    cut = f", {config.pipeline.schedule}" if one.shape[PIPELINE] > 1 else ""
-    return f"{config.mesh}{zero}{cut}, {one.micro} micro-batch(es), remat {config.model.remat}"
-
-
-def _no_mesh(config: Config, devices: int) -> str:
-    batch = config.train.global_batch_size
-    largest = next(count for count in range(min(devices, batch), 0, -1) if meshes(config, count))
-    return (
-        f"no mesh of {devices} device(s) divides this model and a global batch of {batch} rows; use {largest} devices, "
-        f"or set train.global_batch_size to a multiple of {devices}"
-    )
-
-
-def _nothing_fits(plan: Plan) -> str:
-    one = nearest_to_fit(plan)
-    more = f"--devices {2 * plan.devices}, a cluster with more memory, or a smaller model.sequence or model"
-    return (
-        f"nothing fits {plan.devices} x {plan.cluster.name} with {memory.size(plan.cluster.memory)} each: the "
-        f"smallest, {told(one)}, needs {memory.size(one.memory.total)}; use {more}"
-    )

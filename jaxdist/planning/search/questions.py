@@ -11,8 +11,11 @@ from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA, MeshShape, describe, fi
 from jaxdist.planning import memory
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.search.candidates import MESH, problems
-from jaxdist.planning.search.estimate import Estimate
-from jaxdist.planning.search.plan import LOOKED_AT, ROOM, TIE, Plan, search, told
+from jaxdist.planning.search.estimate import Estimate, told
+from jaxdist.planning.search.plan import LOOKED_AT, ROOM, TIE, Plan, complexity, search
+
+LEAST = 4
+"""Candidates that are predicted for the least memory of a mesh."""
 
 
 def why_not(plan: Plan, mesh: str) -> str:
@@ -23,19 +26,21 @@ def why_not(plan: Plan, mesh: str) -> str:
     if shape[DATA] == 1 < shape[REPLICA]:
         plain = f"{DATA}={shape[REPLICA]}"
         return f"{mesh} cannot be: replicas of what nothing shards are plain data parallelism; ask for {plain}"
-    rows = _rows_of(plan, shape)
+    rows = rows_of(plan, shape)
     if not len(rows):
         size = plan.config.train.global_batch_size
         return f"{mesh} cannot be: {shape[DATA] * shape[REPLICA]} data ranks do not share {size} rows evenly"
     first, best_one = plan.ranked[0], _best(plan, rows)
     if best_one is None:
-        least = _smallest(plan, rows)
+        least = smallest(plan, rows)
         return f"{mesh} does not fit: at least {memory.size(least.memory.total)} ({told(least)}): {_held(least)}"
     if describe(best_one.shape) == describe(first.shape):
         return f"{mesh} is the first: {told(best_one)}"
     more = max(best_one.parts, key=lambda part: best_one.parts[part] - first.parts[part])
     if plan.tied(best_one):
-        return f"{mesh} is as fast within {TIE:.0%} ({told(best_one)}), but less simple than {told(first)}"
+        simpler = complexity(best_one) < complexity(first)
+        than = "and was overlooked at first sight" if simpler else f"but less simple than {told(first)}"
+        return f"{mesh} is as fast within {TIE:.0%} ({told(best_one)}), {than}"
     return (
         f"{mesh} takes {plan.slower(best_one):.2f} times as long as the fastest: {told(best_one)}; most of it {more}, "
         f"{best_one.parts[more]:.3g} s against {first.parts[more]:.3g} s of {told(first)}"
@@ -55,9 +60,9 @@ def alone(plan: Plan) -> list[tuple[str, Estimate | str]]:
     found: list[tuple[str, Estimate | str]] = []
     for axis in (DATA, MODEL, PIPELINE):
         shape = dict.fromkeys(plan.ranked[0].shape, 1) | {axis: plan.devices}
-        rows = _rows_of(plan, shape)
+        rows = rows_of(plan, shape)
         if len(rows):
-            found.append((axis, _best(plan, rows) or _smallest(plan, rows)))
+            found.append((axis, _best(plan, rows) or smallest(plan, rows)))
         else:
             config = plan.config.model_copy(update={"mesh": f"{axis}={plan.devices}"})
             found.append((axis, "; ".join(problems(config, shape)) or "the batch does not divide"))
@@ -75,7 +80,8 @@ def scaling(config: Config, counts: Sequence[int], cluster: Cluster) -> list[tup
     return found
 
 
-def _rows_of(plan: Plan, shape: MeshShape) -> np.ndarray:
+def rows_of(plan: Plan, shape: MeshShape) -> np.ndarray:
+    """Numbers of the candidates with this mesh."""
     return np.flatnonzero(np.all([plan.columns[axis] == shape[axis] for axis in MESH], axis=0))
 
 
@@ -87,5 +93,7 @@ def _best(plan: Plan, rows: np.ndarray) -> Estimate | None:
     return min(fitting, key=lambda one: one.seconds, default=None)
 
 
-def _smallest(plan: Plan, rows: np.ndarray) -> Estimate:
-    return plan.predicted(int(rows[np.argmin(plan.rough_memory[rows])]))
+def smallest(plan: Plan, rows: np.ndarray) -> Estimate:
+    """The least memory that one of these candidates needs, predicted for those that need least at first sight."""
+    order = rows[np.argsort(plan.rough_memory[rows], kind="stable")][:LEAST]
+    return min((plan.predicted(int(row)) for row in order), key=lambda one: one.memory.total)

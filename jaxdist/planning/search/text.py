@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from shlex import quote
 from typing import Any
 
 from jaxdist.config import Config, leaves
@@ -11,9 +12,10 @@ from jaxdist.models import parameters
 from jaxdist.planning import collective_time
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import size
-from jaxdist.planning.search.estimate import FORMULAS, Estimate, ranks_inside, seconds, together
-from jaxdist.planning.search.plan import TIE, Plan, told
+from jaxdist.planning.search.estimate import FORMULAS, Estimate, ranks_inside, seconds, together, told
+from jaxdist.planning.search.plan import Plan
 from jaxdist.planning.search.questions import alone
+from jaxdist.planning.search.reasons import reason
 from jaxdist.planning.tables import table
 
 SHOWN = 10
@@ -43,8 +45,10 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     yield f"chosen      {reason(plan)}"
     yield "times       of a step without launches, input and other jobs: real ones are longer (docs/planning.md)"
     yield f"train       {command(plan.ranked[0], base, name)}"
-    if plan.cluster.gpu in GPUS:
-        yield f"verify      {verification(plan.ranked[0], base, name)}"
+    if gpu := GPUS.get(plan.cluster.gpu):
+        whole = f"not possible: explain compiles for whole hosts of {gpu.per_host} {plan.cluster.gpu}"
+        can = gpu.fills_hosts(plan.devices)
+        yield f"verify      {verification(plan.ranked[0], base, name) if can else whole}"
     yield f"run         {run_time(plan)}"
 
 
@@ -86,25 +90,6 @@ def summary(plan: Plan) -> str:
     return f"{told(one)}, {size(one.memory.total)}, {one.seconds:.3g} s a step: {reason(plan)}"
 
 
-def reason(plan: Plan) -> str:
-    """Why the first is the first: the tips of the lecture, as far as they decide."""
-    one = plan.ranked[0]
-    tied = sum(map(plan.tied, plan.fitting))
-    said = [f"{describe(one.shape)}: the simplest of {tied} within {TIE:.0%} of the fastest"]
-    if one.shape[MODEL] == one.shape[PIPELINE] == 1:
-        said.append("data parallelism alone is enough")
-    if one.config.parallel.zero == 2:
-        said.append("ZeRO 2 moves no more than plain data parallelism")
-    if one.config.parallel.zero == 3:
-        said.append("ZeRO 3 gathers each layer when it is needed, because less would not fit or not be faster")
-    if one.shape[MODEL] > 1:
-        where = "inside a host" if one.shape[MODEL] <= plan.cluster.per_host else "ACROSS hosts"
-        said.append(f"tensors are split {where}")
-    if one.shape[PIPELINE] > 1:
-        said.append("stages send least, so they may lie furthest apart")
-    return "; ".join(said)
-
-
 def changes(one: Estimate, base: Config) -> dict[str, str]:
     """Knob -> value, where it is not that of `base`: what the plan decides, and what it was asked for."""
     there, found = leaves(base), leaves(one.config)
@@ -116,16 +101,16 @@ def changes(one: Estimate, base: Config) -> dict[str, str]:
 
 
 def command(one: Estimate, base: Config, name: str) -> str:
-    return f"python -m jaxdist.train {name} {_options(one, base)}"
+    return f"python -m jaxdist.train {quote(name)} {_options(one, base)}"
 
 
 def verification(one: Estimate, base: Config, name: str) -> str:
     """The command that compiles this step: activations are only estimated here."""
-    return f"python -m jaxdist.explain {name} {_options(one, base)} --target {one.cluster.gpu}"
+    return f"python -m jaxdist.explain {quote(name)} {_options(one, base)} --target {one.cluster.gpu}"
 
 
 def _options(one: Estimate, base: Config) -> str:
-    return " ".join(f"--{knob.replace('_', '-')} {value}" for knob, value in changes(one, base).items())
+    return " ".join(f"--{knob.replace('_', '-')} {quote(value)}" for knob, value in changes(one, base).items())
 
 
 def why(plan: Plan) -> Iterator[str]:
