@@ -14,14 +14,19 @@ DESCRIPTION = (
     "Train a language model on a mesh of devices. CONFIG is a TOML file or the name of a shipped one; without it, "
     "a small GPT learns the source text of Python's own standard library."
 )
-DRY_RUN = Extra("dry_run", False, "Print the summary, with where every parameter would lie, and do nothing.")
+EXTRAS = [
+    Extra("dry_run", False, "Print the summary, with where every parameter would lie, and do nothing."),
+    Extra("target", "", "With --dry-run: as on this GPU, which need not be here: a100, h100, h200, gh200, b200."),
+]
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = arguments(argv, "train", DESCRIPTION, extras=[DRY_RUN])
+    asked = arguments(argv, "train", DESCRIPTION, extras=EXTRAS)
+    config, target = asked.config, asked.extras["target"]
     if asked.extras["dry_run"]:
-        return look(asked.config)
-    config = asked.config
+        return look(config, target)
+    if target:
+        raise RequestError(f"--target {target} is for --dry-run alone: a run takes the devices of its machine")
 
     from jaxdist.training.folder import RunFolder
 
@@ -53,19 +58,25 @@ def planned(config: Config) -> Config:
 
     plan = automatic.plan(config, automatic.Found(**runtime.found()))
     if leader():
-        print(f"plan        {text.summary(plan)}", file=sys.stderr)
+        for line in text.summary(plan):
+            print(f"plan        {line}", file=sys.stderr)
     return plan.ranked[0].config
 
 
-def look(config: Config) -> int:
-    """Tell what a run would be, on a mesh of any size: no data is read, nothing compiled, allocated or written."""
+def look(config: Config, target: str = "") -> int:
+    """Tell what a run would be, on a mesh of any size: no data is read, nothing compiled, allocated or written.
+
+    `target` is the GPU of it, a name of `planning.hardware.GPUS`; empty: the devices of this machine.
+    """
     if config.mesh == AUTO:
         raise RequestError(f"--dry-run sees no devices that --mesh {AUTO} could be for; ask python -m jaxdist.plan")
 
+    from jaxdist.planning.target import gpu_of
     from jaxdist.training.run import Run
     from jaxdist.training.summary import outlook
 
-    print("\n".join(outlook(Run(config, dry=True))))
+    gpu = gpu_of(target) if target else None
+    print("\n".join(outlook(Run(config, dry=True, gpu=gpu))))
     return 0
 
 

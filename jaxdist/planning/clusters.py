@@ -86,6 +86,21 @@ def cluster(name_or_file: str) -> Cluster:
     return Cluster(name=path.stem, **numbers, **links, sources=sources)
 
 
+def calibrated(one: Cluster) -> bool:
+    """Whether times on it are worth comparing: the shipped cluster of CPUs is one machine, and no other is like it."""
+    shipped = cluster("cpu")
+    return (one.gpu, one.peak, one.inside) != (shipped.gpu, shipped.peak, shipped.inside)
+
+
+def how_to_calibrate(devices: int) -> str:
+    """What a plan for CPUs says that nobody measured, and the commands that do; `devices` are those of the plan."""
+    count = min(8, max(2, devices))  # of one device there are no links to measure
+    return (
+        f"CPU times are not calibrated: measure this machine with python -m jaxdist.bench collectives --mesh "
+        f"{count}x1x1 --fit here.toml, then python -m jaxdist.plan --cluster here.toml"
+    )
+
+
 SIDES = ("inside", "across")
 
 BOUNDS = {

@@ -39,6 +39,11 @@ class Gpu:
     """As JAX calls it."""
 
     @property
+    def device_kind(self) -> str:
+        """As JAX calls it."""
+        return self.kind
+
+    @property
     def compute_capability(self) -> str:
         """As JAX writes it: `9.0`."""
         return ".".join(map(str, self.capability))
@@ -131,6 +136,15 @@ def peak_flops(device_kind: str, precision: str) -> float | None:
     if precision not in ("bfloat16", "mixed"):
         return None
     return next((peak for name, peak in PEAK_BFLOAT16.items() if name.lower() in device_kind.lower()), None)
+
+
+def that_hold(needed: float, share: float) -> list[str]:
+    """The names of the GPUs of which a program gets `needed` bytes, if it gets this share of their memory.
+
+    Least memory first.
+    """
+    large = [name for name, gpu in GPUS.items() if gpu.memory * share >= needed]
+    return sorted(large, key=lambda name: GPUS[name].memory)
 
 
 def known(device_kind: str) -> Gpu | None:

@@ -19,6 +19,7 @@ from jaxdist.data.batches import Batch
 from jaxdist.mesh import PIPELINE, make_mesh, parse_mesh
 from jaxdist.models import Params
 from jaxdist.planning.branches import across_ranks
+from jaxdist.planning.hardware import Gpu
 from jaxdist.request import check_mesh_fits, fitting
 from jaxdist.sharding import Layout, on_devices, rules
 from jaxdist.training.asynchronous import AsynchronousStep
@@ -36,11 +37,17 @@ class Run:
     request on this machine, or with its data, is raised as `RequestError` by the part that finds it."""
 
     def __init__(
-        self, config: Config, dry: bool = False, batch: bool = True, devices: Sequence[jax.Device] | None = None
+        self,
+        config: Config,
+        dry: bool = False,
+        batch: bool = True,
+        devices: Sequence[jax.Device] | None = None,
+        gpu: Gpu | None = None,
     ):
         """`dry` is for a look at the request: its devices need not be there, and nothing can be computed on them.
         Without `batch`, nobody is going to ask for one. `devices` are all of the mesh, if not those of this machine:
-        for a step to be compiled and not run, or to be measured on a part of them.
+        for a step to be compiled and not run, or to be measured on a part of them. `gpu` is the kind of device that a
+        `dry` look is at, if not that of this machine.
         """
         shape = parse_mesh(config.mesh)
         if devices:
@@ -48,8 +55,8 @@ class Run:
         else:
             self.mesh = runtime.imagine(shape) if dry else runtime.start(shape, partial(fitting, config))
         self.dry = dry
-        self.device = devices[0] if devices else jax.devices()[0]
-        """One of the devices; all are of its kind."""
+        self.device = gpu or (devices[0] if devices else jax.devices()[0])
+        """One of the devices, or its description; all are of its kind."""
         check_mesh_fits(config, self.mesh.shape, batch)
         self.layout = Layout.on(self.mesh, rules(config, self.mesh.shape), self.device)
         self.compiler_options = {} if dry else compiler.options_for(self.mesh, self.layout.parts("residual") > 1)

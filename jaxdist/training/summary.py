@@ -10,9 +10,10 @@ from jaxdist import __version__, models
 from jaxdist.cluster import compiler
 from jaxdist.cluster.runtime import capacity, notes, whereabouts
 from jaxdist.config import PipelineConfig
-from jaxdist.mesh import PIPELINE, describe
+from jaxdist.mesh import PIPELINE, describe, gpu_share
 from jaxdist.models.attention import attention_kernel
 from jaxdist.planning import memory, pipelines, placement, remedies
+from jaxdist.planning.hardware import GPUS, Gpu, that_hold
 from jaxdist.planning.timing import FLOPS_FORMULA
 from jaxdist.training.run import Run
 from jaxdist.training.startup import queries
@@ -45,7 +46,7 @@ def _plan(run: Run, length: str) -> list[tuple[str, str]]:
     asked = "" if run.dry else compiler.line(run.layout.platform, run.compiler_options)
     return [
         ("versions", f"jaxdist {__version__}, jax {version('jax')}, flax {version('flax')}, optax {version('optax')}"),
-        ("devices", f"{count} x {device.device_kind} ({device.platform})"),
+        ("devices", f"{count} x {device.device_kind} ({device.platform})" + ", not here" * isinstance(device, Gpu)),
         *_places(run),
         *([("compiler", asked)] if asked else []),
         ("mesh", f"{describe(run.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}"),
@@ -54,6 +55,7 @@ def _plan(run: Run, length: str) -> list[tuple[str, str]]:
         *([("pipeline", pipelines.told(pipe))] if pipe else []),
         *([("arithmetic", f"{run.task.flops:,} FLOPs per token = {FLOPS_FORMULA}")] if run.task.flops else []),
         ("memory", _memory(held, there) + ("; activations are not predicted" if config.model.images else "")),
+        *([("would fit", _would_fit(held.total))] if there is None and not config.model.images else []),
         *([("warning", _too_small(run, held, there))] if there and held.total > there else []),
         ("statistics", STATISTICS)
         if config.model.images
@@ -76,6 +78,8 @@ def _batch(run: Run) -> str:
 
 def _capacity(run: Run) -> float | None:
     """Bytes of a device. CPU devices share those of the machine; before a run they stand for others."""
+    if isinstance(run.device, Gpu):
+        return run.device.memory * gpu_share()
     if run.device.platform != "cpu":
         return capacity(run.device)
     return None if run.dry else capacity(run.device) / run.mesh.size
@@ -89,6 +93,13 @@ def _memory(held: memory.Memory, there: float | None) -> str:
     waiting = {"between steps": held.host, "in a step": held.host_activations}
     told += "".join(f"; in the host's memory {when} {memory.size(count)}" for when, count in waiting.items() if count)
     return f"{memory.size(held.total)} of {there} per device predicted: {told}"
+
+
+def _would_fit(needed: int) -> str:
+    """The GPUs on which the predicted bytes fit, in what JAX takes of their memory; nothing is known of those here."""
+    share = gpu_share()
+    names = [f"{name} ({memory.size(GPUS[name].memory * share)})" for name in that_hold(needed, share)]
+    return f"{', '.join(names) or 'none'} of the GPUs {', '.join(GPUS)}; --target NAME compares with one"
 
 
 def _too_small(run: Run, held: memory.Memory, there: float) -> str:

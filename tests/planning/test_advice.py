@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from jaxdist import explain, plan, train
+from jaxdist.bench.collectives import FIT
 from jaxdist.config import RequestError
 from jaxdist.mesh import DATA
 from jaxdist.planning import target
-from jaxdist.planning.clusters import cluster
-from jaxdist.planning.search import advice
+from jaxdist.planning.clusters import cluster, to_toml
+from jaxdist.planning.search import advice, text
 from jaxdist.planning.search.estimate import estimate
 from jaxdist.planning.search.plan import search
 from jaxdist.planning.search.reasons import reason
@@ -161,3 +162,34 @@ def test_a_printed_command_runs(capsys):
 def test_a_printed_dry_run_runs(capsys):
     words = commands(capsys, "gpt_tiny", "--devices=2")["train"]
     assert train.main([*words[3:], "--dry-run"]) == 0
+
+
+def test_times_of_cpus_that_nobody_measured_are_marked(capsys):
+    assert plan.main(["--cluster=cpu", "--devices=4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("note        CPU times are not calibrated")
+    bench = re.search(r"python -m jaxdist.bench (collectives .*), then", lines[0])[1]
+    asked = arguments(bench.split()[1:], "bench collectives", "", positional=None, extras=[FIT], knobs=("mesh",))
+    assert (asked.config.mesh, asked.extras["fit"]) == ("4x1x1", "here.toml")
+    rows = [line for line in lines if re.match(r"1=? ", line)]
+    assert rows
+    assert all(re.search(r" ~[\d.]+ s ", line) for line in rows)
+    assert "~" in lines[-1]
+
+
+def test_times_of_a_measured_cluster_are_not_marked(tmp_path, capsys):
+    """Also not those of CPUs, once `bench collectives --fit` has written a file of them."""
+    path = tmp_path / "here.toml"
+    path.write_text(to_toml(replace(cluster("cpu"), peak=5e9), []))
+    for name in ("h100-ndr", str(path)):
+        assert plan.main([f"--cluster={name}", "--devices=4"]) == 0
+        said = capsys.readouterr().out
+        assert "calibrated" not in said
+        assert "~" not in said
+
+
+def test_what_a_run_on_cpus_says_of_its_plan():
+    note, chosen = text.summary(search(config_of("gpt_tiny"), 1, cluster("cpu")))
+    assert "not calibrated" in note
+    assert "--mesh 2x1x1 --fit here.toml" in note  # one device has no links to measure
+    assert re.search(r", ~[\d.]+ s a step: one device", chosen)

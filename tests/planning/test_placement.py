@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxdist import models, train
-from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from jaxdist.config import Config, ModelConfig, ParallelConfig, RequestError, TrainConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.planning import memory, placement
 from jaxdist.sharding import Layout, rules
@@ -118,3 +118,43 @@ def test_a_run_says_where_everything_lies(capsys, tmp_path):
     assert train.main([*options, f"--data.path={text}", f"--run-dir={tmp_path / 'run'}"]) == 0
     said = capsys.readouterr().err
     assert re.search(r"\n +table +300x16 +vocab embed +data - +- - +28,800\n", said)
+
+
+def dry_run(capsys, *argv: str) -> dict[str, str]:
+    """The first line of each part of the summary, by its name."""
+    assert train.main([*argv, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return {line[:11].strip(): line[12:] for line in lines if line[:11].strip()}
+
+
+def test_a_dry_run_names_the_gpus_that_are_large_enough(capsys):
+    """Of 97 GiB on each device: those with more for JAX, smallest first."""
+    said = dry_run(capsys, "llama_70b", "--mesh=data=64,model=8")
+    assert said["memory"].startswith("97.3 GiB of unknown capacity")
+    assert said["would fit"].startswith("h200 (128.6 GiB), b200 (164.1 GiB) of the GPUs a100, ")
+
+
+def test_a_dry_run_says_that_no_gpu_is_large_enough(capsys):
+    assert dry_run(capsys, "llama_70b")["would fit"].startswith("none of the GPUs a100, gh200, h100, ")
+
+
+def test_a_dry_run_compares_with_a_gpu(capsys):
+    small = dry_run(capsys, "--target=h100")
+    assert small["devices"] == "1 x NVIDIA H100 80GB HBM3 (gpu), not here"
+    assert "precision bfloat16" in small["mesh"]
+    assert " of 72.8 GiB per device predicted" in small["memory"]
+    assert not {"would fit", "warning"} & set(small)
+    large = dry_run(capsys, "llama_70b", "--mesh=data=64,model=8", "--target=h100")
+    assert "predicted may not fit into 72.8 GiB; set " in large["warning"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--target=h100"], "--target h100 is for --dry-run alone"),
+        (["--target=h1000", "--dry-run"], "target 'h1000' is not known; did you mean 'h100'"),
+    ],
+)
+def test_a_target_that_cannot_be(argv, words):
+    with pytest.raises(RequestError, match=words):
+        train.main(argv)

@@ -13,7 +13,6 @@ from jaxdist.request.checks import problems
 from jaxdist.request.knobs import KNOBS
 from jaxdist.sharding import Layout, rules
 
-
 EVERYTHING = 1e15
 """Bytes: room for any step."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import numpy as np
 
 from jaxdist.config import Config
@@ -64,7 +63,7 @@ def nothing_fits(config: Config, devices: int, where: Cluster, nearest: Estimate
 
 
 def _batches(config: Config, devices: int, where: Cluster) -> list[int]:
-    """Global batches next to that of `config` that fit: every device gets as many rows, in 1, 2, 4, ... micro-batches."""
+    """Global batches next to that of `config` that fit: as many rows for each device, in 1, 2, 4, ... micro-batches."""
     batch, unit = config.train.global_batch_size, devices
     while unit <= 2 * max(batch, devices):
         found = [size for size in multiples(unit, batch) if fits(_with_batch(config, size), devices, where)]

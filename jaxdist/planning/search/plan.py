@@ -80,9 +80,7 @@ class Plan:
 
 
 def search(config: Config, devices: int, cluster: Cluster) -> Plan:
-    """Raises `RequestError` where nothing fits, with what comes nearest and what would fit, and for what the predictions
-    leave out.
-    """
+    """Raises `RequestError` for what the predictions leave out, and where nothing fits, with what would."""
     check_known(config)
     config = settled(config, cluster.gpu)
     model = build(config.model)

@@ -7,9 +7,10 @@ from shlex import quote
 from typing import Any
 
 from jaxdist.config import Config, leaves
-from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA, describe
+from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA
 from jaxdist.models import parameters
 from jaxdist.planning import collective_time
+from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import size
 from jaxdist.planning.search.estimate import FORMULAS, Estimate, ranks_inside, seconds, together, told
@@ -26,6 +27,8 @@ OPTIMAL = 20
 
 def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     c, train, m = plan.cluster, plan.config.train, plan.config.model
+    if not calibrated(c):
+        yield f"note        {how_to_calibrate(plan.devices)}"
     yield (
         f"cluster     {c.name}: {plan.devices} x {c.gpu}, {c.per_host} in a host; {size(c.memory)} each; "
         f"{c.inside.bandwidth / 1e9:g} GB/s inside, {c.across.bandwidth / 1e9:g} GB/s each across"
@@ -68,10 +71,15 @@ def row(one: Estimate, plan: Plan) -> tuple[str, ...]:
         one.config.model.remat,
         schedule(one),
         f"{size(one.memory.total)} ({used:.0%})",
-        f"{one.seconds:.3g} s",
+        took(one.seconds, plan.cluster),
         f"{one.mfu:.1%}",
         ", ".join(f"{part} {one.share(part):.1%}" for part in one.parts if one.share(part) >= 0.0005),
     )
+
+
+def took(seconds: float, cluster: Cluster) -> str:
+    """A predicted time; `~` where nobody has measured such devices."""
+    return f"{'' if calibrated(cluster) else '~'}{seconds:.3g} s"
 
 
 def micro(one: Estimate) -> str:
@@ -85,9 +93,12 @@ def schedule(one: Estimate) -> str:
     return pipeline.schedule + f" v={pipeline.virtual}" * (pipeline.virtual > 1)
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: Plan) -> Iterator[str]:
+    """What a run says of its plan."""
     one = plan.ranked[0]
-    return f"{told(one)}, {size(one.memory.total)}, {one.seconds:.3g} s a step: {reason(plan)}"
+    if not calibrated(plan.cluster):
+        yield how_to_calibrate(plan.devices)
+    yield f"{told(one)}, {size(one.memory.total)}, {took(one.seconds, plan.cluster)} a step: {reason(plan)}"
 
 
 def changes(one: Estimate, base: Config) -> dict[str, str]:
@@ -116,6 +127,8 @@ def _options(one: Estimate, base: Config) -> str:
 def why(plan: Plan) -> Iterator[str]:
     """How the figures of the first come about."""
     one = plan.ranked[0]
+    if not calibrated(plan.cluster):
+        yield how_to_calibrate(plan.devices)
     yield f"{told(one)} on {plan.cluster.name}"
     yield ""
     yield from table([(part, f"{count:.4g} s", FORMULAS[part]) for part, count in one.parts.items()])
@@ -163,7 +176,7 @@ def trade_off(plan: Plan) -> Iterator[str]:
             continue
         sent = sum(each.wire_bytes for each in one.transfers)
         held = size(one.memory.total) + (" (does not fit)" if not one.fits else "")
-        rows.append((axis, told(one), f"{one.share('waiting'):.1%}", size(sent), f"{one.seconds:.3g} s", held))
+        rows.append((axis, told(one), f"{one.share('waiting'):.1%}", size(sent), took(one.seconds, plan.cluster), held))
     yield from table(rows)
     yield from impossible
 
@@ -178,7 +191,7 @@ def compared(found: Sequence[tuple[int, Estimate | str]]) -> Iterator[str]:
             continue
         each = one.tokens_per_second * base[0] / (base[1].tokens_per_second * count)
         rate, held = f"{one.tokens_per_second:,.0f}", size(one.memory.total)
-        rows.append((str(count), told(one), f"{one.seconds:.3g} s", rate, f"{each:.0%}", held))
+        rows.append((str(count), told(one), took(one.seconds, one.cluster), rate, f"{each:.0%}", held))
     yield from table(rows)
     yield from impossible
 
@@ -187,9 +200,10 @@ def run_time(plan: Plan) -> str:
     one, count = plan.ranked[0], parameters(plan.model)
     hours = OPTIMAL * count / one.tokens_per_second / 3600
     lasts = f"{hours / 24:,.1f} days" if hours >= 48 else f"{hours:,.1f} hours"
+    about = "" if calibrated(plan.cluster) else "~"
     return (
-        f"{OPTIMAL} tokens for each parameter are {OPTIMAL * count:,}: {lasts}, "
-        f"{hours * plan.devices:,.0f} device-hours, {6 * OPTIMAL * count**2:.3g} FLOP by 6ND"
+        f"{OPTIMAL} tokens for each parameter are {OPTIMAL * count:,}: {about}{lasts}, "
+        f"{about}{hours * plan.devices:,.0f} device-hours, {6 * OPTIMAL * count**2:.3g} FLOP by 6ND"
     )
 
 
@@ -206,6 +220,7 @@ def json(plan: Plan, base: Config, more: Sequence[tuple[int, Estimate | str]], r
             for count, one in more
         ],
         "cluster": plan.cluster.name,
+        "calibrated": calibrated(plan.cluster),
         "devices": plan.devices,
         "candidates": len(plan.rough_memory),
         "rejected": dict(plan.rejected),
