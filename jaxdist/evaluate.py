@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxdist.cluster.place import find
-from jaxdist.request import Extra, arguments, fitting, run
+from jaxdist.request import Enough, Extra, arguments, run
 
 if TYPE_CHECKING:
     from jaxdist.cluster.job import Job
@@ -28,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.cluster.phases import VALIDATING
     from jaxdist.training.run import restore
 
-    with Job(place, asked.config, enough=partial(fitting, asked.config)) as job:
+    with Job(place, asked.config, enough=Enough(asked.config)) as job:
         check_request(asked.text)
         trained = restore(asked.config, asked.extras["checkpoint"])
         open_data(trained, job)

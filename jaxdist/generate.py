@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from jaxdist.cluster.place import find
 from jaxdist.config import Count, CountOrZero, NonNegativeFloat32, RequestError, Seed
-from jaxdist.request import JOB_KNOBS, LAYOUT_KNOBS, Extra, arguments, fitting, run
+from jaxdist.request import JOB_KNOBS, LAYOUT_KNOBS, Enough, Extra, arguments, run
 
 DESCRIPTION = "Write text with a run's checkpoint. Needs only the run folder; every device of the mesh writes samples."
 EXTRAS = [
@@ -38,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.training.run import restore
     from jaxdist.training.sampling import Choice, sample
 
-    with Job(place, asked.config, enough=partial(fitting, asked.config)) as job:
+    with Job(place, asked.config, enough=Enough(asked.config)) as job:
         check_request(asked.text)
         tokenizer = RunFolder(asked.config.run_dir).load_tokenizer()
         trained = restore(asked.config, extras["checkpoint"], batch=False)

@@ -8,7 +8,7 @@ from functools import partial
 from jaxdist.cluster.place import find
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.mesh import AUTO
-from jaxdist.request import Extra, arguments, fitting, run
+from jaxdist.request import Enough, Extra, arguments, run
 
 DESCRIPTION = (
     "Train a language model on a mesh of devices. CONFIG is a TOML file or the name of a shipped one; without it, "
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from jaxdist.cluster.job import Job
 
-    with Job(place, config, enough=partial(fitting, config)) as job:
+    with Job(place, config, enough=Enough(config)) as job:
         from jaxdist.cluster import compiler, faults
         from jaxdist.data.corpus import programs_folder
         from jaxdist.training.run import Run

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxdist.cluster.place import find
 from jaxdist.config import Count, CountOrZero
-from jaxdist.request import JOB_KNOBS, STEP_KNOBS, Extra, arguments, fitting
+from jaxdist.request import JOB_KNOBS, STEP_KNOBS, Enough, Extra, arguments
 
 if TYPE_CHECKING:
     from jaxdist.bench.measuring import Timed
@@ -29,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.cluster.agreement import check_request
     from jaxdist.cluster.job import Job
 
-    with Job(place, asked.config, enough=partial(fitting, asked.config)) as job:
+    with Job(place, asked.config, enough=Enough(asked.config)) as job:
         check_request(asked.text)
         timed = compile_and_time(asked.config, asked.extras["warmup"], asked.extras["repeats"], job.note)
         if job.place.leader:

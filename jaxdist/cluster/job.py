@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 import jax
 
 from jaxdist.cluster import faults
-from jaxdist.cluster.meeting import join
+from jaxdist.cluster.meeting import ALL_OF_THEM, Enough, join
 from jaxdist.cluster.phases import ENDING
 from jaxdist.cluster.place import Place
 from jaxdist.cluster.runtime import own_devices
@@ -24,7 +24,7 @@ class Job:
     With one process: signals that stop it, and the watchdog.
     """
 
-    def __init__(self, place: Place, config: Config, enough: Callable[[int], int] = lambda devices: devices):
+    def __init__(self, place: Place, config: Config, enough: Enough = ALL_OF_THEM):
         """`enough` of so many devices are of use: a process without one of these ends, and the others go on."""
         self.place, self._fault = place, config.fault
         self._enough, self._devices = enough, own_devices(place, requested(config.mesh))

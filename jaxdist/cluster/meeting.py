@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -28,8 +29,34 @@ SHUTDOWN_SECONDS = 60
 """How long the first process that is done waits for the others."""
 
 
+REACH_SECONDS = 5.0
+"""How long the coordinator has to answer."""
+
 _there: list[Member] = []
 """What `members` tells, since they have met."""
+
+
+class Enough(Protocol):
+    """How many of the devices of a job are of use."""
+
+    def __call__(self, devices: int) -> int:
+        """Of so many in all."""
+
+    def how_to_use(self, devices: int) -> str:
+        """What to change so that all of them are used; empty where nothing is known, or all are."""
+
+
+class AllOfThem:
+    """Every device is of use."""
+
+    def __call__(self, devices: int) -> int:
+        return devices
+
+    def how_to_use(self, devices: int) -> str:
+        return ""
+
+
+ALL_OF_THEM = AllOfThem()
 
 
 @dataclass(frozen=True)
@@ -42,9 +69,7 @@ class Member:
     devices: int
 
 
-def join(
-    place: Place, fault: FaultConfig, devices: int = 1, enough: Callable[[int], int] = lambda devices: devices
-) -> Place:
+def join(place: Place, fault: FaultConfig, devices: int = 1, enough: Enough = ALL_OF_THEM) -> Place:
     """Meet the other processes of the job, if there are any. Before anything asks JAX for a device.
 
     `devices` are those of this process, `enough(all)` how many of all are of use. A process that has none of these is
@@ -59,12 +84,15 @@ def join(
     bind = _bind_address(place)
     _meet(place, bind, fault)
     there = _introduced(place.coordinator, devices)
-    needed = _needed(there, enough(sum(member.devices for member in there)))
+    every = sum(member.devices for member in there)
+    needed = _needed(there, enough(every))
     if len(needed) == len(there):
         return place
     jax.distributed.shutdown()
     if place.process not in needed:
-        faults.say(place, f"nothing to do: the mesh takes the devices of {len(needed)} of {len(there)} processes")
+        instead = f"; {enough.how_to_use(every)}" if enough.how_to_use(every) else ""
+        taken = f"the mesh takes the devices of {len(needed)} of {len(there)} processes"
+        faults.say(place, f"nothing to do: {taken}{instead}")
         faults.leave(Place(), 0)
     again = next_port(place.coordinator)  # the first port may still be theirs who leave
     place = replace(place, processes=len(needed), process=needed.index(place.process), coordinator=again)
@@ -186,11 +214,29 @@ def _nobody_came(place: Place, bind: str, seconds: int) -> None:
         where += f" (process 0 listens at {bind})"
     print(
         f"[{place.name}] after {seconds} s not all {place.processes} processes have met at {where}; "
-        f"see what the others say, or raise fault.start_seconds",
+        f"{why_nobody_came(place)}; or raise fault.start_seconds",
         file=sys.stderr,
         flush=True,
     )
     os._exit(1)
+
+
+def why_nobody_came(place: Place) -> str:
+    """What may keep the processes of a job from meeting, as far as this one can tell, and what to do."""
+    host, port = host_and_port(place.coordinator)
+    if place.on_one_host:
+        firewall = ""
+    else:
+        firewall = (
+            f"; a firewall has to let the other hosts of the job reach TCP port {port} and the next one of {host}, and "
+            f"the ports that the kernel gives out on every host (python -m jaxdist.doctor, started alike, tries them)"
+        )
+    if not place.leader:
+        try:
+            socket.create_connection((host, port), REACH_SECONDS).close()
+        except OSError as error:
+            return f"it cannot be reached from here ({error.strerror or error}): see whether process 0 runs{firewall}"
+    return f"see what the others say{firewall}"
 
 
 def _keep_gloo_on_loopback() -> None:

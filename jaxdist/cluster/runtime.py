@@ -6,14 +6,14 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 
 import jax
 
 from jaxdist.cluster import board, compiler, gpus
 from jaxdist.cluster.agreement import from_leader
-from jaxdist.cluster.meeting import across_hosts, host_names, members
+from jaxdist.cluster.meeting import ALL_OF_THEM, Enough, across_hosts, host_names, members
 from jaxdist.cluster.place import Place
 from jaxdist.config import RequestError
 from jaxdist.mesh import (
@@ -30,7 +30,7 @@ from jaxdist.mesh import (
 NO_GPU = "JAX's CUDA plug-in is installed but finds no NVIDIA GPU here: the CPU is used (JAX_PLATFORMS=cpu asks for it)"
 
 
-def start(shape: Mapping[str, int], enough: Callable[[int], int] = lambda devices: devices) -> jax.sharding.Mesh:
+def start(shape: Mapping[str, int], enough: Enough = ALL_OF_THEM) -> jax.sharding.Mesh:
     """The mesh of `shape` over the devices of all processes, host by host, all of them where they are accelerators;
     where it fills itself (`-1`), over as many as `enough(all)` says.
 
@@ -39,14 +39,16 @@ def start(shape: Mapping[str, int], enough: Callable[[int], int] = lambda device
     processes = board.processes()
     asked = devices_asked(shape, processes)
     devices = _host_by_host(_at_least(asked, f"mesh {describe(fill(shape, asked))} needs"))
+    every = len(devices)
     if devices[0].platform == "cpu":  # virtual devices: one left over is no hardware left idle
         devices = _of_each(devices, asked)
     elif FILL in shape.values():
-        devices = devices[: enough(len(devices))]
+        devices = devices[: enough(every)]
     if idle := sorted({*range(processes)} - {device.process_index for device in devices}):
+        how = f" ({enough.how_to_use(every)})" if enough.how_to_use(every) else ""
         raise RequestError(
             f"mesh {describe(fill(shape, len(devices)))} takes {len(devices)} devices, and none of process "
-            f"{', '.join(map(str, idle))}; start fewer processes, or ask for a larger mesh"
+            f"{', '.join(map(str, idle))}; start fewer processes, or ask for a larger mesh{how}"
         )
     return make_mesh(fill(shape, len(devices)), devices)
 
@@ -71,8 +73,8 @@ def own_devices(place: Place, shape: Mapping[str, int]) -> int:
     return devices_asked(shape)
 
 
-def notes(mesh: jax.sharding.Mesh) -> list[str]:
-    """What is odd in how `mesh` lies over hosts and devices, a sentence each."""
+def notes(mesh: jax.sharding.Mesh, enough: Enough = ALL_OF_THEM) -> list[str]:
+    """What is odd in how `mesh` lies over hosts and devices, a sentence each; `enough` as for `start`."""
     hosts = host_names(mesh.devices.flat)
     most = max(Counter(hosts).values())
     told = [
@@ -82,7 +84,10 @@ def notes(mesh: jax.sharding.Mesh) -> list[str]:
         if across_hosts(mesh, hosts, axis)
     ]
     idle = [] if mesh.devices.flat[0].platform == "cpu" else [d for d in jax.devices() if d not in mesh.devices.flat]
-    return [*told, f"{len(idle)} device(s) are idle: {', '.join(map(str, idle))}"] if idle else told
+    if idle:
+        how = enough.how_to_use(len(jax.devices()))
+        told.append(f"{len(idle)} device(s) are idle: {', '.join(map(str, idle))}" + (f"; {how}" if how else ""))
+    return told
 
 
 def whereabouts(mesh: jax.sharding.Mesh) -> list[str]:
@@ -147,10 +152,20 @@ def _at_least(count: int, wanted: str) -> list[jax.Device]:
             )
         if len(devices) < count:
             raise RequestError(
-                f"{wanted} {count} CPU devices, but this process has made {len(devices)} already; start a new "
-                f"process, or set XLA_FLAGS without --xla_force_host_platform_device_count"
+                f"{wanted} {count} CPU devices, but JAX has made {len(devices)} in this process already, and cannot "
+                f"make more; " + _more_cpu_devices(count)
             )
     return devices
+
+
+def _more_cpu_devices(count: int) -> str:
+    """What to do where JAX has been used before: in a script's own process, or in a notebook's kernel."""
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return f"set --xla_force_host_platform_device_count={count} in XLA_FLAGS, and start a new process or kernel"
+    return (
+        f"restart the notebook's kernel, or start a new process, and before the first use of jax ask jaxdist for this "
+        f"mesh, or set JAX_NUM_CPU_DEVICES={count} in the environment before jax is imported"
+    )
 
 
 def imagine(shape: Mapping[str, int]) -> jax.sharding.AbstractMesh:

@@ -26,6 +26,8 @@ NOT_LIBRARY = ("test", "tests", "idle_test", "site-packages", "dist-packages", "
 KINDS = {".jsonl": "jsonl", ".bin": "bin"}
 KIND_NAMES = {"library": "Python's own library", "jsonl": "JSON lines", "bin": "tokens (.bin)", "text": "plain text"}
 
+ONE_FILE = "one file is read, so join the texts first, in one .txt or in one .jsonl with a line for each text"
+
 
 class Document(NamedTuple):
     """A text, or a piece of one."""
@@ -141,14 +143,26 @@ def _library(root: Path) -> Iterator[Path]:
 
 def _file_problem(knob: str, path: Path) -> str | None:
     if not path.exists():
-        return f"{knob} '{path}' does not exist; give the path of a file"
+        return f"{knob} '{path}' {_absent(path)}"
     if path.is_dir():
-        return f"{knob} '{path}' is a folder; give one file (for many texts, one .jsonl with a line each)"
+        return f"{knob} '{path}' is a folder; {ONE_FILE}, such as cat {path}/*.txt > all.txt"
     if not path.is_file():
         return f"{knob} '{path}' is not a regular file, and it is read more than once; copy it into one"
     if path.stat().st_size == 0:
         return f"{knob} '{path}' is empty; give a file with content"
     return None
+
+
+def _absent(path: Path) -> str:
+    """What is wrong with the path of no file, and what is possible: some name several files."""
+    names = [name.strip(" '\"") for name in str(path).strip("[]").split(",")]
+    if len(names) > 1 and all(Path(name).exists() for name in names):
+        return (
+            f"is a list of {len(names)} files; {ONE_FILE}, such as cat {' '.join(names)} > all{Path(names[0]).suffix}"
+        )
+    if any(sign in path.name for sign in "*?[") and any(path.parent.glob(path.name)):
+        return f"is a pattern of names; {ONE_FILE}, such as cat {path} > all{path.suffix}"
+    return "does not exist; give the path of a file"
 
 
 def _foreign(knob: str, path: Path) -> str | None:

@@ -128,7 +128,9 @@ def _classes(path: Path, size: int) -> Labelled:
     """A class for each sub-folder, numbered in the order of their names."""
     folders = _entries(path)
     if stray := next((entry for entry in folders if not entry.is_dir()), None):
-        raise RequestError(f"'{stray}' lies beside or in place of folders of a class each; give {FORMS}")
+        others = any(entry.is_dir() for entry in folders)
+        remedy = "remove it, or move it elsewhere" if others else f"give {FORMS}"
+        raise RequestError(f"'{stray}' lies beside or in place of folders of a class each; {remedy}")
     if not folders:
         raise RequestError(f"'{path}' is empty; give {FORMS}")
     files = [_entries(folder) for folder in folders]
@@ -180,11 +182,21 @@ def _decode(files: Sequence[Path], size: int) -> Shaped[np.ndarray, "n H W *C"]:
     return out
 
 
+def _known(Image, file: Path):
+    """An open image file, not decoded yet. Raises `RequestError` for what is none."""
+    try:
+        return Image.open(file)
+    except Image.UnidentifiedImageError as error:
+        raise RequestError(
+            f"'{file}' is no image that Pillow knows; remove it from the images, or make it anew if it is one"
+        ) from error
+
+
 @contextmanager
 def _picture(Image, file: Path):
     """An open image file; decoding it may fail as well as opening it."""
     try:
-        with _reading(file), Image.open(file) as image:
+        with _reading(file), _known(Image, file) as image:
             yield image
     except Image.DecompressionBombError as error:
         raise RequestError(f"'{file}' cannot be read ({error}); make it smaller") from error

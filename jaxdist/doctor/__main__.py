@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from jaxdist.cluster.place import Place, find, host_and_port
+from jaxdist.cluster.place import Place, find
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.doctor import findings, machine, software, watching
 from jaxdist.doctor.findings import Finding, Here, unchecked, wrong
@@ -122,15 +122,11 @@ class Doctor:
 
     def nobody(self) -> NoReturn:
         """The others have not come."""
+        from jaxdist.cluster import meeting
+
         place, seconds = self.here.place, self.here.config.fault.start_seconds
-        why = "see what the others say"
-        if not place.leader:
-            try:
-                socket.create_connection(host_and_port(place.coordinator), 5).close()
-            except OSError as error:
-                why = f"it cannot be reached from here ({error.strerror or error}): is process 0 there, and a firewall?"
         said = f"after {seconds} s not all {place.processes} processes have met at {place.coordinator}"
-        self.give_up(wrong("processes", said, why))
+        self.give_up(wrong("processes", said, meeting.why_nobody_came(place)))
 
     def give_up(self, finding: Finding) -> NoReturn:
         """End with what is known, from a thread, while the main one hangs."""

@@ -1,6 +1,6 @@
 """From what a person asks for to a checked `Config`: TOML file, command line, every mistake at once. No jax here."""
 
-from jaxdist.request.checks import check_mesh_fits, check_output, check_picture, fits, fitting
+from jaxdist.request.checks import Enough, check_mesh_fits, check_output, check_picture, fits, fitting
 from jaxdist.request.commandline import JOB_KNOBS, LAYOUT_KNOBS, STEP_KNOBS, Asked, Extra, arguments, outcome, run
 from jaxdist.request.reading import DEFAULT, SHIPPED, load, to_toml
 
@@ -11,6 +11,7 @@ __all__ = [
     "SHIPPED",
     "STEP_KNOBS",
     "Asked",
+    "Enough",
     "Extra",
     "arguments",
     "check_mesh_fits",

@@ -148,6 +148,8 @@ def sentence(name: str, value: object, error: dict[str, Any], annotation: Any) -
         close = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
         return f"{name} is {shown(value)}: valid are {', '.join(choices)}{hint}"
+    if isinstance(value, list) and kind(annotation) == "path":  # what people try first with several texts
+        return f"{name} is {shown(value)}: must be one path, in quotes; join several texts into one file"
     bounds = {key: f"{bound:g}" if isinstance(bound, float) else bound for key, bound in context.items()}
     words = RULES[rule].format(**bounds) if rule in RULES else error["msg"][:1].lower() + error["msg"][1:]
     return f"{name} is {value if rule in BOUNDS else shown(value)}: {words}"

@@ -20,7 +20,7 @@ from jaxdist.mesh import PIPELINE, make_mesh, parse_mesh
 from jaxdist.models import Params
 from jaxdist.planning.branches import across_ranks
 from jaxdist.planning.hardware import Gpu
-from jaxdist.request import check_mesh_fits, fitting
+from jaxdist.request import Enough, check_mesh_fits
 from jaxdist.sharding import Layout, on_devices, rules
 from jaxdist.training.asynchronous import AsynchronousStep
 from jaxdist.training.checkpoint import Checkpoints
@@ -53,7 +53,7 @@ class Run:
         if devices:
             self.mesh = make_mesh(shape, devices)
         else:
-            self.mesh = runtime.imagine(shape) if dry else runtime.start(shape, partial(fitting, config))
+            self.mesh = runtime.imagine(shape) if dry else runtime.start(shape, Enough(config))
         self.dry = dry
         self.device = gpu or (devices[0] if devices else jax.devices()[0])
         """One of the devices, or its description; all are of its kind."""

@@ -15,6 +15,7 @@ from jaxdist.models.attention import attention_kernel
 from jaxdist.planning import memory, pipelines, placement, remedies
 from jaxdist.planning.hardware import GPUS, Gpu, that_hold
 from jaxdist.planning.timing import FLOPS_FORMULA
+from jaxdist.request import Enough
 from jaxdist.training.run import Run
 from jaxdist.training.startup import queries
 
@@ -68,7 +69,7 @@ def _places(run: Run) -> list[tuple[str, str]]:
     if run.dry:
         return []
     lines = whereabouts(run.mesh) if jax.process_count() > 1 else []
-    return [*(("", line) for line in lines), *(("note", note) for note in notes(run.mesh))]
+    return [*(("", line) for line in lines), *(("note", note) for note in notes(run.mesh, Enough(run.config)))]
 
 
 def _batch(run: Run) -> str:

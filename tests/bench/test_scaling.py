@@ -155,7 +155,7 @@ def test_weak_scaling_grows_the_batch(monkeypatch, tmp_path):
         ("--zero 0,1 --parallel.micro-batches outside", "parallel.micro_batches is outside, but parallel.zero 1"),
         ("--picture nowhere/a.png", "picture 'nowhere/a.png' cannot be written: its folder does not exist"),
         ("--picture .", "picture '.' is a folder; name a file in it, such as ./scaling.png"),
-        ("--devices 1,16", "--devices 1,16 needs 16 CPU devices, but this process has made 8 already"),
+        ("--devices 1,16", "--devices 1,16 needs 16 CPU devices, but JAX has made 8 in this process already"),
         ("--devices 2048 --mode weak", "needs 2048 devices, but a CPU is split into 1024 at most"),
     ],
 )

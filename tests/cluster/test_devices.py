@@ -1,15 +1,17 @@
 """Devices of a job without the devices: which are taken, and what is told where they are not what they should be."""
 
+import socket
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jaxdist.cluster import board, gpus, runtime
-from jaxdist.cluster.meeting import Member, _needed
+from jaxdist.cluster.meeting import Member, _needed, why_nobody_came
 from jaxdist.cluster.place import Place
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import parse_mesh
-from jaxdist.request import fitting
+from jaxdist.request import Enough, fitting
 from tests.processes import told
 
 
@@ -28,6 +30,62 @@ from tests.processes import told
 def test_a_mesh_that_fills_itself_takes_what_the_batch_divides_by(mesh, batch, devices, taken):
     config = Config(mesh=mesh, train=dict(global_batch_size=batch))
     assert fitting(config, devices) == taken
+
+
+@pytest.mark.parametrize(
+    ("mesh", "batch", "devices", "sizes"),
+    [
+        ("-1x1x1", 8, 6, "6 or 12"),
+        ("-1x2x1", 8, 6, "6 or 9"),
+        ("-1x1x1", 2, 8, "8"),
+        ("-1x1x1", 8, 8, ""),  # all are used
+        ("-1x3x1", 8, 6, ""),  # which 4 heads do not allow, whatever the batch
+    ],
+)
+def test_which_batches_would_use_all_devices(mesh, batch, devices, sizes):
+    enough = Enough(Config(mesh=mesh, train=dict(global_batch_size=batch)))
+    said = enough.how_to_use(devices)
+    assert said == (f"train.global_batch_size {sizes} would use all {devices} devices" if sizes else "")
+    for rows in sizes.split(" or ") if sizes else []:
+        larger = Config(mesh=mesh, train=dict(global_batch_size=int(rows)))
+        assert fitting(larger, devices) == devices
+
+
+def test_devices_that_are_idle_are_told_with_what_would_use_them(monkeypatch):
+    monkeypatch.setattr(runtime.jax, "devices", lambda: [device(0, number) for number in range(3)])
+    mesh = SimpleNamespace(devices=np.array(runtime.jax.devices()[:2], dtype=object), shape={}, axis_names=())
+    monkeypatch.setattr(runtime, "host_names", lambda devices: ["n0"] * len(devices))
+    monkeypatch.setattr(runtime, "across_hosts", lambda *arguments: False)
+    (note,) = runtime.notes(mesh, Enough(Config(mesh="-1x1x1", train=dict(global_batch_size=8))))
+    assert note.startswith("1 device(s) are idle: ")
+    assert note.endswith("; train.global_batch_size 6 or 9 would use all 3 devices")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "restart the notebook's kernel, .* set JAX_NUM_CPU_DEVICES=4 in the environment before jax is imported"),
+        ("--xla_force_host_platform_device_count=1", "set --xla_force_host_platform_device_count=4 in XLA_FLAGS"),
+    ],
+)
+def test_cpu_devices_that_were_made_already(seen, monkeypatch, flags, words):
+    """In a notebook, jax was used in an earlier cell."""
+    seen([device(0, 0, "cpu")])
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    with pytest.raises(RequestError, match="needs 4 CPU devices, but JAX has made 1 in this process already.*" + words):
+        runtime.start(parse_mesh("4x1x1"))
+
+
+def test_where_nobody_came_the_ports_are_told():
+    """As the doctor tells it, which tries them."""
+    remote = why_nobody_came(Place(2, 0, "n0.cluster:4321"))
+    assert "let the other hosts of the job reach TCP port 4321 and the next one of n0.cluster" in remote
+    assert "jaxdist.doctor" in remote
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        here = why_nobody_came(Place(2, 1, f"127.0.0.1:{closed.getsockname()[1]}"))
+    assert here.startswith("it cannot be reached from here (Connection refused): see whether process 0 runs")
+    assert "firewall" not in here
 
 
 def test_the_fewest_processes_that_have_so_many_devices_go_on():
@@ -59,8 +117,13 @@ def test_accelerators_are_taken_host_by_host_and_as_many_as_are_of_use(seen):
     shape = parse_mesh("-1x1x1")
     assert runtime.start(shape) == (8, [0, 1, 4, 5, 2, 3, 6, 7])
     assert runtime.start(shape, lambda devices: 7) == (7, [0, 1, 4, 5, 2, 3, 6])
-    with pytest.raises(RequestError, match="takes 6 devices, and none of process 3; start fewer processes"):
-        runtime.start(shape, lambda devices: 6)
+    config = Config(mesh="-1x1x1", train=dict(global_batch_size=12))
+    sentence = (
+        r"takes 6 devices, and none of process 3; start fewer processes, or ask for a larger mesh "
+        r"\(train.global_batch_size 8 or 16 would use all 8 devices\)"
+    )
+    with pytest.raises(RequestError, match=sentence):
+        runtime.start(shape, Enough(config))
 
 
 def test_gpus_that_the_driver_shows_and_jax_does_not_are_told(monkeypatch, tmp_path):

@@ -52,7 +52,8 @@ def test_a_process_that_the_mesh_has_no_use_for_leaves(text, tmp_path):
     """A global batch of 8 divides by 2, not by 3."""
     with started(jobs.train(jobs.argv(tmp_path / "run", text, "--mesh=-1x1x1"), 3)) as running:
         assert ends(running, 240) == [0, 0, 0], told(running)
-        assert "process 2] nothing to do: the mesh takes the devices of 2 of 3 processes" in running[2].said()
+        said = "process 2] nothing to do: the mesh takes the devices of 2 of 3 processes; "
+        assert said + "train.global_batch_size 6 or 9 would use all 3 devices" in running[2].said()
         assert "2 x cpu" in running[0].said()
     assert command.main(jobs.argv(tmp_path / "one", text, "--mesh=2x1x1")) == 0
     alike(tmp_path / "run", tmp_path / "one", 20)

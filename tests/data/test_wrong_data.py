@@ -11,7 +11,9 @@ GOOD = lines("some text that is long enough for several rows " * 9, "more of it 
 BAD = [
     # files of the request, its knobs, and what the sentence has to say
     ({}, {"path": "a.txt"}, ["data.path", "a.txt' does not exist"]),
-    ({}, {"path": "."}, ["data.path", "is a folder", ".jsonl"]),
+    ({}, {"path": "."}, ["data.path", "is a folder", "join the texts first", "/*.txt > all.txt"]),
+    ({"a.txt": POEM, "b.txt": POEM}, {"path": "*.txt"}, ["is a pattern of names", "*.txt > all.txt"]),
+    ({"a.txt": POEM}, {"path": "*.md"}, ["*.md' does not exist"]),
     ({}, {"path": "/dev/null"}, ["not a regular file"]),
     ({"a.txt": ""}, {"path": "a.txt"}, ["is empty"]),
     ({"a.bin": b""}, {"path": "a.bin"}, ["is empty"]),
@@ -70,6 +72,18 @@ BAD = [
         ["data.path", "data.validation_path", "data.tokenizer"],
     ),
 ]
+
+
+def test_a_list_of_files_is_to_be_joined(write, tmp_path, monkeypatch):
+    """As a shell's habit, or a list's, is to write it; a name with a comma in it that is no list does not exist."""
+    write("a.jsonl", GOOD)
+    write("b.jsonl", GOOD)
+    monkeypatch.chdir(tmp_path)
+    for path in ("a.jsonl,b.jsonl", "['a.jsonl', 'b.jsonl']"):
+        with pytest.raises(RequestError, match=r"is a list of 2 files; .* such as cat a.jsonl b.jsonl > all.jsonl$"):
+            open_(path=path)
+    with pytest.raises(RequestError, match=r"'a.jsonl,c.jsonl' does not exist"):
+        open_(path="a.jsonl,c.jsonl")
 
 
 @pytest.mark.parametrize(("files", "knobs", "sentences"), BAD, ids=[" ".join(case[2])[:50] for case in BAD])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from jaxdist.config import Config, RequestError, nearest
 from jaxdist.mesh import (
@@ -70,6 +71,40 @@ def fitting(config: Config, devices: int) -> int:
     """
     filled = FILL in requested(config.mesh).values()
     return next((count for count in range(devices, 0, -1) if fits(config, count)), devices) if filled else devices
+
+
+@dataclass(frozen=True)
+class Enough:
+    """How many devices of a job the mesh of `config` has a use for."""
+
+    config: Config
+
+    def __call__(self, devices: int) -> int:
+        """Of so many devices in all, those that are used: see `fitting`."""
+        return fitting(self.config, devices)
+
+    def how_to_use(self, devices: int) -> str:
+        """What to change so that all of them are used; empty where all are, or no batch does it."""
+        sizes = batches_for(self.config, devices) if self(devices) < devices else []
+        if not sizes:
+            return ""
+        return f"train.global_batch_size {' or '.join(map(str, sizes))} would use all {devices} devices"
+
+
+def batches_for(config: Config, devices: int) -> list[int]:
+    """The global batches next to that of `config` with which the mesh takes exactly so many devices."""
+    try:
+        shape = fill(parse_mesh(config.mesh), devices)
+    except RequestError:
+        return []
+    unit = micro_batches(config, shape) * math.prod(shape[axis] for axis in BATCH_AXES)
+    train = config.train
+    found = []
+    for rows in multiples(unit, train.global_batch_size):
+        other = config.model_copy(update={"train": train.model_copy(update={"global_batch_size": rows})})
+        if fits(other, devices):
+            found.append(rows)
+    return found
 
 
 def _asked(config: Config) -> MeshShape:
