@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 from jaxdist.config import Config
 from jaxdist.mesh import AXES, BATCH_AXES, describe
 from jaxdist.models import Model
-from jaxdist.planning import communication, memory, pipelines
+from jaxdist.planning import communication, memory, placement
 from jaxdist.planning.apart import Program
 from jaxdist.planning.exposed import Sent, by_axes
 from jaxdist.planning.hardware import Gpu
@@ -170,11 +170,11 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """How it was compiled, what stages do not share evenly, and what is counted more often than it runs."""
-        pipe = self.pipeline
+        """How it was compiled, what is not split evenly or at all, and what is counted more often than it runs."""
+        parameters = placement.placed(self.config, self.model, self.layout)
         return [
             *self.program.notes,
-            *(pipelines.notes(self.config, self.layout, pipe) if pipe else []),
+            *placement.notes(self.config, parameters, self.layout),
             *self._branches,
         ]
 

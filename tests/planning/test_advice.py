@@ -193,3 +193,17 @@ def test_what_a_run_on_cpus_says_of_its_plan():
     assert "not calibrated" in note
     assert "--mesh 2x1x1 --fit here.toml" in note  # one device has no links to measure
     assert re.search(r", ~[\d.]+ s a step: one device", chosen)
+
+
+def test_parameters_that_stay_whole_are_named():
+    """37 divides no size of this model but that of the rows: the plan says so, and what would divide."""
+    wide = config_of("gpt2_124m", train__global_batch_size="37", model__vocab="50257")
+    found = search(wide, 37, replace(CLUSTER, per_host=37))
+    sharded = next(one for one in found.looked_at if one.config.parallel.zero and one.shape[DATA] == 37)
+    told = [*text.lines(replace(found, looked_at=(sharded,)), "gpt2_124m", wide)]
+    (note,) = [line for line in told if line.startswith("note  ")]
+    assert "warning: data=37 finds no dim to split in blocks." in note
+    assert re.search(r" and \d+ more: 100.00% of the parameters are left to every device; set model.embed to ", note)
+    said = text.json(replace(found, looked_at=(sharded,)), wide, [], "")["notes"]
+    assert note.endswith(said[0])
+    assert text.json(search(config_of("gpt2_124m"), 8, CLUSTER), wide, [], "")["notes"] == []

@@ -4,13 +4,15 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from jaxdist import models, train
 from jaxdist.config import Config, ModelConfig, ParallelConfig, RequestError, TrainConfig
-from jaxdist.mesh import parse_mesh
+from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.planning import memory, placement
+from jaxdist.planning.report import Report
 from jaxdist.sharding import Layout, rules
 
 
@@ -62,6 +64,16 @@ def test_much_that_stays_whole_is_a_warning_with_sizes_that_work():
     for embed in (32, 40):
         assert not any("warning" in note for note in Plan("8x1x1", zero=2, embed=embed).notes)
     assert not any("warning" in note for note in Plan("4x1x1", zero=2, embed=36).notes)
+
+
+def test_explain_names_what_stays_whole():
+    """In the words of the summary, beside what it says of the compiled program."""
+    plan = Plan("8x1x1", zero=2, embed=36)
+    model, mesh = models.build(plan.config.model, plan.layout), abstract_mesh(parse_mesh("8x1x1"))
+    program = SimpleNamespace(notes=("compiled so",))
+    report = Report(plan.config, model, plan.layout, mesh, program, None, None)
+    assert report.notes == ["compiled so", *plan.notes]
+    assert report.notes[1].startswith("warning: data=8 finds no dim to split in ")
 
 
 def test_a_classifier_of_images_is_offered_what_its_family_has():

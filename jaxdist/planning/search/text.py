@@ -8,12 +8,12 @@ from typing import Any
 
 from jaxdist.config import Config, leaves
 from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA
-from jaxdist.models import parameters
-from jaxdist.planning import collective_time
+from jaxdist.models import Model, parameters
+from jaxdist.planning import collective_time, placement
 from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import size
-from jaxdist.planning.search.estimate import FORMULAS, Estimate, ranks_inside, seconds, together, told
+from jaxdist.planning.search.estimate import FORMULAS, Estimate, layout_of, ranks_inside, seconds, together, told
 from jaxdist.planning.search.plan import Plan
 from jaxdist.planning.search.questions import alone
 from jaxdist.planning.search.reasons import reason
@@ -46,6 +46,8 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     yield from ranking(plan)
     yield ""
     yield f"chosen      {reason(plan)}"
+    for note in notes(plan.ranked[0], plan.model):
+        yield f"note        {note}"
     yield "times       of a step without launches, input and other jobs: real ones are longer (docs/planning.md)"
     yield f"train       {command(plan.ranked[0], base, name)}"
     if gpu := GPUS.get(plan.cluster.gpu):
@@ -75,6 +77,12 @@ def row(one: Estimate, plan: Plan) -> tuple[str, ...]:
         f"{one.mfu:.1%}",
         ", ".join(f"{part} {one.share(part):.1%}" for part in one.parts if one.share(part) >= 0.0005),
     )
+
+
+def notes(one: Estimate, model: Model) -> list[str]:
+    """What was to be split in this row and is not: `train` says the same in its summary."""
+    layout = layout_of(one.config, one.shape, one.cluster)
+    return placement.notes(one.config, placement.placed(one.config, model, layout), layout)
 
 
 def took(seconds: float, cluster: Cluster) -> str:
@@ -224,6 +232,7 @@ def json(plan: Plan, base: Config, more: Sequence[tuple[int, Estimate | str]], r
         "devices": plan.devices,
         "candidates": len(plan.rough_memory),
         "rejected": dict(plan.rejected),
+        "notes": notes(plan.ranked[0], plan.model),
         "ranked": [_one(one, base) for one in plan.ranked],
     }
 
