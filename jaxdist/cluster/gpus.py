@@ -11,6 +11,13 @@ def driver(devices: Path = Path("/dev")) -> bool:
     return any(devices.glob("nvidia*")) or (devices / "dxg").exists()
 
 
+def wanted(platforms: str, devices: Path = Path("/dev")) -> bool:
+    """Whether it matters that JAX finds no GPU; `platforms` are those that it is asked for, as in JAX_PLATFORMS."""
+    if platforms:
+        return bool({"cuda", "gpu"} & set(platforms.split(",")))
+    return driver(devices)
+
+
 def visible(driver: Path = Path("/proc/driver/nvidia")) -> list[str]:
     """The GPUs that JAX should find, as CUDA_VISIBLE_DEVICES names them; none where it is told to use the CPU.
 

@@ -27,8 +27,6 @@ from jaxdist.mesh import (
     make_mesh,
 )
 
-NO_GPU = "JAX's CUDA plug-in is installed but finds no NVIDIA GPU here: the CPU is used (JAX_PLATFORMS=cpu asks for it)"
-
 
 def start(shape: Mapping[str, int], enough: Enough = ALL_OF_THEM) -> jax.sharding.Mesh:
     """The mesh of `shape` over the devices of all processes, host by host, all of them where they are accelerators;
@@ -180,19 +178,19 @@ def _divisors(count: int) -> str:
 
 
 def _devices() -> list[jax.Device]:
-    """Those of JAX. A CUDA plug-in without an NVIDIA GPU, good for compiling for one, is told in a sentence.
+    """Those of JAX. A CUDA plug-in where no GPU is asked for, or there is none, is good for compiling for one.
 
-    JAX tells it as an error, with a traceback.
+    JAX logs it as an error, with a traceback, before every command.
     """
     compiler.take_memory()
     logger = logging.getLogger("jax._src.xla_bridge")
-    if gpus.driver():
+    if gpus.wanted(jax.config.jax_platforms or ""):
         return jax.devices()
-    logger.addFilter(_in_a_sentence)
+    logger.addFilter(_not_of_the_plugin)
     try:
         return jax.devices()
     finally:
-        logger.removeFilter(_in_a_sentence)
+        logger.removeFilter(_not_of_the_plugin)
 
 
 def _all_visible(devices: list[jax.Device]) -> list[jax.Device]:
@@ -206,11 +204,10 @@ def _all_visible(devices: list[jax.Device]) -> list[jax.Device]:
     return devices
 
 
-def _in_a_sentence(record: logging.LogRecord) -> bool:
+def _not_of_the_plugin(record: logging.LogRecord) -> bool:
+    """Whether a record is another than that of a CUDA plug-in without a GPU."""
     text = record.getMessage()
-    if "plugin configuration error" in text and "cuda" in text:
-        record.msg, record.args, record.exc_info = NO_GPU, (), None
-    return True
+    return not ("plugin configuration error" in text and "cuda" in text)
 
 
 def _split_cpu(count: int) -> None:

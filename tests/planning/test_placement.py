@@ -66,10 +66,11 @@ def test_much_that_stays_whole_is_a_warning_with_sizes_that_work():
     assert not any("warning" in note for note in Plan("4x1x1", zero=2, embed=36).notes)
 
 
-def test_explain_names_what_stays_whole():
+def test_explain_names_what_stays_whole(monkeypatch):
     """In the words of the summary, beside what it says of the compiled program."""
     plan = Plan("8x1x1", zero=2, embed=36)
     model, mesh = models.build(plan.config.model, plan.layout), abstract_mesh(parse_mesh("8x1x1"))
+    monkeypatch.setattr(Report, "collectives", [])
     program = SimpleNamespace(notes=("compiled so",))
     report = Report(plan.config, model, plan.layout, mesh, program, None, None)
     assert report.notes == ["compiled so", *plan.notes]

@@ -1,5 +1,6 @@
 """Compiling for devices that are not there, in another process. What needs JAX's CUDA plug-in is skipped without it."""
 
+import logging
 import os
 import re
 import subprocess
@@ -176,11 +177,49 @@ def test_without_a_gpu_the_plugin_is_quiet(tmp_path):
 
 
 @needs_plugin
+@pytest.mark.slow
 @pytest.mark.skipif(gpus.driver(), reason="there is an NVIDIA GPU here")
-def test_a_plug_in_without_a_gpu_is_told_in_a_sentence():
-    """JAX tells it as an error, with a traceback."""
+def test_the_first_command_begins_with_its_own_line(tmp_path):
+    """Of the README, in an environment with the plug-in and no GPU: JAX logs that as an error, with a traceback."""
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    command = [sys.executable, "-m", "jaxdist.train", "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert runtime.NO_GPU in done.stderr
-    assert "Traceback" not in done.stderr
+    options = [
+        "--train.steps=1",
+        "--model.layers=1",
+        "--validation.batches=1",
+        "--model.vocab=300",
+        "--model.sequence=16",
+    ]
+    text = tmp_path / "text.txt"
+    text.write_text("some words to learn from; " * 400)
+    command = [sys.executable, "-m", "jaxdist.train", *options, f"--data.path={text}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, cwd=tmp_path)
+    assert done.stderr.startswith("versions    jaxdist ")
+    assert "ERROR" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("platforms", "there", "wanted"),
+    [("", False, False), ("", True, True), ("cpu", True, False), ("cuda", False, True), ("cuda,cpu", False, True)],
+)
+def test_where_it_matters_that_there_is_no_gpu(platforms, there, wanted, tmp_path):
+    if there:
+        (tmp_path / "nvidia0").touch()
+    assert gpus.wanted(platforms, tmp_path) == wanted
+
+
+def test_only_the_record_of_the_plug_in_is_dropped(monkeypatch, caplog):
+    """A host with an NVIDIA device keeps it."""
+    logger = logging.getLogger("jax._src.xla_bridge")
+
+    def devices():
+        logger.error("Jax plugin configuration error: Exception when calling jax_plugins.xla_cuda13.initialize()")
+        logger.warning("something else")
+        return ["device"]
+
+    monkeypatch.setattr(runtime.jax, "devices", devices)
+    monkeypatch.setattr(gpus, "wanted", lambda platforms: False)
+    assert runtime._devices() == ["device"]
+    assert [record.message for record in caplog.records] == ["something else"]
+    monkeypatch.setattr(gpus, "wanted", lambda platforms: True)
+    runtime._devices()
+    assert len(caplog.records) == 3
