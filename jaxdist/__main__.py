@@ -22,6 +22,7 @@ COMMANDS = {
     "bench step": "measure the train step: time, tokens per second, MFU, memory",
     "bench scaling": "the step on several numbers of devices: speed-up, efficiency, serial fraction",
     "bench collectives": "what links, matrix units and memory do: a cluster for the planner",
+    "bench gpu": "one GPU: numerics, Llama 1B and 3B, what a step consists of, and PyTorch beside it",
     "lab": "what the lectures tell, run: every number read from the devices",
 }
 

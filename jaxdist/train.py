@@ -73,10 +73,10 @@ def look(config: Config, target: str = "") -> int:
 
     from jaxdist.planning.target import gpu_of
     from jaxdist.training.run import Run
-    from jaxdist.training.summary import outlook
+    from jaxdist.training.summary import folded, outlook
 
     gpu = gpu_of(target) if target else None
-    print("\n".join(outlook(Run(config, dry=True, gpu=gpu))))
+    print("\n".join(folded(outlook(Run(config, dry=True, gpu=gpu)), sys.stdout)))
     return 0
 
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdist.bench.laws import amdahl, gustafson
 from jaxdist.bench.scaling_text import setting
+from jaxdist.colours import BLUE, GREEN, PINK, RED
 from jaxdist.files import write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+COLOURS = (BLUE, RED, GREEN, PINK)
 """Of ZeRO 0 to 3, told apart by colour-blind eyes too (Okabe & Ito 2008); so are their markers, on paper."""
 
 MARKERS = "osD^"

@@ -33,9 +33,31 @@ def main(argv: list[str] | None = None) -> int:
         timed = compile_and_time(asked.config, asked.extras["warmup"], asked.extras["repeats"], job.note)
         if job.place.leader:
             result = told(timed)
-            lines = [f"{name:<22} {value}" for name, value in result.items()]
+            lines = [f"{name:<22} {for_people(name, value)}" for name, value in result.items()]
             print(json.dumps(result) if asked.extras["json"] else "\n".join(lines))
         return job.end(0)
+
+
+def for_people(name: str, value: object) -> str:
+    """One of the results with its unit, as long as a person reads it; JSON has all digits."""
+    from jaxdist.cluster.heartbeat import duration
+    from jaxdist.planning.memory import size
+
+    if value is None:
+        return "not known"
+    if name == "step_seconds_quartiles":
+        return " to ".join(map(duration, value))
+    if name.endswith("_seconds"):
+        return duration(value)
+    if name.endswith("_bytes"):
+        return size(value)
+    if name == "peak_flops":
+        return f"{value / 1e12:,.4g} TFLOP/s"
+    if name == "mfu":
+        return f"{value:.1%}"
+    if name == "loss":
+        return f"{value:.4f} nats"
+    return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
 
 
 def compile_and_time(config: Config, warmup: int, repeats: int, note: Callable[[str], None]) -> Timed:

@@ -79,6 +79,15 @@ class Beat:
         """Seconds between two of its heartbeats."""
         return max(EVERY, EACH * self.processes)
 
+    def step_at(self, now: float) -> int | None:
+        """The step at which it is by then, at its usual pace; None where that is not known, or it does not go on.
+
+        Heartbeats are of different age: their steps alone look like a lag.
+        """
+        if self.ended is not None or not self.step_seconds or self.silent(now):
+            return None
+        return self.step + int((now - self.time) / self.step_seconds)
+
     def silent(self, now: float) -> bool:
         return self.ended is None and now - self.time > SILENT * self.every
 
@@ -87,6 +96,17 @@ BEAT = TypeAdapter(Beat)
 
 LONGEST = 4096
 """Characters of a heartbeat that are read."""
+
+
+def duration(seconds: float) -> str:
+    """For people: `1.3 s`, `66.3 us`, `0 s`."""
+    if seconds < 1e-7:
+        return "0 s"
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.3g} us"
+    if seconds < 0.1:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 class Heart:
@@ -183,9 +203,11 @@ def laggards(beats: Sequence[Beat], now: float) -> dict[int, str]:
         ahead = max(others, key=lambda other: other.step)
         unseen = abs(ahead.time - beat.time) / usual  # steps that were taken between the two heartbeats
         if beat.step_seconds > SLOW * usual:
-            found[beat.process] = f"a step takes {beat.step_seconds:.3g} s, those of the others {usual:.3g} s"
+            found[beat.process] = f"a step takes {duration(beat.step_seconds)}, those of the others {duration(usual)}"
         elif (beat.data_seconds or 0.0) - waits > LATE * beat.step_seconds:
-            found[beat.process] = f"waits {beat.data_seconds:.3g} s of each step for data, the others {waits:.3g} s"
+            own = duration(beat.data_seconds)
+            found[beat.process] = f"waits {own} of each step for data, the others {duration(waits)}"
         elif ahead.step - beat.step > 2 + 2 * unseen:
-            found[beat.process] = f"at step {beat.step}, {ahead.name} at step {ahead.step}"
+            apart = duration(abs(ahead.time - beat.time))
+            found[beat.process] = f"at step {beat.step}, {ahead.name} at step {ahead.step}, told {apart} apart"
     return found

@@ -28,6 +28,7 @@ def watch(folder: Path) -> dict[str, Any]:
             "pid": beat.pid,
             "state": _state(beat, now),
             "step": beat.step,
+            "step_now": beat.step_at(now),
             "doing": beat.doing if beat.ended is None else beat.what.partition(",")[0],
             "for_seconds": round(beat.since, 1),
             "step_seconds": beat.step_seconds,
@@ -57,14 +58,18 @@ def _state(beat: heartbeat.Beat, now: float) -> str:
     return "silent" if beat.silent(now) else "going"
 
 
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else heartbeat.duration(value)
+
+
 def table(result: Mapping[str, Any]) -> Iterator[str]:
     """The result for people."""
-    seconds = lambda value: "-" if value is None else f"{value:.3g} s"
-    rows = [("process", "host", "state", "step", "doing", "for", "step takes", "data wait", "heard")]
+    rows = [("process", "host", "state", "step", "heard", "now about", "doing", "for", "step takes", "data wait")]
     for row in result["processes"]:
-        shown = (seconds(row["for_seconds"]), seconds(row["step_seconds"]), seconds(row["data_seconds"]))
         heard = f"{row['heard_seconds_ago']:.0f} s ago"
-        rows.append((row["process"], row["host"], row["state"], row["step"], row["doing"], *shown, heard))
+        about = "-" if row["step_now"] is None else f"step {row['step_now']}"
+        times = [_seconds(row[name]) for name in ("for_seconds", "step_seconds", "data_seconds")]
+        rows.append((row["process"], row["host"], row["state"], row["step"], heard, about, row["doing"], *times))
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(f"{value!s:<{width}}" for value, width in zip(row, widths, strict=True)).rstrip()

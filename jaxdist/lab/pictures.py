@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxdist.colours import BLUE, GREEN, GREY, ORANGE, RED
 from jaxdist.files import write_picture
 from jaxdist.planning.hardware import GPUS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-BLUE, RED, GREEN, ORANGE, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#999999"
-"""Told apart by colour-blind eyes too (Okabe & Ito 2008)."""
 
 DPI = 110
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from jaxdist.colours import BLUE, GREEN, PINK, RED
 from jaxdist.files import write_picture
 from jaxdist.lab.messages import Message, Traffic, messages
 from jaxdist.lab.reductions_algorithms import ALGORITHMS, Algorithm, pipelined_tree
@@ -24,7 +25,7 @@ NODES = 4
 """Of the steps that are drawn."""
 
 WHOLE = "#555555"
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+COLOURS = (BLUE, RED, GREEN, PINK)
 """Of the parts; told apart by colour-blind eyes too (Okabe & Ito 2008)."""
 
 ALPHA = 14e-6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jaxdist.colours import GREY, MEMORY
 from jaxdist.files import write_picture
 from jaxdist.mesh import describe
 from jaxdist.planning.report import Report
@@ -26,9 +27,9 @@ def draw(report: Report, path: Path) -> None:
         bottom = 0.0
         for name, count in parts.items():
             if count:
-                axes.bar(column, count / GIB, bottom=bottom, label=name)
+                axes.bar(column, count / GIB, bottom=bottom, label=name, color=MEMORY[name])
                 bottom += count / GIB
     if report.gpu:
-        axes.axhline(report.gpu.memory / GIB, color="grey", linestyle="--", label=f"memory of {report.gpu.kind}")
+        axes.axhline(report.gpu.memory / GIB, color=GREY, linestyle="--", label=f"memory of {report.gpu.kind}")
     figure.legend(loc="outside lower center", ncols=3, fontsize="small")
     write_picture(path, figure, dpi=120)

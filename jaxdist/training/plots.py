@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from jaxdist.colours import BLUE, GREY, RED
 from jaxdist.files import write_picture
+
+FEW = 20
+"""Points that are drawn one by one."""
 
 
 def plot_loss(metrics: Path, picture: Path, nats: float, name: str, unit: str) -> None:
@@ -13,16 +17,20 @@ def plot_loss(metrics: Path, picture: Path, nats: float, name: str, unit: str) -
     not looked."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     lines = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step", ylabel=f"loss (nats per {unit})", title=metrics.parent.name)
-    for kind, style in (("loss", "-"), ("validation_loss", "o-")):
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for kind, colour in (("loss", BLUE), ("validation_loss", RED)):
         points = [(line["step"], line[kind]) for line in lines if line.get(kind) is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), style, markersize=4, label=kind.replace("_", " "))
-    axes.axhline(nats, color="grey", linestyle="--", linewidth=1, label=f"{name} of the held-out part")
+            dots = kind == "validation_loss" or len(points) < FEW  # a line of one point shows nothing
+            style = "o-" if dots else "-"
+            axes.plot(*zip(*points, strict=True), style, color=colour, markersize=4, label=kind.replace("_", " "))
+    axes.axhline(nats, color=GREY, linestyle="--", linewidth=1, label=f"{name} of the held-out part")
     axes.grid(alpha=0.3)
     axes.legend()
     write_picture(picture, figure, dpi=120)

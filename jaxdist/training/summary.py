@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
+from shutil import get_terminal_size
+from textwrap import wrap
+from typing import TextIO
 
 import jax
 
@@ -18,6 +22,9 @@ from jaxdist.planning.timing import FLOPS_FORMULA
 from jaxdist.request import Enough
 from jaxdist.training.run import Run
 from jaxdist.training.startup import queries
+
+NAMES = 12
+"""Characters of the column of names."""
 
 STATISTICS = "batch norm takes those of a micro-batch over all devices, as one device would"
 
@@ -36,8 +43,36 @@ def outlook(run: Run) -> list[str]:
     return _lines([*_plan(run, length), *where, *_layout(run)])
 
 
+def folded(lines: Sequence[str], stream: TextIO) -> list[str]:
+    """The lines of a summary broken between words, where `stream` is a terminal that is narrower than they are.
+
+    What follows stands below the text, right of the names; the rows of a table are left as they are.
+    """
+    if not stream.isatty():
+        return list(lines)
+    width = max(40, get_terminal_size().columns)
+    found = []
+    for line in lines:
+        table = "  " in line[NAMES:].strip()
+        parts = (
+            [line]
+            if table or len(line) <= width
+            else wrap(
+                line,
+                width,
+                subsequent_indent=" " * NAMES,
+                break_long_words=False,
+                break_on_hyphens=False,
+                drop_whitespace=True,
+                replace_whitespace=False,
+            )
+        )
+        found += parts
+    return found
+
+
 def _lines(rows: list[tuple[str, str]]) -> list[str]:
-    return [f"{name:<11} {text}".rstrip() for name, text in rows]
+    return [f"{name:<{NAMES - 1}} {text}".rstrip() for name, text in rows]
 
 
 def _plan(run: Run, length: str) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 
@@ -29,7 +30,7 @@ from jaxdist.training.shelf import Shelf
 from jaxdist.training.startup import check_attention
 from jaxdist.training.step import Batch, TrainState
 from jaxdist.training.store import SaveFailed
-from jaxdist.training.summary import summary
+from jaxdist.training.summary import folded, summary
 
 DONE, FAILED = 0, 1
 """Exit codes: finished, and failed. `STOPPED` is that of a run which the same command goes on with."""
@@ -145,7 +146,7 @@ class Trainer:
     def start(self, found: Found | None) -> TrainState:
         """Tell what is going to be run, and make or restore the state."""
         resume = f"from the checkpoint of step {found.step}" if found else "from the beginning"
-        for line in [*summary(self.run, self.folder.path, resume), *self.checkpoints.notes]:
+        for line in [*folded(summary(self.run, self.folder.path, resume), sys.stderr), *self.checkpoints.notes]:
             self.log.say(line)
         if checked := check_attention(self.run):
             self.log.say(f"checked     {checked}")

@@ -1,6 +1,7 @@
 """Heartbeats: who is slow, behind or silent is named, also by the watchdog; a run that has ended says so."""
 
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -8,10 +9,11 @@ from dataclasses import replace
 import pytest
 
 from jaxdist.cluster import heartbeat
-from jaxdist.cluster.heartbeat import Beat, Heart, laggards, waited_for
+from jaxdist.cluster.heartbeat import Beat, Heart, duration, laggards, waited_for
 from jaxdist.cluster.phases import COMPILING, STEPPING, WAITING
 from jaxdist.cluster.place import Place
 from jaxdist.cluster.watchdog import Watchdog
+from jaxdist.doctor import watching
 from jaxdist.doctor.__main__ import main as doctor
 from tests.faults.jobs import ends, job, told, train, until
 
@@ -71,9 +73,46 @@ def test_of_all_that_are_silent_the_first_is_named():
 
 SLOWER = [
     (dict(step_seconds=0.8), "a step takes 0.8 s, those of the others 0.5 s"),
-    (dict(data_seconds=0.3), "waits 0.3 s of each step for data, the others 0.01 s"),
-    (dict(step=40), "at step 40, process 0 on n0 at step 50"),
+    (dict(data_seconds=0.3), "waits 0.3 s of each step for data, the others 10 ms"),
+    (dict(step=40), "at step 40, process 0 on n0 at step 50, told 0 s apart"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0.0, "0 s"),
+        (6.63e-05, "66.3 us"),
+        (0.00663, "6.63 ms"),
+        (0.25, "0.25 s"),
+        (12.345, "12.3 s"),
+        (4567, "4,567 s"),
+    ],
+)
+def test_a_time_has_a_unit_that_fits(seconds, told):
+    assert duration(seconds) == told
+
+
+def test_heartbeats_of_different_age_are_no_lag():
+    """Two processes at the same pace, one heard of 4 s later: their steps differ, what they are at by now does not."""
+    late, early = beat(0, step=50, ago=0.0), beat(1, step=42, ago=4.0)
+    assert late.step_at(NOW) == early.step_at(NOW) == 50
+    assert laggards([late, early], NOW) == {}
+    assert [beat(0, ended=0).step_at(NOW), beat(0, ago=40.0).step_at(NOW)] == [None, None]
+    assert beat(0, step_seconds=None).step_at(NOW) is None
+
+
+def test_the_table_says_how_old_a_step_is(tmp_path, monkeypatch):
+    beats = [beat(0, step=50, ago=0.0), beat(1, step=42, ago=4.0, data_seconds=6.63e-05), beat(2, ended=0)]
+    monkeypatch.setattr(watching.heartbeat, "read", lambda folder: beats)
+    monkeypatch.setattr(watching.time, "time", lambda: NOW)
+    head, first, second, third, last = watching.table(watching.watch(tmp_path))
+    assert re.split(" {2,}", head)[3:6] == ["step", "heard", "now about"]
+    assert re.split(" {2,}", first)[3:6] == ["50", "0 s ago", "step 50"]
+    assert re.split(" {2,}", second)[3:6] == ["42", "4 s ago", "step 50"]
+    assert re.split(" {2,}", third)[3:6] == ["50", "1 s ago", "-"]
+    assert "66.3 us" in second
+    assert last == "nothing is wrong with it"
 
 
 @pytest.mark.parametrize(("facts", "sentence"), SLOWER)

@@ -5,20 +5,24 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgba
 
+from jaxdist import colours
 from jaxdist import plan as command
 from jaxdist.config import RequestError
 from jaxdist.explain import explain
 from jaxdist.models import build
 from jaxdist.planning import target
 from jaxdist.planning.clusters import cluster
+from jaxdist.planning.search import picture
 from jaxdist.planning.search.candidates import asked, candidates, meshes, row_of
-from jaxdist.planning.search.estimate import estimate, ranks_inside
+from jaxdist.planning.search.estimate import FORMULAS, estimate, ranks_inside
 from jaxdist.planning.search.plan import TIE, search
 from jaxdist.planning.search.questions import alone, scaling, why_not
 from jaxdist.planning.search.screen import Screen
@@ -208,6 +212,35 @@ def test_pictures(tmp_path, capsys):
     told = capsys.readouterr().out
     assert "all devices on" in told
     assert "120 " in told
+
+
+@pytest.mark.parametrize("counts", [(), (8, 16)])
+def test_a_picture_has_a_panel_for_what_was_asked(counts, tmp_path, monkeypatch):
+    """Without --compare there is none for more devices, and no colour means two things."""
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    config = config_of("gpt2_124m")
+    picture.draw(search(config, 8, CLUSTER), scaling(config, counts, CLUSTER), tmp_path / "plan.png")
+    (figure,) = drawn
+    assert len(figure.axes) == (3 if counts else 2)
+    meanings: dict[tuple, set[str]] = {}
+    for axes in figure.axes:
+        handles, names = axes.get_legend_handles_labels()
+        for handle, name in zip(handles, names, strict=True):
+            one = handle[0] if isinstance(handle, Sequence) else handle
+            colour = one.get_facecolor() if hasattr(one, "get_facecolor") else to_rgba(one.get_color())
+            meanings.setdefault(tuple(colour), set()).add(name)
+    assert len(meanings) > 6
+    assert {name for names in meanings.values() if len(names) > 1 for name in names} <= {"usable", "ideal", "waiting"}
+
+
+def test_each_part_has_a_colour_of_its_own():
+    assert set(colours.TIME) == set(FORMULAS)
+    assert len({*colours.TIME.values()}) == len(colours.TIME)
+    shared = set(colours.TIME.values()) & set(colours.MEMORY.values())
+    assert shared == {colours.TIME["optimizer"]}
+    parts = [name for name in colours.MEMORY if name not in ("arguments", "temporaries")]
+    assert len({colours.MEMORY[name] for name in parts}) == len(parts)
 
 
 def test_what_does_not_fit_at_all_is_told_with_the_smallest():

@@ -150,3 +150,14 @@ def test_configs_are_in_the_package():
     package = Path(importlib.util.find_spec("jaxdist").origin).parent
     names = {"cnn_digits", "gpt_tiny", "gpt2_124m", "llama_1b", "llama_3b", "llama_8b", "llama_70b"}
     assert {path.name for path in (package / "configs").iterdir()} == {"clusters", *(f"{name}.toml" for name in names)}
+
+
+def test_every_measurement_is_listed(capsys):
+    """`python -m jaxdist` names what `python -m jaxdist.bench` has."""
+    from jaxdist.__main__ import main as listing
+    from jaxdist.bench.__main__ import MEASUREMENTS
+
+    assert listing([]) == 0
+    said = capsys.readouterr().out
+    assert MEASUREMENTS
+    assert [name for name in MEASUREMENTS if f"  bench {name} " not in said] == []

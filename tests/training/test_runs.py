@@ -8,12 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from jaxdist import evaluate, generate, train
+from jaxdist.bench import step
 from jaxdist.config import Config, RequestError
 from jaxdist.data.corpus import open_corpus
 from jaxdist.doctor.__main__ import main as doctor
@@ -23,6 +25,7 @@ from jaxdist.training import plots
 from jaxdist.training.folder import RunFolder
 from jaxdist.training.metrics import Log
 from jaxdist.training.optimizer import schedule
+from jaxdist.training.summary import folded
 from tests.training.conftest import SMALL, over
 from tests.training.curves import lines
 
@@ -314,6 +317,58 @@ def test_bench_prints_one_json_object_and_nothing_else(tmp_path):
 def test_the_picture_shows_both_losses(finished, tmp_path):
     plots.plot_loss(finished / "metrics.jsonl", tmp_path / "loss.png", 5.0, "unigram entropy", "token")
     assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+def test_a_picture_of_one_step_shows_a_point(tmp_path, monkeypatch):
+    """A line of one point is not drawn, and half steps do not exist."""
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    monkeypatch.setattr(plots, "replacing", lambda path: nullcontext(path))
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 2, "loss": 3.2}\n')
+    plots.plot_loss(metrics, tmp_path / "loss.png", 5.0, "unigram entropy", "token")
+    (axes,) = drawn[0].axes
+    assert axes.lines[0].get_marker() == "o"
+    assert all(tick == round(tick) for tick in axes.get_xticks())
+    metrics.write_text("".join(f'{{"step": {step}, "loss": 3.2}}\n' for step in range(1, 200)))
+    plots.plot_loss(metrics, tmp_path / "loss.png", 5.0, "unigram entropy", "token")
+    assert drawn[1].axes[0].lines[0].get_marker() == "None"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("step_seconds", 0.19225917550011218, "0.192 s"),
+        ("step_seconds_quartiles", [0.0123, 0.25], "12.3 ms to 0.25 s"),
+        ("tokens_per_second", 10652.287437895546, "10,652"),
+        ("temporary_bytes", 3 * 2**20, "3 MiB"),
+        ("peak_flops", 989e12, "989 TFLOP/s"),
+        ("mfu", None, "not known"),
+        ("mfu", 0.4321, "43.2%"),
+        ("mesh", "data=2", "data=2"),
+    ],
+)
+def test_what_bench_step_tells_has_units(name, value, told):
+    assert step.for_people(name, value) == told
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_summary_is_broken_between_words_at_the_width_of_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [
+        "memory      " + "parameters 4 MiB, " * 8,
+        "layout      table  300x16    vocab embed  " + "model data  " * 6,
+    ]
+    found = folded(lines, Terminal())
+    assert max(map(len, found[:-1])) <= 80
+    assert all(line.startswith(" " * 12 + "parameters") or line.startswith(" " * 12) for line in found[1:-1])
+    assert " ".join(" ".join(found[:-1]).split()) == " ".join(lines[0].split())
+    assert found[-1] == lines[1]  # a table
+    assert folded(lines, io.StringIO()) == lines
 
 
 def test_data_that_is_wrong_leaves_no_folder_behind(request_of, tmp_path):

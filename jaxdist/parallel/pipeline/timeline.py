@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxdist.colours import BLUE, GREEN, ORANGE
 from jaxdist.files import write_picture
 from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.parallel.pipeline.simulate import EQUAL, Times, bubble, columns, costs
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b"}
+COLOURS = {"F": BLUE, "B": ORANGE, "W": GREEN}
 IDLE = "#e9e9e9"
 WIDTH = 14
 """Of a picture, in inches."""

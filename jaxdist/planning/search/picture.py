@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxdist.colours import BLACK, GREY, MEMORY, TIME
 from jaxdist.files import write_picture
 from jaxdist.mesh import PIPELINE
 from jaxdist.planning.pipelines import pipeline_of
@@ -25,38 +26,43 @@ LANES = 16
 
 
 def draw(plan: Plan, more: Sequence[tuple[int, Estimate | str]], path: Path) -> None:
-    """A PNG at `path`; `more` are the first of the plans for other numbers of devices."""
+    """A PNG at `path`; `more` are the first of the plans for other numbers of devices, a panel where there are any."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    panels = 3 if more else 2
+    figure = Figure(figsize=(4.4 * panels, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
-    time, held, scaled = figure.subplots(1, 3)
+    time, held, *scaled = figure.subplots(1, panels)
     best = plan.ranked[:ROWS]
     names = [f"{one.config.mesh}\nZeRO {one.config.parallel.zero}" for one in best]
-    _stack(time, names, [one.parts for one in best], 1.0)
+    _stack(time, names, [one.parts for one in best], 1.0, TIME)
     time.set(ylabel="seconds of a step", title="predicted time")
-    _stack(held, names, [one.memory.persistent | one.memory.transient for one in best], GIB)
-    held.axhline(plan.cluster.memory / GIB, color="grey", linestyle="--", linewidth=1, label="usable")
+    _stack(held, names, [one.memory.persistent | one.memory.transient for one in best], GIB, MEMORY)
+    held.axhline(plan.cluster.memory / GIB, color=GREY, linestyle="--", linewidth=1, label="usable")
     held.set(ylabel="GiB per device, the same in all stages", title="predicted memory")
     for axes in (time, held):
         axes.tick_params(axis="x", labelrotation=30, labelsize="small")
         axes.set_ylim(top=1.35 * axes.get_ylim()[1])
         axes.legend(fontsize="x-small", ncols=2, loc="upper left")
-    _scaling(scaled, more)
+    for axes in scaled:
+        _scaling(axes, more)
     figure.suptitle(f"{plan.devices} x {plan.cluster.name}: predicted, not measured", fontsize="medium")
     write_picture(path, figure, dpi=130)
 
 
-def _stack(axes: Axes, names: Sequence[str], bars: Sequence[Mapping[str, float]], unit: float) -> None:
+def _stack(
+    axes: Axes, names: Sequence[str], bars: Sequence[Mapping[str, float]], unit: float, colours: Mapping[str, str]
+) -> None:
+    """A bar of parts for each name, in `unit`; parts too small to be seen are left out."""
     bottom = [0.0] * len(names)
     seen = 0.005 * max(sum(bar.values()) for bar in bars) / unit
     for part in bars[0]:
         heights = [bar[part] / unit for bar in bars]
         if max(heights) > seen:
-            axes.bar(range(len(names)), heights, bottom=bottom, label=part)
+            axes.bar(range(len(names)), heights, bottom=bottom, label=part, color=colours[part])
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    axes.set_xticks(range(len(names)), names)
+    axes.set_xticks(range(len(names)), names, ha="right", rotation_mode="anchor")
 
 
 def _scaling(axes: Axes, more: Sequence[tuple[int, Estimate | str]]) -> None:
@@ -67,8 +73,8 @@ def _scaling(axes: Axes, more: Sequence[tuple[int, Estimate | str]]) -> None:
         return
     counts, rates = zip(*found, strict=True)
     ideal = [rates[0] * count / counts[0] for count in counts]
-    axes.plot(counts, ideal, "--", color="grey", linewidth=1, label="ideal")
-    axes.plot(counts, rates, "o-", label="the best plan")
+    axes.plot(counts, ideal, "--", color=GREY, linewidth=1, label="ideal")
+    axes.plot(counts, rates, "o-", color=BLACK, label="the best plan")
     for count, rate, most in zip(counts, rates, ideal, strict=True):
         axes.annotate(
             f"{rate / most:.0%}", (count, rate), textcoords="offset points", xytext=(4, -12), fontsize="small"
