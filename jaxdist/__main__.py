@@ -8,6 +8,7 @@ import sys
 from jaxdist import __version__
 from jaxdist.config import nearest
 from jaxdist.request import outcome
+from jaxdist.streams import protect
 
 COMMANDS = {
     "train": "train a model, or go on with a run",
@@ -32,6 +33,8 @@ MODULES = {name: f"jaxdist.{name}.__main__" for name in ("bench", "doctor", "lab
 
 def main(argv: list[str] | None = None) -> int:
     """List the commands, or pass the rest of `argv` on to the one it names. Returns the exit code."""
+    if argv is None:
+        protect(output=sys.argv[1:2] in (["train"], ["launch"]))
     word, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if word in ("--help", "-h"):
         print("usage: python -m jaxdist.COMMAND ...   (--help tells more)\n\ncommands:")

@@ -237,4 +237,4 @@ def check_devices(config: Config, nodes: str, gpus: int, tasks: int) -> None:
 WHERE = {"local": local, "slurm": slurm}
 
 if __name__ == "__main__":
-    run(main)
+    run(main, needs_output=False)

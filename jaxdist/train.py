@@ -9,6 +9,7 @@ from jaxdist.cluster.place import find
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.mesh import AUTO
 from jaxdist.request import Enough, Extra, arguments, run
+from jaxdist.streams import LogFile
 
 DESCRIPTION = (
     "Train a language model on a mesh of devices. CONFIG is a TOML file or the name of a shipped one; without it, "
@@ -44,10 +45,10 @@ def main(argv: list[str] | None = None) -> int:
         from jaxdist.training.trainer import train
 
         compiler.keep_programs(programs_folder(), partial(faults.say, job.place))
-        return job.end(train(Run(planned(config)), folder, job))
+        return job.end(train(Run(planned(config, job.log)), folder, job))
 
 
-def planned(config: Config) -> Config:
+def planned(config: Config, log: LogFile) -> Config:
     """What `--mesh auto` means on the devices of this job, which is told."""
     if config.mesh != AUTO:
         return config
@@ -59,7 +60,9 @@ def planned(config: Config) -> Config:
     plan = automatic.plan(config, automatic.Found(**runtime.found()))
     if leader():
         for line in text.summary(plan):
-            print(f"plan        {line}", file=sys.stderr)
+            told = f"plan        {line}"
+            print(told, file=sys.stderr)
+            log.write(told)
     return plan.ranked[0].config
 
 
@@ -81,4 +84,4 @@ def look(config: Config, target: str = "") -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, needs_output=False)

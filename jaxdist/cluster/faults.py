@@ -20,6 +20,7 @@ from typing import NoReturn
 from jaxdist.cluster import board
 from jaxdist.cluster.place import Place
 from jaxdist.config import RequestError
+from jaxdist.streams import LogFile, write_all
 
 FAILED = 1
 """Exit code; a `RequestError` has its own."""
@@ -31,6 +32,10 @@ MOMENT = 0.5
 
 last_acts: list[Callable[[int], None]] = []
 """What to call with the exit code before this process leaves; each returns within seconds."""
+
+
+logs: list[LogFile] = []
+"""Those of the run that this process is in: what it says of a fault is kept there too."""
 
 
 @contextlib.contextmanager
@@ -50,11 +55,15 @@ def ending_all(place: Place, before: Callable[[], None] = lambda: None) -> Itera
 
 def fail(place: Place, error: BaseException) -> NoReturn:
     """End all processes because of `error`."""
+    code = error.exit_code if isinstance(error, RequestError) else FAILED
+    end_all(place, code, told(error))
+
+
+def told(error: BaseException) -> list[str]:
+    """The lines that tell of `error`: sentences of a mistake in the request, a traceback of anything else."""
     if isinstance(error, RequestError):
-        code, lines = error.exit_code, error.problems
-    else:
-        code, lines = FAILED, "".join(traceback.format_exception(error)).splitlines()
-    end_all(place, code, lines)
+        return error.problems
+    return "".join(traceback.format_exception(error)).splitlines()
 
 
 def end_all(place: Place, code: int, lines: Sequence[str]) -> NoReturn:
@@ -87,10 +96,25 @@ def listen(place: Place, where: Callable[[], str]) -> None:
 
 
 def say(place: Place, *lines: str) -> None:
-    """Write lines to standard error, in one piece, with the name of this process before each."""
+    """Write lines to standard error, in one piece, with the name of this process before each; the leader also keeps
+    them in log.txt."""
+    text = _marked(place, lines)
+    with contextlib.suppress(Exception):
+        sys.stderr.flush()
+    write_all(2, text.encode(errors="replace"))
+    if place.leader:
+        keep(text)
+
+
+def keep(text: str) -> None:
+    """Write `text` into log.txt alone."""
+    for log in list(logs):
+        log.write(text)
+
+
+def _marked(place: Place, lines: Sequence[str]) -> str:
     mark = "" if place.alone else f"[{place.name}] "
-    sys.stderr.flush()
-    os.write(2, "".join(f"{mark}{line}\n" for line in lines).encode(errors="replace"))
+    return "".join(f"{mark}{line}\n" for line in lines)
 
 
 def stacks() -> list[str]:

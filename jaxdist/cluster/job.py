@@ -16,6 +16,7 @@ from jaxdist.cluster.stopping import Stop
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.config import Config
 from jaxdist.mesh import requested
+from jaxdist.streams import LogFile
 
 
 class Job:
@@ -31,9 +32,14 @@ class Job:
         self.watchdog = Watchdog(place, config.fault.hang_seconds)
         self.stop = Stop(place, config.checkpoint.grace_seconds, self.watchdog.where)
         self.note = self.watchdog.note
+        self.log = LogFile()
+        """log.txt of the run, once `log.open` has told where that is."""
 
     def __enter__(self) -> Job:
         with ExitStack() as stack:
+            faults.logs.append(self.log)
+            stack.callback(faults.logs.remove, self.log)
+            stack.callback(self.log.close)
             stack.enter_context(self.watchdog)
             stack.enter_context(self.stop)
             stack.enter_context(self.failing())
@@ -47,8 +53,10 @@ class Job:
     def _placed(self, place: Place) -> None:
         self.place = self.watchdog.place = self.stop.place = place
 
-    def __exit__(self, *exception: object) -> bool | None:
-        return self._open.__exit__(*exception)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool | None:
+        if error is not None:
+            faults.keep("\n".join(faults.told(error)))  # with several processes `faults.fail` has
+        return self._open.__exit__(kind, error, trace)
 
     def end(self, code: int) -> int:
         """Return `code`, the run's outcome; with several processes wait for all to have one, and exit with it."""

@@ -24,6 +24,7 @@ from jaxdist.cluster.listening import bind_address, check_free, next_port
 from jaxdist.cluster.place import Place, check_own_name, host_and_port
 from jaxdist.config import FaultConfig
 from jaxdist.mesh import DATA
+from jaxdist.streams import Unfailing
 
 SHUTDOWN_SECONDS = 60
 """How long the first process that is done waits for the others."""
@@ -212,11 +213,10 @@ def _nobody_came(place: Place, bind: str, seconds: int) -> None:
     where = place.coordinator
     if place.leader:
         where += f" (process 0 listens at {bind})"
-    print(
-        f"[{place.name}] after {seconds} s not all {place.processes} processes have met at {where}; "
+    faults.say(
+        place,
+        f"after {seconds} s not all {place.processes} processes have met at {where}; "
         f"{why_nobody_came(place)}; or raise fault.start_seconds",
-        file=sys.stderr,
-        flush=True,
     )
     os._exit(1)
 
@@ -250,8 +250,12 @@ def _keep_gloo_on_loopback() -> None:
 
 def _keep_gloo_off_standard_output() -> None:
     """It tells there, in C++, to whom it is connected; Python's own output goes where it went."""
-    sys.stdout.flush()
-    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    own = os.dup(1)
+    if isinstance(sys.stdout, Unfailing):
+        sys.stdout = Unfailing(own, sys.stdout.encoding)
+    else:
+        sys.stdout.flush()
+        sys.stdout = os.fdopen(own, "w", buffering=1)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)

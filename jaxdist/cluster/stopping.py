@@ -8,7 +8,6 @@ has a thread that answers. With one process there is nothing to agree on.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import threading
@@ -17,6 +16,7 @@ from collections.abc import Callable
 
 from jaxdist.cluster import board, faults
 from jaxdist.cluster.place import Place
+from jaxdist.streams import write_all
 
 STOPPED = 85
 """Exit code: stopped early, and the same command goes on."""
@@ -136,6 +136,7 @@ class Stop:
     def _end(self, why: str) -> None:
         self._ending = True
         if self.place.leader:
-            text = f"stopped by {self.name} ({self.where()}): {why}; {self.newest()}\n"
-            os.write(2, text.encode())
+            text = f"stopped by {self.name} ({self.where()}): {why}; {self.newest()}"
+            write_all(2, f"{text}\n".encode(errors="replace"))
+            faults.keep(text)
         faults.leave(self.place, STOPPED)

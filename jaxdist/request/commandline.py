@@ -17,6 +17,7 @@ from jaxdist.request.checks.files import path_problem
 from jaxdist.request.helptext import help_text
 from jaxdist.request.knobs import KNOBS, canonical, option, sentence
 from jaxdist.request.reading import read, to_toml
+from jaxdist.streams import protect
 
 DONE, FAILED = 0, 1
 """Exit codes: done, anything that went wrong, a mistake in the request."""
@@ -198,8 +199,13 @@ def outcome(main: Callable[[list[str]], int], argv: list[str]) -> int:
         return FAILED
 
 
-def run(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run a command as the program: exit with its code, that of a mistake in the request, or 1 with a traceback."""
+def run(main: Callable[[list[str]], int], needs_output: bool = True) -> NoReturn:
+    """Run a command as the program: exit with its code, that of a mistake in the request, or 1 with a traceback.
+
+    Without standard error it goes on, and where not `needs_output`, because its result is in files, without standard
+    output.
+    """
+    protect(output=not needs_output)
     try:
         sys.exit(outcome(main, sys.argv[1:]))
     except BrokenPipeError:  # the reader of a pipe has seen enough, as in `--help | head`

@@ -35,13 +35,14 @@ FREE_ON_RESUME = ("mesh", "run_dir", "resume", "data.prefetch", "model.remat", "
 FREE_ON_RESUME += ("checkpoint", "log", "profile", "cluster", "fault")
 """Keys (or whole sections) that may differ when a run goes on: they do not change what is learned."""
 
-FILES = ("config.toml", "environment.json", "tokenizer.json", "metrics.jsonl", "run.json", "log.txt", "loss.png")
+FILES = ("config.toml", "environment.json", "tokenizer.json", "metrics.jsonl", "run.json", "loss.png")
+FILES += ("log.txt", "log.txt.1")
 FOLDERS = ("checkpoints", "heartbeats", "slurm", "tensorboard", "profile", "wandb")
 SHELVES = ("checkpoints", "checkpoints/best", "checkpoints/aside", "checkpoints/aside/best")
 FOLDERS += (*SHELVES[1:], *(f"{shelf}/sums" for shelf in SHELVES))
 """What jaxdist reads and writes in the folder of a run, beside the steps in `checkpoints`."""
 
-BEFORE_A_RUN = {".lock", "checkpoints", "heartbeats", "slurm", "run.json", "log.txt"}
+BEFORE_A_RUN = {".lock", "checkpoints", "heartbeats", "slurm", "run.json", "log.txt", "log.txt.1"}
 """What may lie in a folder in which no run has begun yet, or one was killed as it began."""
 
 
@@ -55,6 +56,7 @@ class RunFolder:
         self.tokenizer = self.path / "tokenizer.json"
         self.metrics = self.path / "metrics.jsonl"
         self.run = self.path / "run.json"
+        self.log = self.path / "log.txt"
         self.checkpoints = self.path / "checkpoints"
         self.heartbeats = self.path / "heartbeats"
         self.plot = self.path / "loss.png"

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import IO
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxdist.config import Config
 from jaxdist.files import open_no_follow
+from jaxdist.streams import clock
 from jaxdist.training.folder import RunFolder
+from jaxdist.training.screen import Screen
 
 
 class Log:
-    """The sinks of a run that goes on after step `first`. Open it with `with`; `text` is where people read, standard
+    """The sinks of a run that goes on after step `first`. Open it with `with`; `screen` is where people read, standard
     error by default."""
 
-    def __init__(self, config: Config, folder: RunFolder, steps: int, first: int, text: IO[str] | None = None):
+    def __init__(self, config: Config, folder: RunFolder, steps: int, first: int, screen: Screen | None = None):
         self._config, self._folder, self._steps, self._first = config, folder, steps, first
-        text = text or sys.stderr
-        self._console = Console(
-            file=text, force_terminal=text.isatty(), highlight=False, markup=False, emoji=False, soft_wrap=True
-        )
-        self._progress = self._task = self._lines = self._board = self._wandb = None
+        self.screen = screen or Screen()
+        self._lines = self._board = self._wandb = None
 
     def __enter__(self) -> Log:
         self._lines = open_no_follow(self._folder.metrics, "a")
@@ -50,12 +44,12 @@ class Log:
 
     def say(self, text: str) -> None:
         """A line for people."""
-        (self._progress.console if self._progress else self._console).print(text)
+        self.screen.say(text)
 
     def metrics(self, values: Mapping[str, float | int | None]) -> None:
-        """A line of metrics.jsonl for the step `values["step"]`; what is not finite is written as null."""
+        """A line of metrics.jsonl, with the time, for the step `values["step"]`; what is not finite becomes null."""
         finite = {name: value if _finite(value) else None for name, value in values.items()}
-        self._lines.write(json.dumps(finite) + "\n")
+        self._lines.write(json.dumps({"step": values["step"], "time": clock(), **finite}) + "\n")
         self._lines.flush()
         numbers = {name: value for name, value in finite.items() if value is not None and name != "step"}
         if self._board:
@@ -65,26 +59,19 @@ class Log:
             self._guard(lambda: self._wandb.log(numbers, step=values["step"]))
         if "validation_loss" in values:
             accuracy = f"  accuracy {values['validation_accuracy']:.2%}" if "validation_accuracy" in values else ""
-            self.say(f"step {values['step']}  validation loss {values['validation_loss']:.4f}{accuracy}")
-        elif not self._console.is_terminal:
-            self.say(_line(values, self._steps))
+            self.screen.say_with_time(
+                f"step {values['step']}  validation loss {values['validation_loss']:.4f}{accuracy}"
+            )
+        else:
+            self.screen.line(_line(values, self._steps))
 
     def progress(self, values: Mapping[str, float | int | None]) -> None:
         """Move the bar of a terminal to `values["step"]`; a pipe or file has its lines."""
-        if not self._console.is_terminal:
-            return
-        if self._progress is None:
-            columns = [TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")]
-            self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console)
-            self._progress.start()
-            self._task = self._progress.add_task("", total=self._steps, completed=self._first)
-        self._progress.update(self._task, completed=values["step"], description=_figures(values))
+        self.screen.move("training", values["step"], self._steps, _figures(values))
 
     def pause(self) -> None:
         """Leave the bar as it is and free the terminal."""
-        if self._progress:
-            self._progress.stop()
-            self._progress = None
+        self.screen.pause()
 
     def _guard(self, call) -> None:
         """Reporting to a service never stops a run: the first failure is told, then it is left alone."""
@@ -145,7 +132,15 @@ def _line(values: Mapping[str, float | int | None], steps: int) -> str:
     """Short, because a log has thousands of them: of the wait for data only where there is some to speak of."""
     seconds, waiting = values["step_seconds"], values["data_seconds"]
     data = f"  data {waiting * 1e3:.1f} ms" if waiting > 0.01 * seconds else ""
+    to_go = steps - values["step"]
+    left = f"  {duration(to_go * seconds)} left" if to_go else ""
     return (
         f"step {values['step']}/{steps}  {_figures(values)}  norm {values['grad_norm']:.3f}  "
-        f"lr {values['learning_rate']:.2e}  {seconds * 1e3:.0f} ms{data}"
+        f"lr {values['learning_rate']:.2e}  {seconds * 1e3:.0f} ms{data}{left}"
     )
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, such as 0:12:30."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"

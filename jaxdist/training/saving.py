@@ -29,9 +29,10 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 @contextmanager
-def locked(folder: RunFolder, limit: float) -> Iterator[Callable[[], None]]:
+def locked(folder: RunFolder, limit: float, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
     """The folder of a run for this run alone, with its id: `RunFolder.locked` by the first process, for all.
 
+    `say` gets what is to be noted of the lock.
     Gives a function to call before each save, in all processes: it raises `LockLost`, in all of them alike, where
     another run has taken the folder.
     """
@@ -41,7 +42,7 @@ def locked(folder: RunFolder, limit: float) -> Iterator[Callable[[], None]]:
         locks.append(stack.enter_context(folder.locked(limit)))
         folder.identify()
         for note in locks[0].notes:
-            print(f"note        {note}", file=sys.stderr)
+            say(f"note        {note}")
         return 0
 
     def check() -> None:

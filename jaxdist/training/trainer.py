@@ -26,6 +26,7 @@ from jaxdist.training.profile import Profile
 from jaxdist.training.run import Run
 from jaxdist.training.run_lock import LockLost
 from jaxdist.training.saving import Saving, checkpoint_bytes, finished, locked, no_room
+from jaxdist.training.screen import Screen
 from jaxdist.training.shelf import Shelf
 from jaxdist.training.startup import check_attention
 from jaxdist.training.step import Batch, TrainState
@@ -42,6 +43,7 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
     With several processes each of them runs this; the leader alone writes and tells.
     """
     job.stop.newest = lambda: goes_on(folder)
+    screen = Screen(log=job.log)
     check_alike("configuration", to_toml(run.config), "give all processes the same options")
     if finished(run, folder):
         return DONE
@@ -50,10 +52,11 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
     check_alike("data", run.task.fingerprint, "let all processes read the same files")
     with (
         jax.set_mesh(run.mesh),
-        locked(folder, run.config.fault.heartbeat_seconds) as check_lock,
+        locked(folder, run.config.fault.heartbeat_seconds, screen.say) as check_lock,
         Checkpoints(folder.path, run.config.checkpoint.keep, run.config.checkpoint.keep_every) as checkpoints,
     ):
         job.note(STARTING)
+        job.log.open(folder.log, rotates=leader())
         job.watchdog.beat_in(folder.heartbeats)
         found = checkpoints.find_start(run.config.resume, expected=run.abstract_logical)
         if found:
@@ -67,7 +70,7 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
                 run.config, run.task.tokenizer, devices, compiler.told(run.layout.platform, run.compiler_options)
             )
             folder.cut_metrics(first)
-        with (Log if leader() else Silent)(run.config, folder, run.steps, first) as log, job.failing(log.pause):
+        with (Log if leader() else Silent)(run.config, folder, run.steps, first, screen) as log, job.failing(log.pause):
             try:
                 return Trainer(run, folder, checkpoints, log, job, check_lock).train(found)
             except Diverged as error:  # in all processes alike

@@ -103,6 +103,8 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "metrics is a link": (link("metrics.jsonl", "kept"), "metrics.jsonl is a symbolic link to "),
     "tokenizer is a link": (link("tokenizer.json", "kept"), "tokenizer.json is a symbolic link to "),
     "the picture is a link": (link("loss.png", "kept"), "loss.png is a symbolic link to "),
+    "the log is a link": (link("log.txt", "kept"), "log.txt is a symbolic link to "),
+    "the older log is a FIFO": (fifo("log.txt.1"), "log.txt.1 is a FIFO, a socket or a device"),
     "checkpoints is a file": (write("checkpoints", "x"), "checkpoints is a file, not a folder"),
     "sums is a file": (write("checkpoints/sums", "x"), "checkpoints/sums is a file, not a folder"),
     "best is a FIFO": (fifo("checkpoints/best"), "checkpoints/best is a FIFO, a socket or a device"),

@@ -18,7 +18,7 @@ from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.training.folder import RunFolder
 from tests.training.curves import close, lines
 
-TIMES = ("step_seconds", "data_seconds", "tokens_per_second")
+TIMES = ("time", "step_seconds", "data_seconds", "tokens_per_second")
 
 KILLED = """
 import jax, os, pathlib, signal, sys, time

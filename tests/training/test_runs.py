@@ -21,10 +21,12 @@ from jaxdist.data.corpus import open_corpus
 from jaxdist.doctor.__main__ import main as doctor
 from jaxdist.request import load
 from jaxdist.request.checks.files import OF_A_RUN
+from jaxdist.streams import LogFile
 from jaxdist.training import plots
 from jaxdist.training.folder import RunFolder
 from jaxdist.training.metrics import Log
 from jaxdist.training.optimizer import schedule
+from jaxdist.training.screen import Screen
 from jaxdist.training.summary import folded
 from tests.training.conftest import SMALL, over
 from tests.training.curves import lines
@@ -32,8 +34,8 @@ from tests.training.curves import lines
 pytestmark = pytest.mark.smoke
 
 KEYS = {
-    "step", "loss", "grad_norm", "learning_rate", "tokens", "step_seconds", "data_seconds", "tokens_per_second", "mfu",
-    "memory_bytes", "skipped",
+    "step", "time", "loss", "grad_norm", "learning_rate", "tokens", "step_seconds", "data_seconds", "tokens_per_second",
+    "mfu", "memory_bytes", "skipped",
 }  # fmt: skip
 
 
@@ -251,7 +253,7 @@ def test_a_terminal_gets_a_bar(tmp_path):
             return True
 
     screen, config = Terminal(), Config(log={"tensorboard": False})
-    with Log(config, RunFolder(tmp_path), 4, 0, screen) as log:
+    with Log(config, RunFolder(tmp_path), 4, 0, Screen(screen)) as log:
         for step in range(1, 5):
             values = dict.fromkeys(KEYS, 1.0) | {"step": step, "mfu": 0.41, "loss": 2.5, "tokens_per_second": 12345.0}
             log.progress(values)
@@ -262,9 +264,11 @@ def test_a_terminal_gets_a_bar(tmp_path):
 
 def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
     config = Config(log={"tensorboard": False})
-    with Log(config, RunFolder(tmp_path), 1, 0, io.StringIO()) as log:
+    with Log(config, RunFolder(tmp_path), 1, 0, Screen(io.StringIO())) as log:
         log.metrics({"step": 1, "validation_loss": float("nan")})
-    assert lines(tmp_path) == [{"step": 1, "validation_loss": None}]
+    (line,) = lines(tmp_path)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", line.pop("time"))
+    assert line == {"step": 1, "validation_loss": None}
 
 
 def test_wandb_that_fails_never_stops_a_run(run, monkeypatch, tmp_path, capsys):
@@ -376,3 +380,30 @@ def test_data_that_is_wrong_leaves_no_folder_behind(request_of, tmp_path):
     with pytest.raises(RequestError, match="holds token id 65535"):
         train.main(request_of("never", f"--data.path={tmp_path / 'tokens.bin'}"))
     assert not (tmp_path / "never").exists()
+
+
+def test_the_log_is_in_the_folder_too_and_has_the_time_of_each_line(finished):
+    log = (finished / "log.txt").read_text().splitlines()
+    said = [re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  (.*)", line)[1] for line in log]
+    for beginning in ("versions", "run folder", "compiled", "step 1/20  loss", "step 20  validation loss", "done"):
+        assert any(line.startswith(beginning) for line in said), beginning
+    assert re.search(r"  0:\d\d:\d\d left$", next(line for line in said if line.startswith("step 10/20")))
+
+
+def test_a_terminal_has_a_bar_and_the_log_has_the_lines(tmp_path):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    log = LogFile()
+    log.open(tmp_path / "log.txt", rotates=True)
+    with Log(Config(log={"tensorboard": False}), RunFolder(tmp_path), 4, 0, Screen(Terminal(), log)) as sinks:
+        values = dict.fromkeys(KEYS, 1.0) | {"step": 2, "mfu": None, "loss": 2.5}
+        sinks.progress(values)
+        sinks.metrics(values)
+        sinks.say("a note")
+    log.close()
+    text = (tmp_path / "log.txt").read_text()
+    assert "  step 2/4  loss 2.5000  " in text
+    assert "  a note\n" in text
+    assert "\x1b" not in text

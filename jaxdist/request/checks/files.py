@@ -154,7 +154,17 @@ def _check_folder(told: str, folder: Path) -> None:
 
 
 OF_A_RUN = frozenset(
-    ["config.toml", "environment.json", "run.json", "tokenizer.json", "metrics.jsonl", "log.txt", "loss.png", ".lock"]
+    [
+        "config.toml",
+        "environment.json",
+        "run.json",
+        "tokenizer.json",
+        "metrics.jsonl",
+        "log.txt",
+        "log.txt.1",
+        "loss.png",
+        ".lock",
+    ]
     + ["checkpoints", "heartbeats", "profile", "slurm", "tensorboard", "wandb"]
 )
 """Files and folders that a run writes into its own folder."""

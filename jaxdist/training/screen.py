@@ -1,0 +1,65 @@
+"""Where people read what a run tells: a bar and lines on a terminal, plain lines in a pipe, and log.txt in any case."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import IO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from jaxdist.streams import LogFile, time_of_day
+
+
+class Screen:
+    """`text` is a stream, standard error by default; `log` gets every line too."""
+
+    def __init__(self, text: IO[str] | None = None, log: LogFile | None = None):
+        text = text or sys.stderr or io.StringIO()  # no standard error: nobody reads, and log.txt has it all
+        self.log = log or LogFile()
+        self._console = Console(
+            file=text, force_terminal=text.isatty(), highlight=False, markup=False, emoji=False, soft_wrap=True
+        )
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    @property
+    def is_terminal(self) -> bool:
+        return self._console.is_terminal
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        self.log.write(text)
+        self._print(text)
+
+    def say_with_time(self, text: str) -> None:
+        """A line of a log that gets many of them: in a pipe the time of day, in UTC, stands behind it."""
+        self.log.write(text)
+        self._print(text if self.is_terminal else f"{text}  {time_of_day()}")
+
+    def line(self, text: str) -> None:
+        """As `say_with_time`, where the bar does not say it: nothing on a terminal."""
+        self.log.write(text)
+        if not self.is_terminal:
+            self._print(f"{text}  {time_of_day()}")
+
+    def move(self, what: str, completed: int, total: int, figures: str) -> None:
+        """Move the bar of a terminal, and make it where there is none; a pipe or file has its lines."""
+        if not self.is_terminal:
+            return
+        if self._progress is None:
+            columns = [TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")]
+            self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console)
+            self._progress.start()
+            self._task = self._progress.add_task("", total=total, completed=completed)
+        self._progress.update(self._task, completed=completed, description=figures)
+
+    def pause(self) -> None:
+        """Leave the bar as it is and free the terminal."""
+        if self._progress:
+            self._progress.stop()
+            self._progress = None
+
+    def _print(self, text: str) -> None:
+        (self._progress.console if self._progress else self._console).print(text)
