@@ -45,7 +45,7 @@ class Checkpoints:
         folder = Path(run_dir).resolve() / "checkpoints"
         run = RunFolder(run_dir).identity()
         self._newest = Store(Shelf(folder, run), keep or 1, every)
-        self._best = Store(Shelf(folder / BEST, run), 1)
+        self._best = Store(Shelf(folder / BEST, run), 1, kind=BEST)
         self._aside = [Shelf(folder / ASIDE, run), Shelf(folder / ASIDE / BEST, run)]
         self._seals = keep is not None
         self.notes: list[str] = []
@@ -77,8 +77,10 @@ class Checkpoints:
         for store in (self._newest, self._best):
             with suppress(SaveFailed):
                 store.wait()
-        step = self.latest()
-        return "there is no checkpoint" if step is None else f"the last good checkpoint is that of step {step}"
+        step, best = self.latest(), max(self._best.shelf.sealed(), default=None)
+        if step is not None:
+            return f"the last good checkpoint is that of step {step}"
+        return "there is no checkpoint" if best is None else f"the only good checkpoint is the best one, of step {best}"
 
     def save(self, step: int, state: TrainState, facts: dict[str, Any]) -> None:
         """Save `state` and the JSON-able `facts` as `step`; returns when the arrays may be changed again.

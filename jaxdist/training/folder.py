@@ -26,6 +26,7 @@ from jaxdist import __version__
 from jaxdist.config import Config, RequestError, leaves
 from jaxdist.files import read_regular, write_whole
 from jaxdist.request import load, to_toml
+from jaxdist.training import history
 from jaxdist.training.run_lock import LIMIT, RunLock
 from jaxdist.training.shelf import STEP, WRONG_CONTENT, Shelf
 
@@ -208,19 +209,18 @@ class RunFolder:
         if tokenizer is not None:
             write_whole(self.tokenizer, tokenizer)
 
-    def cut_metrics(self, step: int) -> None:
-        """Drop torn lines of metrics.jsonl and those of steps after `step`, which will be run again."""
-        if not self.metrics.exists():
-            return
-        kept = []
-        for line in read_regular(self.metrics).split(b"\n"):
-            try:
-                keep = json.loads(line)["step"] <= step
-            except WRONG_CONTENT:
-                keep = False
-            if keep:
-                kept.append(line + b"\n")
-        write_whole(self.metrics, b"".join(kept))
+    def cut_metrics(self, step: int, every: int) -> list[str]:
+        """Leave each step up to `step` once in metrics.jsonl; call it before `write`. `every`: `log.every` from now on.
+
+        Returns sentences about lines that are damaged or missing. Raises `RequestError` where it cannot be written.
+        """
+        before = load(str(self.config), {}, knobs=()).log.every if self.config.exists() else every
+        try:
+            return history.cut(self.metrics, step, (before, every))
+        except OSError as error:
+            raise RequestError(
+                f"{self.metrics} cannot be read and written ({error.strerror or error}); make it so, or move it away"
+            ) from error
 
 
 def checkpoint_of(path: Path) -> tuple[RunFolder, str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from jaxdist.colours import BLUE, GREY, RED
 from jaxdist.files import write_picture
+from jaxdist.training import history
 
 FEW = 20
 """Points that are drawn one by one."""
@@ -19,15 +19,15 @@ def plot_loss(metrics: Path, picture: Path, nats: float, name: str, unit: str) -
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    lines = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
+    lines = history.read(metrics)
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step", ylabel=f"loss (nats per {unit})", title=metrics.parent.name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    for kind, colour in (("loss", BLUE), ("validation_loss", RED)):
+    for kind, colour in (("loss", BLUE), (history.VALIDATED, RED)):
         points = [(line["step"], line[kind]) for line in lines if line.get(kind) is not None]
         if points:
-            dots = kind == "validation_loss" or len(points) < FEW  # a line of one point shows nothing
+            dots = kind == history.VALIDATED or len(points) < FEW  # a line of one point shows nothing
             style = "o-" if dots else "-"
             axes.plot(*zip(*points, strict=True), style, color=colour, markersize=4, label=kind.replace("_", " "))
     axes.axhline(nats, color=GREY, linestyle="--", linewidth=1, label=f"{name} of the held-out part")

@@ -42,9 +42,11 @@ class SaveFailed(RuntimeError):
 class Store:
     """One shelf. `keep` is how many of the newest steps to keep, beside those that `every` divides (0: none)."""
 
-    def __init__(self, shelf: Shelf, keep: int, every: int = 0):
+    def __init__(self, shelf: Shelf, keep: int, every: int = 0, kind: str = ""):
+        """`kind` is a word for the checkpoints here, for sentences."""
         _raised_is_enough()
         self.shelf, self._keep, self._every = shelf, keep, every
+        self._kind = f"{kind} " if kind else ""
         options = _all_processes(shelf.folder.name)
         array = lambda: ocp.StandardCheckpointHandler(restore_concurrent_gb=RESTORE_GB, multiprocessing_options=options)
         handler = ocp.CompositeCheckpointHandler(
@@ -160,8 +162,14 @@ class Store:
             raise self._failure(error) from error
 
     def _failure(self, error: Exception) -> SaveFailed:
+        """The step that was saved last may have its seal, and count as saved, in spite of `error`."""
         self._given_up.set()
-        return SaveFailed(f"the checkpoint of step {self.step} could not be saved: {_cause(error)}")
+        if self._sealing:
+            self._sealing.join()
+        what = f"the {self._kind}checkpoint of step {self.step}"
+        if self.step is not None and self.shelf.seal_of(self.step) is not None:
+            return SaveFailed(f"{what} is saved, but what is done after that failed: {_cause(error)}")
+        return SaveFailed(f"{what} could not be saved: {_cause(error)}")
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from jaxdist.cluster.preflight import check_folder
 from jaxdist.cluster.stopping import STOPPED
 from jaxdist.data.batches import Prefetch, global_rows
 from jaxdist.request import to_toml
+from jaxdist.training import history
 from jaxdist.training.checkpoint import Checkpoints, Found
 from jaxdist.training.folder import RunFolder
 from jaxdist.training.meter import Diverged, Meter
@@ -66,10 +66,10 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
         checkpoints.set_aside(after=first)
         if leader():
             devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
+            checkpoints.notes += folder.cut_metrics(first, run.config.log.every)
             folder.write(
                 run.config, run.task.tokenizer, devices, compiler.told(run.layout.platform, run.compiler_options)
             )
-            folder.cut_metrics(first)
         with (Log if leader() else Silent)(run.config, folder, run.steps, first, screen) as log, job.failing(log.pause):
             try:
                 return Trainer(run, folder, checkpoints, log, job, check_lock).train(found)
@@ -210,11 +210,10 @@ class Trainer:
         """Whether the run was stopped in the validation of the step that it goes on from."""
         if not 0 < first < self.steps or not self.due(first, self.config.validation.every):
             return False
-        found = leader() and not any(
-            line["step"] == first and "validation_loss" in line
-            for line in map(json.loads, self.folder.metrics.read_text("utf-8").splitlines())
-        )
-        return bool(from_leader(int(found)))
+        if not leader():
+            return bool(from_leader(0))
+        there = {line["step"] for line in history.read(self.folder.metrics) if history.VALIDATED in line}
+        return bool(from_leader(int(first not in there)))
 
     def save(self, step: int, state: TrainState) -> None:
         self.job.note(SAVING)

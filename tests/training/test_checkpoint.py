@@ -1,5 +1,6 @@
 """Checkpoints of a state of a few arrays: damage, failing disks, which step is taken, what is kept."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -302,6 +303,37 @@ def test_the_old_go_only_when_the_new_is_sealed(tmp_path, monkeypatch):
         checkpoints.wait()
         assert checkpoints.find().step == 15
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["15", "sums"]
+
+
+def test_a_save_that_fails_never_contradicts_the_last_good_checkpoint(tmp_path, monkeypatch):
+    """Step 5 is sealed in both failures: of the best one, and of what is done when a step has its seal."""
+    seal = Shelf.seal
+
+    def no_best(shelf, step):
+        if shelf.folder.name == "best":
+            raise OSError(errno.EIO, "Input/output error")
+        seal(shelf, step)
+
+    def no_permission(shelf, *_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with Checkpoints(tmp_path / "a", keep=1) as checkpoints:
+        monkeypatch.setattr(Shelf, "seal", no_best)
+        checkpoints.save(5, state(5), facts(5))
+        checkpoints.save_best(5, state(5), facts(5))
+        with pytest.raises(SaveFailed, match=r"^the best checkpoint of step 5 could not be saved: input/output error$"):
+            checkpoints.wait()
+        assert checkpoints.told() == "the last good checkpoint is that of step 5"
+    monkeypatch.setattr(Shelf, "seal", seal)
+    with Checkpoints(tmp_path / "b", keep=1) as checkpoints:
+        checkpoints.save_best(5, state(5), facts(5))
+        assert checkpoints.told() == "the only good checkpoint is the best one, of step 5"
+        monkeypatch.setattr(Shelf, "keep", no_permission)
+        checkpoints.save(5, state(5), facts(5))
+        told = "^the checkpoint of step 5 is saved, but what is done after that failed: permission denied$"
+        with pytest.raises(SaveFailed, match=told):
+            checkpoints.wait()
+        assert checkpoints.told() == "the last good checkpoint is that of step 5"
 
 
 def test_a_model_of_another_shape_gets_the_difference(two_steps):

@@ -16,6 +16,7 @@ import pytest
 from jaxdist import checkpoints, evaluate, generate, train
 from jaxdist.config import RequestError
 from jaxdist.doctor.__main__ import main as doctor
+from tests.training import curves
 from tests.training.conftest import SMALL, over
 
 Damage = Callable[[Path, Path], object]
@@ -260,3 +261,49 @@ def test_damage_is_said_or_mended_and_nothing_is_lost(damaged, text, capsys, kin
 
 UNVERIFIED = [kind for kind in USABLE if kind.startswith(("no seals", "seal", "a copy", "a file", "facts"))]
 UNVERIFIED.remove("seals of the first format")
+
+
+def metrics(change: Callable[[list[bytes]], list[bytes]]) -> Damage:
+    def apply(run: Path, outside: Path) -> None:
+        path = run / "metrics.jsonl"
+        path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
+
+    return apply
+
+
+METRICS: dict[str, tuple[Damage, str]] = {
+    "one bad byte": (metrics(lambda lines: [*lines[:4], b'{"\xff": 1}\n', *lines[4:]]), "1 line(s) of "),
+    "a deep line": (metrics(lambda lines: [*lines[:4], DEEP.encode() + b"\n", *lines[4:]]), "1 line(s) of "),
+    "lines of odd types": (
+        metrics(lambda lines: [b"[]\n", b"7\n", b'{"step": "x"}\n', b'{"step": 3, "loss": []}\n', b"\n", *lines]),
+        "5 line(s) of ",
+    ),
+    "doubled": (metrics(lambda lines: [*lines, *lines]), "stood there twice"),
+    "a gap": (metrics(lambda lines: [*lines[:2], *lines[6:]]), "has no lines of steps 3 to 6"),
+    "no line at all": (metrics(lambda lines: []), "has no lines of steps 1 to 10"),
+    "lost": (remove("metrics.jsonl"), "has no lines of steps 1 to 10"),
+    "half a line": (metrics(lambda lines: [*lines[:10], b'{"step": 11, "lo']), ""),
+}
+"""Damage, and what a run says of it that goes on from step 10."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "doubled")) for kind in METRICS]
+)
+def test_a_run_goes_on_whatever_its_metrics_are_and_each_step_stands_once(damaged, text, capsys, kind):
+    damage, told = METRICS[kind]
+    run, _ = damaged(damage)
+    for name in ("20", "sums/20.json", "best"):
+        remove(f"checkpoints/{name}")(run, run)
+    remove("loss.png")(run, run)
+    argv = over(OPTIONS, f"--data.path={text}", f"--run-dir={run}", "--validation.every=10")  # and that of 10 is due
+    assert train.main(argv) == 0
+    said = capsys.readouterr().err
+    assert told in said
+    assert ("line(s)" in said or "has no lines" in said) == bool(told)
+    found = curves.lines(run)
+    steps = [line["step"] for line in found if "loss" in line]
+    missing = {"a gap": {3, 4, 5, 6}, "no line at all": set(range(1, 11)), "lost": set(range(1, 11))}.get(kind, set())
+    assert steps == [step for step in range(1, 21) if step not in missing]
+    assert [line["step"] for line in found if "validation_loss" in line] == [10, 20]
+    assert (run / "loss.png").exists()

@@ -135,7 +135,7 @@ def test_a_disk_that_fails_during_a_run_ends_it_with_a_sentence(
 
 
 def test_metrics_that_cannot_be_written_end_a_run_with_a_sentence(request_of, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("jaxdist.training.folder.RunFolder.cut_metrics", lambda folder, step: None)
+    monkeypatch.setattr("jaxdist.training.folder.RunFolder.cut_metrics", lambda folder, step, every: [])
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").mkdir()
     (tmp_path / "run" / "config.toml").touch()
