@@ -232,6 +232,11 @@ class OptimizerConfig(Section):
     clip: NonNegativeFloat32 = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
 
+    def decay_steps(self, steps: int) -> int:
+        """How many of the last of `steps` steps decay in the constant schedule."""
+        after_warmup = max(steps - min(self.warmup, steps) - 1, 1)
+        return min(round(steps * self.decay_fraction), after_warmup)
+
 
 class TrainConfig(Section):
     """How long, how much at a time."""

@@ -32,18 +32,22 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.training.folder import RunFolder
 
     folder = RunFolder(config.run_dir)
-    config = folder.enter(config)  # before jax is imported, and long before anything compiles
     place = find(config.cluster)
+    if place.alone:
+        config = folder.enter(config)  # before jax is imported, and long before anything compiles
     config = config.model_copy(update={"cluster": ClusterConfig()})  # the same in all processes, and in the folder
 
     from jaxdist.cluster.job import Job
 
     with Job(place, config, enough=Enough(config)) as job:
         from jaxdist.cluster import compiler, faults
+        from jaxdist.cluster.agreement import leader_first
         from jaxdist.data.corpus import programs_folder
         from jaxdist.training.run import Run
         from jaxdist.training.trainer import train
 
+        if not place.alone:
+            config = leader_first("run folder", partial(folder.enter, config))  # one process says why it refuses
         compiler.keep_programs(programs_folder(), partial(faults.say, job.place))
         return job.end(train(Run(planned(config, job.log)), folder, job))
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 
 from jaxdist.cluster import board
 from jaxdist.config import Busy, RequestError
+
+Made = TypeVar("Made")
 
 LEADER_SPEAKS = 5.0
 """Seconds in which the first process says why it refuses and ends the others, who would end it before it has."""
@@ -64,13 +67,18 @@ def agreed(look: Callable[[], int]) -> int:
     return found
 
 
-def leader_first(name: str, make: Callable[[], object]) -> None:
-    """Call `make` in every process, but first in the leader alone: what it leaves on disk the others find there."""
-    if not leader():
+def leader_first(name: str, make: Callable[[], Made]) -> Made:
+    """What `make` returns, called in every process, but first in the leader alone.
+
+    What it leaves on disk the others find there; where it raises, the others do not call it, and end with the leader.
+    Does not start JAX's devices.
+    """
+    if board.process() != 0:
         board.read(name)
-    make()
-    if leader() and jax.process_count() > 1:
+    made = make()
+    if board.process() == 0 and board.processes() > 1:
         board.post(name, "made")
+    return made
 
 
 def check_alike(what: str, text: str, remedy: str) -> None:

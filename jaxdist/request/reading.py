@@ -45,6 +45,12 @@ def load(config: str | None, overrides: Mapping[str, str], knobs: Collection[str
     return result
 
 
+def usual_warmup(steps: int, epochs: float) -> int:
+    """`optimizer.warmup` where nobody asks for one: the default, which has to fit a short run of so many steps."""
+    default = KNOBS["optimizer.warmup"].default
+    return default if epochs else min(default, steps // 5)
+
+
 def read(
     config: str | None,
     overrides: Mapping[str, str],
@@ -64,9 +70,9 @@ def read(
     values = file.values | line.values
     if values.get("run_dir") is None:
         values["run_dir"] = Path("runs") / name
-    if "optimizer.warmup" not in values and not values.get("train.epochs"):  # a default has to fit a short run
+    if "optimizer.warmup" not in values:
         steps = values.get("train.steps", KNOBS["train.steps"].default)
-        values["optimizer.warmup"] = min(KNOBS["optimizer.warmup"].default, steps // 5)
+        values["optimizer.warmup"] = usual_warmup(steps, values.get("train.epochs", 0.0))
     result = Config.model_validate(nest(values))
     broken = (file.failed - set(line.values)) | line.failed
     return result, file.problems + line.problems + checks.problems(result, set(used) - broken)

@@ -23,18 +23,15 @@ from typing import Literal
 from tokenizers import Tokenizer
 
 from jaxdist import __version__
-from jaxdist.config import Config, RequestError, leaves
+from jaxdist.config import Config, RequestError
 from jaxdist.files import read_regular, write_whole
 from jaxdist.request import load, to_toml
 from jaxdist.training import history
+from jaxdist.training.continuing import differing, lengthened, refusal, with_warmup
 from jaxdist.training.run_lock import LIMIT, RunLock
 from jaxdist.training.shelf import STEP, WRONG_CONTENT, Shelf
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-
-FREE_ON_RESUME = ("mesh", "run_dir", "resume", "data.prefetch", "model.remat", "parallel", "pipeline", "validation")
-FREE_ON_RESUME += ("checkpoint", "log", "profile", "cluster", "fault")
-"""Keys (or whole sections) that may differ when a run goes on: they do not change what is learned."""
 
 FILES = ("config.toml", "environment.json", "tokenizer.json", "metrics.jsonl", "run.json", "loss.png")
 FILES += ("log.txt", "log.txt.1")
@@ -62,6 +59,8 @@ class RunFolder:
         self.heartbeats = self.path / "heartbeats"
         self.plot = self.path / "loss.png"
         self.tensorboard = self.path / "tensorboard"
+        self.notes: list[str] = []
+        """Sentences about how the run that is here goes on, from `enter`."""
 
     def enter(self, config: Config) -> Config:
         """What to run here: `config`, with the precision of the run that is here where it leaves that open, and the
@@ -103,12 +102,12 @@ class RunFolder:
             config = config.model_copy(update={"precision": old.precision})
         if config.init_from and not config.data.tokenizer:
             config = _with_tokenizer(config, old.data.tokenizer)
-        if names := differing(old, config):
-            changes = ", ".join(f"{name} ({_value(old, name)} there, {_value(config, name)} here)" for name in names)
-            raise RequestError(
-                f"run folder {self.path} holds a run with another config: {changes}; "
-                f"ask for the same, or name another --run-dir"
-            )
+        from_step = int(config.resume) if config.resume.isdigit() else max(steps or committed)
+        if told := lengthened(old, config, from_step):
+            self.notes.append(told)
+            return with_warmup(config, old.optimizer.warmup)
+        if differing(old, config):
+            raise RequestError(f"run folder {self.path} holds a run with another config: {refusal(old, config)}")
         return config
 
     def check_layout(self) -> None:
@@ -305,18 +304,3 @@ def _not_a(kind: Literal["file", "folder"], path: Path) -> str | None:
     if stat.S_ISREG(mode):
         return None if kind == "file" else "a file"
     return "a FIFO, a socket or a device"
-
-
-def _value(config: Config, name: str) -> object:
-    value = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def differing(old: Config, new: Config) -> list[str]:
-    """Dotted names of the knobs that differ and must not when a run goes on."""
-    also = () if new.model.images else ("train.accumulation",)  # batch norm takes the statistics of a micro-batch
-    free = lambda name: name in (*FREE_ON_RESUME, *also) or name.split(".")[0] in FREE_ON_RESUME
-    old_leaves, new_leaves = leaves(old), leaves(new)
-    return [name for name, value in new_leaves.items() if old_leaves[name] != value and not free(name)]

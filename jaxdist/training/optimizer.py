@@ -20,7 +20,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     elif config.schedule == "linear":
         after = optax.linear_schedule(peak, end, rest)
     else:
-        decay = min(round(steps * config.decay_fraction), rest)
+        decay = config.decay_steps(steps)
         after = optax.linear_schedule(peak, end, max(decay, 1), transition_begin=rest - decay)
         after = after if decay else optax.constant_schedule(peak)
     return optax.join_schedules([lambda count: peak * (count + 1) / (warmup + 1), after], [warmup]) if warmup else after

@@ -147,7 +147,9 @@ def finished(run: Run, folder: RunFolder) -> bool:
     """Whether the run in `folder` has had its last step; tells so, and draws its picture if that is missing."""
     if run.config.resume != "auto":
         return False
-    step = from_leader((_last_step(Shelf(folder.checkpoints)) or 0) if leader() else 0)
+    train = run.config.train
+    asked = 0 if train.epochs else train.steps  # more than when it was saved, where a run is made longer
+    step = from_leader((_last_step(Shelf(folder.checkpoints), asked) or 0) if leader() else 0)
     if step and leader():
         if not folder.plot.exists():  # it was killed between its last checkpoint and its end
             plot_loss(folder.metrics, folder.plot, **Shelf(folder.checkpoints).facts(step)["baseline"])
@@ -155,12 +157,12 @@ def finished(run: Run, folder: RunFolder) -> bool:
     return bool(step)
 
 
-def _last_step(shelf: Shelf) -> int | None:
-    """The last step of a run, if it was saved and is whole."""
+def _last_step(shelf: Shelf, asked: int) -> int | None:
+    """The last step of a run, which has `asked` steps at least, if it was saved and is whole."""
     step = max(shelf.sealed(), default=None)
     try:
         if step and not shelf.damage(step) and not shelf.missing_run_facts(step):
-            return step if step >= shelf.facts(step)["steps"] else None
+            return step if step >= max(shelf.facts(step)["steps"], asked) else None
     except WRONG_CONTENT:
         return None  # it was removed, or changed, meanwhile
     return None

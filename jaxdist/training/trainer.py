@@ -66,7 +66,7 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
         checkpoints.set_aside(after=first)
         if leader():
             devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
-            checkpoints.notes += folder.cut_metrics(first, run.config.log.every)
+            checkpoints.notes += [*folder.notes, *folder.cut_metrics(first, run.config.log.every)]
             folder.write(
                 run.config, run.task.tokenizer, devices, compiler.told(run.layout.platform, run.compiler_options)
             )

@@ -183,6 +183,18 @@ def test_a_run_folder_in_use_is_exit_code_75_in_all_processes(words, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_folder_that_refuses_is_told_once_for_all_processes(words, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "letter.txt").touch()
+    with job(train(words("--mesh=2x1x1"), 2)) as running:
+        assert ends(running, 60) == [2, 2]
+        assert told(running).count("holds no run, but other things (letter.txt)") == 1
+        assert "holds no run" in running[0].said()
+        assert "ended, because process 0 failed; here: starting, step 0" in running[1].said()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["letter.txt"]
+
+
+@pytest.mark.slow
 def test_processes_that_were_asked_for_different_things_are_refused(words):
     commands = train(words(*LONG), 2)
     commands[1].append("--model.embed=32")

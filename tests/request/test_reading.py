@@ -11,7 +11,7 @@ from jaxdist.mesh import parse_mesh
 from jaxdist.request import SHIPPED, check_mesh_fits, load, to_toml
 from jaxdist.request.checks import CHECKS
 from jaxdist.request.knobs import KNOBS
-from jaxdist.training.folder import differing
+from jaxdist.training.continuing import differing
 
 
 @pytest.fixture

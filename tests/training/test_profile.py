@@ -12,7 +12,8 @@ import pytest
 from jaxdist.config import Config, RequestError
 from jaxdist.request import load
 from jaxdist.training import profile
-from jaxdist.training.folder import RunFolder, differing
+from jaxdist.training.continuing import differing
+from jaxdist.training.folder import RunFolder
 from jaxdist.training.kernels import (
     COLLECTIVE,
     COMPUTE,

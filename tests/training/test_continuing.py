@@ -1,0 +1,87 @@
+"""Which requests go on with a run, which are refused and by which names: those that somebody has asked for."""
+
+import pytest
+
+from jaxdist import train
+from jaxdist.config import RequestError
+from jaxdist.request import load
+from jaxdist.training.continuing import differing, lengthened
+from tests.training.curves import lines
+
+
+def asked(**knobs):
+    return load(None, {name.replace("__", "."): str(value) for name, value in knobs.items()})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "names"),
+    [
+        (dict(train__steps=10), dict(train__steps=20), ["train.steps"]),  # and no warm-up of 2 and 4
+        (dict(train__steps=10), dict(train__steps=10, optimizer__warmup=2), []),
+        (dict(train__steps=10), dict(train__steps=20, optimizer__warmup=3), ["optimizer.warmup", "train.steps"]),
+        (dict(train__steps=10, optimizer__warmup=3), dict(train__steps=20), ["optimizer.warmup", "train.steps"]),
+        (dict(train__steps=10), dict(train__epochs=2), ["train.epochs"]),  # and no 150 steps, which nobody has set
+        (dict(train__epochs=1), dict(train__steps=10), ["train.epochs"]),
+        (dict(train__epochs=1), dict(train__epochs=1), []),
+        (dict(), dict(optimizer__learning_rate=0.5), ["optimizer.learning_rate"]),
+    ],
+)
+def test_what_follows_from_other_knobs_is_not_compared(old, new, names):
+    assert differing(asked(**old), asked(**new)) == names
+
+
+CONSTANT = dict(optimizer__schedule="constant")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "step", "told"),
+    [
+        (CONSTANT, CONSTANT, 16, "train.steps is raised from 20 to 40"),
+        (CONSTANT, CONSTANT, 17, "train.steps is raised from 20 to 40; the learning rate, which has decayed since step "
+         "16, goes back to its peak"),
+        (CONSTANT | dict(optimizer__decay_fraction=0), CONSTANT | dict(optimizer__decay_fraction=0), 20,
+         "train.steps is raised from 20 to 40"),
+        (CONSTANT, CONSTANT, 3, None),  # the warm-up takes 4 steps
+        (CONSTANT, CONSTANT | dict(model__layers=3), 20, None),
+        (dict(), dict(), 20, None),  # cosine
+        (CONSTANT, CONSTANT | dict(train__steps=19), 20, None),
+        (CONSTANT, CONSTANT | dict(train__steps=20), 20, None),
+    ],
+)  # fmt: skip
+def test_steps_may_be_raised_where_the_learning_rate_so_far_stays(old, new, step, told):
+    assert lengthened(asked(train__steps=20, **old), asked(**({"train__steps": 40} | new)), step) == told
+
+
+def rates(folder):
+    return {line["step"]: line["learning_rate"] for line in lines(folder) if "loss" in line}
+
+
+def test_a_longer_run_goes_on_and_is_the_run_that_was_long_from_the_start(run, capsys):
+    """Up to the rounding of nothing: its learning rate is the same in each step, and so are its losses."""
+    constant = ("--optimizer.schedule=constant", "--optimizer.decay-fraction=0", "--validation.every=0")
+    folder = run("run", *constant, "--train.steps=8")
+    capsys.readouterr()
+    run("run", *constant, "--train.steps=12")
+    said = capsys.readouterr().err
+    assert "train.steps is raised from 8 to 12\n" in said
+    assert "train.steps is raised from 8 to 12\n" in (folder / "log.txt").read_text()
+    assert load(str(folder / "config.toml"), {}).train.steps == 12
+    straight = run("straight", *constant, "--train.steps=12")
+    assert rates(folder) == rates(straight)
+    losses = [[line["loss"] for line in lines(one) if "loss" in line] for one in (folder, straight)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 12
+    run("run", *constant, "--train.steps=12")
+    assert "is finished at step 12" in capsys.readouterr().err
+
+
+def test_a_refusal_names_what_was_asked_for_and_a_way_to_go_on_with_the_weights(run, request_of):
+    own = [word for word in request_of("run", "--train.steps=10") if not word.startswith("--optimizer.warmup")]
+    assert train.main(own) == 0
+    longer = [word for word in own if not word.startswith("--train.steps")] + ["--train.steps=20"]
+    with pytest.raises(RequestError) as error:
+        train.main(longer)
+    told = str(error.value)
+    assert "another config: train.steps (10 there, 20 here); train.steps can be raised, " in told
+    assert "optimizer.warmup" not in told
+    assert told.endswith("name another --run-dir, where --init-from begins with the weights of this run")
