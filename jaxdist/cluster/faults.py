@@ -10,6 +10,7 @@ import faulthandler
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -25,7 +26,15 @@ from jaxdist.streams import LogFile, write_all
 FAILED = 1
 """Exit code; a `RequestError` has its own."""
 
-HANG, ERROR = "hang", "error"
+HANG, ERROR, LOST = "hang", "error", "lost"
+"""Kinds of faults."""
+
+OF_A_LOST_PEER = re.compile(
+    r"connection (reset|closed|refused)|closed by (remote )?peer|socket closed|broken pipe|remote process exited|"
+    r"gloo .* failed|nccl operation .* failed|unhandled system error",
+    re.IGNORECASE | re.DOTALL,
+)
+"""What errors of gloo and NCCL say where the process at the other end has gone; not all that say so mean it."""
 
 MOMENT = 0.5
 """Seconds in which the others hear of a fault and end."""
@@ -39,10 +48,13 @@ logs: list[LogFile] = []
 
 
 @contextlib.contextmanager
-def ending_all(place: Place, before: Callable[[], None] = lambda: None) -> Iterator[None]:
+def ending_all(
+    place: Place, before: Callable[[], None] = lambda: None, lost: Callable[[Sequence[int]], str] | None = None
+) -> Iterator[None]:
     """An exception in here ends all processes, and this one last; with one process it is raised like any other.
 
-    `before` runs first. Clean-up further out does not: it would wait for processes that do not come.
+    `before` runs first. Clean-up further out does not: it would wait for processes that do not come. `lost` makes a
+    sentence of the numbers of processes that are gone, where the exception comes from that.
     """
     try:
         yield
@@ -50,13 +62,40 @@ def ending_all(place: Place, before: Callable[[], None] = lambda: None) -> Itera
         if place.alone or board.processes() == 1:  # or they have not met
             raise
         before()
-        fail(place, error)
+        fail(place, error, lost)
 
 
-def fail(place: Place, error: BaseException) -> NoReturn:
-    """End all processes because of `error`."""
+def fail(place: Place, error: BaseException, lost: Callable[[Sequence[int]], str] | None = None) -> NoReturn:
+    """End all processes because of `error`; `lost` as in `ending_all`."""
     code = error.exit_code if isinstance(error, RequestError) else FAILED
+    of_jax = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+    if lost is not None and of_jax and OF_A_LOST_PEER.search(str(error)):
+        _end_survivors(place, told(error), lost)
     end_all(place, code, told(error))
+
+
+def _end_survivors(place: Place, lines: Sequence[str], lost: Callable[[Sequence[int]], str]) -> None:
+    """End all processes that are left with a sentence of those that are gone; the traceback is in log.txt alone.
+
+    Returns where none is gone.
+    """
+    if not announce(place, LOST, FAILED):
+        time.sleep(4 * MOMENT)  # as in `end_all`
+    gone = [process for process in range(place.processes) if process != place.process and not _answers(process)]
+    if not gone:
+        return
+    keep(_marked(place, lines))
+    say(place, lost(gone))
+    leave(place, FAILED)
+
+
+def _answers(process: int) -> bool:
+    """Whether that process has heard of the fault."""
+    try:
+        board.read(f"alive/{process}", MOMENT)
+    except TimeoutError:
+        return False
+    return True
 
 
 def told(error: BaseException) -> list[str]:
@@ -87,6 +126,10 @@ def listen(place: Place, where: Callable[[], str]) -> None:
         fault = json.loads(text)
         if fault["process"] == place.process:
             return
+        if fault["kind"] == LOST:
+            board.post(f"alive/{place.process}", "")
+            say(place, f"ended, because a process was lost, as process {fault['process']} found; here: {where()}")
+            leave(place, fault["code"])
         say(place, f"ended, because process {fault['process']} failed; here: {where()}")
         if fault["kind"] == HANG:
             say(place, *stacks())

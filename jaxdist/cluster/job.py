@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
 import jax
 
 from jaxdist.cluster import faults
-from jaxdist.cluster.meeting import ALL_OF_THEM, Enough, join
+from jaxdist.cluster.meeting import ALL_OF_THEM, Enough, join, members
 from jaxdist.cluster.phases import ENDING
 from jaxdist.cluster.place import Place
 from jaxdist.cluster.runtime import own_devices
@@ -32,6 +32,7 @@ class Job:
         self.watchdog = Watchdog(place, config.fault.hang_seconds)
         self.stop = Stop(place, config.checkpoint.grace_seconds, self.watchdog.where)
         self.note = self.watchdog.note
+        self.watchdog.goes_on = lambda: self.stop.newest()
         self.log = LogFile()
         """log.txt of the run, once `log.open` has told where that is."""
 
@@ -79,4 +80,11 @@ class Job:
             before()
             self.stop.wait_if_over()
 
-        return faults.ending_all(self.place, tidy)
+        return faults.ending_all(self.place, tidy, self._lost)
+
+    def _lost(self, processes: Sequence[int]) -> str:
+        """A sentence for processes that are gone."""
+        hosts = {member.process: member.host for member in members()}
+        names = ", ".join(f"process {process} on {hosts.get(process, 'an unknown host')}" for process in processes)
+        verb = "was" if len(processes) == 1 else "were"
+        return f"{names} {verb} lost at step {self.watchdog.step}; {self.stop.newest()}; the traceback is in log.txt"

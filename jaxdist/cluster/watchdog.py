@@ -8,7 +8,9 @@ import statistics
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxdist.cluster import faults, heartbeat
 from jaxdist.cluster.heartbeat import Beat, Heart
@@ -22,6 +24,10 @@ USUAL, LEAST, FIRST = 10, 300.0, 10
 PAUSE = 5.0
 """Seconds of its own absence that the watchdog forgives."""
 
+MISSED = 2.2
+"""Heartbeats of another process that are missing when it is named, if this one does not move either. JAX counts a
+process as lost by `fault.heartbeat_seconds` and then ends all others at once, with a trace of C++."""
+
 
 class Watchdog:
     """Use it as a context manager; `seconds` are those of `fault.hang_seconds`."""
@@ -33,7 +39,16 @@ class Watchdog:
         self._heart: Heart | None = None
         self._seen: set[str] = set()
         self._doing, self._step, self._since, self._stepped = STARTING, 0, time.monotonic(), None
+        self.goes_on: Callable[[], str] = lambda: "the same command starts again"
+        """Where a job that is ended goes on."""
+        self._named: set[int] = set()
+        self._looked = time.monotonic()
         self._end = threading.Event()
+
+    @property
+    def step(self) -> int:
+        """The step that the run is in, or was in last."""
+        return self._step
 
     def __enter__(self) -> Watchdog:
         self._thread = threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True)
@@ -91,6 +106,7 @@ class Watchdog:
                 self._since += looked - before
             if time.monotonic() - self._since > self.limit():
                 self._bark()
+            self._name_silent()
 
     def _bark(self) -> None:
         told = f"no progress: {self.where()}, more than the {self.limit():.0f} s of fault.hang_seconds; the job ends"
@@ -100,6 +116,37 @@ class Watchdog:
         faults.say(self.place, *faults.stacks(), *others, told)
         faults.leave(self.place, faults.FAILED)
 
+    def _name_silent(self) -> None:
+        """Say who is not heard of, once for each, while this process waits. The first two look, so that the leader is
+        looked for too: each look reads a file for each process."""
+        now = time.monotonic()
+        if not self._heart or self.place.alone or self.place.process > 1:
+            return
+        if min(now - self._since, now - self._looked) < heartbeat.EVERY:
+            return
+        self._looked = now
+
+        def look() -> list[str]:
+            beats = [beat for beat in heartbeat.read(self._heart.folder) if beat.process not in self._named]
+            late = [beat for beat in beats if beat.ended is None and time.time() - beat.time > MISSED * beat.every]
+            self._named |= {beat.process for beat in late}
+            return [
+                f"{beat.name} is lost, or cut off, at step {self._step}: it was not heard of for "
+                f"{time.time() - beat.time:.0f} s; when the job ends, {self.goes_on()}"
+                for beat in late
+            ]
+
+        if sentences := self._in_time(look):
+            faults.say(self.place, *sentences)
+
+    def _in_time(self, look: Callable[[], Sequence[Any]]) -> list[Any]:
+        """What `look` finds, or nothing where it takes long: the folder's file system may be what hangs."""
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.extend(look()), daemon=True)
+        thread.start()
+        thread.join(faults.MOMENT * 4)
+        return list(found)
+
     def _beat(self) -> Beat:
         usual = lambda seconds: statistics.median(list(seconds)) if seconds else None
         place, since = self.place, time.monotonic() - self._since
@@ -108,19 +155,14 @@ class Watchdog:
 
     def _others(self) -> list[str]:
         """Who the others wait for, as their heartbeats tell."""
-        found: list[str] = []
 
-        def look() -> None:
+        def look() -> list[str]:
             beats = heartbeat.read(self._heart.folder)
             names = {beat.process: beat.name for beat in beats}
             waited = heartbeat.waited_for(beats, time.time(), stands=True)
-            found.extend(f"the others wait for {names[process]}: {what}" for process, what in waited.items())
+            return [f"the others wait for {names[process]}: {what}" for process, what in waited.items()]
 
-        if self._heart and not self.place.alone:
-            thread = threading.Thread(target=look, daemon=True)  # the folder's file system may be what hangs
-            thread.start()
-            thread.join(faults.MOMENT * 4)
-        return list(found)
+        return self._in_time(look) if self._heart and not self.place.alone else []
 
 
 def _exit_code(kind: type[BaseException] | None) -> int:

@@ -13,7 +13,6 @@ import secrets
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -26,6 +25,7 @@ from jaxdist import __version__
 from jaxdist.config import Config, RequestError
 from jaxdist.files import read_regular, write_whole
 from jaxdist.request import load, to_toml
+from jaxdist.streams import clock
 from jaxdist.training import history
 from jaxdist.training.continuing import differing, lengthened, refusal, with_warmup
 from jaxdist.training.run_lock import LIMIT, RunLock
@@ -152,7 +152,7 @@ class RunFolder:
             return
         seals = (shelf.seal_of(step) for shelf in self._shelves() for step in reversed(shelf.steps()))
         found = next((seal.run for seal in seals if seal and seal.run), None) or secrets.token_hex(16)
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        now = clock()
         try:
             write_whole(self.run, json.dumps({"id": found, "created": now}) + "\n")
         except OSError as error:
@@ -261,8 +261,11 @@ def _with_tokenizer(config: Config, tokenizer: Path | None) -> Config:
 
 
 def environment(devices: list[str], asked: Mapping[str, object]) -> dict[str, object]:
-    """Versions, code and machine, as far as they can change a result."""
+    """When and where a run began, or went on, and versions, code and machine as far as they can change a result."""
     return {
+        "start": clock(),
+        "host": platform.node(),
+        "job": os.environ.get("SLURM_JOB_ID"),
         "jaxdist": __version__,
         "git_revision": _git_revision(),
         "python": platform.python_version(),

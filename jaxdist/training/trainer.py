@@ -67,9 +67,8 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
         if leader():
             devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
             checkpoints.notes += [*folder.notes, *folder.cut_metrics(first, run.config.log.every)]
-            folder.write(
-                run.config, run.task.tokenizer, devices, compiler.told(run.layout.platform, run.compiler_options)
-            )
+            more = {"processes": jax.process_count()} | compiler.told(run.layout.platform, run.compiler_options)
+            folder.write(run.config, run.task.tokenizer, devices, more)
         with (Log if leader() else Silent)(run.config, folder, run.steps, first, screen) as log, job.failing(log.pause):
             try:
                 return Trainer(run, folder, checkpoints, log, job, check_lock).train(found)

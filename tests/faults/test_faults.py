@@ -96,11 +96,34 @@ def test_what_hangs_is_ended_and_shows_where(words, tmp_path, processes):
 @pytest.mark.parametrize("who", [0, 1])
 def test_killed_without_a_launcher_the_others_notice(words, tmp_path, who):
     with job(train(words(*LONG), 2)) as running:
-        until(lambda: step_of(tmp_path / "run") >= 5, running)
+        until(lambda: saved(tmp_path / "run") >= 5, running)
         running[who].kill()
         codes = ends(running, 15)
+        said = [process.said() for process in running]
     assert codes[who] == -signal.SIGKILL
     assert codes[1 - who] not in (0, 85)
+    if who == 1:  # without process 0, JAX ends the others at once, in C++
+        last = said[0].splitlines()[-1]
+        assert re.search(rf"process 1 on {socket.gethostname()} was lost at step \d+; the same command goes on ", last)
+        assert "Traceback" not in said[0]
+        log = (tmp_path / "run" / "log.txt").read_text()
+        assert "JaxRuntimeError" in log
+        assert last in log
+
+
+@pytest.mark.slow
+def test_a_process_that_is_not_heard_of_is_named_before_the_job_ends(words, tmp_path):
+    """As when its host is cut off: no connection is closed, and JAX ends the job with a trace of C++ in the end."""
+    with job(train(words(*LONG, "--fault.heartbeat-seconds=25"), 2)) as running:
+        until(lambda: saved(tmp_path / "run") >= 5, running)
+        running[1].send_signal(signal.SIGSTOP)
+        assert ends(running[:1], 60) != [0]
+        named = [line for line in running[0].said().splitlines() if "is lost, or cut off" in line]
+    sentence = (
+        rf"process 1 on {socket.gethostname()} is lost, or cut off, at step \d+: it was not heard of for 1\d s; when "
+    )
+    assert len(named) == 1
+    assert re.search(sentence + "the job ends, the same command goes on from step ", named[0])
 
 
 def launched(words: list[str], processes: int, *more: str) -> list[list[str]]:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -55,6 +56,9 @@ def test_all_files_are_there_and_readable(finished):
     assert environment["packages"]["jax"]
     assert len(environment["devices"]) == 2
     assert set(environment) >= {"XLA_FLAGS", "git_revision", "python", "jaxdist"}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", environment["start"])
+    told = [environment[name] for name in ("host", "job", "processes")]
+    assert told == [socket.gethostname(), os.environ.get("SLURM_JOB_ID"), 1]
     assert (environment["compiler_options"], environment["memory_fraction"]) == ({}, None)  # of a CPU
     tokenizer = RunFolder(finished).load_tokenizer()
     assert tokenizer.decode(tokenizer.encode("mesh").ids) == "mesh"
