@@ -1,0 +1,73 @@
+"""Text from weights, token by token: greedy is the argmax of the model's own logits, and draws follow the softmax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist.config import Config
+from jaxdist.training.run import Run, Trained
+from jaxdist.training.sampling import Choice, sample
+
+SEQUENCE, VOCAB = 6, 97
+GREEDY = Choice(temperature=0.0, top_k=0)
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    """A model of random weights so large that the next token depends on all of the window: it hardly repeats itself."""
+    model = dict(layers=2, embed=16, heads=2, vocab=VOCAB, sequence=SEQUENCE, tied=False)
+    run = Run(Config(mesh="1x1x1", model=model), devices=jax.devices()[:1])
+    with jax.set_mesh(run.mesh):
+        params = jax.jit(run.model.init)(jax.random.key(0))
+        params = jax.tree.map(lambda a: 10 * a, params)
+    return Trained(run, 1, params, {}, "")
+
+
+def greedy_by_hand(trained: Trained, text: list[int], start: int) -> list[int]:
+    """The likeliest token after each prefix of `text` from `start` tokens on, each in a window of its own."""
+    windows = [text[max(0, end - SEQUENCE) : end] for end in range(start, len(text))]
+    # No token sees those after it, so the padding may be anything. `sample` pads with 0.
+    rows = np.array([window + [1] * (SEQUENCE - len(window)) for window in windows])
+    forward = trained.run.forward
+    with jax.set_mesh(trained.run.mesh):
+        logits = jax.jit(lambda params, ids: forward.logits(forward.weights(params), ids))(trained.params, rows)
+    return [int(jnp.argmax(logits[number, len(window) - 1])) for number, window in enumerate(windows)]
+
+
+@pytest.mark.parametrize("prompt", [[5, 40, 7], [5, 40, 7, 1, 2, 3, 90, 11]], ids=["short", "longer than the window"])
+def test_greedy_is_the_argmax_of_the_models_logits_within_the_window_and_past_it(trained, prompt):
+    tokens = 12
+    (text,) = sample(trained, prompt, tokens, 1, GREEDY, seed=0)
+    assert text[: len(prompt)] == prompt
+    assert text[len(prompt) :] == greedy_by_hand(trained, text, len(prompt))
+    written = text[len(prompt) :]
+    assert len(set(written)) >= 9, "a text that repeats itself would hide a window that stands still, or is shifted"
+
+
+def test_the_likeliest_one_is_greedy(trained):
+    prompt, one = [5, 40, 7], Choice(temperature=0.8, top_k=1)
+    assert sample(trained, prompt, 12, 2, one, seed=0) == sample(trained, prompt, 12, 2, GREEDY, seed=0)
+
+
+def test_tokens_and_samples_are_drawn_apart_and_by_the_seed(trained):
+    """Of a model to which all tokens are alike, so that only the random keys can make a difference."""
+    even = trained._replace(params=jax.tree.map(jnp.zeros_like, trained.params))
+    drawn = np.array(sample(even, [0], 12, 8, Choice(temperature=1.0, top_k=0), seed=0))[:, 1:]
+    assert len(np.unique(drawn, axis=0)) == 8
+    assert len(np.unique(drawn, axis=1).T) == 12
+    assert 50 < len(np.unique(drawn)) <= VOCAB  # 96 draws of 97 tokens: 61 are expected
+    again = np.array(sample(even, [0], 12, 8, Choice(temperature=1.0, top_k=0), seed=1))[:, 1:]
+    assert (drawn != again).mean() > 0.9
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+@pytest.mark.parametrize("top_k", [0, 2, 3, 4, 5])
+def test_frequencies_are_those_of_the_softmax(temperature, top_k):
+    """Of the logits divided by the temperature, over the `top_k` likeliest."""
+    logits, rows = np.array([0.5, 2.0, -1.0, 1.0]), 20_000
+    drawn = Choice(temperature, top_k)(jax.random.key(0), jnp.tile(logits.astype(np.float32), (rows, 1)))
+    kept = np.argsort(-logits)[: top_k or None]
+    wanted = np.zeros(4)
+    wanted[kept] = np.exp(logits[kept] / temperature)
+    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / rows, wanted / wanted.sum(), atol=0.015)
