@@ -1,10 +1,14 @@
 """A signal at any moment: all processes agree on a step, save it, and exit with 85; another signal changes nothing."""
 
 import signal
+import threading
 import time
 
 import pytest
 
+from jaxdist.cluster import stopping
+from jaxdist.cluster.place import Place
+from jaxdist.cluster.stopping import Stop
 from tests.faults.jobs import ends, job, metrics, saved, step_of, train, until
 
 LONG = ("--mesh=2x1x1", "--train.steps=100000")
@@ -149,3 +153,54 @@ def test_when_the_grace_is_over_it_ends_unsaved(words, tmp_path):
         assert time.monotonic() - began < 10
         last = running[0].said().splitlines()[-1]
     assert "the 6 s of checkpoint.grace_seconds are over; the same command goes on from step 10" in last
+
+
+class Board:
+    """A key-value store for processes that are threads of this one."""
+
+    def __init__(self):
+        self.texts, self.news = {}, threading.Condition()
+
+    def post(self, name: str, text: str) -> bool:
+        with self.news:
+            self.texts.setdefault(name, text)
+            self.news.notify_all()
+        return True
+
+    def read(self, name: str, seconds: float) -> str:
+        with self.news:
+            assert self.news.wait_for(lambda: name in self.texts, 20), f"nobody has put up {name}"
+            return self.texts[name]
+
+
+def agreed(monkeypatch, passed: list[int]) -> list[Stop]:
+    """Processes that have passed so many places, and have agreed where they stop after a signal."""
+    monkeypatch.setattr(stopping, "board", Board())
+    stops = [Stop(Place(len(passed), i, "n0:1"), 1000.0, lambda: "stepping") for i in range(len(passed))]
+    for stop, places in zip(stops, passed, strict=True):
+        assert not any(stop.here() for _ in range(places))
+    threads = [threading.Thread(target=stop._agree, args=("SIGTERM",), daemon=True) for stop in stops]
+    for thread in threads:
+        thread.start()
+    for thread, stop in zip(threads, stops, strict=True):
+        thread.join(30)
+        stop._timer.cancel()
+    return stops
+
+
+@pytest.mark.parametrize("passed", [[3, 4], [4, 3], [4, 4], [1, 7, 4]])
+def test_all_stop_at_the_first_place_that_none_has_passed(monkeypatch, passed):
+    """Whoever is behind goes on to where the furthest is: a step that one has begun needs all of them."""
+    for stop, places in zip(agreed(monkeypatch, passed), passed, strict=True):
+        answers = [stop.here() for _ in range(max(passed) - places + 1)]
+        assert answers == [False] * (max(passed) - places) + [True]
+
+
+def test_where_none_has_begun_nothing_is_lost(monkeypatch):
+    """The stop before the first step leaves at once; after it there is something to save."""
+    ends = []
+    monkeypatch.setattr(Stop, "_end", lambda stop, why: ends.append((stop.place.process, why)))
+    agreed(monkeypatch, [0, 1])
+    assert ends == []
+    agreed(monkeypatch, [0, 0])
+    assert sorted(ends) == [(0, "nothing is lost"), (1, "nothing is lost")]
