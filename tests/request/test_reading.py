@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Annotated, Literal, get_args, get_origin
 
 import pytest
+from pydantic import ValidationError
 
 from jaxdist.config import Config, DataConfig, ModelConfig, RequestError, RulesConfig, TrainConfig, leaves
 from jaxdist.mesh import parse_mesh
 from jaxdist.request import SHIPPED, check_mesh_fits, load, to_toml
 from jaxdist.request.checks import CHECKS
-from jaxdist.request.knobs import KNOBS
+from jaxdist.request.knobs import KNOBS, nest
 from jaxdist.training.continuing import differing
 
 
@@ -79,6 +82,41 @@ def test_a_run_may_go_on_with_another_split():
     assert differing(load(None, images), load(None, images | {"train.accumulation": "2"})) == ["train.accumulation"]
     assert differing(load(None, {}), load(None, {"model.family": "llama", **other})) == ["model.family"]
     assert differing(load(None, {}), load(None, {"model.documents": "apart", **other})) == ["model.documents"]
+
+
+FREE = """
+mesh run_dir resume data.prefetch model.remat train.accumulation parallel.* pipeline.* validation.* checkpoint.* log.*
+profile.* cluster.* fault.*
+"""
+"""Knobs that may differ when a run of text goes on, written out here so that none becomes free by mistake."""
+
+
+def another(name: str) -> object:
+    """A legal value of a knob that is not its default."""
+    default, kind = KNOBS[name].default, KNOBS[name].annotation
+    given = {"resume": "7", "mesh": "2x1x1", "train.epochs": 1.5, "model.rope_theta": 1e4}
+    if name in given:
+        return given[name]
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        return next(choice for choice in get_args(kind) if choice != default)
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, str):
+        return "" if default else "other"
+    if isinstance(default, int):
+        return default + 1
+    return default / 2 + 0.25 if isinstance(default, float) else Path("other")
+
+
+@pytest.mark.parametrize("name", KNOBS)
+def test_every_knob_that_is_not_free_is_named_on_resume(name):
+    changed = Config.model_validate(nest({name: another(name)}))
+    assert [knob for knob, value in leaves(changed).items() if value != leaves(Config())[knob]] == [name]
+    free = name in FREE.split() or f"{name.partition('.')[0]}.*" in FREE.split()
+    assert differing(Config(), changed) == ([] if free else [name])
+    assert differing(changed, Config()) == ([] if free else [name])
 
 
 def test_command_line_over_file_over_defaults(write):
@@ -195,3 +233,74 @@ def test_round_trip_of_files(write, monkeypatch, tmp_path):
     config = load(None, {"data.path": "a.txt", "data.validation_path": "b\\c.txt"})
     assert config.data == DataConfig(path=Path("a.txt"), validation_path=Path("b\\c.txt"))
     assert load(write(to_toml(config)), {}) == config
+
+
+@pytest.mark.parametrize(
+    ("legal", "refused"),
+    [
+        ({"train.steps": "7", "optimizer.warmup": "7"}, {"optimizer.warmup": "8"}),
+        (
+            {"train.steps": "10", "optimizer.warmup": "8", "optimizer.schedule": "constant"},
+            {"optimizer.warmup": "9"},  # the last fifth decays
+        ),
+        ({"train.steps": "12", "profile.steps": "12"}, {"profile.steps": "13"}),
+        ({"train.steps": "12", "profile.steps": "12-12"}, {"profile.steps": "12-11"}),
+        ({"model.embed": "128", "model.heads": "128"}, {"model.heads": "256"}),
+        ({**LLAMA, "model.heads": "48", "model.kv_heads": "48"}, {"model.heads": "96", "model.kv_heads": "96"}),
+        ({"optimizer.learning_rate": "1e38", "optimizer.final": "3.39"}, {"optimizer.final": "3.41"}),
+        ({"train.steps": "1"}, {"train.steps": "0"}),
+    ],
+)
+def test_what_is_just_legal_together(legal, refused):
+    load(None, legal)
+    with pytest.raises(RequestError):
+        load(None, legal | refused)
+
+
+COUNTS = """
+model.layers model.embed model.heads model.vocab model.sequence model.image model.channels data.prefetch
+train.global_batch_size train.accumulation train.max_skipped checkpoint.keep log.every fault.heartbeat_seconds
+fault.start_seconds
+"""
+COUNTS_OR_0 = """
+model.kv_heads model.mlp pipeline.microbatches pipeline.virtual_stages optimizer.warmup train.steps validation.every
+validation.batches checkpoint.every checkpoint.keep_every cluster.processes
+"""
+AT_LEAST_0 = """
+optimizer.final optimizer.weight_decay optimizer.clip checkpoint.minutes fault.hang_seconds
+"""
+BELOW_1 = "model.dropout optimizer.beta1 optimizer.beta2"
+LARGEST = 2**31 - 1
+
+EDGES = {
+    **dict.fromkeys(COUNTS.split(), ([1, LARGEST], [0, LARGEST + 1])),
+    **dict.fromkeys(COUNTS_OR_0.split(), ([0, LARGEST], [-1, LARGEST + 1])),
+    **dict.fromkeys(AT_LEAST_0.split(), ([0.0, 3e38], [-1e-9, math.inf, math.nan])),
+    **dict.fromkeys(BELOW_1.split(), ([0.0, 0.9999999], [-1e-9, 1.0])),
+    "model.classes": ([2, LARGEST], [1, LARGEST + 1]),
+    "model.rope_theta": ([1.0, 3e38], [0.999, 3.5e38]),
+    "optimizer.learning_rate": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
+    "optimizer.decay_fraction": ([0.0, 1.0], [-1e-9, 1.000001]),
+    "data.validation_fraction": ([1e-9, 0.999999], [0.0, 1.0]),
+    "train.epochs": ([0.0, 1e6], [-1e-9, 1.000001e6]),
+    "train.seed": ([0, 2**32 - 1], [-1, 2**32]),
+    "checkpoint.grace_seconds": ([1e-9, 1e300], [0.0, math.inf]),
+    "cluster.process_id": ([-1, LARGEST], [-2, LARGEST + 1]),
+    "parallel.zero": ([0, 1, 2, 3], [-1, 4]),
+    "resume": (["1", "auto", "never"], ["0", "-1", ""]),
+}
+"""Knob -> (the outermost legal values, the nearest that are not), written out here and not read from its type."""
+
+
+def test_every_knob_with_bounds_has_its_edges_here():
+    assert set(EDGES) == {name for name, knob in KNOBS.items() if knob.metadata}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges_of_a_knob(name):
+    legal, refused = EDGES[name]
+    for value in legal:
+        assert leaves(Config.model_validate(nest({name: value})))[name] == value
+    for value in refused:
+        with pytest.raises(ValidationError):
+            Config.model_validate(nest({name: value}))
