@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxdist.config import Config
 from jaxdist.training import meter
@@ -30,6 +31,69 @@ def test_where_a_call_waits_for_the_step_each_step_has_its_own_time(monkeypatch)
         measured.step(step, Metrics(jnp.ones(()).block_until_ready(), zero, zero, zero, zero, {}))
     measured.flush()
     assert [line["step_seconds"] for line in lines] == [10.0, 20.0, 30.0]
+
+
+class Played:
+    """A meter with a clock of its own, two devices with a peak of 10^9 FLOP/s, and steps of 2 micro-batches."""
+
+    def __init__(self, monkeypatch, every: int = 1):
+        self.now, self.lines = 0.0, []
+        monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(meter, "peak_flops", lambda kind, precision: 1e9)
+        train = dict(steps=100, global_batch_size=8, accumulation=2)
+        config = Config(mesh="2x1x1", train=train, log=dict(every=every))
+        self.run = Run(config, devices=jax.devices()[:2])
+        log = SimpleNamespace(say=print, progress=lambda values: None, metrics=self.lines.append)
+        self.meter = meter.Meter(self.run, log)
+
+    def step(self, number: int, seconds: float, wait: float = 0.0) -> None:
+        """A step that takes so long, after such a wait for its batch."""
+        zero = jnp.zeros((), jnp.int32)
+
+        def batches():
+            self.now += wait
+            yield None
+
+        self.meter.catch_up()
+        self.meter.next(batches())
+        self.now += seconds
+        self.meter.step(number, Metrics(jnp.ones(()).block_until_ready(), zero, zero, zero, zero, {}))
+
+    def pause(self, seconds: float) -> None:
+        with self.meter.paused():
+            self.now += seconds
+
+
+def test_validating_and_saving_are_no_part_of_a_step(monkeypatch):
+    played = Played(monkeypatch, every=2)
+    played.step(1, 10.0)
+    played.pause(1000.0)
+    played.step(2, 20.0)
+    played.pause(500.0)
+    played.step(3, 30.0)
+    played.step(4, 40.0)
+    played.meter.flush()
+    assert [line["step_seconds"] for line in played.lines] == [15.0, 35.0]
+
+
+def test_the_wait_for_data_is_a_part_of_the_step_that_is_told_beside_it(monkeypatch):
+    played = Played(monkeypatch, every=2)
+    played.step(1, 10.0, wait=4.0)
+    played.step(2, 20.0, wait=8.0)
+    played.meter.flush()
+    (line,) = played.lines
+    assert (line["step_seconds"], line["data_seconds"]) == (21.0, 6.0)
+
+
+def test_tokens_are_those_of_all_micro_batches_and_mfu_is_of_all_devices(monkeypatch):
+    played = Played(monkeypatch)
+    played.step(1, 10.0)
+    played.meter.flush()
+    (line,) = played.lines
+    tokens = 8 * played.run.config.model.sequence
+    assert line["tokens"] == tokens
+    assert line["tokens_per_second"] == tokens / 10.0
+    assert line["mfu"] == pytest.approx(tokens / 10.0 * played.run.task.flops / (2 * 1e9))
 
 
 def test_a_log_of_ten_thousand_steps_stays_under_128_kib(tmp_path):
