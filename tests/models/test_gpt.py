@@ -139,3 +139,27 @@ def test_describing_a_model_touches_no_device_and_counts_124_million():
     assert decays["blocks"]["attention"]["qkv"]
     assert not decays["blocks"]["attention"]["qkv_bias"]
     assert not decays["blocks"]["norm1"]["scale"]
+
+
+def test_dropout_has_a_mask_of_its_own_for_each_place_row_and_step(one_device):
+    """Of a model whose branches are constant: each adds twice a power of 2, or nothing, so a sum tells the masks."""
+    config = CONFIG.model_copy(update={"dropout": 0.5})
+    model = models.build(config, one_device)
+    params = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), model.abstract)
+    params["table"] += 1
+    params["blocks"]["attention"]["out_bias"] += jnp.array([2.0, 8.0])[:, None]
+    params["blocks"]["mlp"]["down_bias"] += jnp.array([4.0, 16.0])[:, None]
+    forward = Layered(model, one_device, dropout=True)
+
+    @jax.jit
+    def stream(step):
+        keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), row))(jnp.arange(2))
+        return forward.hidden(params, None, jnp.zeros((1, 2, config.sequence), jnp.int32), keys[None])[0]
+
+    kept = np.stack([np.asarray(stream(step)) for step in (0, 1)]).astype(int) // 2
+    assert kept.max() == 31
+    masks = [kept >> place & 1 for place in range(5)]  # embedding, attention and MLP of either layer: [step, row, S, D]
+    masks = [mask[step, row].ravel() for mask in masks for step in (0, 1) for row in (0, 1)]
+    alike = np.array([[(a == b).mean() for b in masks] for a in masks])
+    assert (np.diag(alike) == 1).all()
+    assert np.abs(alike - 0.5)[~np.eye(len(masks), dtype=bool)].max() < 0.1  # of 768 values; 0.018 is a sigma
