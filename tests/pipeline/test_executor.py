@@ -1,5 +1,6 @@
 """What the executor runs, read off its program, and that its gradients are those of one device."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core
 
 from jaxdist.parallel import region
 from jaxdist.parallel.pipeline.executor import SHARED
@@ -14,6 +16,7 @@ from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.parallel.pipeline.table import make_table
 from jaxdist.planning.branches import across_ranks
 from jaxdist.training import pipelined
+from tests.pipeline.test_split import bodies
 from tests.pipeline.toy import Piped, count, loops
 from tests.tiers import thinned
 
@@ -134,3 +137,37 @@ def test_virtual_stages_are_not_split_over_data(zero, v):
         place.shard_dim in (None, 3, 4) for place in jax.tree.leaves(places, is_leaf=lambda p: hasattr(p, "rest"))
     )
     assert np.all([place.shard_dim is not None for place in places.values()])
+
+
+MOVES = ("psum", "psum_invariant", "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all")
+
+
+def needed(equations: list, results: list) -> list:
+    """Those of `equations` that `results` follow from, in order."""
+    wanted, kept = {id(v) for v in results}, []
+    for equation in reversed(equations):
+        if wanted & {id(v) for v in equation.outvars}:
+            kept.append(equation)
+            wanted |= {id(v) for v in equation.invars}
+    return kept[::-1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [("1f1b", dict(remat="stage")), ("interleaved", dict(v=2, remat="stage")), ("zb-u", {}), ("zb-h1", {})],
+)
+def test_collectives_of_a_tick_come_one_after_the_other(schedule, options):
+    """Whatever moves within a tick, in a loop, in a branch or by itself, needs what moves before it.
+
+    So W's loop depends on B's and B's on F's: on a CPU those that do not would run at once, and mix up their messages.
+    """
+    for slots, body in bodies(Piped("2x2x2", schedule, zero=2, sequence=True, **options)).items():
+        moving = [
+            equation
+            for equation in needed(body.eqns, body.outvars)
+            if equation.primitive.name in MOVES
+            or any(count(inner, *MOVES) for inner in core.jaxprs_in_params(equation.params))
+        ]
+        for earlier, later in itertools.pairwise(moving):
+            before = needed(body.eqns, later.invars)
+            assert any(one is earlier for one in before), (slots, earlier.primitive.name, later.primitive.name)
