@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxdist.cluster import heartbeat
+from jaxdist.cluster import heartbeat, watchdog
 from jaxdist.cluster.heartbeat import Beat, Heart, duration, laggards, waited_for
 from jaxdist.cluster.phases import COMPILING, STEPPING, WAITING
 from jaxdist.cluster.place import Place
@@ -189,3 +189,56 @@ def test_without_heartbeats_it_says_so(tmp_path):
     (tmp_path / "config.toml").touch()
     with pytest.raises(RequestError, match="has no heartbeats"):
         doctor([str(tmp_path)])
+
+
+class Ticks:
+    """The clock of a watchdog, and the event that it waits for between two looks: each wait takes so many seconds."""
+
+    def __init__(self, waits: list[float]):
+        self.now, self.waits = 0.0, list(waits)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> bool:
+        if not self.waits:
+            return True
+        self.now += self.waits.pop(0)
+        return False
+
+
+@pytest.mark.parametrize(
+    ("waits", "barks"),
+    [
+        ([1.0] * 7, 0),
+        ([1.0] * 9, 1),
+        ([1.0, 1000.0, 1.0, 1.0, 1.0], 0),
+        ([1000.0, 1.0, 500.0] + [1.0] * 6, 0),
+        ([1.0] * 4 + [1000.0] + [1.0] * 5, 1),  # what was before the pause counts on
+        ([4.0, 4.0, 4.0], 1),  # a busy machine, and no pause
+    ],
+)
+def test_the_watchdog_forgives_its_own_absence_alone(monkeypatch, waits, barks):
+    """As after Ctrl-Z, which stops the watchdog too: the limit is 8 s of its presence."""
+    ticks = Ticks(waits)
+    monkeypatch.setattr(watchdog, "time", ticks)
+    told = []
+    dog = Watchdog(Place(), 8.0)
+    monkeypatch.setattr(dog, "_bark", lambda: told.append(ticks.now))
+    for doing, step in ((STEPPING, 1), (WAITING, 1), (STEPPING, 2)):
+        dog.note(doing, step)
+    dog._end = ticks
+    dog._watch()
+    assert len(told) == barks
+
+
+@pytest.mark.parametrize(("process", "left"), [(0, ["0.json", "1.json", "x.json"]), (1, None)])
+def test_files_of_processes_that_the_run_no_longer_has_are_cleared_by_the_first(tmp_path, process, left):
+    """Of 2 processes, 0 and 1 are left; whoever writes first."""
+    names = {"1.json", "2.json", "3.json", "10.json", "x.json"}
+    for name in names:
+        (tmp_path / name).touch()
+    heart = Heart(tmp_path, lambda: replace(beat(process), processes=2))
+    heart.stop(0)
+    assert not heart._thread.is_alive()
+    assert sorted(path.name for path in tmp_path.iterdir()) == (left or sorted(names))
