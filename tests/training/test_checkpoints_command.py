@@ -17,9 +17,11 @@ from jaxdist import checkpoints, train
 from jaxdist.config import RequestError
 from jaxdist.request import load
 from jaxdist.training.folder import RunFolder
+from jaxdist.training.shelf import Shelf
 from tests.training.conftest import SMALL, over
 from tests.training.test_going_back import damage
 from tests.training.test_resume import saved
+from tests.training.test_shelf import put
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +187,18 @@ def test_listing_needs_no_jax(finished):
     code = "import sys\nfrom jaxdist.checkpoints import main\nmain(sys.argv[1:])\nsys.exit('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, str(finished), "--verify"], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_prune_removes_whole_steps_that_were_set_aside_once_the_run_has_come_as_far(tmp_path):
+    """Checksums do not keep them: the run went back behind them on purpose."""
+    newest, best = Shelf(tmp_path / "checkpoints"), Shelf(tmp_path / "checkpoints" / "best")
+    aside, best_aside = Shelf(newest.folder / "aside"), Shelf(newest.folder / "aside" / "best")
+    for shelf, steps in ((newest, (10, 20)), (best, (10,)), (aside, (15, 20, 25)), (best_aside, (15,))):
+        for step in steps:
+            put(shelf, step)
+    found = checkpoints.prune(tmp_path, newest=3, every=0)
+    assert found["removed"] == [str(aside.path(15)), str(aside.path(20)), str(best_aside.path(15))]
+    assert found["left"] == {str(aside.path(25)): "it is set aside, and no later step is whole"}
+    left = [shelf.steps() for shelf in (newest, best, aside, best_aside)]
+    assert left == [[10, 20], [10], [25], []]
+    assert [shelf.sealed() for shelf in (newest, best, aside, best_aside)] == left

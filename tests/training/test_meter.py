@@ -2,11 +2,14 @@
 
 import io
 import re
+import struct
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
+from tensorboardX.proto import event_pb2
 
 from jaxdist.config import Config
 from jaxdist.training import meter
@@ -113,3 +116,40 @@ def test_a_log_of_ten_thousand_steps_stays_under_128_kib(tmp_path):
     assert re.search(r"1890 ms  data 80.0 ms  \d\d:\d\d:\d\dZ$", lines[-1])
     assert re.search(r"1890 ms  \d\d:\d\d:\d\dZ$", lines[-2])
     assert re.search(r"1890 ms  5:14:41 left  \d\d:\d\d:\d\dZ$", lines[0])
+
+
+def events(file: Path) -> list[event_pb2.Event]:
+    """What an event file of TensorBoard holds: records of length (8 bytes), its checksum (4), content, checksum (4)."""
+    content, at, found = file.read_bytes(), 0, []
+    while at < len(content):
+        (length,) = struct.unpack("<Q", content[at : at + 8])
+        found.append(event_pb2.Event.FromString(content[at + 12 : at + 12 + length]))
+        at += 12 + length + 4
+    return found
+
+
+def shown(files: list[Path]) -> list[tuple[int, float]]:
+    """(step, loss) as TensorBoard shows them: a file that starts at a step takes the place of what was from there on."""
+    points = []
+    for event in [event for file in files for event in events(file)]:
+        if event.HasField("session_log"):
+            assert event.session_log.status == event_pb2.SessionLog.START
+            points = [point for point in points if point[0] < event.step]
+        points += [(event.step, value.simple_value) for value in event.summary.value if value.tag == "loss"]
+    return points
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
+    """As the run that goes on had it: steps 3 and 4 were run, lost, and run again."""
+    config, folder = Config(run_dir=tmp_path), RunFolder(tmp_path)
+    figures = dict(
+        tokens_per_second=1.0, mfu=None, grad_norm=1.0, learning_rate=1.0, step_seconds=1.0, data_seconds=0.0
+    )
+    files = []
+    for first, last, loss in ((0, 4, 1.0), (2, 5, 2.0)):
+        with Log(config, folder, steps=5, first=first, text=io.StringIO()) as log:
+            for step in range(first + 1, last + 1):
+                log.metrics({"step": step, "loss": loss, **figures})
+        (file,) = folder.tensorboard.glob("events.*")
+        files.append(file.rename(tmp_path / f"{last}"))  # within a second both would have one name
+    assert shown(files) == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]

@@ -239,3 +239,21 @@ def test_checksums_are_those_of_other_tools(shelf):
 def test_looking_at_checkpoints_needs_no_jax():
     code = "import sys, jaxdist.training.shelf; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("gone", ["params/d/array", "facts/metadata"])
+def test_a_step_whose_removal_was_killed_does_not_look_whole(shelf, monkeypatch, gone):
+    """The seal goes before the first file."""
+
+    def killed(path) -> None:
+        (path / gone).unlink()
+        raise KeyboardInterrupt
+
+    put(shelf, 10)
+    put(shelf, 20)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("jaxdist.training.shelf.shutil.rmtree", killed)
+        shelf.remove(20)
+    assert shelf.steps() == [10, 20]
+    assert shelf.sealed() == [10]
+    assert shelf.damage(20) == "it has no checksums"
