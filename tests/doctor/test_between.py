@@ -5,10 +5,15 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from jaxdist.cluster.place import Place
+from jaxdist.doctor import network as doctor_network
+from jaxdist.doctor.findings import OK, WRONG
 from tests.cluster import hosts
+from tests.doctor.checks import found, here
 from tests.processes import Process, free_port, started, wait
 
 DOCTOR = """
@@ -116,3 +121,51 @@ def test_who_is_alone_says_so(tmp_path):
         ((state, text, _),) = told(running[0])["processes"]
     assert state == "wrong"
     assert text.startswith("after 3 s not all 2 processes have met at 127.0.0.1:")
+
+
+class Far:
+    """The clock of process 0, and the key-value store in which process 1 on another host answers.
+
+    Its clock is `ahead` by so many seconds; of each turn's (there, back) a question and an answer take so long.
+    """
+
+    def __init__(self, ahead: float, turns: list[tuple[float, float]]):
+        self.now, self.ahead, self.turns = 1e9, ahead, list(turns)
+
+    def time(self) -> float:
+        return self.now
+
+    def gather(self, name: str, value: str) -> list[str]:
+        return ["n0", "n1"]
+
+    def post(self, name: str, text: str) -> bool:
+        return True
+
+    def read(self, name: str, seconds: float) -> str:
+        there, back = self.turns.pop(0)
+        self.now += there
+        told = json.dumps(self.now + self.ahead)
+        self.now += back
+        return told
+
+
+FAST, SLOW = (0.01, 0.01), (9.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "turns", "state", "sentence"),
+    [
+        (0.0, [FAST] * 3, OK, "2 hosts agree to 2 s"),
+        (0.0, [SLOW] * 3, OK, "2 hosts agree to 2 s"),  # 4 s ahead as it seems, to 5 s
+        (0.0, [(1.0, 9.0)] * 3, OK, "2 hosts agree to 2 s"),
+        (3.0, [SLOW, FAST, SLOW], WRONG, "the clock of n1 is 3.0 s ahead of that of n0 (to 0.01 s)"),
+        (-3.0, [SLOW, SLOW, FAST], WRONG, "the clock of n1 is 3.0 s behind that of n0 (to 0.01 s)"),
+        (100.0, [(5.0, 5.0)] * 3, WRONG, "the clock of n1 is 100.0 s ahead of that of n0 (to 5 s)"),
+    ],
+)
+def test_clocks_are_compared_within_what_a_round_trip_leaves_open(monkeypatch, ahead, turns, state, sentence):
+    far = Far(ahead, turns)
+    monkeypatch.setattr(doctor_network, "time", far)
+    monkeypatch.setattr(doctor_network, "board", far)
+    monkeypatch.setattr(doctor_network, "socket", SimpleNamespace(gethostname=lambda: "n0"))
+    assert sentence in found(doctor_network.clocks, state, here(Place(2, 0, "n0:1")))

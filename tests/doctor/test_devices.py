@@ -98,11 +98,16 @@ def test_the_network_that_nccl_says_it_uses(tmp_path):
     assert "plain sockets, though this host has cxi" in found(devices.nccl, WARNING, this, file=log, root=tmp_path)
 
 
-def test_a_wrong_sum_is_seen(monkeypatch):
+@pytest.mark.parametrize("bad", [slice(None), 0, 100, -1], ids=["all", "the first", "an inner one", "the last"])
+def test_a_wrong_sum_is_seen(monkeypatch, bad):
+    """Of one device, in whatever elements."""
     right = jax.lax.psum
     monkeypatch.setattr(devices, "CPU_BYTES", 1024)
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     assert [row.state for row in devices.reductions(here(), mesh, ["n0"])] == [OK, OK]
-    broken = lambda x, axis: right(jax.numpy.where(jax.lax.axis_index(axis) == 1, x + 1e-3, x), axis)
+
+    def broken(x: jax.Array, axis: str) -> jax.Array:
+        return right(x.at[:, bad].add(jax.numpy.where(jax.lax.axis_index(axis) == 1, 1e-3, 0)), axis)
+
     monkeypatch.setattr(jax.lax, "psum", broken)
     assert "have a wrong sum" in found(devices.reductions, WRONG, here(), mesh=mesh, hosts=["n0"])
