@@ -141,3 +141,16 @@ def bodies(piped):
     return {
         "".join(sorted(slots)): body for (*_, slots), (_, body) in zip(segments, loops(piped.program()), strict=True)
     }
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)])
+def test_the_stash_is_the_smallest_in_bytes_and_not_in_elements(wide, narrow):
+    """B makes `a`, and W needs it converted: whichever of the two has fewer bytes is handed on."""
+
+    def f(w, x):
+        a = jax.lax.sort(x)
+        return [a, jnp.einsum("bd,bf->df", a.astype(narrow), w)]
+
+    parts = halves(f, [jnp.ones((B, F), narrow)], [jnp.ones((B, D), wide)], now=1)
+    stash = parts.second.jaxpr.invars[len(parts.constants) + 1 :]
+    assert [(v.aval.shape, v.aval.dtype) for v in stash] == [((B, D), jnp.bfloat16)]
