@@ -147,7 +147,7 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
     )
     files = []
     for first, last, loss in ((0, 4, 1.0), (2, 5, 2.0)):
-        with Log(config, folder, steps=5, first=first, text=io.StringIO()) as log:
+        with Log(config, folder, steps=5, first=first, screen=Screen(io.StringIO())) as log:
             for step in range(first + 1, last + 1):
                 log.metrics({"step": step, "loss": loss, **figures})
         (file,) = folder.tensorboard.glob("events.*")
