@@ -129,7 +129,7 @@ def events(file: Path) -> list[event_pb2.Event]:
 
 
 def shown(files: list[Path]) -> list[tuple[int, float]]:
-    """(step, loss) as TensorBoard shows them: a file that starts at a step takes the place of what was from there on."""
+    """(step, loss) as TensorBoard shows them: a file that starts at a step replaces what was from there on."""
     points = []
     for event in [event for file in files for event in events(file)]:
         if event.HasField("session_log"):
