@@ -56,11 +56,15 @@ def open_data(trained: Trained, job: Job) -> None:
 
 
 def told(trained: Trained, found: dict[str, float]) -> str:
+    from jaxdist.data.corpus import rounded
+
     task = trained.run.task
-    further = "".join(f"  {name} {value:.2%}" for name, value in found.items() if name != "loss")
+    units = f"{task.unit}s"
+    shares = {name: value for name, value in found.items() if name not in ("loss", "batches", units)}
+    further = "".join(f"  {name} {value:.2%}" for name, value in shares.items())
     return (
-        f"step {trained.step}  validation loss {found['loss']:.4f} nats per {task.unit}{further}  "
-        f"({task.baseline_name} {task.baseline():.4f})"
+        f"step {trained.step}  validation loss {found['loss']:.4f} nats per {task.unit} over {rounded(found[units])} "
+        f"{units}{further}  ({task.baseline_name} {task.baseline():.4f})"
     )
 
 

@@ -286,10 +286,11 @@ def _described(source: Source, documents: int) -> str:
 
 
 def _sizes(train: Tokens, validation: Tokens) -> str:
-    return f"{_count(train.length)} tokens and {_count(validation.length)} held out"
+    return f"{rounded(train.length)} tokens and {rounded(validation.length)} held out"
 
 
-def _count(number: int) -> str:
+def rounded(number: int) -> str:
+    """For people: `238.6 k`."""
     for unit, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if number >= unit:
             return f"{number / unit:.1f}{name}"

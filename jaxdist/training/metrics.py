@@ -59,8 +59,10 @@ class Log:
             self._guard(lambda: self._wandb.log(numbers, step=values["step"]))
         if "validation_loss" in values:
             accuracy = f"  accuracy {values['validation_accuracy']:.2%}" if "validation_accuracy" in values else ""
+            batches = values.get("validation_batches")
+            over = "" if batches is None else f" over {batches} batch{'es' * (batches > 1)}"
             self.screen.say_with_time(
-                f"step {values['step']}  validation loss {values['validation_loss']:.4f}{accuracy}"
+                f"step {values['step']}  validation loss {values['validation_loss']:.4f}{over}{accuracy}"
             )
         else:
             self.screen.line(_line(values, self._steps))

@@ -144,7 +144,8 @@ class Run:
         self, params: Params, variables: Params, batches: int, enough: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
         """Mean loss in nats, and further means by name, over the held-out part or its first `batches` global batches
-        (0: all). None where there was `enough()`, which is asked before each of them."""
+        (0: all); and over how much: `batches`, and `tokens` or `images`. None where there was `enough()`, which is
+        asked before each of them."""
         sums = []
         for part in self.task.validation_batches(batches):
             if enough():
@@ -153,7 +154,8 @@ class Run:
         count = sum(count for _, count, _ in sums)
         mean = lambda values: float(sum(values) / count)
         further = {name: mean(further[name] for _, _, further in sums) for name in sums[0][2]}
-        return {"loss": mean(loss for loss, *_ in sums), **further}
+        over = {"batches": len(sums), f"{self.task.unit}s": int(count)}
+        return {"loss": mean(loss for loss, *_ in sums), **further, **over}
 
 
 def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:

@@ -53,21 +53,12 @@ def folded(lines: Sequence[str], stream: TextIO) -> list[str]:
     width = max(40, get_terminal_size().columns)
     found = []
     for line in lines:
-        table = "  " in line[NAMES:].strip()
-        parts = (
-            [line]
-            if table or len(line) <= width
-            else wrap(
-                line,
-                width,
-                subsequent_indent=" " * NAMES,
-                break_long_words=False,
-                break_on_hyphens=False,
-                drop_whitespace=True,
-                replace_whitespace=False,
-            )
-        )
-        found += parts
+        row_of_table = "  " in line[NAMES:].strip()
+        if row_of_table or len(line) <= width:
+            found.append(line)
+        else:
+            indent = " " * NAMES
+            found += wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return found
 
 

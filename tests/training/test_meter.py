@@ -108,7 +108,7 @@ def test_a_log_of_ten_thousand_steps_stays_under_128_kib(tmp_path):
             if step % config.log.every == 0:
                 log.metrics(figures | dict(step=step, step_seconds=1.89, data_seconds=0.001))
             if step % config.validation.every == 0:
-                log.metrics(dict(step=step, validation_loss=2.3456))
+                log.metrics(dict(step=step, validation_loss=2.3456, validation_batches=8))
         assert len(text.getvalue()) + 2500 < 128 * 1024
         log.metrics(figures | dict(step=10000, step_seconds=1.89, data_seconds=0.08))
     lines = text.getvalue().splitlines()

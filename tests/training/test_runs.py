@@ -85,7 +85,9 @@ def test_metrics_have_the_promised_keys(finished):
     assert steps[-1]["mfu"] is None
     assert steps[-1]["memory_bytes"] is None
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.2
-    assert [line for line in lines(finished) if "validation_loss" in line][-1]["step"] == 20
+    last = [line for line in lines(finished) if "validation_loss" in line][-1]
+    assert (last["step"], last["validation_batches"]) == (20, 2)
+    assert last["validation_tokens"] == 2 * 8 * 16
 
 
 def test_the_resolved_config_is_usable_as_config(finished, tmp_path):
@@ -99,8 +101,8 @@ def test_the_resolved_config_is_usable_as_config(finished, tmp_path):
 @pytest.mark.parametrize("mesh", ["1x1x1", "data=2,replica=2"])
 def test_evaluate_on_any_mesh(finished, capsys, mesh):
     assert evaluate.main([str(finished), f"--mesh={mesh}"]) == 0
-    words = capsys.readouterr().out.split()
-    whole = float(words[words.index("loss") + 1])
+    said = capsys.readouterr().out
+    whole = float(re.search(r"validation loss ([\d.]+) nats per token over [\d.]+(?: k)? tokens  \(unigram", said)[1])
     of_two_batches = [line["validation_loss"] for line in lines(finished) if "validation_loss" in line][-1]
     assert whole == pytest.approx(of_two_batches, rel=0.2)
     assert 2 < whole < 6
