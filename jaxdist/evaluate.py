@@ -41,12 +41,24 @@ def main(argv: list[str] | None = None) -> int:
 def open_data(trained: Trained, job: Job) -> None:
     """Read, and at the first use tokenize, what the checkpoint is to be tried on; the first process does so first."""
     from jaxdist.cluster.agreement import check_alike, leader_first
-    from jaxdist.cluster.phases import READING
+    from jaxdist.cluster.phases import AWAITING, READING
     from jaxdist.training.folder import RunFolder
+    from jaxdist.training.reading import Reading
+    from jaxdist.training.screen import Screen
 
     task = trained.run.task
-    job.note(READING)
-    leader_first("tokens", lambda: task.data)
+
+    def read() -> None:
+        job.note(READING)
+        _ = task.data
+
+    screen = Screen()
+    task.progress = Reading(lambda: job.note(READING), screen if job.place.leader else None)
+    job.note(READING if job.place.leader else AWAITING)
+    try:
+        leader_first("tokens", read)
+    finally:
+        screen.pause()
     if task.fingerprint != trained.data:
         if job.place.leader:
             print(f"note: this is not the data that the run was trained on{task.kept}", file=sys.stderr)

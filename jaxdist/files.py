@@ -13,7 +13,7 @@ import io
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -82,12 +82,16 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
-def checksum(path: Path) -> tuple[int, str]:
-    """The size in bytes and the XXH3 of 64 bits, in hexadecimal, of a regular file. Raises `OSError`."""
+def checksum(path: Path, read: Callable[[int], None] = lambda count: None) -> tuple[int, str]:
+    """The size in bytes and the XXH3 of 64 bits, in hexadecimal, of a regular file. Raises `OSError`.
+
+    `read` gets the numbers of bytes as they are read.
+    """
     size, digest = 0, xxhash.xxh3_64()
     buffer = memoryview(bytearray(BLOCK))
     with open_regular(path) as file:
         while count := file.readinto(buffer):
             size += count
             digest.update(buffer[:count])
+            read(count)
     return size, digest.hexdigest()

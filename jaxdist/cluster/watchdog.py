@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxdist.cluster import faults, heartbeat
 from jaxdist.cluster.heartbeat import Beat, Heart
-from jaxdist.cluster.phases import IDLE, READING, STARTING, STEPPING, WAITING
+from jaxdist.cluster.phases import AWAITING, IDLE, READING, STARTING, STEPPING, WAITING
 from jaxdist.cluster.place import Place
 from jaxdist.config import RequestError
 
@@ -89,14 +89,26 @@ class Watchdog:
 
     def limit(self) -> float:
         """Seconds that it may go on with what it does now."""
-        if self._doing == IDLE:
-            return float("inf")  # who measures has a watchdog too
+        if self._doing in (AWAITING, IDLE):
+            return float("inf")  # who reads, or measures, has a watchdog too
+        if self._doing == READING and not self.seconds:
+            return float("inf")  # a large vocabulary is merged without a sign of life
         usual = statistics.median(list(self._steps)) if self._steps else 0
         seconds = self.seconds or max(LEAST, USUAL * usual)
-        if self._doing == READING and not self.seconds:
-            return float("inf")  # tokenizing takes as long as the text is long
-        first = not self._steps or self._doing not in self._seen
-        return seconds * FIRST if first else seconds
+        return seconds * FIRST if self._first_time else seconds
+
+    @property
+    def _first_time(self) -> bool:
+        """Whether it has not done before what it does now: that may take longer."""
+        return not self._steps or self._doing not in self._seen
+
+    def _told_limit(self) -> str:
+        """The limit, and where it comes from."""
+        if not self.seconds:
+            return f"{self.limit():.0f} s; fault.hang_seconds sets another limit"
+        if self._first_time:
+            return f"{self.limit():g} s, {FIRST} times the {self.seconds:g} s of fault.hang_seconds for the first time"
+        return f"the {self.seconds:g} s of fault.hang_seconds"
 
     def _watch(self) -> None:
         looked = time.monotonic()
@@ -109,7 +121,7 @@ class Watchdog:
             self._name_silent()
 
     def _bark(self) -> None:
-        told = f"no progress: {self.where()}, more than the {self.limit():.0f} s of fault.hang_seconds; the job ends"
+        told = f"no progress: {self.where()}, more than {self._told_limit()}; the job ends"
         others = self._others()  # before they end
         if not self.place.alone:
             faults.announce(self.place, faults.HANG, faults.FAILED)

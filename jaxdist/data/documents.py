@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,9 @@ from jaxdist.data import magics
 BLOCK_BYTES, SMALLEST_BLOCK_BYTES = 64 << 10, 256
 """Plain text is cut into blocks of about so many bytes; a small file into smaller ones, so that some are held out."""
 
+HASHED_BYTES = 1 << 20
+"""How many bytes are read at a time where all of a file is hashed."""
+
 HELD_OUT_BLOCKS = 4
 """At least so many blocks of a plain text are held out, where the smallest block allows."""
 
@@ -27,6 +30,10 @@ KINDS = {".jsonl": "jsonl", ".bin": "bin"}
 KIND_NAMES = {"library": "Python's own library", "jsonl": "JSON lines", "bin": "tokens (.bin)", "text": "plain text"}
 
 ONE_FILE = "one file is read, so join the texts first, in one .txt or in one .jsonl with a line for each text"
+
+
+def _nobody(count: int) -> None:
+    """Takes the numbers of bytes where nobody wants them."""
 
 
 class Document(NamedTuple):
@@ -53,42 +60,50 @@ class Source:
         """Sizes and times of change: the same before and after reading, or what was read is a mixture."""
         return tuple((s.st_size, s.st_mtime_ns) for s in map(os.stat, self.files))
 
-    def digest(self) -> str:
-        """sha256 (hex) of kind, names below the root and content; one pass over the bytes."""
+    def digest(self, read: Callable[[int], None] = _nobody) -> str:
+        """sha256 (hex) of kind, names below the root and content; one pass over the bytes, whose counts `read` gets."""
         total = hashlib.sha256(self.kind.encode())
         for path in self.files:
             total.update(b"\0" + path.relative_to(self.root).as_posix().encode() if path != self.root else b"")
             with reading(path), path.open("rb") as file:
-                total.update(hashlib.file_digest(file, "sha256").digest())
+                total.update(_sha256(file, read))
         return total.hexdigest()
 
-    def documents(self, fraction: float = 0.0) -> Iterator[Document]:
+    def documents(self, fraction: float = 0.0, read: Callable[[int], None] = _nobody) -> Iterator[Document]:
         """The documents in order: a library's files, a file's JSON lines, or blocks of a plain text.
 
-        `fraction` is what will be held out of them. Raises `RequestError` naming the line or byte of a mistake.
+        `fraction` is what will be held out of them; `read` gets the numbers of bytes as they are read.
+        Raises `RequestError` naming the line or byte of a mistake.
         """
         if self.kind == "library":
             for path in self.files:
                 with reading(path):
-                    text = path.read_bytes().decode("utf-8", errors="replace")
+                    content = path.read_bytes()
+                    text = content.decode("utf-8", errors="replace")
+                read(len(content))
                 if text:  # an empty __init__.py says nothing
                     yield Document(text, True)
             return
         with reading(self.root), self.root.open("rb") as file:
             if self.kind == "jsonl":
-                yield from _json_lines(file, self.root)
+                yield from _json_lines(file, self.root, read)
             else:
                 held_out = int(self.size * fraction / HELD_OUT_BLOCKS) if fraction else BLOCK_BYTES
-                yield from _blocks(file, self.root, min(BLOCK_BYTES, max(SMALLEST_BLOCK_BYTES, held_out)))
+                yield from _blocks(file, self.root, min(BLOCK_BYTES, max(SMALLEST_BLOCK_BYTES, held_out)), read)
 
 
-def split(source: Source, validation: Source | None, fraction: float) -> Iterator[tuple[bool, Document]]:
-    """(held out?, document): all of `validation` is; without it every (1/fraction)-th document of `source`."""
+def split(
+    source: Source, validation: Source | None, fraction: float, read: Callable[[int], None] = _nobody
+) -> Iterator[tuple[bool, Document]]:
+    """(held out?, document): all of `validation` is; without it every (1/fraction)-th document of `source`.
+
+    `read` gets the numbers of bytes as they are read.
+    """
     if validation is not None:
-        yield from ((False, document) for document in source.documents())
-        yield from ((True, document) for document in validation.documents())
+        yield from ((False, document) for document in source.documents(read=read))
+        yield from ((True, document) for document in validation.documents(read=read))
         return
-    for number, document in enumerate(source.documents(fraction)):
+    for number, document in enumerate(source.documents(fraction, read)):
         yield int((number + 1) * fraction) > int(number * fraction), document
 
 
@@ -183,9 +198,10 @@ def reading(path: Path) -> Iterator[None]:
         raise RequestError(f"'{path}' cannot be read ({error.strerror or error}); make it readable") from error
 
 
-def _json_lines(file: BinaryIO, path: Path) -> Iterator[Document]:
+def _json_lines(file: BinaryIO, path: Path, read: Callable[[int], None]) -> Iterator[Document]:
     """A document per line; blank lines are skipped, and so are empty texts. Memory is that of the longest line."""
     for number, line in enumerate(file, start=1):
+        read(len(line))
         line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
         if not line.strip():
             continue
@@ -210,7 +226,7 @@ def _json_lines(file: BinaryIO, path: Path) -> Iterator[Document]:
             yield Document(text, True)
 
 
-def _blocks(file: BinaryIO, path: Path, size: int) -> Iterator[Document]:
+def _blocks(file: BinaryIO, path: Path, size: int, read: Callable[[int], None]) -> Iterator[Document]:
     """Blocks of about `size` bytes cut at line ends; a line longer than that is cut between two characters."""
     place = 0
     while block := file.read(size):
@@ -225,6 +241,15 @@ def _blocks(file: BinaryIO, path: Path, size: int) -> Iterator[Document]:
                 "it, or name it .bin if it holds uint16 tokens"
             ) from error
         place += len(block)
+        read(len(block))
+
+
+def _sha256(file: BinaryIO, read: Callable[[int], None]) -> bytes:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(HASHED_BYTES))
+    while count := file.readinto(buffer):
+        digest.update(buffer[:count])
+        read(count)
+    return digest.digest()
 
 
 def _is_unicode(text: str) -> bool:

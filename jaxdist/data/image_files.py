@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from jaxdist.config import RequestError, nearest
+from jaxdist.data.progress import Pass, Progress, unseen
 
 ARRAYS = ("images", "labels", "validation_images", "validation_labels")
 """The keys of an .npz, and the names of the .npy files in a folder; the last two may be missing."""
@@ -41,12 +42,13 @@ class Labelled:
     """For people."""
 
 
-def read(path: Path | None, size: int) -> tuple[Labelled, Labelled | None]:
+def read(path: Path | None, size: int, progress: Progress = unseen) -> tuple[Labelled, Labelled | None]:
     """What lies there, and its held-out part where it has one of its own.
 
     `.npy` files are mapped, all else is held in memory. Images in class folders are decoded, and stretched to `size` x
     `size` pixels where that is not 0: as one grey channel if all of them are grey, else as RGB; transparency is
-    dropped. Hidden files are passed over. Raises `RequestError` for what cannot be read.
+    dropped. Hidden files are passed over. `progress` is told how many bytes of them are decoded.
+    Raises `RequestError` for what cannot be read.
     """
     if path is None:
         return _digits(), None
@@ -57,7 +59,7 @@ def read(path: Path | None, size: int) -> tuple[Labelled, Labelled | None]:
             arrays = {file.stem: file for file in sorted(path.glob("*.npy")) if not file.name.startswith(".")}
         if arrays:
             return _arrays(path, sorted(arrays), lambda name: np.load(arrays[name], "r", allow_pickle=False))
-        return _class_folders(path, size)
+        return _class_folders(path, size, progress)
     if path.suffix.lower() != ".npz":
         raise RequestError(f"'{path}' is no image data; give {FORMS}")
     with _reading(path):
@@ -108,11 +110,11 @@ def _arrays(path: Path, found: Sequence[str], load: Callable[[str], np.ndarray])
     return part(*ARRAYS[:2], f"'{path}'"), own
 
 
-def _class_folders(path: Path, size: int) -> tuple[Labelled, Labelled | None]:
+def _class_folders(path: Path, size: int, progress: Progress) -> tuple[Labelled, Labelled | None]:
     """A folder with a sub-folder for each class, or with `train` and maybe `validation` or `val` above those."""
     names = [entry.name for entry in _entries(path) if entry.is_dir()]
     if TRAIN not in names:
-        return _classes(path, size), None
+        return _classes(path, size, progress), None
     held_out = [name for name in names if name in VALIDATION]
     others = [entry.name for entry in _entries(path) if entry.name not in (TRAIN, *VALIDATION)]
     if len(held_out) > 1 or others:
@@ -121,10 +123,11 @@ def _class_folders(path: Path, size: int) -> tuple[Labelled, Labelled | None]:
             f"'{path}' holds {both}; keep one of validation and val beside train and nothing else, or set data.path to "
             "the folder to train on and data.validation_path to the one to hold out"
         )
-    return _classes(path / TRAIN, size), _classes(path / held_out[0], size) if held_out else None
+    held = _classes(path / held_out[0], size, progress) if held_out else None
+    return _classes(path / TRAIN, size, progress), held
 
 
-def _classes(path: Path, size: int) -> Labelled:
+def _classes(path: Path, size: int, progress: Progress) -> Labelled:
     """A class for each sub-folder, numbered in the order of their names."""
     folders = _entries(path)
     if stray := next((entry for entry in folders if not entry.is_dir()), None):
@@ -140,7 +143,7 @@ def _classes(path: Path, size: int) -> Labelled:
         if deeper := next((entry for entry in inside if entry.is_dir()), None):
             raise RequestError(f"'{deeper}' is a folder inside that of a class; put the images into '{folder}' itself")
     labels = np.repeat(np.arange(len(folders)), [len(inside) for inside in files])
-    images = _decode([file for inside in files for file in inside], size)
+    images = _decode([file for inside in files for file in inside], size, progress)
     return Labelled(images, labels, tuple(folder.name for folder in folders), f"'{path}'")
 
 
@@ -150,7 +153,7 @@ def _entries(path: Path) -> list[Path]:
         return sorted((entry for entry in path.iterdir() if not entry.name.startswith(".")), key=lambda e: e.name)
 
 
-def _decode(files: Sequence[Path], size: int) -> Shaped[np.ndarray, "n H W *C"]:
+def _decode(files: Sequence[Path], size: int, progress: Progress) -> Shaped[np.ndarray, "n H W *C"]:
     """All images in uint8. Their headers are read first, so that most mistakes are told before the long work."""
     try:
         from PIL import Image
@@ -159,7 +162,10 @@ def _decode(files: Sequence[Path], size: int) -> Shaped[np.ndarray, "n H W *C"]:
             f"'{files[0]}' is an image file, and Pillow, which reads those, is not installed; install 'jaxdist[lab]'"
         ) from error
     first, grey = None, True
-    for file in files:
+    sizes = [_size(file) for file in files]
+    looking = Pass(progress, "looking at the images", sum(sizes))
+    for file, count in zip(files, sizes, strict=True):
+        looking.read(count)
         with _picture(Image, file) as image:
             if image.mode not in SHALLOW:
                 raise RequestError(
@@ -175,11 +181,18 @@ def _decode(files: Sequence[Path], size: int) -> Shaped[np.ndarray, "n H W *C"]:
                 )
     width, height = (size, size) if size else first[1]
     out = np.empty((len(files), height, width) if grey else (len(files), height, width, 3), np.uint8)
-    for row, file in zip(out, files, strict=True):
+    decoding = Pass(progress, "decoding the images", sum(sizes))
+    for row, file, count in zip(out, files, sizes, strict=True):
+        decoding.read(count)
         with _picture(Image, file) as image:
             plain = image.convert("L" if grey else "RGB")
             row[:] = plain.resize((width, height), Image.Resampling.BILINEAR) if size else plain
     return out
+
+
+def _size(file: Path) -> int:
+    with _reading(file):
+        return file.stat().st_size
 
 
 def _known(Image, file: Path):

@@ -15,6 +15,7 @@ from jaxtyping import Float, Float32, Int, Int32, Shaped
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.data.batches import splitmix64
 from jaxdist.data.image_files import Labelled, read, renumber
+from jaxdist.data.progress import Pass, Progress, unseen
 
 VERSION = 1
 """Of the split and the normalisation; count it up when the same data would give other batches."""
@@ -70,7 +71,7 @@ class Images:
     """One line for people."""
 
 
-def open_images(config: DataConfig, size: int = 0, classes: int = 0) -> Images:
+def open_images(config: DataConfig, size: int = 0, classes: int = 0, progress: Progress = unseen) -> Images:
     """The images that `config` asks for: `path` is of a form that `image_files.FORMS` tells; None: 1797 digits of 8x8.
 
     `size`: stretch the images of class folders to size x size pixels; 0 leaves them as they are. `classes`: how many,
@@ -78,7 +79,7 @@ def open_images(config: DataConfig, size: int = 0, classes: int = 0) -> Images:
     else the rows that a fixed hash of their number picks, `validation_fraction` of them on average.
     Raises `RequestError` for what is wrong with the request or the data; all of it is looked at once, here.
     """
-    train, held_out = _read_parts(config, size)
+    train, held_out = _read_parts(config, size, progress)
     parts = [part for part in (train, held_out) if part]
     if problems := [problem for part in parts for problem in _form_problems(part)]:
         raise RequestError(*problems)
@@ -90,7 +91,7 @@ def open_images(config: DataConfig, size: int = 0, classes: int = 0) -> Images:
 
     digest = hashlib.sha256(json.dumps([VERSION, names, held_out is None and config.validation_fraction]).encode())
     for part, numbers in zip(parts, labels, strict=True):
-        _scan(part, numbers, digest)
+        _scan(part, numbers, digest, progress)
 
     rows = [np.arange(len(part.labels)) for part in parts]
     if held_out is None:
@@ -107,7 +108,7 @@ def open_images(config: DataConfig, size: int = 0, classes: int = 0) -> Images:
     return Images(*made, names, mean, std, digest.hexdigest(), source)
 
 
-def _read_parts(config: DataConfig, size: int) -> tuple[Labelled, Labelled | None]:
+def _read_parts(config: DataConfig, size: int, progress: Progress) -> tuple[Labelled, Labelled | None]:
     """The training images and the held-out ones, from wherever those come; None: they have to be chosen."""
     problems = []
     if config.tokenizer:
@@ -128,7 +129,7 @@ def _read_parts(config: DataConfig, size: int) -> tuple[Labelled, Labelled | Non
     found, problems = [], []
     for path in paths or [None]:
         try:
-            found.append(read(path, size))
+            found.append(read(path, size, progress))
         except RequestError as error:
             problems += error.problems
     if problems:
@@ -251,11 +252,12 @@ def _chunks(images: np.ndarray, rows: np.ndarray | None = None) -> Iterator[np.n
         yield images[start : start + count] if rows is None else images[rows[start : start + count]]
 
 
-def _scan(part: Labelled, labels: Int32[np.ndarray, " n"], digest) -> None:
+def _scan(part: Labelled, labels: Int32[np.ndarray, " n"], digest, progress: Progress) -> None:
     """One pass over all content: into the digest, and refused where it is not a number that float32 holds."""
     digest.update(json.dumps([part.images.dtype.str, *part.images.shape]).encode() + labels.astype("<i4").tobytes())
-    seen = 0
+    seen, scanning = 0, Pass(progress, "checking the images", part.images.nbytes)
     for chunk in _chunks(part.images):
+        scanning.read(chunk.nbytes)
         digest.update(np.ascontiguousarray(chunk).view(np.uint8))
         with np.errstate(over="ignore"):
             good = np.isfinite(chunk.astype(np.float32, copy=False)).all((1, 2, 3)) if chunk.dtype != np.uint8 else True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +32,13 @@ REMEDY = (
 )
 
 
-def problem(path: Path, vocab: int, entries: int | None) -> str | None:
+def problem(
+    path: Path, vocab: int, entries: int | None, read: Callable[[int], None] = lambda count: None
+) -> str | None:
     """Why the file is not taken for uint16 tokens of a model with `vocab` ids; None where it is.
 
     `entries` is the number of ids of its tokenizer, None where none is given. Looks at the first 2 MiB, and at all of
-    a file in which nothing is wrong. Raises `OSError`.
+    a file in which nothing is wrong, and `read` gets the numbers of bytes then. Raises `OSError`.
     """
     if (size := path.stat().st_size) % 2:
         return f"'{path}' is cut short: {size} bytes are no whole number of uint16 tokens; copy it anew"
@@ -46,7 +49,7 @@ def problem(path: Path, vocab: int, entries: int | None) -> str | None:
         return f"'{path}' {wider}; {REMEDY}"
     if _is_text(values.tobytes()):
         return f"'{path}' holds text and no tokens; name it .txt, or .jsonl where each line is a JSON object"
-    if (largest := Tokens.open(path, "uint16").largest()) >= vocab:
+    if (largest := Tokens.open(path, "uint16").largest(read)) >= vocab:
         return _too_large(path, vocab, largest, values)
     return None
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import xxhash
 from jaxtyping import Int, Integer
+
+from jaxdist.files import BLOCK, open_regular
 
 CHUNK = 1 << 22
 """Tokens looked at together where a whole file is read (16 MiB as uint32)."""
@@ -54,9 +58,13 @@ class Tokens:
         """Whether an `end` is followed by anything; reads up to the first one."""
         return any((chunk == self.end).any() for chunk in self.part(0, max(0, self.length - 1))._chunks())
 
-    def largest(self) -> int:
-        """The largest id, -1 where there is none; reads everything, a chunk at a time."""
-        return max((int(chunk.max()) for chunk in self._chunks()), default=-1)
+    def largest(self, read: Callable[[int], None] = lambda count: None) -> int:
+        """The largest id, -1 where there is none; reads everything, a chunk at a time, whose bytes `read` gets."""
+        found = -1
+        for chunk in self._chunks():
+            found = max(found, int(chunk.max()))
+            read(chunk.nbytes)
+        return found
 
     def unigram_entropy(self) -> float:
         """Entropy of the tokens' own frequencies, in nats: the loss of the best guess that ignores the context."""
@@ -82,16 +90,34 @@ class Tokens:
 
 
 class TokenWriter:
-    """Appends token ids to a new file of `size` bytes so far; a context manager, complete once it is left."""
+    """Appends token ids to a file, a new one or one that was begun; a context manager, complete once it is left."""
 
     def __init__(self, path: Path, dtype: Literal["uint16", "uint32"]):
         self.dtype, self.size = dtype, 0
-        self._file = path.open("xb")
+        self._digest = xxhash.xxh3_64()
+        if path.exists():
+            self._take_in(path)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        self._file = os.fdopen(os.open(path, flags, 0o666), "ab")
 
     def write(self, ids: Int[np.ndarray, " n"]) -> None:
         """Append; the ids must fit the file's type."""
         assert ids.size == 0 or 0 <= ids.min() <= ids.max() <= np.iinfo(self.dtype).max, f"ids outside {self.dtype}"
-        self.size += self._file.write(ids.astype(np.dtype(self.dtype).newbyteorder("<")).data)
+        content = ids.astype(np.dtype(self.dtype).newbyteorder("<")).data
+        self.size += self._file.write(content)
+        self._digest.update(content)
+
+    def written(self) -> tuple[int, str]:
+        """Size in bytes and XXH3 of all so far, which the operating system has from now on."""
+        self._file.flush()
+        return self.size, self._digest.hexdigest()
+
+    def _take_in(self, path: Path) -> None:
+        """What was written before."""
+        with open_regular(path) as file:
+            while block := file.read(BLOCK):
+                self.size += len(block)
+                self._digest.update(block)
 
     def __enter__(self) -> TokenWriter:
         return self

@@ -44,7 +44,7 @@ class Pictures(Task):
     def data(self) -> Images:
         """Raises `RequestError` for images that the model does not take."""
         sizes = self.config.model
-        found = open_images(self.config.data, size=sizes.image, classes=sizes.classes)
+        found = open_images(self.config.data, size=sizes.image, classes=sizes.classes, progress=self.progress)
         if found.train.shape[-1] != sizes.channels:
             raise RequestError(
                 f"the images of {self.config.data.path or 'digits'} have {found.train.shape[-1]} channel(s), and "

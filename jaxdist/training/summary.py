@@ -29,18 +29,28 @@ NAMES = 12
 STATISTICS = "batch norm takes those of a micro-batch over all devices, as one device would"
 
 
-def summary(run: Run, folder: object, resume: str) -> list[str]:
-    """Lines of the summary, in the order in which people ask."""
+def summary(run: Run, folder: object, resume: str, begun: bool = False) -> list[str]:
+    """Lines of the summary, in the order in which people ask; those that follow `beginning` where that was told."""
     where = [("data", run.task.source), ("run folder", f"{folder}; {resume}")]
+    if begun:
+        return _lines([("length", f"{run.steps} steps"), *where, *_layout(run)])
     return _lines([*_plan(run, f"{run.steps} steps"), *where, *_layout(run)])
+
+
+def beginning(run: Run) -> list[str]:
+    """The lines for which no data need be read."""
+    return _lines(_plan(run, _length(run)))
 
 
 def outlook(run: Run) -> list[str]:
     """The summary of a run that is only looked at: its data are not read, and its devices need not be there."""
-    train = run.config.train
-    length = f"{train.epochs:g} epoch(s)" if train.epochs else f"{train.steps} steps"
     where = [("data", "not read"), ("run folder", f"{run.config.run_dir}; not entered")]
-    return _lines([*_plan(run, length), *where, *_layout(run)])
+    return _lines([*_plan(run, _length(run)), *where, *_layout(run)])
+
+
+def _length(run: Run) -> str:
+    train = run.config.train
+    return f"{train.epochs:g} epoch(s)" if train.epochs else f"{train.steps} steps"
 
 
 def folded(lines: Sequence[str], stream: TextIO) -> list[str]:

@@ -15,6 +15,7 @@ from jaxdist.config import Config, RequestError
 from jaxdist.data.batches import Batch
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.images import Images
+from jaxdist.data.progress import Progress, unseen
 from jaxdist.mesh import PIPELINE, micro_batches
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
@@ -42,6 +43,8 @@ class Task(ABC):
         self.config, self.model, self.mesh, self.layout = config, model, mesh, layout
         self.micro_batches = micro_batches(config, mesh.shape)
         """In a step."""
+        self.progress: Progress = unseen
+        """Told how far the data are read."""
 
     @abstractmethod
     def forward(self, dtype: Any) -> Forward:

@@ -52,7 +52,7 @@ class Text(Task):
 
     def _open(self, data: DataConfig) -> Corpus:
         model = self.config.model
-        return open_corpus(data, model.vocab, model.sequence, model.documents == "apart")
+        return open_corpus(data, model.vocab, model.sequence, model.documents == "apart", self.progress)
 
     @property
     def units(self) -> int:

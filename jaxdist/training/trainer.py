@@ -11,7 +11,7 @@ import jax
 from jaxdist.cluster import compiler
 from jaxdist.cluster.agreement import check_alike, from_leader, leader, leader_first
 from jaxdist.cluster.job import Job
-from jaxdist.cluster.phases import COMPILING, READING, SAVING, STARTING, STEPPING, VALIDATING, WAITING
+from jaxdist.cluster.phases import AWAITING, COMPILING, READING, SAVING, STARTING, STEPPING, VALIDATING, WAITING
 from jaxdist.cluster.preflight import check_folder
 from jaxdist.cluster.stopping import STOPPED
 from jaxdist.data.batches import Prefetch, global_rows
@@ -23,6 +23,7 @@ from jaxdist.training.meter import Diverged, Meter
 from jaxdist.training.metrics import Log, Silent
 from jaxdist.training.plots import plot_loss
 from jaxdist.training.profile import Profile
+from jaxdist.training.reading import Reading
 from jaxdist.training.run import Run
 from jaxdist.training.run_lock import LockLost
 from jaxdist.training.saving import Saving, checkpoint_bytes, finished, locked, no_room
@@ -31,7 +32,7 @@ from jaxdist.training.shelf import Shelf
 from jaxdist.training.startup import check_attention
 from jaxdist.training.step import Batch, TrainState
 from jaxdist.training.store import SaveFailed
-from jaxdist.training.summary import folded, summary
+from jaxdist.training.summary import beginning, folded, summary
 
 DONE, FAILED = 0, 1
 """Exit codes: finished, and failed. `STOPPED` is that of a run which the same command goes on with."""
@@ -47,8 +48,7 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
     check_alike("configuration", to_toml(run.config), "give all processes the same options")
     if finished(run, folder):
         return DONE
-    job.note(READING)
-    leader_first("tokens", run.open_data)  # nothing is written before it is known to be there and fit
+    begun = open_data(run, job, screen)  # nothing is written before it is known to be there and fit
     check_alike("data", run.task.fingerprint, "let all processes read the same files")
     with (
         jax.set_mesh(run.mesh),
@@ -71,7 +71,7 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
             folder.write(run.config, run.task.tokenizer, devices, more)
         with (Log if leader() else Silent)(run.config, folder, run.steps, first, screen) as log, job.failing(log.pause):
             try:
-                return Trainer(run, folder, checkpoints, log, job, check_lock).train(found)
+                return Trainer(run, folder, checkpoints, log, job, check_lock, begun).train(found)
             except Diverged as error:  # in all processes alike
                 log.say(f"stopped: {error}; {checkpoints.told()}")
             except LockLost as error:  # in all processes alike; the checkpoints are another run's
@@ -81,6 +81,29 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
                 job.give_up(f"stopped: {told}; {goes_on(folder)}")
                 log.say(f"stopped: {told}; {checkpoints.told()}")
             return FAILED
+
+
+def open_data(run: Run, job: Job, screen: Screen) -> bool:
+    """Read, and at the first use tokenize, the data: the leader first, whose files the others find. Whether that took
+    so long that the summary was begun before it."""
+    told: list[str] = []
+
+    def begin() -> None:
+        told.extend(beginning(run))
+        for line in told:
+            screen.say(line)
+
+    def read() -> None:
+        job.note(READING)
+        run.open_data()
+
+    run.task.progress = Reading(lambda: job.note(READING), screen if leader() else None, begin)
+    job.note(READING if leader() else AWAITING)
+    try:
+        leader_first("tokens", read)
+    finally:
+        screen.pause()
+    return bool(told)
 
 
 def goes_on(folder: RunFolder) -> str:
@@ -100,10 +123,12 @@ class Trainer:
         log: Log,
         job: Job,
         check_lock: Callable[[], None],
+        begun: bool,
     ):
-        """`check_lock` raises `LockLost` where another run has taken the folder."""
+        """`check_lock` raises `LockLost` where another run has taken the folder. `begun`: the beginning of the summary
+        was told."""
         self.run, self.folder, self.checkpoints, self.log, self.job = run, folder, checkpoints, log, job
-        self.check_lock = check_lock
+        self.check_lock, self.begun = check_lock, begun
         self.config, self.steps = run.config, run.steps
         self.saving = Saving(run, checkpoints)
 
@@ -148,7 +173,8 @@ class Trainer:
     def start(self, found: Found | None) -> TrainState:
         """Tell what is going to be run, and make or restore the state."""
         resume = f"from the checkpoint of step {found.step}" if found else "from the beginning"
-        for line in [*folded(summary(self.run, self.folder.path, resume), sys.stderr), *self.checkpoints.notes]:
+        lines = folded(summary(self.run, self.folder.path, resume, self.begun), sys.stderr)
+        for line in [*lines, *self.checkpoints.notes]:
             self.log.say(line)
         if checked := check_attention(self.run):
             self.log.say(f"checked     {checked}")

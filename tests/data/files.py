@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxdist.config import DataConfig
 from jaxdist.data.corpus import Corpus, open_corpus
+from jaxdist.data.progress import unseen
 
 VOCAB, S = 300, 16
 POEM = "".join(f"line {i}: the tide of {i * i} äöü 日本 \t🙂 comes and goes\n" for i in range(400))
@@ -20,8 +21,8 @@ def ids(*numbers: int) -> bytes:
     return np.array(numbers, "<u2").tobytes()
 
 
-def open_(vocab: int = VOCAB, sequence: int = S, apart: bool = False, **knobs) -> Corpus:
-    return open_corpus(DataConfig(**knobs), vocab, sequence, apart)
+def open_(vocab: int = VOCAB, sequence: int = S, apart: bool = False, progress=unseen, **knobs) -> Corpus:
+    return open_corpus(DataConfig(**knobs), vocab, sequence, apart, progress)
 
 
 def save_tokenizer(path, size=VOCAB, end=None):

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.data import corpus as corpus_module
-from jaxdist.data import documents
+from jaxdist.data import documents, tokenizing
 from jaxdist.data.corpus import ENDS, open_corpus
 from tests.data.files import POEM, VOCAB, S, ids, lines, open_, save_tokenizer
 
@@ -117,13 +117,13 @@ def test_blocks_are_cut_at_line_ends_or_between_characters(write):
 
 def test_the_sample_is_bounded_and_evenly_spread():
     stream = [(i % 10 == 9, documents.Document(f"{i:05}", True)) for i in range(1000)]
-    sample = list(corpus_module._sample(iter(stream), 500, 5000))
+    sample = list(tokenizing._sample(iter(stream), 500, 5000))
     assert sum(map(len, sample)) <= 500
     numbers = [int(text) for text in sample]
     assert set(np.diff(numbers)) <= {10, 11, 12}
     assert all(number % 10 != 9 for number in numbers)
     assert numbers[-1] > 950
-    assert list(corpus_module._sample(iter(stream[:3]), 7, 14)) == ["00000", "00"]  # every second, and never too much
+    assert list(tokenizing._sample(iter(stream[:3]), 7, 14)) == ["00000", "00"]  # every second, and never too much
 
 
 # ---- a tokenizer of one's own
@@ -154,8 +154,8 @@ def test_tokens_keep_the_tokenizer_for_later(write, tmp_path):
 def test_a_second_opening_reads_the_cache(write, monkeypatch):
     path = write("a.txt", POEM)
     first = open_(path=path)
-    monkeypatch.setattr(corpus_module, "_train", None)
-    monkeypatch.setattr(corpus_module, "_write_parts", None)
+    monkeypatch.setattr(corpus_module, "train_tokenizer", None)
+    monkeypatch.setattr(corpus_module, "write_parts", None)
     assert open_(path=path) == first
     moved = path.rename(path.with_name("b.txt"))
     assert open_(path=moved).fingerprint == first.fingerprint
@@ -201,14 +201,14 @@ def test_files_of_the_cache_that_were_cut_are_made_again(write, cache):
 
 def test_whoever_comes_second_uses_what_is_there(write, cache, monkeypatch):
     path = write("a.txt", POEM)
-    write_parts, first = corpus_module._write_parts, []
+    write_parts, first = corpus_module.write_parts, []
 
     def overtaken(*arguments):
-        monkeypatch.setattr(corpus_module, "_write_parts", write_parts)
+        monkeypatch.setattr(corpus_module, "write_parts", write_parts)
         first.append(open_(path=path))
         return write_parts(*arguments)
 
-    monkeypatch.setattr(corpus_module, "_write_parts", overtaken)
+    monkeypatch.setattr(corpus_module, "write_parts", overtaken)
     assert open_(path=path) == first[0]
     assert len(list(cache.iterdir())) == 1
 
@@ -245,13 +245,13 @@ def test_processes_that_race_or_die_leave_a_whole_cache(write, cache):
 
 def test_a_file_that_changes_while_it_is_read_is_not_cached(write, cache, monkeypatch):
     path = write("a.txt", POEM)
-    write_parts = corpus_module._write_parts
+    write_parts = corpus_module.write_parts
 
     def growing(*arguments):
         path.write_text(POEM + "more")
         return write_parts(*arguments)
 
-    monkeypatch.setattr(corpus_module, "_write_parts", growing)
+    monkeypatch.setattr(corpus_module, "write_parts", growing)
     with pytest.raises(RequestError, match="changed while it was read"):
         open_(path=path)
     assert list(cache.iterdir()) == []

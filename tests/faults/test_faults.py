@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from jaxdist.cluster.phases import COMPILING, READING, STEPPING, VALIDATING, WAITING
+from jaxdist.cluster.phases import AWAITING, COMPILING, READING, STEPPING, VALIDATING, WAITING
 from jaxdist.cluster.place import Place
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.training.folder import RunFolder
@@ -246,6 +246,15 @@ def test_how_long_is_too_long():
     dog.note(STEPPING, 4)
     dog.note(VALIDATING)
     assert dog.limit() == 1000
-    short = Watchdog(Place(), 7)
+    short = Watchdog(Place(), 7.5)
     short.note(READING)
-    assert short.limit() == 70
+    assert short.limit() == 75
+    assert short._told_limit() == "75 s, 10 times the 7.5 s of fault.hang_seconds for the first time"
+    short.note(AWAITING)
+    assert short.limit() == float("inf")
+    for step in range(1, 4):
+        short.note(STEPPING, step)
+    short.note(WAITING)
+    short.note(STEPPING, 4)
+    assert short._told_limit() == "the 7.5 s of fault.hang_seconds"
+    assert dog._told_limit() == "1000 s; fault.hang_seconds sets another limit"
