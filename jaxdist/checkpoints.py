@@ -13,6 +13,7 @@ from jaxdist.config import RequestError
 from jaxdist.request import Extra, arguments, check_output, run
 from jaxdist.training.folder import RunFolder
 from jaxdist.training.shelf import UNREADABLE_SEAL, UNSEALED, WRONG_CONTENT, Shelf
+from jaxdist.values import Checkpoint, FileName
 
 DESCRIPTION = (
     "List the checkpoints of a run: size, time, the mesh that wrote them, and whether they are whole. Exit code 1 when "
@@ -26,9 +27,14 @@ EXTRAS = [
         "Remove half-written steps, older ones than checkpoint.keep keeps, and damaged or set-aside "
         "ones where a later step is whole; list the others.",
     ),
-    Extra("export", "", "Write the weights into this .safetensors file, one tensor for each parameter of each layer."),
+    Extra(
+        "export",
+        "",
+        "Write the weights into this .safetensors file, one tensor for each parameter of each layer.",
+        FileName,
+    ),
     Extra("force", False, "Let --export replace a file that exists; never one of a run, nor what is no regular file."),
-    Extra("checkpoint", "latest", "Which step to export: latest, best (by validation loss) or a number."),
+    Extra("checkpoint", "latest", "Which step to export: latest, best (by validation loss) or a number.", Checkpoint),
     Extra("json", False, "Print one JSON object and nothing else."),
 ]
 

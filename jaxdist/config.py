@@ -1,4 +1,4 @@
-"""Every knob of a run, with its default and one line of help. Pure data: no jax, nothing else of jaxdist.
+"""Every knob of a run, with its default and one line of help. Pure data: no jax.
 
 A TOML file holds only its differences from these defaults, which are the shipped `gpt_tiny`.
 """
@@ -7,14 +7,31 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 from collections.abc import Iterable
-from functools import partial
-from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic import BaseModel, ConfigDict, Field
+
+from jaxdist.values import (
+    Channels,
+    Count,
+    CountOrZero,
+    FilePath,
+    FractionFloat32,
+    Layers,
+    MicroBatches,
+    MicroBatchesOrZero,
+    NonNegative,
+    NonNegativeFloat32,
+    Pixels,
+    Positive,
+    PositiveFloat32,
+    Resume,
+    Rows,
+    Seed,
+    Sequence,
+    Stage,
+)
 
 
 class RequestError(ValueError):
@@ -41,49 +58,6 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else f"valid names are {', '.join(valid)}"
 
 
-def _short_names(path: Path) -> Path:
-    """Longer names cannot even be looked for."""
-    if any(len(os.fsencode(part)) > 255 for part in path.parts):
-        raise PydanticCustomError("long_name", "has a name of more than 255 bytes; choose a shorter one")
-    return path
-
-
-def _whole(value: object) -> object:
-    """A choice of numbers would take `true` and 1.0 for 1."""
-    if isinstance(value, bool | float):
-        raise PydanticKnownError("int_type")
-    return value
-
-
-def _float32(value: float, end: float = 2.0**128 - 2.0**103, beyond: str = "infinity; choose at most 3.4e38") -> float:
-    """Refuse what devices, which compute in float32, round to 0; and what is not less than `end`, as `beyond` says."""
-    if 0 < value < 2.0**-126:
-        raise PydanticCustomError("float32", "in float32 it becomes 0; choose at least 1.2e-38")
-    if value >= end:
-        raise PydanticCustomError("float32", f"in float32 it becomes {beyond}")
-    return value
-
-
-def _auto_never_or_step(text: str) -> str:
-    if text not in ("auto", "never") and not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise PydanticCustomError("resume", "must be auto, never, or the number of a step")
-    return text
-
-
-Count = Annotated[int, Field(ge=1, lt=2**31)]
-CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]  # jax drops higher bits without a word
-FilePath = Annotated[Path, AfterValidator(_short_names)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PositiveFloat32 = Annotated[Positive, AfterValidator(_float32)]
-NonNegativeFloat32 = Annotated[NonNegative, AfterValidator(_float32)]
-_below_one = partial(_float32, end=1 - 2.0**-25, beyond="1; choose at most 0.9999999")
-FractionFloat32 = Annotated[float, Field(ge=0, lt=1), AfterValidator(_below_one)]
-Resume = Annotated[str, AfterValidator(_auto_never_or_step)]
-Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)]
-
-
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
@@ -93,7 +67,7 @@ class ModelConfig(Section):
 
     family: Literal["gpt", "llama", "cnn", "resnet18", "resnet50"] = "gpt"
     """GPT-2's decoder or Llama's, for text; or, for images, a small convolutional network or a ResNet."""
-    layers: Count = 4
+    layers: Layers = 4
     """Decoder blocks (L)."""
     embed: Count = 128
     """Width of the residual stream (D)."""
@@ -107,7 +81,7 @@ class ModelConfig(Section):
     """Width of the MLP (F); 0 means 4 x embed, or for llama 8/3 x embed rounded up to a multiple of 256."""
     vocab: Count = 2048
     """Rows of the embedding table (V); a tokenizer that is trained here gets this size."""
-    sequence: Count = 128
+    sequence: Sequence = 128
     """Tokens per row (S)."""
     documents: Literal["joined", "apart"] = "joined"
     """Whether tokens see the documents before theirs in a row; apart they do not, and positions begin anew in each."""
@@ -120,9 +94,9 @@ class ModelConfig(Section):
 
     classes: Annotated[int, Field(ge=2, lt=2**31)] = 10
     """Classes of images."""
-    image: Count = 8
+    image: Pixels = 8
     """Height and width of an image in pixels; those of a folder of pictures are scaled to it."""
-    channels: Count = 1
+    channels: Channels = 1
     """Channels of an image: 1 for grey, 3 for colour."""
 
     @property
@@ -172,7 +146,7 @@ class PipelineConfig(Section):
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-u", "pipedream"] = "1f1b"
     """Which micro-batch goes when; gpipe holds all, the next ones wait less, pipedream never, with older gradients."""
-    microbatches: CountOrZero = 0
+    microbatches: MicroBatchesOrZero = 0
     """Micro-batches per step (M), in place of train.accumulation; 0 means 8, and for pipedream 1: it has no others."""
     virtual_stages: CountOrZero = 0
     """Parts of the model on each device (v); 0 means 2 for interleaved, and 1 for the others."""
@@ -204,7 +178,7 @@ class DataConfig(Section):
     """How much of path is held out when there is no validation path."""
     augment: Literal["none", "crop", "crop-flip"] = "none"
     """Training images: shifted by up to an eighth of their size, and mirrored half of the time."""
-    prefetch: Count = 2
+    prefetch: Annotated[int, Field(ge=1, le=2**10)] = 2
     """Batches prepared ahead of the step."""
 
 
@@ -245,9 +219,9 @@ class TrainConfig(Section):
     """Optimizer steps."""
     epochs: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Passes over the training data, in place of steps; 0 means that steps holds."""
-    global_batch_size: Count = 16
+    global_batch_size: Rows = 16
     """Rows per optimizer step over the whole mesh."""
-    accumulation: Count = 1
+    accumulation: MicroBatches = 1
     """Micro-batches per step, run one after the other; saves activations where they run outside the layers."""
     seed: Seed = 0  # jax drops the higher bits without a word
     """Seed of the parameters, the data order and dropout."""

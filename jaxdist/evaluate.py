@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from jaxdist.cluster.place import find
 from jaxdist.request import Enough, Extra, arguments, run
+from jaxdist.values import Checkpoint
 
 if TYPE_CHECKING:
     from jaxdist.cluster.job import Job
     from jaxdist.training.run import Trained
 
 DESCRIPTION = "Compute the loss of a run's checkpoint on the whole held-out part of its data, on any mesh."
-CHECKPOINT = Extra("checkpoint", "latest", "Which step: latest, best (by validation loss) or a number.")
+CHECKPOINT = Extra("checkpoint", "latest", "Which step: latest, best (by validation loss) or a number.", Checkpoint)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist.cluster.place import check_alone
-from jaxdist.config import Config, CountOrZero
+from jaxdist.config import Config
 from jaxdist.request import STEP_KNOBS, Extra, arguments, check_picture, run
+from jaxdist.values import DevicesOrZero, FileName
 
 if TYPE_CHECKING:
     from jaxdist.planning.report import Report
@@ -21,9 +22,11 @@ DESCRIPTION = (
 )
 EXTRAS = [
     Extra("target", "", "Compile for this GPU, which need not be here: a100, h100, h200, gh200. Empty: CPU devices."),
-    Extra("devices", 0, "How many devices, where the mesh has a -1 to be filled; 0: as many as it names.", CountOrZero),
+    Extra(
+        "devices", 0, "How many devices, where the mesh has a -1 to be filled; 0: as many as it names.", DevicesOrZero
+    ),
     Extra("json", False, "Print one JSON object on standard output, and nothing else."),
-    Extra("picture", "", "Draw the memory as stacked bars into this PNG file."),
+    Extra("picture", "", "Draw the memory as stacked bars into this PNG file.", FileName),
 ]
 
 

@@ -13,6 +13,7 @@ import io
 import os
 import secrets
 import stat
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +22,9 @@ import xxhash
 
 BLOCK = 1 << 19
 """Bytes that are read at a time: few enough to be in a cache when their checksum is made."""
+
+LARGEST_TOML = 1 << 20
+"""Bytes of a TOML file: a configuration has a few thousand."""
 
 
 @contextlib.contextmanager
@@ -64,11 +68,15 @@ def open_no_follow(path: Path, mode: str) -> IO[str]:
 
 
 @contextlib.contextmanager
-def open_regular(path: Path) -> Iterator[io.FileIO]:
-    """Open a file to read its bytes. Raises `OSError` where it is a link (ELOOP) or no regular file (EINVAL)."""
+def open_regular(path: Path, links: bool = False) -> Iterator[io.FileIO]:
+    """Open a file to read its bytes; a symbolic link is followed only with `links`.
+
+    Raises `OSError` where it is a link (ELOOP) or no regular file (EINVAL).
+    """
+    follow = 0 if links else os.O_NOFOLLOW
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a named pipe would wait for its writer
+        return os.open(name, flags | follow | os.O_NONBLOCK)  # a named pipe would wait for its writer
 
     with open(path, "rb", buffering=0, opener=opener) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -80,6 +88,22 @@ def read_regular(path: Path) -> bytes:
     """The content of a regular file. Raises `OSError` as `open_regular` does."""
     with open_regular(path) as file:
         return file.read()
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file that a person names, which may be a link.
+
+    Raises `OSError` where it cannot be read, is no regular file (EINVAL) or larger than `LARGEST_TOML` (EFBIG), and
+    `ValueError` where it is not TOML.
+    """
+    with open_regular(path, links=True) as file:
+        content = file.read(LARGEST_TOML + 1)
+    if len(content) > LARGEST_TOML:
+        raise OSError(errno.EFBIG, f"larger than {LARGEST_TOML >> 20} MiB", str(path))
+    try:
+        return tomllib.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
 
 
 def checksum(path: Path, read: Callable[[int], None] = lambda count: None) -> tuple[int, str]:

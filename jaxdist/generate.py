@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from jaxdist.cluster.place import find
-from jaxdist.config import Count, CountOrZero, NonNegativeFloat32, RequestError, Seed
+from jaxdist.config import RequestError
 from jaxdist.request import JOB_KNOBS, LAYOUT_KNOBS, Enough, Extra, arguments, run
+from jaxdist.values import Checkpoint, CountOrZero, NonNegativeFloat32, Prompt, Samples, Seed, Tokens
 
 DESCRIPTION = "Write text with a run's checkpoint. Needs only the run folder; every device of the mesh writes samples."
 EXTRAS = [
-    Extra("checkpoint", "latest", "Which step: latest, best (by validation loss) or a number."),
-    Extra("prompt", "def ", "Text to go on from; the model reads its last model.sequence tokens."),
-    Extra("tokens", 100, "Tokens to write.", Count),
-    Extra("samples", 1, "Texts to write.", Count),
+    Extra("checkpoint", "latest", "Which step: latest, best (by validation loss) or a number.", Checkpoint),
+    Extra("prompt", "def ", "Text to go on from; the model reads its last model.sequence tokens.", Prompt),
+    Extra("tokens", 100, "Tokens to write.", Tokens),
+    Extra("samples", 1, "Texts to write.", Samples),
     Extra("temperature", 0.8, "Divides the logits; 0 takes the likeliest token.", NonNegativeFloat32),
     Extra("top_k", 50, "Choose among this many likeliest tokens; 0: all.", CountOrZero),
     Extra("seed", 0, "Seed of the choices.", Seed),

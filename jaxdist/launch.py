@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist.cluster.place import check_alone
-from jaxdist.config import Busy, Config, Positive, RequestError, nearest
+from jaxdist.config import Busy, Config, RequestError, nearest
 from jaxdist.request import Asked, Extra, arguments, check_mesh_fits, fits, fitting, run
 from jaxdist.request.knobs import KNOBS, canonical, option
+from jaxdist.values import MOST_DEVICES, CountOrZero, FileName, OnHost, OnHostOrZero, Positive
 
 if TYPE_CHECKING:
     from jaxdist.cluster.slurm import Script
@@ -48,10 +49,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def local(argv: list[str]) -> int:
-    from jaxdist.config import Count, CountOrZero
-
     extras = [
-        Extra("processes", 0, "How many processes.", Count),
+        Extra("processes", 0, "How many processes.", OnHost),
         Extra("restarts", 3, "How often to start again, at most, within --minutes.", CountOrZero),
         Extra("minutes", 60.0, "Failures that are longer ago do not count.", Positive),
     ]
@@ -132,19 +131,18 @@ def slurm(argv: list[str]) -> int:
 def slurm_arguments(argv: list[str]) -> Asked:
     """What is asked for; behind `--` stand options of train alone."""
     from jaxdist.cluster.slurm_values import Nodes, Time, Word
-    from jaxdist.config import CountOrZero
 
     extras = [
         Extra("nodes", "1", "How many nodes, or the fewest and the most to do with, such as 2-4.", Nodes),
-        Extra("gpus_per_node", 0, "GPUs of each node; 0: none, and Slurm is not asked for any.", CountOrZero),
+        Extra("gpus_per_node", 0, "GPUs of each node; 0: none, and Slurm is not asked for any.", OnHostOrZero),
         Extra("time", "", "At most so long, until it is requeued, as Slurm writes it: 12:00:00.", Time),
-        Extra("tasks_per_node", 0, "Processes on each node; 0: one for each GPU, or 1 without any.", CountOrZero),
-        Extra("cpus_per_task", 0, "CPU cores of each process; 0: as many as Slurm gives by itself.", CountOrZero),
+        Extra("tasks_per_node", 0, "Processes on each node; 0: one for each GPU, or 1 without any.", OnHostOrZero),
+        Extra("cpus_per_task", 0, "CPU cores of each process; 0: as many as Slurm gives by itself.", OnHostOrZero),
         Extra("partition", "", "Slurm's partition.", Word),
         Extra("account", "", "Slurm's account.", Word),
         Extra("job_name", "", "Name of the job; empty: that of the run folder."),
-        Extra("container", "", "An image for pyxis, or the .toml file of an EDF; its `python` has jaxdist."),
-        Extra("env", "", "Network: alps, infiniband or ethernet; or a file of shell commands."),
+        Extra("container", "", "An image for pyxis, or the .toml file of an EDF; its `python` has jaxdist.", FileName),
+        Extra("env", "", "Network: alps, infiniband or ethernet; or a file of shell commands.", FileName),
         Extra("restarts", 3, "How often in a row to start again without a new checkpoint, at most.", CountOrZero),
         Extra("submit", False, "Submit the script, in place of printing it."),
     ]
@@ -174,7 +172,8 @@ def slurm_script(asked: Asked) -> Script:
     if seconds(extras["time"]) <= warning(config.checkpoint.grace_seconds):
         raise RequestError(
             f"--time {extras['time']} is over before a job can do anything: it is asked to stop "
-            f"{warning(config.checkpoint.grace_seconds)} s before, which checkpoint.grace_seconds lowers"
+            f"{warning(config.checkpoint.grace_seconds)} s before, for checkpoint.grace_seconds "
+            f"{config.checkpoint.grace_seconds:.12g}; lower that, or ask for more time"
         )
     tasks = tasks_per_node(extras["tasks_per_node"], extras["gpus_per_node"])
     check_devices(config, extras["nodes"], extras["gpus_per_node"], tasks)
@@ -226,6 +225,8 @@ def check_devices(config: Config, nodes: str, gpus: int, tasks: int) -> None:
         devices, told = asked, f"{most} node(s) with {tasks} process(es) each"
     else:
         devices, told = most * gpus, f"{most} node(s) with {gpus} GPU(s) each, {most * gpus} in all"
+        if devices > MOST_DEVICES:
+            raise RequestError(f"--nodes {nodes} and --gpus-per-node {gpus} are {devices} GPUs; at most {MOST_DEVICES}")
         fixed = fixed_product({axis: size for axis, size in shape.items() if size != FILL})
         fits = devices % fixed == 0 and fixed <= fewest * gpus if filled else fixed == devices
     if not fits:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxdist.config import Config, RequestError, nearest
+from jaxdist.values import MOST_DEVICES
 
 if TYPE_CHECKING:
     import jax
@@ -57,9 +58,21 @@ MeshShape = dict[str, int]
 
 
 def gpu_share() -> float:
-    """The part of a GPU's memory that JAX may take in a command of jaxdist's, with this environment."""
+    """The part of a GPU's memory that JAX may take in a command of jaxdist's, with this environment.
+
+    Raises `RequestError` where the environment gives no number.
+    """
     asked = next((os.environ[name] for name in FRACTIONS if os.environ.get(name)), "")
-    return float(asked or (GPU_SHARE if preallocates() else 0.75))
+    if not asked:
+        return GPU_SHARE if preallocates() else 0.75
+    try:
+        share = float(asked)
+    except ValueError:
+        share = math.nan
+    if not 0 < share < math.inf:
+        names = " or ".join(FRACTIONS)
+        raise RequestError(f"{names} is '{asked[:40]}' in the environment; it must be a number above 0, such as 0.9")
+    return share
 
 
 def preallocates() -> bool:
@@ -103,6 +116,8 @@ def parse_mesh(text: str) -> MeshShape:
             problems.append(
                 f"mesh '{text}' asks for {axis}={size}, but {axis} parallelism is not built yet; set {axis} to 1"
             )
+    if (devices := devices_asked(shape)) > MOST_DEVICES:
+        problems.append(f"mesh '{text}' asks for {devices} devices; at most {MOST_DEVICES} are planned or used")
     if problems:
         raise RequestError(*problems)
     return shape

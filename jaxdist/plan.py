@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import AfterValidator
 
 from jaxdist.cluster.place import check_alone
-from jaxdist.config import Count
+from jaxdist.config import RequestError
 from jaxdist.files import write_whole
+from jaxdist.mesh import fill, parse_mesh
 from jaxdist.request import DEFAULT, Extra, arguments, check_output, check_picture, load, run, to_toml
-from jaxdist.request.numbers import MOST_DEVICES, as_list, numbers
+from jaxdist.request.numbers import as_list, numbers
+from jaxdist.values import MOST_DEVICES, Devices, FileName
 
 if TYPE_CHECKING:
     from jaxdist.planning.search.estimate import Estimate
@@ -26,14 +28,16 @@ Counts = Annotated[str, AfterValidator(numbers("numbers of devices", 1, MOST_DEV
 
 KNOBS = ("precision", "model", "optimizer", "train.global_batch_size")
 EXTRAS = [
-    Extra("devices", 8, "How many devices.", Count),
-    Extra("cluster", "h100-ndr", "A cluster that jaxdist knows, or a TOML file that describes one."),
+    Extra("devices", 8, "How many devices.", Devices),
+    Extra("cluster", "h100-ndr", "A cluster that jaxdist knows, or a TOML file that describes one.", FileName),
     Extra("why_not", "", "Tell why this mesh, such as 64x1x1, is not the first."),
     Extra("why", False, "Show the formula and the transfers behind each figure of the first."),
     Extra("trade_off", False, "Show what each axis alone would send, and how long devices would wait."),
     Extra("compare", "", "Plan for these numbers of devices too, such as 16,32,64: throughput and efficiency.", Counts),
-    Extra("picture", "", "Draw time, memory and --compare into this PNG file, a pipeline's timeline beside it."),
-    Extra("save", "", "Write the first as a configuration for train into this TOML file."),
+    Extra(
+        "picture", "", "Draw time, memory and --compare into this PNG file, a pipeline's timeline beside it.", FileName
+    ),
+    Extra("save", "", "Write the first as a configuration for train into this TOML file.", FileName),
     Extra("json", False, "Print one JSON object, with what --why and --trade-off tell, and nothing else."),
 ]
 
@@ -52,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.planning.search.plan import search
     from jaxdist.planning.search.questions import scaling, why_not
 
+    if extras["why_not"]:
+        check_why_not(extras["why_not"], extras["devices"])
     where = cluster(extras["cluster"])
     name = asked.positional or DEFAULT
     base = load(name, {})
@@ -69,6 +75,14 @@ def main(argv: list[str] | None = None) -> int:
     if extras["save"]:
         write_whole(Path(extras["save"]), to_toml(plan.ranked[0].config))
     return 0
+
+
+def check_why_not(mesh: str, devices: int) -> None:
+    """Raise `RequestError` where `--why-not` is no mesh of all devices: before the search, which takes seconds."""
+    try:
+        fill(parse_mesh(mesh), devices)
+    except RequestError as error:
+        raise RequestError(*(f"--why-not: {problem}" for problem in error.problems)) from None
 
 
 def _draw(plan: Plan, more: list[tuple[int, Estimate | str]], path: Path) -> None:

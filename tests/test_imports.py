@@ -18,12 +18,13 @@ PREDICTIONS = ["memory", "activations", "communication", "transfers", "placement
 PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic", "clusters", "collective_time", "search", "theory"]
 
 FORBIDDEN = {
-    "config": ["jaxdist", "jax", "flax"],
+    "values": ["jaxdist", "jax", "flax", "numpy"],
+    "config": ["jaxdist.!values", "jax", "flax"],
     "files": ["jaxdist", "jax", "numpy"],
     "streams": ["jaxdist.!files", "jax", "numpy"],
-    "mesh": ["jaxdist.!config"],
+    "mesh": ["jaxdist.!config,values"],
     "sharding": ["jaxdist.!config,mesh"],
-    "request": ["jaxdist.!config,mesh,request,data,streams"],
+    "request": ["jaxdist.!config,values,files,mesh,request,data,streams"],
     "parallel": ["jaxdist.models", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
     "models": ["jaxdist.parallel.zero", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
     "data": ["jaxdist.!config,files,mesh,sharding,data"],

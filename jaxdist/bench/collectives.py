@@ -13,6 +13,7 @@ from jaxdist.cluster.place import find
 from jaxdist.config import RequestError
 from jaxdist.files import write_whole
 from jaxdist.request import JOB_KNOBS, Extra, arguments, check_output
+from jaxdist.values import FileName
 
 if TYPE_CHECKING:
     import jax
@@ -22,7 +23,7 @@ DESCRIPTION = (
     "latency and a bandwidth to each, and measure matrix products, memory and how well the two overlap. Start it as a "
     "run is started, under srun too. No model is read, nothing is saved but --fit."
 )
-FIT = Extra("fit", "", "Write what was measured into this TOML file, a cluster for the planner.")
+FIT = Extra("fit", "", "Write what was measured into this TOML file, a cluster for the planner.", FileName)
 KNOBS = ["mesh", *JOB_KNOBS]
 
 WIDTH = 120

@@ -21,10 +21,11 @@ from typing import Any
 from jaxdist.bench.step import JSON
 from jaxdist.cluster import gpus
 from jaxdist.cluster.place import check_alone
-from jaxdist.config import Count, CountOrZero, RequestError, nearest
+from jaxdist.config import RequestError, nearest
 from jaxdist.doctor.software import FRACTIONS, refused
 from jaxdist.files import write_whole
 from jaxdist.request import Extra, arguments, check_output, load
+from jaxdist.values import Count, CountOrZero, FileName, RowsOrZero
 
 DESCRIPTION = (
     "On one GPU: check the fast forms against plain float32, measure the step of some Llamas and what it consists of, "
@@ -34,11 +35,13 @@ PARTS = ("numerics", "models", "torch", "layers", "remat", "flags")
 
 MODELS = Extra("models", "llama_1b-128,llama_3b,llama_1b", "Shipped configs or TOML files; only the first is compared.")
 WANTED = Extra("parts", ",".join(PARTS), "What to do, in the order of its importance.")
-ROWS = Extra("rows", 0, "Rows of a step; 0: as many as the device holds, at most 16.", CountOrZero)
+ROWS = Extra("rows", 0, "Rows of a step; 0: as many as the device holds, at most 16.", RowsOrZero)
 WARMUP = Extra("warmup", 3, "Steps before a measurement.", CountOrZero)
 REPEATS = Extra("repeats", 10, "Steps that are measured, each one waited for.", Count)
 SECONDS = Extra("seconds", 460, "When to end: what has not begun by then is left out, and what runs is ended.", Count)
-OUT = Extra("out", "", "Write the result into this JSON file, after every part, and the tables beside it as .txt.")
+OUT = Extra(
+    "out", "", "Write the result into this JSON file, after every part, and the tables beside it as .txt.", FileName
+)
 
 SHAPES = {"llama_1b-128": ("llama_1b", {"model.heads": "16"})}
 """By name: the 1B with heads of 128, of which flash attention makes more than of the published 64."""
@@ -91,7 +94,11 @@ def _case(name: str) -> tuple[str, dict[str, str]]:
     """(CONFIG, options) of a model. Raises `RequestError` where there is none."""
     config, options = SHAPES.get(name, (name, {}))
     options = {**ALIKE, **options}
-    if load(config, {**options, "train.global_batch_size": "1"}).model.images:
+    try:
+        loaded = load(config, {**options, "train.global_batch_size": "1"})
+    except RequestError as error:
+        raise RequestError(*(f"--models: {problem}" for problem in error.problems)) from None
+    if loaded.model.images:
         raise RequestError(f"--models: {name} classifies images; name models of text")
     return config, options
 

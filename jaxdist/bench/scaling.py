@@ -12,11 +12,12 @@ from pydantic import AfterValidator
 
 from jaxdist.bench.step import JSON, REPEATS, WARMUP
 from jaxdist.cluster.place import find
-from jaxdist.config import Config, CountOrZero, RequestError
+from jaxdist.config import Config, RequestError
 from jaxdist.request import JOB_KNOBS, Extra, arguments, check_picture
 from jaxdist.request.checks.registry import multiples, problems
-from jaxdist.request.numbers import MOST_DEVICES, as_list, numbers
+from jaxdist.request.numbers import as_list, numbers
 from jaxdist.request.reading import DEFAULT
+from jaxdist.values import MOST_DEVICES, CountOrZero, FileName
 
 DESCRIPTION = (
     "Measure the train step of a configuration on several numbers of devices, all of them data ranks, on random "
@@ -53,7 +54,7 @@ EXTRAS = [
     Extra("zero", "", "ZeRO stages to compare, such as 0,3; empty: that of the configuration.", Stages),
     Extra("rows", 0, "Rows of an epoch, to tell its seconds too; 0: not known.", CountOrZero),
     JSON,
-    Extra("picture", "", "Draw speed-up and efficiency into this PNG file."),
+    Extra("picture", "", "Draw speed-up and efficiency into this PNG file.", FileName),
     WARMUP,
     REPEATS,
 ]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxdist.cluster.place import find
-from jaxdist.config import Count, CountOrZero
 from jaxdist.request import JOB_KNOBS, STEP_KNOBS, Enough, Extra, arguments
+from jaxdist.values import Count, CountOrZero
 
 if TYPE_CHECKING:
     from jaxdist.bench.measuring import Timed

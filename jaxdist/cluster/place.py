@@ -24,6 +24,9 @@ JAX = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 TORCHRUN = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
+NUMBER = re.compile(r"[0-9]{1,10}")
+"""What `int` takes for sure: of other alphabets' digits it takes some, and none of thousands."""
+
 FIRST_PORT, PORTS = 61440, 4096
 """Above those that Linux gives to outgoing connections."""
 
@@ -85,6 +88,8 @@ def find(asked: ClusterConfig, environment: Mapping[str, str] = os.environ) -> P
                 f"{first.source} say that this is process {first.process} of {first.processes}, but {other.source} "
                 f"say {other.process} of {other.processes}; take one of them away"
             )
+    if not first.processes:
+        raise RequestError(f"{first.source} say that there are 0 processes; there is at least 1; {ALONE_IS}")
     if not 0 <= first.process < first.processes:
         raise RequestError(
             f"{first.source} say that this is process {first.process} of {first.processes}; "
@@ -121,8 +126,11 @@ def _options(asked: ClusterConfig) -> Place | None:
     if not asked.processes and asked.process_id == -1:
         return None
     if not asked.processes or asked.process_id == -1:
-        missing = "--cluster.process-id" if asked.processes else "--cluster.processes"
-        raise RequestError(f"{missing} is missing: give --cluster.coordinator, .processes and .process-id together")
+        given, missing = f"--cluster.process-id {asked.process_id}", "--cluster.processes"
+        if asked.processes:
+            given, missing = f"--cluster.processes {asked.processes}", "--cluster.process-id"
+        together = "give --cluster.coordinator, .processes and .process-id together"
+        raise RequestError(f"{given} is given, but {missing} is missing: {together}")
     return Place(asked.processes, asked.process_id, source="the --cluster options")
 
 
@@ -138,15 +146,22 @@ def _torchrun(environment: Mapping[str, str]) -> Place | None:
     processes, process = (_number(environment, name) for name in TORCHRUN[:2])
     port = _number(environment, "MASTER_PORT")
     port += environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its own port is then taken, by torchrun
-    local, of = (int(environment.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    local, of = (_number(environment, name, "0") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if local >= of > 0:
+        raise RequestError(
+            f"LOCAL_RANK is {local} in the environment; LOCAL_WORLD_SIZE {of} counts it from 0 to {of - 1}"
+        )
     gpus = _share(local, of, environment)
     return Place(processes, process, f"{environment['MASTER_ADDR']}:{port}", "WORLD_SIZE and RANK", gpus)
 
 
 def _slurm(environment: Mapping[str, str], needed: bool) -> Place | None:
     """A task of a step that `srun` started."""
-    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or "1"
-    if "SLURM_JOB_ID" not in environment or tasks == "1":
+    if "SLURM_JOB_ID" not in environment:
+        return None
+    counted = "SLURM_STEP_NUM_TASKS" if environment.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    tasks = _number(environment, counted, "1")
+    if tasks == 1:
         return None
     if "SLURM_STEP_NODELIST" not in environment:
         if needed:
@@ -155,16 +170,25 @@ def _slurm(environment: Mapping[str, str], needed: bool) -> Place | None:
             )
         return None
     process, local = (_number(environment, f"SLURM_{name}") for name in ("PROCID", "LOCALID"))
-    here = _tasks_of_nodes(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))[int(environment.get("SLURM_NODEID", "0"))]
+    here = _tasks_here(environment)
     bound = "SLURM_GPUS_PER_TASK" in environment  # Slurm shows each task its own only
     gpus = None if bound else _share(local, here, environment)
-    return Place(int(tasks), process, source="Slurm's variables", gpus=gpus)
+    return Place(tasks, process, source="Slurm's variables", gpus=gpus)
 
 
-def _tasks_of_nodes(text: str) -> list[int]:
-    """Slurm's `2(x3),1` is 2, 2, 2, 1."""
-    runs = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", run) for run in text.split(",")]
-    return [int(run[1]) for run in runs for _ in range(int(run[2] or 1))]
+def _tasks_here(environment: Mapping[str, str]) -> int:
+    """How many tasks of the step are on this node: of Slurm's `2(x3),1` the last node has 1, the others 2."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    text, node = environment.get(name, "1"), _number(environment, "SLURM_NODEID", "0")
+    last = -1
+    for part in text.split(","):
+        run = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
+        if not run:
+            raise RequestError(f"{name} is '{text[:40]}' in the environment; Slurm writes such as 4 or 2(x3),1")
+        last += int(run[2] or 1)
+        if node <= last:
+            return int(run[1])
+    raise RequestError(f"SLURM_NODEID is {node} in the environment, but {name} '{text[:40]}' has {last + 1} node(s)")
 
 
 def _step_host(environment: Mapping[str, str]) -> str:
@@ -176,7 +200,7 @@ def _step_host(environment: Mapping[str, str]) -> str:
 
 def _first_host(environment: Mapping[str, str]) -> str:
     nodes = environment["SLURM_STEP_NODELIST"]
-    with suppress(OSError, subprocess.SubprocessError):
+    with suppress(OSError, subprocess.SubprocessError, IndexError):  # an index of nothing: no host is printed
         command = ["scontrol", "show", "hostnames", nodes]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
     if "[" in nodes:
@@ -191,7 +215,7 @@ def _step_port(environment: Mapping[str, str]) -> str:
     """One for each step: two of one job may run at the same time."""
     if own := environment.get("JAX_COORDINATOR_PORT"):
         return own
-    job, step = (int(environment.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID"))
+    job, step = (_number(environment, f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID"))
     return str(FIRST_PORT + (job + 257 * step) % PORTS)
 
 
@@ -217,27 +241,29 @@ def _whole(environment: Mapping[str, str], names: tuple[str, ...]) -> bool:
     return bool(there)
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment.get(name, "")
-    if not text.isdigit():
-        raise RequestError(f"{name} is '{text}' in the environment; it must be a whole number from 0")
+def _number(environment: Mapping[str, str], name: str, default: str = "") -> int:
+    """The value of a variable. Raises `RequestError` where it is no whole number; empty is the default."""
+    text = environment.get(name) or default
+    if not NUMBER.fullmatch(text):
+        raise RequestError(f"{name} is '{text[:40]}' in the environment; it must be a whole number from 0")
     return int(text)
 
 
 def _reachable(address: str) -> str:
     """`address`, if it is HOST:PORT and the host is one that other hosts can reach too, or is meant not to be."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        told = f"coordinator '{address}' is not HOST:PORT" if address else "no coordinator is named"
+    if not colon or not host or not NUMBER.fullmatch(port) or not 0 < int(port) < 65536:
+        told = f"coordinator '{address[:80]}' is not HOST:PORT" if address else "no coordinator is named"
         raise RequestError(f"{told}; give the host of process 0 and a free port, such as 10.0.0.1:1234")
     if ":" in host and not host.startswith("["):
-        raise RequestError(f"coordinator '{address}' is an IPv6 address without brackets; write [{host}]:{port}")
+        written = f"[{host[:80]}]:{port}"
+        raise RequestError(f"coordinator '{address[:80]}' is an IPv6 address without brackets; write {written}")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # not found; not a name at all
+    except (OSError, ValueError) as error:  # not found; not a name at all, which is UnicodeError or a NUL
         why = getattr(error, "strerror", error)
         raise RequestError(
-            f"coordinator host '{host}' cannot be found from {socket.gethostname()} ({why}); "
+            f"coordinator host '{host[:80]}' cannot be found from {socket.gethostname()} ({why}); "
             f"name a host, or an address, that every process can reach"
         ) from error
     addresses = [entry[4][0] for entry in found]
@@ -263,7 +289,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 def named_loopback(host: str) -> bool:
     """Whether a host is written as this one's own loopback: all processes are on it then."""
     bare = host.strip("[]").lower()
-    if bare == "localhost" or re.fullmatch(r"127(\.\d+){1,3}", bare):  # 127.1 is short for 127.0.0.1
+    if bare == "localhost" or re.fullmatch(r"127(\.[0-9]+){1,3}", bare):  # 127.1 is short for 127.0.0.1
         return True
     try:
         return is_loopback(bare)

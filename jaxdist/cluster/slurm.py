@@ -179,7 +179,7 @@ class Script:
         return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in preset.items())
 
     def _resume(self) -> str:
-        if not self.resume.isdigit():
+        if not self.resume.isdecimal():
             return RESUME[self.resume]
         if int(self.resume) == self.newest:
             return RESUME["auto"]

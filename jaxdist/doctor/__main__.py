@@ -48,7 +48,7 @@ BEFORE: list[tuple[str, Callable[[Here], Iterable[Finding]]]] = [
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     words = Scan.of(argv, [JSON]).positionals
-    if words and (Path(words[0]) / "config.toml").is_file():
+    if words and words[0] and os.path.isfile(os.path.join(words[0], "config.toml")):
         asked = arguments(argv, "doctor", DESCRIPTION, positional="RUN", extras=[JSON], knobs=())
         result = watching.watch(Path(words[0]))
         print(json.dumps(result) if asked.extras["json"] else "\n".join(watching.table(result)))

@@ -46,7 +46,7 @@ class Here:
         known = list(self.buses or map(str, range(self.gpus)))
         shown = [word.strip() for word in visible.split(",")] if visible else [str(i) for i in range(len(known))]
         word = shown[number] if number < len(shown) else str(number)
-        return known[int(word)] if word.isdigit() and int(word) < len(known) else word
+        return known[int(word)] if word.isdecimal() and int(word) < len(known) else word
 
 
 def ok(check: str, text: str) -> Finding:

@@ -62,7 +62,7 @@ def _with_gpus(here: Here, names: Sequence[str], version: str) -> Iterator[Findi
     kinds = ", ".join(dict.fromkeys(names)) or "NVIDIA"
     plugins = [cuda for cuda, parts in PLUGINS.items() if installed(parts[0])]
     visible = here.environment.get("CUDA_VISIBLE_DEVICES")
-    numbers = [int(one) for one in (visible or "").split(",") if one.strip().isdigit()]
+    numbers = [int(one) for one in (visible or "").split(",") if one.strip().isdecimal()]
     found = []
     if absent := [number for number in numbers if number >= here.gpus]:
         said = f"CUDA_VISIBLE_DEVICES is {visible}, but GPU {absent[0]} is none of the {here.gpus} here (from 0): "
@@ -72,7 +72,7 @@ def _with_gpus(here: Here, names: Sequence[str], version: str) -> Iterator[Findi
         found.append(wrong("driver", said, "pip install 'jaxdist[gpu]' (CUDA 12) or 'jaxdist[gpu13]' (CUDA 13)"))
     major = version.partition(".")[0]
     for cuda in plugins:
-        if major.isdigit() and int(major) < LEAST_DRIVER[cuda]:
+        if major.isdecimal() and int(major) < LEAST_DRIVER[cuda]:
             said = f"driver {version} is too old for CUDA {cuda}, which needs {LEAST_DRIVER[cuda]}"
             older = " or install 'jaxdist[gpu]' (CUDA 12)" if cuda == 13 and int(major) >= LEAST_DRIVER[12] else ""
             found.append(wrong("driver", said, f"update the driver{older}"))

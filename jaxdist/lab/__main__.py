@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxdist.cluster.place import check_alone
-from jaxdist.config import Count, CountOrZero, RequestError, nearest
+from jaxdist.config import RequestError, nearest
 from jaxdist.files import write_whole
 from jaxdist.lab.claims import DEVICES, Claim, claims, look, topics
 from jaxdist.request import Extra, arguments, check_output, check_picture, run
+from jaxdist.values import Count, CountOrZero, FileName, MicroBatches, Stages
 
 LABS = {
     "all-reduce": "algorithms of all-reduce: their messages counted, and how they grow with the number of nodes",
@@ -26,22 +27,22 @@ OPTIONS = {
     "all-reduce": (
         Extra("devices", 8, "Nodes, K.", Count),
         Extra("algorithm", "all", "Which one: naive, direct, ring, halving, doubling, tree, parameter-server, or all."),
-        Extra("picture", "", "Draw their steps on four nodes, and their cost over K, into this PNG file."),
+        Extra("picture", "", "Draw their steps on four nodes, and their cost over K, into this PNG file.", FileName),
     ),
     "schedules": (
         Extra("schedule", "all", "Which one: gpipe, 1f1b, interleaved, zb-h1, zb-u, or all of them."),
-        Extra("stages", 4, "Stages, S.", Count),
-        Extra("microbatches", 8, "Micro-batches, M.", Count),
+        Extra("stages", 4, "Stages, S.", Stages),
+        Extra("microbatches", 8, "Micro-batches, M.", MicroBatches),
         Extra("virtual_stages", 0, "Chunks on each rank, v; 0: 2 for interleaved, 1 for the others.", CountOrZero),
-        Extra("picture", "", "Draw the timelines into this PNG file."),
+        Extra("picture", "", "Draw the timelines into this PNG file.", FileName),
     ),
 }
 """Name -> its options, where it has more than --json. They are here, so that help imports no lab."""
 
 JSON = Extra("json", False, "Print one JSON object on standard output, and nothing else.")
-OF_CLAIM = [JSON, Extra("picture", "", "Draw what there is to see into this PNG file.")]
+OF_CLAIM = [JSON, Extra("picture", "", "Draw what there is to see into this PNG file.", FileName)]
 OUTPUT = "lab.html"
-OF_ALL = [JSON, Extra("output", OUTPUT, "Write the page with all claims and pictures here.")]
+OF_ALL = [JSON, Extra("output", OUTPUT, "Write the page with all claims and pictures here.", FileName)]
 
 USAGE = """usage: python -m jaxdist.lab NAME [--json] [--help]
        python -m jaxdist.lab --all [--output FILE.html] [--json]"""

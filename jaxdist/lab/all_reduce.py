@@ -116,7 +116,7 @@ def measure(devices: int, algorithm: str, picture: str) -> Result:
     if algorithm not in ("all", *ALGORITHMS):
         raise RequestError(f"there is no algorithm '{algorithm}' of all-reduce; {nearest(algorithm, ALGORITHMS)}")
     if not 2 <= devices <= max(SIZES):
-        raise RequestError(f"an all-reduce of {devices} device(s) was asked for; ask for 2 to {max(SIZES)}")
+        raise RequestError(f"--devices {devices}: an all-reduce has 2 to {max(SIZES)} nodes")
     names = list(ALGORITHMS) if algorithm == "all" else [algorithm]
     refused = {name: ALGORITHMS[name].refusal(devices) for name in names}
     if all(refused.values()):

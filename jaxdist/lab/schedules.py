@@ -25,6 +25,10 @@ TIMES = Times(Fraction(1), Fraction(1), Fraction(1))
 Fractions, so that what is equal is equal."""
 
 
+MOST_UNITS = 2**13
+"""Forward passes that are counted one by one, and drawn, in seconds."""
+
+
 @dataclass(frozen=True)
 class Look:
     """A schedule looked at."""
@@ -156,6 +160,13 @@ class Result:
 
 def measure(stages: int, microbatches: int, virtual_stages: int, schedule: str, picture: str) -> Result:
     """Look at one schedule, or at all. `virtual_stages` 0 is 2 for interleaved, 1 for the others."""
+    units = stages * microbatches * max(virtual_stages, 1)
+    if units > MOST_UNITS:
+        chunks = f" x --virtual-stages {virtual_stages}" * (virtual_stages > 1)
+        raise RequestError(
+            f"--stages {stages} x --microbatches {microbatches}{chunks} are {units} forward passes; at most "
+            f"{MOST_UNITS} are counted and drawn, so lower one of them"
+        )
     try:
         if schedule == "all":
             found = [make(name, stages, microbatches, _virtual(name, virtual_stages, True)) for name in SCHEDULES]

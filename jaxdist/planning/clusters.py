@@ -7,7 +7,7 @@ collectives --fit FILE` measures a real one and writes such a file.
 from __future__ import annotations
 
 import json
-import tomllib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.config import RequestError, nearest
+from jaxdist.files import read_toml
 
 PRESETS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs" / "clusters").glob("*.toml"))}
 """The clusters inside the package, by name."""
@@ -69,15 +70,15 @@ def cluster(name_or_file: str) -> Cluster:
     Raises `RequestError` with the nearest name, or with everything that is wrong in the file, a sentence for each key.
     """
     path = PRESETS.get(name_or_file) or Path(name_or_file)
-    if not path.is_file():
-        hint = "is a folder" if path.is_dir() else "is neither a cluster nor a file"
+    if not os.path.isfile(path):
+        hint = "is a folder" if os.path.isdir(path) else "is neither a cluster nor a file"
         raise RequestError(f"cluster '{name_or_file}' {hint}; {nearest(name_or_file, PRESETS)}")
     try:
-        given = tomllib.loads(path.read_bytes().decode())
+        given = read_toml(path)
     except ValueError as error:  # not TOML, or not UTF-8
-        raise RequestError(f"{path} is not valid TOML: {error}") from error
+        raise RequestError(f"cluster {path} is not valid TOML: {error}") from error
     except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise RequestError(f"cluster {path} cannot be read: {error.strerror or error}") from error
     if problems := list(_problems(given)):
         raise RequestError(*(f"{path}: {problem}" for problem in problems))
     links = {side: Link(**{key: float(value) for key, value in given.pop(side).items()}) for side in SIDES}

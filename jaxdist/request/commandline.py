@@ -15,9 +15,10 @@ from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.mesh import AUTO
 from jaxdist.request.checks.files import path_problem
 from jaxdist.request.helptext import help_text
-from jaxdist.request.knobs import KNOBS, canonical, option, sentence
+from jaxdist.request.knobs import KNOBS, canonical, option, sentence, shown
 from jaxdist.request.reading import read, to_toml
 from jaxdist.streams import protect
+from jaxdist.values import path_error
 
 DONE, FAILED = 0, 1
 """Exit codes: done, anything that went wrong, a mistake in the request."""
@@ -156,6 +157,8 @@ class Scan:
         return scan
 
     def _add(self, name: str, value: str) -> None:
+        if any("\udc80" <= character <= "\udcff" for character in value):  # how Python holds bytes that are not UTF-8
+            self._wrong(name, f"{option(name)} is {shown(value)}: must be UTF-8 text")
         if name in self.options:
             both = f" ('{self.options[name]}' and '{value}')" if value else ""
             self._wrong(name, f"{option(name)} is given twice{both}; give it once")
@@ -169,11 +172,16 @@ class Scan:
 def _config_of_run(command: str, positionals: list[str]) -> tuple[str | None, list[str]]:
     if not positionals:
         return None, [f"{command} needs a RUN, the folder of a run, such as runs/gpt_tiny"]
-    if problem := path_problem(Path(positionals[0])):
-        return None, [f"run folder '{positionals[0]}' {problem}; move or rename it"]
-    config = Path(positionals[0]) / "config.toml"
-    if not config.is_file():
-        return None, [f"'{positionals[0]}' is not the folder of a run: it has no config.toml"]
+    folder = positionals[0]
+    if not folder:
+        return None, [f"RUN is empty; {command} needs the folder of a run, such as runs/gpt_tiny"]
+    if wrong := path_error(folder):
+        return None, [f"run folder {shown(folder)} {wrong}"]
+    if problem := path_problem(Path(folder)):
+        return None, [f"run folder '{folder}' {problem}; move or rename it"]
+    config = Path(folder) / "config.toml"
+    if not os.path.isfile(config):
+        return None, [f"'{folder}' is not the folder of a run: it has no config.toml"]
     return str(config), []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -50,6 +51,7 @@ RULES = {
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
     "string_type": "must be text, in quotes",
+    "string_too_short": "must have at least {min_length} character",
 }
 """What pydantic's errors mean, by their type."""
 
@@ -64,6 +66,11 @@ def canonical(name: str) -> str:
 def option(name: str) -> str:
     """How a knob is written on the command line."""
     return "--" + name.replace("_", "-")
+
+
+def value_of(config: Config, name: str) -> Any:
+    """The value of a knob by its dotted name."""
+    return functools.reduce(getattr, name.split("."), config)
 
 
 def nest(values: dict[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from pydantic_core import PydanticCustomError
 
-MOST_DEVICES = 10**6
-
 
 def numbers(name: str, least: int, most: int, example: str) -> Callable[[str], str]:
     """A validator of ascending whole numbers with commas between."""

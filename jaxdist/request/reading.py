@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import tomllib
+import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +13,10 @@ from pydantic import ValidationError
 
 from jaxdist import __version__
 from jaxdist.config import Config, RequestError, leaves, nearest
+from jaxdist.files import read_toml
 from jaxdist.request import checks
-from jaxdist.request.knobs import KNOBS, SECTIONS, canonical, from_text, nest, option, sentence, suggest, within
+from jaxdist.request.knobs import KNOBS, SECTIONS, canonical, from_text, nest, option, sentence, shown, suggest, within
+from jaxdist.values import path_error
 
 SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))}
 """The configs inside the package, by name."""
@@ -80,15 +82,17 @@ def read(
 
 def _read_config(config: str | None) -> tuple[str, Source]:
     """The config's name, and what its file sets."""
-    config = config or DEFAULT
+    config = DEFAULT if config is None else config
     if path := SHIPPED.get(canonical(config)):
         return path.stem, _read_file(path)
     path = Path(config)
-    if any(len(part) > 255 for part in path.parts):
-        problem = f"config '{config[:40]}...' is longer than a file's name can be; name a TOML file"
-    elif path.is_dir():
+    if not config:
+        problem = "config is empty; name a TOML file or a shipped config, or leave it out"
+    elif wrong := path_error(path):
+        problem = f"config {shown(config)} {wrong}"
+    elif os.path.isdir(path):
         problem = f"config '{config}' is a folder; name a TOML file in it, such as {path / 'config.toml'}"
-    elif not path.exists():
+    elif not os.path.exists(path):
         problem = f"config '{config}' is neither a file nor a shipped config; {nearest(canonical(config), SHIPPED)}"
     else:
         return path.stem, _read_file(path)
@@ -97,13 +101,11 @@ def _read_config(config: str | None) -> tuple[str, Source]:
 
 def _read_file(path: Path) -> Source:
     try:
-        tables = tomllib.loads(path.read_bytes().decode("utf-8"))
+        tables = read_toml(path)
     except ValueError as error:  # not TOML, not UTF-8, a number of thousands of digits
-        return Source(failed=set(KNOBS), problems=[f"{path} is not valid TOML: {error}"])
-    except RecursionError:
-        return Source(failed=set(KNOBS), problems=[f"{path} is not valid TOML: its values are nested too deeply"])
+        return Source(failed=set(KNOBS), problems=[f"config {path} is not valid TOML: {error}"])
     except OSError as error:
-        return Source(failed=set(KNOBS), problems=[f"{path} cannot be read: {error.strerror or error}"])
+        return Source(failed=set(KNOBS), problems=[f"config {path} cannot be read: {error.strerror or error}"])
     given, problems = _flatten(tables, path)
     # strict, so that "4" is no number and 1 is not true; as JSON, because only there may text become a path
     strict = lambda values: Config.model_validate_json(json.dumps(nest(values), default=str), strict=True)

@@ -83,7 +83,7 @@ class RunFolder:
                     f"run folder {self.path} holds no run, but other things ({', '.join(sorted(strangers)[:3])}); "
                     f"name another --run-dir"
                 )
-            if config.resume.isdigit():
+            if config.resume.isdecimal():
                 raise RequestError(f"run folder {self.path} holds no run to go back to step {config.resume} of")
             return inheriting(config)
         if config.resume == "never":
@@ -92,7 +92,7 @@ class RunFolder:
                 f"name another --run-dir, or go on with --resume auto"
             )
         steps = Shelf(self.checkpoints).steps()
-        if config.resume.isdigit() and int(config.resume) not in steps:
+        if config.resume.isdecimal() and int(config.resume) not in steps:
             there = f"its steps are {', '.join(map(str, steps))}" if steps else "it holds none"
             raise RequestError(f"run folder {self.path} holds no checkpoint of step {config.resume}; {there}")
         if not committed:

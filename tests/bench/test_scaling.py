@@ -133,7 +133,7 @@ def test_weak_scaling_grows_the_batch(monkeypatch, tmp_path):
     [
         ("--devices 1,4,2", "--devices is '1,4,2': write each of the numbers of devices once, ascending: 1,2,4"),
         ("--devices 1,2,2", "once, ascending: 1,2"),
-        ("--devices 0,1", "0 is not from 1 to 1000000; write numbers of devices such as 1,2,4,8"),
+        ("--devices 0,1", "0 is not from 1 to 1048576; write numbers of devices such as 1,2,4,8"),
         ("--devices 1,two", "'two' is no whole number"),
         ("--devices 1,,2", "'' is no whole number"),
         ("--devices -1", "'-1' is no whole number"),

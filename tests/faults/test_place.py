@@ -10,6 +10,7 @@ from jaxdist import checkpoints, explain, launch
 from jaxdist.cluster.place import Place, check_alone, check_own_name, find
 from jaxdist.config import ClusterConfig, RequestError
 from jaxdist.lab import __main__ as lab
+from jaxdist.mesh import gpu_share
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 STEP = {
@@ -112,6 +113,72 @@ def test_a_sentence_for_each_mistake(asked, environment, fragments, monkeypatch)
     assert len(error.value.problems) == 1
     for fragment in fragments:
         assert fragment in str(error.value)
+
+
+ALL_OF_STEP = STEP | {"SLURM_NODEID": "0"}
+INSTEAD = ("JAX_COORDINATOR_PORT", "SLURM_STEP_NUM_TASKS")
+"""Variables that take the place of others, which are not read then."""
+ALL_OF_TORCHRUN = TORCHRUN | {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+ALL_OF_JAX = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:9", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "0"}
+ODD = ("", "x", "-1", "1.5", "²", "٣", "0x10", "9" * 5000, " 3", "[", "a b", "3(x", "::1", "127.0.0.1:x", "a\n")
+
+ENVIRONMENTS = [
+    (name, {**environment, name: value})
+    for environment in (ALL_OF_STEP, ALL_OF_TORCHRUN, ALL_OF_JAX)
+    for name in environment
+    for value in ODD
+] + [(name, ALL_OF_STEP | {name: value}) for name in INSTEAD for value in ODD]
+
+
+def test_no_value_of_a_variable_ends_in_a_traceback(monkeypatch):
+    """A sentence that names the variable, or its value; or the place, where the value is one that may stand there."""
+
+    def found(host: str, port: int, **_: object):
+        if host not in ("127.0.0.1", "localhost", "::1"):
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    monkeypatch.setenv("PATH", "")  # no scontrol
+    for name, environment in ENVIRONMENTS:
+        value = environment[name]
+        try:
+            place = find(ClusterConfig(), environment)
+        except RequestError as error:
+            told = str(error)
+            assert name in told or value[:20] in told or "no coordinator is named" in told, (name, value, told)
+            assert len(told) < 500
+        else:
+            assert place.alone or value.isascii(), (name, value, place)
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        (ALL_OF_TORCHRUN | {"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x' in the environment; it must be a whole number"),
+        (ALL_OF_TORCHRUN | {"WORLD_SIZE": "²"}, "WORLD_SIZE is '²' in the environment; it must be a whole number"),
+        (ALL_OF_TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE and RANK say that there are 0 processes"),
+        (ALL_OF_TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK is 4 in the environment; LOCAL_WORLD_SIZE 4 counts it"),
+        (ALL_OF_TORCHRUN | {"MASTER_ADDR": "a\0b"}, "coordinator host 'a\0b' cannot be found"),
+        (ALL_OF_TORCHRUN | {"MASTER_PORT": "٣"}, "MASTER_PORT is '٣' in the environment"),
+        (STEP | {"SLURM_NTASKS": "abc"}, "SLURM_NTASKS is 'abc' in the environment"),
+        (STEP | {"SLURM_STEP_ID": "x"}, "SLURM_STEP_ID is 'x' in the environment"),
+        (STEP | {"SLURM_NODEID": "2"}, "SLURM_NODEID is 2 in the environment, but SLURM_STEP_TASKS_PER_NODE '4(x2)'"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "4(x"}, "SLURM_STEP_TASKS_PER_NODE is '4(x' in the environment"),
+        (ALL_OF_JAX | {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:٣"}, "coordinator '127.0.0.1:٣' is not HOST:PORT"),
+    ],
+)
+def test_odd_values_of_launchers_are_named(environment, sentence):
+    with pytest.raises(RequestError) as error:
+        find(ClusterConfig(), environment)
+    assert str(error.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("value", ["abc", "nan", "-1", "0", "inf"])
+def test_a_share_of_memory_that_is_none(value, monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", value)
+    with pytest.raises(RequestError, match=f"XLA_PYTHON_CLIENT_MEM_FRACTION is '{value}' in the environment"):
+        gpu_share()
 
 
 def test_a_name_that_is_loopback_to_everybody_is_refused(monkeypatch):

@@ -164,8 +164,8 @@ def test_a_wrong_sum_fails_the_command(runs):
     ("words", "sentence"),
     [
         (["--algorithm", "rng"], "there is no algorithm 'rng' of all-reduce; did you mean 'ring'?"),
-        (["--devices", "1"], "an all-reduce of 1 device(s) was asked for; ask for 2 to 64"),
-        (["--devices", "65"], "an all-reduce of 65 device(s) was asked for; ask for 2 to 64"),
+        (["--devices", "1"], "--devices 1: an all-reduce has 2 to 64 nodes"),
+        (["--devices", "65"], "--devices 65: an all-reduce has 2 to 64 nodes"),
         (
             ["--devices", "6", "--algorithm", "halving"],
             "halving pairs the nodes off in each step, which 6 cannot; ask for 4 or 8 devices",

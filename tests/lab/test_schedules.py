@@ -62,3 +62,19 @@ def test_refused(words, sentence):
     with pytest.raises(RequestError) as error:
         main(["schedules", *words])
     assert sentence in error.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--microbatches=65536"], "--stages 4 x --microbatches 65536 are 262144 forward passes; at most 8192"),
+        (
+            ["--stages=256", "--microbatches=8", "--virtual-stages=8"],
+            "--stages 256 x --microbatches 8 x --virtual-stages 8 are 16384 forward passes",
+        ),
+    ],
+)
+def test_what_would_take_minutes_is_refused(argv, sentence):
+    with pytest.raises(RequestError) as error:
+        main(["schedules", *argv])
+    assert str(error.value).startswith(sentence)

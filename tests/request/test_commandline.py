@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from jaxdist.__main__ import COMMANDS, main
-from jaxdist.config import Count, RequestError
+from jaxdist.config import RequestError
 from jaxdist.request import Extra, arguments, load, outcome, to_toml
 from jaxdist.request.knobs import KNOBS, option
+from jaxdist.values import Count
 
 
 def ask(*argv: str, **more):
@@ -111,6 +113,24 @@ def test_outcomes_become_exit_codes(capsys):
     assert capsys.readouterr().err == f"{__name__}: interrupted\n"
     with pytest.raises(ZeroDivisionError):
         outcome(raising(ZeroDivisionError()), [])
+
+
+@pytest.mark.parametrize("positional", ["CONFIG", "RUN"])
+def test_an_empty_argument_is_not_the_current_folder(positional, tmp_path, monkeypatch):
+    (tmp_path / "config.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError, match=r"^(config|RUN) is empty; "):
+        arguments([""], "train", "", positional=positional)
+
+
+def test_a_config_may_be_a_link_but_no_pipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.toml").write_text("model.layers = 3")
+    (tmp_path / "link.toml").symlink_to("my.toml")
+    os.mkfifo(tmp_path / "fifo")
+    assert ask("link.toml").config.model.layers == 3
+    with pytest.raises(RequestError, match=r"^config fifo cannot be read: no regular file$"):
+        ask("fifo")
 
 
 def test_a_wrong_request_ends_with_2():

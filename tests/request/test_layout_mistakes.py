@@ -88,14 +88,18 @@ PARALLEL = {
         "--parallel.rules.heads data --parallel.rules.vocab replica",
         [("heads is 'data'", "split both rows and heads"), ("vocab is 'replica'", "split both rows and vocab")],
     ),
+    "sequence without a model axis": Wrong(
+        "--mesh 2x1x1 --parallel.sequence true",
+        [("parallel.sequence is True, but mesh 2x1x1, whose model axis is 1, makes no use of it; leave it out",)],
+    ),
     "sequence without the MLP": Wrong(
-        "--parallel.sequence true --parallel.rules.mlp=",
+        "--mesh 1x2x1 --parallel.sequence true --parallel.rules.mlp=",
         [("rules.mlp is empty", "rules.mlp to 'model', or parallel.seq")],
     ),
     "sequence without its layers": Wrong(
         "FILE",
         [("parallel.rules.heads and parallel.rules.mlp are empty", "parallel.sequence to false")],
-        "[parallel]\nsequence = true\nrules = {heads = '', mlp = ''}",
+        "mesh = '1x2x1'\n[parallel]\nsequence = true\nrules = {heads = '', mlp = ''}",
     ),
     "micro-batches of stage 0": Wrong(
         "--parallel.micro-batches outside", [("micro_batches is outside", "parallel.zero 0", "default is inside")]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jaxdist.config import Count, RequestError
+from jaxdist.config import RequestError
 from jaxdist.request import Extra, arguments
+from jaxdist.values import Count
 from tests.request.wrong import Wrong, named
 
 ONE_KNOB = {
@@ -91,6 +92,14 @@ FILES = {
     "key of no section": Wrong(
         "FILE", [("my.toml: unknown key 'layers'; did you mean 'model.layers'?",)], "layers = 4"
     ),
+    "device": Wrong("/dev/zero", [("config /dev/zero cannot be read: no regular file",)]),
+    "large file": Wrong("FILE", [("my.toml cannot be read: larger than 1 MiB",)], "#" * (1 << 20) + "\n"),
+    "deep": Wrong("FILE", [("my.toml is not valid TOML", "nested too deeply")], "a = " + "[" * 99_999),
+    "NUL in a path": Wrong("FILE", [("data.path is 'a\\x00b': has a NUL character",)], 'data.path = "a\\u0000b"'),
+    "empty path": Wrong("FILE", [("data.path is empty: must be a path, or none",)], "data.path = ''"),
+    "empty run folder": Wrong("--run-dir=", [("run_dir is empty: must be a path, or none",)]),
+    "long path": Wrong("a/" * 2500, [("config 'a/a/", "is longer than 4000 bytes")]),
+    "long run": Wrong("a/" * 2500, [("run folder 'a/a/", "is longer than 4000 bytes")], positional="RUN"),
     "misspelt key": Wrong("FILE", [("'model.layrs'; did you mean 'model.layers'?",)], "[model]\nlayrs = 4"),
     "unknown section": Wrong("FILE", [("unknown section 'modle'; did you mean 'model'?",)], "[modle]\na = 1\nb = 2"),
     "section as a value": Wrong("FILE", [("unknown key 'model'; model is a section",)], "model = 3"),
@@ -130,9 +139,20 @@ COMBINATIONS = {
     "steps and epochs": Wrong("--train.steps 20 --train.epochs 2", [("steps 20 and train.epochs 2", "leave one")]),
     "steps and epochs in a file": Wrong("FILE", [("both set in the config",)], "train.steps = 20\ntrain.epochs = 1.5"),
     "long name": Wrong(f"--data.path {'x' * 300}", [("data.path", "more than 255 bytes")]),
-    "long config": Wrong("x" * 300, [("is longer than a file's name can be",)]),
+    "long config": Wrong("x" * 300, [("has a name of more than 255 bytes",)]),
     "huge mesh": Wrong(f"--mesh {'9' * 5000}x1x1", [("gives data the size '99999999999999999999'", "1 to 999999")]),
-    "huge number": Wrong("--model.layers 99999999999999999999", [("model.layers", "must be less than 2147483648")]),
+    "too many devices": Wrong(
+        "--mesh 2000x2x999 --train.global-batch-size 2000 --model.layers 999",
+        [("mesh '2000x2x999' asks for 3996000 devices; at most 1048576",)],
+    ),
+    "huge embed": Wrong(
+        "--model.embed 2147483644",
+        [("model.layers 4, model.embed 2147483644, model.heads 4, model.vocab 2048", "2.21e+20 parameters; at most")],
+    ),
+    "huge together": Wrong(
+        "llama_70b --model.layers 4096 --model.embed 65536 --model.mlp 262144", [("2.51e+14 parameters; at most",)]
+    ),
+    "huge number": Wrong("--model.layers 99999999999999999999", [("model.layers", "must be at most 4096")]),
     "huge number in a file": Wrong("FILE", [("not valid TOML",)], f"mesh = {'9' * 5000}"),
     "endless epochs": Wrong("--train.epochs 1e308", [("train.epochs", "at most 1e+06")]),
     "phases": Wrong(

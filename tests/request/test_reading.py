@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 
 from jaxdist.config import Config, DataConfig, ModelConfig, RequestError, RulesConfig, TrainConfig, leaves
 from jaxdist.mesh import parse_mesh
-from jaxdist.request import SHIPPED, check_mesh_fits, load, to_toml
+from jaxdist.request import SHIPPED, check_mesh_fits, fitting, load, to_toml
 from jaxdist.request.checks import CHECKS
 from jaxdist.request.knobs import KNOBS, nest
 from jaxdist.training.continuing import differing
@@ -165,6 +166,26 @@ def test_every_device_count_is_checked_alike():
         check_mesh_fits(config, parse_mesh("data=2,replica=2"))
 
 
+@pytest.mark.parametrize(
+    ("mesh", "devices", "most"),
+    [
+        ("-1x1x1", 7, 6),
+        ("-1x2x1", 7, 6),
+        ("2x-1x1", 1 << 20, 8),
+        ("1x1x-1", 1 << 20, 5),
+        ("-1x1x1", (1 << 20) - 1, 120),
+        ("2x2x1", 9, 9),
+        ("auto", 9, 9),
+    ],
+)
+def test_the_most_devices_that_fit(mesh, devices, most):
+    """Without a look at each number: of a million devices that would take minutes."""
+    config = load(None, {"mesh": mesh, "train.global_batch_size": "120", "model.layers": "5", "model.heads": "4"})
+    began = time.perf_counter()
+    assert fitting(config, devices) == most
+    assert time.perf_counter() - began < 1
+
+
 def test_a_filled_axis_is_checked_when_it_is_known():
     config = load(None, {"mesh": "1x-1x1", "model.vocab": "2050"})
     check_mesh_fits(config, parse_mesh("1x2x1"))
@@ -183,7 +204,7 @@ LLAMA = {"model.family": "llama", "model.embed": "96", "model.heads": "12"}
     "overrides",
     [
         {"mesh": "2x4x1", "parallel.zero": "3", "parallel.sequence": "true", "precision": "mixed"},
-        {"parallel.sequence": "true", "parallel.zero": "2", "parallel.micro_batches": "outside"},
+        {"mesh": "1x-1x1", "parallel.sequence": "true", "parallel.zero": "2", "parallel.micro_batches": "outside"},
         {"mesh": "1x3x1", "parallel.rules.heads": "", "parallel.rules.mlp": "", "model.vocab": "2049"},
         {"mesh": "1x3x1", "parallel.rules.heads": "", "parallel.rules.vocab": "", "model.mlp": "300"},
         {"mesh": "1x16x1", "parallel.rules.heads": "", "model.heads": "4"},

@@ -80,8 +80,6 @@ def path_problem(folder: Path) -> str | None:
     TensorStore takes a backslash for a slash, and Orbax takes `gs:/` for a bucket, and brackets, `*` and `?` for
     patterns: arrays would be written to one folder and looked for in another.
     """
-    if "\0" in str(folder):
-        return "has a NUL character, which no path can have"
     path = Path(folder).resolve()
     try:
         str(path).encode("utf-8")

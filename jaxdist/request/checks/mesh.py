@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from jaxdist.config import Config, RequestError, nearest
@@ -69,8 +69,25 @@ def fitting(config: Config, devices: int) -> int:
 
     All of them where no number does, or there is nothing to fill.
     """
-    filled = FILL in requested(config.mesh).values()
-    return next((count for count in range(devices, 0, -1) if fits(config, count)), devices) if filled else devices
+    shape = requested(config.mesh)
+    if config.mesh == AUTO or FILL not in shape.values():
+        return devices
+    fixed = math.prod(size for size in shape.values() if size != FILL)
+    sizes = _fillings(config, shape, devices // fixed)
+    return next((size * fixed for size in sizes if fits(config, size * fixed)), devices)
+
+
+def _fillings(config: Config, shape: Mapping[str, int], most: int) -> Iterable[int]:
+    """The sizes that the axis to be filled may have, at most `most`, the largest first: others divide nothing."""
+    if any(shape[axis] == FILL for axis in BATCH_AXES):
+        sizes = divisors(config.train.global_batch_size)
+    elif shape[MODEL] == FILL and _sizes(config):
+        sizes = divisors(math.gcd(*_sizes(config).values()))
+    elif shape[PIPELINE] == FILL:
+        sizes = range(1, config.model.layers + 1)
+    else:
+        sizes = range(1, most + 1)
+    return (size for size in reversed(sizes) if size <= most)
 
 
 @dataclass(frozen=True)
@@ -147,6 +164,16 @@ def _sequence_rules(config: Config) -> Iterator[str]:
             f"parallel.sequence is true, but {names} {verb} empty: a residual stream that {MODEL} splits needs heads "
             f"and mlp that it splits; " + remedy(f"{names} to '{MODEL}'", "parallel.sequence to false")
         )
+
+
+@check("mesh", "parallel.sequence")
+def _sequence_alone(config: Config) -> Iterator[str]:
+    try:
+        alone = requested(config.mesh)[MODEL] == 1  # not where it is -1, and filled
+    except RequestError:  # told of the mesh
+        return
+    if alone and not config.model.images:  # of images `parallel.sequence` is refused by its family
+        yield from unused(config, "parallel.sequence", f"mesh {config.mesh}, whose {MODEL} axis is 1,")
 
 
 @check("parallel.zero", "parallel.micro_batches")

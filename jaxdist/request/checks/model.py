@@ -7,6 +7,35 @@ from collections.abc import Iterator
 from jaxdist.config import Config, ModelConfig
 from jaxdist.request.checks.registry import check, closest, divisors, multiples, remedy, to, unused
 
+MOST_PARAMETERS = 2**44
+"""17.6 trillion: beyond what anybody trains, and sizes still fit 64 bits."""
+
+
+def decoder_parameters(model: ModelConfig) -> int:
+    """The matrices of a decoder: of its blocks, and its tables. Biases and norms, which are few, are left out."""
+    gpt = model.family == "gpt"
+    attention = 2 * model.embed**2 + 2 * model.embed * (model.embed // model.heads) * model.key_value_heads
+    mlp = (2 if gpt else 3) * model.embed * model.mlp_size
+    rows = model.vocab * (1 if model.tied else 2) + (model.sequence if gpt else 0)
+    return model.layers * (attention + mlp) + rows * model.embed
+
+
+SIZES = ("layers", "embed", "heads", "kv_heads", "mlp", "vocab", "sequence")
+
+
+@check("model.family", "model.tied", *(f"model.{size}" for size in SIZES))
+def _parameters(config: Config) -> Iterator[str]:
+    if config.model.images:
+        return
+    count = decoder_parameters(config.model)
+    if count > MOST_PARAMETERS:
+        sizes = [(f"model.{size}", getattr(config.model, size)) for size in SIZES]
+        asked = ", ".join(f"{name} {value}" for name, value in sizes if value)  # 0 follows from the others
+        yield (
+            f"{asked} make a model of {count:.3g} parameters; at most {MOST_PARAMETERS:.3g} are planned or trained: "
+            f"lower one of them"
+        )
+
 
 def head_counts(model: ModelConfig, ways: int = 1) -> list[int]:
     """The numbers of heads that fit the other sizes and divide by `ways`."""

@@ -85,10 +85,11 @@ def _layers(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     if ranks == 1 or config.model.images or layers >= ranks * virtual:
         return
     cut = f"{ranks} stages" + f" x {virtual} virtual stages" * (virtual > 1)
+    fewer = min(ranks - 1, layers // virtual)
     told = f"model.layers {layers} is fewer than the {cut} of mesh {config.mesh}, and each needs a layer"
     yield f"{told}; " + remedy(
         f"model.layers to {ranks * virtual}",
-        to(f"the {PIPELINE} axis", [n for n in range(2, ranks) if n * virtual <= layers][-1:]),
+        to(f"the {PIPELINE} axis", [fewer] if fewer > 1 else []),
         to("pipeline.virtual_stages", [layers // ranks] if layers // ranks > 1 else []),
         "pipeline.schedule to 1f1b" if virtual > 1 and layers >= ranks else "",
     )

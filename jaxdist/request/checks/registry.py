@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from jaxdist.config import Config, leaves
-from jaxdist.request.knobs import KNOBS
+from jaxdist.config import Config
+from jaxdist.request.knobs import KNOBS, value_of
 
 Find = Callable[[Config], Iterator[str]]
 
@@ -40,7 +40,7 @@ def problems(config: Config, good: Collection[str]) -> list[str]:
 
 def unused(config: Config, name: str, because: str) -> Iterator[str]:
     """Refuses a value of the knob `name` that is not its default."""
-    value, default = leaves(config)[name], KNOBS[name].default
+    value, default = value_of(config, name), KNOBS[name].default
     if value != default:
         yield f"{name} is {value}, but {because} makes no use of it; leave it out (its default is {default})"
 

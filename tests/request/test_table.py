@@ -1,0 +1,162 @@
+"""Every option of every command against a value of each class: refused in a sentence, or legal. No traceback, no hang.
+
+A new option needs a place in `LEGAL`, and one that no command has any more must leave it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.request.commands import COMMANDS, Command, asked, make_values, options_of, spelt, without_work
+from tests.request.commands import option as written
+
+LEGAL = {
+    "": (
+        *("CONFIG", "RUN", "mesh", "precision", "resume", "init_from"),
+        *("model.family", "model.layers", "model.embed", "model.heads", "model.rope_theta", "model.sequence"),
+        *("model.documents", "model.remat", "model.classes", "model.image", "model.channels"),
+        *("parallel.micro_batches", "parallel.offload", "pipeline.schedule"),
+        *("data.validation_path", "data.validation_fraction", "data.augment", "data.prefetch"),
+        *("optimizer.name", "optimizer.schedule", "optimizer.decay_fraction"),
+        *("train.global_batch_size", "train.accumulation", "cluster.process_id"),
+        *("tokens", "samples", "cluster", "compare", "devices", "processes", "nodes", "time"),
+        *("mode", "models", "parts", "schedule", "stages", "microbatches", "algorithm"),
+        *("dry_run", "verify", "prune", "json", "why", "trade_off", "submit"),
+    ),
+    "zero": (
+        *("model.kv_heads", "model.tied", "model.dropout", "parallel.zero", "parallel.sequence"),
+        *("pipeline.microbatches", "pipeline.virtual_stages", "optimizer.warmup", "optimizer.beta1", "optimizer.beta2"),
+        *("train.epochs", "checkpoint.epochs", "log.tensorboard", "cluster.processes"),
+        *("gpus_per_node", "tasks_per_node", "cpus_per_task", "virtual_stages", "zero"),
+    ),
+    "huge": (
+        *("model.vocab", "optimizer.learning_rate", "train.steps", "train.max_skipped"),
+        *("checkpoint.keep", "checkpoint.grace_seconds", "log.every"),
+        *("fault.heartbeat_seconds", "fault.start_seconds", "checkpoint", "minutes", "repeats", "seconds"),
+    ),
+    "zero huge": (
+        *("model.mlp", "optimizer.final", "optimizer.weight_decay", "optimizer.clip", "train.seed"),
+        *("validation.every", "validation.batches", "checkpoint.every", "checkpoint.minutes", "checkpoint.keep_every"),
+        *("fault.hang_seconds", "temperature", "top_k", "seed", "restarts", "warmup", "rows"),
+    ),
+    "empty": (
+        *("parallel.rules.heads", "parallel.rules.mlp", "parallel.rules.vocab", "log.wandb", "profile.steps"),
+        *("cluster.coordinator", "target", "picture", "why_not", "fit", "out"),
+    ),
+    "empty binary": ("env",),
+    "binary": ("data.path", "data.tokenizer"),
+    "word negative zero huge nan unicode folder": ("run_dir",),
+    "word negative zero huge nan unicode empty binary": ("export", "save", "output"),
+    "word negative zero huge long nan fifo folder binary": ("partition", "account"),
+    "word negative zero huge nan unicode empty fifo folder binary": ("container",),
+    "word negative zero huge long nan unicode empty fifo folder binary": ("job_name",),
+    "word negative zero huge long nan unicode nul fifo folder binary": ("prompt",),
+}
+"""The classes of values that an option takes -> the options; the files and folders of `make_values` are there."""
+
+OF_COMMAND = {
+    ("explain", "devices"): "zero",  # as many as the mesh names
+    ("bench gpu", "rows"): "zero",  # of a step; elsewhere of an epoch
+    ("launch slurm", "checkpoint.grace_seconds"): "",  # longer than the job
+    **{("evaluate", f"data.{name}"): "word negative zero huge nan unicode fifo folder binary" for name in
+       ("path", "tokenizer", "validation_path")},  # looked at when the run's own model is known
+    **{(command, "optimizer.warmup"): "zero huge" for command in ("explain", "plan", "bench step", "bench scaling")},
+    **{(command, "model.classes"): "huge" for command in ("explain", "plan", "bench step", "bench scaling")},
+    ("doctor", "cluster.coordinator"): "word negative zero huge long nan unicode empty nul fifo folder binary",
+    ("doctor", "cluster.processes"): "zero huge",  # the doctor tells what is wrong with them among its findings
+    ("doctor", "cluster.process_id"): "zero huge",
+    ("doctor", "resume"): "huge",  # the doctor enters no run folder
+    ("doctor", "init_from"): "word negative zero huge nan unicode fifo folder binary",
+}  # fmt: skip
+"""(command, option) -> the classes that the option takes there, where it is not as in `LEGAL`."""
+
+ROWS = {name: classes.split() for classes, names in LEGAL.items() for name in names}
+
+IDS = [f"{command.name} {command.argument}".strip() for command in COMMANDS]
+
+
+@pytest.fixture
+def values(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return make_values(tmp_path)
+
+
+def legal(command: Command, name: str) -> list[str]:
+    if (command.name, name) in OF_COMMAND:
+        return OF_COMMAND[command.name, name].split()
+    return ROWS[name]
+
+
+def words(command: Command, name: str, value: str) -> list[str]:
+    """The command line that gives the option, or the argument, this value."""
+    if name in ("CONFIG", "RUN"):
+        return [value, *command.words]
+    others = [word for word in command.words if not word.startswith(f"{written(name)}=")]
+    return [*(["run"] if command.argument == "RUN" else []), *others, spelt(name, value)]
+
+
+def names_of(command: Command) -> list[str]:
+    return [*([command.argument] if command.argument else []), *options_of(command).names]
+
+
+def test_every_option_has_a_row_and_every_row_an_option():
+    found = {name for command in COMMANDS for name in names_of(command)}
+    assert sum(map(len, LEGAL.values())) == len(ROWS), "an option stands twice"
+    assert found == set(ROWS)
+    assert {command for command, _ in OF_COMMAND} <= {command.name for command in COMMANDS}
+
+
+CALLED = {"RUN": "config", "resume": "go back to step"}
+"""Options that a sentence calls something else: for the doctor, what is no RUN is a CONFIG."""
+
+
+def named(name: str, value: str, problems: list[str]) -> bool:
+    """Whether one of the sentences speaks of the option and shows the value, or its beginning."""
+    last = name.rpartition(".")[2]
+    forms = {name, written(name), last, last.replace("_", "-"), CALLED.get(name, name)}
+    shown = {value[:20], ascii(value[:20])[1:-1], repr(value[:20])[1:-1]} if value else {"empty", "''", "is missing"}
+    return any(
+        any(form.lower() in problem.lower() for form in forms) and any(one in problem for one in shown)
+        for problem in problems
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=IDS)
+def test_each_value_is_refused_or_legal(command, values):
+    wrong = []
+    names = names_of(command)
+    with without_work():
+        for name in names:
+            for kind, value in values.items():
+                problems = asked(command, *words(command, name, value))
+                expected = kind in legal(command, name)
+                if expected != (problems is None):
+                    wrong.append(f"{name}, {kind}: {problems or 'legal'}")
+                elif problems is not None and not named(name, value, problems):
+                    wrong.append(f"{name}, {kind}: not told: {problems}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS, ids=IDS)
+def test_a_process_refuses_them_with_2_and_without_a_traceback(command, values, tmp_path):
+    """All options of a class together, in one process: the sentences of what is found first are told together."""
+    names = [name for name in names_of(command) if name not in ("CONFIG", "RUN")]
+    for kind, value in values.items():
+        refused = [name for name in names if kind not in legal(command, name)]
+        if kind == "nul" or not refused:  # no process can be given a NUL
+            continue
+        argument = ["run"] if command.argument == "RUN" else []
+        argv = [*command.name.split(), *argument, *(spelt(name, value) for name in refused)]
+        done = subprocess.run(
+            [sys.executable, "-m", f"jaxdist.{argv[0]}", *map(os.fsencode, argv[1:])],
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=False,
+        )  # fmt: skip
+        said = done.stderr.decode(errors="replace")
+        assert (done.returncode, done.stdout) == (2, b""), (kind, said)
+        assert "Traceback" not in said, said
+        assert all(line.startswith("jaxdist.") for line in said.splitlines()), said
