@@ -14,7 +14,7 @@ NAMES = {
     "a*": "has a '*' in its full path",
     "why?": "has a '?' in its full path",
     "gs:/bucket": "has a folder whose name ends with a colon",
-    os.fsdecode(b"\xff"): "is not UTF-8",
+    os.fsdecode(b"\xff"): "UTF-8",
     "a\0b": "has a NUL character",
 }
 

@@ -279,12 +279,11 @@ def test_what_is_just_legal_together(legal, refused):
 
 
 COUNTS = """
-model.layers model.embed model.heads model.vocab model.sequence model.image model.channels data.prefetch
-train.global_batch_size train.accumulation train.max_skipped checkpoint.keep log.every fault.heartbeat_seconds
+model.embed model.heads model.vocab train.max_skipped checkpoint.keep log.every fault.heartbeat_seconds
 fault.start_seconds
 """
 COUNTS_OR_0 = """
-model.kv_heads model.mlp pipeline.microbatches pipeline.virtual_stages optimizer.warmup train.steps validation.every
+model.kv_heads model.mlp pipeline.virtual_stages optimizer.warmup train.steps validation.every
 validation.batches checkpoint.every checkpoint.keep_every cluster.processes
 """
 AT_LEAST_0 = """
@@ -298,6 +297,14 @@ EDGES = {
     **dict.fromkeys(COUNTS_OR_0.split(), ([0, LARGEST], [-1, LARGEST + 1])),
     **dict.fromkeys(AT_LEAST_0.split(), ([0.0, 3e38], [-1e-9, math.inf, math.nan])),
     **dict.fromkeys(BELOW_1.split(), ([0.0, 0.9999999], [-1e-9, 1.0])),
+    "model.layers": ([1, 2**12], [0, 2**12 + 1]),
+    "model.sequence": ([1, 2**24], [0, 2**24 + 1]),
+    "model.image": ([1, 2**14], [0, 2**14 + 1]),
+    "model.channels": ([1, 2**12], [0, 2**12 + 1]),
+    "data.prefetch": ([1, 2**10], [0, 2**10 + 1]),
+    "train.global_batch_size": ([1, 2**24], [0, 2**24 + 1]),
+    "train.accumulation": ([1, 2**16], [0, 2**16 + 1]),
+    "pipeline.microbatches": ([0, 2**16], [-1, 2**16 + 1]),
     "model.classes": ([2, LARGEST], [1, LARGEST + 1]),
     "model.rope_theta": ([1.0, 3e38], [0.999, 3.5e38]),
     "optimizer.learning_rate": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),

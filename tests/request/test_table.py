@@ -25,7 +25,7 @@ LEGAL = {
         *("train.global_batch_size", "train.accumulation", "cluster.process_id"),
         *("tokens", "samples", "cluster", "compare", "devices", "processes", "nodes", "time"),
         *("mode", "models", "parts", "schedule", "stages", "microbatches", "algorithm"),
-        *("dry_run", "verify", "prune", "json", "why", "trade_off", "submit"),
+        *("dry_run", "verify", "prune", "force", "json", "why", "trade_off", "submit"),
     ),
     "zero": (
         *("model.kv_heads", "model.tied", "model.dropout", "parallel.zero", "parallel.sequence"),
