@@ -66,6 +66,11 @@ def local(argv: list[str]) -> int:
     folder.enter(asked.config)  # its mistakes are told once, and not by each process
 
     dealt = shares(asked.extras["processes"])
+    gpus = sum(len(share.split(",")) for share in dealt if share)
+    if gpus:
+        check_gpus(asked.config, gpus, gpus, f"the {gpus} GPU(s) of this machine")
+    else:
+        check_cpus(asked.config, len(dealt), f"{len(dealt)} process(es) of this machine")
     job = Job(
         command=lambda *place: train(asked, *place),
         shares=dealt,
@@ -211,28 +216,63 @@ def tasks_per_node(asked: int, gpus: int) -> int:
 
 
 def check_devices(config: Config, nodes: str, gpus: int, tasks: int) -> None:
-    """Raise `RequestError` where the mesh, or a size of the run, does not fit the devices of the nodes."""
-    from jaxdist.cluster.slurm_values import node_counts
-    from jaxdist.mesh import AUTO, FILL, devices_asked, fill, fixed_product, requested
+    """Raise `RequestError` where the mesh, or a size of the run, does not fit the devices of the nodes.
 
-    shape, (fewest, most) = requested(config.mesh), node_counts(nodes)
-    filled = FILL in shape.values()
-    if fewest != most and not filled:
+    `gpus` and `tasks` are those of one node; without GPUs each task splits its CPU.
+    """
+    from jaxdist.cluster.slurm_values import node_counts
+    from jaxdist.mesh import FILL, requested
+
+    fewest, most = node_counts(nodes)
+    if fewest != most and FILL not in requested(config.mesh).values():
         raise RequestError(f"mesh {config.mesh} is the same on {nodes} nodes; let one axis fill them, such as -1x1x1")
-    if not gpus:  # CPUs are split into as many devices as it takes
-        asked = devices_asked(shape, most * tasks)
-        fits = asked % (most * tasks) == 0
-        devices, told = asked, f"{most} node(s) with {tasks} process(es) each"
+    if gpus:
+        check_gpus(config, fewest * gpus, most * gpus, f"{most} node(s) with {gpus} GPU(s) each, {most * gpus} in all")
     else:
-        devices, told = most * gpus, f"{most} node(s) with {gpus} GPU(s) each, {most * gpus} in all"
-        if devices > MOST_DEVICES:
-            raise RequestError(f"--nodes {nodes} and --gpus-per-node {gpus} are {devices} GPUs; at most {MOST_DEVICES}")
-        fixed = fixed_product({axis: size for axis, size in shape.items() if size != FILL})
-        fits = devices % fixed == 0 and fixed <= fewest * gpus if filled else fixed == devices
+        check_cpus(config, most * tasks, f"{most} node(s) with {tasks} process(es) each")
+
+
+def check_gpus(config: Config, fewest: int, most: int, where: str) -> None:
+    """Raise `RequestError` where the mesh, or a size of the run, does not fit so many GPUs, which `where` describes."""
+    from jaxdist.mesh import FILL, fixed_product, requested
+
+    if most > MOST_DEVICES:
+        raise RequestError(f"{where}: a run has at most {MOST_DEVICES}; ask for fewer")
+    shape = requested(config.mesh)
+    fixed = fixed_product({axis: size for axis, size in shape.items() if size != FILL})
+    fits = fixed == most
+    if FILL in shape.values():
+        fits = most % fixed == 0 and fixed <= fewest
     if not fits:
-        raise RequestError(f"mesh {config.mesh} does not fit {told}: its axes must multiply to the number of devices")
-    if config.mesh != AUTO:
-        check_mesh_fits(config, fill(shape, fitting(config, devices)))
+        raise RequestError(f"mesh {config.mesh} does not fit {where}: its axes must multiply to the number of devices")
+    check_sizes(config, most)
+
+
+def check_cpus(config: Config, processes: int, where: str) -> None:
+    """As `check_gpus`, of processes which each split their CPU into as many devices as it takes."""
+    from jaxdist.mesh import MOST_CPU_DEVICES, devices_asked, requested
+
+    devices = devices_asked(requested(config.mesh), processes)
+    each, rest = divmod(devices, processes)
+    if rest:
+        raise RequestError(
+            f"mesh {config.mesh} does not fit {where}: its {devices} CPU device(s) do not divide by {processes} "
+            f"process(es); ask for another mesh, or another number of processes"
+        )
+    if each > MOST_CPU_DEVICES:
+        raise RequestError(
+            f"mesh {config.mesh} does not fit {where}: each would split its CPU into {each} devices, and can do so "
+            f"into {MOST_CPU_DEVICES} at most"
+        )
+    check_sizes(config, devices)
+
+
+def check_sizes(config: Config, devices: int) -> None:
+    """Raise `RequestError` where a size of the run does not divide over the mesh on so many devices."""
+    from jaxdist.mesh import AUTO, fill, requested
+
+    if config.mesh != AUTO:  # which chooses a mesh that fits
+        check_mesh_fits(config, fill(requested(config.mesh), fitting(config, devices)))
 
 
 WHERE = {"local": local, "slurm": slurm}

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 import jax
 
-from jaxdist.cluster import faults
+from jaxdist.cluster import faults, lifeline
 from jaxdist.cluster.meeting import ALL_OF_THEM, Enough, join, members
 from jaxdist.cluster.phases import ENDING
 from jaxdist.cluster.place import Place
@@ -37,6 +37,7 @@ class Job:
         """log.txt of the run, once `log.open` has told where that is."""
 
     def __enter__(self) -> Job:
+        lifeline.watch(self._without_launcher)
         with ExitStack() as stack:
             faults.logs.append(self.log)
             stack.callback(faults.logs.remove, self.log)
@@ -50,6 +51,14 @@ class Job:
             self.stop.joined()
             self._open = stack.pop_all()
         return self
+
+    def _without_launcher(self) -> None:
+        faults.say(
+            self.place,
+            "ended, because the launcher of this process is gone; nothing is saved: the same command, given again, "
+            "goes on from the newest checkpoint",
+        )
+        faults.leave(self.place, faults.FAILED)
 
     def _placed(self, place: Place) -> None:
         self.place = self.watchdog.place = self.stop.place = place

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from jaxdist.cluster import lifeline
 from jaxdist.cluster.gpus import visible
 from jaxdist.config import Busy, RequestError
 
@@ -61,6 +62,8 @@ class Job:
     asked: str | None = None
     """The signal that has asked it to stop."""
     running: list[subprocess.Popen] = field(default_factory=list)
+    _pipe: int = -1
+    """By its end the processes know that this one is gone."""
     _patient_until: float | None = None
     """How long it waits for the run folder; None while it does not."""
 
@@ -68,7 +71,8 @@ class Job:
         """Until it is done, stopped, or not worth another try. Returns the exit code."""
         old = {number: signal.signal(number, self._forward) for number in SIGNALS}
         try:
-            return self._supervise()
+            with lifeline.opened() as self._pipe:
+                return self._supervise()
         finally:
             self._kill()
             for number, handler in old.items():
@@ -130,10 +134,13 @@ class Job:
         """(the process that failed first, exit codes); None where all are done."""
         where, count = f"127.0.0.1:{free_port()}", len(self.shares)
         for process, share in enumerate(self.shares):
-            environment = dict(os.environ) if share is None else {**os.environ, "CUDA_VISIBLE_DEVICES": share}
+            environment = {**os.environ, lifeline.VARIABLE: str(self._pipe)}
+            if share is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = share
             quiet = None if process == 0 else subprocess.DEVNULL  # the others tell their errors only
             command = self.command(process, count, where, again)
-            self.running.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=quiet))
+            streams = dict(stdin=subprocess.DEVNULL, stdout=quiet)
+            self.running.append(subprocess.Popen(command, env=environment, pass_fds=[self._pipe], **streams))
         if self.asked:  # while they were started
             self._send(signal.SIGTERM)
         first = self._wait()

@@ -227,3 +227,34 @@ def test_gpus_are_dealt_out(monkeypatch):
 def test_mistakes_are_told_before_anything_starts(argv, fragment):
     with pytest.raises(RequestError, match=fragment.replace("?", r"\?")):
         launch.main(argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--mesh=4x1x1"], "mesh 4x1x1 does not fit 3 process(es) of this machine: its 4 CPU device(s) do not divide"),
+        (["--mesh=3x1x1"], "train.global_batch_size 16 does not divide by 3 data ranks"),
+        (["--mesh=1x3x1"], "model.heads 4 does not divide by model=3"),
+        (
+            ["--mesh=6144x1x1", "--train.global-batch-size=6144"],
+            "mesh 6144x1x1 does not fit 3 process(es) of this machine: each would split its CPU into 2048 devices",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_told_before_any_process_starts(argv, sentence, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("subprocess.Popen", None)
+    with pytest.raises(RequestError) as error:
+        launch.main(["local", "--processes=3", *argv])
+    assert error.value.problems[0].startswith(sentence)
+
+
+def test_a_mesh_that_does_not_use_all_gpus_is_told_too(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr("subprocess.Popen", None)
+    with pytest.raises(RequestError, match=r"mesh 2x1x1 does not fit the 4 GPU\(s\) of this machine: its axes must"):
+        launch.main(["local", "--processes=2", "--mesh=2x1x1"])
+    with pytest.raises(RequestError, match=r"does not divide by 4 data ranks"):
+        launch.main(["local", "--processes=2", "--mesh=4x1x1", "--train.global-batch-size=6"])

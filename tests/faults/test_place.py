@@ -118,7 +118,7 @@ def test_a_sentence_for_each_mistake(asked, environment, fragments, monkeypatch)
 ALL_OF_STEP = STEP | {"SLURM_NODEID": "0"}
 INSTEAD = ("JAX_COORDINATOR_PORT", "SLURM_STEP_NUM_TASKS")
 """Variables that take the place of others, which are not read then."""
-ALL_OF_TORCHRUN = TORCHRUN | {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+ALL_OF_TORCHRUN = TORCHRUN | {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
 ALL_OF_JAX = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:9", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "0"}
 ODD = ("", "x", "-1", "1.5", "²", "٣", "0x10", "9" * 5000, " 3", "[", "a b", "3(x", "::1", "127.0.0.1:x", "a\n")
 

@@ -50,7 +50,8 @@ LEGAL = {
     "empty binary": ("env",),
     "binary": ("data.path", "data.tokenizer"),
     "word negative zero huge nan unicode folder": ("run_dir",),
-    "word negative zero huge nan unicode empty binary": ("export", "save", "output"),
+    "word negative zero huge nan unicode empty binary": ("save", "output"),
+    "word negative zero huge nan unicode empty": ("export",),  # replaces a file with --force only
     "word negative zero huge long nan fifo folder binary": ("partition", "account"),
     "word negative zero huge nan unicode empty fifo folder binary": ("container",),
     "word negative zero huge long nan unicode empty fifo folder binary": ("job_name",),
