@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import secrets
 import stat
 import subprocess
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
@@ -137,11 +138,26 @@ class RunFolder:
 
     def identity(self) -> str | None:
         """The random id of the run; None where it has none, or none that can be read."""
-        try:
-            found = json.loads(read_regular(self.run))["id"]
-        except WRONG_CONTENT:
-            return None
+        found = self._run_facts().get("id")
         return found if isinstance(found, str) else None
+
+    def wandb_id(self) -> str:
+        """The id of the run at Weights & Biases, made when it is first asked for. Raises `OSError`."""
+        facts = self._run_facts()
+        found = facts.get("wandb")
+        if isinstance(found, str) and re.fullmatch("[A-Za-z0-9_-]{1,64}", found):
+            return found
+        facts["wandb"] = secrets.token_hex(8)
+        write_whole(self.run, json.dumps(facts) + "\n")
+        return facts["wandb"]
+
+    def _run_facts(self) -> dict[str, Any]:
+        """What run.json holds; nothing where it is not there, or damaged."""
+        try:
+            facts = json.loads(read_regular(self.run))
+        except WRONG_CONTENT:
+            return {}
+        return facts if isinstance(facts, dict) else {}
 
     def identify(self) -> None:
         """Give the run an id, if it has none: the one in the seals of its steps, where run.json was lost, or a new one.

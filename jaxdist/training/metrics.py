@@ -40,7 +40,7 @@ class Log:
         if self._board:
             self._board.close()
         if self._wandb:
-            self._guard(lambda: self._wandb.finish(quiet=True))
+            self._guard(lambda: self._wandb.finish())
 
     def say(self, text: str) -> None:
         """A line for people."""
@@ -111,6 +111,8 @@ def _start_wandb(config: Config, folder: RunFolder, say):
         return wandb.init(
             project=config.log.wandb,
             name=folder.path.name,
+            id=folder.wandb_id(),
+            resume="allow",  # a run that goes on is the same run there
             dir=str(folder.path),
             config=config.model_dump(mode="json"),
             settings=settings,

@@ -1,5 +1,6 @@
 """What a run leaves behind and says, and what other commands make of it."""
 
+import importlib.machinery
 import io
 import json
 import math
@@ -9,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import types
 
 import pytest
 from tokenizers import Tokenizer
@@ -276,13 +278,43 @@ def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
     assert line == {"step": 1, "validation_loss": None}
 
 
-def test_wandb_that_fails_never_stops_a_run(run, monkeypatch, tmp_path, capsys):
-    package = tmp_path / "site" / "wandb.py"
-    package.parent.mkdir()
-    package.write_text("Settings = dict\ndef init(**_):\n    raise ConnectionError('no network')\n")
-    monkeypatch.syspath_prepend(package.parent)
+def test_wandb_that_fails_never_stops_a_run(run, monkeypatch, capsys):
+    def fail(**_):
+        raise ConnectionError("no network")
+
+    library = types.ModuleType("wandb")
+    library.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="here")
+    library.Settings, library.init = dict, fail
+    monkeypatch.setitem(sys.modules, "wandb", library)
     run("tracked", "--log.wandb=project")
     assert "wandb could not start and is switched off for this run: no network" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_wandb_itself_has_one_run_for_one_that_goes_on_and_nothing_to_warn_of(run, monkeypatch, capsys):
+    wandb = pytest.importorskip("wandb", reason="needs the extra 'wandb'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    constant = ("--log.wandb=project", "--optimizer.schedule=constant", "--validation.every=0")
+    try:
+        folder = run("tracked", "--train.steps=4", *constant)
+        first = json.loads((folder / "run.json").read_text())
+        run("tracked", "--train.steps=6", *constant)
+    finally:
+        wandb.teardown()
+    assert json.loads((folder / "run.json").read_text()) == first
+    assert first["wandb"] != first["id"]
+    assert {path.name for path in (folder / "wandb").rglob("*.wandb")} == {f"run-{first['wandb']}.wandb"}
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"id": "own", "wandb": 7}', '{"id": "own", "wandb": "../../x"}'])
+def test_an_id_of_wandb_that_is_none_is_made_anew_and_the_runs_own_stays(tmp_path, content):
+    folder = RunFolder(tmp_path)
+    folder.run.write_text(content)
+    own, made = folder.identity(), folder.wandb_id()
+    assert re.fullmatch("[0-9a-f]{16}", made)
+    assert (folder.identity(), folder.wandb_id()) == (own, made)
 
 
 def test_epochs_count_rows(request_of, tmp_path):
