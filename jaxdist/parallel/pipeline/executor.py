@@ -232,8 +232,11 @@ class Region(Device):
             embed = lambda tops: self.program.embed(tops, self.part(row["unembed_micro"]))
             x, vjp = jax.vjp(embed, self.tops)
             made = vjp(region.vary(first, region.varying(x)))[0]  # of zeros, where no rank has it
-            # The gradient moves too, where the sequence is split: W must not begin as soon as `first` is there.
-            return _add(state[0], made), region.after(one(first), *jax.tree.leaves(made))
+            done = one(first)
+            if self.uniform:  # on CPUs: where ranks go their own ways, nothing waits for `done`
+                # The gradient moves too, where the sequence is split: W must not begin as soon as `first` is there.
+                done = region.after(done, *jax.tree.leaves(made))
+            return _add(state[0], made), done
 
         tops, done = self._shared(row["unembed_on"], self.uniform, run, (carry["tops"], one(dx)))
         return carry | {"tops": tops}, done
