@@ -21,16 +21,18 @@ from jaxdist.values import (
     Layers,
     MicroBatches,
     MicroBatchesOrZero,
-    NonNegative,
+    Minutes,
     NonNegativeFloat32,
     Pixels,
-    Positive,
     PositiveFloat32,
+    PositiveSeconds,
     Resume,
     Rows,
+    Seconds,
     Seed,
     Sequence,
     Stage,
+    WholeSeconds,
 )
 
 
@@ -49,6 +51,12 @@ class Busy(RequestError):
     """The run folder is in use. This passes: the same request may be made again."""
 
     exit_code = 75
+
+
+class DataLost(RequestError):
+    """Data that were there when the run began cannot be read any more: a failure, and no mistake in the request."""
+
+    exit_code = 1
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -243,7 +251,7 @@ class CheckpointConfig(Section):
 
     every: CountOrZero = 75
     """Steps between checkpoints; 0: only at the end."""
-    minutes: NonNegative = 0.0
+    minutes: Minutes = 0.0
     """Minutes after which to save too; 0: never. Looked at after each step; by several processes each log.every."""
     epochs: bool = False
     """Save at the end of every epoch too."""
@@ -251,7 +259,7 @@ class CheckpointConfig(Section):
     """Newest checkpoints kept, beside the one with the best validation loss."""
     keep_every: CountOrZero = 0
     """Checkpoints of steps that this divides are kept for good; 0: none."""
-    grace_seconds: Positive = 60.0
+    grace_seconds: PositiveSeconds = 60.0
     """From a signal to the end of the run at the latest, saved or not: what a scheduler gives before it kills."""
 
 
@@ -293,11 +301,11 @@ class ClusterConfig(Section):
 class FaultConfig(Section):
     """When to give up on what does not go on."""
 
-    hang_seconds: NonNegative = 0.0
+    hang_seconds: Seconds = 0.0
     """End the job when a step takes longer, or 10 times as long to start; 0: 10 usual steps, at least 5 minutes."""
-    heartbeat_seconds: Count = 30
+    heartbeat_seconds: WholeSeconds = 30
     """A process that has not been heard of for so long is lost, and with it the job."""
-    start_seconds: Count = 300
+    start_seconds: WholeSeconds = 300
     """How long the processes wait for each other at the start."""
 
 

@@ -11,7 +11,7 @@ from jaxdist.cluster.place import check_alone
 from jaxdist.config import Busy, Config, RequestError, nearest
 from jaxdist.request import Asked, Extra, arguments, check_mesh_fits, fits, fitting, run
 from jaxdist.request.knobs import KNOBS, canonical, option
-from jaxdist.values import MOST_DEVICES, CountOrZero, FileName, OnHost, OnHostOrZero, Positive
+from jaxdist.values import MOST_DEVICES, CountOrZero, FileName, OnHost, OnHostOrZero, PositiveMinutes
 
 if TYPE_CHECKING:
     from jaxdist.cluster.slurm import Script
@@ -52,7 +52,7 @@ def local(argv: list[str]) -> int:
     extras = [
         Extra("processes", 0, "How many processes.", OnHost),
         Extra("restarts", 3, "How often to start again, at most, within --minutes.", CountOrZero),
-        Extra("minutes", 60.0, "Failures that are longer ago do not count.", Positive),
+        Extra("minutes", 60.0, "Failures that are longer ago do not count.", PositiveMinutes),
     ]
     asked = arguments(argv, "launch local", LOCAL, extras=extras, knobs=PROCESS_KNOBS)
     if not asked.extras["processes"]:

@@ -105,6 +105,13 @@ FileName = Annotated[str, AfterValidator(_findable)]
 Prompt = Annotated[str, Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+YEAR = 365 * 24 * 3600
+"""Seconds: longer waits are mistakes, and much longer ones are more than clocks and timers count."""
+Seconds = Annotated[float, Field(ge=0, le=YEAR, allow_inf_nan=False)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=YEAR, allow_inf_nan=False)]
+WholeSeconds = Annotated[int, Field(ge=1, le=YEAR)]
+Minutes = Annotated[float, Field(ge=0, le=YEAR // 60, allow_inf_nan=False)]
+PositiveMinutes = Annotated[Minutes, Field(gt=0)]
 PositiveFloat32 = Annotated[Positive, AfterValidator(_float32)]
 NonNegativeFloat32 = Annotated[NonNegative, AfterValidator(_float32)]
 _below_one = partial(_float32, end=1 - 2.0**-25, beyond="1; choose at most 0.9999999")

@@ -25,7 +25,7 @@ from jaxdist.config import RequestError, nearest
 from jaxdist.doctor.software import FRACTIONS, refused
 from jaxdist.files import write_whole
 from jaxdist.request import Extra, arguments, check_output, load
-from jaxdist.values import Count, CountOrZero, FileName, RowsOrZero
+from jaxdist.values import Count, CountOrZero, FileName, RowsOrZero, WholeSeconds
 
 DESCRIPTION = (
     "On one GPU: check the fast forms against plain float32, measure the step of some Llamas and what it consists of, "
@@ -38,7 +38,9 @@ WANTED = Extra("parts", ",".join(PARTS), "What to do, in the order of its import
 ROWS = Extra("rows", 0, "Rows of a step; 0: as many as the device holds, at most 16.", RowsOrZero)
 WARMUP = Extra("warmup", 3, "Steps before a measurement.", CountOrZero)
 REPEATS = Extra("repeats", 10, "Steps that are measured, each one waited for.", Count)
-SECONDS = Extra("seconds", 460, "When to end: what has not begun by then is left out, and what runs is ended.", Count)
+SECONDS = Extra(
+    "seconds", 460, "When to end: what has not begun by then is left out, and what runs is ended.", WholeSeconds
+)
 OUT = Extra(
     "out", "", "Write the result into this JSON file, after every part, and the tables beside it as .txt.", FileName
 )

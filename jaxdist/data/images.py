@@ -12,7 +12,7 @@ from functools import reduce
 import numpy as np
 from jaxtyping import Float, Float32, Int, Int32, Shaped
 
-from jaxdist.config import DataConfig, RequestError
+from jaxdist.config import DataConfig, DataLost, RequestError
 from jaxdist.data.batches import splitmix64
 from jaxdist.data.image_files import Labelled, read, renumber
 from jaxdist.data.progress import Pass, Progress, unseen
@@ -47,6 +47,7 @@ class Part:
     def read(self, rows: Int[np.ndarray, " b"]) -> Float32[np.ndarray, "b H W C"]:
         """These rows, normalised: (image - mean) / std."""
         assert rows.size == 0 or 0 <= rows.min() <= rows.max() < self.rows, "row outside the images"
+        check_length(self.images)
         out = self.images[self.index[rows]].astype(np.float32)
         out -= self.mean
         out /= self.std
@@ -106,6 +107,22 @@ def open_images(config: DataConfig, size: int = 0, classes: int = 0, progress: P
         f"{len(names)} classes"
     )
     return Images(*made, names, mean, std, digest.hexdigest(), source)
+
+
+def check_length(images: np.ndarray) -> None:
+    """Raise `DataLost` where the file that these are mapped from is shorter now: reading on would be SIGBUS."""
+    if not isinstance(images, np.memmap) or images.filename is None:
+        return
+    needed = images.offset + images.nbytes
+    try:
+        found = os.path.getsize(images.filename)
+    except OSError:
+        return  # it was removed: what is mapped stays
+    if found < needed:
+        raise DataLost(
+            f"'{images.filename}' was cut while it was read: it has {found} bytes and had {needed} when it was opened; "
+            f"put it back"
+        )
 
 
 def _read_parts(config: DataConfig, size: int, progress: Progress) -> tuple[Labelled, Labelled | None]:
@@ -249,6 +266,7 @@ def _chunks(images: np.ndarray, rows: np.ndarray | None = None) -> Iterator[np.n
     """All images, or those rows, some at a time."""
     count = max(1, CHUNK // images[0].nbytes)
     for start in range(0, len(images) if rows is None else len(rows), count):
+        check_length(images)
         yield images[start : start + count] if rows is None else images[rows[start : start + count]]
 
 

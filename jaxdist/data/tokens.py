@@ -1,4 +1,7 @@
-"""Token ids in a file, read where they lie: the operating system's page cache is the only buffer."""
+"""Token ids in a file, read where they lie: the operating system's page cache is the only buffer.
+
+They are read with `preadv`, and not mapped: a file that somebody cuts while it is mapped ends the process with SIGBUS.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 import numpy as np
 import xxhash
 from jaxtyping import Int, Integer
 
+from jaxdist.config import DataLost
 from jaxdist.files import BLOCK, open_regular
 
 CHUNK = 1 << 22
@@ -21,7 +25,8 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Tokens:
-    """`length` token ids from number `start` of a headerless little-endian file. It is mapped, never loaded."""
+    """`length` token ids from number `start` of a headerless little-endian file. All that reads raises `DataLost` where
+    the file is shorter now."""
 
     path: Path
     dtype: Literal["uint16", "uint32"]
@@ -51,7 +56,7 @@ class Tokens:
         assert index.size == 0 or 0 <= index.min() <= index.max() < self.rows(sequence), "row outside the tokens"
         out = np.empty((len(index), sequence + 1), np.int32)
         for row, first in zip(out, index.tolist(), strict=True):
-            row[:] = self.ids[first * sequence : (first + 1) * sequence + 1]
+            row[:] = self.read(first * sequence, (first + 1) * sequence + 1)
         return out
 
     def several_documents(self) -> bool:
@@ -76,17 +81,39 @@ class Tokens:
         share = counts[counts > 0] / max(self.length, 1)
         return float(-(share * np.log(share)).sum())
 
-    @cached_property
+    @property
     def ids(self) -> Integer[np.ndarray, " length"]:
-        """The mapped ids themselves, read-only."""
-        dtype = np.dtype(self.dtype).newbyteorder("<")
-        if self.length == 0:  # nothing can be mapped
-            return np.empty(0, dtype)
-        mapped = np.memmap(self.path, dtype, mode="r", offset=self.start * dtype.itemsize, shape=(self.length,))
-        return mapped.view(np.ndarray)
+        """All of them, in memory."""
+        return self.read(0, self.length)
+
+    def read(self, start: int, stop: int) -> Integer[np.ndarray, " n"]:
+        """Tokens start..stop-1 of these."""
+        found = np.empty(stop - start, np.dtype(self.dtype).newbyteorder("<"))
+        rest, place = memoryview(found).cast("B"), (self.start + start) * found.itemsize
+        while rest:
+            try:
+                count = os.preadv(self._file.fileno(), [rest], place)
+            except OSError as error:
+                raise DataLost(f"'{self.path}' cannot be read any more ({error.strerror}); put it back") from error
+            if count == 0:
+                size = os.fstat(self._file.fileno()).st_size
+                raise DataLost(
+                    f"'{self.path}' was cut while it was read: it has {size} bytes, and those from {place} on, which "
+                    f"were there when it was opened, are gone; put it back"
+                )
+            rest, place = rest[count:], place + count
+        return found
+
+    @cached_property
+    def _file(self) -> IO[bytes]:
+        """Held open: a file that takes the place of this one is not read."""
+        try:
+            return self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise DataLost(f"'{self.path}' cannot be opened any more ({error.strerror}); put it back") from error
 
     def _chunks(self) -> Iterator[np.ndarray]:
-        return (self.ids[i : i + CHUNK] for i in range(0, self.length, CHUNK))
+        return (self.read(i, min(i + CHUNK, self.length)) for i in range(0, self.length, CHUNK))
 
 
 class TokenWriter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -197,6 +198,8 @@ def outcome(main: Callable[[list[str]], int], argv: list[str]) -> int:
     spec = main.__globals__.get("__spec__")  # tells the name also where the module runs as __main__
     name = spec.name.removesuffix(".__main__") if spec else "jaxdist"
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while modules were imported
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return main(argv)
     except RequestError as error:
         for problem in error.problems:

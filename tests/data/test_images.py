@@ -1,10 +1,12 @@
 """Images from each kind of source, and the batches made of them: the same on any mesh."""
 
+import os
+
 import jax
 import numpy as np
 import pytest
 
-from jaxdist.config import DataConfig
+from jaxdist.config import DataConfig, DataLost
 from jaxdist.data.batches import IGNORED, global_rows
 from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batch, image_validation_batches
 from jaxdist.data.images import Part, open_images
@@ -277,3 +279,14 @@ def test_validation_covers_each_row_once_and_fills_up_with_nothing(numbered, bat
     assert not pixels[24:].any()
     assert len(labels) - 24 < batch
     assert len(list(image_validation_batches(numbered, batch, 1, 1, *on("1x1x1")))) == 1
+
+
+def test_a_file_of_images_that_is_cut_while_it_is_read_is_a_sentence(tmp_path):
+    """It is mapped: to read on would be SIGBUS."""
+    np.save(tmp_path / "images.npy", RNG.integers(0, 256, (4000, 8, 8), dtype=np.uint8))
+    np.save(tmp_path / "labels.npy", np.arange(4000) % 10)
+    images = open_images(DataConfig(path=tmp_path), classes=10)
+    images.train.read(np.array([0]))
+    os.truncate(tmp_path / "images.npy", 1000)
+    with pytest.raises(DataLost, match=r"images.npy' was cut while it was read: it has 1000 bytes and had 256128"):
+        images.train.read(np.array([3000]))

@@ -1,8 +1,10 @@
 import math
+import os
 
 import numpy as np
 import pytest
 
+from jaxdist.config import DataLost
 from jaxdist.data import tokens as tokens_module
 from jaxdist.data.tokens import Tokens, TokenWriter
 
@@ -41,7 +43,6 @@ def test_parts_are_views_of_the_same_file(tmp_path):
     assert (tail.path, tail.length, tail.start) == (tokens.path, 30, 70)
     assert tail.window(np.array([1]), 5).tolist() == [[75, 76, 77, 78, 79, 80]]
     assert tail.largest() == 99
-    assert not tail.ids.flags.writeable
 
 
 @pytest.mark.parametrize("chunk", [3, 1 << 22])
@@ -62,3 +63,29 @@ def test_writer_streams_and_guards_the_type(tmp_path):
     assert Tokens.open(tmp_path / "a.bin", "uint32").ids.tolist() == list(range(70_000, 70_006))
     with TokenWriter(tmp_path / "b.bin", "uint16") as writer, pytest.raises(AssertionError, match="uint16"):
         writer.write(np.array([65_536]))
+
+
+@pytest.mark.parametrize("part", ["window", "largest", "unigram_entropy", "several_documents", "ids"])
+def test_a_file_that_is_cut_while_it_is_read_is_a_sentence(tmp_path, part):
+    """And no SIGBUS, as of a file that is mapped."""
+    tokens = write(tmp_path / "a.bin", np.arange(100_000) % 100)
+    tokens.window(np.array([0]), 16)
+    os.truncate(tmp_path / "a.bin", 50_000)
+    reads = {
+        "window": lambda: tokens.window(np.array([3000]), 16),
+        "largest": tokens.largest,
+        "unigram_entropy": tokens.unigram_entropy,
+        "several_documents": tokens.several_documents,
+        "ids": lambda: tokens.ids,
+    }
+    with pytest.raises(DataLost, match=r"a.bin' was cut while it was read: it has 50000 bytes, and those ") as error:
+        reads[part]()
+    assert error.value.exit_code == 1
+
+
+def test_a_file_that_is_replaced_is_read_as_it_was(tmp_path):
+    tokens = write(tmp_path / "a.bin", np.arange(100))
+    before = tokens.ids
+    other = write(tmp_path / "b.bin", np.zeros(100, np.int64))
+    other.path.replace(tokens.path)
+    assert np.array_equal(tokens.ids, before)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from jaxdist import launch
 from jaxdist.config import RequestError
-from jaxdist.request import Extra, arguments
+from jaxdist.request import Extra, arguments, load
 from jaxdist.values import Count
 from tests.request.wrong import Wrong, named
 
@@ -238,3 +239,22 @@ def test_folder_without_permission(monkeypatch):
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
     with pytest.raises(RequestError, match=r"run_dir 'runs/gpt_tiny' cannot be written: no permission"):
         arguments([], "train", "")
+
+
+SECONDS = ("checkpoint.grace_seconds", "fault.hang_seconds", "fault.heartbeat_seconds", "fault.start_seconds")
+
+
+@pytest.mark.parametrize("name", SECONDS)
+@pytest.mark.parametrize("value", ["1e308", "31536001", "99999999999999999999", "-1", "nan"])
+def test_waits_of_more_than_a_year_are_refused(name, value):
+    with pytest.raises(RequestError) as error:
+        load(None, {name: value})
+    assert f"{name} is {value}" in str(error.value) or f"{name} is '{value}'" in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["1e308", "525601", "-1"])
+def test_minutes_of_more_than_a_year_are_refused(value):
+    with pytest.raises(RequestError, match=r"checkpoint.minutes is "):
+        load(None, {"checkpoint.minutes": value})
+    with pytest.raises(RequestError, match="--minutes is "):
+        launch.main(["local", "--processes=1", f"--minutes={value}"])

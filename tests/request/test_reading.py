@@ -279,15 +279,14 @@ def test_what_is_just_legal_together(legal, refused):
 
 
 COUNTS = """
-model.embed model.heads model.vocab train.max_skipped checkpoint.keep log.every fault.heartbeat_seconds
-fault.start_seconds
+model.embed model.heads model.vocab train.max_skipped checkpoint.keep log.every
 """
 COUNTS_OR_0 = """
 model.kv_heads model.mlp pipeline.virtual_stages optimizer.warmup train.steps validation.every
 validation.batches checkpoint.every checkpoint.keep_every cluster.processes
 """
 AT_LEAST_0 = """
-optimizer.final optimizer.weight_decay optimizer.clip checkpoint.minutes fault.hang_seconds
+optimizer.final optimizer.weight_decay optimizer.clip
 """
 BELOW_1 = "model.dropout optimizer.beta1 optimizer.beta2"
 LARGEST = 2**31 - 1
@@ -312,7 +311,11 @@ EDGES = {
     "data.validation_fraction": ([1e-9, 0.999999], [0.0, 1.0]),
     "train.epochs": ([0.0, 1e6], [-1e-9, 1.000001e6]),
     "train.seed": ([0, 2**32 - 1], [-1, 2**32]),
-    "checkpoint.grace_seconds": ([1e-9, 1e300], [0.0, math.inf]),
+    "checkpoint.grace_seconds": ([1e-9, 31_536_000.0], [0.0, 31_536_001.0, math.inf]),
+    "checkpoint.minutes": ([0.0, 525_600.0], [-1e-9, 525_601.0]),
+    "fault.hang_seconds": ([0.0, 31_536_000.0], [-1e-9, 31_536_001.0]),
+    "fault.heartbeat_seconds": ([1, 31_536_000], [0, 31_536_001]),
+    "fault.start_seconds": ([1, 31_536_000], [0, 31_536_001]),
     "cluster.process_id": ([-1, LARGEST], [-2, LARGEST + 1]),
     "parallel.zero": ([0, 1, 2, 3], [-1, 4]),
     "resume": (["1", "auto", "never"], ["0", "-1", ""]),

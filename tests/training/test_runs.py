@@ -12,13 +12,14 @@ import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from jaxdist import evaluate, generate, train
 from jaxdist.bench import step
-from jaxdist.config import Config, RequestError
+from jaxdist.config import Config, DataLost, RequestError
 from jaxdist.data.corpus import open_corpus
 from jaxdist.doctor.__main__ import main as doctor
 from jaxdist.request import load
@@ -30,6 +31,7 @@ from jaxdist.training.metrics import Log
 from jaxdist.training.optimizer import schedule
 from jaxdist.training.screen import Screen
 from jaxdist.training.summary import folded
+from jaxdist.training.trainer import Trainer
 from tests.training.conftest import SMALL, over
 from tests.training.curves import lines
 
@@ -443,3 +445,21 @@ def test_a_terminal_has_a_bar_and_the_log_has_the_lines(tmp_path):
     assert "  step 2/4  loss 2.5000  " in text
     assert "  a note\n" in text
     assert "\x1b" not in text
+
+
+def test_data_that_are_cut_while_a_run_reads_them_end_it_with_a_sentence(run, tmp_path, monkeypatch):
+    """One process is not alone in its folder of data. It is a failure: exit code 1, and no traceback."""
+    path = tmp_path / "tokens.bin"
+    (np.arange(20_000) % 300).astype("<u2").tofile(path)
+    batch = Trainer.batch
+
+    def cutting(self, step):
+        if step == 3:
+            os.truncate(path, 1000)
+        return batch(self, step)
+
+    monkeypatch.setattr(Trainer, "batch", cutting)
+    with pytest.raises(DataLost, match=r"tokens.bin' was cut while it was read: it has 1000 bytes") as error:
+        run("cut", f"--data.path={path}", "--validation.every=0")
+    assert error.value.exit_code == 1
+    assert "was cut while it was read" in (tmp_path / "cut" / "log.txt").read_text()
