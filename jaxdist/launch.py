@@ -165,7 +165,7 @@ def slurm_arguments(argv: list[str]) -> Asked:
 
 def slurm_script(asked: Asked) -> Script:
     """Its script. Raises `RequestError` for what cannot run. Writes nothing."""
-    from jaxdist.cluster.slurm import Script, check_environment, warning
+    from jaxdist.cluster.slurm import Script, check_container, check_environment, check_partition, warning
     from jaxdist.cluster.slurm_values import seconds
     from jaxdist.training.folder import RunFolder
     from jaxdist.training.shelf import Shelf
@@ -173,7 +173,9 @@ def slurm_script(asked: Asked) -> Script:
     config, extras = asked.config, asked.extras
     folder = RunFolder(config.run_dir)
     folder.enter(config)  # its mistakes are told here, and not when the job has waited for its turn
+    check_unfinished(folder, config)
     check_environment(extras["env"])
+    check_container(extras["container"])
     if seconds(extras["time"]) <= warning(config.checkpoint.grace_seconds):
         raise RequestError(
             f"--time {extras['time']} is over before a job can do anything: it is asked to stop "
@@ -182,6 +184,7 @@ def slurm_script(asked: Asked) -> Script:
         )
     tasks = tasks_per_node(extras["tasks_per_node"], extras["gpus_per_node"])
     check_devices(config, extras["nodes"], extras["gpus_per_node"], tasks)
+    check_partition(extras["partition"], extras["nodes"])
     of_train = {name: text for name, text in asked.overrides.items() if name not in ("run_dir", "resume")}
     data, own = config.data, Path(asked.positional or "")
     return Script(
@@ -205,6 +208,16 @@ def slurm_script(asked: Asked) -> Script:
         resume=config.resume,
         newest=max(Shelf(folder.checkpoints).sealed(), default=0),
     )
+
+
+def check_unfinished(folder: RunFolder, config: Config) -> None:
+    """Raise `RequestError` where the job would wait for its turn, and then find that its run has had its last step."""
+    from jaxdist.training.shelf import Shelf
+
+    step = Shelf(folder.checkpoints).last_step(thorough=False) if config.resume == "auto" else None
+    longer = step is not None and not config.train.epochs and config.train.steps > step
+    if step and not longer:
+        raise RequestError(f"{folder.path} is finished at step {step}; to start anew, name another --run-dir")
 
 
 def tasks_per_node(asked: int, gpus: int) -> int:

@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Mapping
 
-from jaxdist.cluster.place import host_and_port, is_loopback, named_loopback
+from jaxdist.cluster.address import host_and_port, is_loopback, named_loopback
 from jaxdist.config import RequestError
 
 ASKED = "JAX_COORDINATOR_BIND_ADDRESS"

@@ -20,8 +20,9 @@ import numpy as np
 from jax._src.lib import _jax
 
 from jaxdist.cluster import board, faults, gpus
+from jaxdist.cluster.address import check_own_name, host_and_port
 from jaxdist.cluster.listening import bind_address, check_free, next_port
-from jaxdist.cluster.place import Place, check_own_name, host_and_port
+from jaxdist.cluster.place import Place
 from jaxdist.config import FaultConfig
 from jaxdist.mesh import DATA
 from jaxdist.streams import Unfailing

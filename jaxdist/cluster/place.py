@@ -5,7 +5,6 @@ No jax here: what is wrong is told before anything slow.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import socket
@@ -15,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from jaxdist.cluster.address import NUMBER, host_and_port, named_loopback, reachable
 from jaxdist.config import ClusterConfig, RequestError
 
 ALONE_IS = "for one process alone give --cluster.processes 1"
@@ -22,10 +22,20 @@ ALONE_IS = "for one process alone give --cluster.processes 1"
 JAX = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """JAX itself reads JAX_COORDINATOR_ADDRESS only, and takes these two from its caller."""
 
-TORCHRUN = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+PMI = ("PMI_SIZE", "PMI_RANK")
+"""Of MPICH, Intel's MPI and Slurm's `srun --mpi=pmi2`."""
 
-NUMBER = re.compile(r"[0-9]{1,10}")
-"""What `int` takes for sure: of other alphabets' digits it takes some, and none of thousands."""
+LOCAL = {
+    OPEN_MPI: ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    PMI: ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+"""Which process of its host this is, and of how many, where that is told."""
+
+PMIX = "PMIX_RANK"
+"""Of PMIx, which has a function that tells how many processes there are, and no variable."""
+
+TORCHRUN = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
 FIRST_PORT, PORTS = 61440, 4096
 """Above those that Linux gives to outgoing connections."""
@@ -65,14 +75,18 @@ class Place:
 def find(asked: ClusterConfig, environment: Mapping[str, str] = os.environ) -> Place:
     """The place of this process. Raises `RequestError` where options and environment do not make one.
 
-    Looked for in this order: `--cluster` options, JAX's variables, those of torchrun, those of a Slurm step. Two that
-    contradict each other are refused; without any it is one process.
+    Looked for in this order: `--cluster` options, JAX's variables, those of torchrun, of Open MPI, of PMI, of a Slurm
+    step. Two that contradict each other are refused; without any it is one process.
     """
     if asked.processes == 1 and asked.process_id in (-1, 0):
         return Place()
-    found = [place for place in (_options(asked), _jax(environment), _torchrun(environment)) if place]
-    if step := _slurm(environment, needed=not found):
+    found = [place for place in (_options(asked), *(look(environment) for look in LAUNCHERS)) if place]
+    # mpirun starts a helper on each node by srun, whose step says nothing of the processes that the helper starts
+    step = None if OPEN_MPI[0] in environment else _slurm(environment, needed=not found)
+    if step:
         found.append(step)
+    elif not found:
+        _check_pmix(environment)
     address = asked.coordinator or environment.get("JAX_COORDINATOR_ADDRESS", "")
     if not found:
         if address:
@@ -100,8 +114,14 @@ def find(asked: ClusterConfig, environment: Mapping[str, str] = os.environ) -> P
     address = address or next((place.coordinator for place in found if place.coordinator), "")
     if not address and step:
         address = f"{_step_host(environment)}:{_step_port(environment)}"
+    if not address:
+        raise RequestError(
+            f"{first.source} say that this is process {first.process} of {first.processes}, but no coordinator is "
+            f"named, where they meet; give --cluster.coordinator, or JAX_COORDINATOR_ADDRESS in the environment of all "
+            f"of them: the host of process 0 and a free port, such as 10.0.0.1:1234"
+        )
     gpus = next((place.gpus for place in found if place.gpus is not None), None)
-    return Place(first.processes, first.process, _reachable(address), first.source, gpus)
+    return Place(first.processes, first.process, reachable(address), first.source, gpus)
 
 
 def check_alone(command: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -110,16 +130,21 @@ def check_alone(command: str, environment: Mapping[str, str] = os.environ) -> No
     Its sentence is that of process 0; that of the others is empty. Beside a launcher, as in the shell of a Slurm job,
     the command is alone, whatever the environment says by half.
     """
-    for look in (_jax, _torchrun, partial(_slurm, needed=False)):
+    for look in (*LAUNCHERS, partial(_slurm, needed=False)):
         place = None
         with suppress(RequestError):
             place = look(environment)
         if place and not place.alone:
             sentence = (
                 f"{command} is a command of one process, but {place.source} say that {place.processes} have been "
-                f"started; start it once, without srun or torchrun"
+                f"started; start it once, without srun, torchrun or mpirun"
             )
             raise RequestError(*[sentence] * place.leader)
+    if environment.get(PMIX, "0") != "0" and not _size_is_told(environment):
+        raise RequestError(
+            f"{command} is a command of one process, but {PMIX} is '{environment[PMIX][:40]}': several have been "
+            f"started; start it once, without a launcher"
+        )
 
 
 def _options(asked: ClusterConfig) -> Place | None:
@@ -146,13 +171,45 @@ def _torchrun(environment: Mapping[str, str]) -> Place | None:
     processes, process = (_number(environment, name) for name in TORCHRUN[:2])
     port = _number(environment, "MASTER_PORT")
     port += environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its own port is then taken, by torchrun
-    local, of = (_number(environment, name, "0") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    if local >= of > 0:
-        raise RequestError(
-            f"LOCAL_RANK is {local} in the environment; LOCAL_WORLD_SIZE {of} counts it from 0 to {of - 1}"
-        )
-    gpus = _share(local, of, environment)
+    gpus = _share(*_local(environment, ("LOCAL_RANK", "LOCAL_WORLD_SIZE")), environment)
     return Place(processes, process, f"{environment['MASTER_ADDR']}:{port}", "WORLD_SIZE and RANK", gpus)
+
+
+def _mpi(environment: Mapping[str, str], names: tuple[str, str]) -> Place | None:
+    """A process that `mpirun` started; None where it is the only one, as in a shell that a launcher has started."""
+    if not _whole(environment, names):
+        return None
+    processes, process = (_number(environment, name) for name in names)
+    if processes == 1:
+        return None
+    gpus = _share(*_local(environment, LOCAL[names]), environment)
+    return Place(processes, process, source=" and ".join(names), gpus=gpus)
+
+
+def _local(environment: Mapping[str, str], names: tuple[str, str]) -> tuple[int, int]:
+    """(which process of its host this is, of how many); (0, 0) where that is not told."""
+    local, of = (_number(environment, name, "0") for name in names)
+    if local >= of > 0:
+        raise RequestError(f"{names[0]} is {local} in the environment; {names[1]} {of} counts it from 0 to {of - 1}")
+    return local, of
+
+
+LAUNCHERS = (_jax, _torchrun, partial(_mpi, names=OPEN_MPI), partial(_mpi, names=PMI))
+"""What reads their variables, in order. Slurm, whose variables stand in every shell of a job, is asked last."""
+
+
+def _size_is_told(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher that speaks PMIx tells how many processes it has started, if only one."""
+    return any(name in environment for name in (OPEN_MPI[0], PMI[0], "SLURM_STEP_NUM_TASKS"))
+
+
+def _check_pmix(environment: Mapping[str, str]) -> None:
+    """Raise `RequestError` where PMIx says which process this is, and nobody how many there are."""
+    if PMIX in environment and not _size_is_told(environment):
+        raise RequestError(
+            f"{PMIX} is '{environment[PMIX][:40]}' in the environment: a launcher has started this process, but no "
+            f"variable tells how many there are; give --cluster.coordinator, .processes and .process-id; {ALONE_IS}"
+        )
 
 
 def _slurm(environment: Mapping[str, str], needed: bool) -> Place | None:
@@ -247,75 +304,3 @@ def _number(environment: Mapping[str, str], name: str, default: str = "") -> int
     if not NUMBER.fullmatch(text):
         raise RequestError(f"{name} is '{text[:40]}' in the environment; it must be a whole number from 0")
     return int(text)
-
-
-def _reachable(address: str) -> str:
-    """`address`, if it is HOST:PORT and the host is one that other hosts can reach too, or is meant not to be."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not NUMBER.fullmatch(port) or not 0 < int(port) < 65536:
-        told = f"coordinator '{address[:80]}' is not HOST:PORT" if address else "no coordinator is named"
-        raise RequestError(f"{told}; give the host of process 0 and a free port, such as 10.0.0.1:1234")
-    if ":" in host and not host.startswith("["):
-        written = f"[{host[:80]}]:{port}"
-        raise RequestError(f"coordinator '{address[:80]}' is an IPv6 address without brackets; write {written}")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except (OSError, ValueError) as error:  # not found; not a name at all, which is UnicodeError or a NUL
-        why = getattr(error, "strerror", error)
-        raise RequestError(
-            f"coordinator host '{host[:80]}' cannot be found from {socket.gethostname()} ({why}); "
-            f"name a host, or an address, that every process can reach"
-        ) from error
-    addresses = [entry[4][0] for entry in found]
-    if not named_loopback(host) and all(is_loopback(each) for each in addresses):
-        raise RequestError(
-            f"coordinator host '{host}' is {addresses[0]} here, which other hosts cannot reach: give its address in "
-            f"the network, or 127.0.0.1 if all processes are on this host"
-        )
-    if any(_ip(each).is_unspecified for each in addresses):
-        raise RequestError(
-            f"coordinator host '{host}' stands for every address of a host, so each host would reach itself: give the "
-            f"address of process 0 in the network, or 127.0.0.1 if all processes are on this host"
-        )
-    return address
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """The host of HOST:PORT, an IPv6 address without its brackets, and the port. Raises `ValueError` without one."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def named_loopback(host: str) -> bool:
-    """Whether a host is written as this one's own loopback: all processes are on it then."""
-    bare = host.strip("[]").lower()
-    if bare == "localhost" or re.fullmatch(r"127(\.[0-9]+){1,3}", bare):  # 127.1 is short for 127.0.0.1
-        return True
-    try:
-        return is_loopback(bare)
-    except ValueError:  # a name
-        return False
-
-
-def check_own_name() -> None:
-    """Gloo, which moves the arrays of CPUs, tells other processes the address that this host's own name stands for."""
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError as error:
-        raise RequestError(f"this host's own name '{name}' cannot be found; put it into /etc/hosts") from error
-    if is_loopback(address):
-        raise RequestError(
-            f"this host's own name '{name}' stands for {address}, where processes on other hosts look for themselves; "
-            f"put its address in the network beside its name in /etc/hosts"
-        )
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an IP address, also an IPv4 address in IPv6 form, is of the loopback. Raises `ValueError` for a name."""
-    return _ip(address).is_loopback
-
-
-def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    return getattr(ip, "ipv4_mapped", None) or ip

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxdist.cluster.address import NUMBER
 from jaxdist.cluster.local import PATIENCE, PAUSE
 from jaxdist.cluster.slurm_text import BODY, GO_BACK, MEET, RESUME
 from jaxdist.cluster.slurm_values import node_counts
@@ -239,6 +240,43 @@ def submit(script: str) -> str:
     if done.returncode:
         raise RequestError(f"Slurm does not take the job: {' '.join(done.stderr.split())}")
     return done.stdout.strip().partition(";")[0]
+
+
+def check_container(image: str) -> None:
+    """Raise `RequestError` where `--container` is an image of Apptainer's, which pyxis does not take."""
+    if Path(image).suffix == ".sif":
+        raise RequestError(
+            f"--container '{image}' is an image of Apptainer's, which pyxis does not take: give a .sqsh file (enroot "
+            f"import makes one) or the name of an image in a registry, such as nvcr.io#nvidia/jax:25.10-py3"
+        )
+
+
+def check_partition(name: str, nodes: str) -> None:
+    """Raise `RequestError` where a job asks for more nodes than its partition has or allows: it would wait for ever.
+
+    Without a `name` it is the default partition, and of several names, with commas, one is enough. Where Slurm is not,
+    or does not tell, nothing is known.
+    """
+    try:
+        command = ["scontrol", "--oneliner", "show", "partition"]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return
+    rows = [dict(word.partition("=")[::2] for word in line.split()) for line in done.stdout.splitlines()]
+    names = name.split(",")
+    asked = [row for row in rows if (row.get("PartitionName") in names if name else row.get("Default") == "YES")]
+    most = {row["PartitionName"]: _most_nodes(row) for row in asked}
+    fewest, _ = node_counts(nodes)
+    if not most or None in most.values() or max(most.values()) >= fewest:
+        return
+    told = ", ".join(f"{partition} takes {count}" for partition, count in most.items())
+    raise RequestError(f"--nodes {nodes} is more than a job can have: partition {told}; ask for fewer, or for another")
+
+
+def _most_nodes(row: dict[str, str]) -> int | None:
+    """Of a job in a partition, from its line of `scontrol show partition`; None where that does not tell."""
+    counts = [row[key] for key in ("TotalNodes", "MaxNodes") if NUMBER.fullmatch(row.get(key, ""))]
+    return min(map(int, counts), default=None)
 
 
 def check_environment(name: str) -> None:

@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jaxdist.cluster import board, place, preflight
+from jaxdist.cluster import address as addresses
+from jaxdist.cluster import board, preflight
 from jaxdist.config import RequestError
 from jaxdist.doctor.findings import Finding, Here, for_all, ok, unchecked, wrong
 
@@ -43,7 +44,7 @@ def own_name(here: Here) -> Iterator[Finding]:
         yield ok("own name", f"all processes are on this host, as they meet at {here.place.coordinator}")
     else:
         try:
-            place.check_own_name()
+            addresses.check_own_name()
         except RequestError as error:
             said, _, remedy = error.problems[0].partition("; ")
             yield wrong("own name", said, remedy)

@@ -21,7 +21,7 @@ from jaxdist.training.meter import Diverged
 from jaxdist.training.plots import plot_loss
 from jaxdist.training.run import Run
 from jaxdist.training.run_lock import LockLost, RunLock
-from jaxdist.training.shelf import WRONG_CONTENT, Shelf
+from jaxdist.training.shelf import Shelf
 from jaxdist.training.step import TrainState
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -149,23 +149,12 @@ def finished(run: Run, folder: RunFolder) -> bool:
         return False
     train = run.config.train
     asked = 0 if train.epochs else train.steps  # more than when it was saved, where a run is made longer
-    step = from_leader((_last_step(Shelf(folder.checkpoints), asked) or 0) if leader() else 0)
+    step = from_leader((Shelf(folder.checkpoints).last_step(asked) or 0) if leader() else 0)
     if step and leader():
         if not folder.plot.exists():  # it was killed between its last checkpoint and its end
             plot_loss(folder.metrics, folder.plot, **Shelf(folder.checkpoints).facts(step)["baseline"])
         print(f"{folder.path} is finished at step {step}; to start anew, name another --run-dir", file=sys.stderr)
     return bool(step)
-
-
-def _last_step(shelf: Shelf, asked: int) -> int | None:
-    """The last step of a run, which has `asked` steps at least, if it was saved and is whole."""
-    step = max(shelf.sealed(), default=None)
-    try:
-        if step and not shelf.damage(step) and not shelf.missing_run_facts(step):
-            return step if step >= max(shelf.facts(step)["steps"], asked) else None
-    except WRONG_CONTENT:
-        return None  # it was removed, or changed, meanwhile
-    return None
 
 
 def checkpoint_bytes(run: Run) -> int:

@@ -10,6 +10,8 @@ import pytest
 from jaxdist import launch
 from jaxdist.cluster.slurm_values import node_counts, seconds
 from jaxdist.config import RequestError
+from jaxdist.request import load, to_toml
+from jaxdist.training.shelf import Shelf
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,6 +69,10 @@ def test_nodes():
         (["--time=10", "--", "--nodes=2"], "--nodes=2 is no option of train; write it before the --"),
         (["--time=10", "--", "--train.stepps=2"], "did you mean '--train.steps'?"),
         (["--time=10", "--resume=7"], "holds no run to go back to step 7"),
+        (
+            ["--time=10", "--container=a/jax.sif"],
+            "--container 'a/jax.sif' is an image of Apptainer's, which pyxis does",
+        ),
     ],
 )
 def test_mistakes_are_told_before_anything_is_written(argv, fragment, played):
@@ -145,3 +151,64 @@ def test_a_sweep_gives_each_rate_its_run(played):
     assert (
         launch.arguments(arguments[arguments.index("gpt2_124m") :], "train", "").config.optimizer.learning_rate == 4e-4
     )
+
+
+PARTITIONS = """\
+PartitionName=small AllowGroups=ALL Default=YES MaxNodes=UNLIMITED MaxTime=UNLIMITED TotalCPUs=32 TotalNodes=4 Nodes=n[0-3]
+PartitionName=large AllowGroups=ALL Default=NO MaxNodes=UNLIMITED MaxTime=1-00:00:00 TotalCPUs=64 TotalNodes=8
+PartitionName=shared Default=NO MaxNodes=2 TotalNodes=100
+"""
+
+
+@pytest.fixture
+def partitions(played, monkeypatch):
+    """A cluster with these partitions, whose `scontrol` is asked."""
+    (played.folder / "scontrol").write_text(
+        f"#!/bin/sh\n[ \"$*\" = '--oneliner show partition' ] && echo '{PARTITIONS}'"
+    )
+    monkeypatch.setenv("PATH", f"{played.folder}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--nodes=9"], "--nodes 9 is more than a job can have: partition small takes 4; ask for fewer"),
+        (["--nodes=5-9"], "--nodes 5-9 is more than a job can have: partition small takes 4"),
+        (["--nodes=9", "--partition=large"], "partition large takes 8"),
+        (["--nodes=3", "--partition=shared"], "partition shared takes 2"),
+        (["--nodes=9", "--partition=small,large"], "partition small takes 4, large takes 8"),
+    ],
+)
+def test_more_nodes_than_the_partition_has(argv, told, partitions):
+    with pytest.raises(RequestError, match=re.escape(told)):
+        launch.main(["slurm", "--time=9", "--train.global-batch-size=360", *argv])
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--nodes=4"], ["--nodes=2-9"], ["--nodes=8", "--partition=small,large"], ["--nodes=9", "--partition=hidden"]],
+)
+def test_as_many_nodes_as_it_has(argv, partitions, capsys):
+    assert "#SBATCH --nodes" in told("--time=9", "--train.global-batch-size=360", *argv, capsys=capsys)
+
+
+@pytest.mark.parametrize("program", ["exit 1", "echo PartitionName=small Default=YES", "printf '\\377'", "echo", ""])
+def test_where_slurm_does_not_tell_any_number_is_taken(program, partitions, played, capsys):
+    (played.folder / "scontrol").write_text(f"#!/bin/sh\n{program}")
+    assert "#SBATCH --nodes=9" in told("--time=9", "--train.global-batch-size=36", "--nodes=9", capsys=capsys)
+
+
+def test_a_finished_run_is_no_job(played, capsys, monkeypatch):
+    """`steps` is how many it was to have; a run that is to be longer, or to go back, is not finished."""
+    folder = Path("runs/gpt_tiny")
+    for step in (75, 150):
+        (folder / f"checkpoints/{step}/facts").mkdir(parents=True)
+        (folder / f"checkpoints/{step}/facts/metadata").write_text('{"steps": 150}')
+    (folder / "config.toml").write_text(to_toml(load(None, {})))
+    Shelf(folder / "checkpoints").seal(75)
+    assert "#SBATCH" in told("--time=9", capsys=capsys)
+    Shelf(folder / "checkpoints").seal(150)
+    with pytest.raises(RequestError, match=r"^runs/gpt_tiny is finished at step 150; to start anew, name another"):
+        launch.main(["slurm", "--time=9"])
+    assert "#SBATCH" in told("--time=9", "--resume=75", capsys=capsys)

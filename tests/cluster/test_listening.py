@@ -9,8 +9,9 @@ import pytest
 from jax._src.lib import _jax
 
 from jaxdist.cluster import listening
+from jaxdist.cluster.address import named_loopback
 from jaxdist.cluster.listening import ASKED, bind_address, check_free, next_port
-from jaxdist.cluster.place import find, named_loopback
+from jaxdist.cluster.place import find
 from jaxdist.config import ClusterConfig, RequestError
 from tests.cluster import sockets
 from tests.cluster.relay import PORT as RELAYED

@@ -49,6 +49,13 @@ def test_a_script_without_srun_is_told_so(cluster, words, tmp_path):
     ).read_text(errors="replace")
 
 
+def test_more_nodes_than_there_are_are_refused_at_the_prompt(cluster, tmp_path):
+    asked = ["slurm", "--time=9", f"--run-dir={tmp_path / 'run'}", "--train.global-batch-size=36"]
+    said = cluster.run(PYTHON, "-m", "jaxdist.launch", *asked, "--nodes=9", code=2)
+    assert "--nodes 9 is more than a job can have: partition main takes 4; ask for fewer" in said
+    assert "#SBATCH --nodes=4" in cluster.run(PYTHON, "-m", "jaxdist.launch", *asked, "--nodes=4")
+
+
 def test_steps_inside_a_step_that_share_a_run_are_told_so(cluster, words):
     """Two tasks that each start a step of two: four processes, in two jobs that know nothing of each other."""
     inner = ["srun", "--overlap", "-N1", "-n2", PYTHON, *TRAIN, *words("--mesh=2x1x1")]

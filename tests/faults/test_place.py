@@ -7,7 +7,8 @@ import stat
 import pytest
 
 from jaxdist import checkpoints, explain, launch
-from jaxdist.cluster.place import Place, check_alone, check_own_name, find
+from jaxdist.cluster.address import check_own_name
+from jaxdist.cluster.place import Place, check_alone, find
 from jaxdist.config import ClusterConfig, RequestError
 from jaxdist.lab import __main__ as lab
 from jaxdist.mesh import gpu_share
@@ -115,6 +116,12 @@ def test_a_sentence_for_each_mistake(asked, environment, fragments, monkeypatch)
         assert fragment in str(error.value)
 
 
+MPIRUN = {
+    "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_RANK": "5",
+}  # fmt: skip
+HYDRA = {"PMI_SIZE": "8", "PMI_RANK": "5", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+MEET = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:99"}
 ALL_OF_STEP = STEP | {"SLURM_NODEID": "0"}
 INSTEAD = ("JAX_COORDINATOR_PORT", "SLURM_STEP_NUM_TASKS")
 """Variables that take the place of others, which are not read then."""
@@ -124,7 +131,7 @@ ODD = ("", "x", "-1", "1.5", "²", "٣", "0x10", "9" * 5000, " 3", "[", "a b", "
 
 ENVIRONMENTS = [
     (name, {**environment, name: value})
-    for environment in (ALL_OF_STEP, ALL_OF_TORCHRUN, ALL_OF_JAX)
+    for environment in (ALL_OF_STEP, ALL_OF_TORCHRUN, ALL_OF_JAX, MPIRUN | MEET, HYDRA | MEET)
     for name in environment
     for value in ODD
 ] + [(name, ALL_OF_STEP | {name: value}) for name in INSTEAD for value in ODD]
@@ -149,7 +156,7 @@ def test_no_value_of_a_variable_ends_in_a_traceback(monkeypatch):
             assert name in told or value[:20] in told or "no coordinator is named" in told, (name, value, told)
             assert len(told) < 500
         else:
-            free = name == "TORCHELASTIC_USE_AGENT_STORE"  # anything but "True" is no
+            free = name in ("TORCHELASTIC_USE_AGENT_STORE", "PMIX_RANK")  # anything but "True" is no; it is not read
             assert place.alone or free or value.isascii(), (name, value, place)
 
 
@@ -223,3 +230,73 @@ def test_these_are_commands_of_one_process(command, monkeypatch, tmp_path):
     argv = {checkpoints.main: [str(tmp_path)], lab.main: ["schedules"], launch.main: ["local"]}
     with pytest.raises(RequestError, match="is a command of one process"):
         command(argv.get(command, []))
+
+
+INTERACTIVE = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n1", "PMIX_RANK": "0"}
+
+
+@pytest.mark.parametrize("environment", [MPIRUN, HYDRA], ids=["Open MPI", "PMI"])
+def test_variables_of_mpi(environment):
+    place = find(ClusterConfig(), environment | MEET)
+    assert (place.process, place.processes, place.coordinator, place.gpus) == (5, 8, "127.0.0.1:99", (1,))
+    assert find(ClusterConfig(coordinator="127.0.0.1:7"), environment).coordinator == "127.0.0.1:7"
+    visible = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+    assert find(ClusterConfig(), environment | MEET | visible).gpus == (2, 3)
+    assert find(ClusterConfig(processes=1), environment).alone
+
+
+def test_one_process_of_mpirun_is_alone():
+    one = MPIRUN | {name: "1" for name in MPIRUN if name.endswith("SIZE")}
+    one |= {name: "0" for name in MPIRUN if name.endswith("RANK")}
+    assert find(ClusterConfig(), one).alone
+    assert find(ClusterConfig(), HYDRA | {"PMI_SIZE": "1", "PMI_RANK": "0"}).alone
+    assert find(options(), one).processes == 2  # `mpirun -n 1` of a launcher that starts two
+    assert find(ClusterConfig(), INTERACTIVE).alone
+
+
+def test_mpirun_in_a_slurm_job_starts_a_helper_on_each_node():
+    """The step of the helpers has a task on each node; Open MPI's processes inherit its variables."""
+    helper = STEP | {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    assert find(ClusterConfig(), helper | MPIRUN | MEET).processes == 8
+    told_twice = STEP | {"SLURM_PROCID": "5", "PMI_SIZE": "8", "PMI_RANK": "5", "PMIX_RANK": "5"}  # srun --mpi=pmi2
+    assert find(ClusterConfig(), told_twice).source == "PMI_SIZE and PMI_RANK"
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        (MPIRUN, "OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK say that this is process 5 of 8, but no coordinator"),
+        (HYDRA, "PMI_SIZE and PMI_RANK say that this is process 5 of 8, but no coordinator is named"),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK is '1' in the environment: a launcher has started this process, but no"),
+        ({"PMIX_RANK": "0"} | MEET, "PMIX_RANK is '0' in the environment"),
+        ({"PMI_RANK": "0"}, "PMI_RANK set in the environment, but PMI_SIZE not"),
+        (MPIRUN | MEET | {"OMPI_COMM_WORLD_SIZE": "²"}, "OMPI_COMM_WORLD_SIZE is '²' in the environment"),
+        (MPIRUN | MEET | {"OMPI_COMM_WORLD_LOCAL_RANK": "4"}, "OMPI_COMM_WORLD_LOCAL_RANK is 4 in the environment; "),
+        (MPIRUN | MEET | {"OMPI_COMM_WORLD_RANK": "8"}, "OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK say that this"),
+        (MPIRUN | TORCHRUN, "WORLD_SIZE and RANK say that this is process 3 of 8, but OMPI_COMM_WORLD_SIZE and OMPI"),
+    ],
+)
+def test_what_mpi_does_not_say_is_told(environment, sentence):
+    with pytest.raises(RequestError) as error:
+        find(ClusterConfig(), environment)
+    assert str(error.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        (MPIRUN, [""]),
+        (HYDRA | {"PMI_RANK": "0"}, ["plan is a command of one process, but PMI_SIZE and PMI_RANK say that 8"]),
+        ({"PMIX_RANK": "1"}, ["plan is a command of one process, but PMIX_RANK is '1': several have been started"]),
+    ],
+)
+def test_a_command_of_one_process_under_mpirun(environment, told):
+    with pytest.raises(RequestError) as error:
+        check_alone("plan", environment)
+    assert [str(error.value)[: len(start)] for start in told] == told
+    assert len(error.value.problems) == (told != [""])
+
+
+def test_a_command_of_one_process_in_a_shell_that_speaks_pmix():
+    for environment in (INTERACTIVE, {"PMIX_RANK": "0"}, HYDRA | {"PMI_SIZE": "1", "PMI_RANK": "0"}):
+        check_alone("plan", environment)

@@ -132,6 +132,7 @@ def without_work() -> Iterator[None]:
             patch.setattr(name, accept)
         patch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "wandb" else find(name, *more))
         patch.setattr("jaxdist.lab.__main__._split_cpu", lambda: None)
+        patch.setattr("jaxdist.cluster.slurm.check_partition", lambda *_: None)  # asks Slurm, where there is one
         patch.setattr("jaxdist.bench.gpu._driver", lambda: "")
         yield
 
