@@ -288,7 +288,7 @@ class ProfileConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Which of several processes this one is; without any of this, as the environment tells (torchrun, mpirun, Slurm)."""
+    """Which of several processes this one is; by default as the environment tells (torchrun, mpirun, Slurm)."""
 
     coordinator: str = ""
     """HOST:PORT where process 0 is reached by all; empty: as the environment tells."""

@@ -91,11 +91,14 @@ class Shelf:
         """Those that have a seal, in order."""
         return [step for step in self.steps() if self.seal_of(step) is not None]
 
-    def last_step(self, asked: int = 0) -> int | None:
-        """The last step of a run, which has at least `asked` steps, if it is saved and whole; None before that."""
+    def last_step(self, asked: int = 0, thorough: bool = True) -> int | None:
+        """The last step of a run, which has at least `asked` steps, if it is saved and whole; None before that.
+
+        `thorough` as in `damage`.
+        """
         step = max(self.sealed(), default=None)
         try:
-            if step and not self.damage(step) and not self.missing_run_facts(step):
+            if step and not self.damage(step, thorough) and not self.missing_run_facts(step):
                 return step if step >= max(self.facts(step)["steps"], asked) else None
         except WRONG_CONTENT:
             return None  # it was removed, or changed, meanwhile

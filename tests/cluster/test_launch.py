@@ -1,5 +1,6 @@
 """`launch slurm`: what it asks for, writes and submits, with Slurm's commands played; and the scripts for editing."""
 
+import json
 import os
 import re
 import sys
@@ -154,7 +155,7 @@ def test_a_sweep_gives_each_rate_its_run(played):
 
 
 PARTITIONS = """\
-PartitionName=small AllowGroups=ALL Default=YES MaxNodes=UNLIMITED MaxTime=UNLIMITED TotalCPUs=32 TotalNodes=4 Nodes=n[0-3]
+PartitionName=small AllowGroups=ALL Default=YES MaxNodes=UNLIMITED TotalCPUs=32 TotalNodes=4 Nodes=n[0-3]
 PartitionName=large AllowGroups=ALL Default=NO MaxNodes=UNLIMITED MaxTime=1-00:00:00 TotalCPUs=64 TotalNodes=8
 PartitionName=shared Default=NO MaxNodes=2 TotalNodes=100
 """
@@ -199,12 +200,14 @@ def test_where_slurm_does_not_tell_any_number_is_taken(program, partitions, play
     assert "#SBATCH --nodes=9" in told("--time=9", "--train.global-batch-size=36", "--nodes=9", capsys=capsys)
 
 
-def test_a_finished_run_is_no_job(played, capsys, monkeypatch):
+def test_a_finished_run_is_no_job(played, capsys):
     """`steps` is how many it was to have; a run that is to be longer, or to go back, is not finished."""
     folder = Path("runs/gpt_tiny")
     for step in (75, 150):
         (folder / f"checkpoints/{step}/facts").mkdir(parents=True)
-        (folder / f"checkpoints/{step}/facts/metadata").write_text('{"steps": 150}')
+        baseline = {"nats": 1.0, "name": "entropy", "unit": "token"}
+        facts = {"step": step, "steps": 150, "data": "", "best": None, "baseline": baseline}
+        (folder / f"checkpoints/{step}/facts/metadata").write_text(json.dumps(facts))
     (folder / "config.toml").write_text(to_toml(load(None, {})))
     Shelf(folder / "checkpoints").seal(75)
     assert "#SBATCH" in told("--time=9", capsys=capsys)
