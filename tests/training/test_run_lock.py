@@ -384,7 +384,7 @@ def test_all_processes_raise_what_the_first_one_does(monkeypatch, kind):
 
 
 def test_all_processes_hear_that_the_lock_is_lost(folder, monkeypatch):
-    with saving.locked(folder, LIMIT) as check:
+    with saving.locked(folder, LIMIT, print) as check:
         check()
         (folder.path / ".lock").unlink()
         with pytest.raises(LockLost, match="cannot be read any more"):
@@ -400,9 +400,9 @@ def test_a_note_about_missing_locks_is_said_once(folder, monkeypatch, capsys):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(run_lock.fcntl, "flock", none)
-    with saving.locked(folder, LIMIT):
+    with saving.locked(folder, LIMIT, print):
         pass
-    assert capsys.readouterr().err.count("is on a file system without locks (No locks available)") == 1
+    assert capsys.readouterr().out.count("is on a file system without locks (No locks available)") == 1
 
 
 @pytest.mark.slow
