@@ -214,9 +214,9 @@ def check_unfinished(folder: RunFolder, config: Config) -> None:
     """Raise `RequestError` where the job would wait for its turn, and then find that its run has had its last step."""
     from jaxdist.training.shelf import Shelf
 
-    step = Shelf(folder.checkpoints).last_step(thorough=False) if config.resume == "auto" else None
-    longer = step is not None and not config.train.epochs and config.train.steps > step
-    if step and not longer:
+    asked = 0 if config.train.epochs else config.train.steps
+    step = Shelf(folder.checkpoints).last_step(asked, thorough=False)
+    if step and config.resume == "auto":
         raise RequestError(f"{folder.path} is finished at step {step}; to start anew, name another --run-dir")
 
 
