@@ -316,7 +316,7 @@ def test_the_command_for_a_person(capsys):
         (["--devices=0"], "--devices is 0: must be at least 1"),
         (["--cluster=h100-nrd"], "h100-ndr"),
         (["cnn_digits"], "plan knows models of text"),
-        (["--train.global-batch-size=1073741824"], "262,144 rows a step at most; lower train.global_batch_size"),
+        (["--train.global-batch-size=16777216"], "262,144 rows a step at most; lower train.global_batch_size"),
         (["--mesh=2x1x1"], "--mesh has no effect on this command"),
         (["--compare=64,32"], "write each of the numbers of devices once, ascending: 32,64"),
         (["--save=nowhere/plan.toml"], "--save 'nowhere/plan.toml'"),
