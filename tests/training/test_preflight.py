@@ -1,5 +1,6 @@
 """A run folder is looked at before the first step; several processes see the same, save together, and agree."""
 
+import io
 import shutil
 import subprocess
 from pathlib import Path
@@ -135,11 +136,8 @@ def test_a_disk_that_fails_during_a_run_ends_it_with_a_sentence(
 
 
 def test_metrics_that_cannot_be_written_end_a_run_with_a_sentence(request_of, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("jaxdist.training.folder.RunFolder.cut_metrics", lambda folder, step, every: [])
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").mkdir()
-    (tmp_path / "run" / "config.toml").touch()
-    (tmp_path / "run" / "metrics.jsonl").symlink_to("/dev/full")
+    full = io.TextIOWrapper(io.FileIO("/dev/full", "w"))
+    monkeypatch.setattr("jaxdist.training.metrics.open_no_follow", lambda path, mode: full)
     assert train.main(request_of("run")) == 1
     told = capsys.readouterr().err.splitlines()[-1]
     assert told == f"stopped: {tmp_path / 'run'} cannot be written: no space left on device; there is no checkpoint"
