@@ -95,7 +95,7 @@ def test_metrics_count_images_and_evaluation_tells_the_accuracy(one_device, caps
     assert last["images_per_second"] > 0
     assert last["mfu"] is None
     assert evaluate.main([str(folder), "--mesh=2x1x1"]) == 0
-    assert "nats per image  accuracy" in capsys.readouterr().out
+    assert "nats per image over 373 images  accuracy" in capsys.readouterr().out
     with pytest.raises(RequestError, match="family cnn, which writes no text"):
         generate.main([str(folder), "--prompt=a"])
 

@@ -61,7 +61,7 @@ def test_steps_from_the_hosts_memory_are_the_same_and_go_on_from_either(mesh, ze
         for run, held, other in (plain, wanted, moved), (moved, state, plain):
             folder = tmp_path / run.config.parallel.offload
             with Checkpoints(folder, keep=1) as checkpoints:
-                checkpoints.save(3, run.step.logical(held), {})
+                checkpoints.save(3, run.step.logical(held), {"step": 3})
             with Checkpoints(folder, keep=None) as checkpoints:
                 restored = other.step.resume(checkpoints.restore(other.abstract_logical()))
             same(restored, wanted)
