@@ -103,8 +103,10 @@ def test_killed_without_a_launcher_the_others_notice(words, tmp_path, who):
     assert codes[who] == -signal.SIGKILL
     assert codes[1 - who] not in (0, 85)
     if who == 1:  # without process 0, JAX ends the others at once, in C++
-        last = said[0].splitlines()[-1]
-        assert re.search(rf"process 1 on {socket.gethostname()} was lost at step \d+; the same command goes on ", last)
+        sentence = rf"process 1 on {socket.gethostname()} was lost at step \d+; the same command goes on "
+        found = [line for line in said[0].splitlines() if re.search(sentence, line)]
+        assert len(found) == 1, said[0]  # on a busy machine JAX may end this one too before it leaves, in C++
+        last = found[0]
         assert "Traceback" not in said[0]
         log = (tmp_path / "run" / "log.txt").read_text()
         assert "JaxRuntimeError" in log
