@@ -95,22 +95,24 @@ def test_what_hangs_is_ended_and_shows_where(words, tmp_path, processes):
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 def test_killed_without_a_launcher_the_others_notice(words, tmp_path, who):
-    with job(train(words(*LONG), 2)) as running:
+    """In a step a closed connection tells; in a barrier, as of a save, only that nothing is heard, as in the next."""
+    with job(train(words(*LONG, "--fault.heartbeat-seconds=25"), 2)) as running:
         until(lambda: saved(tmp_path / "run") >= 5, running)
         running[who].kill()
-        codes = ends(running, 15)
-        said = [process.said() for process in running]
+        codes = ends(running, 60)
+        said = running[1 - who].said()
     assert codes[who] == -signal.SIGKILL
     assert codes[1 - who] not in (0, 85)
-    if who == 1:  # without process 0, JAX ends the others at once, in C++
-        sentence = rf"process 1 on {socket.gethostname()} was lost at step \d+; the same command goes on "
-        found = [line for line in said[0].splitlines() if re.search(sentence, line)]
-        assert len(found) == 1, said[0]  # on a busy machine JAX may end this one too before it leaves, in C++
-        last = found[0]
-        assert "Traceback" not in said[0]
-        log = (tmp_path / "run" / "log.txt").read_text()
+    if who == 0:
+        return  # JAX ends the others at once, in C++
+    sentence = rf"process 1 on {socket.gethostname()} (was lost|is lost, or cut off,) at step \d+.* the same command"
+    found = [line for line in said.splitlines() if re.search(sentence, line)]
+    assert len(found) == 1, said
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert found[0] in log
+    if "was lost" in found[0]:
+        assert "Traceback" not in said
         assert "JaxRuntimeError" in log
-        assert last in log
 
 
 @pytest.mark.slow
