@@ -103,7 +103,7 @@ class RunFolder:
             config = config.model_copy(update={"precision": old.precision})
         if config.init_from and not config.data.tokenizer:
             config = _with_tokenizer(config, old.data.tokenizer)
-        from_step = int(config.resume) if config.resume.isdigit() else max(steps or committed)
+        from_step = int(config.resume) if config.resume.isdecimal() else max(steps or committed)
         if told := lengthened(old, config, from_step):
             self.notes.append(told)
             return with_warmup(config, old.optimizer.warmup)
