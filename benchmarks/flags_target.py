@@ -5,7 +5,7 @@
 Each variant is compiled in a process of its own. For the axes that are sent over, the bytes of one device in a step, by
 what runs beside them: matrix products / smaller kernels / nothing; what copies and transposes read and write; how many
 products there are; and what the program holds. Which options jaxdist sets is chosen by these numbers
-(`jaxdist/cluster/compiler.py`).
+(`jaxdist/cluster/xla_options.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 
-from jaxdist.cluster import compiler
+from jaxdist.cluster import xla_options
 from jaxdist.config import Config
 from jaxdist.explain import explain
 from jaxdist.planning.exposed import by_axes
@@ -73,7 +73,7 @@ VARIANTS = {
 
 def plain_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:
     """The train step, without jaxdist's own options. For the process that compiles."""
-    compiler.OPTIONS.clear()
+    xla_options.OPTIONS.clear()
     return run.lower_step(config, devices)
 
 

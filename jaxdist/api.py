@@ -26,7 +26,7 @@ from jaxdist.api_request import (
     to_be_split,
     unsplit,
 )
-from jaxdist.cluster import compiler, runtime
+from jaxdist.cluster import runtime, xla_options
 from jaxdist.mesh import BATCH_AXES, PIPELINE, describe, make_mesh, parse_mesh
 from jaxdist.models import foreign
 from jaxdist.models.foreign import Foreign, LossFunction
@@ -124,7 +124,7 @@ class Parallel:
         self.mesh, self.layout, self.accumulation = mesh, layout, accumulation
         self.model: Foreign = step.forward.model
         self._step, self._note = step, note
-        asked = compiler.options_for(mesh, sequence=layout.parts("residual") > 1)
+        asked = xla_options.options_for(mesh, sequence=layout.parts("residual") > 1)
         self._train = jax.jit(step.train, donate_argnums=0, compiler_options=asked)
         self._evaluate = jax.jit(step.evaluate)
 

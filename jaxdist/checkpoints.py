@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxdist.cluster.place import check_alone
+from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import RequestError
 from jaxdist.request import Extra, arguments, check_output, run
 from jaxdist.training.folder import RunFolder

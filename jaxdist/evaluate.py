@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from jaxdist.cluster.place import find
+from jaxdist.cluster.process_env import find
 from jaxdist.request import Enough, Extra, arguments, run
 from jaxdist.values import Checkpoint
 
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
 
     import jax
 
-    from jaxdist.cluster.agreement import check_request
+    from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.job import Job
     from jaxdist.cluster.phases import VALIDATING
     from jaxdist.training.run import restore
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def open_data(trained: Trained, job: Job) -> None:
     """Read, and at the first use tokenize, what the checkpoint is to be tried on; the first process does so first."""
-    from jaxdist.cluster.agreement import check_alike, leader_first
+    from jaxdist.cluster.consensus import check_alike, leader_first
     from jaxdist.cluster.phases import AWAITING, READING
     from jaxdist.training.folder import RunFolder
     from jaxdist.training.reading import Reading

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxdist.cluster.place import check_alone
+from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Config
 from jaxdist.request import STEP_KNOBS, Extra, arguments, check_picture, run
 from jaxdist.values import DevicesOrZero, FileName
@@ -53,8 +53,8 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     Raises `RequestError` for what is wrong with the request or cannot be compiled for here.
     """
     from jaxdist import models
-    from jaxdist.cluster import compiler
-    from jaxdist.cluster.meeting import across_hosts
+    from jaxdist.cluster import xla_options
+    from jaxdist.cluster.rendezvous import across_hosts
     from jaxdist.mesh import abstract_mesh, devices_asked, fill, parse_mesh
     from jaxdist.models.attention import NO_DOCUMENTS
     from jaxdist.planning.apart import compile_apart
@@ -75,9 +75,9 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     program = compile_apart(partial(lower_step, config), target, mesh.size)
     notes = []
     host = [number // gpu.per_host for number in range(mesh.size)] if gpu else [0] * mesh.size
-    asked = compiler.options(layout.platform, mesh.size, across_hosts(mesh, host), layout.parts("residual") > 1)
+    asked = xla_options.options(layout.platform, mesh.size, across_hosts(mesh, host), layout.parts("residual") > 1)
     if asked:
-        notes.append(f"compiled with {compiler.spelt(asked)}, as train does")
+        notes.append(f"compiled with {xla_options.spelt(asked)}, as train does")
     if config.model.documents == "apart" and gpu:
         notes.append(f"attention runs in blocks of queries, because {NO_DOCUMENTS}")
     program = replace(program, notes=tuple(notes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist.cluster.place import find
+from jaxdist.cluster.process_env import find
 from jaxdist.config import RequestError
 from jaxdist.request import JOB_KNOBS, LAYOUT_KNOBS, Enough, Extra, arguments, run
 from jaxdist.values import Checkpoint, CountOrZero, NonNegativeFloat32, Prompt, Samples, Seed, Tokens
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 
     place = find(asked.config.cluster)
 
-    from jaxdist.cluster.agreement import check_request
+    from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.job import Job
     from jaxdist.cluster.phases import STEPPING
     from jaxdist.training.folder import RunFolder

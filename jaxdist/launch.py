@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxdist.cluster.place import check_alone
+from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Busy, Config, RequestError, nearest
 from jaxdist.request import Asked, Extra, arguments, check_mesh_fits, fits, fitting, run
 from jaxdist.request.knobs import KNOBS, canonical, option

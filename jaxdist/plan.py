@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator
 
-from jaxdist.cluster.place import check_alone
+from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import RequestError
 from jaxdist.files import write_whole
 from jaxdist.mesh import fill, parse_mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from jaxdist.cluster.place import find
+from jaxdist.cluster.process_env import find
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.mesh import AUTO
 from jaxdist.request import Enough, Extra, arguments, run
@@ -40,15 +40,15 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.cluster.job import Job
 
     with Job(place, config, enough=Enough(config)) as job:
-        from jaxdist.cluster import compiler, faults
-        from jaxdist.cluster.agreement import leader_first
+        from jaxdist.cluster import faults, xla_options
+        from jaxdist.cluster.consensus import leader_first
         from jaxdist.data.corpus import programs_folder
         from jaxdist.training.run import Run
         from jaxdist.training.trainer import train
 
         if not place.alone:
             config = leader_first("run folder", partial(folder.enter, config))  # one process says why it refuses
-        compiler.keep_programs(programs_folder(), partial(faults.say, job.place))
+        xla_options.keep_programs(programs_folder(), partial(faults.say, job.place))
         return job.end(train(Run(planned(config, job.log)), folder, job))
 
 
@@ -58,7 +58,7 @@ def planned(config: Config, log: LogFile) -> Config:
         return config
 
     from jaxdist.cluster import runtime
-    from jaxdist.cluster.agreement import leader
+    from jaxdist.cluster.consensus import leader
     from jaxdist.planning.search import automatic, text
 
     plan = automatic.plan(config, automatic.Found(**runtime.found()))

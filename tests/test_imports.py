@@ -142,7 +142,17 @@ def test_axis_names_are_spelled_in_mesh_only():
 
 @pytest.mark.parametrize(
     "module",
-    ["config", "mesh", "request", "train", "launch", "checkpoints", "cluster.place", "cluster.local", "cluster.slurm"]
+    [
+        "config",
+        "mesh",
+        "request",
+        "train",
+        "launch",
+        "checkpoints",
+        "cluster.process_env",
+        "cluster.local",
+        "cluster.slurm",
+    ]
     + ["cluster.heartbeat", "lab.__main__", "doctor.__main__"],
 )
 def test_no_jax_before_the_request_is_read(module):

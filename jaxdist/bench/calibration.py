@@ -16,9 +16,9 @@ from jax import lax
 from jaxdist.bench.fitting import fit
 from jaxdist.bench.measuring import Note
 from jaxdist.bench.study import all_computers
-from jaxdist.cluster import board
-from jaxdist.cluster.meeting import host_names
+from jaxdist.cluster import kv_store
 from jaxdist.cluster.phases import COMPILING, STEPPING
+from jaxdist.cluster.rendezvous import host_names
 from jaxdist.cluster.runtime import capacity
 from jaxdist.doctor.devices import numbered, on_each, timed
 from jaxdist.mesh import describe
@@ -89,8 +89,8 @@ class Watch:
         self._note(COMPILING)
         program = on_each(self.mesh, in_a_loop(body, self.scale.times)).lower(*given).compile()
         self._turns += 1
-        if board.processes() > 1:  # who is late would count as slow
-            board.meet(f"collectives, turn {self._turns}", range(board.processes()))
+        if kv_store.processes() > 1:  # who is late would count as slow
+            kv_store.meet(f"collectives, turn {self._turns}", range(kv_store.processes()))
         self._note(STEPPING)
         return timed(program, *given)[1] / self.scale.times
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxdist.bench.step import JSON
-from jaxdist.cluster.place import find
+from jaxdist.cluster.process_env import find
 from jaxdist.config import RequestError
 from jaxdist.files import write_whole
 from jaxdist.request import JOB_KNOBS, Extra, arguments, check_output
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from jaxdist.bench.calibration import measure
     from jaxdist.cluster import runtime
-    from jaxdist.cluster.agreement import check_request
+    from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.job import Job
     from jaxdist.mesh import parse_mesh
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxdist.bench.step import JSON
 from jaxdist.cluster import gpus
-from jaxdist.cluster.place import check_alone
+from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import RequestError, nearest
 from jaxdist.doctor.software import FRACTIONS, refused
 from jaxdist.files import write_whole

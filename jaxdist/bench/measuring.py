@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.cluster import board
+from jaxdist.cluster import kv_store
 from jaxdist.cluster.phases import IDLE, STARTING, STEPPING
 from jaxdist.config import Config
 from jaxdist.data.batches import Batch, train_batch
@@ -122,7 +122,7 @@ class Timed:
             self._turns += 1
             name = f"zero {self.run.config.parallel.zero} on {self.run.mesh.size} devices, turn {self._turns}"
             note(IDLE)
-            board.meet(name, self.processes)
+            kv_store.meet(name, self.processes)
 
 
 _sum = jax.jit(jnp.sum)

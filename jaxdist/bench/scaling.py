@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 
 from jaxdist.bench.step import JSON, REPEATS, WARMUP
-from jaxdist.cluster.place import find
+from jaxdist.cluster.process_env import find
 from jaxdist.config import Config, RequestError
 from jaxdist.request import JOB_KNOBS, Extra, arguments, check_picture
 from jaxdist.request.checks.registry import multiples, problems
@@ -71,8 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     place = find(config.cluster)
 
     from jaxdist.bench.study import Study, result
-    from jaxdist.cluster import board
-    from jaxdist.cluster.agreement import check_request
+    from jaxdist.cluster import kv_store
+    from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.job import Job
 
     rows = extras["rows"] or None
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         if found:
             tell({"config": Path(asked.positional or DEFAULT).stem, **found}, extras["json"], extras["picture"])
         if not job.place.alone:
-            board.meet("the study has been told", range(job.place.processes))
+            kv_store.meet("the study has been told", range(job.place.processes))
         return job.end(0)
 
 

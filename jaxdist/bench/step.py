@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jaxdist.cluster.place import find
+from jaxdist.cluster.process_env import find
 from jaxdist.request import JOB_KNOBS, STEP_KNOBS, Enough, Extra, arguments
 from jaxdist.values import Count, CountOrZero
 
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     asked = arguments(argv, "bench step", DESCRIPTION, extras=[JSON, WARMUP, REPEATS], knobs=KNOBS)
     place = find(asked.config.cluster)
 
-    from jaxdist.cluster.agreement import check_request
+    from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.job import Job
 
     with Job(place, asked.config, enough=Enough(asked.config)) as job:

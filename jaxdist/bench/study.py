@@ -14,8 +14,8 @@ import jax
 from jaxdist import __version__, models
 from jaxdist.bench.laws import Fit, fit_amdahl, fit_gustafson
 from jaxdist.bench.measuring import Note, Timed, measure_together, processes_of
-from jaxdist.cluster import board
-from jaxdist.cluster.agreement import from_leader, leader
+from jaxdist.cluster import kv_store
+from jaxdist.cluster.consensus import from_leader, leader
 from jaxdist.cluster.phases import COMPILING, IDLE
 from jaxdist.cluster.runtime import capacity, core_numbers, first
 from jaxdist.config import Config
@@ -110,7 +110,7 @@ class Computers(NamedTuple):
 def all_computers() -> Computers:
     """Those of all processes; every one calls it."""
     cores: dict[str, set[int]] = {}
-    for name, numbers in board.gather("computers", [socket.gethostname(), sorted(core_numbers())], board.WEEK):
+    for name, numbers in kv_store.gather("computers", [socket.gethostname(), sorted(core_numbers())], kv_store.WEEK):
         cores[name] = cores.get(name, set()) | set(numbers)
     return Computers(len(cores), sum(map(len, cores.values())))
 

@@ -18,8 +18,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from jaxdist.cluster import board
-from jaxdist.cluster.place import Place
+from jaxdist.cluster import kv_store
+from jaxdist.cluster.process_env import Place
 from jaxdist.config import RequestError
 from jaxdist.streams import LogFile, write_all
 
@@ -59,7 +59,7 @@ def ending_all(
     try:
         yield
     except BaseException as error:
-        if place.alone or board.processes() == 1:  # or they have not met
+        if place.alone or kv_store.processes() == 1:  # or they have not met
             raise
         before()
         fail(place, error, lost)
@@ -92,7 +92,7 @@ def _end_survivors(place: Place, lines: Sequence[str], lost: Callable[[Sequence[
 def _answers(process: int) -> bool:
     """Whether that process has heard of the fault."""
     try:
-        board.read(f"alive/{process}", MOMENT)
+        kv_store.read(f"alive/{process}", MOMENT)
     except TimeoutError:
         return False
     return True
@@ -116,7 +116,7 @@ def end_all(place: Place, code: int, lines: Sequence[str]) -> NoReturn:
 
 def announce(place: Place, kind: str, code: int) -> bool:
     """Tell the others that this process fails. Whether it is the first that does."""
-    return board.post("fault", json.dumps({"process": place.process, "kind": kind, "code": code}))
+    return kv_store.post("fault", json.dumps({"process": place.process, "kind": kind, "code": code}))
 
 
 def listen(place: Place, where: Callable[[], str]) -> None:
@@ -127,7 +127,7 @@ def listen(place: Place, where: Callable[[], str]) -> None:
         if fault["process"] == place.process:
             return
         if fault["kind"] == LOST:
-            board.post(f"alive/{place.process}", "")
+            kv_store.post(f"alive/{place.process}", "")
             say(place, f"ended, because a process was lost, as process {fault['process']} found; here: {where()}")
             leave(place, fault["code"])
         say(place, f"ended, because process {fault['process']} failed; here: {where()}")
@@ -135,7 +135,7 @@ def listen(place: Place, where: Callable[[], str]) -> None:
             say(place, *stacks())
         leave(place, fault["code"])
 
-    board.watch("fault", end)
+    kv_store.watch("fault", end)
 
 
 def say(place: Place, *lines: str) -> None:

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, ExitStack
 import jax
 
 from jaxdist.cluster import faults, lifeline
-from jaxdist.cluster.meeting import ALL_OF_THEM, Enough, join, members
 from jaxdist.cluster.phases import ENDING
-from jaxdist.cluster.place import Place
+from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.rendezvous import ALL_OF_THEM, Enough, join, members
 from jaxdist.cluster.runtime import own_devices
 from jaxdist.cluster.stopping import Stop
 from jaxdist.cluster.watchdog import Watchdog

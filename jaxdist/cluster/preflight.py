@@ -8,7 +8,7 @@ import shutil
 import time
 from pathlib import Path
 
-from jaxdist.cluster.agreement import agreed, from_all, leader
+from jaxdist.cluster.consensus import agreed, from_all, leader
 from jaxdist.config import RequestError
 
 PATIENCE = 5.0

@@ -11,10 +11,10 @@ from contextlib import suppress
 
 import jax
 
-from jaxdist.cluster import board, compiler, gpus
-from jaxdist.cluster.agreement import from_leader
-from jaxdist.cluster.meeting import ALL_OF_THEM, Enough, across_hosts, host_names, members
-from jaxdist.cluster.place import Place
+from jaxdist.cluster import gpus, kv_store, xla_options
+from jaxdist.cluster.consensus import from_leader
+from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.rendezvous import ALL_OF_THEM, Enough, across_hosts, host_names, members
 from jaxdist.config import RequestError
 from jaxdist.mesh import (
     FAST,
@@ -34,7 +34,7 @@ def start(shape: Mapping[str, int], enough: Enough = ALL_OF_THEM) -> jax.shardin
 
     Must run before anything else asks JAX for a device: CPU devices can only be made before the first use.
     """
-    processes = board.processes()
+    processes = kv_store.processes()
     asked = devices_asked(shape, processes)
     devices = _host_by_host(_at_least(asked, f"mesh {describe(fill(shape, asked))} needs"))
     every = len(devices)
@@ -54,9 +54,9 @@ def start(shape: Mapping[str, int], enough: Enough = ALL_OF_THEM) -> jax.shardin
 def found() -> dict[str, str | int]:
     """The devices of all processes, the same in each of them: their `kind` and `platform`, their `count`, the most
     `per_host`, and the bytes of `memory` that XLA has of one (0: it does not tell). As early as `start`."""
-    devices = _at_least(board.processes(), "mesh auto needs")
+    devices = _at_least(kv_store.processes(), "mesh auto needs")
     if devices[0].platform == "cpu":
-        devices = _of_each(devices, board.processes())
+        devices = _of_each(devices, kv_store.processes())
     per_host = Counter(host_names(devices))
     own = jax.local_devices()[0]
     memory = from_leader((own.memory_stats() or {}).get("bytes_limit", 0))
@@ -107,7 +107,7 @@ def _host_by_host(devices: list[jax.Device]) -> list[jax.Device]:
 
 def _of_each(devices: list[jax.Device], count: int) -> list[jax.Device]:
     """So many of them, the same number of each process where they have as many."""
-    each = count // board.processes()
+    each = count // kv_store.processes()
     taken, seen = [], dict[int, int]()
     for device in devices:
         seen[device.process_index] = seen.get(device.process_index, 0) + 1
@@ -121,7 +121,7 @@ def first(count: int, wanted: str) -> list[jax.Device]:
     Those of process 0 come first, then those of the others on its host. `wanted` begins the sentence of a
     `RequestError` where there are not so many: `--devices 1,2,4 needs`.
     """
-    processes = board.processes()
+    processes = kv_store.processes()
     devices = _at_least(count + -count % processes, wanted)  # a CPU is split alike in all of them
     if len(devices) < count:
         where = f"these {processes} processes have" if processes > 1 else "this machine has"
@@ -134,7 +134,7 @@ def first(count: int, wanted: str) -> list[jax.Device]:
 
 def _at_least(count: int, wanted: str) -> list[jax.Device]:
     """All devices; where they are a CPU's there are `count` or more. `wanted` begins the sentence if there are not."""
-    processes = board.processes()
+    processes = kv_store.processes()
     each = -(-count // processes)
     _split_cpu(min(each, MOST_CPU_DEVICES))
     devices = _all_visible(_devices())
@@ -182,7 +182,7 @@ def _devices() -> list[jax.Device]:
 
     JAX logs it as an error, with a traceback, before every command.
     """
-    compiler.take_memory()
+    xla_options.take_memory()
     logger = logging.getLogger("jax._src.xla_bridge")
     if gpus.wanted(jax.config.jax_platforms or ""):
         return jax.devices()
@@ -196,7 +196,7 @@ def _devices() -> list[jax.Device]:
 def _all_visible(devices: list[jax.Device]) -> list[jax.Device]:
     """`devices`, if the driver shows no GPU that JAX does not."""
     there, seen = len(gpus.visible()), jax.local_device_count() if devices[0].platform != "cpu" else 0
-    if seen < there and (seen == 0 or board.processes() == 1):
+    if seen < there and (seen == 0 or kv_store.processes() == 1):
         raise RequestError(
             f"this machine has {there} GPU(s), but JAX sees {seen}: install jaxdist with '.[gpu]' (CUDA 12) or "
             f"'.[gpu13]' (CUDA 13), or hide GPUs with CUDA_VISIBLE_DEVICES, or use the CPU with JAX_PLATFORMS=cpu"

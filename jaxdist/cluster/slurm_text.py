@@ -6,7 +6,7 @@ written under new names.
 
 from __future__ import annotations
 
-from jaxdist.cluster.place import FIRST_PORT, PORTS
+from jaxdist.cluster.process_env import FIRST_PORT, PORTS
 
 BODY = r"""
 # A task must not take what the login shell had for its own.

@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from jaxdist.cluster import board, faults
-from jaxdist.cluster.place import Place
+from jaxdist.cluster import faults, kv_store
+from jaxdist.cluster.process_env import Place
 from jaxdist.streams import write_all
 
 STOPPED = 85
@@ -71,7 +71,7 @@ class Stop:
         """The processes have met."""
         self._joined = True
         if not self.place.alone:
-            board.watch("stop", self._agree)
+            kv_store.watch("stop", self._agree)
 
     def here(self) -> bool:
         """Whether the run stops here. Every process asks at the same places, in the same order."""
@@ -103,7 +103,7 @@ class Stop:
             if self.place.alone:
                 self._agree(name)
             elif self._joined:
-                board.post("stop", name)
+                kv_store.post("stop", name)
             else:
                 self.name = name
                 self._end("nothing is lost")
@@ -124,11 +124,11 @@ class Stop:
     def _agreed(self) -> int:
         """The first place that no process has passed."""
         seconds, everyone = self.grace + 60, range(self.place.processes)
-        board.post(f"passed/{self.place.process}", str(self._passed))
+        kv_store.post(f"passed/{self.place.process}", str(self._passed))
         if self.place.leader:
-            passed = [int(board.read(f"passed/{process}", seconds)) for process in everyone]
-            board.post("stop at", str(max(passed) + 1))
-        return int(board.read("stop at", seconds))
+            passed = [int(kv_store.read(f"passed/{process}", seconds)) for process in everyone]
+            kv_store.post("stop at", str(max(passed) + 1))
+        return int(kv_store.read("stop at", seconds))
 
     def _out_of_time(self) -> None:
         self._end(f"the {self.grace:g} s of checkpoint.grace_seconds are over")

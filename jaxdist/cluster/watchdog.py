@@ -15,7 +15,7 @@ from typing import Any
 from jaxdist.cluster import faults, heartbeat
 from jaxdist.cluster.heartbeat import Beat, Heart
 from jaxdist.cluster.phases import AWAITING, IDLE, READING, STARTING, STEPPING, WAITING
-from jaxdist.cluster.place import Place
+from jaxdist.cluster.process_env import Place
 from jaxdist.config import RequestError
 
 USUAL, LEAST, FIRST = 10, 300.0, 10

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from jaxdist.cluster.place import Place, find
+from jaxdist.cluster.process_env import Place, find
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.doctor import findings, machine, software, watching
 from jaxdist.doctor.findings import Finding, Here, unchecked, wrong
@@ -90,10 +90,10 @@ class Doctor:
             self.note(name, lambda check=check: check(self.here))
         if not self.meet():
             return self.tell(self.found)
-        from jaxdist.cluster import board, faults
+        from jaxdist.cluster import faults, kv_store
 
         with faults.ending_all(self.here.place):
-            return self.end(self.together(board.gather))
+            return self.end(self.together(kv_store.gather))
 
     def note(self, name: str, check: Callable[[], Iterable[Finding]]) -> None:
         """Add what a check finds; one that fails itself says so."""
@@ -104,7 +104,7 @@ class Doctor:
 
     def meet(self) -> bool:
         """Whether the processes have met."""
-        from jaxdist.cluster import listening, meeting
+        from jaxdist.cluster import listening, rendezvous
 
         place, fault = self.here.place, self.here.config.fault
         if place.alone:
@@ -116,17 +116,17 @@ class Doctor:
         except RequestError as error:
             self.found.append(wrong("processes", *error.problems[0].split("; ")))
             return False
-        meeting.meet_as_it_is(place, fault, self.nobody)
+        rendezvous.meet_as_it_is(place, fault, self.nobody)
         self.found.append(findings.ok("processes", f"all {place.processes} have met at {place.coordinator}"))
         return True
 
     def nobody(self) -> NoReturn:
         """The others have not come."""
-        from jaxdist.cluster import meeting
+        from jaxdist.cluster import rendezvous
 
         place, seconds = self.here.place, self.here.config.fault.start_seconds
         said = f"after {seconds} s not all {place.processes} processes have met at {place.coordinator}"
-        self.give_up(wrong("processes", said, meeting.why_nobody_came(place)))
+        self.give_up(wrong("processes", said, rendezvous.why_nobody_came(place)))
 
     def give_up(self, finding: Finding) -> NoReturn:
         """End with what is known, from a thread, while the main one hangs."""
@@ -155,11 +155,11 @@ class Doctor:
         return [*told, *findings.at(self.host, silent)]
 
     def with_devices(self) -> None:
-        from jaxdist.cluster import board
+        from jaxdist.cluster import kv_store
         from jaxdist.doctor import devices, network
 
         here = self.here
-        hosts = board.gather("doctor/host of process", self.host)
+        hosts = kv_store.gather("doctor/host of process", self.host)
         log = devices.listen_to_nccl(here)
         with self.patience("devices", "they have not started"):
             mesh, size = self.mesh()

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxdist.cluster import board
+from jaxdist.cluster import kv_store
 from jaxdist.doctor.findings import Finding, Here, for_all, ok, unchecked, warning, wrong
 from jaxdist.doctor.software import fraction
 from jaxdist.planning.hardware import known
@@ -34,7 +34,7 @@ def seen(here: Here) -> Iterator[Finding]:
     """The GPUs that the driver shows against those that the processes of this host use. All processes call it."""
     local, host = jax.local_devices(), socket.gethostname()
     mine = [here.gpu(device.local_hardware_id) for device in local if device.platform == "gpu"]
-    everyone = board.gather("doctor/devices", [host, mine, fraction(here)])
+    everyone = kv_store.gather("doctor/devices", [host, mine, fraction(here)])
     there = [(gpus, part) for name, gpus, part in filter(None, everyone) if name == host]
     yield judged_use(here, local[0].platform, len({gpu for gpus, _ in there for gpu in gpus}), len(there))
     yield from shared_memory(there)

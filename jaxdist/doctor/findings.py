@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from jaxdist.cluster.place import Place
+from jaxdist.cluster.process_env import Place
 from jaxdist.config import Config
 
 OK, WARNING, WRONG, UNCHECKED = "ok", "warning", "wrong", "not checked"

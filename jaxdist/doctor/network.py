@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.cluster import address as addresses
-from jaxdist.cluster import board, preflight
+from jaxdist.cluster import kv_store, preflight
 from jaxdist.config import RequestError
 from jaxdist.doctor.findings import Finding, Here, for_all, ok, unchecked, wrong
 
@@ -63,7 +63,7 @@ def hosts(here: Here) -> Iterator[Finding]:
     with socket.socket() as listening:
         _bind(listening, "" if here.place.on_one_host else address)
         listening.listen(1024)
-        everyone = board.gather("doctor/hosts", [name, address, listening.getsockname()[1]])
+        everyone = kv_store.gather("doctor/hosts", [name, address, listening.getsockname()[1]])
         yield from _met(everyone)
         first: dict[str, list] = {}
         for one in filter(None, everyone):
@@ -74,7 +74,7 @@ def hosts(here: Here) -> Iterator[Finding]:
         if speaks:
             with ThreadPoolExecutor(32) as pool:
                 problems = [problem for found in pool.map(_reach, others) for problem in found]
-        board.gather("doctor/reached", True)  # until then all must listen
+        kv_store.gather("doctor/reached", True)  # until then all must listen
     yield from problems
     if speaks and not problems:
         there = f"{len(others)} other host(s) found and reached" if others else "all processes are here"
@@ -126,12 +126,12 @@ def clocks(here: Here) -> Iterator[Finding]:
     if here.place.alone:
         yield unchecked("clocks", "one process")
         return
-    names = board.gather("doctor/names", socket.gethostname())
+    names = kv_store.gather("doctor/names", socket.gethostname())
     asked = [i for i, name in enumerate(names) if name and names.index(name) == i and i > 0]
     if here.place.process in asked:
         for turn in range(ROUNDS):
-            board.read(f"doctor/clock/{here.place.process}/{turn}", 120)
-            board.post(f"doctor/clock/{here.place.process}/{turn}/is", json.dumps(time.time()))
+            kv_store.read(f"doctor/clock/{here.place.process}/{turn}", 120)
+            kv_store.post(f"doctor/clock/{here.place.process}/{turn}/is", json.dumps(time.time()))
     if not here.place.leader:
         return
     found = []
@@ -148,8 +148,8 @@ def clocks(here: Here) -> Iterator[Finding]:
 def _ask(process: int, turn: int) -> tuple[float, float]:
     """(seconds by which the clock of `process` is ahead, within so many)."""
     asked = time.time()
-    board.post(f"doctor/clock/{process}/{turn}", "?")
-    told = json.loads(board.read(f"doctor/clock/{process}/{turn}/is", 60))
+    kv_store.post(f"doctor/clock/{process}/{turn}", "?")
+    told = json.loads(kv_store.read(f"doctor/clock/{process}/{turn}/is", 60))
     answered = time.time()
     return told - (asked + answered) / 2, (answered - asked) / 2
 
@@ -165,9 +165,9 @@ def folder(here: Here, size: int | None) -> Iterator[Finding]:
         except RequestError as error:
             said, _, remedy = error.problems[0].rpartition("; ")
             yield wrong("run folder", said, remedy)
-    told = board.gather("doctor/folder", told)[0]
+    told = kv_store.gather("doctor/folder", told)[0]
     seen = told is None or preflight.sees(preflight.sign_of(path, told))
-    blind = board.gather("doctor/seen", seen).count(False)
+    blind = kv_store.gather("doctor/seen", seen).count(False)
     if not here.place.leader or told is None:
         return
     preflight.sign_of(path, told).unlink(missing_ok=True)

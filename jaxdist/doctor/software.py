@@ -146,14 +146,16 @@ def refused(flags: str) -> str:
 
 def options(here: Here) -> Iterator[Finding]:
     """What a step on several GPUs is compiled with. Needs JAX."""
-    from jaxdist.cluster import compiler
+    from jaxdist.cluster import xla_options
 
-    within, across = (compiler.spelt(compiler.options("gpu", 2, across)) or "no options" for across in (False, True))
-    if compiler.series() in compiler.OPTIONS:
+    within, across = (
+        xla_options.spelt(xla_options.options("gpu", 2, across)) or "no options" for across in (False, True)
+    )
+    if xla_options.series() in xla_options.OPTIONS:
         yield ok("compiler", f"a step on several GPUs is compiled with {within}; data across hosts, with {across}")
         return
     said = f"no options are known for jaxlib {installed('jaxlib')}, and XLA by itself lets little run beside products"
-    tell = "use jax " + ", ".join(compiler.OPTIONS)
+    tell = "use jax " + ", ".join(xla_options.OPTIONS)
     yield warning("compiler", said, tell) if here.gpus else ok("compiler", said)
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxdist.cluster.place import check_alone
+from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import RequestError, nearest
 from jaxdist.files import write_whole
 from jaxdist.lab.claims import DEVICES, Claim, claims, look, topics

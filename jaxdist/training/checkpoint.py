@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxdist.cluster.agreement import agreed, from_leader, leader
+from jaxdist.cluster.consensus import agreed, from_leader, leader
 from jaxdist.config import RequestError
 from jaxdist.models import Params
 from jaxdist.training.folder import RunFolder

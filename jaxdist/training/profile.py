@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jaxdist.cluster.agreement import leader
+from jaxdist.cluster.consensus import leader
 from jaxdist.cluster.job import Job
 from jaxdist.cluster.phases import SAVING
 from jaxdist.training.folder import RunFolder

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist import models
-from jaxdist.cluster import compiler, runtime
+from jaxdist.cluster import runtime, xla_options
 from jaxdist.config import Config, RequestError
 from jaxdist.data.batches import Batch
 from jaxdist.mesh import PIPELINE, make_mesh, parse_mesh
@@ -59,7 +59,7 @@ class Run:
         """One of the devices, or its description; all are of its kind."""
         check_mesh_fits(config, self.mesh.shape, batch)
         self.layout = Layout.on(self.mesh, rules(config, self.mesh.shape), self.device)
-        self.compiler_options = {} if dry else compiler.options_for(self.mesh, self.layout.parts("residual") > 1)
+        self.compiler_options = {} if dry else xla_options.options_for(self.mesh, self.layout.parts("residual") > 1)
         precision = _precision(config.precision, self.layout.platform)
         self.config = config.model_copy(update={"precision": precision})
         pipelined = self.mesh.shape[PIPELINE] > 1

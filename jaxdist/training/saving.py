@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 import jax
 
-from jaxdist.cluster.agreement import agreed, from_leader, leader
+from jaxdist.cluster.consensus import agreed, from_leader, leader
 from jaxdist.mesh import describe
 from jaxdist.training.checkpoint import Checkpoints, Found
 from jaxdist.training.finite import first_not_finite

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxdist.cluster.agreement import leader
+from jaxdist.cluster.consensus import leader
 from jaxdist.config import RequestError
 from jaxdist.training.readback import Shapes, unreadable
 from jaxdist.training.shelf import Shelf

@@ -11,7 +11,7 @@ from typing import TextIO
 import jax
 
 from jaxdist import __version__, models
-from jaxdist.cluster import compiler
+from jaxdist.cluster import xla_options
 from jaxdist.cluster.runtime import capacity, notes, whereabouts
 from jaxdist.config import PipelineConfig
 from jaxdist.mesh import PIPELINE, describe, gpu_share
@@ -80,7 +80,7 @@ def _plan(run: Run, length: str) -> list[tuple[str, str]]:
     config, device, count = run.config, run.device, run.mesh.size
     held, there = memory.predict(config, run.model, run.layout), _capacity(run)
     pipe = pipelines.pipeline_of(config, run.layout)
-    asked = "" if run.dry else compiler.line(run.layout.platform, run.compiler_options)
+    asked = "" if run.dry else xla_options.line(run.layout.platform, run.compiler_options)
     return [
         ("versions", f"jaxdist {__version__}, jax {version('jax')}, flax {version('flax')}, optax {version('optax')}"),
         ("devices", f"{count} x {device.device_kind} ({device.platform})" + ", not here" * isinstance(device, Gpu)),

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import jax
 
-from jaxdist.cluster import compiler
-from jaxdist.cluster.agreement import check_alike, from_leader, leader, leader_first
+from jaxdist.cluster import xla_options
+from jaxdist.cluster.consensus import check_alike, from_leader, leader, leader_first
 from jaxdist.cluster.job import Job
 from jaxdist.cluster.phases import AWAITING, COMPILING, READING, SAVING, STARTING, STEPPING, VALIDATING, WAITING
 from jaxdist.cluster.preflight import check_folder
@@ -67,7 +67,7 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
         if leader():
             devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
             checkpoints.notes += [*folder.notes, *folder.cut_metrics(first, run.config.log.every)]
-            more = {"processes": jax.process_count()} | compiler.told(run.layout.platform, run.compiler_options)
+            more = {"processes": jax.process_count()} | xla_options.told(run.layout.platform, run.compiler_options)
             folder.write(run.config, run.task.tokenizer, devices, more)
         with (Log if leader() else Silent)(run.config, folder, run.steps, first, screen) as log, job.failing(log.pause):
             try:

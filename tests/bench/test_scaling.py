@@ -9,8 +9,8 @@ import pytest
 
 from jaxdist.bench import __main__ as bench
 from jaxdist.bench import scaling, scaling_picture, scaling_text, study
-from jaxdist.cluster import board, runtime
-from jaxdist.cluster.meeting import Member
+from jaxdist.cluster import kv_store, runtime
+from jaxdist.cluster.rendezvous import Member
 from jaxdist.config import Config, ModelConfig, RequestError, TrainConfig
 from jaxdist.planning import hardware
 from jaxdist.request import outcome
@@ -182,7 +182,7 @@ def test_real_devices_are_not_made_up(monkeypatch):
     assert runtime.first(1, "--devices 1 needs") == there[:1]
     with pytest.raises(RequestError, match=r"--devices 1,4 needs 4 devices, but this machine has 2 \(NVIDIA H100"):
         runtime.first(4, "--devices 1,4 needs")
-    monkeypatch.setattr(board, "processes", lambda: 2)
+    monkeypatch.setattr(kv_store, "processes", lambda: 2)
     monkeypatch.setattr(runtime, "members", lambda: [Member(0, "here", "", 2), Member(1, "here", "", 0)])
     assert runtime.first(1, "--devices 1 needs") == there[:1]
     with pytest.raises(RequestError, match="--devices 4 needs 4 devices, but these 2 processes have 2"):

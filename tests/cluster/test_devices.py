@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxdist.cluster import board, gpus, runtime
-from jaxdist.cluster.meeting import Member, _needed, why_nobody_came
-from jaxdist.cluster.place import Place
+from jaxdist.cluster import gpus, kv_store, runtime
+from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.rendezvous import Member, _needed, why_nobody_came
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import parse_mesh
 from jaxdist.request import Enough, fitting
@@ -104,7 +104,7 @@ def seen(monkeypatch):
     def make(devices: list[SimpleNamespace], processes: int = 1) -> None:
         there = [Member(process, f"n{process % 2}", "", 2) for process in range(processes)]
         first = sorted(there, key=lambda member: (member.process % 2, member.process))
-        monkeypatch.setattr(board, "processes", lambda: processes)
+        monkeypatch.setattr(kv_store, "processes", lambda: processes)
         monkeypatch.setattr(runtime, "members", lambda: first)
         monkeypatch.setattr(runtime, "_devices", lambda: devices)
         monkeypatch.setattr(runtime, "make_mesh", lambda shape, devices: (shape["data"], [d.id for d in devices]))

@@ -11,7 +11,7 @@ from jax._src.lib import _jax
 from jaxdist.cluster import listening
 from jaxdist.cluster.address import named_loopback
 from jaxdist.cluster.listening import ASKED, bind_address, check_free, next_port
-from jaxdist.cluster.place import find
+from jaxdist.cluster.process_env import find
 from jaxdist.config import ClusterConfig, RequestError
 from tests.cluster import sockets
 from tests.cluster.relay import PORT as RELAYED
@@ -23,7 +23,7 @@ MEET = """
 import sys, threading
 import jax
 from jaxdist.cluster import meeting
-from jaxdist.cluster.place import Place
+from jaxdist.cluster.process_env import Place
 from jaxdist.config import FaultConfig
 way, process, processes, of_use, coordinator = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
 place = Place(processes, process, coordinator)

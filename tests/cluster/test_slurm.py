@@ -35,7 +35,7 @@ def test_three_tasks_cannot_have_four_devices(cluster, words):
 
 @pytest.mark.parametrize(("nodes", "host"), [(1, "127.0.0.1"), (2, "n0")])
 def test_tasks_of_one_node_meet_on_its_loopback(cluster, nodes, host):
-    program = "from jaxdist.cluster.place import *; print(find(ClusterConfig()).coordinator)"
+    program = "from jaxdist.cluster.process_env import *; print(find(ClusterConfig()).coordinator)"
     said = cluster.run("srun", f"-N{nodes}", "-n2", PYTHON, "-c", program)
     assert [line.partition(":")[0] for line in said.split()] == [host, host]
 

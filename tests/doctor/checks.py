@@ -1,6 +1,6 @@
 """A check, made here."""
 
-from jaxdist.cluster.place import Place
+from jaxdist.cluster.process_env import Place
 from jaxdist.config import Config
 from jaxdist.doctor.findings import OK, UNCHECKED, Here
 

@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from jaxdist.cluster import board, compiler
-from jaxdist.cluster.place import Place
+from jaxdist.cluster import kv_store, xla_options
+from jaxdist.cluster.process_env import Place
 from jaxdist.doctor import __main__ as doctor
 from jaxdist.doctor import devices, findings, machine, network, software
 from jaxdist.doctor.findings import OK, UNCHECKED, WARNING, WRONG
@@ -60,11 +60,11 @@ MEMORY = [
 
 
 def test_options_of_the_compiler(monkeypatch):
-    (name, *_), this = compiler.options("gpu", 2, across=False), here()
+    (name, *_), this = xla_options.options("gpu", 2, across=False), here()
     assert f"compiled with {name}=" in found(software.options, OK, this)
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=false")
     assert name not in found(software.options, OK, this)
-    monkeypatch.setattr(compiler, "OPTIONS", {"0.9": ()})
+    monkeypatch.setattr(xla_options, "OPTIONS", {"0.9": ()})
     assert "no options are known for jaxlib" in found(software.options, OK, this)
     this.gpus = 1
     assert "use jax 0.9" in found(software.options, WARNING, this)
@@ -178,7 +178,7 @@ def test_the_doctor_listens_where_the_others_look_for_this_host(coordinator, own
         return [value]
 
     monkeypatch.setattr(network, "_address", lambda name: own)
-    monkeypatch.setattr(board, "gather", gather)
+    monkeypatch.setattr(kv_store, "gather", gather)
     assert found(network.hosts, OK, here(Place(2, 0, coordinator)))
     assert listened == {wanted}
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxdist.cluster.place import Place
+from jaxdist.cluster.process_env import Place
 from jaxdist.doctor import network as doctor_network
 from jaxdist.doctor.findings import OK, WRONG
 from tests.cluster import hosts

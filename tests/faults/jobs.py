@@ -15,7 +15,7 @@ TINY = over(SMALL, "--model.layers=1", "--checkpoint.every=5", "--validation.eve
 
 PATCHED = """
 import os, pathlib, sys, time
-from jaxdist.cluster.meeting import join  # jax, in the environment of this process
+from jaxdist.cluster.rendezvous import join  # jax, in the environment of this process
 from jaxdist.training.meter import Meter
 from jaxdist.training.run import Run
 from jaxdist.training.step import Step

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jaxdist.cluster.phases import AWAITING, COMPILING, READING, STEPPING, VALIDATING, WAITING
-from jaxdist.cluster.place import Place
+from jaxdist.cluster.process_env import Place
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.training.folder import RunFolder
 from tests.faults.jobs import ends, job, metrics, saved, step_of, told, train, until
@@ -55,7 +55,7 @@ def test_an_exception_in_one_process_ends_all_and_is_told_last(words, tmp_path, 
 LEAVES = """
 import threading
 from jaxdist.cluster import faults
-from jaxdist.cluster.place import Place
+from jaxdist.cluster.process_env import Place
 threading.Timer(faults.MOMENT, print, ["step 12"], {"flush": True}).start()
 place = Place(2, 0, "127.0.0.1:1")
 faults.say(place, "ended")

@@ -11,7 +11,7 @@ import pytest
 from jaxdist.cluster import heartbeat, watchdog
 from jaxdist.cluster.heartbeat import Beat, Heart, duration, laggards, waited_for
 from jaxdist.cluster.phases import COMPILING, STEPPING, WAITING
-from jaxdist.cluster.place import Place
+from jaxdist.cluster.process_env import Place
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.doctor import watching
 from jaxdist.doctor.__main__ import main as doctor

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jaxdist.cluster import stopping
-from jaxdist.cluster.place import Place
+from jaxdist.cluster.process_env import Place
 from jaxdist.cluster.stopping import Stop
 from tests.faults.jobs import ends, job, metrics, saved, step_of, train, until
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxdist.cluster import compiler
+from jaxdist.cluster import xla_options
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.explain import explain
 from jaxdist.mesh import abstract_mesh, parse_mesh
@@ -69,10 +69,10 @@ def test_what_is_explained_is_compiled_as_what_runs(monkeypatch):
     """With the options of a run, which a person is told; and without those that XLA_FLAGS name."""
     model = ModelConfig(layers=4, embed=128, heads=4, vocab=512, sequence=64)
     asked = Config(mesh="8x1x1", model=model, parallel=ParallelConfig(zero=3), train=TrainConfig(global_batch_size=16))
-    names = compiler.options("gpu", 8, across=False)
+    names = xla_options.options("gpu", 8, across=False)
     found = explain(asked, "h100")
-    assert f"compiled with {compiler.spelt(names)}, as train does" in found.notes
-    on = {False: "true", f"{compiler.MODE}OFF": "on"}
+    assert f"compiled with {xla_options.spelt(names)}, as train does" in found.notes
+    on = {False: "true", f"{xla_options.MODE}OFF": "on"}
     monkeypatch.setenv("XLA_FLAGS", " ".join(f"--{name}={on[off]}" for name, off in names.items()))
     plain = explain(asked, "h100")
     assert not any("compiled with" in note for note in plain.notes)

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from jaxdist import train
-from jaxdist.cluster import agreement, faults
+from jaxdist.cluster import consensus, faults
 from jaxdist.cluster.heartbeat import Beat
 from jaxdist.cluster.phases import STEPPING
-from jaxdist.cluster.place import Place
+from jaxdist.cluster.process_env import Place
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.config import Busy, RequestError
 from jaxdist.request.commandline import outcome
@@ -370,15 +370,15 @@ def test_all_processes_raise_what_the_first_one_does(monkeypatch, kind):
     def refuse() -> int:
         raise kind("no")
 
-    monkeypatch.setattr(agreement, "LEADER_SPEAKS", 0.0)
-    monkeypatch.setattr(agreement.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(agreement.board, "post", lambda name, text: posted.setdefault("it", text))
-    monkeypatch.setattr(agreement.board, "read", lambda name: posted["it"])
+    monkeypatch.setattr(consensus, "LEADER_SPEAKS", 0.0)
+    monkeypatch.setattr(consensus.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(consensus.kv_store, "post", lambda name, text: posted.setdefault("it", text))
+    monkeypatch.setattr(consensus.kv_store, "read", lambda name: posted["it"])
     raised = []
     for number in 0, 1:
-        monkeypatch.setattr(agreement.jax, "process_index", lambda number=number: number)
+        monkeypatch.setattr(consensus.jax, "process_index", lambda number=number: number)
         with pytest.raises(RequestError) as found:
-            agreement.agreed(refuse)
+            consensus.agreed(refuse)
         raised.append(type(found.value))
     assert raised == [kind, kind]
 

@@ -36,7 +36,7 @@ def run_without_streams(lost: str, command: list[str]) -> int:
 TALKS = """
 import os, sys
 from jaxdist.cluster import faults
-from jaxdist.cluster.place import Place
+from jaxdist.cluster.process_env import Place
 from jaxdist.request import run
 
 def main(argv):

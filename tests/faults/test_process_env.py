@@ -8,7 +8,7 @@ import pytest
 
 from jaxdist import checkpoints, explain, launch
 from jaxdist.cluster.address import check_own_name
-from jaxdist.cluster.place import Place, check_alone, find
+from jaxdist.cluster.process_env import Place, check_alone, find
 from jaxdist.config import ClusterConfig, RequestError
 from jaxdist.lab import __main__ as lab
 from jaxdist.mesh import gpu_share

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from jaxdist.cluster import board, faults
-from jaxdist.cluster.place import Place
+from jaxdist.cluster import faults, kv_store
+from jaxdist.cluster.process_env import Place
 from jaxdist.cluster.stopping import STOPPED, Stop
 
 AHEAD = 2
@@ -15,7 +15,7 @@ AHEAD = 2
 
 
 class Board:
-    """`cluster.board` in one process."""
+    """`cluster.kv_store` in one process."""
 
     def __init__(self):
         self.texts, self.changed = {}, threading.Condition()
@@ -49,7 +49,7 @@ def stops(monkeypatch):
     def make(processes: int) -> list[Stop]:
         store = Board()
         for name in ("post", "read", "watch"):
-            monkeypatch.setattr(board, name, getattr(store, name))
+            monkeypatch.setattr(kv_store, name, getattr(store, name))
         monkeypatch.setattr(faults, "leave", leave)
         stops = [Stop(Place(processes, i, "here:1"), 60.0, lambda: "testing") for i in range(processes)]
         made.extend(stops)
@@ -89,7 +89,7 @@ def test_all_stop_at_the_same_place(stops, processes, seed):
         assert moved.wait_for(lambda: min(begun) > 5, 30)
     time.sleep(rng.random() * 0.02)
     for asking in rng.sample(range(processes), 2):  # two are signalled
-        board.post("stop", "SIGTERM" if asking else "SIGUSR1")
+        kv_store.post("stop", "SIGTERM" if asking else "SIGUSR1")
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
@@ -101,7 +101,7 @@ def test_all_stop_at_the_same_place(stops, processes, seed):
 
 def test_before_the_first_step_all_end_on_the_spot(stops):
     made = stops(3)
-    board.post("stop", "SIGTERM")
+    kv_store.post("stop", "SIGTERM")
     end = time.monotonic() + 10
     while stops.left != [STOPPED] * 3:
         assert time.monotonic() < end
@@ -112,7 +112,7 @@ def test_before_the_first_step_all_end_on_the_spot(stops):
 def test_where_one_has_begun_the_first_step_all_take_it(stops):
     made = stops(2)
     assert not made[0].here()
-    board.post("stop", "SIGTERM")
+    kv_store.post("stop", "SIGTERM")
     assert all(stop._decided.wait(10) for stop in made)
     assert not made[1].here()
     assert made[0].here()

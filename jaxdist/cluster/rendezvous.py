@@ -19,10 +19,10 @@ import jax
 import numpy as np
 from jax._src.lib import _jax
 
-from jaxdist.cluster import board, faults, gpus
+from jaxdist.cluster import faults, gpus, kv_store
 from jaxdist.cluster.address import check_own_name, host_and_port
 from jaxdist.cluster.listening import bind_address, check_free, next_port
-from jaxdist.cluster.place import Place
+from jaxdist.cluster.process_env import Place
 from jaxdist.config import FaultConfig
 from jaxdist.mesh import DATA
 from jaxdist.streams import Unfailing
@@ -108,9 +108,9 @@ def members() -> list[Member]:
 
     Processes that have met without `join`, as a script of one's own may let them, all call it.
     """
-    if board.processes() == 1:
+    if kv_store.processes() == 1:
         return [Member(0, socket.gethostname(), "", 0)]
-    return _there or _introduced(board.coordinator(), devices=1)
+    return _there or _introduced(kv_store.coordinator(), devices=1)
 
 
 def host_names(devices: Iterable[jax.Device]) -> list[str]:
@@ -129,8 +129,8 @@ def across_hosts(
 
 def _introduced(coordinator: str, devices: int) -> list[Member]:
     """All processes, after each has told the others of itself."""
-    me = Member(board.process(), socket.gethostname(), _address(coordinator), devices)
-    there = [Member(**each) for each in board.gather("members", asdict(me), board.WEEK)]
+    me = Member(kv_store.process(), socket.gethostname(), _address(coordinator), devices)
+    there = [Member(**each) for each in kv_store.gather("members", asdict(me), kv_store.WEEK)]
     first = {member.host: member.process for member in reversed(there)}
     _there[:] = sorted(there, key=lambda member: (first[member.host], member.process))
     return _there

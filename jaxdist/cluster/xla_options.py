@@ -17,9 +17,9 @@ from typing import NamedTuple
 import jax
 from jax._src import xla_bridge
 
-from jaxdist.cluster import board, gpus
-from jaxdist.cluster.meeting import across_hosts, host_names
+from jaxdist.cluster import gpus, kv_store
 from jaxdist.cluster.preflight import sees, sign_of
+from jaxdist.cluster.rendezvous import across_hosts, host_names
 from jaxdist.mesh import FRACTIONS, GPU_SHARE, gpu_share, preallocates
 
 
@@ -134,7 +134,7 @@ def keep_programs(folder: Path, say: Callable[[str], None]) -> None:
         return
     if not (problem := _problem(folder)):
         jax.config.update("jax_compilation_cache_dir", str(folder))
-    elif board.process() == 0:
+    elif kv_store.process() == 0:
         say(f"note: compiled programs are not kept: {folder} {problem}")
 
 
@@ -160,11 +160,11 @@ def _problem(folder: Path) -> str:
     """What is wrong with `folder` in one of the processes, the same text in all: not private, or not written by process
     0, or another folder than its. Empty where nothing is."""
     sign = sign_of(folder, secrets.randbelow(2**31))
-    own = not_private(folder) or (_not_written(sign) if board.process() == 0 else "")
+    own = not_private(folder) or (_not_written(sign) if kv_store.process() == 0 else "")
     try:
-        signed = board.gather("programs", sign.name)[0]
+        signed = kv_store.gather("programs", sign.name)[0]
         own = own or ("" if sees(folder / signed) else "is not the same folder on all hosts")
-        problems = board.gather("programs seen", own)
+        problems = kv_store.gather("programs seen", own)
     except TimeoutError:
         problems = [None]
     finally:

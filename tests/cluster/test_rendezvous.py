@@ -13,8 +13,8 @@ from tests.training.curves import alike
 
 LAID = """
 import json, sys
-from jaxdist.cluster.meeting import join
-from jaxdist.cluster.place import Place
+from jaxdist.cluster.rendezvous import join
+from jaxdist.cluster.process_env import Place
 from jaxdist.cluster import runtime
 from jaxdist.config import FaultConfig
 from jaxdist.mesh import parse_mesh

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax._src import xla_bridge
 
-from jaxdist.cluster import compiler, gpus
+from jaxdist.cluster import gpus, xla_options
 from jaxdist.mesh import FRACTIONS, abstract_mesh, gpu_share, parse_mesh
 from tests.processes import told
 
@@ -41,33 +41,33 @@ def gpu(monkeypatch):
 
 def test_this_jaxlib_knows_every_option():
     """XLA reads them alike for every device; and it would not take another name."""
-    assert compiler.series() in compiler.OPTIONS
+    assert xla_options.series() in xla_options.OPTIONS
     compiled = lambda asked: jax.jit(jnp.sin, compiler_options=asked).lower(1.0).compile()
-    compiled(compiler.options("gpu", 2, across=False))
-    compiled(compiler.options("gpu", 2, across=True))
+    compiled(xla_options.options("gpu", 2, across=False))
+    compiled(xla_options.options("gpu", 2, across=True))
     with pytest.raises(RuntimeError, match="xla_gpu_no_such_option"):
         compiled({"xla_gpu_no_such_option": True})
 
 
 def test_the_lists():
-    assert set(compiler.OPTIONS) == {"0.10", "0.11", "0.12"}
-    assert version("jaxlib").startswith(compiler.series() + ".")
-    for found in itertools.chain(*compiler.OPTIONS.values()):
+    assert set(xla_options.OPTIONS) == {"0.10", "0.11", "0.12"}
+    assert version("jaxlib").startswith(xla_options.series() + ".")
+    for found in itertools.chain(*xla_options.OPTIONS.values()):
         assert len(found) <= 3
         assert len({one.name for one in found}) == len(found)
         assert all(re.fullmatch(r"xla_gpu_\w+", one.name) and one.reason for one in found)
 
 
 def test_a_version_that_is_not_listed_gets_none(monkeypatch):
-    monkeypatch.setattr(compiler, "version", lambda name: "0.13.1")
-    assert compiler.options("gpu", 2, across=False) == compiler.options("gpu", 2, across=True) == {}
+    monkeypatch.setattr(xla_options, "version", lambda name: "0.13.1")
+    assert xla_options.options("gpu", 2, across=False) == xla_options.options("gpu", 2, across=True) == {}
 
 
 def test_only_steps_for_several_gpus_have_options():
-    within, across = compiler.OPTIONS[compiler.series()]
-    assert set(compiler.options("gpu", 8, across=False)) == {one.name for one in within}
-    assert set(compiler.options("gpu", 8, across=True)) == {one.name for one in across}
-    assert compiler.options("gpu", 1, across=False) == compiler.options("cpu", 8, across=True) == {}
+    within, across = xla_options.OPTIONS[xla_options.series()]
+    assert set(xla_options.options("gpu", 8, across=False)) == {one.name for one in within}
+    assert set(xla_options.options("gpu", 8, across=True)) == {one.name for one in across}
+    assert xla_options.options("gpu", 1, across=False) == xla_options.options("cpu", 8, across=True) == {}
 
 
 @pytest.mark.parametrize(
@@ -84,26 +84,28 @@ def test_only_steps_for_several_gpus_have_options():
 def test_layers_are_gathered_ahead_where_data_goes_from_host_to_host(monkeypatch, text, sequence, ahead):
     """Four devices in each. Replicas and stages are outermost, and may be across hosts where data is not. With sequence
     parallelism they are not, because activations would be too."""
-    monkeypatch.setattr(compiler, "OPTIONS", {compiler.series(): compiler.Choice((), (compiler.GATHER,))})
+    monkeypatch.setattr(xla_options, "OPTIONS", {xla_options.series(): xla_options.Choice((), (xla_options.GATHER,))})
     there = lambda number: SimpleNamespace(platform="gpu", process_index=number // 4)
     shape = abstract_mesh(parse_mesh(text))
     devices = np.array([there(number) for number in range(shape.size)]).reshape(tuple(shape.shape.values()))
     mesh = SimpleNamespace(devices=devices, size=shape.size, shape=shape.shape, axis_names=shape.axis_names)
-    assert bool(compiler.options_for(mesh, sequence)) == ahead
+    assert bool(xla_options.options_for(mesh, sequence)) == ahead
 
 
 @pytest.mark.parametrize("form", ["--{}=false", "--xla_dump_to=/tmp/x --{}", "file"])
 def test_what_xla_flags_name_is_left_to_them(form, monkeypatch, tmp_path):
     monkeypatch.setattr(
-        compiler, "OPTIONS", {compiler.series(): compiler.Choice((compiler.NO_SCATTER,), (compiler.GATHER,))}
+        xla_options,
+        "OPTIONS",
+        {xla_options.series(): xla_options.Choice((xla_options.NO_SCATTER,), (xla_options.GATHER,))},
     )
-    for across, one in ((False, compiler.NO_SCATTER), (True, compiler.GATHER)):
+    for across, one in ((False, xla_options.NO_SCATTER), (True, xla_options.GATHER)):
         monkeypatch.delenv("XLA_FLAGS", raising=False)
-        assert set(compiler.options("gpu", 2, across)) == {one.name}
+        assert set(xla_options.options("gpu", 2, across)) == {one.name}
         for name in (one.name, one.also):
             (tmp_path / "flags").write_text(f"--{name}=false")
             monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags") if form == "file" else form.format(name))
-            assert compiler.options("gpu", 2, across) == {}
+            assert xla_options.options("gpu", 2, across) == {}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_memory(environment, share, gpu, monkeypatch):
 
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    compiler.take_memory()
+    xla_options.take_memory()
     asked = xla_client.generate_pjrt_gpu_plugin_options()  # as the plug-in reads the environment
     assert asked.get("memory_fraction", 0.75) == gpu_share() == share
     assert (FRACTIONS[0] in os.environ) == (share in (0.92, 0.5))
@@ -132,14 +134,14 @@ def test_memory(environment, share, gpu, monkeypatch):
 
 def test_memory_is_left_alone_once_a_backend_has_started(gpu, monkeypatch):
     monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: True)
-    compiler.take_memory()
+    xla_options.take_memory()
     assert FRACTIONS[0] not in os.environ
 
 
 def kept(folder) -> tuple[str | None, list[str]]:
     """The folder of compiled programs, and what is said of it."""
     said = []
-    compiler.keep_programs(folder, said.append)
+    xla_options.keep_programs(folder, said.append)
     return jax.config.jax_compilation_cache_dir, said
 
 
@@ -212,21 +214,21 @@ def test_processes_keep_programs_together_or_not_at_all(wrong, tmp_path):
 
 
 def test_nothing_is_set_on_a_cpu(tmp_path):
-    compiler.take_memory()
+    xla_options.take_memory()
     assert kept(tmp_path / "programs") == (None, [])
     assert FRACTIONS[0] not in os.environ
-    assert compiler.line("cpu", {}) == ""
-    assert compiler.told("cpu", {})["memory_fraction"] is None
+    assert xla_options.line("cpu", {}) == ""
+    assert xla_options.told("cpu", {})["memory_fraction"] is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_tells_it(gpu, tmp_path):
-    compiler.take_memory()
+    xla_options.take_memory()
     kept(tmp_path / "programs")
-    asked = compiler.told("gpu", {"xla_gpu_one": False})
+    asked = xla_options.told("gpu", {"xla_gpu_one": False})
     assert asked["compiler_options"] == {"xla_gpu_one": False}
     assert asked["memory_fraction"] == 0.92
     assert asked["compilation_cache"] == str(tmp_path / "programs")
-    line = compiler.line("gpu", {"xla_gpu_one": False, "xla_gpu_two": f"{compiler.MODE}ON"})
+    line = xla_options.line("gpu", {"xla_gpu_one": False, "xla_gpu_two": f"{xla_options.MODE}ON"})
     assert line.startswith("xla_gpu_one=false, xla_gpu_two=on; JAX takes")
     assert f"JAX takes 92% of a GPU's memory; programs kept in {tmp_path}" in line

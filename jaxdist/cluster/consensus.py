@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import jax
 
-from jaxdist.cluster import board
+from jaxdist.cluster import kv_store
 from jaxdist.config import Busy, RequestError
 
 Made = TypeVar("Made")
@@ -35,14 +35,14 @@ def from_leader(value: int) -> int:
         return value
     name = f"from the leader/{next(_asked)}"
     if leader():
-        board.post(name, str(int(value)))
+        kv_store.post(name, str(int(value)))
         return value
-    return int(board.read(name))
+    return int(kv_store.read(name))
 
 
 def from_all(value: bool) -> list[bool]:
     """`value` of every process, in their order; all of them must call it, in the same order."""
-    return board.gather(f"from all/{next(_asked)}", value, board.WEEK)
+    return kv_store.gather(f"from all/{next(_asked)}", value, kv_store.WEEK)
 
 
 def agreed(look: Callable[[], int]) -> int:
@@ -73,11 +73,11 @@ def leader_first(name: str, make: Callable[[], Made]) -> Made:
     What it leaves on disk the others find there; where it raises, the others do not call it, and end with the leader.
     Does not start JAX's devices.
     """
-    if board.process() != 0:
-        board.read(name)
+    if kv_store.process() != 0:
+        kv_store.read(name)
     made = make()
-    if board.process() == 0 and board.processes() > 1:
-        board.post(name, "made")
+    if kv_store.process() == 0 and kv_store.processes() > 1:
+        kv_store.post(name, "made")
     return made
 
 
@@ -86,12 +86,12 @@ def check_alike(what: str, text: str, remedy: str) -> None:
 
     Does not start JAX's devices.
     """
-    if board.processes() == 1:
+    if kv_store.processes() == 1:
         return
-    if board.process() == 0:
-        board.post(what, text)
-    elif there := _difference(text, board.read(what)):
-        raise RequestError(f"process {board.process()} has another {what} than process 0: {there}; {remedy}")
+    if kv_store.process() == 0:
+        kv_store.post(what, text)
+    elif there := _difference(text, kv_store.read(what)):
+        raise RequestError(f"process {kv_store.process()} has another {what} than process 0: {there}; {remedy}")
 
 
 def check_request(text: str) -> None:
