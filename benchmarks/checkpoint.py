@@ -34,13 +34,13 @@ import jax
 import numpy as np
 
 from jaxdist.config import Config
-from jaxdist.training.checkpoint import Checkpoints, trees_of
-from jaxdist.training.finite import first_not_finite
-from jaxdist.training.readback import unreadable
+from jaxdist.training.checkpoint.finite_state import first_not_finite
+from jaxdist.training.checkpoint.manager import Checkpoints, trees_of
+from jaxdist.training.checkpoint.orbax_writer import array_shapes
+from jaxdist.training.checkpoint.readback import unreadable
+from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run import Run
-from jaxdist.training.shelf import Shelf
-from jaxdist.training.step import TrainState
-from jaxdist.training.store import array_shapes
 
 REPEATS = 5
 LARGE = dict(layers=8, embed=1024, heads=8, vocab=8192, sequence=128)
@@ -254,7 +254,7 @@ RESTORE = """
 import sys, jax
 from pathlib import Path
 from jaxdist.config import Config
-from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.run import Run
 
 status = lambda name: next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(name))

@@ -21,8 +21,8 @@ import jax
 from jaxdist.cluster import xla_options
 from jaxdist.config import Config
 from jaxdist.explain import explain
-from jaxdist.planning.exposed import by_axes
 from jaxdist.planning.memory import size
+from jaxdist.planning.overlap import by_axes
 from jaxdist.request import load
 from jaxdist.training import run
 

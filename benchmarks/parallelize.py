@@ -17,7 +17,7 @@ from flax import nnx
 
 import jaxdist
 from jaxdist.mesh import abstract_mesh, parse_mesh
-from jaxdist.planning.apart import compile_apart
+from jaxdist.planning.cross_compile import compile_apart
 from jaxdist.planning.hlo import collectives
 
 VOCAB, EMBED, MLP, DEVICES = 512, 128, 512, 8

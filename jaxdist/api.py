@@ -34,10 +34,10 @@ from jaxdist.models.stacked import scan, stack
 from jaxdist.parallel.foreign import on_shards
 from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.sharding import Layout, Rules, on_devices
-from jaxdist.training.checkpoint import Checkpoints
-from jaxdist.training.staged import Staged, check_request, staged, stages_of_module
-from jaxdist.training.step import Metrics, Step, TrainState
-from jaxdist.training.whole import Scope, Whole
+from jaxdist.training.checkpoint.manager import Checkpoints
+from jaxdist.training.forward.module import Scope, Whole
+from jaxdist.training.forward.module_pipeline import Staged, check_request, staged, stages_of_module
+from jaxdist.training.forward.step import Metrics, Step, TrainState
 
 __all__ = ["Parallel", "parallelize", "scan", "stack", "staged"]
 

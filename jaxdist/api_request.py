@@ -14,11 +14,11 @@ from jaxdist.mesh import BATCH_AXES, DATA, LAYER_AXES, PIPELINE
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.zero import is_axes
-from jaxdist.planning import placement
+from jaxdist.planning import parameter_layout
 from jaxdist.request.checks.registry import remedy, to
 from jaxdist.sharding import BATCH, STAGES, Layout, Rules, name_of, named
-from jaxdist.training.step import Forward
-from jaxdist.training.whole import Scope
+from jaxdist.training.forward.module import Scope
+from jaxdist.training.forward.step import Forward
 
 Batch = Any
 """A tree of arrays that share their leading dim, the rows: of NumPy, or global ones of JAX."""
@@ -137,15 +137,15 @@ class Unsplit(NamedTuple):
 def unsplit(layout: Layout, axes: Params, forward: Forward, split: Params) -> Unsplit:
     """`axes` are the logical axes of the parameters as `forward` holds them."""
     ranks = layout.size(DATA)
-    parameters = placement.lay_out(layout, axes, forward.abstract, forward.places)
+    parameters = parameter_layout.lay_out(layout, axes, forward.abstract, forward.places)
     asked = [p for p, may in zip(parameters, jax.tree.leaves(split), strict=True) if may]
     whole = [p for p in asked if p.whole]
     if not whole or ranks == 1:
         return Unsplit("", "")
-    note = placement.left_whole(parameters, whole, ranks, most=len(whole))
-    if placement.part_of(parameters, whole) <= placement.MUCH:
+    note = parameter_layout.left_whole(parameters, whole, ranks, most=len(whole))
+    if parameter_layout.part_of(parameters, whole) <= parameter_layout.MUCH:
         return Unsplit(note, "")
-    warning = placement.left_whole(parameters, whole, ranks)
-    if way := to(DATA, placement.ranks_that_split(parameters, asked, layout)):
+    warning = parameter_layout.left_whole(parameters, whole, ranks)
+    if way := to(DATA, parameter_layout.ranks_that_split(parameters, asked, layout)):
         warning += "; " + remedy(way)
     return Unsplit(note, warning)

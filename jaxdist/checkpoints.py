@@ -11,8 +11,8 @@ from typing import Any
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import RequestError
 from jaxdist.request import Extra, arguments, check_output, run
-from jaxdist.training.folder import RunFolder
-from jaxdist.training.shelf import UNREADABLE_SEAL, UNSEALED, WRONG_CONTENT, Shelf
+from jaxdist.training.checkpoint.step_dir import UNREADABLE_SEAL, UNSEALED, WRONG_CONTENT, Shelf
+from jaxdist.training.run_dir import RunFolder
 from jaxdist.values import Checkpoint, FileName
 
 DESCRIPTION = (
@@ -160,7 +160,7 @@ def export(config: Any, which: str, path: Path, force: bool) -> dict[str, Any]:
     check_output("--export", path, "weights.safetensors")
     if path.exists() and not force:
         raise RequestError(f"--export '{path}' exists; name another file, or add --force to replace it")
-    from jaxdist.training.export import write_safetensors
+    from jaxdist.training.checkpoint.export import write_safetensors
 
     return write_safetensors(config, which, path)
 

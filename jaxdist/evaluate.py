@@ -43,9 +43,9 @@ def open_data(trained: Trained, job: Job) -> None:
     """Read, and at the first use tokenize, what the checkpoint is to be tried on; the first process does so first."""
     from jaxdist.cluster.consensus import check_alike, leader_first
     from jaxdist.cluster.phases import AWAITING, READING
-    from jaxdist.training.folder import RunFolder
-    from jaxdist.training.reading import Reading
-    from jaxdist.training.screen import Screen
+    from jaxdist.training.console import Screen
+    from jaxdist.training.data_progress import Reading
+    from jaxdist.training.run_dir import RunFolder
 
     task = trained.run.task
 

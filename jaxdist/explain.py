@@ -57,7 +57,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     from jaxdist.cluster.rendezvous import across_hosts
     from jaxdist.mesh import abstract_mesh, devices_asked, fill, parse_mesh
     from jaxdist.models.attention import NO_DOCUMENTS
-    from jaxdist.planning.apart import compile_apart
+    from jaxdist.planning.cross_compile import compile_apart
     from jaxdist.planning.report import Report
     from jaxdist.planning.target import gpu_of
     from jaxdist.request import check_mesh_fits

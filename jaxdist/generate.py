@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.job import Job
     from jaxdist.cluster.phases import STEPPING
-    from jaxdist.training.folder import RunFolder
     from jaxdist.training.run import restore
+    from jaxdist.training.run_dir import RunFolder
     from jaxdist.training.sampling import Choice, sample
 
     with Job(place, asked.config, enough=Enough(asked.config)) as job:

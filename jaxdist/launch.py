@@ -15,7 +15,7 @@ from jaxdist.values import MOST_DEVICES, CountOrZero, FileName, OnHost, OnHostOr
 
 if TYPE_CHECKING:
     from jaxdist.cluster.slurm import Script
-    from jaxdist.training.folder import RunFolder
+    from jaxdist.training.run_dir import RunFolder
 
 USAGE = """usage: python -m jaxdist.launch WHERE [CONFIG] [options of the launcher and of train]   (--help tells more)
 
@@ -59,8 +59,8 @@ def local(argv: list[str]) -> int:
         raise RequestError("--processes is missing: how many processes to start, such as --processes 2")
 
     from jaxdist.cluster.local import Job, say, shares
-    from jaxdist.training.folder import RunFolder
-    from jaxdist.training.shelf import Shelf
+    from jaxdist.training.checkpoint.step_dir import Shelf
+    from jaxdist.training.run_dir import RunFolder
 
     folder = RunFolder(asked.config.run_dir)
     folder.enter(asked.config)  # its mistakes are told once, and not by each process
@@ -167,8 +167,8 @@ def slurm_script(asked: Asked) -> Script:
     """Its script. Raises `RequestError` for what cannot run. Writes nothing."""
     from jaxdist.cluster.slurm import Script, check_container, check_environment, check_partition, warning
     from jaxdist.cluster.slurm_values import seconds
-    from jaxdist.training.folder import RunFolder
-    from jaxdist.training.shelf import Shelf
+    from jaxdist.training.checkpoint.step_dir import Shelf
+    from jaxdist.training.run_dir import RunFolder
 
     config, extras = asked.config, asked.extras
     folder = RunFolder(config.run_dir)
@@ -212,7 +212,7 @@ def slurm_script(asked: Asked) -> Script:
 
 def check_unfinished(folder: RunFolder, config: Config) -> None:
     """Raise `RequestError` where the job would wait for its turn, and then find that its run has had its last step."""
-    from jaxdist.training.shelf import Shelf
+    from jaxdist.training.checkpoint.step_dir import Shelf
 
     asked = 0 if config.train.epochs else config.train.steps
     step = Shelf(folder.checkpoints).last_step(asked, thorough=False)

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     if target:
         raise RequestError(f"--target {target} is for --dry-run alone: a run takes the devices of its machine")
 
-    from jaxdist.training.folder import RunFolder
+    from jaxdist.training.run_dir import RunFolder
 
     folder = RunFolder(config.run_dir)
     place = find(config.cluster)

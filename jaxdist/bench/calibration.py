@@ -22,7 +22,7 @@ from jaxdist.cluster.rendezvous import host_names
 from jaxdist.cluster.runtime import capacity
 from jaxdist.doctor.devices import numbered, on_each, timed
 from jaxdist.mesh import describe
-from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
+from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
 
 KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, PERMUTE)
 

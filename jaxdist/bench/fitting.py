@@ -14,7 +14,7 @@ from jaxdist.mesh import GPU_SHARE
 from jaxdist.planning import hardware
 from jaxdist.planning.clusters import Cluster, Link
 from jaxdist.planning.collective_time import START, wire_share
-from jaxdist.planning.transfers import ALL_REDUCE, PERMUTE
+from jaxdist.planning.predicted_collectives import ALL_REDUCE, PERMUTE
 
 ALIKE = 0.8
 """Of a bandwidth: a measured one from here on may be the same."""

@@ -89,7 +89,7 @@ def step(
     from jaxdist.bench.step import told
     from jaxdist.models.attention import attention_kernel
     from jaxdist.planning import memory
-    from jaxdist.training.startup import queries
+    from jaxdist.training.startup_checks import queries
 
     asked = lambda rows: load(config, {**overrides, "train.global_batch_size": str(rows)})
     timed = compiled(asked, (rows,) if rows else ROWS, unroll)
@@ -132,7 +132,7 @@ def compiled(asked: Callable[[int], Config], counts: Sequence[int], unroll: bool
 
 def _for_torch(config: Config, steps: int) -> dict[str, Any]:
     """The model and its first updates in the words of `torch_llama`; nothing where that has no such model."""
-    from jaxdist.training.optimizer import schedule
+    from jaxdist.training.forward.optimizer import schedule
 
     m, rule = config.model, config.optimizer
     if m.family != "llama" or not m.tied or rule.name != "adamw":
@@ -153,7 +153,7 @@ def _traced(timed: Timed, steps: int) -> dict[str, Any]:
     import jax
 
     from jaxdist.bench import gpu_parts
-    from jaxdist.training.kernels import Program, kernels, read
+    from jaxdist.planning.trace import Program, kernels, read
     from jaxdist.training.profile import begin_trace, newest_trace
 
     quiet = lambda doing: None

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxdist.config import ModelConfig
 from jaxdist.planning.timing import flops_per_token, matrices_per_layer
-from jaxdist.training.kernels import Kernel, covered
+from jaxdist.planning.trace import Kernel, covered
 
 ATTENTION, MATMUL, OTHER = "attention", "matmul", "other"
 

@@ -19,8 +19,8 @@ from jaxdist.data.batches import Batch, train_batch
 from jaxdist.data.image_batches import image_batch
 from jaxdist.data.images import Part
 from jaxdist.data.tokens import Tokens, TokenWriter
+from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run import Run
-from jaxdist.training.step import TrainState
 
 
 def random_work(run: Run) -> Batch:

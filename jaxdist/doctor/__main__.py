@@ -179,7 +179,7 @@ class Doctor:
         from jaxdist.cluster import runtime
         from jaxdist.mesh import AUTO, parse_mesh
         from jaxdist.training.run import Run
-        from jaxdist.training.saving import checkpoint_bytes
+        from jaxdist.training.save_policy import checkpoint_bytes
 
         try:
             asked = self.here.config

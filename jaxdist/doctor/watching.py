@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxdist.cluster import heartbeat
 from jaxdist.config import RequestError
-from jaxdist.training.folder import RunFolder
+from jaxdist.training.run_dir import RunFolder
 
 
 def watch(folder: Path) -> dict[str, Any]:

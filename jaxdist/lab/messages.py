@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxdist.planning.hlo import collectives
 from jaxdist.planning.hlo_text import CALLS, NAME, Instruction, bytes_of, pairs, parse, results
-from jaxdist.planning.transfers import PERMUTE
+from jaxdist.planning.predicted_collectives import PERMUTE
 
 LABEL = re.compile(r'op_name="([^"]*)"')
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxdist.planning.clusters import Cluster, Link
-from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
+from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 
 Numbers = np.ndarray | float
 

@@ -18,10 +18,18 @@ from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
 from jaxdist.planning import pipeline_traffic
+from jaxdist.planning.parameter_layout import Placed, compute_width, placed
 from jaxdist.planning.pipeline_traffic import NOT_NEEDED_BACKWARD, looks_up_positions, scattered_with_vectors
 from jaxdist.planning.pipelines import pipeline_of
-from jaxdist.planning.placement import Placed, compute_width, placed
-from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, F32, REDUCE_SCATTER, Transfer, transfer
+from jaxdist.planning.predicted_collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    F32,
+    REDUCE_SCATTER,
+    Transfer,
+    transfer,
+)
 from jaxdist.sharding import Layout
 
 

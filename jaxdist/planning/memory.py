@@ -27,8 +27,8 @@ from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import pipeline_memory
 from jaxdist.planning.activations import saved_per_token, working
+from jaxdist.planning.parameter_layout import Placed, compute_width, placed
 from jaxdist.planning.pipelines import pipeline_of
-from jaxdist.planning.placement import Placed, compute_width, placed
 from jaxdist.sharding import Layout
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}

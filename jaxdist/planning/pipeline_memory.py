@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from jaxdist.config import Config
 from jaxdist.planning.activations import saved_per_token, stashed_per_token, working
+from jaxdist.planning.parameter_layout import Placed, compute_width
 from jaxdist.planning.pipelines import Pipeline
-from jaxdist.planning.placement import Placed, compute_width
-from jaxdist.planning.transfers import F32
+from jaxdist.planning.predicted_collectives import F32
 from jaxdist.sharding import Layout
 
 

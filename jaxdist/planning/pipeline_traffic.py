@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from jaxdist.config import Config
 from jaxdist.mesh import DATA, PIPELINE
 from jaxdist.models.loss import chunk_length
+from jaxdist.planning.parameter_layout import Placed, compute_width
 from jaxdist.planning.pipelines import Pipeline
-from jaxdist.planning.placement import Placed, compute_width
-from jaxdist.planning.transfers import (
+from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,

@@ -11,16 +11,16 @@ from jax.sharding import AbstractMesh
 from jaxdist.config import Config
 from jaxdist.mesh import AXES, BATCH_AXES, describe
 from jaxdist.models import Model
-from jaxdist.planning import communication, memory, placement
-from jaxdist.planning.apart import Program
-from jaxdist.planning.exposed import Sent, by_axes
+from jaxdist.planning import communication, memory, parameter_layout
+from jaxdist.planning.cross_compile import Program
 from jaxdist.planning.hardware import Gpu
 from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.planning.kernels import Kernels, kernels
+from jaxdist.planning.overlap import Sent, by_axes
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
+from jaxdist.planning.predicted_collectives import ALL_REDUCE, Transfer
 from jaxdist.planning.remedies import fitting
 from jaxdist.planning.target import room, too_large
-from jaxdist.planning.transfers import ALL_REDUCE, Transfer
 from jaxdist.sharding import Layout
 
 PACKED = 32
@@ -171,10 +171,10 @@ class Report:
     @property
     def notes(self) -> list[str]:
         """How it was compiled, what is not split evenly or at all, and what is counted more often than it runs."""
-        parameters = placement.placed(self.config, self.model, self.layout)
+        parameters = parameter_layout.placed(self.config, self.model, self.layout)
         return [
             *self.program.notes,
-            *placement.notes(self.config, parameters, self.layout),
+            *parameter_layout.notes(self.config, parameters, self.layout),
             *self._branches,
         ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxdist import models
 from jaxdist.mesh import describe, micro_batches
-from jaxdist.planning import exposed, pipelines
+from jaxdist.planning import overlap, pipelines
 from jaxdist.planning.memory import size
 from jaxdist.planning.report import Report
 from jaxdist.planning.tables import table
@@ -125,7 +125,7 @@ def _beside(report: Report) -> list[str]:
         told.append(
             f"elements over the batch axes: {report.ratio_to_data_parallel:.3f} x those of plain data parallelism"
         )
-    told += [exposed.told(axes, one) for axes, one in report.sent.items()]
+    told += [overlap.told(axes, one) for axes, one in report.sent.items()]
     if report.unpredicted:
         told.append(report.unpredicted)
     elif report.differences:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.files import read_regular, write_whole
-from jaxdist.training.shelf import WRONG_CONTENT
+from jaxdist.training.checkpoint.step_dir import WRONG_CONTENT
 
 VALIDATED = "validation_loss"
 """The key that a line of a validation has, and no other."""

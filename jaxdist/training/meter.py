@@ -13,9 +13,9 @@ from jaxdist.cluster.runtime import peak_bytes
 from jaxdist.planning import memory
 from jaxdist.planning.hardware import peak_flops
 from jaxdist.planning.timing import mfu
+from jaxdist.training.forward.optimizer import schedule
+from jaxdist.training.forward.step import Metrics
 from jaxdist.training.metrics import Log
-from jaxdist.training.optimizer import schedule
-from jaxdist.training.step import Metrics
 
 if TYPE_CHECKING:
     from jaxdist.training.run import Run

@@ -10,8 +10,8 @@ from contextlib import suppress
 from jaxdist.config import Config
 from jaxdist.files import open_no_follow
 from jaxdist.streams import clock
-from jaxdist.training.folder import RunFolder
-from jaxdist.training.screen import Screen
+from jaxdist.training.console import Screen
+from jaxdist.training.run_dir import RunFolder
 
 
 class Log:

@@ -16,8 +16,8 @@ from jaxdist.data.batches import Batch
 from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batch, image_validation_batches
 from jaxdist.data.images import Images, open_images
 from jaxdist.models import images
+from jaxdist.training.forward.module import Whole
 from jaxdist.training.task import Task
-from jaxdist.training.whole import Whole
 
 CROP = 8
 """A crop is shifted by up to this part of the image: 4 pixels of 32, as He et al. 2016, section 4.2, have it."""

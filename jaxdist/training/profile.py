@@ -10,10 +10,10 @@ import jax
 from jaxdist.cluster.consensus import leader
 from jaxdist.cluster.job import Job
 from jaxdist.cluster.phases import SAVING
-from jaxdist.training.folder import RunFolder
-from jaxdist.training.kernels import Program, kernels, read, summarize, table
+from jaxdist.planning.trace import Program, kernels, read, summarize, table
+from jaxdist.training.forward.step import TrainState
 from jaxdist.training.meter import Meter
-from jaxdist.training.step import TrainState
+from jaxdist.training.run_dir import RunFolder
 
 if TYPE_CHECKING:
     from jaxdist.training.run import Run

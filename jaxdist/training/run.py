@@ -18,17 +18,17 @@ from jaxdist.config import Config, RequestError
 from jaxdist.data.batches import Batch
 from jaxdist.mesh import PIPELINE, make_mesh, parse_mesh
 from jaxdist.models import Params
-from jaxdist.planning.branches import across_ranks
+from jaxdist.planning.branch_check import across_ranks
 from jaxdist.planning.hardware import Gpu
 from jaxdist.request import Enough, check_mesh_fits
 from jaxdist.sharding import Layout, on_devices, rules
-from jaxdist.training.asynchronous import AsynchronousStep
-from jaxdist.training.checkpoint import Checkpoints
-from jaxdist.training.folder import RunFolder
-from jaxdist.training.optimizer import optimizer
+from jaxdist.training.checkpoint.manager import Checkpoints
+from jaxdist.training.forward.optimizer import optimizer
+from jaxdist.training.forward.pipedream_step import AsynchronousStep
+from jaxdist.training.forward.pipeline import Pipelined
+from jaxdist.training.forward.step import Forward, Step, TrainState
 from jaxdist.training.pictures import Pictures
-from jaxdist.training.pipelined import Pipelined
-from jaxdist.training.step import Forward, Step, TrainState
+from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.text import Text
 
 

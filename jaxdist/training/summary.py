@@ -16,12 +16,12 @@ from jaxdist.cluster.runtime import capacity, notes, whereabouts
 from jaxdist.config import PipelineConfig
 from jaxdist.mesh import PIPELINE, describe, gpu_share
 from jaxdist.models.attention import attention_kernel
-from jaxdist.planning import memory, pipelines, placement, remedies
+from jaxdist.planning import memory, parameter_layout, pipelines, remedies
 from jaxdist.planning.hardware import GPUS, Gpu, that_hold
 from jaxdist.planning.timing import FLOPS_FORMULA
 from jaxdist.request import Enough
 from jaxdist.training.run import Run
-from jaxdist.training.startup import queries
+from jaxdist.training.startup_checks import queries
 
 NAMES = 12
 """Characters of the column of names."""
@@ -146,12 +146,12 @@ def _too_small(run: Run, held: memory.Memory, there: float) -> str:
 
 def _layout(run: Run) -> list[tuple[str, str]]:
     """Where every parameter lies, and what was to be split and is not."""
-    parameters = placement.placed(run.config, run.model, run.layout)
-    notes = [("note", note) for note in placement.notes(run.config, parameters, run.layout) + _no_stages(run)]
+    parameters = parameter_layout.placed(run.config, run.model, run.layout)
+    notes = [("note", note) for note in parameter_layout.notes(run.config, parameters, run.layout) + _no_stages(run)]
     if all(p.rest == p.use == p.elements for p in parameters):
         return [*notes, ("layout", "every parameter lies whole on every device")]
     pipelined = run.mesh.shape[PIPELINE] > 1
-    table = placement.listing(parameters, [memory.state(run.config, p, pipelined) for p in parameters])
+    table = parameter_layout.listing(parameters, [memory.state(run.config, p, pipelined) for p in parameters])
     return [*notes, ("layout", table[0]), *(("", line) for line in table[1:])]
 
 

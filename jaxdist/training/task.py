@@ -20,7 +20,7 @@ from jaxdist.mesh import PIPELINE, micro_batches
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.sharding import Layout
-from jaxdist.training.step import Forward
+from jaxdist.training.forward.step import Forward
 
 
 class Task(ABC):

@@ -14,8 +14,8 @@ from jaxdist.data.batches import Batch, abstract_batch, train_batch, validation_
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.planning.timing import flops_per_token
-from jaxdist.training.layered import Layered
-from jaxdist.training.pipelined import Pipelined
+from jaxdist.training.forward.decoder import Layered
+from jaxdist.training.forward.pipeline import Pipelined
 from jaxdist.training.task import Task
 
 

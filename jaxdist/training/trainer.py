@@ -17,21 +17,21 @@ from jaxdist.cluster.stopping import STOPPED
 from jaxdist.data.batches import Prefetch, global_rows
 from jaxdist.request import to_toml
 from jaxdist.training import history
-from jaxdist.training.checkpoint import Checkpoints, Found
-from jaxdist.training.folder import RunFolder
+from jaxdist.training.checkpoint.manager import Checkpoints, Found
+from jaxdist.training.checkpoint.orbax_writer import SaveFailed
+from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.console import Screen
+from jaxdist.training.data_progress import Reading
+from jaxdist.training.forward.step import Batch, TrainState
 from jaxdist.training.meter import Diverged, Meter
 from jaxdist.training.metrics import Log, Silent
 from jaxdist.training.plots import plot_loss
 from jaxdist.training.profile import Profile
-from jaxdist.training.reading import Reading
 from jaxdist.training.run import Run
+from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_lock import LockLost
-from jaxdist.training.saving import Saving, checkpoint_bytes, finished, locked, no_room
-from jaxdist.training.screen import Screen
-from jaxdist.training.shelf import Shelf
-from jaxdist.training.startup import check_attention
-from jaxdist.training.step import Batch, TrainState
-from jaxdist.training.store import SaveFailed
+from jaxdist.training.save_policy import Saving, checkpoint_bytes, finished, locked, no_room
+from jaxdist.training.startup_checks import check_attention
 from jaxdist.training.summary import beginning, folded, summary
 
 DONE, FAILED = 0, 1

@@ -18,10 +18,10 @@ from jaxdist.bench.fitting import cluster_of, fit
 from jaxdist.doctor.devices import numbered, on_each, rows
 from jaxdist.mesh import DATA, MODEL, make_mesh, parse_mesh
 from jaxdist.planning import target
-from jaxdist.planning.apart import compile_apart
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.collective_time import START, Group, algorithms
-from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
+from jaxdist.planning.cross_compile import compile_apart
+from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
 from jaxdist.request import outcome
 from tests.faults.jobs import ends, job, meeting, told
 

@@ -15,8 +15,8 @@ from jaxdist.bench.gpu_text import lines
 from jaxdist.cluster import runtime
 from jaxdist.config import ModelConfig
 from jaxdist.planning.timing import flops_per_token
+from jaxdist.planning.trace import COMPUTE, COPY, Kernel
 from jaxdist.request import load, outcome
-from jaxdist.training.kernels import COMPUTE, COPY, Kernel
 from jaxdist.training.run import Run
 
 TINY = """

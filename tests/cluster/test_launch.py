@@ -12,7 +12,7 @@ from jaxdist import launch
 from jaxdist.cluster.slurm_values import node_counts, seconds
 from jaxdist.config import RequestError
 from jaxdist.request import load, to_toml
-from jaxdist.training.shelf import Shelf
+from jaxdist.training.checkpoint.step_dir import Shelf
 
 ROOT = Path(__file__).parents[2]
 

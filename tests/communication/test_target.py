@@ -8,7 +8,7 @@ import pytest
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.explain import explain
 from jaxdist.planning import target
-from jaxdist.planning.placement import placed
+from jaxdist.planning.parameter_layout import placed
 from jaxdist.planning.report import PACKED, Report
 from tests.memory.test_target import llama_1b
 from tests.tiers import exhaustive

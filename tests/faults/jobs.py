@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxdist.training.shelf import Shelf
+from jaxdist.training.checkpoint.step_dir import Shelf
 from tests.processes import Process, free_port, started
 from tests.training.conftest import SMALL, over
 from tests.training.curves import lines
@@ -18,7 +18,7 @@ import os, pathlib, sys, time
 from jaxdist.cluster.rendezvous import join  # jax, in the environment of this process
 from jaxdist.training.meter import Meter
 from jaxdist.training.run import Run
-from jaxdist.training.step import Step
+from jaxdist.training.forward.step import Step
 from jaxdist.training.trainer import Trainer
 me = next(int(word.split("=")[1]) for word in [*sys.argv, "--cluster.process-id=0"] if "process-id" in word)
 {patch}

@@ -13,7 +13,7 @@ import pytest
 from jaxdist.cluster.phases import AWAITING, COMPILING, READING, STEPPING, VALIDATING, WAITING
 from jaxdist.cluster.process_env import Place
 from jaxdist.cluster.watchdog import Watchdog
-from jaxdist.training.folder import RunFolder
+from jaxdist.training.run_dir import RunFolder
 from tests.faults.jobs import ends, job, metrics, saved, step_of, told, train, until
 
 LONG = ("--mesh=2x1x1", "--train.steps=100000")

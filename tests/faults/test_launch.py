@@ -11,7 +11,7 @@ import pytest
 from jaxdist import launch
 from jaxdist.cluster.local import Job, shares
 from jaxdist.config import Config, RequestError
-from jaxdist.training.folder import RunFolder
+from jaxdist.training.run_dir import RunFolder
 
 PROCESS = """
 import os, pathlib, signal, sys, time

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxdist import train as command
-from jaxdist.training.shelf import Shelf
+from jaxdist.training.checkpoint.step_dir import Shelf
 from tests.faults.jobs import argv, ends, job, metrics, train
 from tests.processes import free_port
 from tests.training.curves import close

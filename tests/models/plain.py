@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.models import Model
-from jaxdist.training.layered import Layered
-from jaxdist.training.step import Step
+from jaxdist.training.forward.decoder import Layered
+from jaxdist.training.forward.step import Step
 
 VOCAB, ROWS, SEQUENCE = 80, 3, 24
 

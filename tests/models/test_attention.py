@@ -17,7 +17,7 @@ from jaxdist.config import ModelConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.models.attention import attention_kernel, causal_attention, why_not_cudnn
 from jaxdist.sharding import Layout
-from jaxdist.training.layered import Layered
+from jaxdist.training.forward.decoder import Layered
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.smoke

@@ -17,8 +17,8 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.layers import rotary
 from jaxdist.sharding import Layout, wide
-from jaxdist.training.layered import Layered
-from jaxdist.training.step import Step
+from jaxdist.training.forward.decoder import Layered
+from jaxdist.training.forward.step import Step
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.smoke

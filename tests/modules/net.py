@@ -7,7 +7,7 @@ import optax
 from flax import nnx
 
 import jaxdist
-from jaxdist.training.step import TrainState
+from jaxdist.training.forward.step import TrainState
 from tests.parity.modules import cross_entropy, vectors
 
 RATE, STEPS = 0.3, 3

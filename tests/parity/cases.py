@@ -15,9 +15,9 @@ from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.sharding import Layout, rules
-from jaxdist.training.layered import Layered
-from jaxdist.training.pipelined import Pipelined
-from jaxdist.training.step import Step
+from jaxdist.training.forward.decoder import Layered
+from jaxdist.training.forward.pipeline import Pipelined
+from jaxdist.training.forward.step import Step
 
 ROWS, SEQUENCE, VOCAB = 32, 16, 96
 MODEL = ModelConfig(layers=3, embed=32, heads=4, vocab=VOCAB, sequence=SEQUENCE)

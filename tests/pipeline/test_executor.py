@@ -14,8 +14,8 @@ from jaxdist.parallel import region
 from jaxdist.parallel.pipeline.executor import SHARED
 from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.parallel.pipeline.table import make_table
-from jaxdist.planning.branches import across_ranks
-from jaxdist.training import pipelined
+from jaxdist.planning.branch_check import across_ranks
+from jaxdist.training.forward import pipeline
 from tests.pipeline.test_split import bodies
 from tests.pipeline.toy import Piped, count, loops
 from tests.tiers import thinned
@@ -65,7 +65,7 @@ def test_what_idle_units_make_of_nan_reaches_nothing(nan, schedule, v):
 def test_what_idle_weights_make_of_nan_reaches_nothing(nan, monkeypatch):
     """With each W in the tick of its B, the ranks that begin later have none to run; zb-u itself has no idle W."""
     both = make("zb-u", 2, 3)
-    monkeypatch.setattr(pipelined, "make", lambda *_: replace(both, weight=both.backward.copy()))
+    monkeypatch.setattr(pipeline, "make", lambda *_: replace(both, weight=both.backward.copy()))
     assert Piped("1x1x2", "zb-u", micro=3).error() < 1e-6
 
 

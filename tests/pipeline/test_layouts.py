@@ -8,7 +8,7 @@ import pytest
 
 from jaxdist.config import Config
 from jaxdist.parallel.pipeline.stages import Stages, split
-from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.run import Run
 
 

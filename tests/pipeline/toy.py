@@ -14,8 +14,8 @@ from jaxdist.models.loss import cross_entropy
 from jaxdist.parallel.pipeline.stages import Stages, split
 from jaxdist.parallel.tensor import einsum, enter, lookup
 from jaxdist.sharding import ONE_DEVICE, RULES, Layout, spread
-from jaxdist.training.layered import Layered
-from jaxdist.training.pipelined import Pipelined
+from jaxdist.training.forward.decoder import Layered
+from jaxdist.training.forward.pipeline import Pipelined
 
 ROWS, SEQUENCE, VOCAB, EMBED, MLP = 4, 8, 24, 8, 16
 

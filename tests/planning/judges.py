@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from jaxdist.planning.clusters import Link
 from jaxdist.planning.collective_time import START, Group, Links, wire_share
 from jaxdist.planning.hardware import GPUS
+from jaxdist.planning.predicted_collectives import ALL_GATHER
 from jaxdist.planning.theory import activations, flops, sizes, states
 from jaxdist.planning.timing import mfu
-from jaxdist.planning.transfers import ALL_GATHER
 from tests.planning.published import AS_PRINTED, Entry, Row, Tolerance, beside, like, points, rows, within
 
 GIB = 2**30

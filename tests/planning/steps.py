@@ -16,8 +16,8 @@ from jaxdist.mesh import BATCH_AXES, DATA, MODEL, PIPELINE, micro_batches, parse
 from jaxdist.models import Model, build
 from jaxdist.planning import collective_time
 from jaxdist.planning.clusters import Cluster, cluster
+from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Transfer
 from jaxdist.planning.search import estimate as ours
-from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Transfer
 from tests.planning.published import Row
 
 ARITHMETIC, WAITING = "arithmetic", "waiting"

@@ -20,7 +20,7 @@ from jaxdist.planning.collective_time import (
     seconds,
     why,
 )
-from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
+from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
 
 H100, ALPS = cluster("h100-ndr"), cluster("alps-gh200")
 MANY = 1e15

@@ -10,7 +10,7 @@ from jaxdist.config import Config, ModelConfig, ParallelConfig, RequestError, Tr
 from jaxdist.mesh import parse_mesh
 from jaxdist.planning import communication, report_text, timing
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.placement import placed
+from jaxdist.planning.parameter_layout import placed
 from jaxdist.planning.report import Report, Row
 from jaxdist.request import outcome
 from jaxdist.sharding import ONE_DEVICE

@@ -3,22 +3,22 @@
 import pytest
 
 from jaxdist import models, train
-from jaxdist.planning import memory, pipelines, placement, remedies
+from jaxdist.planning import memory, parameter_layout, pipelines, remedies
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.request.checks import problems
 from jaxdist.request.knobs import KNOBS
 from tests.planning.pipelines import config, laid
-from tests.planning.test_placement import Plan
+from tests.planning.test_parameter_layout import Plan
 
 
 def told(mesh: str, **of) -> list[str]:
     one = config(mesh, **of)
-    return placement.notes(one, placement.placed(one, models.build(one.model), laid(one)), laid(one))
+    return parameter_layout.notes(one, parameter_layout.placed(one, models.build(one.model), laid(one)), laid(one))
 
 
 def test_a_device_holds_the_layers_of_its_stage_and_its_part_of_the_vocabulary():
     one = config("2x2x2", zero=1)
-    by_name = {p.name: p for p in placement.placed(one, models.build(one.model), laid(one))}
+    by_name = {p.name: p for p in parameter_layout.placed(one, models.build(one.model), laid(one))}
     up, table = by_name["blocks.mlp.up"], by_name["table"]
     assert (up.shape, up.layers, up.rest, up.use) == ((1, 2, 2, 32, 128), 2, 2 * 32 * 128 // 4, 2 * 32 * 128 // 2)
     assert (table.rest, table.use, table.layers) == (96 * 32 // 8, 96 * 32 // 4, 1)
@@ -29,7 +29,7 @@ def test_a_device_holds_the_layers_of_its_stage_and_its_part_of_the_vocabulary()
 def test_data_never_splits_what_counts_layers(virtual):
     """The dim of a rank's chunks divides by data, and gradients came out wrong where it was split."""
     one = config("2x1x2", "interleaved", virtual=virtual, zero=3, layers=8)
-    parameters = placement.placed(one, models.build(one.model), laid(one))
+    parameters = parameter_layout.placed(one, models.build(one.model), laid(one))
     stacked = [p.place.shard_dim for p in parameters if p.stacked]
     assert len(stacked) == 12
     assert all(dim > 2 for dim in stacked)

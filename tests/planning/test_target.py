@@ -11,7 +11,7 @@ import pytest
 from jaxdist.cluster import gpus, runtime
 from jaxdist.config import RequestError
 from jaxdist.planning import target
-from jaxdist.planning.apart import compile_apart
+from jaxdist.planning.cross_compile import compile_apart
 from jaxdist.planning.hardware import GPUS, peak_flops
 from tests.planning import lowering
 from tests.tiers import thinned
@@ -112,7 +112,7 @@ def test_a_program_of_more_cpu_devices_than_here(monkeypatch, capfd):
 def test_this_process_keeps_its_backend():
     """In a fresh one: neither is a backend made, nor does `lower` need to be imported with jax's platform set."""
     code = (
-        "from tests.planning import lowering; from jaxdist.planning.apart import compile_apart;"
+        "from tests.planning import lowering; from jaxdist.planning.cross_compile import compile_apart;"
         "compile_apart(lowering.product, None, 3); from jax._src import xla_bridge;"
         "assert not xla_bridge.backends_are_initialized()"
     )

@@ -24,8 +24,8 @@ PATIENCE = 20
 WORK = (
     "jaxdist.cluster.job.Job.__enter__",
     "jaxdist.planning.search.plan.search",
-    "jaxdist.planning.apart.compile_apart",
-    "jaxdist.training.export.write_safetensors",
+    "jaxdist.planning.cross_compile.compile_apart",
+    "jaxdist.training.checkpoint.export.write_safetensors",
     "jaxdist.doctor.__main__.Doctor.examine",
     "jaxdist.doctor.watching.watch",
     "jaxdist.cluster.local.Job.run",

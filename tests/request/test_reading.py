@@ -15,7 +15,7 @@ from jaxdist.mesh import parse_mesh
 from jaxdist.request import SHIPPED, check_mesh_fits, fitting, load, to_toml
 from jaxdist.request.checks import CHECKS
 from jaxdist.request.knobs import KNOBS, nest
-from jaxdist.training.continuing import differing
+from jaxdist.training.resume_check import differing
 
 
 @pytest.fixture

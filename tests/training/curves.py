@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist.training.shelf import Shelf
-from jaxdist.training.store import Store
+from jaxdist.training.checkpoint.orbax_writer import Store
+from jaxdist.training.checkpoint.step_dir import Shelf
 
 FIGURES = ("loss", "grad_norm", "validation_loss")
 

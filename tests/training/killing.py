@@ -12,10 +12,10 @@ import threading
 import time
 
 from jaxdist.training import trainer
+from jaxdist.training.checkpoint.orbax_writer import Store
+from jaxdist.training.checkpoint.step_dir import Shelf
 from jaxdist.training.meter import Meter
 from jaxdist.training.run import Run
-from jaxdist.training.shelf import Shelf
-from jaxdist.training.store import Store
 
 PAUSE = 0.02
 """Seconds more for each step."""

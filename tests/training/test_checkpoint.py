@@ -15,11 +15,11 @@ import pytest
 import tensorstore as ts
 
 from jaxdist.config import RequestError
-from jaxdist.training.checkpoint import Checkpoints
-from jaxdist.training.folder import RunFolder
-from jaxdist.training.shelf import Shelf
-from jaxdist.training.step import TrainState
-from jaxdist.training.store import SaveFailed
+from jaxdist.training.checkpoint.manager import Checkpoints
+from jaxdist.training.checkpoint.orbax_writer import SaveFailed
+from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.forward.step import TrainState
+from jaxdist.training.run_dir import RunFolder
 from tests.training.conftest import facts
 
 pytestmark = pytest.mark.smoke
@@ -294,7 +294,10 @@ def test_the_old_go_only_when_the_new_is_sealed(tmp_path, monkeypatch):
         checkpoints.save(5, state(5), facts(5))
         checkpoints.wait()
         with monkeypatch.context() as patch:
-            patch.setattr("jaxdist.training.shelf.Shelf.seal", lambda shelf, step: shelf.path("no such thing").stat())
+            patch.setattr(
+                "jaxdist.training.checkpoint.step_dir.Shelf.seal",
+                lambda shelf, step: shelf.path("no such thing").stat(),
+            )
             checkpoints.save(10, state(10), facts(10))
             with pytest.raises(SaveFailed, match="step 10 could not be saved: no such file"):
                 checkpoints.wait()

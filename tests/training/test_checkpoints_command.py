@@ -16,12 +16,12 @@ from safetensors import safe_open
 from jaxdist import checkpoints, train
 from jaxdist.config import RequestError
 from jaxdist.request import load
-from jaxdist.training.folder import RunFolder
-from jaxdist.training.shelf import Shelf
+from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.run_dir import RunFolder
 from tests.training.conftest import SMALL, over
 from tests.training.test_going_back import damage
 from tests.training.test_resume import saved
-from tests.training.test_shelf import put
+from tests.training.test_step_dir import put
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_export_replaces_a_file_only_when_told_to_and_whole(finished, tmp_path, 
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jaxdist.training.export.save_file", half)
+        patch.setattr("jaxdist.training.checkpoint.export.save_file", half)
         with pytest.raises(OSError, match="no space left"):
             checkpoints.main([str(finished), f"--export={path}", "--force"])
     assert (path.read_text(), [one.name for one in tmp_path.iterdir()]) == ("mine", [path.name])

@@ -17,9 +17,9 @@ from jaxdist import train
 from jaxdist.mesh import DATA, make_mesh, parse_mesh
 from jaxdist.sharding import HOST
 from jaxdist.training import run as runs
-from jaxdist.training.finite import first_not_finite
+from jaxdist.training.checkpoint.finite_state import first_not_finite
+from jaxdist.training.checkpoint.step_dir import Shelf
 from jaxdist.training.meter import Meter
-from jaxdist.training.shelf import Shelf
 from jaxdist.training.trainer import Trainer
 from tests.training.conftest import SMALL, over
 from tests.training.curves import lines, parameters
@@ -45,7 +45,7 @@ def start(text, tmp_path, capsys):
 def spoilt(monkeypatch):
     """The update of step `BAD` is infinite; its loss and gradient, as those of the steps before, are finite."""
     rate = lambda config, steps: lambda count: jnp.where(count == BAD - 1, jnp.inf, config.learning_rate)
-    monkeypatch.setattr("jaxdist.training.optimizer.schedule", rate)
+    monkeypatch.setattr("jaxdist.training.forward.optimizer.schedule", rate)
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxdist.request import load
-from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.checkpoint.manager import Checkpoints
+from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run import Run
-from jaxdist.training.step import TrainState
 
 pytestmark = pytest.mark.smoke
 

@@ -13,11 +13,11 @@ from tensorboardX.proto import event_pb2
 
 from jaxdist.config import Config
 from jaxdist.training import meter
-from jaxdist.training.folder import RunFolder
+from jaxdist.training.console import Screen
+from jaxdist.training.forward.step import Metrics
 from jaxdist.training.metrics import Log
 from jaxdist.training.run import Run
-from jaxdist.training.screen import Screen
-from jaxdist.training.step import Metrics
+from jaxdist.training.run_dir import RunFolder
 
 
 def test_where_a_call_waits_for_the_step_each_step_has_its_own_time(monkeypatch):

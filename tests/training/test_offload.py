@@ -6,9 +6,9 @@ import pytest
 
 from jaxdist.request import load
 from jaxdist.sharding import HOST
-from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.checkpoint.manager import Checkpoints
+from jaxdist.training.forward.step import Metrics, TrainState
 from jaxdist.training.run import Run
-from jaxdist.training.step import Metrics, TrainState
 from tests.tiers import thinned
 
 SIZES = {

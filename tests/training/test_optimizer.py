@@ -8,7 +8,7 @@ import pytest
 from jaxdist import models
 from jaxdist.config import ModelConfig, OptimizerConfig
 from jaxdist.sharding import named
-from jaxdist.training.optimizer import clip, optimizer, schedule
+from jaxdist.training.forward.optimizer import clip, optimizer, schedule
 
 BASE = OptimizerConfig(learning_rate=0.1, warmup=0, schedule="constant", decay_fraction=0.0, weight_decay=0.0)
 PARAMS = {"w": jnp.array([[1.0, -2.0], [3.0, 0.5]]), "b": jnp.array([0.3, 0.1])}

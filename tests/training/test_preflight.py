@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxdist.cluster import preflight
 from jaxdist.config import RequestError
-from jaxdist.training.checkpoint import Checkpoints
-from jaxdist.training.step import TrainState
+from jaxdist.training.checkpoint.manager import Checkpoints
+from jaxdist.training.forward.step import TrainState
 
 preflight.PATIENCE = 0.5
 shared, apart = Path(arguments[0]), Path(arguments[1 + process])
@@ -106,7 +106,7 @@ def test_a_disk_that_fails_during_a_run_ends_it_with_a_sentence(
     request_of, tmp_path, monkeypatch, capfd, filled, reason
 ):
     """After the checkpoint of step 5: the disk gets full, or read-only. The next start has lost nothing."""
-    from jaxdist.training.saving import Saving
+    from jaxdist.training.save_policy import Saving
 
     old, disk = Saving.save, tmp_path / "run" / "checkpoints"
 

@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import Config, RequestError
-from jaxdist.request import load
-from jaxdist.training import profile
-from jaxdist.training.continuing import differing
-from jaxdist.training.folder import RunFolder
-from jaxdist.training.kernels import (
+from jaxdist.planning.trace import (
     COLLECTIVE,
     COMPUTE,
     COPY,
@@ -26,6 +22,10 @@ from jaxdist.training.kernels import (
     summarize,
     table,
 )
+from jaxdist.request import load
+from jaxdist.training import profile
+from jaxdist.training.resume_check import differing
+from jaxdist.training.run_dir import RunFolder
 from tests.training.curves import FIGURES, lines, parameters
 
 TEXT = """HloModule jit_train, is_scheduled=true, num_partitions=2

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.training.checkpoint import Checkpoints
-from jaxdist.training.step import TrainState
+from jaxdist.training.checkpoint.manager import Checkpoints
+from jaxdist.training.forward.step import TrainState
 
 PROGRAM = """
 import sys
 from pathlib import Path
 import jax, jax.numpy as jnp
 from tests.training.test_restore_memory import abstract
-from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.checkpoint.manager import Checkpoints
 
 status = lambda name: next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
 with Checkpoints(Path(sys.argv[1]), keep=None) as checkpoints:

@@ -15,7 +15,7 @@ import pytest
 from jaxdist import evaluate, train
 from jaxdist.config import RequestError
 from jaxdist.mesh import devices_asked, parse_mesh
-from jaxdist.training.folder import RunFolder
+from jaxdist.training.run_dir import RunFolder
 from tests.training.curves import close, lines
 
 TIMES = ("time", "step_seconds", "data_seconds", "tokens_per_second")

@@ -20,8 +20,8 @@ from jaxdist.cluster.process_env import Place
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.config import Busy, RequestError
 from jaxdist.request.commandline import outcome
-from jaxdist.training import run_lock, saving
-from jaxdist.training.folder import RunFolder
+from jaxdist.training import run_lock, save_policy
+from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_lock import LockLost, RunLock
 from jaxdist.training.trainer import Trainer
 
@@ -384,13 +384,13 @@ def test_all_processes_raise_what_the_first_one_does(monkeypatch, kind):
 
 
 def test_all_processes_hear_that_the_lock_is_lost(folder, monkeypatch):
-    with saving.locked(folder, LIMIT, print) as check:
+    with save_policy.locked(folder, LIMIT, print) as check:
         check()
         (folder.path / ".lock").unlink()
         with pytest.raises(LockLost, match="cannot be read any more"):
             check()
-        monkeypatch.setattr(saving, "leader", lambda: False)
-        monkeypatch.setattr(saving, "from_leader", lambda value: 1)  # as the leader has found it
+        monkeypatch.setattr(save_policy, "leader", lambda: False)
+        monkeypatch.setattr(save_policy, "from_leader", lambda value: 1)  # as the leader has found it
         with pytest.raises(LockLost):
             check()
 
@@ -400,7 +400,7 @@ def test_a_note_about_missing_locks_is_said_once(folder, monkeypatch, capsys):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(run_lock.fcntl, "flock", none)
-    with saving.locked(folder, LIMIT, print):
+    with save_policy.locked(folder, LIMIT, print):
         pass
     assert capsys.readouterr().out.count("is on a file system without locks (No locks available)") == 1
 

@@ -26,10 +26,10 @@ from jaxdist.request import load
 from jaxdist.request.checks.files import OF_A_RUN
 from jaxdist.streams import LogFile
 from jaxdist.training import plots
-from jaxdist.training.folder import RunFolder
+from jaxdist.training.console import Screen
+from jaxdist.training.forward.optimizer import schedule
 from jaxdist.training.metrics import Log
-from jaxdist.training.optimizer import schedule
-from jaxdist.training.screen import Screen
+from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.summary import folded
 from jaxdist.training.trainer import Trainer
 from tests.training.conftest import SMALL, over

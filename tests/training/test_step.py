@@ -12,9 +12,9 @@ from jaxdist.config import OptimizerConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.parallel.zero import Placement
 from jaxdist.sharding import Layout
-from jaxdist.training.layered import Layered
-from jaxdist.training.optimizer import optimizer
-from jaxdist.training.step import Step
+from jaxdist.training.forward.decoder import Layered
+from jaxdist.training.forward.optimizer import optimizer
+from jaxdist.training.forward.step import Step
 from tests.parity import cases
 
 pytestmark = pytest.mark.smoke

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxdist.config import Config
-from jaxdist.training import saving
-from jaxdist.training.saving import Saving
+from jaxdist.training import save_policy
+from jaxdist.training.save_policy import Saving
 
 
 def saved(steps: int = 20, rows: int = 100, seconds: float = 0.0, monkeypatch=None, **knobs) -> list[int]:
@@ -17,7 +17,7 @@ def saved(steps: int = 20, rows: int = 100, seconds: float = 0.0, monkeypatch=No
     step = SimpleNamespace(late=0, logical=lambda state: state)
     run = SimpleNamespace(task=task, config=config, steps=steps, step=step, mesh=None)
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(saving.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(save_policy.time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(Saving, "facts", lambda self, step: {})
     found = []
     checkpoints = SimpleNamespace(save=lambda step, state, facts: found.append(step))

@@ -20,7 +20,7 @@ from jaxdist.lab.claims import within
 from jaxdist.lab.phases import cpu_mesh
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.planning import memory
-from jaxdist.planning.placement import compute_width, placed
+from jaxdist.planning.parameter_layout import compute_width, placed
 from jaxdist.planning.tables import table
 from jaxdist.sharding import Layout, rules
 from jaxdist.training.run import Run

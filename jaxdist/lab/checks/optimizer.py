@@ -10,7 +10,7 @@ import numpy as np
 from jaxdist.config import OptimizerConfig
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.planning.tables import table
-from jaxdist.training.optimizer import optimizer
+from jaxdist.training.forward.optimizer import optimizer
 
 STEPS, SIZE, EPSILON = 10, 8, 1e-8
 CONFIG = OptimizerConfig(learning_rate=1.0, schedule="constant", warmup=0, decay_fraction=0, weight_decay=0)

@@ -15,7 +15,7 @@ from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.phases import calls_on_arrays, cpu_mesh
 from jaxdist.parallel.tensor import einsum, enter
 from jaxdist.planning.hlo import collectives
-from jaxdist.planning.transfers import ALL_REDUCE
+from jaxdist.planning.predicted_collectives import ALL_REDUCE
 from jaxdist.sharding import RULES, Layout
 
 

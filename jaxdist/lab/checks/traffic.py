@@ -16,9 +16,9 @@ from jaxdist.parallel.pipeline import timeline
 from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.planning import communication
 from jaxdist.planning.hlo import Collective, collectives
-from jaxdist.planning.placement import placed
+from jaxdist.planning.parameter_layout import placed
+from jaxdist.planning.predicted_collectives import ALL_REDUCE
 from jaxdist.planning.tables import table
-from jaxdist.planning.transfers import ALL_REDUCE
 from jaxdist.training.run import Run
 
 TINY = ModelConfig(family="llama", layers=2, embed=32, heads=4, mlp=64, vocab=64, sequence=8)

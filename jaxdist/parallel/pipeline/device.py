@@ -62,7 +62,7 @@ class Device:
         """`run(*state)` on ranks where it is `on`: each goes its own way.
 
         What runs there may wait only for devices of the same rank, which go the same way: the groups of its collectives
-        lie within one, and none is a permutation, for which all devices meet (`planning.branches` reads that off the
+        lie within one, and none is a permutation, for which all devices meet (`planning.branch_check` reads it off the
         compiled program). Only what changes goes through the branch.
         """
         assert region.varying(on) == {PIPELINE}

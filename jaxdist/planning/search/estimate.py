@@ -32,11 +32,11 @@ from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import inside_of
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import Memory
+from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
-from jaxdist.planning.placement import compute_width
+from jaxdist.planning.predicted_collectives import Transfer
 from jaxdist.planning.search.products import layer_products
 from jaxdist.planning.timing import flops_per_token
-from jaxdist.planning.transfers import Transfer
 from jaxdist.sharding import Layout, rules
 
 PASSES = 2

@@ -24,11 +24,11 @@ from jaxdist.planning.activations import in_layer, in_loss, saved_per_token, sta
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import inside_of
 from jaxdist.planning.memory import MOMENTS
-from jaxdist.planning.placement import STACKED, compute_width
+from jaxdist.planning.parameter_layout import STACKED, compute_width
+from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, PERMUTE, REDUCE_SCATTER
 from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT, Columns
 from jaxdist.planning.search.estimate import ATTENTION, BACK, Device, attention_flops, head_flops, rate
 from jaxdist.planning.search.products import layer_products
-from jaxdist.planning.transfers import ALL_GATHER, ALL_REDUCE, F32, PERMUTE, REDUCE_SCATTER
 from jaxdist.sharding import RULES, Layout
 
 Column = np.ndarray

@@ -9,7 +9,7 @@ from typing import Any
 from jaxdist.config import Config, leaves
 from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA
 from jaxdist.models import Model, parameters
-from jaxdist.planning import collective_time, placement
+from jaxdist.planning import collective_time, parameter_layout
 from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import size
@@ -82,7 +82,7 @@ def row(one: Estimate, plan: Plan) -> tuple[str, ...]:
 def notes(one: Estimate, model: Model) -> list[str]:
     """What was to be split in this row and is not: `train` says the same in its summary."""
     layout = layout_of(one.config, one.shape, one.cluster)
-    return placement.notes(one.config, placement.placed(one.config, model, layout), layout)
+    return parameter_layout.notes(one.config, parameter_layout.placed(one.config, model, layout), layout)
 
 
 def took(seconds: float, cluster: Cluster) -> str:

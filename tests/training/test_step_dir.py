@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from jaxdist.files import BLOCK
-from jaxdist.training.shelf import Shelf
+from jaxdist.training.checkpoint.step_dir import Shelf
 from tests.training.conftest import facts
 
 
@@ -237,7 +237,7 @@ def test_checksums_are_those_of_other_tools(shelf):
 
 
 def test_looking_at_checkpoints_needs_no_jax():
-    code = "import sys, jaxdist.training.shelf; sys.exit('jax' in sys.modules)"
+    code = "import sys, jaxdist.training.checkpoint.step_dir; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -252,7 +252,7 @@ def test_a_step_whose_removal_was_killed_does_not_look_whole(shelf, monkeypatch,
     put(shelf, 10)
     put(shelf, 20)
     with monkeypatch.context() as patch:
-        patch.setattr("jaxdist.training.shelf.shutil.rmtree", killed)
+        patch.setattr("jaxdist.training.checkpoint.step_dir.shutil.rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             shelf.remove(20)
     assert shelf.steps() == [10, 20]

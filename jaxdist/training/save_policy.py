@@ -14,15 +14,15 @@ import jax
 
 from jaxdist.cluster.consensus import agreed, from_leader, leader
 from jaxdist.mesh import describe
-from jaxdist.training.checkpoint import Checkpoints, Found
-from jaxdist.training.finite import first_not_finite
-from jaxdist.training.folder import RunFolder, checkpoint_of
+from jaxdist.training.checkpoint.finite_state import first_not_finite
+from jaxdist.training.checkpoint.manager import Checkpoints, Found
+from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.forward.step import TrainState
 from jaxdist.training.meter import Diverged
 from jaxdist.training.plots import plot_loss
 from jaxdist.training.run import Run
+from jaxdist.training.run_dir import RunFolder, checkpoint_of
 from jaxdist.training.run_lock import LockLost, RunLock
-from jaxdist.training.shelf import Shelf
-from jaxdist.training.step import TrainState
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors of a disk that takes no more."""

@@ -19,8 +19,8 @@ from jaxdist.models.attention import ATTENTION, Starts, is_cudnn_forward
 from jaxdist.parallel import zero
 from jaxdist.parallel.tensor import PRODUCT
 from jaxdist.sharding import HOST, Layout
-from jaxdist.training.differentiated import Differentiated, Outcome
-from jaxdist.training.step import Batch
+from jaxdist.training.forward.accumulation import Differentiated, Outcome
+from jaxdist.training.forward.step import Batch
 
 
 class Layered(Differentiated):

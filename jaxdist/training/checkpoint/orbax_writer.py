@@ -22,8 +22,8 @@ import orbax.checkpoint as ocp
 
 from jaxdist.cluster.consensus import leader
 from jaxdist.config import RequestError
-from jaxdist.training.readback import Shapes, unreadable
-from jaxdist.training.shelf import Shelf
+from jaxdist.training.checkpoint.readback import Shapes, unreadable
+from jaxdist.training.checkpoint.step_dir import Shelf
 
 ITEMS = ("params", "variables", "training")
 """What a step may hold, each a tree of arrays that can be read alone; beside them stand the JSON-able `facts`."""

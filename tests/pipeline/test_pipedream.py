@@ -11,10 +11,10 @@ import pytest
 from jaxdist.config import OptimizerConfig
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.parallel.pipeline.stages import split
-from jaxdist.planning.branches import across_ranks
+from jaxdist.planning.branch_check import across_ranks
 from jaxdist.sharding import ONE_DEVICE
-from jaxdist.training.asynchronous import AsynchronousStep
-from jaxdist.training.optimizer import optimizer
+from jaxdist.training.forward.optimizer import optimizer
+from jaxdist.training.forward.pipedream_step import AsynchronousStep
 from tests.pipeline import toy
 
 STEPS = 7

@@ -13,15 +13,15 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.models import Model, Params
 from jaxdist.parallel import zero
-from jaxdist.parallel.pipeline.asynchronous import Asynchronous
 from jaxdist.parallel.pipeline.device import Program
 from jaxdist.parallel.pipeline.executor import Executor
+from jaxdist.parallel.pipeline.pipedream import Asynchronous
 from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import make_table
 from jaxdist.sharding import Layout
-from jaxdist.training.layered import fold_in, recompute
-from jaxdist.training.step import Batch
+from jaxdist.training.forward.decoder import fold_in, recompute
+from jaxdist.training.forward.step import Batch
 
 
 class Pipelined:

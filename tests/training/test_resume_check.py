@@ -5,7 +5,7 @@ import pytest
 from jaxdist import train
 from jaxdist.config import RequestError
 from jaxdist.request import load
-from jaxdist.training.continuing import differing, lengthened
+from jaxdist.training.resume_check import differing, lengthened
 from tests.training.curves import lines
 
 

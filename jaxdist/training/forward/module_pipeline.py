@@ -20,9 +20,9 @@ from jaxdist.parallel.pipeline.device import Program
 from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, split
 from jaxdist.sharding import Layout, named, wide
-from jaxdist.training.pipelined import Pipelined
-from jaxdist.training.step import Batch
-from jaxdist.training.whole import Scope
+from jaxdist.training.forward.module import Scope
+from jaxdist.training.forward.pipeline import Pipelined
+from jaxdist.training.forward.step import Batch
 
 
 def staged(module: nnx.Module, batch: Any) -> Float[Array, ""]:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxdist.config import Config
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.training.saving import Saving
+from jaxdist.training.save_policy import Saving
 
 STATE = {"count": jnp.arange(3)}
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxdist.parallel.finite import finite
 from jaxdist.sharding import name_of
-from jaxdist.training.host import to_device
+from jaxdist.training.forward.offload import to_device
 
 
 def first_not_finite(tree: Any) -> str | None:

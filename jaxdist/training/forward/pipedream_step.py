@@ -11,10 +11,10 @@ import optax
 from jax.sharding import reshard
 
 from jaxdist.models import Params
-from jaxdist.parallel.pipeline.asynchronous import NOTHING
+from jaxdist.parallel.pipeline.pipedream import NOTHING
 from jaxdist.parallel.pipeline.stages import BLOCKS
-from jaxdist.training.pipelined import Pipelined
-from jaxdist.training.step import Batch, Metrics, Step, TrainState
+from jaxdist.training.forward.pipeline import Pipelined
+from jaxdist.training.forward.step import Batch, Metrics, Step, TrainState
 
 
 class AsynchronousStep(Step):

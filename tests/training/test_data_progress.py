@@ -8,15 +8,15 @@ import pytest
 
 from jaxdist import train
 from jaxdist.cluster.watchdog import Watchdog
-from jaxdist.training import reading
-from jaxdist.training.reading import MIB, Reading
-from jaxdist.training.screen import Screen
+from jaxdist.training import data_progress
+from jaxdist.training.console import Screen
+from jaxdist.training.data_progress import MIB, Reading
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(reading.time, "monotonic", lambda: now.seconds)
+    monkeypatch.setattr(data_progress.time, "monotonic", lambda: now.seconds)
     return now
 
 
@@ -65,7 +65,7 @@ def test_a_process_that_tells_nothing_gives_signs_of_life(clock):
 def test_a_run_shows_it_and_counts_it_as_moving(run, monkeypatch, tmp_path, capsys):
     """The summary comes first, once, and what is read is a sign of life each time."""
     monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(reading, "SHORT", 1e-9)
+    monkeypatch.setattr(data_progress, "SHORT", 1e-9)
     note, noted = Watchdog.note, []
     monkeypatch.setattr(Watchdog, "note", lambda dog, *told: (noted.append(told[0]), note(dog, *told)))
     run("shown", "--train.steps=2")

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.models import Params
 from jaxdist.sharding import wide
-from jaxdist.training.step import Batch, Further, Summed
+from jaxdist.training.forward.step import Batch, Further, Summed
 
 Outcome = tuple[Float[Array, ""], Params, Further]
 """(summed loss, variables after it, further sums)."""

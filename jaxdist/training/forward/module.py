@@ -14,8 +14,8 @@ from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign, LossFunction, cast
 from jaxdist.parallel import foreign, zero
 from jaxdist.sharding import Layout, wide
-from jaxdist.training.differentiated import Differentiated, Outcome
-from jaxdist.training.step import Batch
+from jaxdist.training.forward.accumulation import Differentiated, Outcome
+from jaxdist.training.forward.step import Batch
 
 Scope = Literal["batch", "rows", "device"]
 """What the loss function sees at once: all rows of a micro-batch; each device's own, batch statistics taken over all;

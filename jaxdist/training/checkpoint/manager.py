@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from jaxdist.cluster.consensus import agreed, from_leader, leader
 from jaxdist.config import RequestError
 from jaxdist.models import Params
-from jaxdist.training.folder import RunFolder
-from jaxdist.training.readback import unreadable
-from jaxdist.training.shelf import STEP, UNSEALED, Shelf
-from jaxdist.training.step import TrainState
-from jaxdist.training.store import SaveFailed, Store, array_shapes
+from jaxdist.training.checkpoint.orbax_writer import SaveFailed, Store, array_shapes
+from jaxdist.training.checkpoint.readback import unreadable
+from jaxdist.training.checkpoint.step_dir import STEP, UNSEALED, Shelf
+from jaxdist.training.forward.step import TrainState
+from jaxdist.training.run_dir import RunFolder
 
 LATEST, BEST, ASIDE = "latest", "best", "aside"
 

@@ -16,7 +16,7 @@ from jaxdist import __version__
 from jaxdist.config import Config
 from jaxdist.files import replacing
 from jaxdist.request import to_toml
-from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.checkpoint.manager import Checkpoints
 
 STACKED = "blocks"
 """The part of a decoder's parameters whose arrays are [L, ...]."""

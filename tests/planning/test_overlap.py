@@ -7,9 +7,9 @@ from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.explain import explain
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.planning import target
-from jaxdist.planning.apart import compile_apart
-from jaxdist.planning.exposed import Sent, by_axes, told
+from jaxdist.planning.cross_compile import compile_apart
 from jaxdist.planning.hlo import collectives
+from jaxdist.planning.overlap import Sent, by_axes, told
 from tests.planning import lowering
 from tests.planning.programs import CUBE, OVER_MODEL, computation, program
 

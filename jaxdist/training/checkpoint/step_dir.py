@@ -6,7 +6,7 @@
 Orbax hands out flipped bytes without a word. XXH3 of 64 bits reads a file as fast as it comes from the memory.
 
 A committed step is never removed because its seal is missing: a copy of the folder that was cut off lacks the seals
-and not the steps. Whether such a step can be used is found by reading it (`training.readback`). No jax here.
+and not the steps. Whether such a step can be used is found by reading it (`training.checkpoint.readback`). No jax here.
 """
 
 from __future__ import annotations

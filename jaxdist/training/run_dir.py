@@ -28,9 +28,9 @@ from jaxdist.files import read_regular, write_whole
 from jaxdist.request import load, to_toml
 from jaxdist.streams import clock
 from jaxdist.training import history
-from jaxdist.training.continuing import differing, lengthened, refusal, with_warmup
+from jaxdist.training.checkpoint.step_dir import STEP, WRONG_CONTENT, Shelf
+from jaxdist.training.resume_check import differing, lengthened, refusal, with_warmup
 from jaxdist.training.run_lock import LIMIT, RunLock
-from jaxdist.training.shelf import STEP, WRONG_CONTENT, Shelf
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 

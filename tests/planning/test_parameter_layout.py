@@ -11,7 +11,7 @@ import pytest
 from jaxdist import models, train
 from jaxdist.config import Config, ModelConfig, ParallelConfig, RequestError, TrainConfig
 from jaxdist.mesh import abstract_mesh, parse_mesh
-from jaxdist.planning import memory, placement
+from jaxdist.planning import memory, parameter_layout
 from jaxdist.planning.report import Report
 from jaxdist.sharding import Layout, rules
 
@@ -27,12 +27,12 @@ class Plan:
         axes = {name: size for name, size in shape.items() if size > 1}
         by = {logical: tuple(axis for axis in axes if axis in names) for logical, names in split.items()}
         self.layout = Layout(tuple(axes.items()), "cpu", tuple(by.items()))
-        self.parameters = placement.placed(self.config, models.build(sizes, self.layout), self.layout)
-        self.notes = placement.notes(self.config, self.parameters, self.layout)
+        self.parameters = parameter_layout.placed(self.config, models.build(sizes, self.layout), self.layout)
+        self.notes = parameter_layout.notes(self.config, self.parameters, self.layout)
 
     def row(self, name: str) -> list[str]:
         held = [memory.state(self.config, p) for p in self.parameters]
-        table = placement.listing(self.parameters, held)
+        table = parameter_layout.listing(self.parameters, held)
         (row,) = (line for line in table if line.startswith(name + " "))
         return re.split(r" {2,}", row)
 

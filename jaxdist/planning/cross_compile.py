@@ -73,7 +73,7 @@ def compile_apart(lower: Lower, name: str | None, count: int) -> Program:
     with tempfile.TemporaryDirectory(prefix="jaxdist-") as folder:
         question, answer, said = (Path(folder) / name for name in ("question", "answer", "said"))
         question.write_bytes(asked)
-        command = [sys.executable, "-P", "-m", "jaxdist.planning.child", str(question), str(answer)]
+        command = [sys.executable, "-P", "-m", "jaxdist.planning.compile_worker", str(question), str(answer)]
         with said.open("wb") as log:
             code = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment()

@@ -11,7 +11,7 @@ from jaxdist import train
 from jaxdist.config import RequestError
 from jaxdist.models import attention, numerics
 from jaxdist.request import load, outcome
-from jaxdist.training import startup
+from jaxdist.training import startup_checks
 from jaxdist.training.run import Run
 
 SMALL = ("--mesh=2x1x1", "--train.steps=1", "--optimizer.warmup=0", "--model.layers=1", "--log.every=1")
@@ -50,7 +50,7 @@ def cudnn(monkeypatch):
     """Put a function in the place of cuDNN's attention."""
 
     def put(kernel):
-        for module in attention, startup:
+        for module in attention, startup_checks:
             monkeypatch.setattr(module, "why_not_cudnn", lambda *_, **__: "")
         monkeypatch.setattr(attention, "_cudnn_attention", lambda layout, q, k, v: kernel(q, k, v))
 
@@ -64,13 +64,13 @@ def grouped() -> Run:
 
 def test_without_cudnn_nothing_is_checked(monkeypatch):
     monkeypatch.setattr(numerics, "attention", None)
-    assert startup.check_attention(grouped()) == ""
+    assert startup_checks.check_attention(grouped()) == ""
 
 
 def test_a_right_kernel_passes(cudnn):
     cudnn(right)
     with jax.set_mesh((run := grouped()).mesh):
-        told = startup.check_attention(run)
+        told = startup_checks.check_attention(run)
     assert told.startswith("cuDNN's attention and its gradients are off by 0.00")
     assert told.endswith("of their largest value from plain float32")
 
@@ -87,7 +87,7 @@ def test_a_right_kernel_passes(cudnn):
 def test_a_wrong_kernel_is_refused(cudnn, kernel, what):
     cudnn(kernel)
     with pytest.raises(RequestError) as caught:
-        startup.check_attention(grouped())
+        startup_checks.check_attention(grouped())
     (problem,) = caught.value.problems
     assert problem.startswith("cuDNN's attention is wrong on this cpu: " + what)
     assert problem.endswith("or train with --precision float32, which does without it")

@@ -1,4 +1,4 @@
-"""The process in which `apart` compiles: `python -m jaxdist.planning.child QUESTION ANSWER`, both pickle files."""
+"""The worker of `cross_compile`: `python -m jaxdist.planning.compile_worker QUESTION ANSWER`, both pickle files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from jaxdist.config import RequestError
 from jaxdist.mesh import MOST_CPU_DEVICES
 from jaxdist.planning import target
-from jaxdist.planning.apart import Program
+from jaxdist.planning.cross_compile import Program
 
 if TYPE_CHECKING:
     import jax
 
-    from jaxdist.planning.apart import Lower
+    from jaxdist.planning.cross_compile import Lower
 
 
 def main(question: str, answer: str) -> None:

@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.models import Params
 from jaxdist.parallel.pipeline.stages import Stages
-from jaxdist.training.host import to_device, to_host
-from jaxdist.training.optimizer import clip
+from jaxdist.training.forward.offload import to_device, to_host
+from jaxdist.training.forward.optimizer import clip
 
 Batch = Any
 """A tree of arrays [k, B, ...]: k micro-batches of B rows."""
