@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -29,5 +29,5 @@ class Check:
     measure: Callable[..., Outcome]
     """`measure(expected: str, tolerance: str, **settings)`, the first two as `claims.csv` has them; every setting has a
     default, with which the claim is to hold."""
-    control: dict[str, Any]
-    """One changed setting, with which the claim must fail."""
+    control: dict[str, Any] = field(default_factory=dict)
+    """One changed setting, with which the claim must fail. Empty where there is no such setting."""

@@ -10,6 +10,7 @@ from jaxdist.config import RequestError
 from jaxdist.lab import claims, page, reductions
 from jaxdist.lab.__main__ import LABS, main
 from jaxdist.lab.claim import Check, Outcome
+from tests.lab.faults import CACHES, FAULTS
 from tests.lab.pages import assert_pasted
 
 CHECKS = claims.checks()
@@ -26,14 +27,42 @@ SMALLER = {"strong-scaling": {"counts": (1, 2), "batch": 8}}
 
 @pytest.mark.parametrize("id", IDS)
 def test_a_claim_holds_and_fails_with_its_control(id):
-    """A control changes one setting."""
-    claim = claims.claims()[id]
-    assert len(CHECKS[id].control) == 1
+    """A control changes one setting; a claim without one fails with a fault of the system."""
+    claim, control = claims.claims()[id], CHECKS[id].control
     told = claims.look(claim, **SMALLER.get(id, {}))
     assert told.passed, "\n".join(told.lines())
-    wrong = claims.look(claim, **CHECKS[id].control)
+    if not control:
+        assert id in {fault.id for fault in FAULTS}
+        return
+    assert len(control) == 1
+    wrong = claims.look(claim, **control)
     assert wrong.status == "FAILED"
     assert told.outcome.value != wrong.outcome.value
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """`monkeypatch`, around which nothing that was measured is remembered."""
+    for found in CACHES:
+        found.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    for found in CACHES:
+        found.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(one, id=f"{one.id}-{one.system.__name__}", marks=pytest.mark.slow if one.slow else ())
+        for one in FAULTS
+    ],
+)
+def test_a_claim_fails_where_the_system_is_broken(fault, broken):
+    """The check itself is left as it is."""
+    fault.system(broken)
+    told = claims.look(claims.claims()[fault.id], **fault.settings)
+    assert told.status == "FAILED", "\n".join(told.lines())
 
 
 def test_what_is_expected_is_no_part_of_a_check():

@@ -1,4 +1,4 @@
-"""Model states by ZeRO stage, and what it takes to hold the large models: from abstract parameters, on no device."""
+"""Model states by ZeRO stage, and what it takes to hold the large models: from abstract arrays, on no device."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist import models
-from jaxdist.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
-from jaxdist.explain import CPU
+from jaxdist.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from jaxdist.lab import pictures
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
 from jaxdist.lab.phases import cpu_mesh
-from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.planning import memory
-from jaxdist.planning.parameter_layout import compute_width, placed
+from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.tables import table
-from jaxdist.sharding import Layout, rules
 from jaxdist.training.run import Run
 
 GB = 10**9
@@ -48,7 +46,7 @@ class States:
     """Elements, of the whole model."""
     weights: int
     gradients: int
-    """In the weights' own type, as the backward pass makes them, split where the stage splits them."""
+    """Split where the accumulators of the run are, and of the 2 bytes that the paper counts."""
     optimizer: int
     """Masters and moments, in float32."""
     within_step: int
@@ -60,23 +58,41 @@ class States:
 
 
 @cache
-def states(zero: int, devices: int, precision: str = "mixed", sizes: ModelConfig = SEVEN) -> States:
-    """Of data parallelism over so many devices at this ZeRO stage, with AdamW; none of them has to be there."""
-    config = Config(mesh=f"{devices}x1x1", precision=precision, model=sizes, parallel=ParallelConfig(zero=zero))
-    shape = parse_mesh(config.mesh)
-    layout = Layout.on(abstract_mesh(shape), rules(config, shape), CPU)
-    model = models.build(sizes, layout)
-    parameters = placed(config, model, layout)
-    held = sum(memory.state(config, p) for p in parameters)
-    masters = sum(4 * p.rest * (1 + memory.MOMENTS[config.optimizer.name]) for p in parameters)
-    gradients = sum(p.rest if zero >= 2 else p.use for p in parameters)
-    return States(
-        parameters=models.parameters(model),
-        weights=held - masters,
-        gradients=compute_width(config) * gradients,
-        optimizer=masters,
-        within_step=memory.predict(config, model, layout).gradients,
+def states(zero: int, devices: int) -> States:
+    """Of data parallelism over so many devices at this ZeRO stage, with AdamW; none of them has to be there.
+
+    Measured on the shards of the state that the run begins with, and of the accumulators of its gradients.
+    """
+    config = Config(
+        mesh=f"{devices}x1x1",
+        precision="mixed",
+        model=SEVEN,
+        parallel=ParallelConfig(zero=zero),
+        optimizer=OptimizerConfig(warmup=0),
+        train=TrainConfig(global_batch_size=devices),
     )
+    run = Run(config, dry=True)
+    run.steps = 1
+    with jax.sharding.use_abstract_mesh(run.mesh):
+        state = run.abstract()
+        gradients = jax.eval_shape(run.forward.accumulators, state.weights)
+    return States(
+        parameters=models.parameters(run.model),
+        weights=on_one_device(state.weights),
+        gradients=on_one_device(gradients, width=compute_width(config)),
+        optimizer=on_one_device(state.params) + on_one_device(state.optimizer),
+        within_step=memory.predict(config, run.model, run.layout).gradients,
+    )
+
+
+def on_one_device(tree: Any, width: int | None = None) -> int:
+    """Bytes of the arrays of `tree` that lie on one device, scalars left out; `width` is that of an element, if not
+    its own."""
+    count = 0
+    for array in jax.tree.leaves(tree):
+        if array.ndim:
+            count += math.prod(array.sharding.shard_shape(array.shape)) * (width or array.dtype.itemsize)
+    return count
 
 
 def factor(expected: str, tolerance: str, zero: int, devices: int = 1024) -> Outcome:

@@ -49,17 +49,24 @@ class Differentiated(ABC):
         loss, _, further = self.loss(weights, None, variables, batch, None)
         return loss, further
 
+    def accumulators(self, weights: Params) -> Params:
+        """Zeros that the gradients of all micro-batches are added to, in f32 at least: at stages 0 and 1 as the
+        weights lie in use, whole over the data axis; from stage 2 on as the parameters lie at rest."""
+        if self.stage < 2:
+            return jax.tree.map(lambda p, w: p.partial_sums(w), self.places, weights)
+        dtype = wide(self.dtype)
+        return jax.tree.map(lambda p, w: p.sink(w.shape, dtype), self.places, self.abstract)
+
     def _reduced_at_the_end(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Stages 0 and 1: each device adds up its own gradients of all micro-batches, whole and in f32."""
         loss_of = lambda weights, variables, parts: self.loss(weights, None, variables, parts, step)
-        zeros = jax.tree.map(lambda p, w: p.partial_sums(w), self.places, weights)
+        zeros = self.accumulators(weights)
         loss, grads, *more = self._add_up(loss_of, weights, zeros, variables, _one_by_one(batch))
         return loss, jax.tree.map(lambda p, g: p.reduce(g), self.places, grads), *more
 
     def _reduced_in_layers(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Stages 2 and 3: each layer's gradient is reduced as it is made, and only its shard is kept."""
-        dtype = wide(self.dtype)
-        sinks = jax.tree.map(lambda p, w: p.sink(w.shape, dtype), self.places, self.abstract)
+        sinks = self.accumulators(weights)
         loss_of = lambda sinks, variables, parts: self.loss(weights, sinks, variables, parts, step)
         groups = jax.tree.map(lambda a: a[None], batch) if self.inside else _one_by_one(batch)
         return self._add_up(loss_of, sinks, sinks, variables, groups)

@@ -1,0 +1,210 @@
+"""Mistakes in the system, not in what measures it, each of which a claim of the lecture must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import P
+from jax.sharding import reshard
+
+from jaxdist import sharding
+from jaxdist.data import batches
+from jaxdist.data.tokens import Tokens
+from jaxdist.lab.checks import memory, traffic
+from jaxdist.mesh import DATA
+from jaxdist.models import Params
+from jaxdist.parallel import zero
+from jaxdist.parallel.pipeline import schedules
+from jaxdist.planning import pipelines
+from jaxdist.training import run
+from jaxdist.training.layered import Layered
+
+CACHES = (memory.states, traffic.elements, schedules.make)
+"""Functions that keep what they have found in a system that was whole, or broken."""
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def every_row_is_row_0(patch: pytest.MonkeyPatch) -> None:
+    window = Tokens.window
+    patch.setattr(Tokens, "window", lambda self, index, sequence: window(self, np.zeros_like(index), sequence))
+
+
+def labels_are_the_tokens_themselves(patch: pytest.MonkeyPatch) -> None:
+    window = Tokens.window
+
+    def repeated(self: Tokens, index: np.ndarray, sequence: int) -> np.ndarray:
+        rows = window(self, index, sequence)
+        rows[:, 1:] = rows[:, :-1].copy()
+        return rows
+
+    patch.setattr(Tokens, "window", repeated)
+
+
+def every_device_has_all_rows(patch: pytest.MonkeyPatch) -> None:
+    rules = sharding.rules
+    patch.setattr(run, "rules", lambda config, shape: {**rules(config, shape), "batch": ()})
+
+
+def every_epoch_has_the_order_of_the_first(patch: pytest.MonkeyPatch) -> None:
+    keys = batches._round_keys
+    patch.setattr(batches, "_round_keys", lambda seed, epoch: keys(seed, 0))
+
+
+def every_seed_has_the_same_order(patch: pytest.MonkeyPatch) -> None:
+    keys = batches._round_keys
+    patch.setattr(batches, "_round_keys", lambda seed, epoch: keys(0, epoch))
+
+
+def the_last_partial_batch_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    held_out_rows = batches.held_out_rows
+    patch.setattr(batches, "held_out_rows", lambda n, batch, limit: held_out_rows(n - n % batch, batch, limit))
+
+
+def padding_counts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(batches, "IGNORED", 0)
+
+
+def the_optimizer_is_replicated(patch: pytest.MonkeyPatch) -> None:
+    build = run.optimizer
+
+    def replicated(*arguments: object) -> optax.GradientTransformation:
+        rule = build(*arguments)
+
+        def init(params: Params) -> optax.OptState:
+            return rule.init(jax.tree.map(lambda w: reshard(w, P()), params))
+
+        return rule._replace(init=init)
+
+    patch.setattr(run, "optimizer", replicated)
+
+
+def accumulators_are_whole(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(zero.Placement, "sink", lambda self, shape, dtype: jnp.zeros(shape, dtype))
+
+
+def weights_are_gathered_before_the_step(patch: pytest.MonkeyPatch) -> None:
+    """At stage 3 too."""
+
+    def gathered(self: Layered, params: Params) -> Params:
+        return jax.tree.map(lambda p, w: p.gather(w.astype(self.dtype)), self.places, params)
+
+    patch.setattr(Layered, "weights", gathered)
+
+
+def stage_0_is_stage_1(patch: pytest.MonkeyPatch) -> None:
+    placements = zero.placements
+
+    def at_least_1(layout: sharding.Layout, axes: Any, abstract: Any, stage: int, **more: Any) -> Any:
+        return placements(layout, axes, abstract, max(stage, 1), **more)
+
+    patch.setattr(zero, "placements", at_least_1)
+
+
+def masters_are_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
+    init = Layered.init
+
+    def halved(self: Layered, key: jax.Array) -> tuple:
+        params, variables = init(self, key)
+        return jax.tree.map(lambda w: w.astype(jnp.bfloat16), params), variables
+
+    patch.setattr(Layered, "init", halved)
+
+
+def gradients_are_summed_whole_and_then_cut(patch: pytest.MonkeyPatch) -> None:
+    def all_reduce(self: zero.Placement, g: jax.Array) -> jax.Array:
+        size = g.shape[self.shard_dim] // jax.lax.axis_size(DATA)
+        start = jax.lax.axis_index(DATA) * size
+        return jax.lax.dynamic_slice_in_dim(jax.lax.psum(g, DATA), start, size, self.shard_dim)
+
+    patch.setattr(zero.Placement, "_reduce_scatter", all_reduce)
+
+
+def the_betas_are_swapped(patch: pytest.MonkeyPatch) -> None:
+    adamw = optax.adamw
+    patch.setattr(optax, "adamw", lambda rate, b1, b2, **more: adamw(rate, b2, b1, **more))
+
+
+def mlp_is_not_split(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(sharding.RULES, "mlp", ())
+
+
+def stages_do_not_wait(patch: pytest.MonkeyPatch) -> None:
+    """All stages of GPipe run a micro-batch in the same tick."""
+
+    def at_once(S: int, M: int, v: int = 1) -> schedules.Schedule:
+        forward = np.zeros((S, 1), int) + np.arange(M)
+        return schedules.Schedule("gpipe", S, M, 1, forward, forward + M)
+
+    patch.setitem(schedules.SCHEDULES, "gpipe", at_once)
+
+
+def a_stage_turns_back_late(patch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of PipeDream waits with the backward pass of each micro-batch until it has run one forward pass more."""
+    pipedream = schedules.pipedream
+
+    def late(S: int, M: int, v: int = 1) -> schedules.Schedule:
+        found = pipedream(S, M, v)
+        backward = found.backward.copy()
+        backward[0] += 2
+        return schedules.Schedule("pipedream", S, M, 1, found.forward, backward, uniform=False, flush=False)
+
+    patch.setitem(schedules.SCHEDULES, "pipedream", late)
+
+
+def an_uneven_split_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pipelines, "notes", lambda config, layout, pipe: [])
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A claim, a mistake that it must notice, and the settings with which it is measured."""
+
+    id: str
+    system: Break
+    settings: dict[str, Any] = field(default_factory=dict)
+    slow: bool = False
+    """Whether a program is compiled for seconds."""
+
+
+ONE_DEVICE = {"meshes": ("1x1x1",)}
+
+FAULTS = (
+    Fault("sampler-unique", every_row_is_row_0),
+    Fault("sampler-unique", labels_are_the_tokens_themselves),
+    Fault("sampler-unique", every_device_has_all_rows),
+    Fault("sampler-unique", every_epoch_has_the_order_of_the_first),
+    Fault("sampler-unique", every_seed_has_the_same_order),
+    Fault("val-reduce", every_row_is_row_0, ONE_DEVICE),
+    Fault("val-reduce", the_last_partial_batch_is_dropped, ONE_DEVICE),
+    Fault("val-reduce", padding_counts, ONE_DEVICE),
+    Fault("zero-states-4x", the_optimizer_is_replicated),
+    Fault("zero-states-8x", accumulators_are_whole),
+    Fault("zero-states-nd", the_optimizer_is_replicated),
+    Fault("zero-states-nd", weights_are_gathered_before_the_step),
+    Fault("zero-7p5b-0", stage_0_is_stage_1),
+    Fault("zero-7p5b-1", the_optimizer_is_replicated),
+    Fault("zero-7p5b-2", the_optimizer_is_replicated),
+    Fault("zero-7p5b-2", accumulators_are_whole),
+    Fault("zero-7p5b-3", the_optimizer_is_replicated),
+    Fault("zero-7p5b-3", weights_are_gathered_before_the_step),
+    Fault("zero-comm-1", gradients_are_summed_whole_and_then_cut, slow=True),
+    Fault("zero-comm-2", gradients_are_summed_whole_and_then_cut, slow=True),
+    Fault("zero-comm-3", gradients_are_summed_whole_and_then_cut, slow=True),
+    Fault("mixed-precision", masters_are_in_bfloat16),
+    Fault("adam-bias", the_betas_are_swapped),
+    Fault("tp-column-row", mlp_is_not_split),
+    Fault("tp-split", mlp_is_not_split),
+    Fault("pipeline-naive", stages_do_not_wait),
+    Fault("pipeline-gpipe", stages_do_not_wait),
+    Fault("pipedream-1f1b", a_stage_turns_back_late),
+    Fault("gpt3-3d", an_uneven_split_is_not_told),
+    Fault("strong-scaling", every_device_has_all_rows),
+)
