@@ -5,6 +5,7 @@ There is no cuDNN here: others stand in its place.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxdist import train
@@ -91,6 +92,21 @@ def test_a_wrong_kernel_is_refused(cudnn, kernel, what):
     (problem,) = caught.value.problems
     assert problem.startswith("cuDNN's attention is wrong on this cpu: " + what)
     assert problem.endswith("or train with --precision float32, which does without it")
+
+
+@pytest.mark.parametrize("place", [(0, 0), (3, 1)])
+def test_one_nan_from_a_kernel_is_refused(monkeypatch, place):
+    """NaN is not above the bound, and not below it either. Nothing is compiled."""
+    plain, kernel = np.ones((4, 2)), np.ones((4, 2))
+    kernel[place] = np.nan
+
+    def found(sizes, dtype, device):
+        return [numerics.Difference("attention, d k", numerics._apart(kernel, plain), numerics.BOUNDS["bfloat16"])]
+
+    monkeypatch.setattr(startup, "why_not_cudnn", lambda *_, **__: "")
+    monkeypatch.setattr(numerics, "attention", found)
+    with pytest.raises(RequestError, match="attention, d k is off by nan of its largest value"):
+        startup.check_attention(grouped())
 
 
 def test_a_run_with_a_wrong_kernel_ends_before_it_compiles(cudnn, request_of, capsys):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from jaxdist import models
 from jaxdist.config import OptimizerConfig
@@ -149,3 +150,34 @@ def test_gradients_are_added_and_kept_in_f32_under_bfloat16():
     assert {aval.shape for aval in carries} >= {leaf.shape for leaf in leaves}
     assert {aval.dtype for aval in carries} == {jnp.dtype("float32")}
     assert {aval.dtype for aval in program.out_avals[1:-1]} == {jnp.dtype("float32")}
+
+
+def carried(program) -> set:
+    """(shape, dtype) of all that the scans of a program carry from turn to turn, and of those within them."""
+    found = set()
+    for eqn in program.eqns:
+        if eqn.primitive.name == "scan":
+            consts, count = eqn.params["num_consts"], eqn.params["num_carry"]
+            found |= {(v.aval.shape, v.aval.dtype) for v in eqn.invars[consts : consts + count]}
+        for inner in jaxprs_in_params(eqn.params):
+            found |= carried(inner)
+    return found
+
+
+@pytest.mark.parametrize(("stage", "inside"), [(0, True), (1, True), (2, True), (2, False), (3, True), (3, False)])
+def test_every_loop_adds_gradients_in_f32_under_bfloat16(stage, inside):
+    """Over micro-batches, and from stage 2 on over those within each layer, whose sums end in a sink."""
+    setup = Setup("2x1x1", dtype=jnp.bfloat16, stage=stage, inside=inside)
+    step, forward = setup.step, setup.forward
+    with jax.set_mesh(setup.mesh):
+        params = jax.eval_shape(forward.init, jax.random.key(0))[0]
+        gradients = lambda params, batch: step.gradients(forward.weights(params), {}, batch)
+        program = jax.make_jaxpr(gradients)(params, setup.batch(4)).jaxpr
+        sums = jax.eval_shape(lambda params: forward.accumulators(forward.weights(params)), params)
+    layers = {leaf.shape[1:] for leaf in jax.tree.leaves(params["blocks"])}
+    loops = carried(program)
+    in_layers = stage >= 2 and inside
+    wanted = {leaf.shape for leaf in jax.tree.leaves(params)} | (layers if in_layers else set())
+    assert {shape for shape, _ in loops} >= wanted
+    assert {dtype for shape, dtype in loops if shape in wanted} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(sums)} == {jnp.dtype("float32")}

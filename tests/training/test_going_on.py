@@ -1,0 +1,189 @@
+"""What a run looks at before it goes on from a checkpoint: its data, and a validation that was stopped. Nothing is
+compiled, and no checkpoint is written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist.config import Config, RequestError
+from jaxdist.data.tokens import TokenWriter
+from jaxdist.training import trainer
+from jaxdist.training.folder import RunFolder
+from jaxdist.training.run import Run
+from jaxdist.training.saving import Saving
+
+MODEL = dict(layers=1, embed=16, heads=2, vocab=64, sequence=8)
+
+
+# ---- data
+
+
+def run_on(path) -> Run:
+    config = Config(mesh="1x1x1", model=MODEL, data=dict(path=path), train=dict(global_batch_size=4, steps=10))
+    return Run(config, devices=jax.devices()[:1])
+
+
+def write(path, ids) -> None:
+    path.unlink(missing_ok=True)
+    with TokenWriter(path, "uint16") as writer:
+        writer.write(ids)
+
+
+class WentOn(Exception):
+    """The run has gone past its look at the data."""
+
+
+class Kept:
+    """The checkpoints of a run that was stopped at step 5, with the facts that it saved."""
+
+    def __init__(self, facts: dict):
+        self._facts = facts
+
+    def __call__(self, *arguments):
+        return contextlib.nullcontext(self)
+
+    def find_start(self, *arguments, **options):
+        return SimpleNamespace(step=5)
+
+    def facts(self, found):
+        return self._facts
+
+    def set_aside(self, after):
+        assert after == 5
+        raise WentOn
+
+
+@pytest.fixture
+def resume(tmp_path, monkeypatch):
+    """Go on with a run from the facts that it saved at step 5: raises `WentOn`, or what refuses it."""
+
+    def call(run: Run, facts: dict) -> None:
+        folder = RunFolder(tmp_path / "run")
+        folder.path.mkdir(exist_ok=True)
+        quiet = SimpleNamespace(open=lambda *_, **__: None, write=lambda *_: None)
+        watchdog = SimpleNamespace(beat_in=lambda path: None)
+        job = SimpleNamespace(log=quiet, stop=SimpleNamespace(), note=lambda *_: None, watchdog=watchdog)
+        monkeypatch.setattr(trainer, "Checkpoints", Kept(facts))
+        monkeypatch.setattr(trainer, "locked", lambda *_: contextlib.nullcontext(lambda: None))
+        monkeypatch.setattr(trainer, "finished", lambda *_: False)
+        trainer.train(run, folder, job)
+
+    return call
+
+
+@pytest.mark.parametrize("changed", [None, 0, 350, 399], ids=["none", "first", "held-out", "last"])
+def test_a_run_goes_on_with_the_data_of_its_checkpoint_alone(resume, tmp_path, changed):
+    """One token makes other data, in the held-out part too; a new file with the same tokens does not."""
+    path, ids = tmp_path / "tokens.bin", np.arange(400) % 64
+    write(path, ids)
+    before = run_on(path)
+    with jax.set_mesh(before.mesh):
+        facts = Saving(before, checkpoints=None).facts(5)
+    if changed is not None:
+        ids[changed] = 63 - ids[changed]
+    write(path, ids)
+    if changed is None:
+        with pytest.raises(WentOn):
+            resume(run_on(path), facts)
+    else:
+        with pytest.raises(RequestError, match=r"the training data is not what the run in .* has seen so far"):
+            resume(run_on(path), facts)
+
+
+# ---- a validation that was stopped
+
+
+class Played(trainer.Trainer):
+    """The loop of a run of 12 steps, without its program: validations are noted, and no step does anything."""
+
+    def __init__(self, folder: RunFolder, every: int, stopped: bool = False):
+        self.steps, self.folder, self.validated = 12, folder, []
+        self.config = Config(validation=dict(every=every), train=dict(steps=12))
+        self.run = SimpleNamespace(step=SimpleNamespace(late=0), validate=self._loss)
+        self.stop = SimpleNamespace(due=lambda: False, here=lambda: stopped)
+        self.job = SimpleNamespace(stop=self.stop, note=lambda *_: None)
+        self.checkpoints = SimpleNamespace(check=lambda: None)
+        self.saving = SimpleNamespace(due=lambda step: False, save_if_best=lambda step, state, loss: None)
+        self.log = SimpleNamespace(metrics=lambda values: self.validated.append(values["step"]))
+        self.check_lock = lambda: None
+
+    def _loss(self, params, variables, batches, enough):
+        return None if enough() else {"loss": 1.0}
+
+    def start(self, found):
+        return SimpleNamespace(params=None, variables=None)
+
+    def compile(self):
+        return None
+
+    def batch(self, step):
+        return None
+
+    def step(self, step, state, batch):
+        return state
+
+    def finish(self):
+        pass
+
+
+class NoProfile(contextlib.nullcontext):
+    def before(self, step, state):
+        pass
+
+    def after(self, step, state):
+        pass
+
+
+@pytest.fixture
+def played(tmp_path, monkeypatch):
+    """The validations of a run that goes on from step `first` in a folder whose metrics are these."""
+    idle = SimpleNamespace(catch_up=lambda: None, next=next, paused=contextlib.nullcontext)
+    monkeypatch.setattr(trainer, "Meter", lambda run, log: idle)
+    monkeypatch.setattr(trainer, "Profile", lambda *_: NoProfile())
+
+    def call(first: int, every: int, metrics: list[dict]) -> list[int]:
+        folder = RunFolder(tmp_path)
+        folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in metrics))
+        run = Played(folder, every)
+        assert run.train(SimpleNamespace(step=first) if first else None) == trainer.DONE
+        return run.validated
+
+    return call
+
+
+TRAINED = [{"step": step, "loss": 2.0} for step in range(1, 9)]
+
+
+def validated(*steps: int) -> list[dict]:
+    return TRAINED + [{"step": step, "validation_loss": 1.5} for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("first", "every", "metrics", "wanted"),
+    [
+        pytest.param(8, 4, validated(4), [8, 12], id="stopped in it"),
+        pytest.param(8, 4, validated(4, 8), [12], id="made before"),
+        pytest.param(8, 4, TRAINED, [8, 12], id="none was made"),
+        pytest.param(7, 4, validated(4), [8, 12], id="not due yet"),
+        pytest.param(8, 0, TRAINED, [12], id="only at the end"),
+        pytest.param(0, 4, [], [4, 8, 12], id="a new run"),
+    ],
+)
+def test_a_validation_that_was_stopped_is_made_up_for(played, first, every, metrics, wanted):
+    """Of the step that the run goes on from: its parameters are there no more after the next one."""
+    assert played(first, every, metrics) == wanted
+
+
+@pytest.mark.parametrize(("step", "wanted"), [(8, []), (12, [12])])
+def test_a_stop_ends_a_validation_but_the_last_and_leaves_no_line(tmp_path, monkeypatch, step, wanted):
+    """A line of half a validation would be taken for the whole one."""
+    run = Played(RunFolder(tmp_path), every=4, stopped=True)
+    run.meter = SimpleNamespace(paused=contextlib.nullcontext)
+    run.validate(step, run.start(None))
+    assert run.validated == wanted
