@@ -19,8 +19,14 @@ def interrupted(folder: Path, module: str, command: list[str]) -> subprocess.Com
     (folder / f"{module}.py").write_text(CTRL_C)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     return subprocess.run(
-        [sys.executable, *command], env=environment, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        heeding(command), env=environment, cwd=folder, capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def heeding(command: list[str]) -> list[str]:
+    """Python with that command line, where Ctrl-C is not ignored, as it is when the tests run in the background."""
+    heed = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    return [sys.executable, "-c", heed, sys.executable, *command]
 
 
 @pytest.mark.parametrize("command", ["jaxdist", *(f"jaxdist.{command}" for command in COMMANDS)])
@@ -46,4 +52,4 @@ def test_while_a_command_imports_jax(tmp_path, words):
 @pytest.mark.parametrize("program", ["import jaxdist", "import sys; sys.argv = ['-m']; import jaxdist"])
 def test_a_program_that_uses_the_library_keeps_its_own_handler(program):
     program += "\nimport signal\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+    subprocess.run(heeding(["-c", program]), check=True, cwd=ROOT)
