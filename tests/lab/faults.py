@@ -24,7 +24,7 @@ from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline import schedules
 from jaxdist.planning import pipelines
 from jaxdist.training import run
-from jaxdist.training.layered import Layered
+from jaxdist.training.forward.decoder import Layered
 
 CACHES = (memory.states, traffic.elements, schedules.make)
 """Functions that keep what they have found in a system that was whole, or broken."""

@@ -14,9 +14,9 @@ import pytest
 from jaxdist.config import Config, RequestError
 from jaxdist.data.tokens import TokenWriter
 from jaxdist.training import trainer
-from jaxdist.training.folder import RunFolder
 from jaxdist.training.run import Run
-from jaxdist.training.saving import Saving
+from jaxdist.training.run_dir import RunFolder
+from jaxdist.training.save_policy import Saving
 
 MODEL = dict(layers=1, embed=16, heads=2, vocab=64, sequence=8)
 
