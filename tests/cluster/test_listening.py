@@ -22,15 +22,15 @@ from tests.processes import Process, free_port, started
 MEET = """
 import sys, threading
 import jax
-from jaxdist.cluster import meeting
+from jaxdist.cluster import rendezvous
 from jaxdist.cluster.process_env import Place
 from jaxdist.config import FaultConfig
 way, process, processes, of_use, coordinator = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
 place = Place(processes, process, coordinator)
 if way == "join":
-    place = meeting.join(place, FaultConfig(), enough=lambda devices: of_use)
+    place = rendezvous.join(place, FaultConfig(), enough=lambda devices: of_use)
 else:
-    meeting.meet_as_it_is(place, FaultConfig(), lambda: None)
+    rendezvous.meet_as_it_is(place, FaultConfig(), lambda: None)
 assert jax.process_count() == place.processes == of_use
 print("met", file=sys.stderr, flush=True)
 threading.Event().wait()

@@ -186,11 +186,11 @@ def test_programs_are_not_kept_behind_a_link_of_somebody_elses(gpu, tmp_path, mo
 
 KEPT = """
 from pathlib import Path
-from jaxdist.cluster import compiler, gpus, preflight
+from jaxdist.cluster import gpus, preflight, xla_options
 gpus.visible = lambda: ["0"]
 preflight.PATIENCE = 0.1
 said = []
-compiler.keep_programs(Path(arguments[process]), said.append)
+xla_options.keep_programs(Path(arguments[process]), said.append)
 tell([process, jax.config.jax_compilation_cache_dir, said])
 """
 

@@ -103,10 +103,10 @@ def test_one_nan_from_a_kernel_is_refused(monkeypatch, place):
     def found(sizes, dtype, device):
         return [numerics.Difference("attention, d k", numerics._apart(kernel, plain), numerics.BOUNDS["bfloat16"])]
 
-    monkeypatch.setattr(startup, "why_not_cudnn", lambda *_, **__: "")
+    monkeypatch.setattr(startup_checks, "why_not_cudnn", lambda *_, **__: "")
     monkeypatch.setattr(numerics, "attention", found)
     with pytest.raises(RequestError, match="attention, d k is off by nan of its largest value"):
-        startup.check_attention(grouped())
+        startup_checks.check_attention(grouped())
 
 
 def test_a_run_with_a_wrong_kernel_ends_before_it_compiles(cudnn, request_of, capsys):
