@@ -80,14 +80,28 @@ def _parameters(config: Config, parameters: list[Placed], layout: Layout) -> Ite
 def _gather(config: Config, p: Placed, name: str, layout: Layout, groups: int) -> Iterator[Transfer]:
     times, arrays = 1, 1
     if config.parallel.zero == 3:
-        again = p.stacked and p.name not in NOT_NEEDED_BACKWARD
-        times, arrays = groups * (2 if again else 1), p.layers
+        times, arrays = _gathered(p, layout, groups), p.layers
     what, calls, moved, width = f"weights of {name}", times * arrays, times * p.use, compute_width(config)
     if p.place.exchanged:
         heads, own = layout.split("heads"), moved if p.whole else moved // layout.size(DATA)
         yield transfer(layout, what, ALL_TO_ALL, heads, calls, own, width)
     if not p.whole:
         yield transfer(layout, what, ALL_GATHER, {DATA}, calls, moved, width)
+
+
+def _gathered(p: Placed, layout: Layout, groups: int) -> int:
+    """How often a step gathers each layer's weight at stage 3, with `groups` of micro-batches one after the other.
+
+    The loop over layers gathers a weight forward, and again backward where a gradient needs its value. What stands in
+    no such loop, and the only layer of a model, is gathered once for both. Nothing changes that gather from one group
+    to the next, so XLA:CPU moves it out of the loop over groups; XLA:GPU leaves it there.
+    """
+    if p.layers > 1:
+        again = p.name not in NOT_NEEDED_BACKWARD
+        return groups * (2 if again else 1)
+    if layout.platform == "cpu":
+        return 1
+    return groups
 
 
 def _reduce(config: Config, p: Placed, name: str, layout: Layout, calls: int, times: int) -> Iterator[Transfer]:

@@ -36,6 +36,8 @@ ROWS = [
     ("1x4x1", 1, GPT, dict(zero=0, sequence=True, rules=RulesConfig(vocab=""))),
     ("1x4x1", 1, GPT.model_copy(update=APART), dict(zero=0, sequence=True)),
     ("2x2x1", 4, GPT.model_copy(update=APART), dict(zero=3, sequence=True, rules=RulesConfig(vocab=""))),
+    ("4x1x1", 4, GPT, dict(zero=3, micro_batches="outside")),
+    ("4x1x1", 4, GPT.model_copy(update={"layers": 1}), dict(zero=3, micro_batches="outside")),
 ]
 
 
