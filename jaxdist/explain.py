@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Config
-from jaxdist.request import STEP_KNOBS, Extra, arguments, check_picture, run
+from jaxdist.request import DONE, FAILED, STEP_KNOBS, Extra, arguments, check_picture, run
 from jaxdist.values import DevicesOrZero, FileName
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "Compile the train step of a configuration, and tell which bytes every device holds, what crosses the mesh, and "
-    "whether that is what theory says. Nothing is run, no data is read, and no device has to be there."
+    "whether that is what theory says. Nothing is run, no data is read, and no device has to be there. The exit code "
+    "is 1 if the program moves something else than predicted, unless the difference is a known one."
 )
 EXTRAS = [
     Extra("target", "", "Compile for this GPU, which need not be here: a100, h100, h200, gh200. Empty: CPU devices."),
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         from jaxdist.planning.report_picture import draw
 
         draw(report, Path(extras["picture"]))
-    return 0
+    return FAILED if report.unknown else DONE
 
 
 def explain(config: Config, target: str | None = None, devices: int = 0) -> Report:

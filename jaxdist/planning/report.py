@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from jax.sharding import AbstractMesh
@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 from jaxdist.config import Config
 from jaxdist.mesh import AXES, BATCH_AXES, describe
 from jaxdist.models import Model
-from jaxdist.planning import communication, memory, parameter_layout
+from jaxdist.planning import communication, known_differences, memory, parameter_layout
 from jaxdist.planning.cross_compile import Program
 from jaxdist.planning.hardware import Gpu
 from jaxdist.planning.hlo import Collective, collectives
@@ -65,15 +65,38 @@ class Row:
         """Why the two differ; empty where they do not."""
         if not self.foretold:
             return "not predicted"
-        if self._more_elements:
-            return f"NOT PREDICTED: {self._more_elements:+,} elements"
-        if self._more_bytes:
-            return f"NOT PREDICTED: {self._more_bytes:+,} bytes, in as many elements"
+        if self.difference:
+            return f"NOT PREDICTED: {self.difference}"
         if self.elements > self.predicted_elements:
             return f"{self.elements - self.predicted_elements} packed scalars"
         if self.payload_bytes > self.predicted_bytes:
             return "sent in f32, as XLA:CPU sends bfloat16"
         return ""
+
+    @property
+    def difference(self) -> str:
+        """By how much the program differs from what is predicted; empty where it does not."""
+        if self._more_elements:
+            return f"{self._more_elements:+,} elements"
+        if self._more_bytes:
+            return f"{self._more_bytes:+,} bytes, in as many elements"
+        return ""
+
+    @property
+    def both(self) -> str:
+        """What is predicted, and what the program moves."""
+        return (
+            f"{self.kind} over {'+'.join(self.axes)}: predicted {self.predicted_elements:,} elements in "
+            f"{self.predicted_bytes:,} bytes, compiled {self.elements:,} in {self.payload_bytes:,}"
+        )
+
+    def without(self, elements: int, width: int) -> Row:
+        """This row with so many elements of `width` bytes less predicted."""
+        return replace(
+            self,
+            predicted_elements=self.predicted_elements - elements,
+            predicted_bytes=self.predicted_bytes - width * elements,
+        )
 
     @property
     def _more_elements(self) -> int:
@@ -142,6 +165,18 @@ class Report:
     def differences(self) -> list[Row]:
         """Where the program moves other elements or bytes than were predicted, or nothing was."""
         return [row for row in self.rows if not row.as_predicted]
+
+    @cached_property
+    def known(self) -> dict[Key, str]:
+        """Those of `differences` that are expected, and the reason of each."""
+        case = known_differences.Case(self.config, self.layout, self.program.jax, self.transfers)
+        reasons = {(row.axes, row.kind): known_differences.reason(row, case) for row in self.differences}
+        return {key: reason for key, reason in reasons.items() if reason}
+
+    @property
+    def unknown(self) -> list[Row]:
+        """Those of `differences` that are not expected: a fault of the prediction, or of the program."""
+        return [row for row in self.differences if (row.axes, row.kind) not in self.known]
 
     @property
     def wire_bytes_per_axis(self) -> dict[str, float]:
@@ -224,7 +259,7 @@ class Report:
             "wire_bytes_per_axis": self.wire_bytes_per_axis,
             "beside": {axes: asdict(one) for axes, one in self.sent.items()},
             "ratio_to_data_parallel": self.ratio_to_data_parallel,
-            "differences": [f"{'+'.join(row.axes)} {row.kind}: {row.remark}" for row in self.differences],
+            "differences": [_differing(row, self.known.get((row.axes, row.kind))) for row in self.differences],
             "lower_seconds": program.lower_seconds,
             "compile_seconds": program.compile_seconds,
             "too_large": self.too_large,
@@ -270,4 +305,18 @@ def _expected(transfer: Transfer) -> dict[str, object]:
         "elements": transfer.elements,
         "payload_bytes": transfer.payload_bytes,
         "wire_bytes": transfer.wire_bytes,
+    }
+
+
+def _differing(row: Row, known: str | None) -> dict[str, object]:
+    """`known` is the reason of a difference that is expected."""
+    return {
+        "axis": "+".join(row.axes),
+        "kind": row.kind,
+        "predicted_elements": row.predicted_elements,
+        "elements": row.elements,
+        "predicted_bytes": row.predicted_bytes,
+        "payload_bytes": row.payload_bytes,
+        "remark": row.remark,
+        "known": known,
     }

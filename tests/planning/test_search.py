@@ -367,11 +367,13 @@ def test_the_best_plans_move_what_was_predicted(name, devices):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]")
-@pytest.mark.xfail(
-    jax.__version_info__ >= (0, 11), reason="jax 0.11 does so with small gradients of layers too", strict=True
-)
 def test_what_a_loop_adds_up_goes_over_replicas_once():
-    """Of micro-batches outside the layers XLA:GPU reduces the layers' gradients each time, the table's at the end."""
+    """XLA:GPU reduces the layers' gradients in each micro-batch outside the layers, the table's at the end.
+
+    From jax 0.11 on it does so with small gradients of layers too, which is a known difference.
+    """
     more = {"parallel.zero": "2", "parallel.micro_batches": "outside", "train.accumulation": "4"}
     more |= {"precision": "bfloat16", "mesh": "replica=2,data=4", "train.global_batch_size": "32"}
-    assert explain(load("gpt_tiny", more), "h100").differences == []
+    found = explain(load("gpt_tiny", more), "h100")
+    assert found.unknown == []
+    assert not found.known or jax.__version_info__ >= (0, 11)

@@ -152,7 +152,9 @@ def asked(mesh: str, zero: int, accumulation: int = 1, dropout: float = 0.0) -> 
     return load("cnn_digits", {**knobs, "model.dropout": str(dropout)})
 
 
-@pytest.mark.parametrize(("mesh", "zero", "accumulation"), thinned([("4x1x1", 2, 2), ("replica=2,data=2", 3, 1)], 2))
+@pytest.mark.parametrize(
+    ("mesh", "zero", "accumulation"), thinned([("4x1x1", 2, 2), ("replica=2,data=2", 3, 1), ("4x1x1", 3, 2)], 3)
+)
 def test_bytes_and_collectives_are_predicted(mesh, zero, accumulation):
     """Those of batch norm too: the statistics of every channel, their gradients, and the running ones."""
     found = explain(asked(mesh, zero, accumulation))
@@ -169,7 +171,9 @@ def test_with_dropout_it_is_told_that_collectives_are_not_predicted():
     assert "what crosses the mesh is not predicted: with dropout" in text
     assert "as predicted" not in text
     assert found.json()["predicted_collectives"] == []
-    assert found.json()["differences"] == ["data all-reduce: not predicted"]
+    (row,) = found.json()["differences"]
+    assert (row["axis"], row["kind"], row["remark"]) == ("data", "all-reduce", "not predicted")
+    assert found.unknown == []
     assert found.unpredicted in found.json()["notes"]
     assert found.program.argument_bytes == found.memory.arguments
 
