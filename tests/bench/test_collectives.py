@@ -134,6 +134,18 @@ def test_an_axis_across_hosts_is_known(monkeypatch):
     assert (watch.inside(DATA), watch.inside(MODEL)) == (2, 2)
 
 
+def test_rates_count_all_that_is_read_written_multiplied_and_added(monkeypatch):
+    """By a clock on which every program takes a quarter of a second."""
+    watch = calibration.Watch(make_mesh(parse_mesh("1x1x1"), jax.devices()[:1]), TINY, lambda doing: None)
+    monkeypatch.setattr(watch, "seconds", lambda body, *given: 0.25)
+    assert watch.copy() == 4 * 2 * TINY.copied  # each element is read and written
+    assert watch.matmul(16, 32) == {
+        "shape": [16, 32, 32],
+        "seconds": 0.25,
+        "flops_per_second": 4 * 2 * 16 * 32 * 32,  # each product is added
+    }
+
+
 def test_the_fit_finds_latency_and_bandwidth():
     sizes = np.array([1e4, 1e6, 1e8])
     for kind, share in (ALL_REDUCE, 1.5), (ALL_GATHER, 0.75), (PERMUTE, 1):
@@ -171,6 +183,18 @@ def test_links_are_found_in_what_groups_take(axes):
         link, expected = getattr(made, side), getattr(want, side)
         assert link.bandwidth == pytest.approx(expected.bandwidth, rel=0.05)  # 8 cards carry more than NVLink does
         assert link.latency == pytest.approx(expected.latency, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", calibration.KINDS)
+def test_each_collective_by_itself_tells_the_same_links(kind):
+    """Between 8 ranks on 4 hosts some hops stay in a host, and an all-reduce makes all of them twice."""
+    told = made_up((4, 4), (8, 2))
+    made, _ = cluster_of({**told, "collectives": [row for row in told["collectives"] if row["kind"] == kind]}, "own")
+    want = cluster("h100-ndr")
+    assert made.inside.latency == pytest.approx(want.inside.latency, rel=0.05)
+    assert made.inside.bandwidth == pytest.approx(want.inside.bandwidth, rel=0.05)
+    assert made.across.latency == pytest.approx(want.across.latency, rel=0.05)
+    assert made.across.bandwidth == pytest.approx(want.across.bandwidth, rel=0.05)
 
 
 @pytest.mark.parametrize(("name", "pair"), [("alps-gh200", 150e9), ("h100-ndr", 0)])

@@ -10,7 +10,7 @@ from jaxdist.cluster import gpus, kv_store, runtime
 from jaxdist.cluster.process_env import Place
 from jaxdist.cluster.rendezvous import Member, _needed, why_nobody_came
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import parse_mesh
+from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.request import Enough, fitting
 from tests.processes import told
 
@@ -86,6 +86,14 @@ def test_where_nobody_came_the_ports_are_told():
         here = why_nobody_came(Place(2, 1, f"127.0.0.1:{closed.getsockname()[1]}"))
     assert here.startswith("it cannot be reached from here (Connection refused): see whether process 0 runs")
     assert "firewall" not in here
+
+
+@pytest.mark.parametrize(
+    ("mesh", "processes", "devices"),
+    [("4x1x1", 1, 4), ("4x1x1", 2, 4), ("-1x1x1", 1, 1), ("-1x1x1", 3, 3), ("-1x2x1", 3, 6), ("2x-1x2", 2, 8)],
+)
+def test_an_axis_that_is_filled_asks_for_a_device_in_each_process(mesh, processes, devices):
+    assert devices_asked(parse_mesh(mesh), processes) == devices
 
 
 def test_the_fewest_processes_that_have_so_many_devices_go_on():

@@ -11,7 +11,7 @@ import pytest
 from jaxdist.config import RequestError
 from jaxdist.data import corpus as corpus_module
 from jaxdist.data import token_cache
-from jaxdist.data.token_cache import ABOUT, WRITER, Damaged, check, open_cache
+from jaxdist.data.token_cache import ABOUT, PROGRESS, WRITER, Damaged, check, open_cache
 from tests.data.files import POEM, lines, open_
 
 FILES = ["train.bin", "validation.bin", "tokenizer.json", ABOUT]
@@ -177,6 +177,21 @@ def test_what_kills_left_is_removed_by_the_next_run(cache, name, host, age, stay
     assert open_cache(cache / KEY, fill) == {"documents": 1}
     assert folder.exists() == stays
     assert check(cache / KEY) == {"documents": 1}
+
+
+@pytest.mark.parametrize(("host", "gone_on_with"), [(platform.node(), True), ("elsewhere", False), ("", False)])
+def test_only_what_a_process_of_this_host_has_left_is_gone_on_with(cache, host, gone_on_with):
+    """Locks may not reach here from other hosts: the process there may still write."""
+    left, found = leave(cache, f"{KEY}.{'34' * 16}", host), []
+    (left / PROGRESS).write_text("{}")
+
+    def look(new):
+        found.extend(os.listdir(new))
+        return fill(new)
+
+    open_cache(cache / KEY, look)
+    assert ("train.bin" in found) == gone_on_with
+    assert left.exists() != gone_on_with
 
 
 def test_a_folder_that_is_being_written_stays(cache):

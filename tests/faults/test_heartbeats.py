@@ -31,8 +31,8 @@ Trainer.batch = slow_reader
 
 
 def beat(process: int, step: int = 50, doing: str = STEPPING, since: float = 0.0, ago: float = 1.0, **more) -> Beat:
-    facts = dict(step_seconds=0.5, data_seconds=0.01) | more
-    return Beat(process, 3, f"n{process}", 1, step, doing, since, time=NOW - ago, **facts)
+    facts = dict(processes=3, step_seconds=0.5, data_seconds=0.01) | more
+    return Beat(process, host=f"n{process}", pid=1, step=step, doing=doing, since=since, time=NOW - ago, **facts)
 
 
 def three(**of_the_second) -> list[Beat]:
@@ -69,6 +69,14 @@ def test_of_all_that_are_silent_the_first_is_named():
     assert waited_for(gone, NOW) == {}
     gone[2] = replace(gone[2], time=gone[2].time - 30)
     assert waited_for(gone, NOW) == {2: "silent 32 s before the others; last: stepping, step 50, for 60 s"}
+
+
+@pytest.mark.parametrize(("processes", "seconds"), [(1, 20), (160, 20), (320, 40), (4096, 512)])
+def test_of_many_processes_each_may_be_silent_for_longer(processes, seconds):
+    """Each writes one in 5 seconds, or all together 32 in a second, whichever is less; four may be missing."""
+    assert not beat(0, processes=processes, ago=seconds - 1).silent(NOW)
+    assert beat(0, processes=processes, ago=seconds + 1).silent(NOW)
+    assert not beat(0, processes=processes, ago=seconds + 1, ended=0).silent(NOW)
 
 
 SLOWER = [

@@ -119,6 +119,22 @@ class Clock:
         self._wakes(self.now)
 
 
+@pytest.mark.parametrize(("apart", "code", "starts"), [(149.0, 1, 3), (151.0, 0, 7)])
+def test_only_the_failures_of_so_many_minutes_count(job, monkeypatch, apart, code, starts):
+    """Two restarts within 5 minutes: the third failure in that time is the last. The seventh start ends well."""
+    clock, ends = Clock(), []
+    made = job("", restarts=2, minutes=5.0, newest=lambda: len(ends), clock=clock)
+
+    def generation(again: bool) -> tuple[int | None, list[int]]:
+        clock.sleep(apart)
+        ends.append(clock.now)
+        return (None, [0]) if len(ends) == 7 else (0, [1])
+
+    monkeypatch.setattr(made, "_generation", generation)
+    assert made.run() == code
+    assert len(ends) == starts
+
+
 USED = "runs/a is in use by process 9 on n1"
 
 

@@ -83,6 +83,10 @@ def test_what_is_expected_is_no_part_of_a_check():
         (9e-6, "0", "1e-5", True),
         (-2e-5, "0", "1e-5", False),
         (float("nan"), "0", "1e-5", False),
+        (0.01009, "0.01", "1%", True),
+        (0.01011, "0.01", "1%", False),
+        (-404, "-400", "1%", True),
+        (-404.1, "-400", "1%", False),
     ],
 )
 def test_within(value, expected, tolerance, near):

@@ -142,6 +142,15 @@ def test_an_early_update_is_seen():
     assert [one.initial for one in story.phases] == [True, True, False]
 
 
+@pytest.mark.parametrize("early", ["v", "w"])
+def test_an_early_update_of_one_weight_of_several_is_seen(early):
+    (device,) = cpu_mesh("1x1x1").devices.flat
+    arrays = {name: jax.device_put(np.ones(2, np.float32), device) for name in ("v", "w")}
+    story = Story([device], arrays, watched=("v", "w"))
+    story.run("early", lambda a: 2 * a, [early], [early])
+    assert [one.initial for one in story.phases] == [True, False]
+
+
 def test_it_is_the_step_of_one_device(result):
     """Against numpy in float64, by formulas of its own."""
     one = {name: value.astype(np.float64) for name, value in draw().items()}

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from math import log2
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -91,6 +92,19 @@ def test_a_wrong_sum_is_seen(monkeypatch):
     assert (one.exact, one.difference > 0.01) == (False, True)
     assert not right(replace(one, exact=True))
     assert not right(replace(one, difference=0.0))
+
+
+@pytest.mark.parametrize("wrong", [dict(exact=False), dict(difference=0.01)], ids=str)
+def test_an_algorithm_that_adds_up_wrongly_fails_its_claim(monkeypatch, wrong):
+    """On one number of nodes alone, with the rounds and messages that are claimed."""
+    counts = {K: dict(zip(WHAT, COUNTS["ring"](K), strict=False)) for K in SIZES}
+    runs = [SimpleNamespace(K=K, counts=counts[K], exact=True, difference=0.0) for K in SIZES]
+    monkeypatch.setattr(reductions, "study", lambda asked: runs)
+    claim = claims()["allreduce-ring"]
+    assert CHECKS[claim.id].measure(claim.expected, claim.tolerance).passed
+    vars(runs[-1]).update(wrong)
+    told = CHECKS[claim.id].measure(claim.expected, claim.tolerance)
+    assert (told.value, told.passed) == (claim.expected, False)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

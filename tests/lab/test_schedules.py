@@ -49,6 +49,16 @@ def test_a_wrong_schedule_fails_the_command(monkeypatch, capsys):
     make.cache_clear()
 
 
+def test_a_wrong_unit_and_a_wrong_number_fail_by_themselves(monkeypatch):
+    right = lab.Look.at(make("1f1b", 2, 3))
+    assert right.passed
+    assert not replace(right, wrong="F(1,0) is not after F(0,0)").passed  # with the numbers of the formulas
+    for name in right.counted:
+        with monkeypatch.context() as patch:
+            patch.setattr(lab.Look, "counted", right.counted | {name: -1})
+            assert not lab.Look.at(right.schedule).passed
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

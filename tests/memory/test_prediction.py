@@ -125,6 +125,36 @@ def test_temporary_bytes_are_about_as_predicted(mesh, precision, zero, remat):
     assert 0.6 < (predicted.total - predicted.arguments) / found.temp_size_in_bytes < 1.4
 
 
+def on_eight(zero: int, accumulation: int, remat: str = "none", micro_batches: str = "inside") -> memory.Memory:
+    """What is predicted for one of 8 data ranks; none of them has to be there."""
+    layout = Layout((("data", 8),), "cpu", (("batch", ("data",)),))
+    sizes = MODEL.model_copy(update={"remat": remat})
+    c = config("8x1x1", "bfloat16", zero, model=sizes, global_batch_size=64, accumulation=accumulation)
+    parallel = c.parallel.model_copy(update={"micro_batches": micro_batches})
+    return memory.predict(c.model_copy(update={"parallel": parallel}), models.build(sizes, layout), layout)
+
+
+@pytest.mark.parametrize(("zero", "whole", "shards"), [(0, 1, 0), (1, 1, 1), (2, 0, 1), (3, 0, 1)])
+def test_only_several_micro_batches_have_a_sum_to_add_to(zero, whole, shards):
+    """In f32: of whole gradients in stages 0 and 1, of shards from stage 1 on. Every dim here divides by 8."""
+    elements = models.parameters(models.build(MODEL))
+    more = on_eight(zero, accumulation=2).gradients - on_eight(zero, accumulation=1).gradients
+    assert more == 4 * (whole * elements + shards * elements // 8)
+    assert on_eight(zero, accumulation=4).gradients == on_eight(zero, accumulation=2).gradients
+
+
+@pytest.mark.parametrize(("zero", "micro_batches"), [(0, "inside"), (2, "inside"), (3, "outside")])
+def test_what_goes_to_the_host_for_a_step_does_not_depend_on_the_micro_batches(zero, micro_batches):
+    """One after the other they hold a part of it at a time; inside the layers they hold all of it at once."""
+    one = on_eight(zero, 1, "offload")
+    assert one.host_traffic == one.host_activations > 0
+    for accumulation in (2, 4):
+        held = on_eight(zero, accumulation, "offload", micro_batches)
+        at_a_time = 1 if zero >= 2 and micro_batches == "inside" else accumulation
+        assert held.host_activations == one.host_activations // at_a_time
+        assert held.host_traffic == one.host_traffic
+
+
 @pytest.mark.slow
 def test_each_form_of_recomputation_holds_less():
     sizes = dict(layers=8, embed=128, heads=4, vocab=1024, sequence=128)

@@ -116,6 +116,15 @@ def test_what_is_too_large_alone_is_tried_together():
     assert told[0] == f"parallel.zero to 3 with model.remat to block ({memory.size(both)} predicted)"
 
 
+def test_of_a_knob_one_value_is_taken():
+    """The first that saves; another that saves more would take its place, and both would be told."""
+    changes = [("model.remat", "dots"), ("model.remat", "block"), ("parallel.zero", 3)]
+    room, layout = predicted(model__remat="dots", parallel__zero=3), laid(LARGE)
+    assert predicted(model__remat="block") < predicted(model__remat="dots")
+    told = remedies._together(LARGE, models.build(LARGE.model, layout), layout, room, changes)
+    assert told == [f"model.remat to dots with parallel.zero to 3 ({memory.size(room)} predicted)"]
+
+
 def test_a_larger_mesh_is_offered_where_it_is_enough():
     """Without ZeRO more data ranks hold as many parameters each: the mesh that is offered splits what is too large."""
     room = predicted(mesh="2x4x1")

@@ -22,7 +22,7 @@ from jaxdist.planning import target
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.search import picture
 from jaxdist.planning.search.candidates import asked, candidates, meshes, row_of
-from jaxdist.planning.search.estimate import FORMULAS, estimate, ranks_inside
+from jaxdist.planning.search.estimate import FORMULAS, estimate, exposed, ranks_inside
 from jaxdist.planning.search.plan import TIE, search
 from jaxdist.planning.search.questions import alone, scaling, why_not
 from jaxdist.planning.search.screen import Screen
@@ -146,6 +146,14 @@ def test_tensors_are_not_split_across_hosts():
     """Not because of a rule: because it is slow."""
     plan = search(config_of("llama_70b"), 64, CLUSTER)
     assert all(one.shape["model"] <= CLUSTER.per_host for one in plan.ranked[:5])
+
+
+@pytest.mark.parametrize("overlap", [1.0, 1.25, 2.0])
+@pytest.mark.parametrize(("communication", "arithmetic"), [(1.0, 4.0), (4.0, 1.0), (2.0, 2.0), (0.0, 3.0), (3.0, 0.0)])
+def test_what_runs_at_once_slows_down_for_as_long_as_both_run(communication, arithmetic, overlap):
+    cluster = replace(CLUSTER, overlap=overlap)
+    both = max(communication, arithmetic) + (overlap - 1) * min(communication, arithmetic)
+    assert arithmetic + exposed(communication, arithmetic, cluster) == pytest.approx(both)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Paths that Orbax or TensorStore take for others: refused at the request, before anything is written."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from jaxdist import checkpoints, train
 from jaxdist.config import RequestError
 from jaxdist.launch import main as launch
+from jaxdist.values import path_error
 
 NAMES = {
     "back\\slash": "has a '\\' in its full path",
@@ -35,6 +37,25 @@ def test_a_path_that_would_be_another_is_refused(tmp_path, monkeypatch, name, co
         COMMANDS[command](name)
     assert NAMES[name] in str(error.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("a" * 255, ""),
+        ("a" * 256, "more than 255 bytes"),
+        ("ä" * 127 + "/" + "ä" * 127, ""),
+        ("ä" * 128, "more than 255 bytes"),  # half as many characters
+        ("ab/" + "ä/" * 1332 + "a", ""),
+        ("abc/" + "ä/" * 1332 + "a", "longer than 4000 bytes"),
+    ],
+    ids=["255", "256", "254 in each of two", "256 in 128 letters", "4000", "4001"],
+)
+def test_names_and_paths_are_as_long_as_their_bytes(path, problem):
+    if problem:
+        assert problem in path_error(path)
+    else:
+        assert path_error(path) == path_error(Path(path)) == ""
 
 
 def test_the_folder_above_counts_too(tmp_path, monkeypatch):
