@@ -101,6 +101,19 @@ def test_a_person_is_told_the_same_and_sees_it(strong):
     assert strong.picture.read_bytes().startswith(PNG)
 
 
+def test_each_number_of_devices_is_compared_with_the_smallest_of_its_stage():
+    """Which need not be 1: twice the devices that make 1.5 times the rows have an efficiency of 3/4."""
+    made = [
+        dict(zero=zero, devices=n, step_seconds=1.0, step_seconds_quartiles=[0.5, 2.0], rows_per_second=rows)
+        for zero, n, rows in ((0, 2, 10.0), (3, 4, 30.0), (0, 4, 15.0), (3, 8, 60.0), (0, 6, 30.0))
+    ]
+    study._compare(made)
+    assert [one["ideal"] for one in made] == [1, 1, 2, 2, 3]
+    assert [one["speed_up"] for one in made] == [1, 1, 1.5, 2, 3]
+    assert [one["efficiency"] for one in made] == [1, 1, 0.75, 1, 1]
+    assert [one["speed_up_quartiles"] for one in made] == [[one["speed_up"] / 2, one["speed_up"] * 2] for one in made]
+
+
 def test_weak_scaling_grows_the_batch(monkeypatch, tmp_path):
     """And on devices whose link is known, too small for the states of all together, and with the rows of an epoch."""
     monkeypatch.setattr(hardware, "known", lambda kind: hardware.GPUS["h100"])

@@ -25,7 +25,7 @@ PASSED, FAILED = 0, 1
 """Exit codes of pytest. It has others for a test that could not be collected, and for one that does not exist."""
 
 SECONDS = 600
-"""After which a test that hangs is ended."""
+"""For each test, after which one that hangs is ended."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Copy:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                timeout=SECONDS,
+                timeout=SECONDS * len(tests),
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
