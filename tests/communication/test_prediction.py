@@ -52,3 +52,16 @@ def test_elements_are_those_of_the_program(mesh: str, accumulation: int, model: 
     for found in collectives(compiled(*asked).as_text(), one.mesh):
         moved[found.kind, found.axes] += found.array_elements * found.count
     assert +moved == predicted
+
+
+@pytest.mark.parametrize(("zero", "gathers"), [(2, 1), (3, 4)])
+def test_each_of_four_groups_of_micro_batches_moves_what_layers_need(zero, gathers):
+    """Outside the layers each micro-batch is a group of its own; inside, all of them are one. Nothing is compiled."""
+    moved = {}
+    for where in ("inside", "outside"):
+        one, found = run("4x1x1", 4, GPT, ParallelConfig(zero=zero, micro_batches=where)), Counter()
+        for transfer in communication.predict(one.config, one.model, one.layout):
+            found[transfer.what] += transfer.elements
+        moved[where] = [found[f"{what} of layers"] for what in ("weights", "gradients")]
+    weights, gradients = moved["inside"]
+    assert moved["outside"] == [gathers * weights, 4 * gradients]
