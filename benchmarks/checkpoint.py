@@ -38,7 +38,7 @@ from jaxdist.training.checkpoint.finite_state import first_not_finite
 from jaxdist.training.checkpoint.manager import Checkpoints, trees_of
 from jaxdist.training.checkpoint.orbax_writer import array_shapes
 from jaxdist.training.checkpoint.readback import unreadable
-from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run import Run
 
@@ -84,7 +84,7 @@ def median(values: list[float]) -> str:
     return f"{1e3 * middle:9.1f} ms ({1e3 * low:.1f} to {1e3 * high:.1f})"
 
 
-def save(checkpoints: Checkpoints, shelf: Shelf, step: int, state: TrainState) -> tuple[float, float, float]:
+def save(checkpoints: Checkpoints, shelf: StepDir, step: int, state: TrainState) -> tuple[float, float, float]:
     """Seconds until the call returns, until the step has its name, and until its checksums are there."""
     started = time.perf_counter()
     checkpoints.save(step, state, facts(step))
@@ -103,7 +103,7 @@ def save(checkpoints: Checkpoints, shelf: Shelf, step: int, state: TrainState) -
 def block() -> None:
     run = Run(Config(mesh="1x1x1"))
     with jax.set_mesh(run.mesh), folder() as path, Checkpoints(path, keep=1) as checkpoints:
-        shelf = Shelf(path / "checkpoints")
+        shelf = StepDir(path / "checkpoints")
         batch = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), run.batch())
         step, state = run.compile(), run.init()
         steps, blocked, whole = [], [], []
@@ -206,7 +206,7 @@ def where() -> None:
 def sums() -> None:
     run = Run(Config(mesh="1x1x1", model=LARGE))
     with jax.set_mesh(run.mesh), folder() as path, Checkpoints(path, keep=1) as checkpoints:
-        state, shelf = noisy(run), Shelf(path / "checkpoints")
+        state, shelf = noisy(run), StepDir(path / "checkpoints")
         found = [save(checkpoints, shelf, step, state) for step in range(1, REPEATS + 1)]
     blocked, written, sealed = ([times[i] for times in found] for i in range(3))
     extra = [end - begin for begin, end in zip(written, sealed, strict=True)]
@@ -217,7 +217,7 @@ def sums() -> None:
 def seal() -> None:
     run = Run(Config(mesh="1x1x1", model=LARGE))
     with jax.set_mesh(run.mesh), folder() as path, Checkpoints(path, keep=1) as checkpoints:
-        state, shelf = noisy(run), Shelf(path / "checkpoints")
+        state, shelf = noisy(run), StepDir(path / "checkpoints")
         expected = {name: array_shapes(tree) for name, tree in trees_of(state).items()}
         first_not_finite(state)  # compiles it
         times: dict[str, list[float]] = defaultdict(list)
@@ -297,7 +297,7 @@ def first() -> None:
 
 def _first_step(argv: list[str], path: Path) -> float:
     """Seconds from the start of a process until its first step is told; it is killed when a checkpoint is there."""
-    started, metrics, shelf = time.perf_counter(), path / "metrics.jsonl", Shelf(path / "checkpoints")
+    started, metrics, shelf = time.perf_counter(), path / "metrics.jsonl", StepDir(path / "checkpoints")
     inode = metrics.stat().st_ino if metrics.exists() else None  # a run that goes on writes the file anew
     told = lambda: metrics.read_text().count('"loss"') if metrics.exists() and metrics.stat().st_ino != inode else 0
     process = subprocess.Popen(

@@ -35,8 +35,8 @@ from jaxdist.parallel.foreign import on_shards
 from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.sharding import Layout, Rules, on_devices
 from jaxdist.training.checkpoint.manager import Checkpoints
-from jaxdist.training.forward.module import Scope, Whole
-from jaxdist.training.forward.module_pipeline import Staged, check_request, staged, stages_of_module
+from jaxdist.training.forward.module import ModuleForward, Scope
+from jaxdist.training.forward.module_pipeline import ModulePipelineForward, check_request, staged, stages_of_module
 from jaxdist.training.forward.step import Metrics, Step, TrainState
 
 __all__ = ["Parallel", "parallelize", "scan", "stack", "staged"]
@@ -105,9 +105,9 @@ def parallelize(
     split = to_be_split(layout, model, shard)
     if pipelined:
         stages = stages_of_module(model, shape[PIPELINE], virtual_stages)
-        forward = Staged(model, layout, stages, schedule, accumulation, dtype, zero, split)
+        forward = ModulePipelineForward(model, layout, stages, schedule, accumulation, dtype, zero, split)
     else:
-        forward = Whole(model, loss_fn, layout, scope, dtype, zero, split)
+        forward = ModuleForward(model, loss_fn, layout, scope, dtype, zero, split)
     axes = model.axes if forward.stages is None else forward.stages.axes(model.axes)
     left = unsplit(layout, axes, forward, split) if zero else Unsplit("", "")
     if left.warning:

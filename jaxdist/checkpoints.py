@@ -11,7 +11,7 @@ from typing import Any
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import RequestError
 from jaxdist.request import Extra, arguments, check_output, run
-from jaxdist.training.checkpoint.step_dir import UNREADABLE_SEAL, UNSEALED, WRONG_CONTENT, Shelf
+from jaxdist.training.checkpoint.step_dir import UNREADABLE_SEAL, UNSEALED, WRONG_CONTENT, StepDir
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.values import Checkpoint, FileName
 
@@ -68,10 +68,10 @@ def listing(folder: Path, thorough: bool) -> Iterator[dict[str, Any]]:
             yield row | {"damage": damage} | _facts(shelf, step)
 
 
-def shelves(folder: Path) -> list[tuple[Shelf, str]]:
+def shelves(folder: Path) -> list[tuple[StepDir, str]]:
     """Where the steps of a run lie, and of what kind they are."""
     run = RunFolder(folder).identity()
-    return [(Shelf(folder / "checkpoints" / name, run), kind) for name, kind in KINDS.items()]
+    return [(StepDir(folder / "checkpoints" / name, run), kind) for name, kind in KINDS.items()]
 
 
 def _state(damage: str | None, thorough: bool) -> str:
@@ -82,7 +82,7 @@ def _state(damage: str | None, thorough: bool) -> str:
     return "whole" if thorough else "complete"
 
 
-def _size(shelf: Shelf, step: int) -> int | None:
+def _size(shelf: StepDir, step: int) -> int | None:
     """Bytes on disk; None where they cannot be listed."""
     try:
         return shelf.size(step)
@@ -90,7 +90,7 @@ def _size(shelf: Shelf, step: int) -> int | None:
         return None
 
 
-def _facts(shelf: Shelf, step: int) -> dict[str, Any]:
+def _facts(shelf: StepDir, step: int) -> dict[str, Any]:
     """When, and on which mesh, a step was saved; None where it does not tell."""
     try:
         facts = shelf.facts(step)

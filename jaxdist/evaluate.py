@@ -44,7 +44,7 @@ def open_data(trained: Trained, job: Job) -> None:
     from jaxdist.cluster.consensus import check_alike, leader_first
     from jaxdist.cluster.phases import AWAITING, READING
     from jaxdist.training.console import Screen
-    from jaxdist.training.data_progress import Reading
+    from jaxdist.training.data_progress import DataProgress
     from jaxdist.training.run_dir import RunFolder
 
     task = trained.run.task
@@ -54,7 +54,7 @@ def open_data(trained: Trained, job: Job) -> None:
         _ = task.data
 
     screen = Screen()
-    task.progress = Reading(lambda: job.note(READING), screen if job.place.leader else None)
+    task.progress = DataProgress(lambda: job.note(READING), screen if job.place.leader else None)
     job.note(READING if job.place.leader else AWAITING)
     try:
         leader_first("tokens", read)

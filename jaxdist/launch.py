@@ -59,7 +59,7 @@ def local(argv: list[str]) -> int:
         raise RequestError("--processes is missing: how many processes to start, such as --processes 2")
 
     from jaxdist.cluster.local import Job, say, shares
-    from jaxdist.training.checkpoint.step_dir import Shelf
+    from jaxdist.training.checkpoint.step_dir import StepDir
     from jaxdist.training.run_dir import RunFolder
 
     folder = RunFolder(asked.config.run_dir)
@@ -75,7 +75,7 @@ def local(argv: list[str]) -> int:
         command=lambda *place: train(asked, *place),
         shares=dealt,
         fits=lambda processes: fills(asked.config, processes, len((dealt[0] or "0").split(","))),
-        newest=lambda: max(Shelf(folder.checkpoints).sealed(), default=0),
+        newest=lambda: max(StepDir(folder.checkpoints).sealed(), default=0),
         restarts=asked.extras["restarts"],
         minutes=asked.extras["minutes"],
         grace=asked.config.checkpoint.grace_seconds,
@@ -167,7 +167,7 @@ def slurm_script(asked: Asked) -> Script:
     """Its script. Raises `RequestError` for what cannot run. Writes nothing."""
     from jaxdist.cluster.slurm import Script, check_container, check_environment, check_partition, warning
     from jaxdist.cluster.slurm_values import seconds
-    from jaxdist.training.checkpoint.step_dir import Shelf
+    from jaxdist.training.checkpoint.step_dir import StepDir
     from jaxdist.training.run_dir import RunFolder
 
     config, extras = asked.config, asked.extras
@@ -206,16 +206,16 @@ def slurm_script(asked: Asked) -> Script:
         environment=extras["env"],
         restarts=extras["restarts"],
         resume=config.resume,
-        newest=max(Shelf(folder.checkpoints).sealed(), default=0),
+        newest=max(StepDir(folder.checkpoints).sealed(), default=0),
     )
 
 
 def check_unfinished(folder: RunFolder, config: Config) -> None:
     """Raise `RequestError` where the job would wait for its turn, and then find that its run has had its last step."""
-    from jaxdist.training.checkpoint.step_dir import Shelf
+    from jaxdist.training.checkpoint.step_dir import StepDir
 
     asked = 0 if config.train.epochs else config.train.steps
-    step = Shelf(folder.checkpoints).last_step(asked, thorough=False)
+    step = StepDir(folder.checkpoints).last_step(asked, thorough=False)
     if step and config.resume == "auto":
         raise RequestError(f"{folder.path} is finished at step {step}; to start anew, name another --run-dir")
 

@@ -17,7 +17,7 @@ EVERY = 15.0
 MIB = 1 << 20
 
 
-class Reading:
+class DataProgress:
     """Takes the reports of `data.progress`: a bar, or a line now and then, and a sign of life for each."""
 
     def __init__(self, alive: Callable[[], None], screen: Screen | None, before: Callable[[], None] = lambda: None):

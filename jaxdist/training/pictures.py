@@ -16,21 +16,21 @@ from jaxdist.data.batches import Batch
 from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batch, image_validation_batches
 from jaxdist.data.images import Images, open_images
 from jaxdist.models import images
-from jaxdist.training.forward.module import Whole
+from jaxdist.training.forward.module import ModuleForward
 from jaxdist.training.task import Task
 
 CROP = 8
 """A crop is shifted by up to this part of the image: 4 pixels of 32, as He et al. 2016, section 4.2, have it."""
 
 
-class Classifier(Whole):
+class Classifier(ModuleForward):
     """Rows whose label is negative do not count."""
 
     def count(self, batch: Batch) -> Int[Array, ""]:
         return jnp.sum(batch["labels"] >= 0)
 
 
-class Pictures(Task):
+class ImageTask(Task):
     """Batches of images and the numbers of their classes."""
 
     unit = "image"

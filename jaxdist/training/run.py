@@ -24,12 +24,12 @@ from jaxdist.request import Enough, check_mesh_fits
 from jaxdist.sharding import Layout, on_devices, rules
 from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.forward.optimizer import optimizer
-from jaxdist.training.forward.pipedream_step import AsynchronousStep
-from jaxdist.training.forward.pipeline import Pipelined
+from jaxdist.training.forward.pipedream_step import PipeDreamStep
+from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.forward.step import Forward, Step, TrainState
-from jaxdist.training.pictures import Pictures
+from jaxdist.training.pictures import ImageTask
 from jaxdist.training.run_dir import RunFolder
-from jaxdist.training.text import Text
+from jaxdist.training.text import TextTask
 
 
 class Run:
@@ -64,7 +64,7 @@ class Run:
         self.config = config.model_copy(update={"precision": precision})
         pipelined = self.mesh.shape[PIPELINE] > 1
         self.model = models.build(config.model, replace(self.layout, manual=True) if pipelined else self.layout)
-        self.task = (Pictures if config.model.images else Text)(self.config, self.model, self.mesh, self.layout)
+        self.task = (ImageTask if config.model.images else TextTask)(self.config, self.model, self.mesh, self.layout)
 
     def open_data(self) -> tuple[int, int]:
         """(rows, steps): reads, and at the first use tokenizes, the data. Raises `RequestError` if it is wrong."""
@@ -84,8 +84,8 @@ class Run:
     def step(self) -> Step:
         config, decay = self.config, models.matrices(self.model)
         rule = partial(optimizer, config.optimizer, self.steps)
-        if isinstance(self.forward, Pipelined) and not self.forward.flush:
-            return AsynchronousStep(self.forward, rule, decay, self.batch())
+        if isinstance(self.forward, PipelineForward) and not self.forward.flush:
+            return PipeDreamStep(self.forward, rule, decay, self.batch())
         keep, offload = config.precision == "mixed", config.parallel.offload == "optimizer"
         return Step(self.forward, rule(decay), max_norm=config.optimizer.clip, keep=keep, offload=offload)
 
@@ -122,7 +122,7 @@ class Run:
         Raises `RequestError` for a program in which ranks of a pipeline could wait for each other for ever.
         """
         compiled, forward = self.lower().compile(), self.forward
-        own_ways = isinstance(forward, Pipelined) and not forward.uniform
+        own_ways = isinstance(forward, PipelineForward) and not forward.uniform
         if own_ways and (problems := across_ranks(compiled.as_text(), self.mesh)):
             raise RequestError(f"{forward.schedule} cannot run here ({problems[0]}); set pipeline.schedule to 1f1b")
         return compiled

@@ -28,7 +28,7 @@ from jaxdist.files import read_regular, write_whole
 from jaxdist.request import load, to_toml
 from jaxdist.streams import clock
 from jaxdist.training import history
-from jaxdist.training.checkpoint.step_dir import STEP, WRONG_CONTENT, Shelf
+from jaxdist.training.checkpoint.step_dir import STEP, WRONG_CONTENT, StepDir
 from jaxdist.training.resume_check import differing, lengthened, refusal, with_warmup
 from jaxdist.training.run_lock import LIMIT, RunLock
 
@@ -92,7 +92,7 @@ class RunFolder:
                 f"run folder {self.path} holds a run already and --resume is never; "
                 f"name another --run-dir, or go on with --resume auto"
             )
-        steps = Shelf(self.checkpoints).steps()
+        steps = StepDir(self.checkpoints).steps()
         if config.resume.isdecimal() and int(config.resume) not in steps:
             there = f"its steps are {', '.join(map(str, steps))}" if steps else "it holds none"
             raise RequestError(f"run folder {self.path} holds no checkpoint of step {config.resume}; {there}")
@@ -174,9 +174,9 @@ class RunFolder:
         except OSError as error:
             raise RequestError(f"run folder {self.path} cannot be written ({error.strerror}); name another") from error
 
-    def _shelves(self) -> list[Shelf]:
+    def _shelves(self) -> list[StepDir]:
         """Where steps of this run may lie: the newest, the best, and those set aside."""
-        return [Shelf(self.path / name) for name in SHELVES]
+        return [StepDir(self.path / name) for name in SHELVES]
 
     @contextmanager
     def locked(self, limit: float = LIMIT) -> Iterator[RunLock]:

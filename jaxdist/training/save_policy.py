@@ -16,7 +16,7 @@ from jaxdist.cluster.consensus import agreed, from_leader, leader
 from jaxdist.mesh import describe
 from jaxdist.training.checkpoint.finite_state import first_not_finite
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
-from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.meter import Diverged
 from jaxdist.training.plots import plot_loss
@@ -55,7 +55,7 @@ def locked(folder: RunFolder, limit: float, say: Callable[[str], None]) -> Itera
         yield check
 
 
-class Saving:
+class SavePolicy:
     """The checkpoints of a run while it trains."""
 
     def __init__(self, run: Run, checkpoints: Checkpoints):
@@ -149,10 +149,10 @@ def finished(run: Run, folder: RunFolder) -> bool:
         return False
     train = run.config.train
     asked = 0 if train.epochs else train.steps  # more than when it was saved, where a run is made longer
-    step = from_leader((Shelf(folder.checkpoints).last_step(asked) or 0) if leader() else 0)
+    step = from_leader((StepDir(folder.checkpoints).last_step(asked) or 0) if leader() else 0)
     if step and leader():
         if not folder.plot.exists():  # it was killed between its last checkpoint and its end
-            plot_loss(folder.metrics, folder.plot, **Shelf(folder.checkpoints).facts(step)["baseline"])
+            plot_loss(folder.metrics, folder.plot, **StepDir(folder.checkpoints).facts(step)["baseline"])
         print(f"{folder.path} is finished at step {step}; to start anew, name another --run-dir", file=sys.stderr)
     return bool(step)
 

@@ -14,12 +14,12 @@ from jaxdist.data.batches import Batch, abstract_batch, train_batch, validation_
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.planning.timing import flops_per_token
-from jaxdist.training.forward.decoder import Layered
-from jaxdist.training.forward.pipeline import Pipelined
+from jaxdist.training.forward.decoder import DecoderForward
+from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.task import Task
 
 
-class Text(Task):
+class TextTask(Task):
     """Batches of tokens, and as labels the tokens that follow them."""
 
     unit = "token"
@@ -27,7 +27,7 @@ class Text(Task):
     baseline_name = "unigram entropy"
     lower = "train.global_batch_size or model.sequence"
 
-    def forward(self, dtype: Any) -> Layered | Pipelined:
+    def forward(self, dtype: Any) -> DecoderForward | PipelineForward:
         config = self.config
         options = dict(
             dtype=dtype,
@@ -37,8 +37,8 @@ class Text(Task):
             stage=config.parallel.zero,
         )
         if stages := stages_of(config, self.mesh.shape):
-            return Pipelined(self.model, self.layout, stages, config.pipeline.schedule, **options)
-        return Layered(self.model, self.layout, inside=config.parallel.micro_batches == "inside", **options)
+            return PipelineForward(self.model, self.layout, stages, config.pipeline.schedule, **options)
+        return DecoderForward(self.model, self.layout, inside=config.parallel.micro_batches == "inside", **options)
 
     @cached_property
     def data(self) -> Corpus:

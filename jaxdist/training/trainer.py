@@ -19,9 +19,9 @@ from jaxdist.request import to_toml
 from jaxdist.training import history
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.orbax_writer import SaveFailed
-from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.console import Screen
-from jaxdist.training.data_progress import Reading
+from jaxdist.training.data_progress import DataProgress
 from jaxdist.training.forward.step import Batch, TrainState
 from jaxdist.training.meter import Diverged, Meter
 from jaxdist.training.metrics import Log, Silent
@@ -30,7 +30,7 @@ from jaxdist.training.profile import Profile
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_lock import LockLost
-from jaxdist.training.save_policy import Saving, checkpoint_bytes, finished, locked, no_room
+from jaxdist.training.save_policy import SavePolicy, checkpoint_bytes, finished, locked, no_room
 from jaxdist.training.startup_checks import check_attention
 from jaxdist.training.summary import beginning, folded, summary
 
@@ -97,7 +97,7 @@ def open_data(run: Run, job: Job, screen: Screen) -> bool:
         job.note(READING)
         run.open_data()
 
-    run.task.progress = Reading(lambda: job.note(READING), screen if leader() else None, begin)
+    run.task.progress = DataProgress(lambda: job.note(READING), screen if leader() else None, begin)
     job.note(READING if leader() else AWAITING)
     try:
         leader_first("tokens", read)
@@ -108,7 +108,7 @@ def open_data(run: Run, job: Job, screen: Screen) -> bool:
 
 def goes_on(folder: RunFolder) -> str:
     """Where the run in `folder` goes on, as its files tell."""
-    steps = Shelf(folder.checkpoints).sealed()
+    steps = StepDir(folder.checkpoints).sealed()
     return f"the same command goes on from step {max(steps)}" if steps else "the same command starts from the beginning"
 
 
@@ -130,7 +130,7 @@ class Trainer:
         self.run, self.folder, self.checkpoints, self.log, self.job = run, folder, checkpoints, log, job
         self.check_lock, self.begun = check_lock, begun
         self.config, self.steps = run.config, run.steps
-        self.saving = Saving(run, checkpoints)
+        self.saving = SavePolicy(run, checkpoints)
 
     def train(self, found: Found | None) -> int:
         """Go on after the step that was `found`, or begin."""

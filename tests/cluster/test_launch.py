@@ -12,7 +12,7 @@ from jaxdist import launch
 from jaxdist.cluster.slurm_values import node_counts, seconds
 from jaxdist.config import RequestError
 from jaxdist.request import load, to_toml
-from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.checkpoint.step_dir import StepDir
 
 ROOT = Path(__file__).parents[2]
 
@@ -209,9 +209,9 @@ def test_a_finished_run_is_no_job(played, capsys):
         facts = {"step": step, "steps": 150, "data": "", "best": None, "baseline": baseline}
         (folder / f"checkpoints/{step}/facts/metadata").write_text(json.dumps(facts))
     (folder / "config.toml").write_text(to_toml(load(None, {})))
-    Shelf(folder / "checkpoints").seal(75)
+    StepDir(folder / "checkpoints").seal(75)
     assert "#SBATCH" in told("--time=9", capsys=capsys)
-    Shelf(folder / "checkpoints").seal(150)
+    StepDir(folder / "checkpoints").seal(150)
     with pytest.raises(RequestError, match=r"^runs/gpt_tiny is finished at step 150; to start anew, name another"):
         launch.main(["slurm", "--time=9"])
     assert "#SBATCH" in told("--time=9", "--resume=75", capsys=capsys)

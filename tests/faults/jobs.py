@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.checkpoint.step_dir import StepDir
 from tests.processes import Process, free_port, started
 from tests.training.conftest import SMALL, over
 from tests.training.curves import lines
@@ -87,4 +87,4 @@ def step_of(folder: Path) -> int:
 
 def saved(folder: Path) -> int:
     """The newest step that is whole on disk, 0 without one."""
-    return max(Shelf(folder / "checkpoints").sealed(), default=0)
+    return max(StepDir(folder / "checkpoints").sealed(), default=0)

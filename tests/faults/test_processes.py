@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxdist import train as command
-from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.checkpoint.step_dir import StepDir
 from tests.faults.jobs import argv, ends, job, metrics, train
 from tests.processes import free_port
 from tests.training.curves import close
@@ -96,7 +96,7 @@ def test_no_process_saves_a_state_that_is_not_finite_in_one_of_them(text, tmp_pa
             " holds NaN or infinity after step 4, which is not saved; the last good checkpoint is that of step 2"
         )
         assert running[1].said() == ""
-    assert Shelf(tmp_path / "run" / "checkpoints").steps() == [2]
+    assert StepDir(tmp_path / "run" / "checkpoints").steps() == [2]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.models import Model
-from jaxdist.training.forward.decoder import Layered
+from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.step import Step
 
 VOCAB, ROWS, SEQUENCE = 80, 3, 24
@@ -31,7 +31,7 @@ def assert_same(layout, model: Model, reference, noise: float) -> None:
     rng = np.random.default_rng(0)
     tokens, labels = rng.integers(0, VOCAB, (ROWS, SEQUENCE)), rng.integers(-1, VOCAB, (ROWS, SEQUENCE))
     batch = {"tokens": jnp.asarray(tokens)[None], "labels": jnp.asarray(labels)[None]}
-    forward = Layered(model, layout)
+    forward = DecoderForward(model, layout)
     step = Step(forward, optimizer=None)
 
     def ours(params):

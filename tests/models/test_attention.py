@@ -17,7 +17,7 @@ from jaxdist.config import ModelConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.models.attention import attention_kernel, causal_attention, why_not_cudnn
 from jaxdist.sharding import Layout
-from jaxdist.training.forward.decoder import Layered
+from jaxdist.training.forward.decoder import DecoderForward
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.smoke
@@ -148,7 +148,7 @@ def gradient_of_block(mesh: jax.sharding.Mesh, layout: Layout, remat: str) -> Co
     The name of each operation, with the rank of its first operand.
     """
     model = models.build(MODEL, layout)
-    forward = Layered(model, layout, remat=remat, stage=2)
+    forward = DecoderForward(model, layout, remat=remat, stage=2)
     array = lambda shape, spec: jax.ShapeDtypeStruct(shape, BF16, sharding=jax.sharding.NamedSharding(mesh, spec))
     in_use = lambda a, place: array(a.shape[1:], place.layer.use)
     params = jax.tree.map(in_use, model.abstract["blocks"], forward.places["blocks"])

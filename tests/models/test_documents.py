@@ -17,7 +17,7 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.layers import rotary
 from jaxdist.sharding import Layout, wide
-from jaxdist.training.forward.decoder import Layered
+from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.step import Step
 from tests.tiers import thinned
 
@@ -116,7 +116,9 @@ def step_of(family: str, layout: Layout, dtype: str) -> tuple[Step, dict]:
     """(a step, random weights)."""
     model, rng = models.build(FAMILIES[family], layout), np.random.default_rng(1)
     draw = lambda a: jnp.asarray(rng.normal(scale=0.2, size=a.shape), wide(jnp.dtype(dtype)))
-    return Step(Layered(model, layout, dtype=jnp.dtype(dtype)), optimizer=None), jax.tree.map(draw, model.abstract)
+    return Step(DecoderForward(model, layout, dtype=jnp.dtype(dtype)), optimizer=None), jax.tree.map(
+        draw, model.abstract
+    )
 
 
 @pytest.mark.parametrize(

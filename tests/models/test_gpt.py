@@ -14,7 +14,7 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.layers import normal
 from jaxdist.sharding import Layout
-from jaxdist.training.forward.decoder import Layered
+from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.step import Step
 from tests.models import plain
 from tests.tiers import thinned
@@ -69,7 +69,7 @@ def test_the_step_divides_by_the_labels_that_count(one_device):
     for k in (1, 2, 4):
         cut = lambda a, k=k: jnp.asarray(a).reshape(k, -1, *a.shape[1:])
         batch = {"tokens": cut(tokens), "labels": cut(labels), "rows": cut(np.arange(4))}
-        step = Step(Layered(model, one_device), optimizer=None)
+        step = Step(DecoderForward(model, one_device), optimizer=None)
         loss, gradient, count, *_ = jax.jit(step.gradients)(params, {}, batch)
         assert int(count) == (labels >= 0).sum()
         np.testing.assert_allclose(loss, wanted, rtol=1e-6)
@@ -149,7 +149,7 @@ def test_dropout_has_a_mask_of_its_own_for_each_place_row_and_step(one_device):
     params["table"] += 1
     params["blocks"]["attention"]["out_bias"] += jnp.array([2.0, 8.0])[:, None]
     params["blocks"]["mlp"]["down_bias"] += jnp.array([4.0, 16.0])[:, None]
-    forward = Layered(model, one_device, dropout=True)
+    forward = DecoderForward(model, one_device, dropout=True)
 
     @jax.jit
     def stream(step):

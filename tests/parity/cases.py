@@ -15,8 +15,8 @@ from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.sharding import Layout, rules
-from jaxdist.training.forward.decoder import Layered
-from jaxdist.training.forward.pipeline import Pipelined
+from jaxdist.training.forward.decoder import DecoderForward
+from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.forward.step import Step
 
 ROWS, SEQUENCE, VOCAB = 32, 16, 96
@@ -101,12 +101,12 @@ def train(
     optimizer = optax.chain(remember(), optimizer or optax.sgd(0.5))
     options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype, stage=stage)
     if stages := stages_of(config, shape):
-        forward = Pipelined(
+        forward = PipelineForward(
             models.build(model, replace(layout, manual=True)), layout, stages, pipeline.schedule, **options
         )
         folded, logical = jax.jit(stages.folded), jax.jit(stages.unfolded)
     else:
-        forward = Layered(models.build(model, layout), layout, inside=inside, **options)
+        forward = DecoderForward(models.build(model, layout), layout, inside=inside, **options)
         folded = logical = lambda tree: tree
     step = Step(forward, optimizer, max_norm=max_norm, keep=keep)
     with jax.set_mesh(devices):

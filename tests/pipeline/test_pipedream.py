@@ -14,7 +14,7 @@ from jaxdist.parallel.pipeline.stages import split
 from jaxdist.planning.branch_check import across_ranks
 from jaxdist.sharding import ONE_DEVICE
 from jaxdist.training.forward.optimizer import optimizer
-from jaxdist.training.forward.pipedream_step import AsynchronousStep
+from jaxdist.training.forward.pipedream_step import PipeDreamStep
 from tests.pipeline import toy
 
 STEPS = 7
@@ -82,7 +82,7 @@ def run(mesh: str, layers: int, rate: float = 0.0, wrong: int | None = None, ski
     parts = [piped.put(part) for part in parts]
     with jax.set_mesh(piped.mesh):
         shapes = jax.eval_shape(lambda: parts[0])
-        step = AsynchronousStep(piped.forward, partial(optimizer, ADAM, STEPS), DECAY, shapes)
+        step = PipeDreamStep(piped.forward, partial(optimizer, ADAM, STEPS), DECAY, shapes)
         state = jax.jit(lambda w: step.start(step.place(piped.stages.fold(w))))(toy.weights(layers))
         compiled = jax.jit(step.train).lower(state, parts[0]).compile()
         nothing = parts[0] | {"labels": jnp.full_like(parts[0]["labels"], -1)}

@@ -14,8 +14,8 @@ from jaxdist.models.loss import cross_entropy
 from jaxdist.parallel.pipeline.stages import Stages, split
 from jaxdist.parallel.tensor import einsum, enter, lookup
 from jaxdist.sharding import ONE_DEVICE, RULES, Layout, spread
-from jaxdist.training.forward.decoder import Layered
-from jaxdist.training.forward.pipeline import Pipelined
+from jaxdist.training.forward.decoder import DecoderForward
+from jaxdist.training.forward.pipeline import PipelineForward
 
 ROWS, SEQUENCE, VOCAB, EMBED, MLP = 4, 8, 24, 8, 16
 
@@ -34,7 +34,7 @@ AXES = dict(
 
 
 class Toy:
-    """What a `Pipelined` or `Layered` asks of a model."""
+    """What a `PipelineForward` or `DecoderForward` asks of a model."""
 
     def __init__(self, layout: Layout, layers: int, rate: float = 0.0):
         self.layout, self.rate, self.axes = layout, rate, AXES
@@ -73,14 +73,14 @@ def weights(layers: int) -> dict:
 @cache
 def alone(layers: int, micro: int, rate: float = 0.0):
     """(summed loss, its gradients) of one device."""
-    forward = Layered(Toy(ONE_DEVICE, layers, rate), ONE_DEVICE, dropout=rate > 0)
+    forward = DecoderForward(Toy(ONE_DEVICE, layers, rate), ONE_DEVICE, dropout=rate > 0)
     gradients = jax.jit(lambda w, b: forward.gradients(w, {}, b, jnp.asarray(0))[:2])
     with jax.set_mesh(make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])):
         return jax.device_get(gradients(weights(layers), batch(micro)))
 
 
 class Piped:
-    """The toy on a mesh: `Pipelined`, and how to call it."""
+    """The toy on a mesh: `PipelineForward`, and how to call it."""
 
     def __init__(
         self, mesh, schedule, micro=4, v=1, zero=0, sequence=False, remat="none", layers=4, rate=0.0, rows=ROWS
@@ -91,7 +91,7 @@ class Piped:
         stages = Stages(shape["pipeline"], v, split([1.0] * layers, shape["pipeline"] * v))
         toy = Toy(replace(self.layout, manual=True), layers, rate)
         options = dict(stage=zero, remat=remat, dropout=rate > 0)
-        self.forward = Pipelined(toy, self.layout, stages, schedule, **options)
+        self.forward = PipelineForward(toy, self.layout, stages, schedule, **options)
         self.stages, self.layers, self.micro, self.rate, self.rows = stages, layers, micro, rate, rows
 
     def call(self, transform):

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist.training.checkpoint.orbax_writer import Store
-from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.checkpoint.orbax_writer import OrbaxWriter
+from jaxdist.training.checkpoint.step_dir import StepDir
 
 FIGURES = ("loss", "grad_norm", "validation_loss")
 
@@ -36,7 +36,7 @@ def alike(one: Path, other: Path, steps: int) -> None:
 
 def parameters(folder: Path, step: int) -> np.ndarray:
     """All those of a checkpoint, in one row."""
-    store = Store(Shelf((folder / "checkpoints").resolve()), keep=1)
+    store = OrbaxWriter(StepDir((folder / "checkpoints").resolve()), keep=1)
     try:
         return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(store.read(step, "params"))])
     finally:

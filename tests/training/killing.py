@@ -12,8 +12,8 @@ import threading
 import time
 
 from jaxdist.training import trainer
-from jaxdist.training.checkpoint.orbax_writer import Store
-from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.checkpoint.orbax_writer import OrbaxWriter
+from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.meter import Meter
 from jaxdist.training.run import Run
 
@@ -39,8 +39,8 @@ def die_at(moment: str, step: int, delay: float) -> None:
 
     before(Run, "compile", "compile", lambda: 0)
     before(Meter, "step", "step")
-    before(Store, "save", "save")
-    before(Shelf, "seal", "seal")
+    before(OrbaxWriter, "save", "save")
+    before(StepDir, "seal", "seal")
 
 
 def log_rows(path: str) -> None:

@@ -17,7 +17,7 @@ import tensorstore as ts
 from jaxdist.config import RequestError
 from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.checkpoint.orbax_writer import SaveFailed
-from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run_dir import RunFolder
 from tests.training.conftest import facts
@@ -128,8 +128,8 @@ def test_without_checksums_steps_are_read_back_and_sealed(folder):
         assert "10 had no checksums: it was read back and is whole; they are made now" in checkpoints.notes[0]
         same(checkpoints.restore(abstract(state(10)), found), state(10)._replace(weights=None))
         assert checkpoints.find_start("5", expected).step == 5
-    assert Shelf(folder / "checkpoints").sealed() == [5, 10]
-    assert Shelf(folder / "checkpoints").damage(10) is None
+    assert StepDir(folder / "checkpoints").sealed() == [5, 10]
+    assert StepDir(folder / "checkpoints").damage(10) is None
 
 
 def cut_off(folder: Path) -> None:
@@ -295,7 +295,7 @@ def test_the_old_go_only_when_the_new_is_sealed(tmp_path, monkeypatch):
         checkpoints.wait()
         with monkeypatch.context() as patch:
             patch.setattr(
-                "jaxdist.training.checkpoint.step_dir.Shelf.seal",
+                "jaxdist.training.checkpoint.step_dir.StepDir.seal",
                 lambda shelf, step: shelf.path("no such thing").stat(),
             )
             checkpoints.save(10, state(10), facts(10))
@@ -310,7 +310,7 @@ def test_the_old_go_only_when_the_new_is_sealed(tmp_path, monkeypatch):
 
 def test_a_save_that_fails_never_contradicts_the_last_good_checkpoint(tmp_path, monkeypatch):
     """Step 5 is sealed in both failures: of the best one, and of what is done when a step has its seal."""
-    seal = Shelf.seal
+    seal = StepDir.seal
 
     def no_best(shelf, step):
         if shelf.folder.name == "best":
@@ -321,17 +321,17 @@ def test_a_save_that_fails_never_contradicts_the_last_good_checkpoint(tmp_path, 
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with Checkpoints(tmp_path / "a", keep=1) as checkpoints:
-        monkeypatch.setattr(Shelf, "seal", no_best)
+        monkeypatch.setattr(StepDir, "seal", no_best)
         checkpoints.save(5, state(5), facts(5))
         checkpoints.save_best(5, state(5), facts(5))
         with pytest.raises(SaveFailed, match=r"^the best checkpoint of step 5 could not be saved: input/output error$"):
             checkpoints.wait()
         assert checkpoints.told() == "the last good checkpoint is that of step 5"
-    monkeypatch.setattr(Shelf, "seal", seal)
+    monkeypatch.setattr(StepDir, "seal", seal)
     with Checkpoints(tmp_path / "b", keep=1) as checkpoints:
         checkpoints.save_best(5, state(5), facts(5))
         assert checkpoints.told() == "the only good checkpoint is the best one, of step 5"
-        monkeypatch.setattr(Shelf, "keep", no_permission)
+        monkeypatch.setattr(StepDir, "keep", no_permission)
         checkpoints.save(5, state(5), facts(5))
         told = "^the checkpoint of step 5 is saved, but what is done after that failed: permission denied$"
         with pytest.raises(SaveFailed, match=told):

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from jaxdist import checkpoints, train
 from jaxdist.config import RequestError
 from jaxdist.request import load
-from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.run_dir import RunFolder
 from tests.training.conftest import SMALL, over
 from tests.training.test_going_back import damage
@@ -191,8 +191,8 @@ def test_listing_needs_no_jax(finished):
 
 def test_prune_removes_whole_steps_that_were_set_aside_once_the_run_has_come_as_far(tmp_path):
     """Checksums do not keep them: the run went back behind them on purpose."""
-    newest, best = Shelf(tmp_path / "checkpoints"), Shelf(tmp_path / "checkpoints" / "best")
-    aside, best_aside = Shelf(newest.folder / "aside"), Shelf(newest.folder / "aside" / "best")
+    newest, best = StepDir(tmp_path / "checkpoints"), StepDir(tmp_path / "checkpoints" / "best")
+    aside, best_aside = StepDir(newest.folder / "aside"), StepDir(newest.folder / "aside" / "best")
     for shelf, steps in ((newest, (10, 20)), (best, (10,)), (aside, (15, 20, 25)), (best_aside, (15,))):
         for step in steps:
             put(shelf, step)

@@ -10,7 +10,7 @@ from jaxdist import train
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.training import data_progress
 from jaxdist.training.console import Screen
-from jaxdist.training.data_progress import MIB, Reading
+from jaxdist.training.data_progress import MIB, DataProgress
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def clock(monkeypatch):
 
 def read(clock, screen, seconds, told, total=3000):
     """100 MiB a second."""
-    shown = Reading(lambda: told.append("alive"), screen, lambda: told.append("before"))
+    shown = DataProgress(lambda: told.append("alive"), screen, lambda: told.append("before"))
     for second in range(seconds + 1):
         clock.seconds = second
         shown("tokenizing", 100 * MIB * second, total * MIB)

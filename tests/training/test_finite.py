@@ -18,7 +18,7 @@ from jaxdist.mesh import DATA, make_mesh, parse_mesh
 from jaxdist.sharding import HOST
 from jaxdist.training import run as runs
 from jaxdist.training.checkpoint.finite_state import first_not_finite
-from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.meter import Meter
 from jaxdist.training.trainer import Trainer
 from tests.training.conftest import SMALL, over
@@ -58,7 +58,7 @@ def handlers():
 
 
 def steps(folder: Path) -> list[int]:
-    return Shelf(folder / "checkpoints").steps()
+    return StepDir(folder / "checkpoints").steps()
 
 
 def assert_finite(folder: Path) -> None:
@@ -66,7 +66,7 @@ def assert_finite(folder: Path) -> None:
     for step in steps(folder):
         assert np.isfinite(parameters(folder, step)).all(), step
     best = folder / "checkpoints" / "best"
-    assert max(Shelf(best).steps(), default=0) < BAD
+    assert max(StepDir(best).steps(), default=0) < BAD
 
 
 def test_knobs_that_make_the_weights_overflow_leave_no_checkpoint(start):

@@ -106,9 +106,9 @@ def test_a_disk_that_fails_during_a_run_ends_it_with_a_sentence(
     request_of, tmp_path, monkeypatch, capfd, filled, reason
 ):
     """After the checkpoint of step 5: the disk gets full, or read-only. The next start has lost nothing."""
-    from jaxdist.training.save_policy import Saving
+    from jaxdist.training.save_policy import SavePolicy
 
-    old, disk = Saving.save, tmp_path / "run" / "checkpoints"
+    old, disk = SavePolicy.save, tmp_path / "run" / "checkpoints"
 
     def save(self, step, state):
         if step == 10:
@@ -121,7 +121,7 @@ def test_a_disk_that_fails_during_a_run_ends_it_with_a_sentence(
 
     with mounted(disk, 4):
         with monkeypatch.context() as patch:
-            patch.setattr(Saving, "save", save)
+            patch.setattr(SavePolicy, "save", save)
             assert train.main(request_of("run", "--validation.every=0")) == 1
         said = capfd.readouterr().err
         assert said.splitlines()[-1].startswith("stopped: the checkpoint of step 10 could not be saved: " + reason)

@@ -8,7 +8,7 @@ import pytest
 
 from jaxdist.config import Config
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.training.save_policy import Saving
+from jaxdist.training.save_policy import SavePolicy
 
 STATE = {"count": jnp.arange(3)}
 
@@ -35,7 +35,7 @@ class Kept:
         return STATE
 
 
-def saving(kept: Kept) -> Saving:
+def saving(kept: Kept) -> SavePolicy:
     """What a run has that begins, or resumes, now."""
     same = lambda state: state
     task = SimpleNamespace(baseline=lambda: 5.0, baseline_name="unigrams", unit="token", fingerprint="0")
@@ -44,7 +44,7 @@ def saving(kept: Kept) -> Saving:
         config=Config(), task=task, step=step, steps=20, mesh=make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])
     )
     run.abstract_logical = lambda: STATE
-    return Saving(run, kept)
+    return SavePolicy(run, kept)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from jaxdist.config import OptimizerConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.parallel.zero import Placement
 from jaxdist.sharding import Layout
-from jaxdist.training.forward.decoder import Layered
+from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.optimizer import optimizer
 from jaxdist.training.forward.step import Step
 from tests.parity import cases
@@ -28,7 +28,7 @@ class Setup:
         self.layout = Layout.on(self.mesh)
         self.model = models.build(model, self.layout)
         tx = optimizer(config or OptimizerConfig(warmup=5), 20, models.matrices(self.model))
-        self.forward = Layered(self.model, self.layout, dropout=model.dropout > 0, **options)
+        self.forward = DecoderForward(self.model, self.layout, dropout=model.dropout > 0, **options)
         self.step = Step(self.forward, tx)
 
     def batch(self, accumulation: int = 1):

@@ -10,11 +10,11 @@ import pytest
 import xxhash
 
 from jaxdist.files import BLOCK
-from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.checkpoint.step_dir import StepDir
 from tests.training.conftest import facts
 
 
-def put(shelf: Shelf, step: int, seal: bool = True) -> None:
+def put(shelf: StepDir, step: int, seal: bool = True) -> None:
     path = shelf.path(step)
     (path / "params" / "d").mkdir(parents=True)
     (path / "params" / "d" / "array").write_bytes(bytes(range(256)) * step)
@@ -26,8 +26,8 @@ def put(shelf: Shelf, step: int, seal: bool = True) -> None:
 
 
 @pytest.fixture
-def shelf(tmp_path) -> Shelf:
-    return Shelf(tmp_path / "checkpoints")
+def shelf(tmp_path) -> StepDir:
+    return StepDir(tmp_path / "checkpoints")
 
 
 def test_a_step_counts_when_it_has_checksums(shelf):
@@ -127,7 +127,7 @@ def test_a_folder_that_cannot_be_listed_is_damage_and_not_empty(shelf, monkeypat
     assert "params cannot be read (Too many open files)" in shelf.damage(10)
 
 
-def as_once(shelf: Shelf, step: int) -> None:
+def as_once(shelf: StepDir, step: int) -> None:
     """Give a step a seal of the first format: checksums alone."""
     sums = shelf.folder / "sums" / f"{step}.json"
     sums.write_text(json.dumps({"xxh3_64": json.loads(sums.read_text())["xxh3_64"]}))
@@ -145,16 +145,16 @@ def test_a_seal_of_the_first_format_is_read(shelf):
 
 
 def test_a_step_under_another_number_or_of_another_run_is_refused(shelf, tmp_path):
-    mine = Shelf(shelf.folder, run="a1")
+    mine = StepDir(shelf.folder, run="a1")
     put(mine, 10)
     shutil.copytree(mine.path(10), mine.path(15))
     shutil.copy(mine.folder / "sums/10.json", mine.folder / "sums/15.json")
     assert mine.damage(10) is None
     assert mine.damage(15) == "its checksums are those of step 10"
-    moved = Shelf(shutil.copytree(mine.folder, tmp_path / "copy"), run="a1")
+    moved = StepDir(shutil.copytree(mine.folder, tmp_path / "copy"), run="a1")
     assert moved.damage(10) is None
-    assert Shelf(moved.folder, run="b2").damage(10) == "it belongs to another run (a1; this one is b2)"
-    assert Shelf(moved.folder).damage(10) is None
+    assert StepDir(moved.folder, run="b2").damage(10) == "it belongs to another run (a1; this one is b2)"
+    assert StepDir(moved.folder).damage(10) is None
 
 
 def test_a_file_of_many_blocks_is_read_to_its_end(shelf):
@@ -197,7 +197,7 @@ def test_half_written_steps_are_cleared_away_and_committed_ones_never(shelf, tmp
 
 def test_only_folders_with_a_plain_number_are_steps(shelf, tmp_path):
     put(shelf, 10)
-    put(Shelf(tmp_path / "other"), 5)
+    put(StepDir(tmp_path / "other"), 5)
     for name in ("²", "٣", "9" * 30, "007", "+7", "-7", "7 ", "1e1"):
         (shelf.folder / name).mkdir()
     (shelf.folder / "6").write_text("a file")
@@ -216,7 +216,7 @@ def test_pruning_leaves_the_newest_step_that_was_seen_finite(shelf):
 
 
 def test_a_step_moves_with_its_checksums_in_place_of_another(shelf, tmp_path):
-    other = Shelf(tmp_path / "checkpoints" / "aside")
+    other = StepDir(tmp_path / "checkpoints" / "aside")
     put(shelf, 10)
     shelf.move(10, other)
     put(shelf, 10)

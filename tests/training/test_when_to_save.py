@@ -7,7 +7,7 @@ import pytest
 
 from jaxdist.config import Config
 from jaxdist.training import save_policy
-from jaxdist.training.save_policy import Saving
+from jaxdist.training.save_policy import SavePolicy
 
 
 def saved(steps: int = 20, rows: int = 100, seconds: float = 0.0, monkeypatch=None, **knobs) -> list[int]:
@@ -18,10 +18,10 @@ def saved(steps: int = 20, rows: int = 100, seconds: float = 0.0, monkeypatch=No
     run = SimpleNamespace(task=task, config=config, steps=steps, step=step, mesh=None)
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(save_policy.time, "monotonic", lambda: clock.now)
-    monkeypatch.setattr(Saving, "facts", lambda self, step: {})
+    monkeypatch.setattr(SavePolicy, "facts", lambda self, step: {})
     found = []
     checkpoints = SimpleNamespace(save=lambda step, state, facts: found.append(step))
-    one = Saving(run, checkpoints)
+    one = SavePolicy(run, checkpoints)
     for step in range(1, steps + 1):
         clock.now += seconds
         if one.due(step):

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from jaxdist.cluster.consensus import agreed, from_leader, leader
 from jaxdist.config import RequestError
 from jaxdist.models import Params
-from jaxdist.training.checkpoint.orbax_writer import SaveFailed, Store, array_shapes
+from jaxdist.training.checkpoint.orbax_writer import OrbaxWriter, SaveFailed, array_shapes
 from jaxdist.training.checkpoint.readback import unreadable
-from jaxdist.training.checkpoint.step_dir import STEP, UNSEALED, Shelf
+from jaxdist.training.checkpoint.step_dir import STEP, UNSEALED, StepDir
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run_dir import RunFolder
 
@@ -30,7 +30,7 @@ LATEST, BEST, ASIDE = "latest", "best", "aside"
 class Found(NamedTuple):
     """A step that was whole when it was found."""
 
-    store: Store
+    store: OrbaxWriter
     step: int
 
 
@@ -44,9 +44,9 @@ class Checkpoints:
     def __init__(self, run_dir: Path, keep: int | None, every: int = 0):
         folder = Path(run_dir).resolve() / "checkpoints"
         run = RunFolder(run_dir).identity()
-        self._newest = Store(Shelf(folder, run), keep or 1, every)
-        self._best = Store(Shelf(folder / BEST, run), 1, kind=BEST)
-        self._aside = [Shelf(folder / ASIDE, run), Shelf(folder / ASIDE / BEST, run)]
+        self._newest = OrbaxWriter(StepDir(folder, run), keep or 1, every)
+        self._best = OrbaxWriter(StepDir(folder / BEST, run), 1, kind=BEST)
+        self._aside = [StepDir(folder / ASIDE, run), StepDir(folder / ASIDE / BEST, run)]
         self._seals = keep is not None
         self.notes: list[str] = []
         """Sentences about steps that were passed over, sealed or set aside; only the leader has them."""
@@ -190,7 +190,7 @@ class Checkpoints:
         """One item of a step, such as `params`, as it was saved, on one device; {} where it holds none."""
         return found.store.read(found.step, item)
 
-    def _usable(self, shelf: Shelf, which: str, expected: Callable[[], TrainState] | None) -> int | None:
+    def _usable(self, shelf: StepDir, which: str, expected: Callable[[], TrainState] | None) -> int | None:
         """The newest step that is whole, or the one with the number `which`; the notes get those that are not."""
         steps = shelf.steps()
         if which not in (LATEST, BEST):
@@ -207,7 +207,7 @@ class Checkpoints:
             self.notes.append(f"checkpoint {shelf.path(step)} is damaged and passed over: {damage}")
         return None
 
-    def _damage(self, shelf: Shelf, step: int, expected: Callable[[], TrainState] | None) -> str | None:
+    def _damage(self, shelf: StepDir, step: int, expected: Callable[[], TrainState] | None) -> str | None:
         """Why a step cannot be used; None if it can. One without a seal gets one then, if this may write."""
         seal = shelf.seal_of(step)
         if seal is None:
@@ -217,7 +217,7 @@ class Checkpoints:
             self.notes.append(f"checkpoint {shelf.path(step)} has checksums of an older jaxdist, without run and step")
         return damage
 
-    def _damage_without_seal(self, shelf: Shelf, step: int, expected: Callable[[], TrainState] | None) -> str | None:
+    def _damage_without_seal(self, shelf: StepDir, step: int, expected: Callable[[], TrainState] | None) -> str | None:
         shapes = None
         if expected is not None:
             shapes = {item: array_shapes(tree) for item, tree in trees_of(expected()).items()}

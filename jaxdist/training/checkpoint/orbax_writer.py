@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from jaxdist.cluster.consensus import leader
 from jaxdist.config import RequestError
 from jaxdist.training.checkpoint.readback import Shapes, unreadable
-from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.checkpoint.step_dir import StepDir
 
 ITEMS = ("params", "variables", "training")
 """What a step may hold, each a tree of arrays that can be read alone; beside them stand the JSON-able `facts`."""
@@ -39,10 +39,10 @@ class SaveFailed(RuntimeError):
     """A checkpoint could not be written: which, and why."""
 
 
-class Store:
+class OrbaxWriter:
     """One shelf. `keep` is how many of the newest steps to keep, beside those that `every` divides (0: none)."""
 
-    def __init__(self, shelf: Shelf, keep: int, every: int = 0, kind: str = ""):
+    def __init__(self, shelf: StepDir, keep: int, every: int = 0, kind: str = ""):
         """`kind` is a word for the checkpoints here, for sentences."""
         _raised_is_enough()
         self.shelf, self._keep, self._every = shelf, keep, every

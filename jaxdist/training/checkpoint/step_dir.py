@@ -69,7 +69,7 @@ class Seal:
 
 
 @dataclass(frozen=True)
-class Shelf:
+class StepDir:
     """`folder` need not exist. What a method raises is `OSError`, unless it says otherwise."""
 
     folder: Path
@@ -201,7 +201,7 @@ class Shelf:
         self.unseal(step)
         shutil.rmtree(self.path(step))
 
-    def move(self, step: int, other: Shelf) -> None:
+    def move(self, step: int, other: StepDir) -> None:
         """To another shelf of the same disk, in place of what it has of that step."""
         if step in other.steps():
             other.remove(step)

@@ -17,7 +17,7 @@ Outcome = tuple[Float[Array, ""], Params, Further]
 """(summed loss, variables after it, further sums)."""
 
 
-class Differentiated(ABC):
+class AccumulatingForward(ABC):
     """The part of a `Forward` that follows from its `loss`."""
 
     places: Any

@@ -19,11 +19,11 @@ from jaxdist.models.attention import ATTENTION, Starts, is_cudnn_forward
 from jaxdist.parallel import zero
 from jaxdist.parallel.tensor import PRODUCT
 from jaxdist.sharding import HOST, Layout
-from jaxdist.training.forward.accumulation import Differentiated, Outcome
+from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
 from jaxdist.training.forward.step import Batch
 
 
-class Layered(Differentiated):
+class DecoderForward(AccumulatingForward):
     """The forward pass of a `Step`: batches of `tokens` [k, B, S], `labels` [k, B, S] (negative: does not count),
     `rows` [k, B] (global row) and, where documents are apart, `starts` [k, B, S] (`models.attention`).
 

@@ -14,7 +14,7 @@ from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign, LossFunction, cast
 from jaxdist.parallel import foreign, zero
 from jaxdist.sharding import Layout, wide
-from jaxdist.training.forward.accumulation import Differentiated, Outcome
+from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
 from jaxdist.training.forward.step import Batch
 
 Scope = Literal["batch", "rows", "device"]
@@ -22,7 +22,7 @@ Scope = Literal["batch", "rows", "device"]
 each device's own in everything."""
 
 
-class Whole(Differentiated):
+class ModuleForward(AccumulatingForward):
     """Batches are trees of arrays [k, B, ...]; `split` says of every parameter whether ZeRO may split it (None: of
     all)."""
 

@@ -21,7 +21,7 @@ from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, split
 from jaxdist.sharding import Layout, named, wide
 from jaxdist.training.forward.module import Scope
-from jaxdist.training.forward.pipeline import Pipelined
+from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.forward.step import Batch
 
 
@@ -31,7 +31,7 @@ def staged(module: nnx.Module, batch: Any) -> Float[Array, ""]:
     return module.head(scan(module.blocks, module.embed(batch)), batch)
 
 
-class Staged(Pipelined):
+class ModulePipelineForward(PipelineForward):
     """Batches are trees of arrays [M, B, ...]. `split` says of every parameter whether ZeRO may split it (None: of
     all). What is no block is computed by all ranks."""
 

@@ -13,11 +13,11 @@ from jax.sharding import reshard
 from jaxdist.models import Params
 from jaxdist.parallel.pipeline.pipedream import NOTHING
 from jaxdist.parallel.pipeline.stages import BLOCKS
-from jaxdist.training.forward.pipeline import Pipelined
+from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.forward.step import Batch, Metrics, Step, TrainState
 
 
-class AsynchronousStep(Step):
+class PipeDreamStep(Step):
     """As a `Step`, but updates of batch m are made until m + `late` has come in, and metrics are told then.
 
     There is no moment at which a whole gradient is there: nothing clips by its norm. A stage whose gradient is not
@@ -26,7 +26,7 @@ class AsynchronousStep(Step):
 
     def __init__(
         self,
-        forward: Pipelined,
+        forward: PipelineForward,
         optimizer: Callable[[Params], optax.GradientTransformation],
         decay: Params,
         batch: Batch,

@@ -24,7 +24,7 @@ from jaxdist.training.forward.decoder import fold_in, recompute
 from jaxdist.training.forward.step import Batch
 
 
-class Pipelined:
+class PipelineForward:
     """The forward and backward passes of a `Step`, as those of `Layered`; `model` is laid out for a region.
 
     Parameters of layers are held as [v, S, depth, ...]. The micro-batches of a batch are those of the schedule.
