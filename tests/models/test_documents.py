@@ -116,9 +116,8 @@ def step_of(family: str, layout: Layout, dtype: str) -> tuple[Step, dict]:
     """(a step, random weights)."""
     model, rng = models.build(FAMILIES[family], layout), np.random.default_rng(1)
     draw = lambda a: jnp.asarray(rng.normal(scale=0.2, size=a.shape), wide(jnp.dtype(dtype)))
-    return Step(DecoderForward(model, layout, dtype=jnp.dtype(dtype)), optimizer=None), jax.tree.map(
-        draw, model.abstract
-    )
+    forward = DecoderForward(model, layout, dtype=jnp.dtype(dtype))
+    return Step(forward, optimizer=None), jax.tree.map(draw, model.abstract)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.parallel.pipeline.split import halves
 from jaxdist.parallel.pipeline.table import make_table
-from jaxdist.training.forward.decoder import recompute
+from jaxdist.training.forward.remat import recompute
 from tests.pipeline.toy import Piped, count, loops
 
 D, F, B = 4, 12, 6

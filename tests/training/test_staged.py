@@ -146,8 +146,8 @@ def one_loss(module, batch):
         (Decoder, dict(loss_fn=one_loss), "a loss function of your own cannot be cut into stages"),
         (Decoder, dict(scope="batch"), "whose devices compute their own rows: scope is 'batch', give scope 'rows'"),
         (Decoder, dict(mesh="1x2x2"), "has pipeline=2 and model=2, which split nothing together"),
-        (Decoder, dict(schedule="pipedream"), "schedule pipedream is not there for a module of your own; use 1f1b"),
-        (Decoder, dict(schedule="zb-h1"), "schedule zb-h1 is not there for a module of your own; use 1f1b or zb-u"),
+        (Decoder, dict(schedule="pipedream"), "schedule pipedream does not support a module of your own; use 1f1b"),
+        (Decoder, dict(schedule="zb-h1"), "schedule zb-h1 does not support a module of your own; use 1f1b or zb-u"),
         (Decoder, dict(mesh="2x1x1", schedule="gpipe"), "schedule is 'gpipe' with 1 virtual stage.*has no stages"),
         (Decoder, dict(mesh="2x1x1", virtual_stages=2), "'1f1b' with 2 virtual stage.*has no stages"),
         (Decoder, dict(schedule="1f2b"), "there is no pipeline schedule '1f2b'"),
@@ -156,7 +156,7 @@ def one_loss(module, batch):
         (Headless, {}, "Headless offers no embed and no head; a pipeline needs embed.batch., blocks"),
         (Dropping, {}, "Dropping holds dropout.rngs.count, dropout.rngs.key, which change from call to call"),
         (Loose, {}, "share no leading dim of layers; make them by jaxdist.stack"),
-        (Named, {}, "more.blocks.* is no stage, but has 'blocks' in its name"),
+        (Named, {}, "more.blocks.* is not a stage, but has 'blocks' in its name"),
     ],
 )
 def test_mistakes(model, options, sentence):

@@ -1,9 +1,9 @@
-"""Gradients by `jax.grad` of a loss, micro-batch by micro-batch, reduced as the ZeRO stage has it."""
+"""Gradient accumulation: `jax.grad` of a loss, micro-batch by micro-batch, reduced as the ZeRO stage demands."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,84 +11,105 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.models import Params
 from jaxdist.sharding import wide
+from jaxdist.training.forward.base import ForwardBase
 from jaxdist.training.forward.step import Batch, Further, Summed
 
 Outcome = tuple[Float[Array, ""], Params, Further]
 """(summed loss, variables after it, further sums)."""
 
+LossOf = Callable[[Params, Params, Batch], Outcome]
+"""(what the gradient is taken of, variables, micro-batches) -> outcome."""
 
-class AccumulatingForward(ABC):
-    """The part of a `Forward` that follows from its `loss`."""
 
-    places: Any
-    abstract: Params
-    stages = None
-    dtype: Any
-    """What the model computes in."""
-    stage: int
-    """Of ZeRO."""
+class AccumulatingForward(ForwardBase, ABC):
+    """A `Forward` whose gradients follow from its `loss`, by automatic differentiation."""
+
     inside: bool
-    """Whether `loss` takes all k micro-batches at stages 2 and 3; otherwise one at a time."""
+    """Whether `loss` takes all k micro-batches at once at ZeRO stages 2 and 3; otherwise it takes one at a time."""
 
     @abstractmethod
     def loss(
         self, weights: Params, sinks: Params | None, variables: Params, parts: Batch, step: Int[Array, ""] | None
     ) -> Outcome:
-        """Of one or more micro-batches; gradients go to `sinks` from stage 2 on. No `step`: evaluation."""
+        """Return the outcome of one or more micro-batches; from stage 2 on, gradients go to `sinks`.
+
+        `step` None means evaluation.
+        """
 
     def weights(self, params: Params) -> Params:
-        """Parameters in the compute dtype, gathered, but for stage 3."""
-        cast = jax.tree.map(lambda w: w.astype(self.dtype), params)
-        return cast if self.stage == 3 else jax.tree.map(lambda p, w: p.gather(w), self.places, cast)
+        """Return the parameters in the compute dtype. Below stage 3 they are gathered here, once per step."""
+        cast = self.cast(params)
+        if self.stage == 3:
+            return cast
+        return jax.tree.map(lambda p, w: p.gather(w), self.places, cast)
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
-        summed = self._reduced_at_the_end if self.stage < 2 else self._reduced_in_layers
-        return summed(weights, variables, batch, step)
+        """Return loss and gradients, summed over all micro-batches and devices."""
+        if self.stage < 2:
+            return self._reduce_at_the_end(weights, variables, batch, step)
+        return self._reduce_in_layers(weights, variables, batch, step)
 
     def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Further]:
+        """Return (summed loss, further sums)."""
         loss, _, further = self.loss(weights, None, variables, batch, None)
         return loss, further
 
     def accumulators(self, weights: Params) -> Params:
-        """Zeros that the gradients of all micro-batches are added to, in f32 at least: at stages 0 and 1 as the
-        weights lie in use, whole over the data axis; from stage 2 on as the parameters lie at rest."""
+        """Return zeros that the gradients of all micro-batches are added to, in f32 or wider.
+
+        At stages 0 and 1 they are laid out as the weights in use, whole over the data axis; from stage 2 on as the
+        parameters at rest.
+        """
         if self.stage < 2:
             return jax.tree.map(lambda p, w: p.partial_sums(w), self.places, weights)
         dtype = wide(self.dtype)
         return jax.tree.map(lambda p, w: p.sink(w.shape, dtype), self.places, self.abstract)
 
-    def _reduced_at_the_end(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
-        """Stages 0 and 1: each device adds up its own gradients of all micro-batches, whole and in f32."""
-        loss_of = lambda weights, variables, parts: self.loss(weights, None, variables, parts, step)
-        zeros = self.accumulators(weights)
-        loss, grads, *more = self._add_up(loss_of, weights, zeros, variables, _one_by_one(batch))
-        return loss, jax.tree.map(lambda p, g: p.reduce(g), self.places, grads), *more
+    def _reduce_at_the_end(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
+        """Stages 0 and 1: each device accumulates its own whole gradients in f32; they are reduced once, at the end."""
 
-    def _reduced_in_layers(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
+        def loss_of(weights: Params, variables: Params, parts: Batch) -> Outcome:
+            return self.loss(weights, None, variables, parts, step)
+
+        zeros = self.accumulators(weights)
+        loss, grads, variables, further = self._accumulate(loss_of, weights, zeros, variables, _one_by_one(batch))
+        grads = jax.tree.map(lambda p, g: p.reduce(g), self.places, grads)
+        return loss, grads, variables, further
+
+    def _reduce_in_layers(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Stages 2 and 3: each layer's gradient is reduced as it is made, and only its shard is kept."""
         sinks = self.accumulators(weights)
-        loss_of = lambda sinks, variables, parts: self.loss(weights, sinks, variables, parts, step)
-        groups = jax.tree.map(lambda a: a[None], batch) if self.inside else _one_by_one(batch)
-        return self._add_up(loss_of, sinks, sinks, variables, groups)
 
-    def _add_up(self, loss_of, towards: Params, zeros: Params, variables: Params, groups: Batch) -> Summed:
-        """The gradient is with respect to `towards`; all is summed over the leading dim of `groups`."""
+        def loss_of(sinks: Params, variables: Params, parts: Batch) -> Outcome:
+            return self.loss(weights, sinks, variables, parts, step)
 
-        def with_rest(towards, variables, parts):
+        if self.inside:
+            groups = jax.tree.map(lambda a: a[None], batch)  # one group of all k micro-batches
+        else:
+            groups = _one_by_one(batch)
+        return self._accumulate(loss_of, sinks, sinks, variables, groups)
+
+    def _accumulate(self, loss_of: LossOf, towards: Params, zeros: Params, variables: Params, groups: Batch) -> Summed:
+        """Sum loss and gradients over the leading dim of `groups`; the gradient is with respect to `towards`."""
+
+        def with_auxiliary(towards: Params, variables: Params, parts: Batch):
             loss, variables, further = loss_of(towards, variables, parts)
             return loss, (variables, further)
 
+        gradient_of = jax.value_and_grad(with_auxiliary, has_aux=True)
+
         def add(carry, parts: Batch):
             total, variables = carry
-            (loss, (variables, further)), grads = jax.value_and_grad(with_rest, has_aux=True)(towards, variables, parts)
+            (loss, (variables, further)), grads = gradient_of(towards, variables, parts)
             total = jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, (loss, grads))
             return (total, variables), further
 
         zero = jnp.zeros((), wide(self.dtype))
         ((loss, grads), variables), further = jax.lax.scan(add, ((zero, zeros), variables), groups)
-        return loss, grads, variables, jax.tree.map(lambda a: a.sum(0), further)
+        further = jax.tree.map(lambda a: a.sum(0), further)
+        return loss, grads, variables, further
 
 
 def _one_by_one(batch: Batch) -> Batch:
-    """k groups of one micro-batch each."""
+    """Return the batch as k groups of one micro-batch each."""
     return jax.tree.map(lambda a: a[:, None], batch)

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
 from jaxdist.mesh import BATCH_AXES
@@ -15,16 +14,20 @@ from jaxdist.models.foreign import Foreign, LossFunction, cast
 from jaxdist.parallel import foreign, zero
 from jaxdist.sharding import Layout, wide
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
+from jaxdist.training.forward.base import count_rows
 from jaxdist.training.forward.step import Batch
 
 Scope = Literal["batch", "rows", "device"]
-"""What the loss function sees at once: all rows of a micro-batch; each device's own, batch statistics taken over all;
-each device's own in everything."""
+"""What the loss function sees at once.
+
+* batch: all rows of a micro-batch
+* rows: each device's own rows, with batch statistics over all of them
+* device: each device's own rows, in everything
+"""
 
 
 class ModuleForward(AccumulatingForward):
-    """Batches are trees of arrays [k, B, ...]; `split` says of every parameter whether ZeRO may split it (None: of
-    all)."""
+    """The forward pass of a module; batches are trees of arrays [k, B, ...]."""
 
     inside = False
 
@@ -38,35 +41,46 @@ class ModuleForward(AccumulatingForward):
         stage: int,
         split: Params | None = None,
     ):
-        self.model, self.loss_fn, self.layout, self.scope = model, loss_fn, layout, scope
-        self.dtype, self.stage, self.abstract = dtype, stage, model.abstract
+        """Lay the parameters out for ZeRO stage `stage`.
+
+        `split` says for every parameter whether ZeRO may split it; None allows it for all.
+        """
+        self.model = model
+        self.loss_fn = loss_fn
+        self.layout = layout
+        self.scope = scope
+        self.dtype = dtype
+        self.stage = stage
+        self.abstract = model.abstract
         together = scope == "batch"
         stacks = together and stage == 3 and set(dict(layout.axes)) <= set(BATCH_AXES)
         self.places = zero.placements(layout, model.axes, model.abstract, stage, not together, split, stacks)
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
-        """(parameters at rest, variables)."""
+        """Return (parameters at rest, variables)."""
         return foreign.init(self.model.init, self.places, key)
 
     def count(self, batch: Batch) -> Int[Array, ""]:
-        """Rows."""
-        k, rows = jax.tree.leaves(batch)[0].shape[:2]
-        return jnp.asarray(k * rows)
+        """Return the number of rows."""
+        return count_rows(batch)
 
     def loss(
         self, weights: Params, sinks: Params | None, variables: Params, parts: Batch, step: Int[Array, ""] | None
     ) -> Outcome:
-        """Summed over the rows of one micro-batch."""
+        """Return the loss summed over the rows of one micro-batch; `step` None calls the module for evaluation."""
         weights = cast(zero.in_use(self.places, weights, sinks, self.stage), self.dtype)
         batch = cast(jax.tree.map(lambda a: a[0], parts), self.dtype)
         call = partial(self.model.loss, self.loss_fn, train=step is not None)
         if self.scope == "batch" or step is None:
             means, variables, further = foreign.together(self.places, call, weights, variables, batch)
         else:
-            agreements = self.model.agreements
             means, variables, further = foreign.apart(
-                self.layout, self.places, agreements, call, weights, variables, batch
+                self.layout, self.places, self.model.agreements, call, weights, variables, batch
             )
         rows = jax.tree.leaves(batch)[0].shape[0]
-        loss, further = jax.tree.map(lambda mean: rows * mean.astype(wide(mean.dtype)), (means, further))
+
+        def summed(mean: Array) -> Array:
+            return rows * mean.astype(wide(mean.dtype))
+
+        loss, further = jax.tree.map(summed, (means, further))
         return loss, variables, further

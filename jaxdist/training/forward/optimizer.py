@@ -11,8 +11,12 @@ from jaxdist.config import OptimizerConfig
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Warm-up from 0, then to `final` x peak at the last of `steps` updates, in the shape that is asked for."""
-    peak, end = config.learning_rate, config.learning_rate * config.final
+    """Return the learning rate by update: up from 0, then down to `final` x peak at the last of `steps` updates.
+
+    `config.schedule` names the shape of the way down.
+    """
+    peak = config.learning_rate
+    end = peak * config.final
     warmup = min(config.warmup, steps)
     rest = max(steps - warmup - 1, 1)  # from the first update after the warm-up to the last of the run
     if config.schedule == "cosine":
@@ -21,13 +25,24 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
         after = optax.linear_schedule(peak, end, rest)
     else:
         decay = config.decay_steps(steps)
-        after = optax.linear_schedule(peak, end, max(decay, 1), transition_begin=rest - decay)
-        after = after if decay else optax.constant_schedule(peak)
-    return optax.join_schedules([lambda count: peak * (count + 1) / (warmup + 1), after], [warmup]) if warmup else after
+        if decay:
+            after = optax.linear_schedule(peak, end, decay, transition_begin=rest - decay)
+        else:
+            after = optax.constant_schedule(peak)
+    if not warmup:
+        return after
+
+    def rise(count):
+        return peak * (count + 1) / (warmup + 1)
+
+    return optax.join_schedules([rise, after], [warmup])
 
 
 def optimizer(config: OptimizerConfig, steps: int, matrices) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023) or SGD with momentum; `matrices` alone decay."""
+    """Return AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023) or SGD with momentum.
+
+    Weight decay applies to the parameters that `matrices` marks, and to no others.
+    """
     rate = schedule(config, steps)
     if config.name == "adamw":
         return optax.adamw(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=matrices)

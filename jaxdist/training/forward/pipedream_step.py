@@ -1,4 +1,7 @@
-"""The train step of an asynchronous pipeline: a global batch comes in, and the one of S-1 steps before is through."""
+"""The train step of PipeDream (Narayanan et al. 2019), an asynchronous pipeline with weight stashing.
+
+A global batch comes in, and the one that came in S-1 steps before leaves the pipeline.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ from jaxdist.training.forward.step import Batch, Metrics, Step, TrainState
 
 
 class PipeDreamStep(Step):
-    """As a `Step`, but updates of batch m are made until m + `late` has come in, and metrics are told then.
+    """A `Step` whose batch m is fully applied, and has metrics, when batch m + `late` has come in.
 
-    There is no moment at which a whole gradient is there: nothing clips by its norm. A stage whose gradient is not
-    finite leaves itself as it is.
+    A whole gradient never exists at one moment, so nothing clips by its norm. A stage whose gradient is not finite
+    leaves its own parameters as they are.
     """
 
     def __init__(
@@ -31,48 +34,61 @@ class PipeDreamStep(Step):
         decay: Params,
         batch: Batch,
     ):
-        """`optimizer` makes the update rule for the parameters that `decay` names. `batch` is one, in shapes."""
+        """Join a pipeline with the update rules of its parts.
+
+        `optimizer` makes the update rule for parameters, given which of them decay; `decay` says it of all. `batch`
+        holds the shapes and shardings of one global batch.
+        """
         super().__init__(forward, optimizer(decay))
         self.late = forward.stages.ranks - 1
-        """Steps until a batch is through."""
         self.shapes = batch
-        of_layers = optimizer({BLOCKS: decay[BLOCKS]})
-        of_others = optimizer({name: is_matrix for name, is_matrix in decay.items() if name != BLOCKS})
+        layer_rule = optimizer({BLOCKS: decay[BLOCKS]})
+        top_rule = optimizer({name: decays for name, decays in decay.items() if name != BLOCKS})
 
         def update(grads: Params, state: Any, params: Params, count: jax.Array):
-            rule = of_layers if BLOCKS in params else of_others
-            updates, new = rule.update(grads, _counted(state, count), params)
-            return optax.apply_updates(params, updates), _counts_of(state, new)
+            rule = layer_rule if BLOCKS in params else top_rule
+            updates, new = rule.update(grads, _with_count(state, count), params)
+            return optax.apply_updates(params, updates), _keep_counts(state, new)
 
         self.pipe = forward.asynchronous(update)
 
     def derived(self, state: TrainState) -> dict[str, Any]:
+        """Return an empty pipeline: a state is saved only when nothing is in flight."""
         batch = jax.tree.map(lambda a: reshard(jnp.zeros(a.shape, a.dtype), a.sharding.spec), self.shapes)
         return {"in_flight": self.pipe.empty(state.params, self.forward.with_keys(batch, state.step))}
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """A batch without labels is none: those before it go on, and nothing comes in."""
+        """Take one step. A batch without labels counts as none: those before it move on, and nothing comes in."""
         count = self.forward.count(batch)
         number = jnp.where(count > 0, state.step, NOTHING)
         batch = self.forward.with_keys(batch, state.step)
-        made = self.pipe.round(state.params, state.optimizer, state.in_flight, batch, number, count)
-        params, optimizer, in_flight, through = made
+        params, optimizer, in_flight, through = self.pipe.round(
+            state.params, state.optimizer, state.in_flight, batch, number, count
+        )
 
-        step, there = state.step + (count > 0), through.number != NOTHING
+        step = state.step + (count > 0)
+        came_through = through.number != NOTHING
         finite = jnp.isfinite(through.loss) & jnp.isfinite(through.norm)
-        skipped = state.skipped + (there & ~finite)
-        in_a_row = jnp.where(there, jnp.where(finite, 0, state.skipped_in_a_row + 1), state.skipped_in_a_row)
+        skipped = state.skipped + (came_through & ~finite)
+        in_a_row = jnp.where(came_through, jnp.where(finite, 0, state.skipped_in_a_row + 1), state.skipped_in_a_row)
         metrics = Metrics(through.loss, through.norm, through.count, skipped, in_a_row, {})
-        return TrainState(
-            step, params, _counted(optimizer, step), skipped, in_a_row, None, state.variables, in_flight
-        ), metrics
+        state = TrainState(
+            step=step,
+            params=params,
+            optimizer=_with_count(optimizer, step),
+            skipped=skipped,
+            skipped_in_a_row=in_a_row,
+            variables=state.variables,
+            in_flight=in_flight,
+        )
+        return state, metrics
 
 
-def _counted(state: Any, count: jax.Array) -> Any:
-    """The optimizer's state, in which all that is one number counts updates."""
+def _with_count(state: Any, count: jax.Array) -> Any:
+    """Return the optimizer state with `count` in the place of its scalars, all of which count updates."""
     return jax.tree.map(lambda a: count if a.ndim == 0 else a, state)
 
 
-def _counts_of(old: Any, new: Any) -> Any:
-    """`new` with the counts of `old`: the stages share them, and are not equally far."""
+def _keep_counts(old: Any, new: Any) -> Any:
+    """Return `new` with the counts of `old`: the stages share the counts, and are not equally far."""
     return jax.tree.map(lambda a, b: a if a.ndim == 0 else b, old, new)

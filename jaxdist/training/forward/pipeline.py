@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -20,15 +20,19 @@ from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import make_table
 from jaxdist.sharding import Layout
-from jaxdist.training.forward.decoder import fold_in, recompute
-from jaxdist.training.forward.step import Batch
+from jaxdist.training.forward.base import ForwardBase, layer_keys
+from jaxdist.training.forward.remat import recompute
+from jaxdist.training.forward.step import Batch, Further, Summed
 
 
-class PipelineForward:
-    """The forward and backward passes of a `Step`, as those of `Layered`; `model` is laid out for a region.
+class PipelineForward(ForwardBase):
+    """The forward and backward passes of a `Step` over a pipeline; `model` is laid out for a manual region.
 
-    Parameters of layers are held as [v, S, depth, ...]. The micro-batches of a batch are those of the schedule.
+    Batches are those of `DecoderForward`; their micro-batches are those of the schedule. Parameters of layers are held
+    as [v, S, depth, ...]: virtual stage, pipeline rank, layer within the stage.
     """
+
+    stages: Stages
 
     def __init__(
         self,
@@ -43,93 +47,129 @@ class PipelineForward:
         stage: int = 0,
         split: Params | None = None,
     ):
-        """`split` says of every parameter whether ZeRO may split it (None: of all)."""
-        self.model, self.layout, self.stages, self.schedule = model, layout, stages, schedule
-        self.dtype, self.dropout, self.seed, self.stage, self.remat = dtype, dropout, seed, stage, remat
+        """Lay the parameters out for ZeRO stage `stage`; the model computes in `dtype`.
+
+        `split` says for every parameter whether ZeRO may split it; None allows it for all.
+        """
+        self.model = model
+        self.layout = layout
+        self.stages = stages
+        self.schedule = schedule
+        self.dtype = dtype
+        self.remat = remat
+        self.dropout = dropout
+        self.seed = seed
+        self.stage = stage
         self.abstract = stages.abstract(model.abstract)
         self.places = zero.placements(layout, stages.axes(model.axes), self.abstract, stage, split=split)
 
-    def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
-        """(parameters, nothing else), each device making its own shards; padding is zero."""
-        rest = jax.tree.map(lambda p: p.rest, self.places)
-        return jax.sharding.auto_axes(lambda key: self.stages.fold(self.one_device(key)), out_sharding=rest)(key), {}
+    def new_params(self, key: Key[Array, ""]) -> Params:
+        """Return new parameters, folded into stages; padding is zero."""
+        return self.stages.fold(self.logical_params(key))
 
-    def one_device(self, key: Key[Array, ""]) -> Params:
-        """The parameters as one device has them."""
+    def logical_params(self, key: Key[Array, ""]) -> Params:
+        """Return new parameters as one device holds them."""
         return self.model.init(key)
 
     def weights(self, params: Params) -> Params:
-        """In the compute dtype. They are gathered inside the region."""
-        return jax.tree.map(lambda w: w.astype(self.dtype), params)
+        """Return the parameters in the compute dtype. They are gathered inside the region."""
+        return self.cast(params)
 
-    def count(self, batch: Batch) -> Int[Array, ""]:
-        """Labels that count."""
-        return jnp.sum(batch["labels"] >= 0)
-
-    def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]):
-        """(summed loss, its gradient in f32, variables, further sums)."""
+    def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
+        """Return (summed loss, its gradient in f32, variables, further sums)."""
         batch = self.with_keys(batch, step)
         loss, grads = self.executor(batch).gradients(weights, batch)
         return loss, grads, variables, {}
 
-    def evaluate(self, weights: Params, variables: Params, batch: Batch):
-        """(summed loss, further sums)."""
+    def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Further]:
+        """Return (summed loss, further sums)."""
         return self.executor(batch).loss(weights, batch), {}
 
     def logits(self, weights: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
-        """What the model thinks comes next, without dropout: one micro-batch through all stages."""
+        """Return the logits of the next tokens, without dropout: one micro-batch through all stages."""
+
+        def head(tops: Params, x: Float[Array, "B s D"], part: Batch) -> Float[Array, "B S V"]:
+            return self.model.logits(self._with_blocks(tops), x)
+
         batch = {"tokens": tokens[None]}
         executor = self.executor(batch)
-        head = lambda tops, x, part: self.model.logits(self._whole(tops), x)
         executor = replace(executor, program=replace(executor.program, loss=head))
         return executor.output(weights, batch, self.layout.activation("BSV"))
 
     @property
     def uniform(self) -> bool:
-        """Whether all ranks run the same in every tick, whatever the number of micro-batches."""
-        return self._of_one.uniform
+        """Whether all ranks run the same operations in every tick, whatever the number of micro-batches."""
+        return self._schedule_of(1).uniform
 
     @property
     def flush(self) -> bool:
-        """Whether the pipeline is empty after each step."""
-        return self._of_one.flush
+        """Whether the pipeline is empty after each step; PipeDream's never is."""
+        return self._schedule_of(1).flush
 
-    @property
-    def _of_one(self) -> Schedule:
-        return make(self.schedule, self.stages.ranks, 1, self.stages.virtual)
+    def _schedule_of(self, micro_batches: int) -> Schedule:
+        return make(self.schedule, self.stages.ranks, micro_batches, self.stages.virtual)
 
     def asynchronous(self, update: Callable) -> Asynchronous:
-        """The pipeline that is never emptied, with weights of the compute dtype; see there for `update`."""
-        parts = self.stages, self.layout, self.places, self.stage, self.program, self.dtype
-        return Asynchronous(*parts, recompute=self.remat == "stage", update=update)
+        """Return the pipeline that is never emptied, with weights in the compute dtype.
+
+        `update` is described at `Asynchronous`.
+        """
+        return Asynchronous(
+            self.stages,
+            self.layout,
+            self.places,
+            self.stage,
+            self.program,
+            self.dtype,
+            recompute=self.remat == "stage",
+            update=update,
+        )
 
     def executor(self, batch: Batch) -> Executor:
-        """For the micro-batches of one step. What is asynchronous else is not, where weights stay as they are."""
+        """Return the executor for the micro-batches of `batch`."""
         k = jax.tree.leaves(batch)[0].shape[0]
-        schedule = make(self.schedule, self.stages.ranks, k, self.stages.virtual)
-        schedule = schedule if schedule.flush else make("1f1b", self.stages.ranks, k)
-        parts = make_table(schedule), self.stages, self.layout, self.places, self.stage, self.program
-        return Executor(*parts, recompute=self.remat == "stage")
+        schedule = self._schedule_of(k)
+        if not schedule.flush:
+            # While the weights stay as they are, in evaluation, PipeDream has no update to make: 1F1B does the same.
+            schedule = make("1f1b", self.stages.ranks, k)
+        return Executor(
+            make_table(schedule),
+            self.stages,
+            self.layout,
+            self.places,
+            self.stage,
+            self.program,
+            recompute=self.remat == "stage",
+        )
 
     @cached_property
     def program(self) -> Program:
+        """The model as functions of what one device holds."""
         layers = sum(self.stages.sizes)
-        keys = lambda part, number: fold_in(part["keys"], number) if "keys" in part else None
-        starts = lambda part: part.get("starts")
-        embed = lambda tops, part: self.model.embed(self._whole(tops), part["tokens"], keys(part, layers), starts(part))
-        loss = lambda tops, x, part: self.model.loss(self._whole(tops), x[None], part["labels"][None])
-        remat = recompute("none" if self.remat == "stage" else self.remat)
-        layer = remat(lambda w, x, part, number: self.model.block(w, x, keys(part, number), starts(part)))
-        return Program(embed, layer, loss)
 
-    def _whole(self, tops: Params) -> Params:
-        """With something in the place of the layers, which are not used."""
+        def keys(part: Batch, number: int | Int[Array, ""]) -> Key[Array, " B"] | None:
+            return layer_keys(part.get("keys"), number)
+
+        def embed(tops: Params, part: Batch) -> Float[Array, "B s D"]:
+            return self.model.embed(self._with_blocks(tops), part["tokens"], keys(part, layers), part.get("starts"))
+
+        def layer(w: Params, x: Float[Array, "B s D"], part: Batch, number: Int[Array, ""]) -> Float[Array, "B s D"]:
+            return self.model.block(w, x, keys(part, number), part.get("starts"))
+
+        def loss(tops: Params, x: Float[Array, "B s D"], part: Batch) -> Float[Array, ""]:
+            return self.model.loss(self._with_blocks(tops), x[None], part["labels"][None])
+
+        # A stage that is recomputed as a whole is recomputed by the executor; within it, layers save what they need.
+        remat = recompute("none" if self.remat == "stage" else self.remat)
+        return Program(embed, remat(layer), loss)
+
+    def _with_blocks(self, tops: Params) -> Params:
+        """Return `tops` with shapes in the place of the layers, which embed and head do not use."""
         return tops | {BLOCKS: self.model.abstract[BLOCKS]}
 
     def with_keys(self, batch: Batch, step: Int[Array, ""]) -> Batch:
-        """Each row's key in the place of its number, if there is dropout."""
+        """Return the batch with each row's dropout key, if there is dropout, in the place of its number."""
         others = {name: a for name, a in batch.items() if name != "rows"}
         if not self.dropout:
             return others
-        key = jax.random.fold_in(jax.random.key(self.seed), step)
-        return others | {"keys": jax.vmap(jax.vmap(partial(jax.random.fold_in, key)))(batch["rows"])}
+        return others | {"keys": self.dropout_keys(batch["rows"], step)}

@@ -1,9 +1,10 @@
 """One optimizer step as one jit-compiled function: the only place where models, layouts and the optimizer meet.
 
-    micro-batches -> loss and gradients, added in f32 and reduced over the batch axes -> clip -> update
+    micro-batches -> loss and gradients, accumulated in f32 and reduced over the batch axes -> clip -> update
 
 Every number is a sum (over tokens, or over rows) until the end, so k micro-batches, N devices and one big batch give
-the same loss.
+the same loss. Mixed precision: the model computes in bfloat16, from weights that are cast once per step or kept beside
+their f32 masters, while gradients are accumulated and updates are made in f32.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ Further = dict[str, Float[Array, ""]]
 """What a loss function returns beside the loss, by name."""
 
 Summed = tuple[Float[Array, ""], Params, Params, Further]
-"""(loss, gradients, variables, further), all but the variables sums over what `Forward.count` counts."""
+"""(loss, gradients, variables, further): all but the variables are sums over what `Forward.count` counts."""
 
 
 class TrainState(NamedTuple):
-    """What goes from step to step. A checkpoint holds all of it but what follows from the rest (`derived`)."""
+    """What goes from step to step. A checkpoint holds all of it, except what can be derived from the rest."""
 
     step: Int[Array, ""]
     """Steps taken, skipped ones included."""
@@ -44,14 +45,16 @@ class TrainState(NamedTuple):
     """Steps whose update was skipped."""
     skipped_in_a_row: Int[Array, ""]
     weights: Params | None = None
-    """The parameters in use, where they are kept between steps; they follow from `params`."""
+    """The parameters in the compute dtype, where they are kept between steps; derived from `params`."""
     variables: Params | None = None
     """What the model changes while it computes: batch statistics, counts of random numbers."""
     in_flight: Any = None
-    """What is under way in an asynchronous pipeline, which is emptied before its state is saved."""
+    """What an asynchronous pipeline is working on; the pipeline is emptied before its state is saved."""
 
 
 class Metrics(NamedTuple):
+    """The results of a step, on the devices."""
+
     loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
     count: Int[Array, ""]
@@ -68,31 +71,31 @@ class Forward(Protocol):
     places: Any
     """A `zero.Placement` for every parameter."""
     abstract: Params
+    """Shapes and dtypes of the parameters, as the step holds them."""
     stages: Stages | None
     """How a pipeline holds the layers."""
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
-        """(parameters at rest, variables)."""
+        """Return (parameters at rest, variables)."""
 
     def weights(self, params: Params) -> Params:
-        """What a step begins with: parameters in the compute dtype, and gathered, if that is done once per step."""
+        """Return the parameters in the compute dtype, gathered if that is done once per step."""
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
-        """Over all micro-batches and devices; gradients lie as parameters at rest, in f32."""
+        """Sum over all micro-batches and devices; gradients are laid out as parameters at rest, in f32."""
 
     def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Further]:
-        """(summed loss, further sums)."""
+        """Return (summed loss, further sums)."""
 
     def count(self, batch: Batch) -> Int[Array, ""]:
-        """What to divide sums by."""
+        """Return the number that sums are divided by."""
 
 
 class Step:
-    """The functions of a run on one mesh; call them, and jit them, under `jax.set_mesh(mesh)`.
+    """The functions of a run on one mesh; call them, and jit them, under `jax.set_mesh(mesh)`."""
 
-    Gradients are added and reduced in f32. `keep` keeps the weights in use between steps, in the compute dtype, beside
-    their f32 masters. `offload` has the optimizer's state, and such masters, rest in the host's memory.
-    """
+    late = 0
+    """Steps by which the metrics of a step come later than the step itself."""
 
     def __init__(
         self,
@@ -102,39 +105,55 @@ class Step:
         keep: bool = False,
         offload: bool = False,
     ):
-        self.forward, self.optimizer, self.max_norm = forward, optimizer, max_norm
-        self.keep, self.offload = keep, offload
+        """Join a model's forward pass with its optimizer; gradients are clipped to the global norm `max_norm` (0: not).
+
+        `keep` keeps the weights in the compute dtype between steps, beside their f32 masters. `offload` lets the
+        optimizer state, and such masters, rest in the host's memory.
+        """
+        self.forward = forward
+        self.optimizer = optimizer
+        self.max_norm = max_norm
+        self.keep = keep
+        self.offload = offload
         self.places = forward.places
-        self.late = 0
-        """Steps until the metrics of a step are told."""
 
     def init(self, key: Key[Array, ""]) -> TrainState:
-        """The state before the first step, laid out for the mesh."""
+        """Return the state before the first step, laid out for the mesh."""
         return self.start(*self.forward.init(key))
 
     def place(self, params: Params) -> Params:
-        """Parameters as they lie at rest."""
+        """Return the parameters laid out as they are at rest."""
         return jax.tree.map(lambda p, w: reshard(w, p.rest), self.places, params)
 
     def start(self, params: Params, variables: Params | None = None) -> TrainState:
-        """The state before the first step from these parameters, as `place` returns them."""
-        count, params = jnp.zeros((), jnp.int32), to_device(params)
-        state = TrainState(count, params, self.optimizer.init(params), count, count, None, variables or {})
+        """Return the state before the first step from these parameters, as `place` returns them."""
+        zero = jnp.zeros((), jnp.int32)
+        params = to_device(params)
+        state = TrainState(
+            step=zero,
+            params=params,
+            optimizer=self.optimizer.init(params),
+            skipped=zero,
+            skipped_in_a_row=zero,
+            variables=variables or {},
+        )
         return self.at_rest(state._replace(**self.derived(state)))
 
     def at_rest(self, state: TrainState) -> TrainState:
-        """The state with each part in the memory where it waits for the next step."""
+        """Return the state with each part in the memory where it waits for the next step."""
         if not self.offload:
             return state
-        masters = to_host(state.params) if self.keep else state.params
-        return state._replace(params=masters, optimizer=to_host(state.optimizer))
+        params = to_host(state.params) if self.keep else state.params
+        return state._replace(params=params, optimizer=to_host(state.optimizer))
 
     def derived(self, state: TrainState) -> dict[str, Any]:
-        """What follows from the rest of a state, and a checkpoint does not hold."""
-        return {"weights": self.forward.weights(to_device(state.params))} if self.keep else {}
+        """Return the fields of a state that follow from the others, and that a checkpoint does not hold."""
+        if not self.keep:
+            return {}
+        return {"weights": self.forward.weights(to_device(state.params))}
 
     def logical(self, state: TrainState) -> TrainState:
-        """The state as a checkpoint holds it: layers as [L, ...] whatever the mesh."""
+        """Return the state as a checkpoint holds it: layers as [L, ...], whatever the mesh."""
         state = state._replace(weights=None, in_flight=None)
         if self.forward.stages is None:
             return state
@@ -142,21 +161,24 @@ class Step:
 
     @cached_property
     def _unfolded(self) -> Callable[[TrainState], TrainState]:
-        """A program that is kept: every save calls it."""
-        return jax.jit(lambda state: self.at_rest(self.forward.stages.unfolded(to_device(state))))
+        """A compiled function that is kept, because every save calls it."""
+        stages = self.forward.stages
+        return jax.jit(lambda state: self.at_rest(stages.unfolded(to_device(state))))
 
     def folded(self, tree: Any) -> Any:
-        """Parameters, or what has their names, from a checkpoint, as a step holds them."""
+        """Return parameters of a checkpoint, or a tree that has their names, as a step holds them."""
         stages = self.forward.stages
-        return tree if stages is None else jax.jit(lambda tree: stages.folded(to_device(tree)))(tree)
+        if stages is None:
+            return tree
+        return jax.jit(lambda tree: stages.folded(to_device(tree)))(tree)
 
     def resume(self, state: TrainState) -> TrainState:
-        """The inverse of `logical`, with what a checkpoint does not hold made again."""
+        """Return the inverse of `logical`, with the fields that a checkpoint does not hold computed anew."""
         state = state._replace(params=self.folded(state.params), optimizer=self.folded(state.optimizer))
         return self.at_rest(state._replace(**jax.jit(self.derived)(state)))
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One optimizer step. A loss or gradient that is not finite leaves all but the counts as it is."""
+        """Take one optimizer step. A loss or gradient that is not finite changes nothing except the counts."""
         state = to_device(state)
         weights = state.weights if self.keep else self.forward.weights(state.params)
         loss, grads, count, variables, further = self.gradients(weights, state.variables, batch, state.step)
@@ -165,25 +187,41 @@ class Step:
         params = optax.apply_updates(state.params, updates)
 
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        old = state.params, state.optimizer, state.variables
-        params, optimizer, variables = _choose(finite, (params, optimizer, variables), old)
+        new = (params, optimizer, variables)
+        old = (state.params, state.optimizer, state.variables)
+        params, optimizer, variables = _choose(finite, new, old)
         weights = self.forward.weights(params) if self.keep else None
         skipped = state.skipped + ~finite
         in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
         metrics = Metrics(loss, norm, count, skipped, in_a_row, further)
-        state = TrainState(state.step + 1, params, optimizer, skipped, in_a_row, weights, variables)
+        state = TrainState(
+            step=state.step + 1,
+            params=params,
+            optimizer=optimizer,
+            skipped=skipped,
+            skipped_in_a_row=in_a_row,
+            weights=weights,
+            variables=variables,
+        )
         return self.at_rest(state), metrics
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""] | int = 0):
-        """(mean loss, its gradient in f32, what it is a mean over, variables, further means), over all devices."""
+        """Return (mean loss, its gradient in f32, what it is a mean over, variables, further means).
+
+        All are over all micro-batches and devices.
+        """
         loss, grads, variables, further = self.forward.gradients(weights, variables, batch, jnp.asarray(step))
         count = self.forward.count(batch)
-        mean = lambda total: total * (1 / jnp.maximum(count, 1).astype(loss.dtype))
+
+        def mean(total: Array) -> Array:
+            return total * (1 / jnp.maximum(count, 1).astype(loss.dtype))
+
         return mean(loss), jax.tree.map(mean, grads), count, variables, jax.tree.map(mean, further)
 
     def evaluate(self, params: Params, variables: Params, batch: Batch):
-        """(summed loss, what to divide it by, further sums); divide the sums over all batches."""
-        loss, further = self.forward.evaluate(self.forward.weights(to_device(params)), variables, batch)
+        """Return (summed loss, what to divide it by, further sums); divide the sums over all batches."""
+        weights = self.forward.weights(to_device(params))
+        loss, further = self.forward.evaluate(weights, variables, batch)
         return loss, self.forward.count(batch), further
 
 

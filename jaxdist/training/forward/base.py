@@ -1,0 +1,73 @@
+"""What the forward passes share: initialization, the compute dtype, dropout keys, and what a loss is a mean over."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Key
+
+from jaxdist.models import Model, Params
+from jaxdist.models.foreign import Foreign
+from jaxdist.parallel.pipeline.stages import Stages
+from jaxdist.training.forward.step import Batch
+
+
+class ForwardBase:
+    """The common part of every `Forward`. A subclass sets the attributes and computes loss and gradients."""
+
+    model: Model | Foreign
+    places: Any
+    """A `zero.Placement` for every parameter."""
+    abstract: Params
+    """Shapes and dtypes of the parameters, as the step holds them."""
+    stages: Stages | None = None
+    dtype: Any
+    """Compute dtype of the model."""
+    stage: int
+    """ZeRO stage."""
+    dropout: bool = False
+    seed: int = 0
+    """Seed of dropout."""
+
+    def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
+        """Return (parameters at rest, no variables); each device makes its own shards."""
+        rest = jax.tree.map(lambda p: p.rest, self.places)
+        return jax.sharding.auto_axes(self.new_params, out_sharding=rest)(key), {}
+
+    def new_params(self, key: Key[Array, ""]) -> Params:
+        """Return new parameters, in the form in which the step holds them."""
+        return self.model.init(key)
+
+    def count(self, batch: Batch) -> Int[Array, ""]:
+        """Return the number that sums over `batch` are divided by; by default, its labels that count."""
+        return count_labels(batch)
+
+    def cast(self, params: Params) -> Params:
+        """Return the parameters in the compute dtype."""
+        return jax.tree.map(lambda w: w.astype(self.dtype), params)
+
+    def dropout_keys(self, rows: Int[Array, "k B"], step: Int[Array, ""]) -> Key[Array, "k B"]:
+        """Return a key for each global row, the same on every mesh, that changes from step to step."""
+        key = jax.random.fold_in(jax.random.key(self.seed), step)
+        return jax.vmap(jax.vmap(partial(jax.random.fold_in, key)))(rows)
+
+
+def count_labels(batch: Batch) -> Int[Array, ""]:
+    """Return the number of labels that count: those that are not negative."""
+    return jnp.sum(batch["labels"] >= 0)
+
+
+def count_rows(batch: Batch) -> Int[Array, ""]:
+    """Return the number of rows in a batch of arrays [k, B, ...]."""
+    k, rows = jax.tree.leaves(batch)[0].shape[:2]
+    return jnp.asarray(k * rows)
+
+
+def layer_keys(keys: Key[Array, " B"] | None, number: int | Int[Array, ""]) -> Key[Array, " B"] | None:
+    """Return each row's dropout key for the layer with that number; None without dropout."""
+    if keys is None:
+        return None
+    return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)

@@ -1,0 +1,45 @@
+"""Activation checkpointing (remat): what the backward pass of a layer recomputes, as `model.remat` asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+
+from jaxdist.models.attention import ATTENTION, is_cudnn_forward
+from jaxdist.parallel.tensor import PRODUCT
+from jaxdist.sharding import HOST
+
+INPUT = "input of a layer"
+"""Name of a layer's input. It is given inside the layer, because a `scan` does not offload the carry that it is asked
+to offload."""
+
+SAVED_NAMES = dict(none=(PRODUCT, ATTENTION), dots=(PRODUCT,), block=(), stage=(), offload=())
+"""Activations that the forward pass of a layer saves beside its input, by the value of `model.remat`.
+
+`stage` recomputes blocks on a mesh without stages, where a run may continue that had a pipeline before.
+"""
+
+
+def recompute(remat: str) -> Callable[[Callable], Callable]:
+    """Return a wrapper of a layer's function that saves only the activations that `remat` allows."""
+    names = SAVED_NAMES[remat]
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names(*names)
+    if ATTENTION in names:
+        policy = policies.save_from_both_policies(policy, is_cudnn_forward)
+    return partial(jax.checkpoint, prevent_cse=False, policy=policy)
+
+
+def offload_input(layer: Callable) -> Callable:
+    """Return `layer` recomputed from its input in the backward pass; the input waits in the host's memory."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=(), names_which_can_be_offloaded=(INPUT,), offload_src="device", offload_dst=HOST
+    )
+    return jax.checkpoint(layer, prevent_cse=False, policy=policy)
+
+
+def keep_all(layer: Callable) -> Callable:
+    """Return `layer` as it is: JAX saves whatever its backward pass needs."""
+    return layer
