@@ -73,13 +73,13 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
             try:
                 return Trainer(run, folder, checkpoints, log, job, check_lock, begun).train(found)
             except Diverged as error:  # in all processes alike
-                log.say(f"stopped: {error}; {checkpoints.told()}")
+                log.say(f"stopped: {error}; {checkpoints.describe_latest()}")
             except LockLost as error:  # in all processes alike; the checkpoints are another run's
                 log.say(f"stopped: {error}")
             except (SaveFailed, OSError) as error:
                 told = no_room(error, folder) if isinstance(error, OSError) else error
                 job.give_up(f"stopped: {told}; {goes_on(folder)}")
-                log.say(f"stopped: {told}; {checkpoints.told()}")
+                log.say(f"stopped: {told}; {checkpoints.describe_latest()}")
             return FAILED
 
 

@@ -197,7 +197,7 @@ def test_the_best_stands_in_where_no_newest_is_there(folder):
         shutil.rmtree(folder / "checkpoints" / step)
     with Checkpoints(folder, keep=3) as checkpoints:
         found = checkpoints.find_start("auto")
-        assert (found.step, found.store.shelf.folder.name) == (10, "best")
+        assert (found.step, found.store.step_dir.folder.name) == (10, "best")
         assert "the best one, of step 10, stands in" in checkpoints.notes[0]
 
 
@@ -236,12 +236,12 @@ def test_a_save_that_went_elsewhere_is_never_sealed(tmp_path):
 def test_the_best_is_checked_and_the_latest_stands_in_for_it(folder):
     with Checkpoints(folder, keep=None) as checkpoints:
         best = checkpoints.find("best")
-        assert best.store.shelf.folder.name == "best"
+        assert best.store.step_dir.folder.name == "best"
         assert checkpoints.notes == []
     flip(next((folder / "checkpoints" / "best" / "10" / "params" / "d").iterdir()))
     with Checkpoints(folder, keep=None) as checkpoints:
         found = checkpoints.find("best")
-        assert found.store.shelf.folder.name == "checkpoints"
+        assert found.store.step_dir.folder.name == "checkpoints"
         assert found.step == 10
         assert ["passed over" in checkpoints.notes[0], "stands in" in checkpoints.notes[1]] == [True, True]
 
@@ -326,17 +326,17 @@ def test_a_save_that_fails_never_contradicts_the_last_good_checkpoint(tmp_path, 
         checkpoints.save_best(5, state(5), facts(5))
         with pytest.raises(SaveFailed, match=r"^the best checkpoint of step 5 could not be saved: input/output error$"):
             checkpoints.wait()
-        assert checkpoints.told() == "the last good checkpoint is that of step 5"
+        assert checkpoints.describe_latest() == "the last good checkpoint is that of step 5"
     monkeypatch.setattr(StepDir, "seal", seal)
     with Checkpoints(tmp_path / "b", keep=1) as checkpoints:
         checkpoints.save_best(5, state(5), facts(5))
-        assert checkpoints.told() == "the only good checkpoint is the best one, of step 5"
+        assert checkpoints.describe_latest() == "the only good checkpoint is the best one, of step 5"
         monkeypatch.setattr(StepDir, "keep", no_permission)
         checkpoints.save(5, state(5), facts(5))
         told = "^the checkpoint of step 5 is saved, but what is done after that failed: permission denied$"
         with pytest.raises(SaveFailed, match=told):
             checkpoints.wait()
-        assert checkpoints.told() == "the last good checkpoint is that of step 5"
+        assert checkpoints.describe_latest() == "the last good checkpoint is that of step 5"
 
 
 def test_a_model_of_another_shape_gets_the_difference(two_steps):
@@ -388,7 +388,7 @@ def test_a_full_disk_is_told_and_what_was_there_is_whole(tmp_path):
                 checkpoints.wait()
             checkpoints.check()  # told once
             assert checkpoints.find().step == 5
-            assert checkpoints.told() == "the last good checkpoint is that of step 5"
+            assert checkpoints.describe_latest() == "the last good checkpoint is that of step 5"
         with Checkpoints(tmp_path, keep=1) as checkpoints:  # the next start has the room again
             until_there_is_room(tmp_path / "checkpoints", megabytes=11)
             checkpoints.save(7, state(7, size=400), facts(7))

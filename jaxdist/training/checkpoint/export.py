@@ -15,19 +15,17 @@ from safetensors.numpy import save_file
 from jaxdist import __version__
 from jaxdist.config import Config
 from jaxdist.files import replacing
+from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.request import to_toml
 from jaxdist.training.checkpoint.manager import Checkpoints
 
-STACKED = "blocks"
-"""The part of a decoder's parameters whose arrays are [L, ...]."""
-
 
 def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
-    """Write the parameters of `which` step of the run in `config.run_dir`, f32, and what belongs to them: statistics
-    of batches under `variables.`. What was written, as numbers.
+    """Write the f32 parameters of step `which` of the run in `config.run_dir`, and return what was written, as numbers.
 
-    Names are those of our parameter tree, with a layer's number after `blocks`: `blocks.3.mlp.up` [D, F]. The metadata
-    hold the run's configuration, so that one file is enough to build the model again.
+    Batch statistics, where the model has them, are written too, under `variables.`. Names are those of our parameter
+    tree, with a layer's number after `blocks`: `blocks.3.mlp.up` [D, F]. The metadata hold the run's configuration, so
+    that one file is enough to build the model again.
     """
     jax.config.update("jax_platforms", "cpu")  # nothing is computed; has no effect once a device was used
     with Checkpoints(config.run_dir, keep=None) as checkpoints:
@@ -36,7 +34,8 @@ def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
             print(f"note: {note}", file=sys.stderr)
         tensors = dict(_named(checkpoints.arrays(found, "params"), stacked=not config.model.images))
         variables = checkpoints.arrays(found, "variables")
-        tensors |= {f"variables.{name}": array for name, array in _named(variables, stacked=False)}
+        for name, array in _named(variables, stacked=False):
+            tensors[f"variables.{name}"] = array
     metadata = {"format": "jaxdist", "version": __version__, "step": str(found.step), "config": to_toml(config)}
     with replacing(path) as temporary:
         mode = stat.S_IMODE(temporary.stat().st_mode)
@@ -47,9 +46,10 @@ def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
 
 
 def _named(tree: Any, stacked: bool) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (name, array) of every leaf; if `stacked`, one for each layer of the blocks, whose arrays are [L, ...]."""
     for keys, array in jax.tree_util.tree_leaves_with_path(tree):
         first, *rest = (str(key.key) for key in keys)
-        if stacked and first == STACKED:
+        if stacked and first == BLOCKS:
             for number, layer in enumerate(np.asarray(array)):
                 yield ".".join((first, str(number), *rest)), np.ascontiguousarray(layer)
         else:

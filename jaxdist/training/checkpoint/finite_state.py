@@ -13,16 +13,22 @@ from jaxdist.training.forward.offload import to_device
 
 
 def first_not_finite(tree: Any) -> str | None:
-    """The name of the first float array of `tree` that holds NaN or infinity, such as `params.embed`; None without one.
+    """Return the name of the first float array that holds NaN or infinity, such as `params.embed`; None without one.
 
     The arrays stay on their devices. Every process calls this, and all get the same answer; call under `jax.set_mesh`.
     Compiles once for each layout of `tree`.
     """
-    arrays = {name_of(path): a for path, a in jax.tree.leaves_with_path(tree) if jnp.issubdtype(a.dtype, jnp.floating)}
+    arrays = {}
+    for path, a in jax.tree.leaves_with_path(tree):
+        if jnp.issubdtype(a.dtype, jnp.floating):
+            arrays[name_of(path)] = a
     if not arrays:
         return None
-    fine = jax.device_get(_finite(list(arrays.values())))
-    return next((name for name, one in zip(arrays, fine, strict=True) if not one), None)
+    all_finite = jax.device_get(_finite(list(arrays.values())))
+    for name, is_finite in zip(arrays, all_finite, strict=True):
+        if not is_finite:
+            return name
+    return None
 
 
 @jax.jit

@@ -1,7 +1,7 @@
-"""The checkpoints of a run: its newest steps, and the one with the best validation loss; which of them to go on from.
+"""The checkpoints of a run: its newest steps, and the one with the best validation loss; which of them to resume from.
 
-A checkpoint knows no mesh: arrays are logical, layers stacked as [L, ...], parameters f32. The position in the data
-is the step, because the order of the data is a function of (seed, step).
+A checkpoint does not depend on a mesh: arrays are logical, layers are stacked as [L, ...], parameters are f32. The
+position in the data is the step, because the order of the data is a function of (seed, step).
 
     checkpoints/STEP, sums/STEP.json    the newest, and those that are kept for good
     checkpoints/best/                   the same, of one step
@@ -24,11 +24,16 @@ from jaxdist.training.checkpoint.step_dir import STEP, UNSEALED, StepDir
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run_dir import RunFolder
 
-LATEST, BEST, ASIDE = "latest", "best", "aside"
+LATEST = "latest"
+BEST = "best"
+ASIDE = "aside"
+
+Expected = Callable[[], TrainState] | None
+"""Makes the shapes that a checkpoint without checksums must have; None accepts any."""
 
 
 class Found(NamedTuple):
-    """A step that was whole when it was found."""
+    """A step that was complete when it was found."""
 
     store: OrbaxWriter
     step: int
@@ -37,11 +42,15 @@ class Found(NamedTuple):
 class Checkpoints:
     """The folder `checkpoints/` of a run; saves in the background. Use it as a context manager.
 
-    `keep` is how many of the newest steps to keep, beside those that `every` divides (0: none); None only reads, and
-    changes nothing on disk. Every process of a run calls every method; the first one looks, and all do as it says.
+    Every process of a run calls every method; the leader looks at the disk, and all follow what it finds.
     """
 
     def __init__(self, run_dir: Path, keep: int | None, every: int = 0):
+        """Open the folder.
+
+        `keep` is how many of the newest steps to keep, beside the multiples of `every` (0: none of them); None only
+        reads, and changes nothing on disk.
+        """
         folder = Path(run_dir).resolve() / "checkpoints"
         run = RunFolder(run_dir).identity()
         self._newest = OrbaxWriter(StepDir(folder, run), keep or 1, every)
@@ -49,10 +58,10 @@ class Checkpoints:
         self._aside = [StepDir(folder / ASIDE, run), StepDir(folder / ASIDE / BEST, run)]
         self._seals = keep is not None
         self.notes: list[str] = []
-        """Sentences about steps that were passed over, sealed or set aside; only the leader has them."""
+        """Sentences about steps that were skipped, sealed or set aside; only the leader has them."""
         if keep is not None and leader():
-            self._newest.shelf.clear()
-            self._best.shelf.clear()
+            self._newest.step_dir.clear()
+            self._best.step_dir.clear()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -69,18 +78,24 @@ class Checkpoints:
             self._best.close()
 
     def latest(self) -> int | None:
-        """The newest step that was saved, as it seems: nobody has looked whether it is whole."""
-        return max(self._newest.shelf.sealed(), default=None)
+        """Return the newest saved step that has a seal, without checking that it is complete."""
+        return max(self._newest.step_dir.sealed(), default=None)
 
-    def told(self) -> str:
-        """What to resume from after a failure, in words. Waits for what is on its way; what fails now is not told."""
+    def describe_latest(self) -> str:
+        """Return, in words, what to resume from after a failure.
+
+        Waits for the saves in the background, and ignores those that fail now.
+        """
         for store in (self._newest, self._best):
             with suppress(SaveFailed):
                 store.wait()
-        step, best = self.latest(), max(self._best.shelf.sealed(), default=None)
+        step = self.latest()
         if step is not None:
             return f"the last good checkpoint is that of step {step}"
-        return "there is no checkpoint" if best is None else f"the only good checkpoint is the best one, of step {best}"
+        best = max(self._best.step_dir.sealed(), default=None)
+        if best is not None:
+            return f"the only good checkpoint is the best one, of step {best}"
+        return "there is no checkpoint"
 
     def save(self, step: int, state: TrainState, facts: dict[str, Any]) -> None:
         """Save `state` and the JSON-able `facts` as `step`; returns when the arrays may be changed again.
@@ -90,90 +105,88 @@ class Checkpoints:
         self._newest.save(step, trees_of(state), facts)
 
     def save_best(self, step: int, state: TrainState, facts: dict[str, Any]) -> None:
-        """Save as the step with the best validation loss, in place of the one before."""
+        """Save as the step with the best validation loss, in place of the previous one."""
         self._best.save(step, trees_of(state), facts)
 
     def check(self) -> None:
-        """Tell of a save in the background that has failed: now, not at the next save."""
+        """Raise `SaveFailed` now, not at the next save, if a save in the background has failed."""
         self._newest.check()
         self._best.check()
 
     def wait(self) -> None:
-        """Until everything is on disk, and has its checksums."""
+        """Wait until everything is on disk, and has its checksums."""
         self._newest.wait()
         self._best.wait()
 
-    def find(self, which: str = LATEST, expected: Callable[[], TrainState] | None = None) -> Found:
-        """The step to use for "latest", "best" or a number, read through and found whole.
+    def find(self, which: str = LATEST, expected: Expected = None) -> Found:
+        """Return the step to use for "latest", "best" or a number, read through and found complete.
 
-        The latest is the newest that is whole. Where no newest is, the best stands in, and the other way round. A step
-        without checksums is read back: its arrays must be those of `expected()`, if that is given, and finite.
-        Raises `RequestError` when there is none, or the one with that number is damaged.
+        The latest is the newest that is complete. Where none of the newest is, the best stands in, and the other way
+        round. A step without checksums is read back: its arrays must be those of `expected()`, if that is given, and
+        finite. Raises `RequestError` when there is none, or the one with that number is damaged.
         """
-        stores = self._newest, self._best
+        stores = (self._newest, self._best)
+        found: Found | None = None  # only the leader looks
 
         def look() -> int:
-            before = len(self.notes)
-            for store in reversed(stores) if which == BEST else stores:
-                step = self._usable(store.shelf, which, expected)
-                if step is None:
-                    continue
-                if which == BEST and store is self._newest:
-                    self.notes.append(f"no best checkpoint is whole; the newest one, of step {step}, stands in")
-                if which == LATEST and store is self._best:
-                    self.notes.append(f"no newest checkpoint is whole; the best one, of step {step}, stands in")
-                return 2 * step + (store is self._best)
-            raise self._no_checkpoint(self.notes[before:])
+            nonlocal found
+            found = self._choose(which, expected)
+            return stores.index(found.store)
 
-        found = agreed(look)
-        return Found(stores[found % 2], found // 2)
+        store = stores[agreed(look)]
+        step = from_leader(found.step if found else 0)
+        return Found(store, step)
 
-    def find_start(self, resume: str, expected: Callable[[], TrainState] | None = None) -> Found | None:
-        """The step that a run goes on from: "auto" is the latest, or None to start from the beginning; or a number.
+    def find_start(self, resume: str, expected: Expected = None) -> Found | None:
+        """Return the step that a run resumes from: "auto" is the latest, or None to start from step 0; or a number.
 
         A run that has ever committed a step never starts from the beginning by itself: `find` raises `RequestError`.
         """
-        shelves = self._newest.shelf, self._best.shelf, *self._aside
-        if resume == "auto" and not from_leader(int(any(shelf.steps() for shelf in shelves))):
+        if resume != "auto":
+            return self.find(resume, expected)
+        folders = (self._newest.step_dir, self._best.step_dir, *self._aside)
+        committed = any(folder.steps() for folder in folders)
+        if not from_leader(int(committed)):
             return None
-        return self.find(LATEST if resume == "auto" else resume, expected)
+        return self.find(LATEST, expected)
 
     def set_aside(self, after: int) -> None:
-        """Move the steps after that one out of the way: they are damaged, or of a future that is not going to be.
+        """Move the steps after step `after` out of the way: they are damaged, or of a future that will not happen.
 
-        The step itself, which is there and whole, is not saved again.
+        The step `after` itself, which is there and complete, is not saved again.
         """
         self._newest.step = after or None
         if not leader():
             return
-        for shelf, aside in zip((self._newest.shelf, self._best.shelf), self._aside, strict=True):
-            later = [step for step in shelf.steps() if step > after]
+        folders = (self._newest.step_dir, self._best.step_dir)
+        for folder, aside in zip(folders, self._aside, strict=True):
+            later = [step for step in folder.steps() if step > after]
             for step in later:
-                shelf.move(step, aside)
+                folder.move(step, aside)
             if later:
                 steps = ", ".join(map(str, later))
-                self.notes.append(f"step {steps} of {shelf.folder} is moved to {aside.folder}")
+                self.notes.append(f"step {steps} of {folder.folder} is moved to {aside.folder}")
 
     def has_best(self) -> bool:
-        """Whether there is one with the best validation loss, as it seems."""
-        return bool(from_leader(int(bool(self._best.shelf.sealed()))))
+        """Return whether a step with the best validation loss has a seal."""
+        return bool(from_leader(int(bool(self._best.step_dir.sealed()))))
 
     def facts(self, found: Found) -> dict[str, Any]:
-        """What a run saved beside the arrays. Raises `RequestError` where the step was not saved by one."""
-        shelf = found.store.shelf
-        missing = shelf.missing_run_facts(found.step)
+        """Return what a run saved beside the arrays. Raises `RequestError` where the step was not saved by a run."""
+        folder = found.store.step_dir
+        missing = folder.missing_run_facts(found.step)
         if missing:
             raise RequestError(
-                f"checkpoint {shelf.path(found.step)} was not saved by jaxdist.train: its facts have no "
+                f"checkpoint {folder.path(found.step)} was not saved by jaxdist.train: its facts have no "
                 f"{', '.join(missing)}; name the folder of a run"
             )
-        return shelf.facts(found.step)
+        return folder.facts(found.step)
 
     def restore(self, abstract: TrainState, found: Found | None = None) -> TrainState:
-        """The state of the step `found`, by default the latest, laid out as `abstract` says: any mesh will do.
+        """Return the state of the step `found`, by default the latest, laid out as `abstract` says, on any mesh.
 
-        `abstract` holds `jax.ShapeDtypeStruct`s with shardings. What follows from the rest is not saved: `Step.resume`
-        makes it. Raises `RequestError` when there is no such step, or its arrays are others.
+        `abstract` holds `jax.ShapeDtypeStruct`s with shardings. Fields that follow from the others are not saved:
+        `Step.resume` computes them. Raises `RequestError` when there is no such step, or its arrays are others.
         """
         found = found or self.find()
         trees = found.store.restore(found.step, trees_of(abstract))
@@ -181,63 +194,88 @@ class Checkpoints:
         return TrainState(params=trees["params"], variables=trees.get("variables", {}), **training)
 
     def restore_params(self, abstract: Params, variables: Params, found: Found) -> tuple[Params, Params]:
-        """(parameters, variables) alone, for evaluation: the optimizer's state is not read."""
-        trees = {"params": abstract} | ({"variables": variables} if variables else {})
-        trees = found.store.restore(found.step, trees)
-        return trees["params"], trees.get("variables", {})
+        """Return (parameters, variables) alone, for evaluation: the optimizer state is not read."""
+        trees = {"params": abstract}
+        if variables:
+            trees["variables"] = variables
+        restored = found.store.restore(found.step, trees)
+        return restored["params"], restored.get("variables", {})
 
     def arrays(self, found: Found, item: str) -> Any:
-        """One item of a step, such as `params`, as it was saved, on one device; {} where it holds none."""
+        """Return one item of a step, such as `params`, as it was saved, on one device; {} where it holds none."""
         return found.store.read(found.step, item)
 
-    def _usable(self, shelf: StepDir, which: str, expected: Callable[[], TrainState] | None) -> int | None:
-        """The newest step that is whole, or the one with the number `which`; the notes get those that are not."""
-        steps = shelf.steps()
+    def _choose(self, which: str, expected: Expected) -> Found:
+        """Return the step for `which`; the leader alone calls this. Raises `RequestError`."""
+        stores = (self._newest, self._best)
+        if which == BEST:
+            stores = (self._best, self._newest)
+        notes_before = len(self.notes)
+        for store in stores:
+            step = self._usable(store.step_dir, which, expected)
+            if step is None:
+                continue
+            if which == BEST and store is self._newest:
+                self.notes.append(f"no best checkpoint is whole; the newest one, of step {step}, stands in")
+            if which == LATEST and store is self._best:
+                self.notes.append(f"no newest checkpoint is whole; the best one, of step {step}, stands in")
+            return Found(store, step)
+        raise self._no_checkpoint(self.notes[notes_before:])
+
+    def _usable(self, folder: StepDir, which: str, expected: Expected) -> int | None:
+        """Return the newest complete step, or the one with the number `which`; note the damaged ones."""
+        steps = folder.steps()
         if which not in (LATEST, BEST):
-            if not STEP.fullmatch(which) or int(which) not in steps:
-                there = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
-                raise RequestError(f"{shelf.folder} holds no step {which}; {there}")
-            if damage := self._damage(shelf, int(which), expected):
-                raise RequestError(f"checkpoint {shelf.path(int(which))} is damaged: {damage}; choose another")
-            return int(which)
+            return self._with_number(folder, which, steps, expected)
         for step in reversed(steps):
-            damage = self._damage(shelf, step, expected)
+            damage = self._damage(folder, step, expected)
             if damage is None:
                 return step
-            self.notes.append(f"checkpoint {shelf.path(step)} is damaged and passed over: {damage}")
+            self.notes.append(f"checkpoint {folder.path(step)} is damaged and passed over: {damage}")
         return None
 
-    def _damage(self, shelf: StepDir, step: int, expected: Callable[[], TrainState] | None) -> str | None:
-        """Why a step cannot be used; None if it can. One without a seal gets one then, if this may write."""
-        seal = shelf.seal_of(step)
+    def _with_number(self, folder: StepDir, number: str, steps: list[int], expected: Expected) -> int:
+        """Return the step with that number. Raises `RequestError` where it is not there, or is damaged."""
+        if not STEP.fullmatch(number) or int(number) not in steps:
+            there = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
+            raise RequestError(f"{folder.folder} holds no step {number}; {there}")
+        step = int(number)
+        damage = self._damage(folder, step, expected)
+        if damage:
+            raise RequestError(f"checkpoint {folder.path(step)} is damaged: {damage}; choose another")
+        return step
+
+    def _damage(self, folder: StepDir, step: int, expected: Expected) -> str | None:
+        """Return why a step cannot be used; None if it can. Seals a step that has no seal, if this may write."""
+        seal = folder.seal_of(step)
         if seal is None:
-            return self._damage_without_seal(shelf, step, expected)
-        damage = shelf.damage(step)
+            return self._damage_without_seal(folder, step, expected)
+        damage = folder.damage(step)
         if damage is None and seal.step is None:
-            self.notes.append(f"checkpoint {shelf.path(step)} has checksums of an older jaxdist, without run and step")
+            self.notes.append(f"checkpoint {folder.path(step)} has checksums of an older jaxdist, without run and step")
         return damage
 
-    def _damage_without_seal(self, shelf: StepDir, step: int, expected: Callable[[], TrainState] | None) -> str | None:
+    def _damage_without_seal(self, folder: StepDir, step: int, expected: Expected) -> str | None:
         shapes = None
         if expected is not None:
             shapes = {item: array_shapes(tree) for item, tree in trees_of(expected()).items()}
-        damage = shelf.wrong_facts(step) or unreadable(shelf.path(step), shapes, values=True)
+        damage = folder.wrong_facts(step) or unreadable(folder.path(step), shapes, values=True)
         if damage:
             return f"{UNSEALED}, and read back {damage}"
         done = "it was read back and is whole"
         if self._seals:
             try:
-                shelf.seal(step)
+                folder.seal(step)
                 done += "; they are made now"
             except OSError as error:
                 done += f"; they cannot be written ({error.strerror})"
-        self.notes.append(f"checkpoint {shelf.path(step)} had no checksums: {done}")
+        self.notes.append(f"checkpoint {folder.path(step)} had no checksums: {done}")
         return None
 
     def _no_checkpoint(self, damaged: list[str]) -> RequestError:
-        """What to say where no step can be used; `damaged` has a sentence for each that is there."""
-        folder = self._newest.shelf.folder
-        aside = sorted({step for shelf in self._aside for step in shelf.steps()})
+        """Return the error where no step can be used; `damaged` has a sentence for each that is there."""
+        folder = self._newest.step_dir.folder
+        aside = sorted({step for aside in self._aside for step in aside.steps()})
         if damaged:
             reason = f"no checkpoint in {folder} is whole: {'; '.join(damaged)}"
         elif aside:
@@ -251,8 +289,13 @@ class Checkpoints:
 
 
 def trees_of(state: TrainState) -> dict[str, Any]:
-    """Parameters and variables apart from the rest, so that they can be read alone; the rest follows from them."""
+    """Return what a checkpoint saves of a state: parameters and variables can be read without the rest."""
     training = state._asdict()
-    del training["weights"], training["in_flight"]
+    # Both follow from the rest of the state.
+    del training["weights"]
+    del training["in_flight"]
     variables = training.pop("variables")
-    return {"params": training.pop("params"), "training": training} | ({"variables": variables} if variables else {})
+    trees = {"params": training.pop("params"), "training": training}
+    if variables:
+        trees["variables"] = variables
+    return trees

@@ -1,7 +1,7 @@
-"""Steps that Orbax writes in the background, sealed with checksums as soon as they are on disk, then the old removed.
+"""Steps that Orbax writes in the background, sealed with checksums as soon as they are on disk; then old ones go.
 
 A step is read back and gets its checksums, and only then may it take the place of others: whenever the process is
-killed, what it had before is whole.
+killed, what it had before is complete.
 """
 
 from __future__ import annotations
@@ -29,10 +29,16 @@ ITEMS = ("params", "variables", "training")
 """What a step may hold, each a tree of arrays that can be read alone; beside them stand the JSON-able `facts`."""
 
 RESTORE_GB = 1
-"""So much is read at a time beside the arrays that are made of it; Orbax's own limit is 96."""
+"""How much is read at a time, beside the arrays that are made of it; Orbax's own limit is 96."""
 
 POLL = 0.02
 """Seconds between looks for a step that is being written."""
+
+LONGEST_REASON = 200
+"""Characters of somebody else's error message that are quoted."""
+
+LISTED = 10
+"""Arrays that an error names at most."""
 
 
 class SaveFailed(RuntimeError):
@@ -40,17 +46,26 @@ class SaveFailed(RuntimeError):
 
 
 class OrbaxWriter:
-    """One shelf. `keep` is how many of the newest steps to keep, beside those that `every` divides (0: none)."""
+    """Saves the steps of one folder in the background, and restores them."""
 
-    def __init__(self, shelf: StepDir, keep: int, every: int = 0, kind: str = ""):
-        """`kind` is a word for the checkpoints here, for sentences."""
-        _raised_is_enough()
-        self.shelf, self._keep, self._every = shelf, keep, every
+    def __init__(self, step_dir: StepDir, keep: int, every: int = 0, kind: str = ""):
+        """Keep the `keep` newest steps, beside the multiples of `every` (0: none of them).
+
+        `kind` is a word for the checkpoints here, for error messages.
+        """
+        _silence_orbax()
+        self.step_dir = step_dir
+        self._keep = keep
+        self._every = every
         self._kind = f"{kind} " if kind else ""
-        options = _all_processes(shelf.folder.name)
-        array = lambda: ocp.StandardCheckpointHandler(restore_concurrent_gb=RESTORE_GB, multiprocessing_options=options)
+        options = _all_processes(step_dir.folder.name)
+        handlers = {}
+        for name in ITEMS:
+            handlers[name] = ocp.StandardCheckpointHandler(
+                restore_concurrent_gb=RESTORE_GB, multiprocessing_options=options
+            )
         handler = ocp.CompositeCheckpointHandler(
-            **{name: array() for name in ITEMS},
+            **handlers,
             facts=ocp.JsonCheckpointHandler(multiprocessing_options=options),
             composite_options=ocp.CompositeOptions(multiprocessing_options=options),
         )
@@ -62,18 +77,21 @@ class OrbaxWriter:
         self._failed: OSError | None = None
 
     def save(self, step: int, trees: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Returns when the arrays of `trees` may be changed again. Raises `SaveFailed`, of this save or the last."""
+        """Begin to save; returns when the arrays of `trees` may be changed again.
+
+        Raises `SaveFailed`, of this save or the last.
+        """
         if step == self.step:
             return
         self.wait()
         self.step = step
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-        with self._told():
+        with self._raising_save_failed():
             if leader():
-                self.shelf.folder.mkdir(parents=True, exist_ok=True)
-                self.shelf.unseal(step)
+                self.step_dir.folder.mkdir(parents=True, exist_ok=True)
+                self.step_dir.unseal(step)
             contents = ocp.args.Composite(facts=ocp.args.JsonSave(facts), **items)
-            self._orbax.save(self.shelf.path(step), args=contents, force=True)
+            self._orbax.save(self.step_dir.path(step), args=contents, force=True)
         if leader():
             self._given_up = threading.Event()
             expected = {name: array_shapes(tree) for name, tree in trees.items()}
@@ -81,135 +99,185 @@ class OrbaxWriter:
             self._sealing.start()
 
     def check(self) -> None:
-        """Raise `SaveFailed` if what is being saved, or was, did not get to the disk. Takes no time."""
-        with self._told():
+        """Raise `SaveFailed` if the current save, or the last one, has failed. Takes no time."""
+        with self._raising_save_failed():
             self._orbax.check_for_errors()
-        if self._failed:
-            error, self._failed = self._failed, None  # told once
+        error = self._failed
+        if error:
+            self._failed = None  # reported once
             raise self._failure(error) from error
 
     def wait(self) -> None:
-        """Until what is being saved is sealed. Raises `SaveFailed`."""
-        with self._told():
+        """Wait until the step that is being saved is sealed. Raises `SaveFailed`."""
+        with self._raising_save_failed():
             self._orbax.wait_until_finished()
         if self._sealing:
             self._sealing.join()
         self.check()
 
     def close(self) -> None:
-        """Call `wait` first: what failed is not told here."""
+        """Close Orbax. Call `wait` first: failures are not reported here."""
         with suppress(Exception):
             self._orbax.close()
 
     def restore(self, step: int, trees: dict[str, Any]) -> dict[str, Any]:
-        """Arrays as `trees` says by `jax.ShapeDtypeStruct`s with shardings. Raises `RequestError` if they differ."""
+        """Return the arrays of a step, laid out as `trees` says by `jax.ShapeDtypeStruct`s with shardings.
+
+        Raises `RequestError` if names or shapes differ.
+        """
         items = {name: ocp.args.StandardRestore(tree) for name, tree in trees.items()}
+        path = self.step_dir.path(step)
         try:
             self._compare(step, trees["params"])
-            return dict(self._orbax.restore(self.shelf.path(step), args=ocp.args.Composite(**items)).items())
+            return dict(self._orbax.restore(path, args=ocp.args.Composite(**items)).items())
         except RequestError:
             raise
-        except Exception as error:  # as in `save`
-            reason = str(error).strip().partition("\n")[0][:200]
-            raise RequestError(f"checkpoint {self.shelf.path(step)} cannot be read into this run: {reason}") from error
+        except Exception as error:  # Orbax raises whatever its parts raise
+            raise RequestError(f"checkpoint {path} cannot be read into this run: {_first_line(error)}") from error
 
     def read(self, step: int, item: str) -> Any:
-        """A tree as it was saved, on the first device; {} if the step does not hold it."""
-        path, handler = self.shelf.path(step) / item, ocp.StandardCheckpointHandler(restore_concurrent_gb=RESTORE_GB)
+        """Return a tree as it was saved, on the first device; {} if the step does not hold it."""
+        path = self.step_dir.path(step) / item
         if not path.exists():
             return {}
-        there = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        like = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
-        tree = jax.tree.map(like, handler.metadata(path).tree, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+        handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=RESTORE_GB)
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+        def on_one_device(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        tree = jax.tree.map(on_one_device, handler.metadata(path).tree, is_leaf=_has_shape)
         return handler.restore(path, args=ocp.args.StandardRestore(tree))
 
-    def _compare(self, step: int, here: Any) -> None:
-        """Refuse parameters of other names and shapes before Orbax looks at them, which does not name them."""
-        there = ocp.StandardCheckpointHandler().metadata(self.shelf.path(step) / "params").tree
-        there, here = array_shapes(there), array_shapes(here)
-        told = lambda shape: "missing" if shape is None else str(tuple(shape))
-        different = [
-            f"{path} is {told(there.get(path))} there and {told(here.get(path))} here"
-            for path in sorted({*there, *here})
-            if there.get(path) != here.get(path)
-        ]
-        if different:
-            more = f", and {len(different) - 10} more" if len(different) > 10 else ""
-            raise RequestError(
-                f"checkpoint {self.shelf.path(step)} does not fit this model: {', '.join(different[:10])}{more}; "
-                f"use the [model] section of its config.toml"
-            )
+    def _compare(self, step: int, params: Any) -> None:
+        """Refuse parameters of other names and shapes before Orbax sees them: its errors do not name them."""
+        path = self.step_dir.path(step)
+        there = array_shapes(ocp.StandardCheckpointHandler().metadata(path / "params").tree)
+        here = array_shapes(params)
+        different = []
+        for name in sorted({*there, *here}):
+            if there.get(name) != here.get(name):
+                different.append(f"{name} is {_shown(there.get(name))} there and {_shown(here.get(name))} here")
+        if not different:
+            return
+        more = ""
+        if len(different) > LISTED:
+            more = f", and {len(different) - LISTED} more"
+        raise RequestError(
+            f"checkpoint {path} does not fit this model: {', '.join(different[:LISTED])}{more}; "
+            f"use the [model] section of its config.toml"
+        )
 
     def _seal(self, step: int, expected: dict[str, Shapes], given_up: threading.Event) -> None:
-        """In a thread: wait until the folder has its name, see that it can be read, seal it, remove what is older."""
+        """Wait, in a thread, until the step has its name; check that it can be read, seal it, remove older steps."""
         try:
-            while not self.shelf.path(step).exists():
+            while not self.step_dir.path(step).exists():
                 if given_up.wait(POLL):
                     return
-            if problem := unreadable(self.shelf.path(step), expected, values=False):
+            problem = unreadable(self.step_dir.path(step), expected, values=False)
+            if problem:
                 raise OSError(f"it is not there when it is read back ({problem})")
-            self.shelf.seal(step)
-            self.shelf.keep(self._keep, self._every)
+            self.step_dir.seal(step)
+            self.step_dir.keep(self._keep, self._every)
         except OSError as error:
             self._failed = error
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """What goes wrong in here is a `SaveFailed`: Orbax raises what its parts raise."""
+    def _raising_save_failed(self) -> Iterator[None]:
+        """Turn every error in the block into `SaveFailed`: Orbax raises whatever its parts raise."""
         try:
             yield
         except Exception as error:
             raise self._failure(error) from error
 
     def _failure(self, error: Exception) -> SaveFailed:
-        """The step that was saved last may have its seal, and count as saved, in spite of `error`."""
+        """Return the error to raise; the step that was saved last may be sealed, and count as saved, all the same."""
         self._given_up.set()
         if self._sealing:
             self._sealing.join()
         what = f"the {self._kind}checkpoint of step {self.step}"
-        if self.step is not None and self.shelf.seal_of(self.step) is not None:
+        if self.step is not None and self.step_dir.seal_of(self.step) is not None:
             return SaveFailed(f"{what} is saved, but what is done after that failed: {_cause(error)}")
         return SaveFailed(f"{what} could not be saved: {_cause(error)}")
 
 
 @cache
-def _raised_is_enough() -> None:
-    """Orbax logs what it raises, too; and when it gives up, what it was doing fails in a loop that is closed."""
+def _silence_orbax() -> None:
+    """Keep Orbax from logging what it also raises.
+
+    When Orbax gives up, the tasks that it leaves behind fail in an event loop that is closed; Python would print that.
+    """
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
-    hook, noise = sys.unraisablehook, lambda error: isinstance(error, RuntimeError) and "loop is closed" in str(error)
-    sys.unraisablehook = lambda told: None if noise(told.exc_value) else hook(told)
+    hook = sys.unraisablehook
+
+    def hook_without_closed_loops(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and "loop is closed" in str(error)):
+            hook(unraisable)
+
+    sys.unraisablehook = hook_without_closed_loops
 
 
 def _cause(error: BaseException | None) -> str:
-    """The operating system's reason, if there is one."""
+    """Return the operating system's reason, if the chain of errors has one; otherwise the error's first line."""
     first = error
     while error is not None:
-        found = re.search(r"os_error_code='(\d+)'", str(error))  # TensorStore's
-        number = getattr(error, "errno", None) or (found and int(found[1]))
+        number = getattr(error, "errno", None) or _tensorstore_errno(error)
         if number:
+            reason = os.strerror(number).lower()
             where = getattr(error, "filename", None)
-            return os.strerror(number).lower() + (f" ({where})" if where and number != errno.ENOSPC else "")
+            if where and number != errno.ENOSPC:
+                reason += f" ({where})"
+            return reason
         error = error.__cause__ or error.__context__
-    return str(first).strip().partition("\n")[0][:200] or type(first).__name__
+    return _first_line(first) or type(first).__name__
+
+
+def _tensorstore_errno(error: BaseException) -> int | None:
+    """Return the operating system's error number that TensorStore writes into its message."""
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    return int(found[1]) if found else None
+
+
+def _first_line(error: BaseException | None) -> str:
+    return str(error).strip().partition("\n")[0][:LONGEST_REASON]
 
 
 def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of every array of a tree, by the name that it has in a checkpoint, such as `blocks.mlp.up`."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "shape"))
-    name = lambda key: str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
-    return {".".join(map(name, path)): _stored_shape(leaf) for path, leaf in leaves}
+    """Return the shape of every array of a tree, by the name that it has in a checkpoint, such as `blocks.mlp.up`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_has_shape)
+    return {".".join(map(_key_name, path)): _stored_shape(leaf) for path, leaf in leaves}
+
+
+def _has_shape(leaf: Any) -> bool:
+    return hasattr(leaf, "shape")
+
+
+def _key_name(key: Any) -> str:
+    """Return the name of one key of a path: that of a dict, a sequence, or a class with fields."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
 
 
 def _stored_shape(leaf: Any) -> tuple[int, ...]:
-    """Random keys are stored as the integers that they consist of."""
+    """Return the shape on disk: random keys are stored as the integers that they consist of."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return tuple(jax.eval_shape(jax.random.key_data, leaf).shape)
     return tuple(leaf.shape)
 
 
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(tuple(shape))
+
+
 def _all_processes(name: str) -> ocp.options.MultiprocessingOptions:
-    """All of them, by their numbers: left out, they would wait for each other by a collective of devices, of which
-    JAX's wants the same number in each process."""
+    """Return options that list all processes by their numbers.
+
+    Without the list they would wait for each other by a collective of devices, for which JAX wants the same number of
+    devices in each process.
+    """
     everyone = set(range(jax.process_count()))
     return ocp.options.MultiprocessingOptions(active_processes=everyone, barrier_sync_key_prefix=name)

@@ -1,6 +1,6 @@
-"""Read a saved step as a restore would, to learn whether its arrays are there whole: for steps without checksums.
+"""Read a saved step as a restore would, to learn whether its arrays are complete: for steps without checksums.
 
-TensorStore hands out zeros for a part of an array that is missing, and looks for some paths (with a backslash) in
+TensorStore returns zeros for a part of an array that is missing, and looks for some paths (with a backslash) in
 another folder than Python does. Both are found here, and nothing is copied to a device.
 """
 
@@ -19,34 +19,50 @@ import tensorstore as ts
 from jaxdist.files import read_regular
 
 READ_BYTES = 1 << 28
-"""About so many bytes of an array are in memory at a time."""
+"""About how many bytes of an array are in memory at a time."""
+
+LONGEST_REASON = 200
+"""Characters of somebody else's error message that are quoted."""
 
 Shapes = Mapping[str, tuple[int, ...] | None]
 """Shape by an array's name, such as `blocks.mlp.up`; None where any shape will do."""
 
 
 def unreadable(folder: Path, expected: Mapping[str, Shapes] | None, values: bool) -> str | None:
-    """Why the step in `folder` cannot be used; None if it can.
+    """Return why the step in `folder` cannot be used; None if it can.
 
     `expected` are the shapes of each item, such as `params`; None asks for the arrays that the step itself names. With
     `values` every number is read, and must be finite; without, only the parts of the arrays are counted.
     """
     try:
-        for item, shapes in (expected or _named(folder)).items():
-            if not (folder / item / "manifest.ocdbt").is_file():
-                return f"{item} has no arrays"
-            store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder / item}/"}}
-            parts = Counter(key.decode().rpartition("/")[0] for key in ts.KvStore.open(store).result().list().result())
-            for name, shape in shapes.items():
-                if problem := _wrong(store, name, shape, parts[name], values):
-                    return f"{item}: {name} {problem}"
+        for item, shapes in (expected or _arrays_by_item(folder)).items():
+            problem = _wrong_item(folder / item, shapes, values)
+            if problem:
+                return f"{item}{problem}"
         return None
     except (ValueError, OSError, RecursionError, KeyError, TypeError) as error:
-        return f"it cannot be read ({str(error).partition(chr(10))[0][:200]})"
+        first_line = str(error).partition("\n")[0]
+        return f"it cannot be read ({first_line[:LONGEST_REASON]})"
 
 
-def _wrong(store: dict[str, Any], name: str, shape: tuple[int, ...] | None, parts: int, values: bool) -> str | None:
-    """What is wrong with one array, of which there are so many `parts`, its description included."""
+def _wrong_item(folder: Path, shapes: Shapes, values: bool) -> str | None:
+    """Return what is wrong with one item of a step, as the end of a sentence that begins with its name."""
+    if not (folder / "manifest.ocdbt").is_file():
+        return " has no arrays"
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}
+    keys = ts.KvStore.open(store).result().list().result()
+    parts = Counter(key.decode().rpartition("/")[0] for key in keys)
+    for name, shape in shapes.items():
+        problem = _wrong_array(store, name, shape, parts[name], values)
+        if problem:
+            return f": {name} {problem}"
+    return None
+
+
+def _wrong_array(
+    store: dict[str, Any], name: str, shape: tuple[int, ...] | None, parts: int, values: bool
+) -> str | None:
+    """Return what is wrong with one array; `parts` is the number of its stored parts, its description included."""
     if not parts:
         return "is missing"
     array = ts.open({"driver": "zarr", "kvstore": {**store, "path": f"{name}/"}}, open=True, read=True).result()
@@ -62,7 +78,7 @@ def _wrong(store: dict[str, Any], name: str, shape: tuple[int, ...] | None, part
 
 
 def _parts(array: ts.TensorStore) -> Iterator[np.ndarray]:
-    """The numbers of an array, some rows of its first dim at a time. Numbers that are always finite are read, too."""
+    """Yield the numbers of an array, some rows of its first dim at a time; also integers, which are always finite."""
     if not array.shape:
         yield np.asarray(array.read().result())
         return
@@ -73,15 +89,19 @@ def _parts(array: ts.TensorStore) -> Iterator[np.ndarray]:
         yield np.asarray(array[first:last].read().result())
 
 
-def _named(folder: Path) -> dict[str, Shapes]:
-    """The arrays of each item, as Orbax has written their names down."""
+def _arrays_by_item(folder: Path) -> dict[str, Shapes]:
+    """Return the arrays of each item, by the names in Orbax's metadata."""
     items = [item.name for item in folder.iterdir() if (item / "_METADATA").is_file()]
     missing = {"params", "training"} - set(items)
     if missing:
         raise ValueError(f"{' and '.join(sorted(missing))} missing")
-    return {item: _names(json.loads(read_regular(folder / item / "_METADATA"))) for item in items}
+    return {item: _array_names(json.loads(read_regular(folder / item / "_METADATA"))) for item in items}
 
 
-def _names(metadata: dict[str, Any]) -> Shapes:
-    leaves = [leaf for leaf in metadata["tree_metadata"].values() if not leaf["value_metadata"]["skip_deserialize"]]
-    return {".".join(str(key["key"]) for key in leaf["key_metadata"]): None for leaf in leaves}
+def _array_names(metadata: dict[str, Any]) -> Shapes:
+    names = {}
+    for leaf in metadata["tree_metadata"].values():
+        if not leaf["value_metadata"]["skip_deserialize"]:
+            name = ".".join(str(key["key"]) for key in leaf["key_metadata"])
+            names[name] = None
+    return names

@@ -1,12 +1,13 @@
-"""A folder of saved steps, and whether they are whole: a seal with a checksum of every file stands beside each.
+"""A folder of saved steps, and whether they are complete: beside each stands a seal with a checksum of every file.
 
-    STEP/            written by Orbax under another name first, then renamed: it is committed whole or not at all
+    STEP/            written by Orbax under another name first, then renamed: committed completely or not at all
     sums/STEP.json   the seal: the run's id, the step, and size and XXH3 of every file, written after that
 
-Orbax hands out flipped bytes without a word. XXH3 of 64 bits reads a file as fast as it comes from the memory.
+Orbax restores flipped bytes silently. XXH3 of 64 bits reads a file as fast as it comes from memory.
 
-A committed step is never removed because its seal is missing: a copy of the folder that was cut off lacks the seals
-and not the steps. Whether such a step can be used is found by reading it (`training.checkpoint.readback`). No jax here.
+A committed step is never removed because its seal is missing: a copy of the folder that was cut off lacks the seals,
+not the steps. Whether such a step can be used is found by reading it (`training.checkpoint.readback`). This module
+does not import jax.
 """
 
 from __future__ import annotations
@@ -25,62 +26,67 @@ from typing import Any
 from jaxdist.files import checksum, read_regular, write_whole
 
 TORN = ".orbax-checkpoint-tmp"
-"""How the name of a folder ends while Orbax writes it."""
+"""Part of a folder's name while Orbax writes it."""
 
 STEP = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
-"""Names of steps; a folder with any other name is none."""
+"""The name of a step; a folder with any other name is not a step."""
 
-UNSEALED, UNREADABLE_SEAL = "it has no checksums", "its checksums cannot be read"
-"""Damage of the seal alone: the step itself may be whole."""
+UNSEALED = "it has no checksums"
+UNREADABLE_SEAL = "its checksums cannot be read"
+"""Damage of the seal alone, as `UNSEALED`: the step itself may be complete."""
 
 READERS = 4
-"""Files that are read at a time."""
+"""Files that are read in parallel."""
 
 Checksum = tuple[int, str]
 """Size in bytes, and XXH3 in hexadecimal."""
 
 WRONG_CONTENT = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError)
-"""What reading JSON may raise where a file is damaged, or somebody else's: not there, no JSON, or of another form."""
-
+"""What reading JSON may raise for a file that is missing, damaged or not ours: no JSON, or JSON of another form."""
 
 NUMBER = (int, float)
 
 RUN_FACTS: Mapping[str, Any] = {"steps": int, "data": str, "best": (*NUMBER, type(None)), "baseline": dict}
-"""Types of the facts that a run relies on when it resumes, beside the `step`, which a step of any origin has."""
+"""Types of the facts that a run relies on when it resumes, beside the `step`, which every saved step has."""
 
 OTHER_FACTS: Mapping[str, Any] = {"seed": int, "late": int, "mesh": str, "processes": int, "time": NUMBER}
-"""Types of the others, which older versions may not have written."""
+"""Types of the other facts, which older versions may not have written."""
 
 BASELINE: Mapping[str, Any] = {"nats": NUMBER, "name": str, "unit": str}
+"""Types within the fact `baseline`."""
 
 
 @dataclass(frozen=True)
 class Seal:
-    """What was known of a step when its checksums were made."""
+    """What was known about a step when its checksums were made."""
 
     files: Mapping[str, Checksum]
     """By path within the step's folder."""
     step: int | None
-    """None in seals of the first format, which had checksums only."""
+    """None in seals of the first format, which had only checksums."""
     run: str | None
     """The id of the run; None in seals of the first format, and where the run has none."""
     finite: bool
-    """Whether every number of the step was seen to be finite."""
+    """Whether every number of the step was checked to be finite."""
 
 
 @dataclass(frozen=True)
 class StepDir:
-    """`folder` need not exist. What a method raises is `OSError`, unless it says otherwise."""
+    """A folder of steps, which need not exist. Methods raise `OSError`, unless they say otherwise."""
 
     folder: Path
     run: str | None = None
-    """The id of the run that the steps must belong to; None: of any."""
+    """The id of the run that the steps must belong to; None accepts any."""
 
     def path(self, step: int) -> Path:
+        """Return the folder of one step."""
         return self.folder / str(step)
 
     def steps(self) -> list[int]:
-        """All that Orbax has committed, in order. A link is none: nothing is read, or removed, through it."""
+        """Return all steps that Orbax has committed, in order.
+
+        A symbolic link does not count: nothing is read, or removed, through it.
+        """
         if not self.folder.is_dir():
             return []
         with os.scandir(self.folder) as entries:
@@ -88,35 +94,37 @@ class StepDir:
         return sorted(int(name) for name in names if STEP.fullmatch(name))
 
     def sealed(self) -> list[int]:
-        """Those that have a seal, in order."""
+        """Return the steps that have a seal, in order."""
         return [step for step in self.steps() if self.seal_of(step) is not None]
 
     def last_step(self, asked: int = 0, thorough: bool = True) -> int | None:
-        """The last step of a run, which has at least `asked` steps, if it is saved and whole; None before that.
+        """Return the last step of a finished run, if it is saved and complete; None for a run that is not finished.
 
-        `thorough` as in `damage`.
+        The run is to have at least `asked` steps. `thorough` is as in `damage`.
         """
         step = max(self.sealed(), default=None)
         try:
-            if step and not self.damage(step, thorough) and not self.missing_run_facts(step):
-                return step if step >= max(self.facts(step)["steps"], asked) else None
+            if not step or self.damage(step, thorough) or self.missing_run_facts(step):
+                return None
+            steps = max(self.facts(step)["steps"], asked)
         except WRONG_CONTENT:
             return None  # it was removed, or changed, meanwhile
-        return None
+        return step if step >= steps else None
 
     def seal(self, step: int) -> None:
-        """Write the checksums of a step that is there whole, and whose numbers are all finite. Reads all of it."""
+        """Write the checksums of a step that is complete, and whose numbers are all finite. Reads all of it."""
         sums = self._sums(step)
         sums.parent.mkdir(exist_ok=True)
         content = {"run": self.run, "step": step, "finite": True, "xxh3_64": _checksums(self.path(step))}
         write_whole(sums, json.dumps(content))
 
     def seal_of(self, step: int) -> Seal | None:
-        """The seal of a step; None where there is none that can be understood."""
+        """Return the seal of a step; None where there is none that can be understood."""
         try:
             content = json.loads(read_regular(self._sums(step)))
             files = {name: (int(size), str(digest)) for name, (size, digest) in content["xxh3_64"].items()}
-            of_step, run = content.get("step"), content.get("run")
+            of_step = content.get("step")
+            run = content.get("run")
         except WRONG_CONTENT:
             return None
         if not files or not isinstance(of_step, int | None) or not isinstance(run, str | None):
@@ -124,9 +132,9 @@ class StepDir:
         return Seal(files, of_step, run, content.get("finite") is True)
 
     def damage(self, step: int, thorough: bool = True) -> str | None:
-        """What is wrong with a step, such as `params/_METADATA is missing`; None if nothing is.
+        """Return what is wrong with a step, such as `params/_METADATA is missing`; None if nothing is.
 
-        Reads all of it; when not `thorough`, compares names and sizes of its files alone.
+        Reads all of it; when not `thorough`, compares only names and sizes of its files.
         """
         seal = self.seal_of(step)
         if seal is None:
@@ -141,7 +149,7 @@ class StepDir:
             return f"{error.filename} cannot be read ({error.strerror})"
 
     def _differing(self, step: int, seal: Seal, thorough: bool) -> str | None:
-        """Which file differs from the seal, and how."""
+        """Return which file differs from the seal, and how."""
         path = self.path(step)
         sizes = {str(file.relative_to(path)): size for file, size in _files(path)}
         for name, (size, _) in seal.files.items():
@@ -151,17 +159,19 @@ class StepDir:
                 return f"{name} is not a regular file"
             if sizes[name] != size:
                 return f"{name} has {sizes[name]} bytes, not {size}"
-        more = sorted(sizes.keys() - seal.files.keys())
-        if more:
-            return f"{more[0]} is not among its checksums"
+        unknown = sorted(sizes.keys() - seal.files.keys())
+        if unknown:
+            return f"{unknown[0]} is not among its checksums"
         if not thorough:
             return None
         found = _checksums(path)
-        differing = [name for name in seal.files if found[name] != seal.files[name]]
-        return f"{differing[0]} differs from its checksum" if differing else None
+        for name, sums in seal.files.items():
+            if found[name] != sums:
+                return f"{name} differs from its checksum"
+        return None
 
     def wrong_facts(self, step: int) -> str | None:
-        """What is wrong with the JSON-able facts: a type, or the number of the step, where another was copied here."""
+        """Return what is wrong with the facts: a type, or the number of the step where another was copied here."""
         try:
             facts = self.facts(step)
         except WRONG_CONTENT:
@@ -178,31 +188,31 @@ class StepDir:
         return None
 
     def facts(self, step: int) -> dict[str, Any]:
-        """What was saved beside the arrays. Raises one of `WRONG_CONTENT`."""
+        """Return what was saved beside the arrays. Raises one of `WRONG_CONTENT`."""
         facts = json.loads(read_regular(self.path(step) / "facts" / "metadata"))
         if not isinstance(facts, dict):
             raise ValueError("not a table")
         return facts
 
     def missing_run_facts(self, step: int) -> list[str]:
-        """Facts that a step lacks which `train` has not written. Raises one of `WRONG_CONTENT`."""
+        """Return which facts a step lacks because `train` did not write it. Raises one of `WRONG_CONTENT`."""
         return sorted(RUN_FACTS.keys() - self.facts(step).keys())
 
     def size(self, step: int) -> int:
-        """Bytes on disk."""
+        """Return the bytes of a step on disk."""
         return sum(size or 0 for _, size in _files(self.path(step)))
 
     def unseal(self, step: int) -> None:
-        """From now on nothing is known of the step."""
+        """Remove the seal of a step, which is about to change."""
         self._sums(step).unlink(missing_ok=True)
 
     def remove(self, step: int) -> None:
-        """The seal goes first: what is half removed must not look whole."""
-        self.unseal(step)
+        """Remove a step."""
+        self.unseal(step)  # first: a step that is half removed must not look complete
         shutil.rmtree(self.path(step))
 
     def move(self, step: int, other: StepDir) -> None:
-        """To another shelf of the same disk, in place of what it has of that step."""
+        """Move a step to another folder on the same disk, in place of the one with that number there."""
         if step in other.steps():
             other.remove(step)
         other.folder.mkdir(parents=True, exist_ok=True)
@@ -212,32 +222,36 @@ class StepDir:
             self._sums(step).replace(other._sums(step))
 
     def keep(self, newest: int, every: int = 0) -> list[int]:
-        """Remove what is older than the newest sealed step and not kept; which.
+        """Remove steps that are older than the newest sealed step and not kept, and return them.
 
-        Kept are the `newest` so many, those that `every` divides (0: none), and the newest that was seen to be finite.
+        Kept are the `newest` last ones, the multiples of `every` (0: none), and the newest that is known to be finite.
         A step without a seal is removed only where it would be removed with one.
         """
         sealed = self.sealed()
         if not sealed:
             return []
         steps = self.steps()
-        kept = {*sealed[-newest:], *steps[-newest:], *(step for step in steps if every and step % every == 0)}
-        kept |= set(self._newest_finite(sealed))
+        kept = {*sealed[-newest:], *steps[-newest:]}
+        if every:
+            kept.update(step for step in steps if step % every == 0)
+        finite = self._newest_finite(sealed)
+        if finite is not None:
+            kept.add(finite)
         removed = [step for step in steps if step < sealed[-1] and step not in kept]
         for step in removed:
             self.remove(step)
         return removed
 
-    def _newest_finite(self, sealed: list[int]) -> list[int]:
-        """[the newest step whose seal says that it is finite], or []."""
+    def _newest_finite(self, sealed: list[int]) -> int | None:
+        """Return the newest step whose seal says that it is finite."""
         for step in reversed(sealed):
             seal = self.seal_of(step)
             if seal is not None and seal.finite:
-                return [step]
-        return []
+                return step
+        return None
 
     def clear(self) -> None:
-        """Remove what a process left half-written that died while it saved."""
+        """Remove what a process that died while it saved has left half-written."""
         for torn in self.folder.glob(f"*{TORN}*"):
             if torn.is_symlink():
                 torn.unlink()
@@ -249,7 +263,7 @@ class StepDir:
 
 
 def _wrong_types(facts: Mapping[str, Any], types: Mapping[str, Any]) -> str | None:
-    """Which of the facts is missing, or of another type than `types` says."""
+    """Return which of the facts is missing, or has another type than `types` says."""
     for name, kinds in types.items():
         if name not in facts:
             return f"has no {name}"
@@ -259,23 +273,26 @@ def _wrong_types(facts: Mapping[str, Any], types: Mapping[str, Any]) -> str | No
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, int | None]]:
-    """Every file under `folder`, and its size; None for a link and for what is no regular file. Raises `OSError`."""
+    """Yield every file under `folder`, and its size: None unless it is a regular file. Raises `OSError`."""
 
     def fail(error: OSError) -> None:
-        raise error  # os.walk, and Path.rglob, would leave out what cannot be listed
+        raise error  # os.walk, like Path.rglob, would silently leave out a folder that it cannot list
 
     for parent, folders, names in os.walk(folder, onerror=fail):
         for name in names:
             path = Path(parent, name)
             status = path.lstat()
-            yield path, status.st_size if stat.S_ISREG(status.st_mode) else None
+            if stat.S_ISREG(status.st_mode):
+                yield path, status.st_size
+            else:
+                yield path, None
         for name in folders:
             if Path(parent, name).is_symlink():
                 yield Path(parent, name), None
 
 
 def _checksums(folder: Path) -> dict[str, Checksum]:
-    """Those of every file under `folder`, by its path there."""
+    """Return the checksum of every file under `folder`, by its path there."""
     paths = sorted(path for path, _ in _files(folder))
-    with ThreadPoolExecutor(READERS) as pool:  # xxhash and read leave Python's lock to the others
+    with ThreadPoolExecutor(READERS) as pool:  # xxhash and read release Python's lock
         return dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(checksum, paths), strict=True))
