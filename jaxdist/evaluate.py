@@ -11,7 +11,7 @@ from jaxdist.values import Checkpoint
 
 if TYPE_CHECKING:
     from jaxdist.cluster.job import Job
-    from jaxdist.training.run import Trained
+    from jaxdist.training.restore import Trained
 
 DESCRIPTION = "Compute the loss of a run's checkpoint on the whole held-out part of its data, on any mesh."
 CHECKPOINT = Extra("checkpoint", "latest", "Which step: latest, best (by validation loss) or a number.", Checkpoint)
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.job import Job
     from jaxdist.cluster.phases import VALIDATING
-    from jaxdist.training.run import restore
+    from jaxdist.training.restore import restore
 
     with Job(place, asked.config, enough=Enough(asked.config)) as job:
         check_request(asked.text)

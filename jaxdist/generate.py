@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.job import Job
     from jaxdist.cluster.phases import STEPPING
-    from jaxdist.training.run import restore
+    from jaxdist.training.restore import restore
     from jaxdist.training.run_dir import RunFolder
     from jaxdist.training.sampling import Choice, sample
 

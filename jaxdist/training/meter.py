@@ -24,58 +24,66 @@ Item = TypeVar("Item")
 
 
 class Diverged(RuntimeError):
-    """The run cannot go on: too many steps in a row, or the state that it is to save, are not finite."""
+    """The run cannot go on: too many steps in a row, or the state that is to be saved, are not finite."""
 
 
 class Meter:
-    """Holds each step's metrics until the next step is on its way, then tells the log; keeps the time."""
+    """Holds each step's metrics until the next step is on its way, then logs them; keeps the time."""
 
     def __init__(self, run: Run, log: Log):
-        config, device = run.config, run.mesh.local_devices[0]
-        self.log, self.device, self.devices = log, device, run.mesh.devices.size
-        self.every, self.steps, self.max_skipped = config.log.every, run.steps, config.train.max_skipped
-        self.unit, self.per_step = run.task.unit, config.train.global_batch_size * run.task.units
+        config = run.config
+        self.log = log
+        self.device = run.mesh.local_devices[0]
+        self.devices = run.mesh.devices.size
+        self.every = config.log.every
+        self.steps = run.steps
+        self.max_skipped = config.train.max_skipped
+        self.unit = run.task.unit
+        self.per_step = config.train.global_batch_size * run.task.units
+        """Tokens, or images, of a step."""
         self.learning_rate = schedule(config.optimizer, run.steps)
         self.flops = run.task.flops
-        self.peak = peak_flops(device.device_kind, config.precision)
+        self.peak = peak_flops(self.device.device_kind, config.precision)
         self.pending: tuple[int, Metrics] | None = None
+        """The step that is on its way."""
         self.predicted: int | None = memory.predict(config, run.model, run.layout).total
-        """Bytes, until they have been told beside what the first step took."""
+        """Predicted bytes of a device; None once they have been logged beside those of the first step."""
         self._restart()
 
     def catch_up(self) -> None:
-        """Tell a step that has ended, before a wait for data counts as its time.
+        """Log a step that has ended, before a wait for data would count as its time.
 
-        On CPU the step is waited for: its cores have nothing else to do, and a call of the step returns now before and
-        now after its end, so that one step's time would count as another's.
+        On CPU this waits for the step: its cores have nothing else to do, and a call of the step returns sometimes
+        before and sometimes after its end, so that one step's time would count as another's.
         """
-        if self.pending and (self.device.platform == "cpu" or self.pending[1].loss.is_ready()):
+        if self.pending is None:
+            return
+        _, metrics = self.pending
+        if self.device.platform == "cpu" or metrics.loss.is_ready():
             self.flush()
 
     def next(self, batches: Iterator[Item]) -> Item | None:
-        """The next batch, or None where there is none; the wait for it counts as `data_seconds`."""
+        """Return the next batch, or None where there is none; the wait for it counts as `data_seconds`."""
         started = time.perf_counter()
         batch = next(batches, None)
         self.data_seconds += time.perf_counter() - started
         return batch
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Note that `step` is on its way, and tell the results of the one before it."""
+        """Note that `step` is on its way, and log the results of the one before it."""
         self.flush()
-        self.pending = step, metrics
+        self.pending = (step, metrics)
 
     def flush(self) -> None:
-        """Wait for the step that is on its way and tell its results. Raises `Diverged`."""
+        """Wait for the step that is on its way and log its results. Raises `Diverged`."""
         if self.pending is None:
             return
-        (step, metrics), self.pending = self.pending, None
+        step, metrics = self.pending
+        self.pending = None
         metrics = jax.device_get(metrics)
         self.count += 1
         values = self._figures(step, metrics)
-        if self.predicted and values["memory_bytes"]:
-            there, said = memory.size(values["memory_bytes"]), memory.size(self.predicted)
-            self.log.say(f"memory      {there} at most on a device until now, after the first step; {said} predicted")
-            self.predicted = None
+        self._compare_memory(values["memory_bytes"])
         self.log.progress(values)
         diverged = metrics.skipped_in_a_row >= self.max_skipped
         if step % self.every == 0 or step == self.steps or diverged:
@@ -91,14 +99,26 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time that belongs to no step: validating, saving."""
+        """Leave the time in the block out of the step times: validating, saving."""
         self.flush()
         started = time.perf_counter()
         yield
         self.started += time.perf_counter() - started
 
     def _restart(self) -> None:
-        self.started, self.count, self.data_seconds = time.perf_counter(), 0, 0.0
+        """Begin to measure for the next line of the log."""
+        self.started = time.perf_counter()
+        self.count = 0
+        self.data_seconds = 0.0
+
+    def _compare_memory(self, measured: int | None) -> None:
+        """Log the measured peak beside the prediction, once, after the first step."""
+        if not self.predicted or not measured:
+            return
+        there = memory.size(measured)
+        predicted = memory.size(self.predicted)
+        self.log.say(f"memory      {there} at most on a device until now, after the first step; {predicted} predicted")
+        self.predicted = None
 
     def _figures(self, step: int, metrics: Metrics) -> dict[str, float | int | None]:
         seconds = (time.perf_counter() - self.started) / self.count

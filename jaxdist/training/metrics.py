@@ -1,11 +1,12 @@
-"""What a run tells while it runs: metrics.jsonl, TensorBoard, wandb, and a line or a progress bar on the terminal."""
+"""The outputs of a run: metrics.jsonl, TensorBoard, wandb, and a line or a progress bar on the terminal."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 from jaxdist.config import Config
 from jaxdist.files import open_no_follow
@@ -13,15 +14,26 @@ from jaxdist.streams import clock
 from jaxdist.training.console import Screen
 from jaxdist.training.run_dir import RunFolder
 
+Values = Mapping[str, float | int | None]
+"""The figures of a step, or of a validation, by their names in metrics.jsonl."""
+
+NOTABLE_WAIT = 0.01
+"""Part of a step's time from which on the wait for data is printed."""
+
 
 class Log:
-    """The sinks of a run that goes on after step `first`. Open it with `with`; `screen` is where people read, standard
-    error by default."""
+    """The outputs of a run that continues after step `first`. Use it as a context manager."""
 
     def __init__(self, config: Config, folder: RunFolder, steps: int, first: int, screen: Screen | None = None):
-        self._config, self._folder, self._steps, self._first = config, folder, steps, first
+        """`screen` is where people read, standard error by default."""
+        self._config = config
+        self._folder = folder
+        self._steps = steps
+        self._first = first
         self.screen = screen or Screen()
-        self._lines = self._board = self._wandb = None
+        self._lines = None
+        self._board = None
+        self._wandb = None
 
     def __enter__(self) -> Log:
         self._lines = open_no_follow(self._folder.metrics, "a")
@@ -35,39 +47,36 @@ class Log:
 
     def __exit__(self, *_: object) -> None:
         self.pause()
-        with suppress(OSError):  # what could not be written was told when it was to be
+        # A line that could not be written was reported then.
+        with suppress(OSError):
             self._lines.close()
         if self._board:
             self._board.close()
         if self._wandb:
-            self._guard(lambda: self._wandb.finish())
+            self._call_wandb("finish")
 
     def say(self, text: str) -> None:
-        """A line for people."""
+        """Print a line for people."""
         self.screen.say(text)
 
-    def metrics(self, values: Mapping[str, float | int | None]) -> None:
-        """A line of metrics.jsonl, with the time, for the step `values["step"]`; what is not finite becomes null."""
+    def metrics(self, values: Values) -> None:
+        """Write a line of metrics.jsonl, with the time, for the step `values["step"]`; NaN and infinity become null."""
+        step = values["step"]
         finite = {name: value if _finite(value) else None for name, value in values.items()}
-        self._lines.write(json.dumps({"step": values["step"], "time": clock(), **finite}) + "\n")
+        self._lines.write(json.dumps({"step": step, "time": clock(), **finite}) + "\n")
         self._lines.flush()
         numbers = {name: value for name, value in finite.items() if value is not None and name != "step"}
         if self._board:
             for name, value in numbers.items():
-                self._board.add_scalar(name, value, values["step"])
+                self._board.add_scalar(name, value, step)
         if self._wandb:
-            self._guard(lambda: self._wandb.log(numbers, step=values["step"]))
+            self._call_wandb("log", numbers, step=step)
         if "validation_loss" in values:
-            accuracy = f"  accuracy {values['validation_accuracy']:.2%}" if "validation_accuracy" in values else ""
-            batches = values.get("validation_batches")
-            over = "" if batches is None else f" over {batches} batch{'es' * (batches > 1)}"
-            self.screen.say_with_time(
-                f"step {values['step']}  validation loss {values['validation_loss']:.4f}{over}{accuracy}"
-            )
+            self.screen.say_with_time(_validation_line(values))
         else:
             self.screen.line(_line(values, self._steps))
 
-    def progress(self, values: Mapping[str, float | int | None]) -> None:
+    def progress(self, values: Values) -> None:
         """Move the bar of a terminal to `values["step"]`; a pipe or file has its lines."""
         self.screen.move("training", values["step"], self._steps, _figures(values))
 
@@ -75,35 +84,36 @@ class Log:
         """Leave the bar as it is and free the terminal."""
         self.screen.pause()
 
-    def _guard(self, call) -> None:
-        """Reporting to a service never stops a run: the first failure is told, then it is left alone."""
+    def _call_wandb(self, method: str, *arguments: Any, **options: Any) -> None:
+        """Call a method of the wandb run. A service never stops training: at the first failure it is switched off."""
         try:
-            call()
+            getattr(self._wandb, method)(*arguments, **options)
         except Exception as error:  # whatever a network and somebody else's client may raise
             self._wandb = None
             self.say(f"warning: wandb failed and is switched off for this run: {error}")
 
 
-class Silent(Log):
-    """The log of a process that is not the leader: it tells nothing."""
+class SilentLog(Log):
+    """The log of a process that is not the leader: it writes nothing."""
 
-    def __enter__(self) -> Silent:
+    def __enter__(self) -> SilentLog:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
     def say(self, text: str) -> None:
-        pass
+        """Do nothing."""
 
-    def metrics(self, values: Mapping[str, float | int | None]) -> None:
-        pass
+    def metrics(self, values: Values) -> None:
+        """Do nothing."""
 
-    def progress(self, values: Mapping[str, float | int | None]) -> None:
-        pass
+    def progress(self, values: Values) -> None:
+        """Do nothing."""
 
 
-def _start_wandb(config: Config, folder: RunFolder, say):
+def _start_wandb(config: Config, folder: RunFolder, say: Callable[[str], None]) -> Any:
+    """Start the run at Weights & Biases; None, with a warning, where that fails."""
     try:
         import wandb
 
@@ -112,7 +122,8 @@ def _start_wandb(config: Config, folder: RunFolder, say):
             project=config.log.wandb,
             name=folder.path.name,
             id=folder.wandb_id(),
-            resume="allow",  # a run that goes on is the same run there
+            # A run that is resumed here is the same run there.
+            resume="allow",
             dir=str(folder.path),
             config=config.model_dump(mode="json"),
             settings=settings,
@@ -126,25 +137,42 @@ def _finite(value: float | int | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def _figures(values: Mapping[str, float | int | None]) -> str:
-    mfu = "" if values["mfu"] is None else f"  MFU {values['mfu']:.1%}"
+def _figures(values: Values) -> str:
+    """Return loss, speed and MFU, as the bar and the lines show them."""
     unit, rate = next((name.split("_")[0], rate) for name, rate in values.items() if name.endswith("s_per_second"))
-    return f"loss {values['loss']:.4f}  {rate:,.0f} {unit}/s{mfu}"
+    text = f"loss {values['loss']:.4f}  {rate:,.0f} {unit}/s"
+    if values["mfu"] is not None:
+        text += f"  MFU {values['mfu']:.1%}"
+    return text
 
 
-def _line(values: Mapping[str, float | int | None], steps: int) -> str:
-    """Short, because a log has thousands of them: of the wait for data only where there is some to speak of."""
-    seconds, waiting = values["step_seconds"], values["data_seconds"]
-    data = f"  data {waiting * 1e3:.1f} ms" if waiting > 0.01 * seconds else ""
-    to_go = steps - values["step"]
-    left = f"  {duration(to_go * seconds)} left" if to_go else ""
-    return (
+def _line(values: Values, steps: int) -> str:
+    """Return the line of a step, short because a log has thousands: the wait for data only where it is notable."""
+    seconds = values["step_seconds"]
+    waiting = values["data_seconds"]
+    line = (
         f"step {values['step']}/{steps}  {_figures(values)}  norm {values['grad_norm']:.3f}  "
-        f"lr {values['learning_rate']:.2e}  {seconds * 1e3:.0f} ms{data}{left}"
+        f"lr {values['learning_rate']:.2e}  {seconds * 1e3:.0f} ms"
     )
+    if waiting > NOTABLE_WAIT * seconds:
+        line += f"  data {waiting * 1e3:.1f} ms"
+    steps_left = steps - values["step"]
+    if steps_left:
+        line += f"  {duration(steps_left * seconds)} left"
+    return line
+
+
+def _validation_line(values: Values) -> str:
+    line = f"step {values['step']}  validation loss {values['validation_loss']:.4f}"
+    batches = values.get("validation_batches")
+    if batches is not None:
+        line += f" over {batches} {'batches' if batches > 1 else 'batch'}"
+    if "validation_accuracy" in values:
+        line += f"  accuracy {values['validation_accuracy']:.2%}"
+    return line
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, such as 0:12:30."""
+    """Return hours, minutes and seconds, such as 0:12:30."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"

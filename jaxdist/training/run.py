@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +20,21 @@ from jaxdist.planning.branch_check import across_ranks
 from jaxdist.planning.hardware import Gpu
 from jaxdist.request import Enough, check_mesh_fits
 from jaxdist.sharding import Layout, on_devices, rules
-from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.forward.optimizer import optimizer
 from jaxdist.training.forward.pipedream_step import PipeDreamStep
 from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.forward.step import Forward, Step, TrainState
-from jaxdist.training.pictures import ImageTask
-from jaxdist.training.run_dir import RunFolder
-from jaxdist.training.text import TextTask
+from jaxdist.training.task import Task
+from jaxdist.training.task_images import ImageTask
+from jaxdist.training.task_text import TextTask
 
 
 class Run:
-    """A configuration and the parts that follow from it. Nothing is compiled or written; what is wrong with the
-    request on this machine, or with its data, is raised as `RequestError` by the part that finds it."""
+    """A configuration and the parts that follow from it.
+
+    Nothing is compiled or written. A request that is wrong on this machine, or for its data, is refused by the part
+    that notices it, with a `RequestError`.
+    """
 
     def __init__(
         self,
@@ -44,7 +44,9 @@ class Run:
         devices: Sequence[jax.Device] | None = None,
         gpu: Gpu | None = None,
     ):
-        """`dry` is for a look at the request: its devices need not be there, and nothing can be computed on them.
+        """Make the mesh, the layout, the model and the task.
+
+        `dry` is for a look at the request: its devices need not be there, and nothing can be computed on them.
         Without `batch`, nobody is going to ask for one. `devices` are all of the mesh, if not those of this machine:
         for a step to be compiled and not run, or to be measured on a part of them. `gpu` is the kind of device that a
         `dry` look is at, if not that of this machine.
@@ -52,147 +54,154 @@ class Run:
         shape = parse_mesh(config.mesh)
         if devices:
             self.mesh = make_mesh(shape, devices)
+        elif dry:
+            self.mesh = runtime.imagine(shape)
         else:
-            self.mesh = runtime.imagine(shape) if dry else runtime.start(shape, Enough(config))
+            self.mesh = runtime.start(shape, Enough(config))
         self.dry = dry
-        self.device = gpu or (devices[0] if devices else jax.devices()[0])
+        self.device = gpu or (devices or jax.devices())[0]
         """One of the devices, or its description; all are of its kind."""
         check_mesh_fits(config, self.mesh.shape, batch)
+
         self.layout = Layout.on(self.mesh, rules(config, self.mesh.shape), self.device)
-        self.compiler_options = {} if dry else xla_options.options_for(self.mesh, self.layout.parts("residual") > 1)
+        self.compiler_options = {}
+        if not dry:
+            self.compiler_options = xla_options.options_for(self.mesh, self.layout.parts("residual") > 1)
         precision = _precision(config.precision, self.layout.platform)
         self.config = config.model_copy(update={"precision": precision})
-        pipelined = self.mesh.shape[PIPELINE] > 1
-        self.model = models.build(config.model, replace(self.layout, manual=True) if pipelined else self.layout)
-        self.task = (ImageTask if config.model.images else TextTask)(self.config, self.model, self.mesh, self.layout)
+        model_layout = self.layout
+        if self.mesh.shape[PIPELINE] > 1:
+            # The model runs inside the pipeline's manual region.
+            model_layout = replace(self.layout, manual=True)
+        self.model = models.build(config.model, model_layout)
+        self.task = self._make_task()
+
+    def _make_task(self) -> Task:
+        kind = ImageTask if self.config.model.images else TextTask
+        return kind(self.config, self.model, self.mesh, self.layout)
 
     def open_data(self) -> tuple[int, int]:
-        """(rows, steps): reads, and at the first use tokenizes, the data. Raises `RequestError` if it is wrong."""
+        """Read, and at the first use tokenize, the data; return (rows, steps). Raises `RequestError` if it is wrong."""
         return self.task.rows, self.steps
 
     @cached_property
     def steps(self) -> int:
+        """The number of steps of the whole run."""
         train = self.config.train
-        return math.ceil(train.epochs * self.task.rows / train.global_batch_size) if train.epochs else train.steps
+        if train.epochs:
+            return math.ceil(train.epochs * self.task.rows / train.global_batch_size)
+        return train.steps
 
     @property
     def dtype(self) -> jnp.dtype:
-        """What the model computes in."""
+        """The compute dtype of the model."""
         return jnp.dtype(jnp.float32 if self.config.precision == "float32" else jnp.bfloat16)
 
     @cached_property
     def step(self) -> Step:
-        config, decay = self.config, models.matrices(self.model)
-        rule = partial(optimizer, config.optimizer, self.steps)
+        """The functions of the train step."""
+        config = self.config
+        decay = models.matrices(self.model)
+        update_rule = partial(optimizer, config.optimizer, self.steps)
         if isinstance(self.forward, PipelineForward) and not self.forward.flush:
-            return PipeDreamStep(self.forward, rule, decay, self.batch())
-        keep, offload = config.precision == "mixed", config.parallel.offload == "optimizer"
-        return Step(self.forward, rule(decay), max_norm=config.optimizer.clip, keep=keep, offload=offload)
+            return PipeDreamStep(self.forward, update_rule, decay, self.batch())
+        return Step(
+            self.forward,
+            update_rule(decay),
+            max_norm=config.optimizer.clip,
+            keep=config.precision == "mixed",
+            offload=config.parallel.offload == "optimizer",
+        )
 
     @cached_property
     def forward(self) -> Forward:
+        """The forward pass of the train step."""
         return self.task.forward(self.dtype)
 
     def init(self) -> TrainState:
-        """The state before the first step; call under `jax.set_mesh`."""
+        """Return the state before the first step; call under `jax.set_mesh`."""
         return jax.jit(self.step.init)(jax.random.key(self.config.train.seed))
 
     def abstract(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state; call under `jax.set_mesh`."""
-        seed = self.config.train.seed  # its key is made inside: nothing can be computed on devices that are not there
-        return on_devices(lambda: self.step.init(jax.random.key(seed)), self.mesh)
+        """Return shapes, dtypes and shardings of the state; call under `jax.set_mesh`."""
+        return on_devices(self._traced_init, self.mesh)
+
+    def abstract_logical(self) -> TrainState:
+        """Return shapes, dtypes and shardings of the state as a checkpoint holds it; call under `jax.set_mesh`."""
+        return on_devices(lambda: self.step.logical(self._traced_init()), self.mesh)
+
+    def _traced_init(self) -> TrainState:
+        # The key is made here, inside what is traced: nothing can be computed on devices that are not there.
+        return self.step.init(jax.random.key(self.config.train.seed))
 
     def batch(self) -> Batch:
-        """Shapes and shardings of a global batch of training."""
+        """Return shapes and shardings of a global batch of training."""
         return self.task.abstract_batch()
 
-    def no_batch(self) -> Batch:
-        """A global batch without a label; call under `jax.set_mesh`."""
-        fill = lambda name, a: jnp.full(a.shape, -1 if name == "labels" else 0, a.dtype, device=a.sharding)
-        return {name: fill(name, a) for name, a in self.batch().items()}
+    def empty_batch(self) -> Batch:
+        """Return a global batch without a label; call under `jax.set_mesh`."""
+        batch = {}
+        for name, a in self.batch().items():
+            fill = -1 if name == "labels" else 0
+            batch[name] = jnp.full(a.shape, fill, a.dtype, device=a.sharding)
+        return batch
 
     def lower(self) -> jax.stages.Lowered:
-        """The train step, its state donated, ready to be compiled; call under `jax.set_mesh`."""
+        """Return the train step, its state donated, ready to be compiled; call under `jax.set_mesh`."""
         step = jax.jit(self.step.train, donate_argnums=0, compiler_options=self.compiler_options)
         return step.lower(self.abstract(), self.batch())
 
     def compile(self) -> jax.stages.Compiled:
-        """The train step as a program; call under `jax.set_mesh`.
+        """Return the train step as a program; call under `jax.set_mesh`.
 
         Raises `RequestError` for a program in which ranks of a pipeline could wait for each other for ever.
         """
-        compiled, forward = self.lower().compile(), self.forward
-        own_ways = isinstance(forward, PipelineForward) and not forward.uniform
-        if own_ways and (problems := across_ranks(compiled.as_text(), self.mesh)):
-            raise RequestError(f"{forward.schedule} cannot run here ({problems[0]}); set pipeline.schedule to 1f1b")
+        compiled = self.lower().compile()
+        if isinstance(self.forward, PipelineForward) and not self.forward.uniform:
+            problems = across_ranks(compiled.as_text(), self.mesh)
+            if problems:
+                schedule = self.forward.schedule
+                raise RequestError(f"{schedule} cannot run here ({problems[0]}); set pipeline.schedule to 1f1b")
         return compiled
 
-    def abstract_logical(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state as a checkpoint holds it; call under `jax.set_mesh`."""
-        seed = self.config.train.seed
-        return on_devices(lambda: self.step.logical(self.step.init(jax.random.key(seed))), self.mesh)
-
     def begin(self, params: Params, variables: Params) -> TrainState:
-        """The state before the first step with these parameters of a checkpoint; call under `jax.set_mesh`."""
+        """Return the state before the first step with parameters of a checkpoint; call under `jax.set_mesh`."""
         return jax.jit(self.step.start)(self.step.folded(params), variables)
 
     @cached_property
-    def _evaluate(self):
+    def _evaluate(self) -> Callable:
         return jax.jit(self.step.evaluate)
 
     def validate(
         self, params: Params, variables: Params, batches: int, enough: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
-        """Mean loss in nats, and further means by name, over the held-out part or its first `batches` global batches
-        (0: all); and over how much: `batches`, and `tokens` or `images`. None where there was `enough()`, which is
-        asked before each of them."""
+        """Return the mean loss in nats, and further means by name, over the held-out part.
+
+        Only its first `batches` global batches are used, where that is not 0. The result also has the number of
+        `batches`, and of `tokens` or `images`. It is None if `enough()`, which is asked before each batch, is true.
+        """
         sums = []
         for part in self.task.validation_batches(batches):
             if enough():
                 return None
             sums.append(jax.device_get(self._evaluate(params, variables, part)))
         count = sum(count for _, count, _ in sums)
-        mean = lambda values: float(sum(values) / count)
-        further = {name: mean(further[name] for _, _, further in sums) for name in sums[0][2]}
-        over = {"batches": len(sums), f"{self.task.unit}s": int(count)}
-        return {"loss": mean(loss for loss, *_ in sums), **further, **over}
+        means = {"loss": float(sum(loss for loss, _, _ in sums) / count)}
+        for name in sums[0][2]:
+            means[name] = float(sum(further[name] for _, _, further in sums) / count)
+        return {**means, "batches": len(sums), f"{self.task.unit}s": int(count)}
 
 
 def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:
-    """The train step of `config` over these devices, which need not be there. No data is read."""
+    """Lower the train step of `config` over these devices, which need not be there. No data is read."""
     run = Run(config, devices=devices)
-    run.steps = max(config.train.steps, 1)  # of the schedule alone: no data tells how many rows an epoch has
+    # For the schedule alone: no data says how many rows an epoch has.
+    run.steps = max(config.train.steps, 1)
     with jax.set_mesh(run.mesh):
         return run.lower()
 
 
-class Trained(NamedTuple):
-    """The weights of a run's checkpoint, on a mesh of today."""
-
-    run: Run
-    step: int
-    params: Params
-    variables: Params
-    data: str
-    """Fingerprint of the data that they were trained on."""
-
-
-def restore(config: Config, which: str, batch: bool = True) -> Trained:
-    """The parameters of `which` step ("latest", "best" or a number) of the run in `config.run_dir`."""
-    RunFolder(config.run_dir).check_layout()
-    here = config.parallel.model_copy(update={"offload": "none"})  # the optimizer's state is not read
-    run = Run(config.model_copy(update={"parallel": here}), batch=batch)
-    with jax.set_mesh(run.mesh), Checkpoints(config.run_dir, keep=None) as checkpoints:
-        found = checkpoints.find(which)
-        for note in checkpoints.notes:
-            print(f"note: {note}", file=sys.stderr)
-        state = run.abstract_logical()
-        params, variables = checkpoints.restore_params(state.params, state.variables, found)
-        data = checkpoints.facts(found)["data"]
-        return Trained(run, found.step, run.step.folded(params), variables, data)
-
-
-def _precision(asked: str, platform: str) -> str:
-    if asked != "auto":
-        return asked
+def _precision(requested: str, platform: str) -> str:
+    if requested != "auto":
+        return requested
     return "float32" if platform == "cpu" else "bfloat16"

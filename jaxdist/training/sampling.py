@@ -12,18 +12,19 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import RequestError
-from jaxdist.training.run import Trained
+from jaxdist.training.restore import Trained
 
 
 class Choice(NamedTuple):
     """How a token is drawn from the logits."""
 
     temperature: float
-    """Divides the logits; 0 takes the likeliest."""
+    """Divides the logits; 0 always takes the likeliest token."""
     top_k: int
-    """Draw among this many likeliest; 0: all."""
+    """Draw among this many likeliest tokens; 0: among all."""
 
     def __call__(self, key: Key[Array, ""], logits: Float[Array, "B V"]) -> Int[Array, " B"]:
+        """Draw a token for each row."""
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         if 0 < self.top_k < logits.shape[-1]:
@@ -41,15 +42,18 @@ def sample(
     seed: int,
     moving: Callable[[], object] = lambda: None,
 ) -> list[list[int]]:
-    """`samples` continuations of `prompt`, prompt included, by `tokens` tokens each; `moving` is called before each.
+    """Return `samples` continuations of `prompt`, prompt included, by `tokens` tokens each.
 
-    The model reads the last tokens, as many as its sequence has: of a longer prompt too. Raises `RequestError` for an
-    empty prompt.
+    The model reads only as many of the last tokens as its sequence has, of a long prompt too. `moving` is called before
+    each token, as a sign of life. Raises `RequestError` for an empty prompt.
     """
     if not prompt:
         raise RequestError("--prompt is empty; give at least one character to go on from")
-    forward, layout, sequence = trained.run.forward, trained.run.layout, trained.run.config.model.sequence
-    rows = -(-samples // layout.ranks) * layout.ranks  # every device writes; what is too many is dropped
+    forward = trained.run.forward
+    layout = trained.run.layout
+    sequence = trained.run.config.model.sequence
+    # The same number on every device; the surplus is dropped.
+    rows = -(-samples // layout.ranks) * layout.ranks
     ids = np.zeros((rows, sequence), np.int32)
     window = prompt[-sequence:]
     ids[:, : len(window)] = window
@@ -57,10 +61,11 @@ def sample(
 
     @jax.jit
     def extend(params, ids: Int[Array, "B S"], length: Int[Array, ""], number: Int[Array, ""]):
-        """The window with one token more (one token less at its start, if it was full), and that token."""
+        """Return (the window with one token more, its length, that token); a full window drops its first token."""
         logits = forward.logits(forward.weights(params), reshard(ids, layout.activation("BS")))
         last = jax.lax.dynamic_index_in_dim(logits, length - 1, axis=1, keepdims=False)
-        last = reshard(last, layout.spec((None, None)))  # so that every device draws the same
+        # Whole on every device, so that all draw the same token.
+        last = reshard(last, layout.spec((None, None)))
         token = choice(jax.random.fold_in(key, number), last.astype(jnp.float32))
         full = length == sequence
         ids = jnp.where(full, jnp.roll(ids, -1, axis=1), ids)
@@ -69,7 +74,8 @@ def sample(
 
     written = [np.tile(prompt, (rows, 1))]
     with jax.set_mesh(trained.run.mesh):
-        ids, length = jnp.asarray(ids), jnp.asarray(len(window))
+        ids = jnp.asarray(ids)
+        length = jnp.asarray(len(window))
         for number in range(tokens):
             moving()
             ids, length, token = extend(trained.params, ids, length, jnp.asarray(number))

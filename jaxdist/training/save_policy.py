@@ -1,4 +1,4 @@
-"""When a run is saved and what is told of it: the facts of a checkpoint, the best so far, and how a run ended."""
+"""When a run is saved: the facts of a checkpoint, the best step so far, and how a run ended."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ from jaxdist.training.run_dir import RunFolder, checkpoint_of
 from jaxdist.training.run_lock import LockLost, RunLock
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Errors of a disk that takes no more."""
+"""Errors of a disk that accepts no more data."""
 
 
 @contextmanager
 def locked(folder: RunFolder, limit: float, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """The folder of a run for this run alone, with its id: `RunFolder.locked` by the first process, for all.
+    """Lock the folder of a run for this run, in the leader for all processes, and give the run an id.
 
-    `say` gets what is to be noted of the lock.
-    Gives a function to call before each save, in all processes: it raises `LockLost`, in all of them alike, where
-    another run has taken the folder.
+    `say` prints notes about the lock. Yields a function to call before each save, in all processes: it raises
+    `LockLost`, in all of them alike, where another run has taken the folder.
     """
+    # The leader's lock; the other processes have none.
     locks: list[RunLock] = []
 
     def take() -> int:
-        locks.append(stack.enter_context(folder.locked(limit)))
+        lock = stack.enter_context(folder.locked(limit))
+        locks.append(lock)
         folder.identify()
-        for note in locks[0].notes:
+        for note in lock.notes:
             say(f"note        {note}")
         return 0
 
@@ -56,41 +57,50 @@ def locked(folder: RunFolder, limit: float, say: Callable[[str], None]) -> Itera
 
 
 class SavePolicy:
-    """The checkpoints of a run while it trains."""
+    """Decides when the checkpoints of a run are saved, and what is in them."""
 
     def __init__(self, run: Run, checkpoints: Checkpoints):
-        self.run, self.checkpoints, self.config = run, checkpoints, run.config.checkpoint
+        self.run = run
+        self.checkpoints = checkpoints
+        self.config = run.config.checkpoint
         self.baseline = {"nats": run.task.baseline(), "name": run.task.baseline_name, "unit": run.task.unit}
         self.best = math.inf
         """The lowest validation loss so far."""
         self.last = time.monotonic()
+        """When the last checkpoint was saved."""
 
     def begin(self, say: Callable[[str], None]) -> TrainState:
-        """The state before the first step: with weights of its own, or with those of `init_from`, which is told."""
+        """Return the state before the first step, with new weights, or with those of `init_from`."""
         if not self.run.config.init_from:
             return self.run.init()
         folder, which = checkpoint_of(self.run.config.init_from)
         with Checkpoints(folder.path, keep=None) as checkpoints:
-            found, abstract = checkpoints.find(which), self.run.abstract_logical()
+            found = checkpoints.find(which)
+            abstract = self.run.abstract_logical()
             params, variables = checkpoints.restore_params(abstract.params, abstract.variables, found)
-        for line in [*checkpoints.notes, f"weights     those of step {found.step} of {folder.path}"]:
-            say(line)
+        for note in checkpoints.notes:
+            say(note)
+        say(f"weights     those of step {found.step} of {folder.path}")
         return self.run.begin(params, variables)
 
     def go_on(self, found: Found, say: Callable[[str], None]) -> TrainState:
-        """The state of that step, as the run's mesh wants it; told is what changes the run's curve from here on."""
+        """Return the state of that step, laid out for the run's mesh; `say` prints what changes the loss curve."""
         facts = self.checkpoints.facts(found)
-        before, late, best = facts.get("late", 0), self.run.step.late, facts["best"]
+        before = facts.get("late", 0)
+        late = self.run.step.late
         if before != late:
-            say(f"note        gradients of the first stage came {before} step(s) late so far, and come {late} late now")
-        if best is not None and self.checkpoints.has_best():  # one that was set aside is to be found again
+            say(f"note        PipeDream's gradient delay in the first stage changes from {before} step(s) to {late}")
+        best = facts["best"]
+        # Without the checkpoint of that loss, which was set aside, the best one is to be found again.
+        if best is not None and self.checkpoints.has_best():
             self.best = best
         return self.run.step.resume(self.checkpoints.restore(self.run.abstract_logical(), found))
 
     def due(self, step: int) -> bool:
-        """Whether to save after `step`; every process asks at every step, and all get the same answer."""
-        every = self.config.every > 0 and step % self.config.every == 0
-        return every or step == self.run.steps or self._end_of_epoch(step) or self._late(step)
+        """Return whether to save after `step`; every process asks at every step, and all get the same answer."""
+        if self.config.every > 0 and step % self.config.every == 0:
+            return True
+        return step == self.run.steps or self._end_of_epoch(step) or self._overdue(step)
 
     def save(self, step: int, state: TrainState) -> None:
         """Save `state` as `step`. Raises `Diverged`, in all processes alike, where it is not finite."""
@@ -98,25 +108,26 @@ class SavePolicy:
         self.last = time.monotonic()
 
     def save_if_best(self, step: int, state: TrainState, loss: float) -> None:
-        """Save `state` as the best where no validation loss before was as low. Raises `Diverged` as `save` does."""
+        """Save `state` as the best if no validation loss before was as low. Raises `Diverged` as `save` does."""
         if loss < self.best:
             finite = self._finite(step, state)
             self.best = loss
             self.checkpoints.save_best(step, finite, self.facts(step))
 
     def _finite(self, step: int, state: TrainState) -> TrainState:
-        """`state` as a checkpoint holds it.
+        """Return `state` as a checkpoint holds it, checked to be finite.
 
-        The steps themselves look at losses and gradients only: an update, or a moment of the optimizer, may overflow
+        The steps themselves check only losses and gradients: an update, or a moment of the optimizer, may overflow
         though these are finite.
         """
         logical = self.run.step.logical(state)
-        if name := first_not_finite(logical):
+        name = first_not_finite(logical)
+        if name:
             raise Diverged(f"{name} holds NaN or infinity after step {step}, which is not saved")
         return logical
 
     def facts(self, step: int) -> dict[str, object]:
-        """What a checkpoint holds beside arrays: the position in the data is (seed, step)."""
+        """Return what a checkpoint holds beside arrays: the position in the data is (seed, step)."""
         return {
             "step": step,
             "steps": self.run.steps,
@@ -131,39 +142,49 @@ class SavePolicy:
         }
 
     def _end_of_epoch(self, step: int) -> bool:
-        """Whether the last row of an epoch is in this step's batch."""
-        epochs = lambda steps: steps * self.run.config.train.global_batch_size // self.run.task.rows
-        return self.config.epochs and epochs(step) > epochs(step - 1)
-
-    def _late(self, step: int) -> bool:
-        """Whether it is so many minutes since the last; by the clock of the first process, which is not asked often."""
-        asked = jax.process_count() == 1 or step % self.run.config.log.every == 0
-        if not self.config.minutes or not asked:
+        """Return whether the last row of an epoch is in this step's batch."""
+        if not self.config.epochs:
             return False
-        return bool(from_leader(int(time.monotonic() - self.last >= 60 * self.config.minutes)))
+        rows = self.run.config.train.global_batch_size
+        rows_of_epoch = self.run.task.rows
+        return step * rows // rows_of_epoch > (step - 1) * rows // rows_of_epoch
+
+    def _overdue(self, step: int) -> bool:
+        """Return whether `checkpoint.minutes` have passed since the last save, by the leader's clock."""
+        if not self.config.minutes:
+            return False
+        if jax.process_count() > 1 and step % self.run.config.log.every != 0:
+            # Asking the leader costs all processes a wait.
+            return False
+        seconds = time.monotonic() - self.last
+        return bool(from_leader(int(seconds >= 60 * self.config.minutes)))
 
 
 def finished(run: Run, folder: RunFolder) -> bool:
-    """Whether the run in `folder` has had its last step; tells so, and draws its picture if that is missing."""
+    """Return whether the run in `folder` has had its last step; if so, say it, and draw its curve if missing."""
     if run.config.resume != "auto":
         return False
     train = run.config.train
-    asked = 0 if train.epochs else train.steps  # more than when it was saved, where a run is made longer
-    step = from_leader((StepDir(folder.checkpoints).last_step(asked) or 0) if leader() else 0)
+    # A longer run may be requested than the one that was saved.
+    requested = 0 if train.epochs else train.steps
+    checkpoints = StepDir(folder.checkpoints)
+    last_step = checkpoints.last_step(requested) if leader() else None
+    step = from_leader(last_step or 0)
     if step and leader():
-        if not folder.plot.exists():  # it was killed between its last checkpoint and its end
-            plot_loss(folder.metrics, folder.plot, **StepDir(folder.checkpoints).facts(step)["baseline"])
+        # The run was killed between its last checkpoint and its end.
+        if not folder.plot.exists():
+            plot_loss(folder.metrics, folder.plot, **checkpoints.facts(step)["baseline"])
         print(f"{folder.path} is finished at step {step}; to start anew, name another --run-dir", file=sys.stderr)
     return bool(step)
 
 
 def checkpoint_bytes(run: Run) -> int:
-    """Of a checkpoint, at most: Orbax compresses."""
+    """Return the bytes that a checkpoint takes at most: Orbax compresses."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract_logical()))
 
 
 def no_room(error: OSError, folder: RunFolder) -> str:
-    """A sentence for a disk that takes no more. Raises any other error again."""
+    """Return a sentence for a disk that accepts no more data. Raises any other error again."""
     if error.errno not in NO_ROOM:
         raise error
     return f"{error.filename or folder.path} cannot be written: {os.strerror(error.errno).lower()}"

@@ -24,81 +24,91 @@ from jaxdist.training.forward.step import Forward
 
 
 class Task(ABC):
-    """Nothing is read before `data` is asked for: a run that is only looked at has none."""
+    """A kind of data and its loss. Nothing is read before `data` is asked for: a dry run reads none."""
 
     unit: str
-    """What a loss and a speed are told per."""
+    """What losses and speeds are given per."""
     units = 1
-    """In a row."""
+    """Units in a row."""
     baseline_name: str
     flops: int | None = None
-    """To train on one unit; None where nobody has counted them."""
+    """FLOPs to train on one unit; None where nobody has counted them."""
     tokenizer: str | None = None
     kept = ""
-    """What of a run's own data is used with others; see `keep`."""
+    """What a run's own data contribute when others are used, as the end of a sentence; see `keep`."""
     lower = "train.global_batch_size"
-    """Knobs that make do with less data."""
+    """Knobs to lower where there are too few data."""
 
     def __init__(self, config: Config, model: Model | Foreign, mesh: jax.sharding.Mesh, layout: Layout):
-        self.config, self.model, self.mesh, self.layout = config, model, mesh, layout
+        self.config = config
+        self.model = model
+        self.mesh = mesh
+        self.layout = layout
         self.micro_batches = micro_batches(config, mesh.shape)
-        """In a step."""
+        """Micro-batches in a step."""
         self.progress: Progress = unseen
-        """Told how far the data are read."""
+        """Gets reports on how far the data are read."""
 
     @abstractmethod
     def forward(self, dtype: Any) -> Forward:
-        """The forward pass, computing in `dtype`."""
+        """Return the forward pass, computing in `dtype`."""
 
     @property
     @abstractmethod
     def data(self) -> Corpus | Images:
-        """Both parts, read when first asked for. Raises `RequestError` for what the model does not take."""
+        """Both parts, read when first asked for. Raises `RequestError` for data that the model does not take."""
 
     @abstractmethod
     def available(self) -> tuple[int, str]:
-        """(rows to train on, what they are called)."""
+        """Return (number of rows to train on, what they are called)."""
 
     @abstractmethod
     def baseline(self) -> float:
-        """Nats per unit of one who has not looked."""
+        """Return the nats per unit of a guess that looks at frequencies alone."""
 
     @abstractmethod
     def batch(self, rows: np.ndarray, step: int) -> Batch:
-        """`rows` of the training part, as they are in this step."""
+        """Return these rows of the training part, as they are in this step."""
 
     @abstractmethod
     def abstract(self, rows: int, accumulation: int) -> Batch:
-        """Shapes and shardings of a batch of that many rows."""
+        """Return shapes and shardings of a batch of that many rows."""
 
     @abstractmethod
     def held_out(self, rows: int, limit: int, accumulation: int) -> Iterator[Batch]:
-        """Every held-out row once, `rows` at a time; at most `limit` batches, where that is not 0."""
+        """Yield every held-out row once, `rows` at a time; at most `limit` batches, where that is not 0."""
 
     @abstractmethod
     def keep(self, path: Path) -> None:
-        """Look at other data with the run's tokenizer, at `path`, where there is one."""
+        """Read other data with the run's tokenizer, at `path`, where there is one."""
 
     def validation_batches(self, limit: int) -> Iterator[Batch]:
-        """Every held-out row once, as many at a time as fit while training fits; at most as many as in `limit` global
-        batches, where that is not 0."""
-        size, k = self.config.train.global_batch_size, self.micro_batches
-        if self.mesh.shape[PIPELINE] > 1:  # it works on all of its micro-batches at a time, and holds few of them
-            return self.held_out(size, limit, k)
-        return self.held_out(size // k, limit * k, 1)
+        """Yield every held-out row once, as many at a time as fit while training fits.
+
+        Where `limit` is not 0, no more rows than in that many global batches.
+        """
+        rows = self.config.train.global_batch_size
+        k = self.micro_batches
+        if self.mesh.shape[PIPELINE] > 1:
+            # A pipeline works on all of its micro-batches at once, and holds few of them.
+            return self.held_out(rows, limit, k)
+        return self.held_out(rows // k, limit * k, 1)
 
     @property
     def source(self) -> str:
+        """Where the data come from, for the summary."""
         return self.data.source
 
     @property
     def fingerprint(self) -> str:
+        """A hash of the data, by which a resumed run recognizes them."""
         return self.data.fingerprint
 
     @cached_property
     def rows(self) -> int:
-        """Raises `RequestError` where they are fewer than one batch."""
-        (rows, what), batch = self.available(), self.config.train.global_batch_size
+        """Rows to train on. Raises `RequestError` where they are fewer than one batch."""
+        rows, what = self.available()
+        batch = self.config.train.global_batch_size
         if rows < batch:
             raise RequestError(
                 f"there are {rows} {what} to train on, fewer than one global batch of {batch}; "
@@ -107,5 +117,5 @@ class Task(ABC):
         return rows
 
     def abstract_batch(self) -> Batch:
-        """Of one training step."""
+        """Return shapes and shardings of the batch of one training step."""
         return self.abstract(self.config.train.global_batch_size, self.micro_batches)

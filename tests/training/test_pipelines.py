@@ -11,6 +11,7 @@ from jaxdist.config import PipelineConfig, RequestError
 from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.planning import communication, memory
 from jaxdist.request import load
+from jaxdist.training import restore as restoring
 from jaxdist.training import run as runs
 from jaxdist.training.run import Run
 from tests.planning.pipelines import config, laid
@@ -56,9 +57,9 @@ def read(recomputed, capsys):
 
 @pytest.mark.slow
 def test_readers_need_no_stages_and_take_a_schedule_of_their_own(recomputed, read, monkeypatch):
-    asked, restore = [], runs.restore
+    asked, restore = [], restoring.restore
     keep = lambda config, *rest, **more: asked.append(config) or restore(config, *rest, **more)
-    monkeypatch.setattr(runs, "restore", keep)
+    monkeypatch.setattr(restoring, "restore", keep)
     told = read()
     assert "validation loss" in told
     assert read("--mesh=1x1x-1") == told

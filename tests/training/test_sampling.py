@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxdist.config import Config
-from jaxdist.training.run import Run, Trained
+from jaxdist.training.restore import Trained
+from jaxdist.training.run import Run
 from jaxdist.training.sampling import Choice, sample
 
 SEQUENCE, VOCAB = 6, 97

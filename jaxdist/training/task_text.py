@@ -1,4 +1,4 @@
-"""What there is to learn in a text: the next token, by a decoder."""
+"""Text: a decoder learns the next token."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class TextTask(Task):
     lower = "train.global_batch_size or model.sequence"
 
     def forward(self, dtype: Any) -> DecoderForward | PipelineForward:
+        """Return the forward pass, over a pipeline where the mesh has one."""
         config = self.config
         options = dict(
             dtype=dtype,
@@ -36,16 +37,19 @@ class TextTask(Task):
             seed=config.train.seed,
             stage=config.parallel.zero,
         )
-        if stages := stages_of(config, self.mesh.shape):
+        stages = stages_of(config, self.mesh.shape)
+        if stages:
             return PipelineForward(self.model, self.layout, stages, config.pipeline.schedule, **options)
-        return DecoderForward(self.model, self.layout, inside=config.parallel.micro_batches == "inside", **options)
+        inside = config.parallel.micro_batches == "inside"
+        return DecoderForward(self.model, self.layout, inside=inside, **options)
 
     @cached_property
     def data(self) -> Corpus:
+        """The corpus, tokenized."""
         return self._open(self.config.data)
 
     def keep(self, path: Path) -> None:
-        """Ids that the weights know."""
+        """Tokenize the data with the tokenizer at `path`, whose ids the weights know."""
         if path.exists():
             kept = self.config.data.model_copy(update={"tokenizer": path})
             self.data = self._open(kept)
@@ -56,31 +60,36 @@ class TextTask(Task):
 
     @property
     def units(self) -> int:
+        """Tokens in a row."""
         return self.config.model.sequence
 
     @property
     def flops(self) -> int:
+        """FLOPs to train on one token."""
         return flops_per_token(self.config.model)
 
     @property
     def tokenizer(self) -> str | None:
+        """The tokenizer as JSON; None where the data came as tokens."""
         return self.data.tokenizer
 
     def available(self) -> tuple[int, str]:
+        """Return (number of rows to train on, what they are called)."""
         return self.data.train.rows(self.units), f"row(s) of {self.units} tokens"
 
     def baseline(self) -> float:
-        """That of the best model of single tokens."""
+        """Return the unigram entropy: the nats per token of the best model of single tokens."""
         return self.data.validation.unigram_entropy()
 
     def batch(self, rows: np.ndarray, step: int) -> Batch:
-        """The same in every step."""
+        """Return these rows, which are the same in every step."""
         return train_batch(self.data.train, rows, self.units, self.micro_batches, self.mesh, self.layout)
 
     def abstract(self, rows: int, accumulation: int) -> Batch:
-        return abstract_batch(
-            rows, self.units, accumulation, self.mesh, self.layout, self.config.model.documents == "apart"
-        )
+        """Return shapes and shardings of a batch of that many rows."""
+        apart = self.config.model.documents == "apart"
+        return abstract_batch(rows, self.units, accumulation, self.mesh, self.layout, apart)
 
     def held_out(self, rows: int, limit: int, accumulation: int) -> Iterator[Batch]:
+        """Yield every held-out row once, `rows` at a time; at most `limit` batches, where that is not 0."""
         return validation_batches(self.data.validation, self.units, rows, limit, accumulation, self.mesh, self.layout)

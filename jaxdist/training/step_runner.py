@@ -1,0 +1,42 @@
+"""Running the compiled train step: the only place in the loop that knows of steps whose results come late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from jaxdist.training.forward.step import Batch, Metrics, TrainState
+from jaxdist.training.run import Run
+
+
+class StepRunner:
+    """Calls the compiled step and reports the metrics of every step, in order.
+
+    PipeDream keeps batches in flight: the metrics and the last updates of a step come `late` steps after its batch. For
+    every other step `late` is 0, and `drain` does nothing.
+    """
+
+    def __init__(self, run: Run, program: jax.stages.Compiled, first: int, report: Callable[[int, Metrics], None]):
+        """`first` is the step that the run resumes from; `report` gets (step, metrics)."""
+        self._run = run
+        self._late = run.step.late
+        self._drained_at = first
+        self._report = report
+        self.program = program
+
+    def take(self, step: int, state: TrainState, batch: Batch) -> TrainState:
+        """Give the batch of `step` to the program, and report the step that ends with it."""
+        state, metrics = self.program(state, batch)
+        ended = step - self._late
+        if ended > self._drained_at:
+            self._report(ended, metrics)
+        return state
+
+    def drain(self, step: int, state: TrainState) -> TrainState:
+        """Return the state with the updates of all steps up to `step`, after which nothing is in flight."""
+        if self._drained_at < step:
+            for late in range(1, self._late + 1):
+                state = self.take(step + late, state, self._run.empty_batch())
+            self._drained_at = step
+        return state

@@ -1,0 +1,91 @@
+"""Labelled images: a network that knows nothing of meshes learns their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxdist.config import RequestError
+from jaxdist.data.batches import Batch
+from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batch, image_validation_batches
+from jaxdist.data.images import Images, open_images
+from jaxdist.models import images
+from jaxdist.training.forward.base import count_labels
+from jaxdist.training.forward.module import ModuleForward
+from jaxdist.training.task import Task
+
+CROP = 8
+"""A crop is shifted by up to this part of the image: 4 pixels of 32, as in He et al. 2016, section 4.2."""
+
+
+class ClassifierForward(ModuleForward):
+    """The forward pass of a classifier: rows whose label is negative do not count."""
+
+    def count(self, batch: Batch) -> Int[Array, ""]:
+        """Return the number of images that count."""
+        return count_labels(batch)
+
+
+class ImageTask(Task):
+    """Batches of images and the numbers of their classes."""
+
+    unit = "image"
+    baseline_name = "entropy of the classes"
+
+    def forward(self, dtype: Any) -> ClassifierForward:
+        """Return the forward pass of the whole network."""
+        scope = images.scope(self.config.model)
+        return ClassifierForward(self.model, images.loss, self.layout, scope, dtype, self.config.parallel.zero)
+
+    @cached_property
+    def data(self) -> Images:
+        """Both parts of the data. Raises `RequestError` for images that the model does not take."""
+        sizes = self.config.model
+        found = open_images(self.config.data, size=sizes.image, classes=sizes.classes, progress=self.progress)
+        channels = found.train.shape[-1]
+        if channels != sizes.channels:
+            raise RequestError(
+                f"the images of {self.config.data.path or 'digits'} have {channels} channel(s), and "
+                f"model.channels is {sizes.channels}; set it to {channels}"
+            )
+        return found
+
+    def keep(self, path: Path) -> None:
+        """Do nothing: other images are read without anything of the run's own data."""
+
+    def available(self) -> tuple[int, str]:
+        """Return (number of images to train on, what they are called)."""
+        return self.data.train.rows, "images"
+
+    def baseline(self) -> float:
+        """Return the nats per image of a guess that knows how frequent each class is."""
+        share = np.bincount(self.data.validation.labels) / self.data.validation.rows
+        return float(-np.sum(share[share > 0] * np.log(share[share > 0])))
+
+    @property
+    def augment(self) -> Augment | None:
+        """What every step does to the images of its own rows."""
+        augment = self.config.data.augment
+        if augment == "none":
+            return None
+        pad = max(1, self.config.model.image // CROP)
+        return Augment(self.config.train.seed, pad=pad, flip=augment == "crop-flip")
+
+    def batch(self, rows: np.ndarray, step: int) -> Batch:
+        """Return these rows, cropped and mirrored as in this step alone."""
+        return image_batch(self.data.train, rows, self.micro_batches, self.mesh, self.layout, self.augment, step)
+
+    def abstract(self, rows: int, accumulation: int) -> Batch:
+        """Return shapes and shardings of a batch of that many images."""
+        sizes = self.config.model
+        shape = (sizes.image, sizes.image, sizes.channels)
+        return abstract_image_batch(rows, shape, accumulation, self.mesh, self.layout)
+
+    def held_out(self, rows: int, limit: int, accumulation: int) -> Iterator[Batch]:
+        """Yield every held-out image once, `rows` at a time; at most `limit` batches, where that is not 0."""
+        return image_validation_batches(self.data.validation, rows, limit, accumulation, self.mesh, self.layout)
