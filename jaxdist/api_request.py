@@ -1,4 +1,4 @@
-"""What `jaxdist.parallelize` and its steps are asked for: checked, and laid out on the mesh."""
+"""The request to `jaxdist.parallelize` and to its steps: checked, and laid out on the mesh."""
 
 from __future__ import annotations
 
@@ -27,60 +27,73 @@ Shard = int | Callable[[str, jax.ShapeDtypeStruct], bool]
 Zero = Literal[0, 1, 2, 3]
 Precision = Literal["float32", "bfloat16", "mixed"]
 
+LISTED = 6
+"""Arrays that an error names at most."""
+
 
 def rows_of(batch: Batch) -> int:
+    """Return the number of rows of a batch. Raises `ValueError` where arrays do not share it or are not numbers."""
     leaves = named(batch)
-    shapes = {np.shape(leaf)[:1] for leaf in leaves.values()}
-    if len(shapes) != 1 or shapes & {(), (0,)}:
-        told = [f"{name or 'one array'} of shape {np.shape(leaf)}" for name, leaf in leaves.items()]
-        more = [f"{len(told) - 6} more"] * (len(told) > 6)
+    leading = {np.shape(leaf)[:1] for leaf in leaves.values()}
+    if len(leading) != 1 or leading & {(), (0,)}:
+        arrays = [f"{name or 'one array'} of shape {np.shape(leaf)}" for name, leaf in leaves.items()]
+        if len(arrays) > LISTED:
+            arrays[LISTED:] = [f"{len(arrays) - LISTED} more"]
         raise ValueError(
-            f"a batch holds {', '.join(told[:6] + more) or 'nothing'}; give arrays that share their leading dim, one "
-            f"row or more"
+            f"a batch holds {', '.join(arrays) or 'nothing'}; give arrays that share their leading dim, one row or more"
         )
     for name, leaf in leaves.items():
-        kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-        if not any(jnp.issubdtype(kind, some) for some in (jnp.number, jnp.bool_, jax.dtypes.extended)):
-            raise ValueError(f"{name or 'an array'} of a batch holds {kind}; give numbers")
-    return shapes.pop()[0]
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.extended)):
+            raise ValueError(f"{name or 'an array'} of a batch holds {dtype}; give numbers")
+    ((rows,),) = leading
+    return rows
 
 
 def check_values(mesh: Any, zero: Any, precision: Any, accumulation: Any, scope: Any, shard: Any, rules: Any) -> None:
-    """Raises `ValueError` for what type annotations would refuse."""
-    for name, value, valid in (
-        ("zero", zero, get_args(Zero)),
-        ("precision", precision, get_args(Precision)),
-        ("scope", scope, get_args(Scope)),
-    ):
-        if value not in valid or isinstance(value, bool):
-            near = nearest(value, valid) if isinstance(value, str) and value.isalpha() else f"use one of {valid}"
-            raise ValueError(f"{name} is {value!r}; {near}")
-    whole = lambda value: isinstance(value, int | np.integer) and not isinstance(value, bool)
+    """Raise `ValueError` for values that the type annotations exclude."""
+    _check_choice("zero", zero, get_args(Zero))
+    _check_choice("precision", precision, get_args(Precision))
+    _check_choice("scope", scope, get_args(Scope))
     if not isinstance(mesh, str):
         raise ValueError(f"mesh is {mesh!r}; write it as text, '4x1x1' or 'data=4'")
-    if not whole(accumulation) or accumulation < 1:
+    if not _is_integer(accumulation) or accumulation < 1:
         raise ValueError(f"accumulation is {accumulation!r}; give the number of micro-batches, 1 or more")
-    if not callable(shard) and not (whole(shard) and shard >= 0):
+    if not callable(shard) and not (_is_integer(shard) and shard >= 0):
         raise ValueError(f"shard is {shard!r}; give a least number of elements, 0 or more, or a function (name, array)")
     if rules is not None and not isinstance(rules, Mapping):
         raise ValueError(f"rules are {rules!r}; give a dict such as {{'mlp': {LAYER_AXES}}}")
 
 
+def _check_choice(name: str, value: Any, valid: tuple) -> None:
+    # True == 1, but it is not a ZeRO stage.
+    if value in valid and not isinstance(value, bool):
+        return
+    if isinstance(value, str) and value.isalpha():
+        raise ValueError(f"{name} is {value!r}; {nearest(value, valid)}")
+    raise ValueError(f"{name} is {value!r}; use one of {valid}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def layout_of(mesh: jax.sharding.Mesh, model: Foreign, rules: Rules, scope: Scope) -> Layout:
-    """Raises `ValueError` where a mesh axis would split nothing."""
-    named = jax.tree.leaves(model.axes, is_leaf=is_axes)
-    names = {name for axes in named for name in axes if name}
+    """Return the layout of a module on a mesh. Raises `ValueError` where a mesh axis would split nothing."""
+    axes_of_parameters = jax.tree.leaves(model.axes, is_leaf=is_axes)
+    names = {name for axes in axes_of_parameters for name in axes if name}
     if BATCH in {*names, *rules}:
-        raise ValueError(f"'{BATCH}' names the rows, which {' and '.join(BATCH_AXES)} split; call the axis otherwise")
+        raise ValueError(f"'{BATCH}' names the rows, which {' and '.join(BATCH_AXES)} split; rename the axis")
     always = {BATCH: BATCH_AXES, STAGES: (PIPELINE,)}
     layout = Layout.on(mesh, {**always, **rules}, names={*names, *always})
     for name, axes in rules.items():
-        if wrong := set(axes) - set(LAYER_AXES):
+        wrong = set(axes) - set(LAYER_AXES)
+        if wrong:
             raise ValueError(
                 f"rules split {name} over {' and '.join(sorted(wrong))}, which parameters cannot be split over by a "
                 f"rule; use {' or '.join(LAYER_AXES)} (zero=3 splits parameters over {DATA})"
             )
-    _check_parts(layout, model)
+    _check_dims(layout, model)
     used = {axis for name in names for axis in layout.split(name)}
     for axis in LAYER_AXES:
         if mesh.shape[axis] > 1 and axis not in used:
@@ -95,11 +108,11 @@ def layout_of(mesh: jax.sharding.Mesh, model: Foreign, rules: Rules, scope: Scop
     return layout
 
 
-def _check_parts(layout: Layout, model: Foreign) -> None:
-    """Raises `ValueError` for a dim that the rules split and that does not divide."""
-    for (path, a), axes in zip(
-        jax.tree.leaves_with_path(model.abstract), jax.tree.leaves(model.axes, is_leaf=is_axes), strict=True
-    ):
+def _check_dims(layout: Layout, model: Foreign) -> None:
+    """Raise `ValueError` for a dim that the rules split and that does not divide."""
+    arrays = jax.tree.leaves_with_path(model.abstract)
+    axes_of_parameters = jax.tree.leaves(model.axes, is_leaf=is_axes)
+    for (path, a), axes in zip(arrays, axes_of_parameters, strict=True):
         for size, name in zip(a.shape, axes, strict=True):
             if size % layout.parts(name):
                 over = " x ".join(f"{axis}={layout.size(axis)}" for axis in layout.split(name))
@@ -110,42 +123,47 @@ def _check_parts(layout: Layout, model: Foreign) -> None:
 
 
 def to_be_split(layout: Layout, model: Foreign, shard: Shard) -> Params:
-    """Of every parameter, whether ZeRO may split it. Raises `ValueError` for one that is asked for and cannot be."""
+    """Return for every parameter whether ZeRO may split it.
 
-    def asked(path, a: jax.ShapeDtypeStruct) -> bool:
-        name, ranks = name_of(path), layout.size(DATA)
+    Raises `ValueError` for one that `shard` asks for, and that cannot be split.
+    """
+    ranks = layout.size(DATA)
+
+    def may_split(path, a: jax.ShapeDtypeStruct) -> bool:
         if not callable(shard):
             return a.size >= shard
+        name = name_of(path)
         if shard(name, a) and not any(size % ranks == 0 for size in a.shape):
             raise ValueError(
                 f"shard asks for {name} {a.shape}, of which no dim divides by {DATA}={ranks}; leave it whole"
             )
         return shard(name, a)
 
-    return jax.tree.map_with_path(asked, model.abstract)
+    return jax.tree.map_with_path(may_split, model.abstract)
 
 
 class Unsplit(NamedTuple):
-    """What ZeRO leaves whole because data finds no dim that divides."""
+    """The parameters that ZeRO leaves whole because no dim divides by `data`."""
 
     note: str
     """A sentence that names all such parameters; empty where there are none."""
     warning: str
-    """One with a size that works, where they are many; else empty."""
+    """A sentence with a size that works, where they are many; else empty."""
 
 
 def unsplit(layout: Layout, axes: Params, forward: Forward, split: Params) -> Unsplit:
-    """`axes` are the logical axes of the parameters as `forward` holds them."""
+    """Return what ZeRO leaves whole; `axes` are the logical axes of the parameters as `forward` holds them."""
     ranks = layout.size(DATA)
     parameters = parameter_layout.lay_out(layout, axes, forward.abstract, forward.places)
-    asked = [p for p, may in zip(parameters, jax.tree.leaves(split), strict=True) if may]
-    whole = [p for p in asked if p.whole]
+    requested = [p for p, may in zip(parameters, jax.tree.leaves(split), strict=True) if may]
+    whole = [p for p in requested if p.whole]
     if not whole or ranks == 1:
         return Unsplit("", "")
     note = parameter_layout.left_whole(parameters, whole, ranks, most=len(whole))
     if parameter_layout.part_of(parameters, whole) <= parameter_layout.MUCH:
         return Unsplit(note, "")
     warning = parameter_layout.left_whole(parameters, whole, ranks)
-    if way := to(DATA, parameter_layout.ranks_that_split(parameters, asked, layout)):
-        warning += "; " + remedy(way)
+    better_size = to(DATA, parameter_layout.ranks_that_split(parameters, requested, layout))
+    if better_size:
+        warning += "; " + remedy(better_size)
     return Unsplit(note, warning)

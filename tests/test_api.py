@@ -234,7 +234,7 @@ def test_a_state_is_used_once_and_on_its_mesh():
         other.step(state, batch())
     after, _ = on_mesh.step(state, batch())
     assert all(a.is_deleted() for a in jax.tree.leaves((state.params, state.optimizer)))
-    with pytest.raises(ValueError, match="given up to a step"):
+    with pytest.raises(ValueError, match="donated to a previous step"):
         on_mesh.step(state, batch())
     with pytest.raises(ValueError, match="state is NoneType; give what init, step or restore returned"):
         on_mesh.evaluate(None, batch())
