@@ -1,4 +1,4 @@
-"""Where people read what a run tells: a bar and lines on a terminal, plain lines in a pipe, and log.txt in any case."""
+"""Where people read the output of a run: a bar and lines on a terminal, plain lines in a pipe, and log.txt always."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from jaxdist.streams import LogFile, time_of_day
 
 
 class Screen:
-    """`text` is a stream, standard error by default; `log` gets every line too."""
+    """Prints lines and a progress bar."""
 
     def __init__(self, text: IO[str] | None = None, log: LogFile | None = None):
-        text = text or sys.stderr or io.StringIO()  # no standard error: nobody reads, and log.txt has it all
+        """`text` is a stream, standard error by default; `log` gets every line too."""
+        # Without standard error nobody reads, and log.txt has it all.
+        text = text or sys.stderr or io.StringIO()
         self.log = log or LogFile()
         self._console = Console(
             file=text, force_terminal=text.isatty(), highlight=False, markup=False, emoji=False, soft_wrap=True
@@ -26,26 +28,30 @@ class Screen:
 
     @property
     def is_terminal(self) -> bool:
+        """Whether a person looks at a terminal, not a pipe or a file."""
         return self._console.is_terminal
 
     def say(self, text: str) -> None:
-        """A line for people."""
+        """Print a line for people."""
         self.log.write(text)
         self._print(text)
 
     def say_with_time(self, text: str) -> None:
-        """A line of a log that gets many of them: in a pipe the time of day, in UTC, stands behind it."""
+        """Print one of many lines: in a pipe it ends with the time of day, in UTC."""
         self.log.write(text)
-        self._print(text if self.is_terminal else f"{text}  {time_of_day()}")
+        if self.is_terminal:
+            self._print(text)
+        else:
+            self._print(f"{text}  {time_of_day()}")
 
     def line(self, text: str) -> None:
-        """As `say_with_time`, where the bar does not say it: nothing on a terminal."""
+        """Print as `say_with_time`, but nothing on a terminal, where the bar shows it."""
         self.log.write(text)
         if not self.is_terminal:
             self._print(f"{text}  {time_of_day()}")
 
     def move(self, what: str, completed: int, total: int, figures: str) -> None:
-        """Move the bar of a terminal, and make it where there is none; a pipe or file has its lines."""
+        """Move the bar of a terminal, and make it if there is none; a pipe or file has its lines."""
         if not self.is_terminal:
             return
         if self._progress is None:
@@ -62,4 +68,5 @@ class Screen:
             self._progress = None
 
     def _print(self, text: str) -> None:
-        (self._progress.console if self._progress else self._console).print(text)
+        console = self._progress.console if self._progress else self._console
+        console.print(text)

@@ -20,32 +20,49 @@ MIB = 1 << 20
 class DataProgress:
     """Takes the reports of `data.progress`: a bar, or a line now and then, and a sign of life for each."""
 
-    def __init__(self, alive: Callable[[], None], screen: Screen | None, before: Callable[[], None] = lambda: None):
-        """`screen` is None in a process that tells nothing. `before` is called once, before anything is shown."""
-        self._alive, self._screen, self._before = alive, screen, before
-        self._what, self._since, self._from, self._last = "", 0.0, 0, 0.0
+    def __init__(self, alive: Callable[[], None], screen: Screen | None, before: Callable[[], None] | None = None):
+        """`alive` is called at each report, and `before` once, before anything is shown.
+
+        `screen` is None in a process that prints nothing.
+        """
+        self._alive = alive
+        self._screen = screen
+        self._before = before
         self._shown = False
+        # The pass over the data that is under way: its name, when and at how many bytes it began, its last line.
+        self._what = ""
+        self._started_at = 0.0
+        self._started_with = 0
+        self._last_line_at = 0.0
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """So many bytes of `total` are done."""
+        """Report that `done` bytes of `total` are read."""
         self._alive()
         if self._screen is None:
             return
         now = time.monotonic()
         if what != self._what:
-            self._screen.pause()
-            self._what, self._since, self._from, self._last = what, now, done, now - EVERY + SHORT
+            self._begin(what, done, now)
             return
-        if now - self._since < SHORT:
+        if now - self._started_at < SHORT:
             return
         if not self._shown:
             self._shown = True
-            self._before()
-        rate = (done - self._from) / (now - self._since)
+            if self._before:
+                self._before()
+        rate = (done - self._started_with) / (now - self._started_at)
         speed = f"{rate / MIB:,.1f} MiB/s"
         if self._screen.is_terminal:
             self._screen.move(f"{what}, MiB", done // MIB, total // MIB, speed)
-        if now - self._last >= EVERY:
-            self._last = now
+        if now - self._last_line_at >= EVERY:
+            self._last_line_at = now
             left = f"  {duration((total - done) / rate)} left" if rate > 0 else ""
             self._screen.line(f"{what}  {done / MIB:,.0f} of {total / MIB:,.0f} MiB  {speed}{left}")
+
+    def _begin(self, what: str, done: int, now: float) -> None:
+        """Begin to measure another pass over the data."""
+        self._screen.pause()
+        self._what = what
+        self._started_at = now
+        self._started_with = done
+        self._last_line_at = now - EVERY + SHORT

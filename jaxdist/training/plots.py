@@ -9,12 +9,14 @@ from jaxdist.files import write_picture
 from jaxdist.training import history
 
 FEW = 20
-"""Points that are drawn one by one."""
+"""Up to this number of points each is drawn as a dot."""
 
 
 def plot_loss(metrics: Path, picture: Path, nats: float, name: str, unit: str) -> None:
-    """Draw training and validation loss over steps from metrics.jsonl, and as a line `nats`, the loss of one who has
-    not looked."""
+    """Draw training and validation loss over steps from metrics.jsonl.
+
+    A horizontal line shows the baseline: `nats` per `unit`, called `name`, such as the unigram entropy.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -26,10 +28,13 @@ def plot_loss(metrics: Path, picture: Path, nats: float, name: str, unit: str) -
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     for kind, colour in (("loss", BLUE), (history.VALIDATED, RED)):
         points = [(line["step"], line[kind]) for line in lines if line.get(kind) is not None]
-        if points:
-            dots = kind == history.VALIDATED or len(points) < FEW  # a line of one point shows nothing
-            style = "o-" if dots else "-"
-            axes.plot(*zip(*points, strict=True), style, color=colour, markersize=4, label=kind.replace("_", " "))
+        if not points:
+            continue
+        style = "-"
+        if kind == history.VALIDATED or len(points) < FEW:
+            # A line of one point would show nothing.
+            style = "o-"
+        axes.plot(*zip(*points, strict=True), style, color=colour, markersize=4, label=kind.replace("_", " "))
     axes.axhline(nats, color=GREY, linestyle="--", linewidth=1, label=f"{name} of the held-out part")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,4 +1,4 @@
-"""A trace of a few steps of a run, for Perfetto, and what it tells."""
+"""A trace of a few steps of a run, for Perfetto, and a table of where the time went."""
 
 from __future__ import annotations
 
@@ -19,41 +19,46 @@ if TYPE_CHECKING:
     from jaxdist.training.run import Run
 
 MOST = 1_000_000
-"""Events that the profiler writes at most; it leaves out the last ones."""
+"""Events that the profiler writes at most; it drops the last ones."""
 
-ON_CPU = "devices of a CPU are threads that share its cores: what a collective takes is mostly the wait for one"
+ON_CPU = "devices of a CPU are threads that share its cores: a collective mostly waits for one of them"
 
 
 def begin_trace(folder: Path) -> None:
-    """Of the devices of this process, until `jax.profiler.stop_trace`."""
+    """Trace the devices of this process until `jax.profiler.stop_trace`."""
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # each call of a Python function would be an event
+    # Otherwise each call of a Python function would be an event.
+    options.python_tracer_level = 0
     jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
 
 
 def newest_trace(folder: Path) -> Path:
-    """The newest file for Perfetto in a folder of traces."""
+    """Return the newest file for Perfetto in a folder of traces."""
     return max(folder.glob("plugins/profile/*/perfetto_trace.json.gz"), key=lambda path: path.stat().st_mtime)
 
 
 class Profile:
-    """Traces the steps that `profile.steps` asks for, in each process its own devices; does nothing where it is empty.
+    """Traces the steps of `profile.steps`, in each process its own devices; does nothing where that is empty.
 
-    It is a context, so that a run that ends within these steps ends the trace too.
+    It is a context manager, so that a run that ends within these steps ends the trace too.
     """
 
     def __init__(self, run: Run, folder: RunFolder, program: jax.stages.Compiled, meter: Meter, job: Job, first: int):
-        """`first` is the step that the run goes on from."""
-        asked = run.config.profile.numbers
-        self.program, self.meter, self.job, self.say = program, meter, job, meter.log.say
+        """`first` is the step that the run resumes from."""
+        requested = run.config.profile.numbers
+        self.program = program
+        self.meter = meter
+        self.job = job
+        self.say = meter.log.say
         self.kind = run.device.device_kind
-        self.steps = range(max(asked.start, first + 1), min(asked.stop, run.steps + 1))
-        """Those of them that this run takes."""
+        self.steps = range(max(requested.start, first + 1), min(requested.stop, run.steps + 1))
+        """The requested steps that this run takes."""
         self.folder = folder.path / "profile" / run.config.profile.steps / f"process-{jax.process_index()}"
         self.tracing = False
-        if asked and not self.steps:
-            taken = f"{first + 1} to {run.steps}"
-            self.say(f"profile     none: the run takes the steps {taken}, not {run.config.profile.steps}")
+        if requested and not self.steps:
+            self.say(
+                f"profile     none: the run takes the steps {first + 1} to {run.steps}, not {run.config.profile.steps}"
+            )
 
     def __enter__(self) -> Profile:
         return self
@@ -72,29 +77,31 @@ class Profile:
                 self.tracing = True
 
     def after(self, step: int, state: TrainState) -> None:
-        """End when the last of the steps has ended, and tell what was found."""
+        """End when the last of the steps has ended, and print the table."""
         if self.tracing and step == self.steps[-1]:
             jax.block_until_ready(state)
             self.job.note(SAVING)
             with self.meter.paused():
                 self._stop()
                 if leader():
-                    self._tell()
+                    self._report()
 
     @property
     def trace(self) -> Path:
+        """The file for Perfetto."""
         return newest_trace(self.folder)
 
     def _stop(self) -> None:
         self.tracing = False
         jax.profiler.stop_trace()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
+        """Print the kernels of the traced steps by time, and where the trace is."""
         events = read(self.trace)
         try:
             found = summarize(kernels(events, Program.of(self.program.as_text())))
         except ValueError as error:
-            self.say(f"profile     kernels are not told: {error}")
+            self.say(f"profile     no table of kernels: {error}")
         else:
             what = f"{len(self.steps)} step(s) up to {self.steps[-1]}, {found.devices} x {self.kind}"
             self.say(f"profile     {what}; of one device on average:")

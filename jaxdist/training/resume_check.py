@@ -1,30 +1,47 @@
-"""Whether a request may go on with a run that was made with another: what must be the same, and the one exception."""
+"""Whether a run may be resumed with another configuration: which keys must be equal, and the one exception."""
 
 from __future__ import annotations
 
 from jaxdist.config import Config, leaves
 from jaxdist.request.reading import usual_warmup
 
-FREE_ON_RESUME = ("mesh", "run_dir", "resume", "data.prefetch", "model.remat", "parallel", "pipeline", "validation")
-FREE_ON_RESUME += ("checkpoint", "log", "profile", "cluster", "fault")
-"""Keys (or whole sections) that may differ when a run goes on: they do not change what is learned."""
+FREE_ON_RESUME = (
+    "mesh",
+    "run_dir",
+    "resume",
+    "data.prefetch",
+    "model.remat",
+    "parallel",
+    "pipeline",
+    "validation",
+    "checkpoint",
+    "log",
+    "profile",
+    "cluster",
+    "fault",
+)
+"""Keys (or whole sections) that may differ when a run is resumed: they do not change what is learned."""
 
-STEPS, EPOCHS, WARMUP = "train.steps", "train.epochs", "optimizer.warmup"
+STEPS = "train.steps"
+WARMUP = "optimizer.warmup"
 
 
 def differing(old: Config, new: Config) -> list[str]:
-    """Dotted names of the knobs that differ and must not when a run goes on.
+    """Return the dotted names of the knobs that differ, and must not when a run is resumed.
 
-    Values that follow from others are not compared: the user has asked for the others alone.
+    Derived values are not compared: the user has only asked for the values that they follow from.
     """
     free = set()
     if not new.model.images:
-        free.add("train.accumulation")  # batch norm takes the statistics of a micro-batch
+        # It matters for images only: batch norm takes the statistics of a micro-batch.
+        free.add("train.accumulation")
     if old.train.epochs or new.train.epochs:
-        free.add(STEPS)  # epochs hold in its place
+        # The number of epochs decides, and is compared.
+        free.add(STEPS)
     if _warmup_is_derived(old) and _warmup_is_derived(new):
         free.add(WARMUP)
-    old_values, new_values = leaves(old), leaves(new)
+    old_values = leaves(old)
+    new_values = leaves(new)
     return [
         name
         for name, value in new_values.items()
@@ -33,26 +50,29 @@ def differing(old: Config, new: Config) -> list[str]:
 
 
 def lengthened(old: Config, new: Config, step: int) -> str | None:
-    """A sentence where `new` asks for nothing but more steps than `old`, and may from `step` on; None otherwise.
+    """Return a sentence if `new` only asks for more steps than `old`, and may do so from `step` on; None otherwise.
 
     The learning rate of the steps so far must be that of the longer run: only the constant schedule does not depend on
     the number of steps, after its warm-up and until it decays.
     """
-    before, after = old.train.steps, new.train.steps
+    before = old.train.steps
+    after = new.train.steps
     constant = new.optimizer.schedule == "constant"
     if differing(old, new) != [STEPS] or after < before or not constant or step < old.optimizer.warmup:
         return None
-    told = f"train.steps is raised from {before} to {after}"
-    decays = before - 1 - old.optimizer.decay_steps(before)
-    if step > decays + 1:
-        told += f"; the learning rate, which has decayed since step {decays + 1}, goes back to its peak"
-    return told
+    sentence = f"train.steps is raised from {before} to {after}"
+    decay_start = before - old.optimizer.decay_steps(before)
+    if step > decay_start:
+        sentence += f"; the learning rate, which has decayed since step {decay_start}, goes back to its peak"
+    return sentence
 
 
 def refusal(old: Config, new: Config) -> str:
-    """Which knobs differ, and what to do, as a part of a sentence."""
+    """Return which knobs differ, and what to do, as the end of a sentence."""
     names = differing(old, new)
-    changes = ", ".join(f"{name} ({_value(old, name)} there, {_value(new, name)} here)" for name in names)
+    there = leaves(old)
+    here = leaves(new)
+    changes = ", ".join(f"{name} ({there[name]} there, {here[name]} here)" for name in names)
     why = ""
     if STEPS in names and new.train.steps > old.train.steps:
         why = (
@@ -66,17 +86,18 @@ def refusal(old: Config, new: Config) -> str:
 
 
 def with_warmup(config: Config, warmup: int) -> Config:
+    """Return `config` with these warm-up steps."""
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"warmup": warmup})})
 
 
 def _warmup_is_derived(config: Config) -> bool:
-    """Whether it is what it is without being asked for. A run's config.toml does not tell."""
+    """Return whether the warm-up has its default, which follows from steps and epochs.
+
+    A run's config.toml does not say whether somebody asked for it.
+    """
     return config.optimizer.warmup == usual_warmup(config.train.steps, config.train.epochs)
 
 
 def _free_on_resume(name: str) -> bool:
-    return name in FREE_ON_RESUME or name.split(".")[0] in FREE_ON_RESUME
-
-
-def _value(config: Config, name: str) -> object:
-    return leaves(config)[name]
+    section = name.split(".")[0]
+    return name in FREE_ON_RESUME or section in FREE_ON_RESUME

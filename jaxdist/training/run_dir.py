@@ -1,7 +1,7 @@
-"""The folder of a run: what lies in it, and whether a run may start, resume, or is already done there.
+"""The folder of a run: which files it holds, and whether a run may start or resume there.
 
-No symbolic link in it is followed: it may come from somebody else, and a link would lead what is written, or removed,
-elsewhere. The run folder itself may be a link.
+No symbolic link in it is followed: the folder may come from somebody else, and a link would redirect what is written,
+or removed. The run folder itself may be a link.
 """
 
 from __future__ import annotations
@@ -33,16 +33,40 @@ from jaxdist.training.resume_check import differing, lengthened, refusal, with_w
 from jaxdist.training.run_lock import LIMIT, RunLock
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+"""Packages whose versions are written down."""
 
-FILES = ("config.toml", "environment.json", "tokenizer.json", "metrics.jsonl", "run.json", "loss.png")
-FILES += ("log.txt", "log.txt.1")
-FOLDERS = ("checkpoints", "heartbeats", "slurm", "tensorboard", "profile", "wandb")
-SHELVES = ("checkpoints", "checkpoints/best", "checkpoints/aside", "checkpoints/aside/best")
-FOLDERS += (*SHELVES[1:], *(f"{shelf}/sums" for shelf in SHELVES))
-"""What jaxdist reads and writes in the folder of a run, beside the steps in `checkpoints`."""
+FILES = (
+    "config.toml",
+    "environment.json",
+    "tokenizer.json",
+    "metrics.jsonl",
+    "run.json",
+    "loss.png",
+    "log.txt",
+    "log.txt.1",
+)
+"""Files that jaxdist reads and writes in the folder of a run, beside the steps in the `STEP_DIRS`."""
+
+STEP_DIRS = ("checkpoints", "checkpoints/best", "checkpoints/aside", "checkpoints/aside/best")
+"""Folders that hold steps, each with a folder `sums` for their seals."""
+
+FOLDERS = (
+    "checkpoints",
+    "heartbeats",
+    "slurm",
+    "tensorboard",
+    "profile",
+    "wandb",
+    *STEP_DIRS[1:],
+    *(f"{name}/sums" for name in STEP_DIRS),
+)
+"""Folders that jaxdist reads and writes in the folder of a run."""
 
 BEFORE_A_RUN = {".lock", "checkpoints", "heartbeats", "slurm", "run.json", "log.txt", "log.txt.1"}
-"""What may lie in a folder in which no run has begun yet, or one was killed as it began."""
+"""Names that may exist in a folder in which no run has begun yet, or one was killed as it began."""
+
+LISTED = 3
+"""Unexpected names that an error lists at most."""
 
 
 class RunFolder:
@@ -61,31 +85,18 @@ class RunFolder:
         self.plot = self.path / "loss.png"
         self.tensorboard = self.path / "tensorboard"
         self.notes: list[str] = []
-        """Sentences about how the run that is here goes on, from `enter`."""
+        """Sentences about how the run that is here is resumed, from `enter`."""
 
     def enter(self, config: Config) -> Config:
-        """What to run here: `config`, with the precision of the run that is here where it leaves that open, and the
-        tokenizer that belongs to the weights that it begins with.
+        """Return the configuration to run here: `config`, completed from the run that is here.
 
-        Raises `RequestError` when `config` must not be run here. Writes nothing.
+        That run gives its precision where `config` leaves it open, and the run whose weights `config` begins with gives
+        its tokenizer. Raises `RequestError` when `config` must not be run here. Writes nothing.
         """
         self.check_layout()
-        committed = [step for shelf in self._shelves() for step in shelf.steps()]
+        committed = [step for folder in self._step_dirs() for step in folder.steps()]
         if not self.config.exists():
-            if committed:
-                raise RequestError(
-                    f"run folder {self.path} holds checkpoints but not the config.toml of their run; copy it there, or "
-                    f"name another --run-dir"
-                )
-            there = os.listdir(self.path) if self.path.exists() else []
-            strangers = set(there) - BEFORE_A_RUN
-            if strangers:
-                raise RequestError(
-                    f"run folder {self.path} holds no run, but other things ({', '.join(sorted(strangers)[:3])}); "
-                    f"name another --run-dir"
-                )
-            if config.resume.isdecimal():
-                raise RequestError(f"run folder {self.path} holds no run to go back to step {config.resume} of")
+            self._check_new(config, committed)
             return inheriting(config)
         if config.resume == "never":
             raise RequestError(
@@ -97,22 +108,45 @@ class RunFolder:
             there = f"its steps are {', '.join(map(str, steps))}" if steps else "it holds none"
             raise RequestError(f"run folder {self.path} holds no checkpoint of step {config.resume}; {there}")
         if not committed:
-            return inheriting(config)  # it died before it had learned anything that could be kept
+            # The run died before it had learned anything that could be kept.
+            return inheriting(config)
+        return self._continuing(config, steps or committed)
+
+    def _check_new(self, config: Config, committed: list[int]) -> None:
+        """Raise `RequestError` where a folder without a config.toml is not fit for a new run."""
+        if committed:
+            raise RequestError(
+                f"run folder {self.path} holds checkpoints but not the config.toml of their run; copy it there, or "
+                f"name another --run-dir"
+            )
+        names = os.listdir(self.path) if self.path.exists() else []
+        strangers = sorted(set(names) - BEFORE_A_RUN)
+        if strangers:
+            raise RequestError(
+                f"run folder {self.path} holds no run, but other things ({', '.join(strangers[:LISTED])}); "
+                f"name another --run-dir"
+            )
+        if config.resume.isdecimal():
+            raise RequestError(f"run folder {self.path} holds no run to go back to step {config.resume} of")
+
+    def _continuing(self, config: Config, steps: list[int]) -> Config:
+        """Return `config` as it continues the run here, which has saved `steps`. Raises `RequestError`."""
         old = load(str(self.config), {}, knobs=())
         if config.precision == "auto":
             config = config.model_copy(update={"precision": old.precision})
         if config.init_from and not config.data.tokenizer:
             config = _with_tokenizer(config, old.data.tokenizer)
-        from_step = int(config.resume) if config.resume.isdecimal() else max(steps or committed)
-        if told := lengthened(old, config, from_step):
-            self.notes.append(told)
+        from_step = int(config.resume) if config.resume.isdecimal() else max(steps)
+        longer = lengthened(old, config, from_step)
+        if longer:
+            self.notes.append(longer)
             return with_warmup(config, old.optimizer.warmup)
         if differing(old, config):
             raise RequestError(f"run folder {self.path} holds a run with another config: {refusal(old, config)}")
         return config
 
     def check_layout(self) -> None:
-        """Raise `RequestError` where something else stands in the place of a file or a folder of a run, a link too."""
+        """Raise `RequestError` where a file or a folder of a run is something else, such as a link."""
         problems = []
         for name, kind in self._layout():
             problem = _not_a(kind, self.path / name)
@@ -125,24 +159,25 @@ class RunFolder:
             )
 
     def _layout(self) -> Iterator[tuple[str, Literal["file", "folder"]]]:
-        """What each name within the folder must be, if it is there."""
+        """Yield each name within the folder, and what it must be if it exists."""
         for name in FILES:
             yield name, "file"
         for name in FOLDERS:
             yield name, "folder"
-        for shelf in SHELVES:
-            for step in filter(STEP.fullmatch, _listed(self.path / shelf)):
-                yield f"{shelf}/{step}", "folder"
-            for seal in _listed(self.path / shelf / "sums"):
-                yield f"{shelf}/sums/{seal}", "file"
+        for folder in STEP_DIRS:
+            for name in _listed(self.path / folder):
+                if STEP.fullmatch(name):
+                    yield f"{folder}/{name}", "folder"
+            for seal in _listed(self.path / folder / "sums"):
+                yield f"{folder}/sums/{seal}", "file"
 
     def identity(self) -> str | None:
-        """The random id of the run; None where it has none, or none that can be read."""
+        """Return the random id of the run; None where it has none, or none that can be read."""
         found = self._run_facts().get("id")
         return found if isinstance(found, str) else None
 
     def wandb_id(self) -> str:
-        """The id of the run at Weights & Biases, made when it is first asked for. Raises `OSError`."""
+        """Return the id of the run at Weights & Biases; the first call makes it. Raises `OSError`."""
         facts = self._run_facts()
         found = facts.get("wandb")
         if isinstance(found, str) and re.fullmatch("[A-Za-z0-9_-]{1,64}", found):
@@ -152,7 +187,7 @@ class RunFolder:
         return facts["wandb"]
 
     def _run_facts(self) -> dict[str, Any]:
-        """What run.json holds; nothing where it is not there, or damaged."""
+        """Return what run.json holds; {} where it is missing or damaged."""
         try:
             facts = json.loads(read_regular(self.run))
         except WRONG_CONTENT:
@@ -162,21 +197,28 @@ class RunFolder:
     def identify(self) -> None:
         """Give the run an id, if it has none: the one in the seals of its steps, where run.json was lost, or a new one.
 
-        A checkpoint that was copied here from another run is known by it. Raises `RequestError`.
+        By the id a checkpoint that was copied here from another run is recognized. Raises `RequestError`.
         """
         if self.identity() is not None:
             return
-        seals = (shelf.seal_of(step) for shelf in self._shelves() for step in reversed(shelf.steps()))
-        found = next((seal.run for seal in seals if seal and seal.run), None) or secrets.token_hex(16)
-        now = clock()
+        identity = self._identity_of_seals() or secrets.token_hex(16)
         try:
-            write_whole(self.run, json.dumps({"id": found, "created": now}) + "\n")
+            write_whole(self.run, json.dumps({"id": identity, "created": clock()}) + "\n")
         except OSError as error:
             raise RequestError(f"run folder {self.path} cannot be written ({error.strerror}); name another") from error
 
-    def _shelves(self) -> list[StepDir]:
-        """Where steps of this run may lie: the newest, the best, and those set aside."""
-        return [StepDir(self.path / name) for name in SHELVES]
+    def _identity_of_seals(self) -> str | None:
+        """Return the id of the run that sealed the steps here, if a seal names one."""
+        for folder in self._step_dirs():
+            for step in reversed(folder.steps()):
+                seal = folder.seal_of(step)
+                if seal and seal.run:
+                    return seal.run
+        return None
+
+    def _step_dirs(self) -> list[StepDir]:
+        """Return the folders of steps of this run: the newest, the best, and those set aside."""
+        return [StepDir(self.path / name) for name in STEP_DIRS]
 
     @contextmanager
     def locked(self, limit: float = LIMIT) -> Iterator[RunLock]:
@@ -195,7 +237,7 @@ class RunFolder:
             yield lock
 
     def same_data(self, there: str, here: str) -> None:
-        """Raise `RequestError` when the run here was trained on other data: `there` and `here` are fingerprints."""
+        """Raise `RequestError` if the run here was trained on other data: `there` and `here` are fingerprints."""
         if there != here:
             raise RequestError(
                 f"the training data is not what the run in {self.path} has seen so far (fingerprint {here[:12]} here, "
@@ -203,7 +245,7 @@ class RunFolder:
             )
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the run. Raises `RequestError` when its data came as tokens."""
+        """Return the tokenizer of the run. Raises `RequestError` if its data came as tokens."""
         if not self.tokenizer.is_file():
             raise RequestError(
                 f"{self.path} has no tokenizer.json: the run was trained on tokens; copy their tokenizer there"
@@ -212,15 +254,17 @@ class RunFolder:
             tokenizer = Tokenizer.from_file(str(self.tokenizer))
         except Exception as error:  # the library raises nothing more precise
             raise RequestError(f"{self.tokenizer} is not a tokenizer ({error}); copy the right one there") from error
-        tokenizer.no_truncation()  # as the training data was encoded
+        # As the training data was encoded.
+        tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
 
-    def write(self, config: Config, tokenizer: str | None, devices: list[str], asked: Mapping[str, object]) -> None:
-        """Write what tells how the run was made: its configuration, environment and tokenizer; `asked` of XLA."""
+    def write(self, config: Config, tokenizer: str | None, devices: list[str], more: Mapping[str, object]) -> None:
+        """Write how the run was made: its configuration, tokenizer and environment, of which `more` are entries."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_whole(self.config, to_toml(config.model_copy(update={"resume": "auto"})))  # how to enter is not kept
-        write_whole(self.environment, json.dumps(environment(devices, asked), indent=2) + "\n")
+        # The choice of --resume holds for one start only.
+        write_whole(self.config, to_toml(config.model_copy(update={"resume": "auto"})))
+        write_whole(self.environment, json.dumps(environment(devices, more), indent=2) + "\n")
         if tokenizer is not None:
             write_whole(self.tokenizer, tokenizer)
 
@@ -229,7 +273,9 @@ class RunFolder:
 
         Returns sentences about lines that are damaged or missing. Raises `RequestError` where it cannot be written.
         """
-        before = load(str(self.config), {}, knobs=()).log.every if self.config.exists() else every
+        before = every
+        if self.config.exists():
+            before = load(str(self.config), {}, knobs=()).log.every
         try:
             return history.cut(self.metrics, step, (before, every))
         except OSError as error:
@@ -239,11 +285,15 @@ class RunFolder:
 
 
 def checkpoint_of(path: Path) -> tuple[RunFolder, str]:
-    """The run, and which of its checkpoints, that `--init-from` names. Raises `RequestError` if it names none."""
-    for folder, which in (path, "latest"), (path.parent.parent, path.name):
-        if RunFolder(folder).config.is_file() and (which == "latest" or path.parent.name == "checkpoints"):
-            RunFolder(folder).check_layout()
-            return RunFolder(folder), which
+    """Return the run, and which checkpoint of it, that `--init-from` names. Raises `RequestError` if it names none."""
+    run = RunFolder(path)
+    if run.config.is_file():
+        run.check_layout()
+        return run, "latest"
+    run = RunFolder(path.parent.parent)
+    if run.config.is_file() and path.parent.name == "checkpoints":
+        run.check_layout()
+        return run, path.name
     raise RequestError(
         f"init_from {path} is neither the folder of a run nor a checkpoint in one; "
         f"name such as runs/gpt_tiny, or runs/gpt_tiny/checkpoints/best"
@@ -251,9 +301,9 @@ def checkpoint_of(path: Path) -> tuple[RunFolder, str]:
 
 
 def inheriting(config: Config) -> Config:
-    """`config` with the tokenizer of the run whose weights it begins with. Raises `RequestError` for another one.
+    """Return `config` with the tokenizer of the run whose weights it begins with, and refuse another one.
 
-    Data that are tokens already cannot be checked.
+    Data that are already tokens cannot be checked. Raises `RequestError`.
     """
     data = config.data
     if not config.init_from:
@@ -276,8 +326,8 @@ def _with_tokenizer(config: Config, tokenizer: Path | None) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
 
 
-def environment(devices: list[str], asked: Mapping[str, object]) -> dict[str, object]:
-    """When and where a run began, or went on, and versions, code and machine as far as they can change a result."""
+def environment(devices: list[str], more: Mapping[str, object]) -> dict[str, object]:
+    """Return when and where a run began or was resumed, and versions, code and machine that can change a result."""
     return {
         "start": clock(),
         "host": platform.node(),
@@ -288,13 +338,13 @@ def environment(devices: list[str], asked: Mapping[str, object]) -> dict[str, ob
         "packages": {name: version(name) for name in PACKAGES},
         "platform": platform.platform(),
         "devices": devices,
-        **asked,
+        **more,
         "command": sys.argv,
     }
 
 
 def _git_revision() -> str | None:
-    """The revision of the code that runs; None outside a checkout, `-dirty` where files differ from it."""
+    """Return the git revision of the code, `-dirty` where files differ from it; None outside a checkout."""
     try:
         command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
@@ -303,15 +353,17 @@ def _git_revision() -> str | None:
 
 
 def _listed(folder: Path) -> list[str]:
-    """The names in a folder; none where it is no folder itself."""
+    """Return the names in a folder; none for a link, or where it is not a folder."""
     try:
-        return os.listdir(folder) if not folder.is_symlink() else []
+        if folder.is_symlink():
+            return []
+        return os.listdir(folder)
     except OSError:
         return []
 
 
 def _not_a(kind: Literal["file", "folder"], path: Path) -> str | None:
-    """What stands at `path` in the place of a file or folder; None where it is one, or nothing is there."""
+    """Return what is at `path` instead of a file or folder; None where it is one, or nothing exists."""
     try:
         mode = path.lstat().st_mode
     except OSError:

@@ -1,7 +1,8 @@
 """One run at a time in a run folder: the file `.lock` names the process that has it, which holds a lock on the file.
 
 The lock (flock) ends with the process. But on a file system that hosts share it may outlast a host that was lost, and
-some file systems have no locks: then the heartbeats of the run tell whether it goes on. No jax here.
+some file systems have no locks: then the heartbeats of the run show whether it is alive. This module does not import
+jax.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from jaxdist.files import open_no_follow, replacing
 LOCK = ".lock"
 
 LIMIT = FaultConfig().heartbeat_seconds
+"""Seconds after which a process without a heartbeat counts as lost, by default."""
 
 SILENCES = 3
-"""Times the limit for which the heartbeats of a run must be silent before its lock may be broken."""
+"""How many times the limit the heartbeats of a run must be silent before its lock may be broken."""
 
 SETTLE = 2.0
-"""Seconds in which others that have seen the same lock broken replace it too; the last one has it."""
+"""Seconds in which others that try to break the same lock replace the file too; the last one has the lock."""
 
 LONGEST = 4096
 """Bytes of a lock file that are read."""
@@ -56,11 +58,11 @@ class Holder(BaseModel):
     time: float
     """When it took the folder, in seconds since 1970 by its own clock."""
     token: str = Field(max_length=80)
-    """Random, another one each time that a lock is taken."""
+    """Random; a new one each time that a lock is taken."""
 
     @classmethod
     def here(cls) -> Holder:
-        """This process."""
+        """Return the entry of this process."""
         return cls(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -73,17 +75,19 @@ class Holder(BaseModel):
 class RunLock:
     """The lock of a run folder. Use it as a context manager, which raises `Busy` while another process has the folder.
 
-    `limit` is `fault.heartbeat_seconds`, after which a process that is not heard of counts as lost. The lock of another
-    process is broken only where that process is on another host and all heartbeats in the folder have been silent for
-    `SILENCES` times the limit, by the clock of the file server. Whoever breaks it replaces the file, so that the one
-    before, should it still live, finds that the lock is not its own any more (`lost`).
+    The lock of another process is broken only where that process is on another host and all heartbeats in the folder
+    have been silent for `SILENCES` times the limit, by the clock of the file server. The process that breaks the lock
+    replaces the file, so that the previous holder, should it still be alive, finds that it has lost the lock (`lost`).
 
-    Where the file system has no locks, the process that the file names has the folder until it says that it has ended
-    (`Beat.ended`), or until the heartbeats have been silent for as long.
+    Where the file system has no locks, the process that the file names has the folder until its heartbeat says that it
+    has ended (`Beat.ended`), or until the heartbeats have been silent for as long.
     """
 
     def __init__(self, folder: Path, heartbeats: Path, limit: float = LIMIT):
-        self.folder, self.heartbeats, self.limit = folder, heartbeats, limit
+        """`limit` is `fault.heartbeat_seconds`, after which a process without a heartbeat counts as lost."""
+        self.folder = folder
+        self.heartbeats = heartbeats
+        self.limit = limit
         self.path = folder / LOCK
         self.notes: list[str] = []
         """Sentences: that the file system has no locks, or whose lock was broken."""
@@ -104,12 +108,13 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         if self.lost() is None:
             with suppress(OSError):
-                os.ftruncate(self._file.fileno(), 0)  # it names nobody
+                # From now on it names nobody.
+                os.ftruncate(self._file.fileno(), 0)
         self._file.close()
         self._file = None
 
     def lost(self) -> str | None:
-        """Who has the folder now, in a sentence; None while this process has. Reads the file anew."""
+        """Return who has taken the folder, in a sentence; None while this process has it. Reads the file anew."""
         try:
             with open_no_follow(self.path, "r+") as file:
                 same = os.path.samestat(os.fstat(file.fileno()), os.fstat(self._file.fileno()))
@@ -117,20 +122,21 @@ class RunLock:
         except OSError as error:
             why = error.strerror or error
             return f"{self.path}, the lock of this run, cannot be read any more ({why}); nothing more is saved"
-        if same and (holder is None or holder.token == self._me.token):  # a full disk has no room for the name
+        # On a full disk the file may name nobody.
+        if same and (holder is None or holder.token == self._me.token):
             return None
         by = f"process {holder.pid} on {_shown(holder.host)}" if holder else "another process"
         return f"run folder {self.folder} was taken by {by} while this run was silent; nothing more is saved"
 
     def _open(self) -> IO[str]:
-        """The lock file. Raises `RequestError` where it is, or stands for, anything but a file in this folder."""
+        """Open the lock file. Raises `RequestError` where it is, or links to, anything but a file in this folder."""
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(self.path.lstat().st_mode):
                 raise RequestError(f"{self.path} is no regular file, so it cannot be locked; remove it")
         return open_no_follow(self.path, "a+")
 
     def _take(self, file: IO[str]) -> bool:
-        """Make the folder that of this process; False where the file was replaced meanwhile. Raises `Busy`."""
+        """Take the folder for this process; return False if the file was replaced meanwhile. Raises `Busy`."""
         locks = self._lock(file)
         if locks is True:
             if not self._in_place(file):
@@ -138,7 +144,8 @@ class RunLock:
             self._file = file
             self._write(file)
             return True
-        holder, written = _read(file), os.fstat(file.fileno()).st_mtime
+        holder = _read(file)
+        written = os.fstat(file.fileno()).st_mtime
         until = self._alive_until(holder, written, has_locks=locks is not None)
         if math.isinf(until):
             raise self._busy(holder)
@@ -157,11 +164,12 @@ class RunLock:
         return True
 
     def _replacement(self, file: IO[str], holder: Holder | None, until: float) -> IO[str]:
-        """A lock file of this process in place of `file`; raises `Busy` where `until` is not over."""
+        """Put a lock file of this process in the place of `file`; raises `Busy` before the time `until`."""
         with replacing(self.path) as temporary:
             new = open_no_follow(temporary, "a+")
             try:
-                self._lock(new)  # before it has the name, under which others would lock it
+                # Before it gets its name, under which others would lock it.
+                self._lock(new)
                 self._write(new)
                 now = os.fstat(new.fileno()).st_mtime
                 if now <= until or not self._in_place(file):
@@ -172,40 +180,44 @@ class RunLock:
         return new
 
     def _lock(self, file: IO[str]) -> bool | None:
-        """Whether the file is locked by this process now; None where the file system has no locks, which is noted."""
+        """Return whether this process got the lock; None, and a note, where the file system has no locks."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as error:
             self.notes = [
-                f"{self.folder} is on a file system without locks ({error.strerror}): heartbeats alone tell whether "
+                f"{self.folder} is on a file system without locks ({error.strerror}): heartbeats alone show whether "
                 f"another run is in it"
             ]
             return None
         return True
 
     def _in_place(self, file: IO[str]) -> bool:
-        """Whether the file that is open still has its name."""
+        """Return whether the open file still has its name."""
         try:
             return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path, follow_symlinks=False))
         except FileNotFoundError:
             return False
 
     def _write(self, file: IO[str]) -> None:
-        """Name this process in the file."""
-        with suppress(OSError):  # a full disk: it is the lock that counts, and whoever holds it makes room
+        """Write this process into the file."""
+        # On a full disk: the lock counts, not the name, and its holder makes room.
+        with suppress(OSError):
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), f"{self._me.model_dump_json()}\n".encode())
-            os.fsync(file.fileno())  # its time is then the server's
+            # From now on the file has the time of the server's clock.
+            os.fsync(file.fileno())
 
     def _alive_until(self, holder: Holder | None, written: float, has_locks: bool) -> float:
-        """Until when the process that has the folder counts as alive, in seconds of the file server's clock.
+        """Return until when the holder of the folder counts as alive, in seconds of the file server's clock.
 
-        0 where it has ended, infinity where nothing tells whether it still lives. The lock file was `written` then.
+        That is 0 where it has ended, and infinity where nothing shows whether it is still alive. `written` is the time
+        of the lock file.
         """
         if holder is None:
-            return math.inf if has_locks else 0.0  # somebody has locked a file that names nobody
+            # Somebody has locked a file that names nobody.
+            return math.inf if has_locks else 0.0
         beats = heartbeat.read(self.heartbeats)
         own = [beat for beat in beats if (beat.host, beat.pid) == (holder.host, holder.pid)]
         if has_locks and (holder.host == self._me.host or not own):
@@ -213,7 +225,8 @@ class RunLock:
         if not has_locks and any(beat.ended is not None for beat in own):
             return 0.0
         heard = max([written, *(beat.time for beat in beats)])
-        limit = max([self.limit, *(beat.every for beat in beats)])  # many processes write their heartbeats less often
+        # Many processes write their heartbeats less often.
+        limit = max([self.limit, *(beat.every for beat in beats)])
         return heard + SILENCES * limit
 
     def _busy(self, holder: Holder | None) -> Busy:
@@ -228,7 +241,7 @@ class RunLock:
 
 
 def _read(file: IO[str]) -> Holder | None:
-    """Who the lock file names; None where it names nobody."""
+    """Return whom the lock file names; None where it names nobody."""
     try:
         return Holder.model_validate_json(os.pread(file.fileno(), LONGEST, 0))
     except ValidationError:
@@ -236,5 +249,5 @@ def _read(file: IO[str]) -> Holder | None:
 
 
 def _shown(text: str) -> str:
-    """Somebody else's text, fit for a terminal."""
+    """Return somebody else's text, safe to print on a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,4 +1,4 @@
-"""What a run makes sure of on its own devices before its first step."""
+"""What a run checks on its own devices before its first step."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from jaxdist.training.run import Run
 
 
 def queries(run: Run) -> tuple[int, int, int, int]:
-    """Shape [B, S, N, H] of a micro-batch's queries on the whole mesh."""
-    model, rows = run.config.model, run.config.train.global_batch_size // run.task.micro_batches
+    """Return the shape [B, S, N, H] of a micro-batch's queries on the whole mesh."""
+    model = run.config.model
+    rows = run.config.train.global_batch_size // run.task.micro_batches
     return rows, model.sequence, model.heads, model.embed // model.heads
 
 
 def check_attention(run: Run) -> str:
-    """cuDNN's attention, where it runs, against the plain form in float32: what was found, empty where it does not run.
+    """Compare cuDNN's attention with the plain form in float32; return the result, or "" where cuDNN is not used.
 
-    On one device of each process, with the run's dtype, head size and share of key/value heads, on few tokens.
+    This runs on one device of each process, with the run's dtype, head size and grouped-query ratio, on few tokens.
     Raises `RequestError` where it is wrong.
     """
     model = run.config.model
     if model.images or why_not_cudnn(run.layout, queries(run), run.dtype, model.documents == "apart"):
         return ""
-    group, device = model.heads // model.key_value_heads, jax.local_devices()[0]
+    group = model.heads // model.key_value_heads
+    device = jax.local_devices()[0]
     sizes = numerics.Sizes(heads=2 * group, kv_heads=2, size=model.embed // model.heads)
     found = numerics.attention(sizes, run.dtype, device)
     for one in found:

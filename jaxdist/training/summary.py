@@ -1,4 +1,4 @@
-"""What a run says before its first step, so that nothing has to be guessed from the log."""
+"""What a run prints before its first step, so that nothing has to be guessed from the log."""
 
 from __future__ import annotations
 
@@ -26,11 +26,20 @@ from jaxdist.training.startup_checks import queries
 NAMES = 12
 """Characters of the column of names."""
 
+NARROWEST = 40
+"""Characters to which lines are broken at least."""
+
 STATISTICS = "batch norm takes those of a micro-batch over all devices, as one device would"
+
+Row = tuple[str, str]
+"""(name, text) of a line."""
 
 
 def summary(run: Run, folder: object, resume: str, begun: bool = False) -> list[str]:
-    """Lines of the summary, in the order in which people ask; those that follow `beginning` where that was told."""
+    """Return the lines of the summary, in the order in which people ask.
+
+    `begun`: the lines of `beginning` were printed already, and only the others are returned.
+    """
     where = [("data", run.task.source), ("run folder", f"{folder}; {resume}")]
     if begun:
         return _lines([("length", f"{run.steps} steps"), *where, *_layout(run)])
@@ -38,130 +47,182 @@ def summary(run: Run, folder: object, resume: str, begun: bool = False) -> list[
 
 
 def beginning(run: Run) -> list[str]:
-    """The lines for which no data need be read."""
+    """Return the lines for which no data need be read."""
     return _lines(_plan(run, _length(run)))
 
 
 def outlook(run: Run) -> list[str]:
-    """The summary of a run that is only looked at: its data are not read, and its devices need not be there."""
+    """Return the summary of a dry run: its data are not read, and its devices need not be there."""
     where = [("data", "not read"), ("run folder", f"{run.config.run_dir}; not entered")]
     return _lines([*_plan(run, _length(run)), *where, *_layout(run)])
 
 
 def _length(run: Run) -> str:
     train = run.config.train
-    return f"{train.epochs:g} epoch(s)" if train.epochs else f"{train.steps} steps"
+    if train.epochs:
+        return f"{train.epochs:g} epoch(s)"
+    return f"{train.steps} steps"
 
 
 def folded(lines: Sequence[str], stream: TextIO) -> list[str]:
-    """The lines of a summary broken between words, where `stream` is a terminal that is narrower than they are.
+    """Return the lines of a summary, broken between words where `stream` is a terminal that is too narrow.
 
-    What follows stands below the text, right of the names; the rows of a table are left as they are.
+    The rest of a line stands below its text, right of the names; the rows of a table are left as they are.
     """
     if not stream.isatty():
         return list(lines)
-    width = max(40, get_terminal_size().columns)
+    width = max(NARROWEST, get_terminal_size().columns)
+    indent = " " * NAMES
     found = []
     for line in lines:
         row_of_table = "  " in line[NAMES:].strip()
         if row_of_table or len(line) <= width:
             found.append(line)
         else:
-            indent = " " * NAMES
             found += wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return found
 
 
-def _lines(rows: list[tuple[str, str]]) -> list[str]:
+def _lines(rows: list[Row]) -> list[str]:
     return [f"{name:<{NAMES - 1}} {text}".rstrip() for name, text in rows]
 
 
-def _plan(run: Run, length: str) -> list[tuple[str, str]]:
-    config, device, count = run.config, run.device, run.mesh.size
-    held, there = memory.predict(config, run.model, run.layout), _capacity(run)
-    pipe = pipelines.pipeline_of(config, run.layout)
-    asked = "" if run.dry else xla_options.line(run.layout.platform, run.compiler_options)
-    return [
+def _plan(run: Run, length: str) -> list[Row]:
+    """Return the rows for which no data need be read."""
+    return [*_machine(run), *_training(run, length), *_fit(run), _kernel(run)]
+
+
+def _machine(run: Run) -> list[Row]:
+    device = run.device
+    devices = f"{run.mesh.size} x {device.device_kind} ({device.platform})"
+    if isinstance(device, Gpu):
+        devices += ", not here"
+    rows = [
         ("versions", f"jaxdist {__version__}, jax {version('jax')}, flax {version('flax')}, optax {version('optax')}"),
-        ("devices", f"{count} x {device.device_kind} ({device.platform})" + ", not here" * isinstance(device, Gpu)),
+        ("devices", devices),
         *_places(run),
-        *([("compiler", asked)] if asked else []),
+    ]
+    flags = "" if run.dry else xla_options.line(run.layout.platform, run.compiler_options)
+    if flags:
+        rows.append(("compiler", flags))
+    return rows
+
+
+def _training(run: Run, length: str) -> list[Row]:
+    config = run.config
+    rows = [
         ("mesh", f"{describe(run.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}"),
         ("model", f"{models.parameters(run.model):,} parameters"),
         ("batch", f"{_batch(run)} per step, {run.task.micro_batches} micro-batch(es), {length}"),
-        *([("pipeline", pipelines.told(pipe))] if pipe else []),
-        *([("arithmetic", f"{run.task.flops:,} FLOPs per token = {FLOPS_FORMULA}")] if run.task.flops else []),
-        ("memory", _memory(held, there) + ("; activations are not predicted" if config.model.images else "")),
-        *([("would fit", _would_fit(held.total))] if there is None and not config.model.images else []),
-        *([("warning", _too_small(run, held, there))] if there and held.total > there else []),
-        ("statistics", STATISTICS)
-        if config.model.images
-        else ("attention", attention_kernel(run.layout, queries(run), run.dtype, config.model.documents == "apart")),
     ]
+    pipe = pipelines.pipeline_of(config, run.layout)
+    if pipe:
+        rows.append(("pipeline", pipelines.told(pipe)))
+    if run.task.flops:
+        rows.append(("arithmetic", f"{run.task.flops:,} FLOPs per token = {FLOPS_FORMULA}"))
+    return rows
 
 
-def _places(run: Run) -> list[tuple[str, str]]:
-    """Where the devices are, if not all are in this process, and what is odd in that."""
+def _fit(run: Run) -> list[Row]:
+    """Return the rows about memory."""
+    config = run.config
+    held = memory.predict(config, run.model, run.layout)
+    room = _capacity(run)
+    if config.model.images:
+        rows = [("memory", _memory(held, room) + "; activations are not predicted")]
+    else:
+        rows = [("memory", _memory(held, room))]
+        if room is None:
+            rows.append(("would fit", _would_fit(held.total)))
+    if room and held.total > room:
+        rows.append(("warning", _too_small(run, held, room)))
+    return rows
+
+
+def _kernel(run: Run) -> Row:
+    config = run.config
+    if config.model.images:
+        return "statistics", STATISTICS
+    apart = config.model.documents == "apart"
+    return "attention", attention_kernel(run.layout, queries(run), run.dtype, apart)
+
+
+def _places(run: Run) -> list[Row]:
+    """Return where the devices are, if not all are in this process, and notes about that."""
     if run.dry:
         return []
-    lines = whereabouts(run.mesh) if jax.process_count() > 1 else []
-    return [*(("", line) for line in lines), *(("note", note) for note in notes(run.mesh, Enough(run.config)))]
+    rows = []
+    if jax.process_count() > 1:
+        rows += [("", line) for line in whereabouts(run.mesh)]
+    return rows + [("note", note) for note in notes(run.mesh, Enough(run.config))]
 
 
 def _batch(run: Run) -> str:
-    rows, units = run.config.train.global_batch_size, run.task.units
-    return f"{rows} images" if run.config.model.images else f"{rows} rows x {units} = {rows * units:,} tokens"
+    rows = run.config.train.global_batch_size
+    if run.config.model.images:
+        return f"{rows} images"
+    units = run.task.units
+    return f"{rows} rows x {units} = {rows * units:,} tokens"
 
 
 def _capacity(run: Run) -> float | None:
-    """Bytes of a device. CPU devices share those of the machine; before a run they stand for others."""
+    """Return the bytes of a device, if they are known.
+
+    CPU devices share the memory of the machine; in a dry run they stand for other devices.
+    """
     if isinstance(run.device, Gpu):
         return run.device.memory * gpu_share()
     if run.device.platform != "cpu":
         return capacity(run.device)
-    return None if run.dry else capacity(run.device) / run.mesh.size
+    if run.dry:
+        return None
+    return capacity(run.device) / run.mesh.size
 
 
-def _memory(held: memory.Memory, there: float | None) -> str:
-    """Predicted bytes per device beside what there is."""
-    there = "unknown capacity" if there is None else memory.size(there)
+def _memory(held: memory.Memory, room: float | None) -> str:
+    """Return the predicted bytes per device beside its capacity."""
+    capacity_text = "unknown capacity" if room is None else memory.size(room)
     parts = held.persistent | {f"{name} about": count for name, count in held.transient.items()}
-    told = ", ".join(f"{name} {memory.size(count)}" for name, count in parts.items() if count)
-    waiting = {"between steps": held.host, "in a step": held.host_activations}
-    told += "".join(f"; in the host's memory {when} {memory.size(count)}" for when, count in waiting.items() if count)
-    return f"{memory.size(held.total)} of {there} per device predicted: {told}"
+    listed = ", ".join(f"{name} {memory.size(count)}" for name, count in parts.items() if count)
+    text = f"{memory.size(held.total)} of {capacity_text} per device predicted: {listed}"
+    for when, count in (("between steps", held.host), ("in a step", held.host_activations)):
+        if count:
+            text += f"; in the host's memory {when} {memory.size(count)}"
+    return text
 
 
 def _would_fit(needed: int) -> str:
-    """The GPUs on which the predicted bytes fit, in what JAX takes of their memory; nothing is known of those here."""
+    """Return the GPUs on which the predicted bytes fit, within the share of their memory that JAX takes."""
     share = gpu_share()
     names = [f"{name} ({memory.size(GPUS[name].memory * share)})" for name in that_hold(needed, share)]
     return f"{', '.join(names) or 'none'} of the GPUs {', '.join(GPUS)}; --target NAME compares with one"
 
 
-def _too_small(run: Run, held: memory.Memory, there: float) -> str:
-    told = f"{memory.size(held.total)} predicted may not fit into {memory.size(there)}"
-    return f"{told}; {remedies.advice(run.config, run.model, run.layout, there)}"
+def _too_small(run: Run, held: memory.Memory, room: float) -> str:
+    advice = remedies.advice(run.config, run.model, run.layout, room)
+    return f"{memory.size(held.total)} predicted may not fit into {memory.size(room)}; {advice}"
 
 
-def _layout(run: Run) -> list[tuple[str, str]]:
-    """Where every parameter lies, and what was to be split and is not."""
+def _layout(run: Run) -> list[Row]:
+    """Return where every parameter lies, and what could not be sharded as requested."""
     parameters = parameter_layout.placed(run.config, run.model, run.layout)
-    notes = [("note", note) for note in parameter_layout.notes(run.config, parameters, run.layout) + _no_stages(run)]
+    notes = [*parameter_layout.notes(run.config, parameters, run.layout), *_no_stages(run)]
+    rows = [("note", note) for note in notes]
     if all(p.rest == p.use == p.elements for p in parameters):
-        return [*notes, ("layout", "every parameter lies whole on every device")]
+        return [*rows, ("layout", "every parameter lies whole on every device")]
     pipelined = run.mesh.shape[PIPELINE] > 1
-    table = parameter_layout.listing(parameters, [memory.state(run.config, p, pipelined) for p in parameters])
-    return [*notes, ("layout", table[0]), *(("", line) for line in table[1:])]
+    head, *lines = parameter_layout.listing(parameters, [memory.state(run.config, p, pipelined) for p in parameters])
+    return [*rows, ("layout", head), *(("", line) for line in lines)]
 
 
 def _no_stages(run: Run) -> list[str]:
-    """What is not used of a request on a mesh whose pipeline axis was filled with 1."""
+    """Return notes about settings that are not used on a mesh whose pipeline axis was filled with 1."""
     config = run.config
     if run.mesh.shape[PIPELINE] > 1:
         return []
-    unused = {
-        "model.remat stage recomputes blocks": config.model.remat == "stage",
-        "the schedule and its micro-batches are not used": config.pipeline != PipelineConfig(),
-    }
-    return [f"mesh {config.mesh} has no stages here, so {what}" for what, told in unused.items() if told]
+    notes = []
+    if config.model.remat == "stage":
+        notes.append(f"mesh {config.mesh} has no stages here, so model.remat stage recomputes blocks")
+    if config.pipeline != PipelineConfig():
+        notes.append(f"mesh {config.mesh} has no stages here, so the schedule and its micro-batches are not used")
+    return notes

@@ -184,7 +184,7 @@ def test_a_run_that_goes_on_traces_what_is_left(first, took, tmp_path, monkeypat
     calls, said = [], []
     monkeypatch.setattr(profile.jax.profiler, "start_trace", lambda *_, **__: calls.append("start"))
     monkeypatch.setattr(profile.jax.profiler, "stop_trace", lambda: calls.append("stop"))
-    monkeypatch.setattr(profile.Profile, "_tell", lambda self: None)
+    monkeypatch.setattr(profile.Profile, "_report", lambda self: None)
     config = Config(profile=dict(steps="2-3"))
     run = SimpleNamespace(config=config, steps=4, device=SimpleNamespace(device_kind="cpu"))
     log = SimpleNamespace(say=said.append)
@@ -230,9 +230,9 @@ def test_a_trace_that_tells_nothing_says_so(tmp_path, monkeypatch):
     cut.program = SimpleNamespace(as_text=lambda: TEXT)
     monkeypatch.setattr(profile, "MOST", 1)
     monkeypatch.setattr(profile, "read", lambda path: [{}])
-    profile.Profile._tell(cut)
+    profile.Profile._report(cut)
     assert said == [
-        "profile     kernels are not told: the trace holds no kernels of the devices",
+        "profile     no table of kernels: the trace holds no kernels of the devices",
         "            the trace lacks its end, for it holds a million events at most; profile fewer steps",
         f"            for Perfetto (ui.perfetto.dev): {tmp_path}",
     ]

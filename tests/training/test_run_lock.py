@@ -315,7 +315,7 @@ def test_without_locks_the_heartbeats_tell(folder, monkeypatch, holder, written,
         return
     with folder.locked(LIMIT) as lock:
         assert lock.notes == [
-            f"{folder.path} is on a file system without locks ({os.strerror(number)}): heartbeats alone tell whether "
+            f"{folder.path} is on a file system without locks ({os.strerror(number)}): heartbeats alone show whether "
             f"another run is in it"
         ]
         assert lock.lost() is None

@@ -27,7 +27,8 @@ def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
     tree, with a layer's number after `blocks`: `blocks.3.mlp.up` [D, F]. The metadata hold the run's configuration, so
     that one file is enough to build the model again.
     """
-    jax.config.update("jax_platforms", "cpu")  # nothing is computed; has no effect once a device was used
+    # Nothing is computed here. The setting has no effect once a device was used.
+    jax.config.update("jax_platforms", "cpu")
     with Checkpoints(config.run_dir, keep=None) as checkpoints:
         found = checkpoints.find(which)
         for note in checkpoints.notes:
@@ -39,7 +40,8 @@ def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
     metadata = {"format": "jaxdist", "version": __version__, "step": str(found.step), "config": to_toml(config)}
     with replacing(path) as temporary:
         mode = stat.S_IMODE(temporary.stat().st_mode)
-        save_file(tensors, temporary, metadata)  # makes a file of its own, which nobody else may read
+        # It makes a file of its own, which nobody else may read: give it the mode of the temporary one again.
+        save_file(tensors, temporary, metadata)
         temporary.chmod(mode)
     total = sum(array.nbytes for array in tensors.values())
     return {"path": str(path), "step": found.step, "tensors": len(tensors), "bytes": total}

@@ -126,7 +126,8 @@ class Checkpoints:
         finite. Raises `RequestError` when there is none, or the one with that number is damaged.
         """
         stores = (self._newest, self._best)
-        found: Found | None = None  # only the leader looks
+        # Only the leader looks for it.
+        found: Found | None = None
 
         def look() -> int:
             nonlocal found

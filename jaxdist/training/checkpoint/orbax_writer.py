@@ -104,7 +104,8 @@ class OrbaxWriter:
             self._orbax.check_for_errors()
         error = self._failed
         if error:
-            self._failed = None  # reported once
+            # Each failure is reported once.
+            self._failed = None
             raise self._failure(error) from error
 
     def wait(self) -> None:

@@ -108,7 +108,8 @@ class StepDir:
                 return None
             steps = max(self.facts(step)["steps"], asked)
         except WRONG_CONTENT:
-            return None  # it was removed, or changed, meanwhile
+            # The step was removed, or changed, meanwhile.
+            return None
         return step if step >= steps else None
 
     def seal(self, step: int) -> None:
@@ -208,7 +209,8 @@ class StepDir:
 
     def remove(self, step: int) -> None:
         """Remove a step."""
-        self.unseal(step)  # first: a step that is half removed must not look complete
+        # The seal goes first: a step that is half removed must not look complete.
+        self.unseal(step)
         shutil.rmtree(self.path(step))
 
     def move(self, step: int, other: StepDir) -> None:
@@ -276,7 +278,8 @@ def _files(folder: Path) -> Iterator[tuple[Path, int | None]]:
     """Yield every file under `folder`, and its size: None unless it is a regular file. Raises `OSError`."""
 
     def fail(error: OSError) -> None:
-        raise error  # os.walk, like Path.rglob, would silently leave out a folder that it cannot list
+        # os.walk, like Path.rglob, would silently leave out a folder that it cannot list.
+        raise error
 
     for parent, folders, names in os.walk(folder, onerror=fail):
         for name in names:
@@ -294,5 +297,6 @@ def _files(folder: Path) -> Iterator[tuple[Path, int | None]]:
 def _checksums(folder: Path) -> dict[str, Checksum]:
     """Return the checksum of every file under `folder`, by its path there."""
     paths = sorted(path for path, _ in _files(folder))
-    with ThreadPoolExecutor(READERS) as pool:  # xxhash and read release Python's lock
+    # xxhash and read release Python's lock.
+    with ThreadPoolExecutor(READERS) as pool:
         return dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(checksum, paths), strict=True))

@@ -84,7 +84,8 @@ class AccumulatingForward(ForwardBase, ABC):
             return self.loss(weights, sinks, variables, parts, step)
 
         if self.inside:
-            groups = jax.tree.map(lambda a: a[None], batch)  # one group of all k micro-batches
+            # One group of all k micro-batches.
+            groups = jax.tree.map(lambda a: a[None], batch)
         else:
             groups = _one_by_one(batch)
         return self._accumulate(loss_of, sinks, sinks, variables, groups)

@@ -65,7 +65,8 @@ class ModulePipelineForward(PipelineForward):
             raise ValueError(f"schedule {schedule} does not support a module of your own; use 1f1b or zb-u")
         super().__init__(model, layout, stages, schedule, dtype=dtype, stage=stage, split=split)
         if made.split:
-            self.remat = "none"  # B and W would both need what the recomputation yields
+            # B and W would both need what the recomputation yields.
+            self.remat = "none"
         else:
             self.remat = "stage"
 

@@ -18,7 +18,8 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     peak = config.learning_rate
     end = peak * config.final
     warmup = min(config.warmup, steps)
-    rest = max(steps - warmup - 1, 1)  # from the first update after the warm-up to the last of the run
+    # From the first update after the warm-up to the last of the run.
+    rest = max(steps - warmup - 1, 1)
     if config.schedule == "cosine":
         after = optax.cosine_decay_schedule(peak, rest, alpha=config.final)
     elif config.schedule == "linear":
