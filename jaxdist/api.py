@@ -18,8 +18,8 @@ from jaxdist.api_request import (
     Batch,
     Precision,
     Shard,
-    Unsplit,
     Zero,
+    check_no_schedule,
     check_values,
     layout_of,
     rows_of,
@@ -28,7 +28,7 @@ from jaxdist.api_request import (
 )
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.mesh import BATCH_AXES, PIPELINE, describe, make_mesh, parse_mesh
-from jaxdist.models import foreign
+from jaxdist.models import Params, foreign
 from jaxdist.models.foreign import Foreign, LossFunction
 from jaxdist.models.stacked import scan, stack
 from jaxdist.parallel.foreign import on_shards
@@ -37,7 +37,7 @@ from jaxdist.sharding import Layout, Rules, on_devices
 from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.forward.module import ModuleForward, Scope
 from jaxdist.training.forward.module_pipeline import ModulePipelineForward, check_request, staged, stages_of_module
-from jaxdist.training.forward.step import Metrics, Step, TrainState
+from jaxdist.training.forward.step import Forward, Metrics, Step, TrainState
 
 __all__ = ["Parallel", "parallelize", "scan", "stack", "staged"]
 
@@ -73,8 +73,7 @@ def parallelize(
 
     `loss_fn(module, batch)`, or `loss_fn(module, batch, train)`, returns the mean over the rows of `batch`, or that and
     a dict of further means. With gradient accumulation it sees one micro-batch at a time, and so does batch norm.
-
-    `scope` says which rows it sees at once:
+    `scope` says which of its rows they see at once:
 
     * `"batch"` calls it with all rows of a micro-batch, on whatever device they are: the result is that of one device.
     * `"rows"` calls it on every device with the rows there. Fewer bytes move: there is one reduction in a step, of tied
@@ -86,9 +85,9 @@ def parallelize(
     With the last two, an `nnx.BatchStat` of floats is averaged over the devices, and any other variable that depends on
     the rows is refused.
 
-    `shard` is a least number of elements, or a function `shard(name, array)`: parameters with fewer elements, or for
-    which it returns false, are not sharded by ZeRO. `precision` "bfloat16" casts parameters and the batch's floats
-    before they are used; "mixed" (mixed precision) also keeps the cast parameters between steps.
+    ZeRO leaves parameters whole that have fewer than `shard` elements, or for which `shard(name, array)` is false.
+    `precision` "bfloat16" casts parameters and the batch's floats before use; "mixed" also keeps the cast parameters
+    between steps.
 
     Raises `ValueError` for impossible requests, before anything compiles. Warns where ZeRO leaves more than 10 % of the
     parameters whole because no dim divides by `data`; `print` of the result names all such parameters.
@@ -99,12 +98,8 @@ def parallelize(
     pipelined = shape[PIPELINE] > 1
     if pipelined:
         check_request(mesh, loss_fn, scope, shape)
-    elif (schedule, virtual_stages) != ("1f1b", 1):
-        raise ValueError(
-            f"schedule is {schedule!r} with {virtual_stages} virtual stage(s), but mesh '{mesh}' has no stages; leave "
-            f"them out, or give the {PIPELINE} axis more devices"
-        )
-
+    else:
+        check_no_schedule(mesh, schedule, virtual_stages)
     device_mesh = make_mesh(shape, devices) if devices else runtime.start(shape)
     model = foreign.describe(model_fn, partial(_synchronize_statistics, scope, device_mesh))
     layout = layout_of(device_mesh, model, rules or {}, scope)
@@ -113,18 +108,20 @@ def parallelize(
     if pipelined:
         stages = stages_of_module(model, shape[PIPELINE], virtual_stages)
         forward = ModulePipelineForward(model, layout, stages, schedule, accumulation, dtype, zero, split)
-        axes = stages.axes(model.axes)
     else:
         forward = ModuleForward(model, loss_fn, layout, scope, dtype, zero, split)
-        axes = model.axes
-
-    left = Unsplit("", "")
-    if zero:
-        left = unsplit(layout, axes, forward, split)
-    if left.warning:
-        warnings.warn(left.warning, stacklevel=2)
+    note = _note_unsplit(layout, model, forward, split) if zero else ""
     step = Step(forward, on_shards(optimizer, forward.places, forward.abstract), keep=precision == "mixed")
-    return Parallel(device_mesh, layout, step, accumulation, left.note)
+    return Parallel(device_mesh, layout, step, accumulation, note)
+
+
+def _note_unsplit(layout: Layout, model: Foreign, forward: Forward, split: Params) -> str:
+    """Return a sentence on the parameters that ZeRO leaves whole, or ""; warn where they are many."""
+    axes = model.axes if forward.stages is None else forward.stages.axes(model.axes)
+    left = unsplit(layout, axes, forward, split)
+    if left.warning:
+        warnings.warn(left.warning, stacklevel=3)
+    return left.note
 
 
 class Parallel:

@@ -74,6 +74,15 @@ def _check_choice(name: str, value: Any, valid: tuple) -> None:
     raise ValueError(f"{name} is {value!r}; use one of {valid}")
 
 
+def check_no_schedule(mesh: str, schedule: str, virtual_stages: int) -> None:
+    """Raise `ValueError` for a pipeline schedule on a mesh without stages, where it would have no effect."""
+    if (schedule, virtual_stages) != ("1f1b", 1):
+        raise ValueError(
+            f"schedule is {schedule!r} with {virtual_stages} virtual stage(s), but mesh '{mesh}' has no stages; leave "
+            f"them out, or give the {PIPELINE} axis more devices"
+        )
+
+
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 

@@ -37,6 +37,7 @@ class DataProgress:
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """Report that `done` bytes of `total` are read."""
+        # Every process shows the watchdog that it is alive; only the leader prints.
         self._alive()
         if self._screen is None:
             return
@@ -65,4 +66,5 @@ class DataProgress:
         self._what = what
         self._started_at = now
         self._started_with = done
+        # The first line comes as soon as anything is shown.
         self._last_line_at = now - EVERY + SHORT

@@ -57,6 +57,7 @@ def cut(path: Path, step: int, every: Iterable[int]) -> list[str]:
     # A process that was killed may have left half a line at the end.
     whole = content[: len(content) - len(torn)].split(b"\n")[:-1]
     lines = _parsed(whole)
+    # A later line of the same step replaces the earlier one.
     last = {(line.step, line.validates): line for line in lines if line.step <= step}
     kept = [last[key] for key in sorted(last)]
     if path.exists():
@@ -121,4 +122,5 @@ def _line(text: bytes) -> Line | None:
 
 
 def _is(kind: type | tuple[type, ...], value: object) -> bool:
+    # JSON's true and false are integers in Python.
     return isinstance(value, kind) and not isinstance(value, bool)

@@ -51,14 +51,12 @@ class Meter:
         self._restart()
 
     def catch_up(self) -> None:
-        """Log a step that has ended, before a wait for data would count as its time.
-
-        On CPU this waits for the step: its cores have nothing else to do, and a call of the step returns sometimes
-        before and sometimes after its end, so that one step's time would count as another's.
-        """
+        """Log a step that has ended, before a wait for data would count as its time."""
         if self.pending is None:
             return
         _, metrics = self.pending
+        # On CPU this waits for the step: its cores have nothing else to do, and a call of the step returns sometimes
+        # before and sometimes after its end, so that one step's time would count as another's.
         if self.device.platform == "cpu" or metrics.loss.is_ready():
             self.flush()
 
@@ -85,6 +83,7 @@ class Meter:
         values = self._figures(step, metrics)
         self._compare_memory(values["memory_bytes"])
         self.log.progress(values)
+        # The last step before the end of the run is always logged, whatever ends it.
         diverged = metrics.skipped_in_a_row >= self.max_skipped
         if step % self.every == 0 or step == self.steps or diverged:
             self.log.metrics(values)
@@ -123,6 +122,7 @@ class Meter:
     def _figures(self, step: int, metrics: Metrics) -> dict[str, float | int | None]:
         seconds = (time.perf_counter() - self.started) / self.count
         rate = self.per_step / seconds
+        # The schedule counts updates, and a skipped step makes none.
         updates = step - int(metrics.skipped)
         return {
             "step": step,

@@ -72,6 +72,7 @@ class Profile:
         """Begin with the first of the steps, when the one before it has ended."""
         if self.steps and step == self.steps[0]:
             with self.meter.paused():
+                # The step before is not to be in the trace.
                 jax.block_until_ready(state)
                 begin_trace(self.folder)
                 self.tracing = True

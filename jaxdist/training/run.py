@@ -157,6 +157,7 @@ class Run:
         Raises `RequestError` for a program in which ranks of a pipeline could wait for each other for ever.
         """
         compiled = self.lower().compile()
+        # Where all ranks run the same operations, none can wait for another in a branch of its own.
         if isinstance(self.forward, PipelineForward) and not self.forward.uniform:
             problems = across_ranks(compiled.as_text(), self.mesh)
             if problems:
@@ -185,6 +186,7 @@ class Run:
             if enough():
                 return None
             sums.append(jax.device_get(self._evaluate(params, variables, part)))
+        # Sums are divided once, at the end: batches with fewer labels weigh less.
         count = sum(count for _, count, _ in sums)
         means = {"loss": float(sum(loss for loss, _, _ in sums) / count)}
         for name in sums[0][2]:

@@ -139,6 +139,7 @@ class RunLock:
         """Take the folder for this process; return False if the file was replaced meanwhile. Raises `Busy`."""
         locks = self._lock(file)
         if locks is True:
+            # A file that was replaced before it was locked is not the lock any more.
             if not self._in_place(file):
                 return False
             self._file = file
@@ -150,6 +151,7 @@ class RunLock:
         if math.isinf(until):
             raise self._busy(holder)
         new = self._replacement(file, holder, until)
+        # Others may have seen the same silent run and replaced the file too: only the last one has the lock.
         time.sleep(SETTLE)
         self._file = new
         if self.lost() is not None:

@@ -72,6 +72,7 @@ def sample(
         length = jnp.where(full, length, length + 1)
         return jnp.where(jnp.arange(sequence)[None] == length - 1, token[:, None], ids), length, token
 
+    # Only one token comes back from the devices at a time; the window stays there.
     written = [np.tile(prompt, (rows, 1))]
     with jax.set_mesh(trained.run.mesh):
         ids = jnp.asarray(ids)

@@ -29,6 +29,7 @@ class StepRunner:
         """Give the batch of `step` to the program, and report the step that ends with it."""
         state, metrics = self.program(state, batch)
         ended = step - self._late
+        # Right after a start, or a drain, the pipeline is empty, and no step ends with the first batches.
         if ended > self._drained_at:
             self._report(ended, metrics)
         return state
@@ -36,6 +37,7 @@ class StepRunner:
     def drain(self, step: int, state: TrainState) -> TrainState:
         """Return the state with the updates of all steps up to `step`, after which nothing is in flight."""
         if self._drained_at < step:
+            # Batches without a label push the ones in flight through.
             for late in range(1, self._late + 1):
                 state = self.take(step + late, state, self._run.empty_batch())
             self._drained_at = step

@@ -75,6 +75,7 @@ def folded(lines: Sequence[str], stream: TextIO) -> list[str]:
     indent = " " * NAMES
     found = []
     for line in lines:
+        # Two spaces within the text separate the columns of a table.
         row_of_table = "  " in line[NAMES:].strip()
         if row_of_table or len(line) <= width:
             found.append(line)

@@ -68,6 +68,7 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
     job.stop.newest = partial(where_it_resumes, folder)
     screen = Screen(log=job.log)
     check_alike("configuration", to_toml(run.config), "give all processes the same options")
+    # Before the data are read: a finished run needs none.
     if finished(run, folder):
         return DONE
     with prepare(run, folder, job, screen) as prepared:
@@ -76,10 +77,8 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
 
 @contextmanager
 def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[Prepared]:
-    """Do everything that can refuse the run, in order: data, lock, checkpoints, disk. Holds the lock and the mesh.
-
-    Nothing is written before the data are known to be there and to fit the model.
-    """
+    """Do everything that can refuse the run, in order: data, lock, checkpoints, disk. Holds the lock and the mesh."""
+    # Nothing is written before the data are known to be there and to fit the model.
     summary_begun = open_data(run, job, screen)
     check_alike("data", run.task.fingerprint, "let all processes read the same files")
     config = run.config
@@ -88,6 +87,7 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
         stack.enter_context(jax.set_mesh(run.mesh))
         check_lock = stack.enter_context(locked(folder, config.fault.heartbeat_seconds, screen.say))
         checkpoints = stack.enter_context(Checkpoints(folder.path, keep, config.checkpoint.keep_every))
+        # Only the holder of the lock writes into the folder.
         job.note(STARTING)
         job.log.open(folder.log, rotates=leader())
         job.watchdog.beat_in(folder.heartbeats)
@@ -98,6 +98,7 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
         check_folder(folder.checkpoints, checkpoint_bytes(run))
 
         prepared = Prepared(checkpoints, found, check_lock, summary_begun)
+        # Later steps will be taken, and saved, again.
         checkpoints.set_aside(after=prepared.first)
         if leader():
             write_folder(run, folder, prepared)
@@ -122,12 +123,15 @@ def loop(run: Run, folder: RunFolder, job: Job, screen: Screen, prepared: Prepar
     ):
         try:
             return Trainer(run, folder, log, job, prepared).train()
-        except Diverged as error:  # in all processes alike
+        except Diverged as error:
+            # In all processes alike.
             log.say(f"stopped: {error}; {checkpoints.describe_latest()}")
-        except LockLost as error:  # in all processes alike; the checkpoints are another run's
+        except LockLost as error:
+            # In all processes alike. The checkpoints are another run's now: none of them is recommended.
             log.say(f"stopped: {error}")
         except (SaveFailed, OSError) as error:
             reason = no_room(error, folder) if isinstance(error, OSError) else error
+            # Perhaps in this process alone: the others must not wait for it.
             job.give_up(f"stopped: {reason}; {where_it_resumes(folder)}")
             log.say(f"stopped: {reason}; {checkpoints.describe_latest()}")
         return FAILED
@@ -200,9 +204,11 @@ class Trainer:
         with self.profile, prefetch as batches:
             for step in range(self.first + 1, self.steps + 1):
                 batch = self.next_batch(batches)
+                # All processes ask at the same places, so that they stop at the same step.
                 if stop.here():
                     return self.stop_early(step - 1, state)
                 state = self.step(step, state, batch)
+                # Validation and checkpoints need the updates of all steps so far: nothing may be in flight.
                 if self.validation_due(step):
                     state = self.runner.drain(step, state)
                     self.validate(step, state)
@@ -277,6 +283,7 @@ class Trainer:
         if not 0 < self.first < self.steps or not self.validation_due(self.first):
             return False
         missing = False
+        # Only the leader reads the file, and all follow its answer.
         if leader():
             validated = {line["step"] for line in history.read(self.folder.metrics) if history.VALIDATED in line}
             missing = self.first not in validated

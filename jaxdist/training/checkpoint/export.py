@@ -51,6 +51,7 @@ def _named(tree: Any, stacked: bool) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (name, array) of every leaf; if `stacked`, one for each layer of the blocks, whose arrays are [L, ...]."""
     for keys, array in jax.tree_util.tree_leaves_with_path(tree):
         first, *rest = (str(key.key) for key in keys)
+        # Other programs expect a layer by itself, not [L, ...].
         if stacked and first == BLOCKS:
             for number, layer in enumerate(np.asarray(array)):
                 yield ".".join((first, str(number), *rest)), np.ascontiguousarray(layer)

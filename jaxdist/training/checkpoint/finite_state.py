@@ -15,7 +15,7 @@ from jaxdist.training.forward.offload import to_device
 def first_not_finite(tree: Any) -> str | None:
     """Return the name of the first float array that holds NaN or infinity, such as `params.embed`; None without one.
 
-    The arrays stay on their devices. Every process calls this, and all get the same answer; call under `jax.set_mesh`.
+    Every process calls this, and all get the same answer; call under `jax.set_mesh`.
     Compiles once for each layout of `tree`.
     """
     arrays = {}
@@ -24,6 +24,7 @@ def first_not_finite(tree: Any) -> str | None:
             arrays[name_of(path)] = a
     if not arrays:
         return None
+    # One number for each array comes to the host; the arrays themselves stay where they are.
     all_finite = jax.device_get(_finite(list(arrays.values())))
     for name, is_finite in zip(arrays, all_finite, strict=True):
         if not is_finite:

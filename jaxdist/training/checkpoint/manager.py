@@ -71,6 +71,7 @@ class Checkpoints:
         try:
             self.wait()
         except SaveFailed:
+            # Another error that is on its way is the one to see.
             if error is None:
                 raise
         finally:
@@ -86,6 +87,7 @@ class Checkpoints:
 
         Waits for the saves in the background, and ignores those that fail now.
         """
+        # A save that fails now is not the failure that is being reported.
         for store in (self._newest, self._best):
             with suppress(SaveFailed):
                 store.wait()
@@ -145,6 +147,7 @@ class Checkpoints:
         """
         if resume != "auto":
             return self.find(resume, expected)
+        # Steps that were set aside count too: the run has made progress that must not be overwritten silently.
         folders = (self._newest.step_dir, self._best.step_dir, *self._aside)
         committed = any(folder.steps() for folder in folders)
         if not from_leader(int(committed)):
@@ -260,6 +263,7 @@ class Checkpoints:
         shapes = None
         if expected is not None:
             shapes = {item: array_shapes(tree) for item, tree in trees_of(expected()).items()}
+        # Facts first: they are small, and their damage needs no reading of the arrays.
         damage = folder.wrong_facts(step) or unreadable(folder.path(step), shapes, values=True)
         if damage:
             return f"{UNSEALED}, and read back {damage}"

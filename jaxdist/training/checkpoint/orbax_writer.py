@@ -89,10 +89,12 @@ class OrbaxWriter:
         with self._raising_save_failed():
             if leader():
                 self.step_dir.folder.mkdir(parents=True, exist_ok=True)
+                # An old step with this number is overwritten: its seal must not stand beside other files.
                 self.step_dir.unseal(step)
             contents = ocp.args.Composite(facts=ocp.args.JsonSave(facts), **items)
             self._orbax.save(self.step_dir.path(step), args=contents, force=True)
         if leader():
+            # Orbax commits in the background: a thread waits for that, and seals the step.
             self._given_up = threading.Event()
             expected = {name: array_shapes(tree) for name, tree in trees.items()}
             self._sealing = threading.Thread(target=self._seal, args=(step, expected, self._given_up), daemon=True)
@@ -193,6 +195,7 @@ class OrbaxWriter:
 
     def _failure(self, error: Exception) -> SaveFailed:
         """Return the error to raise; the step that was saved last may be sealed, and count as saved, all the same."""
+        # The thread may be waiting for a step that will never be committed.
         self._given_up.set()
         if self._sealing:
             self._sealing.join()
@@ -204,10 +207,8 @@ class OrbaxWriter:
 
 @cache
 def _silence_orbax() -> None:
-    """Keep Orbax from logging what it also raises.
-
-    When Orbax gives up, the tasks that it leaves behind fail in an event loop that is closed; Python would print that.
-    """
+    """Keep Orbax from logging what it also raises."""
+    # When Orbax gives up, the tasks that it leaves behind fail in an event loop that is closed; Python prints that.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
     hook = sys.unraisablehook
@@ -264,7 +265,8 @@ def _key_name(key: Any) -> str:
 
 
 def _stored_shape(leaf: Any) -> tuple[int, ...]:
-    """Return the shape on disk: random keys are stored as the integers that they consist of."""
+    """Return the shape on disk."""
+    # Random keys are stored as the integers that they consist of.
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return tuple(jax.eval_shape(jax.random.key_data, leaf).shape)
     return tuple(leaf.shape)
@@ -275,10 +277,8 @@ def _shown(shape: tuple[int, ...] | None) -> str:
 
 
 def _all_processes(name: str) -> ocp.options.MultiprocessingOptions:
-    """Return options that list all processes by their numbers.
-
-    Without the list they would wait for each other by a collective of devices, for which JAX wants the same number of
-    devices in each process.
-    """
+    """Return options that list all processes by their numbers."""
+    # Without the list they would wait for each other by a collective of devices, for which JAX wants the same number
+    # of devices in each process.
     everyone = set(range(jax.process_count()))
     return ocp.options.MultiprocessingOptions(active_processes=everyone, barrier_sync_key_prefix=name)

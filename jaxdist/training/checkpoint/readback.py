@@ -70,6 +70,7 @@ def _wrong_array(
         return f"is {array.shape}, not {shape}"
     chunk_shape = array.chunk_layout.read_chunk.shape or ()
     chunks = math.prod(-(-size // chunk) for size, chunk in zip(array.shape, chunk_shape, strict=True))
+    # Each chunk is a part, and so is the description. TensorStore would return zeros for a missing one.
     if parts != chunks + 1:
         return f"has {parts - 1} of its {chunks} part(s)"
     if values and not all(np.isfinite(part).all() for part in _parts(array)):
@@ -78,7 +79,8 @@ def _wrong_array(
 
 
 def _parts(array: ts.TensorStore) -> Iterator[np.ndarray]:
-    """Yield the numbers of an array, some rows of its first dim at a time; also integers, which are always finite."""
+    """Yield the numbers of an array, some rows of its first dim at a time."""
+    # Integers too, which are always finite: reading them shows that they can be read.
     if not array.shape:
         yield np.asarray(array.read().result())
         return

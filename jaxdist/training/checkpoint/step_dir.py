@@ -128,6 +128,7 @@ class StepDir:
             run = content.get("run")
         except WRONG_CONTENT:
             return None
+        # Anybody may have written this file.
         if not files or not isinstance(of_step, int | None) or not isinstance(run, str | None):
             return None
         return Seal(files, of_step, run, content.get("finite") is True)
@@ -163,6 +164,7 @@ class StepDir:
         unknown = sorted(sizes.keys() - seal.files.keys())
         if unknown:
             return f"{unknown[0]} is not among its checksums"
+        # Names and sizes cost no reading; checksums need all of it.
         if not thorough:
             return None
         found = _checksums(path)
@@ -215,6 +217,7 @@ class StepDir:
 
     def move(self, step: int, other: StepDir) -> None:
         """Move a step to another folder on the same disk, in place of the one with that number there."""
+        # The seal follows the step: between the two moves the step has none, and would be read back.
         if step in other.steps():
             other.remove(step)
         other.folder.mkdir(parents=True, exist_ok=True)
@@ -230,6 +233,7 @@ class StepDir:
         A step without a seal is removed only where it would be removed with one.
         """
         sealed = self.sealed()
+        # Without a sealed step nothing may be removed: the others may be damaged.
         if not sealed:
             return []
         steps = self.steps()
@@ -255,6 +259,7 @@ class StepDir:
     def clear(self) -> None:
         """Remove what a process that died while it saved has left half-written."""
         for torn in self.folder.glob(f"*{TORN}*"):
+            # A link is removed itself: what it leads to is somebody else's.
             if torn.is_symlink():
                 torn.unlink()
             else:

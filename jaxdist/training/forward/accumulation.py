@@ -71,6 +71,7 @@ class AccumulatingForward(ForwardBase, ABC):
         def loss_of(weights: Params, variables: Params, parts: Batch) -> Outcome:
             return self.loss(weights, None, variables, parts, step)
 
+        # Each device adds up its own sums: nothing moves before all micro-batches are through.
         zeros = self.accumulators(weights)
         loss, grads, variables, further = self._accumulate(loss_of, weights, zeros, variables, _one_by_one(batch))
         grads = jax.tree.map(lambda p, g: p.reduce(g), self.places, grads)
@@ -78,6 +79,7 @@ class AccumulatingForward(ForwardBase, ABC):
 
     def _reduce_in_layers(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Stages 2 and 3: each layer's gradient is reduced as it is made, and only its shard is kept."""
+        # A sink is zeros in the shape of a parameter at rest: its gradient is the reduced gradient of the weight.
         sinks = self.accumulators(weights)
 
         def loss_of(sinks: Params, variables: Params, parts: Batch) -> Outcome:
@@ -105,6 +107,7 @@ class AccumulatingForward(ForwardBase, ABC):
             total = jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, (loss, grads))
             return (total, variables), further
 
+        # The loss is accumulated in f32, whatever the compute dtype.
         zero = jnp.zeros((), wide(self.dtype))
         ((loss, grads), variables), further = jax.lax.scan(add, ((zero, zeros), variables), groups)
         further = jax.tree.map(lambda a: a.sum(0), further)

@@ -34,6 +34,7 @@ class ForwardBase:
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """Return (parameters at rest, no variables); each device makes its own shards."""
+        # Inside `auto_axes` the initializers need not know the mesh: only their results get a layout.
         rest = jax.tree.map(lambda p: p.rest, self.places)
         return jax.sharding.auto_axes(self.new_params, out_sharding=rest)(key), {}
 
@@ -51,6 +52,7 @@ class ForwardBase:
 
     def dropout_keys(self, rows: Int[Array, "k B"], step: Int[Array, ""]) -> Key[Array, "k B"]:
         """Return a key for each global row, the same on every mesh, that changes from step to step."""
+        # By the row's global number: neither the mesh nor the micro-batches change a row's mask.
         key = jax.random.fold_in(jax.random.key(self.seed), step)
         return jax.vmap(jax.vmap(partial(jax.random.fold_in, key)))(rows)
 

@@ -63,6 +63,7 @@ class DecoderForward(AccumulatingForward):
         self.remat = keep_all
         """Wraps a layer of one micro-batch."""
         if remat != "none" or stage >= 2:
+            # From stage 2 on "none" is a policy too: it saves activations by name, and no gathered weight has one.
             self.remat = recompute(remat)
 
         self.remat_all = keep_all
@@ -70,7 +71,7 @@ class DecoderForward(AccumulatingForward):
         if remat == "offload":
             self.remat_all = offload_input
         elif stage >= 2:
-            # Without it the backward pass would keep the gathered weights of every layer.
+            # Without this the backward pass would keep the gathered weights of every layer.
             self.remat_all = self.remat
 
     def loss(
@@ -87,7 +88,9 @@ class DecoderForward(AccumulatingForward):
     def logits(self, weights: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
         """Return the logits of the next tokens, without dropout."""
         weights = self._gather_tops(weights, None)
-        return self.model.logits(self.cast(weights), self.hidden(weights, None, tokens[None], None)[0])
+        cast = self.cast(weights)
+        x = self.hidden(weights, None, tokens[None], None)[0]
+        return self.model.logits(cast, x)
 
     def hidden(
         self,
@@ -107,6 +110,7 @@ class DecoderForward(AccumulatingForward):
             x = checkpoint_name(x, INPUT)
             w = zero.in_use(places, w, sinks, self.stage)
 
+            # Weights are cast inside the loop over micro-batches, so that their gradients are added in f32.
             @self.remat
             def one(x, keys, starts):
                 return self.model.block(self.cast(w), x, layer_keys(keys, index), starts)
@@ -116,6 +120,7 @@ class DecoderForward(AccumulatingForward):
         def embed(tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts) -> Float[Array, "B s D"]:
             return self.model.embed(self.cast(weights), tokens, layer_keys(keys, layers), starts)
 
+        # The embedding has a dropout key of its own: it takes the number after the last layer's.
         x = _each(embed, tokens, keys, starts)
         block_sinks = sinks[BLOCKS] if sinks else None
         numbered = (jnp.arange(layers), weights[BLOCKS], block_sinks)

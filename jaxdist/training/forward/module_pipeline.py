@@ -105,6 +105,7 @@ class ModulePipelineForward(PipelineForward):
         def call(merge: Callable[[Params], nnx.Module], params: Params, use: Callable[[nnx.Module], Any]) -> Any:
             if not train:
                 return use(merge(params))
+            # In training a call could write into the module, which stages cannot pass on: that is refused.
             result, module = effects.call(merge, params, use)
             effects.check_variables({}, effects.variables_of(module))
             return result
@@ -167,6 +168,7 @@ def stages_of_module(model: Foreign, ranks: int, virtual: int) -> Stages:
         raise ValueError(
             f"blocks ({', '.join(arrays[:LISTED])}) share no leading dim of layers; make them by jaxdist.stack"
         )
+    # Stages are recognized by the name of the blocks anywhere in a parameter's path.
     elsewhere = [path for path in named(model.abstract) if BLOCKS in path.split(".")[1:]]
     if elsewhere:
         raise ValueError(f"{elsewhere[0]} is not a stage, but has '{BLOCKS}' in its name; rename it")

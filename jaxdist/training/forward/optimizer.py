@@ -33,6 +33,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     if not warmup:
         return after
 
+    # The first update already has a rate above 0, and the first one after the warm-up has the peak.
     def rise(count):
         return peak * (count + 1) / (warmup + 1)
 
@@ -57,5 +58,6 @@ def clip(grads, norm: Float[Array, ""], limit: float):
     """Scale `grads`, whose global norm is `norm`, down to the norm `limit` (Pascanu et al. 2013); 0 leaves them."""
     if limit == 0:
         return grads
+    # Gradients that are all zero must not divide by zero.
     scale = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))
     return jax.tree.map(lambda g: g * scale, grads)

@@ -23,8 +23,7 @@ from jaxdist.training.forward.step import Batch, Metrics, Step, TrainState
 class PipeDreamStep(Step):
     """A `Step` whose batch m is fully applied, and has metrics, when batch m + `late` has come in.
 
-    A whole gradient never exists at one moment, so nothing clips by its norm. A stage whose gradient is not finite
-    leaves its own parameters as they are.
+    A stage whose gradient is not finite leaves its own parameters as they are.
     """
 
     def __init__(
@@ -39,6 +38,7 @@ class PipeDreamStep(Step):
         `optimizer` makes the update rule for parameters, given which of them decay; `decay` says it of all. `batch`
         holds the shapes and shardings of one global batch.
         """
+        # Nothing clips by the norm of the gradient: a whole gradient never exists at one moment.
         super().__init__(forward, optimizer(decay))
         self.late = forward.stages.ranks - 1
         self.shapes = batch
@@ -54,11 +54,13 @@ class PipeDreamStep(Step):
 
     def derived(self, state: TrainState) -> dict[str, Any]:
         """Return an empty pipeline: a state is saved only when nothing is in flight."""
+        # Only the shapes of this batch matter.
         batch = jax.tree.map(lambda a: reshard(jnp.zeros(a.shape, a.dtype), a.sharding.spec), self.shapes)
         return {"in_flight": self.pipe.empty(state.params, self.forward.with_keys(batch, state.step))}
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take one step. A batch without labels counts as none: those before it move on, and nothing comes in."""
+        # Steps are counted when a batch comes in; what is skipped is counted when it is through.
         count = self.forward.count(batch)
         number = jnp.where(count > 0, state.step, NOTHING)
         batch = self.forward.with_keys(batch, state.step)
@@ -90,5 +92,6 @@ def _with_count(state: Any, count: jax.Array) -> Any:
 
 
 def _keep_counts(old: Any, new: Any) -> Any:
-    """Return `new` with the counts of `old`: the stages share the counts, and are not equally far."""
+    """Return `new` with the counts of `old`."""
+    # The stages share the counts, and are not equally far: the step itself sets them, once, at its end.
     return jax.tree.map(lambda a, b: a if a.ndim == 0 else b, old, new)

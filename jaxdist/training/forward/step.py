@@ -128,6 +128,7 @@ class Step:
     def start(self, params: Params, variables: Params | None = None) -> TrainState:
         """Return the state before the first step from these parameters, as `place` returns them."""
         zero = jnp.zeros((), jnp.int32)
+        # Parameters that come from a checkpoint may wait in the host's memory.
         params = to_device(params)
         state = TrainState(
             step=zero,
@@ -186,6 +187,7 @@ class Step:
         updates, optimizer = self.optimizer.update(clip(grads, norm, self.max_norm), state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
 
+        # A step that is not finite is skipped on the devices: nobody waits for the host to look at it.
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         new = (params, optimizer, variables)
         old = (state.params, state.optimizer, state.variables)
@@ -213,6 +215,7 @@ class Step:
         loss, grads, variables, further = self.forward.gradients(weights, variables, batch, jnp.asarray(step))
         count = self.forward.count(batch)
 
+        # The labels of a batch may all be masked: divide by 1 then.
         def mean(total: Array) -> Array:
             return total * (1 / jnp.maximum(count, 1).astype(loss.dtype))
 
