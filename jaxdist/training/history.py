@@ -68,7 +68,7 @@ def cut(path: Path, step: int, every: Iterable[int]) -> list[str]:
         notes.append(f"{bad} line(s) of {path} could not be read and are left out")
     doubled = sum(line.step <= step for line in lines) - len(kept)
     if doubled:
-        notes.append(f"{doubled} line(s) of {path} stood there twice; the later one is kept")
+        notes.append(f"{doubled} line(s) of {path} appeared twice; the later one is kept")
     gaps = _gaps([line.step for line in kept if not line.validates], step, max(every))
     if gaps:
         stretches = ", ".join(f"{first} to {end}" for first, end in gaps[:LISTED])

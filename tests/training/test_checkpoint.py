@@ -100,7 +100,7 @@ def test_when_none_is_whole_every_reason_is_told(folder):
         checkpoints.find_start("auto")
     assert f"or move {folder}/checkpoints away to start from the beginning" in str(error.value)
     for step in (5, 10):
-        assert f"/{step} is damaged and passed over: params/_METADATA is missing" in str(error.value)
+        assert f"/{step} is damaged and skipped: params/_METADATA is missing" in str(error.value)
 
 
 def unseal(folder: Path) -> None:
@@ -120,12 +120,12 @@ def test_without_checksums_steps_are_read_back_and_sealed(folder):
     with Checkpoints(folder, keep=None) as reader:
         assert reader.find("best").step == 10
         assert reader.find(expected=expected).step == 10
-        assert "10 had no checksums: it was read back and is whole" in reader.notes[-1]
+        assert "10 had no checksums: it was read back and is complete" in reader.notes[-1]
     assert not list(folder.rglob("sums")), "readers change nothing"
     with Checkpoints(folder, keep=3) as checkpoints:
         found = checkpoints.find_start("auto", expected)
         assert found.step == 10
-        assert "10 had no checksums: it was read back and is whole; they are made now" in checkpoints.notes[0]
+        assert "10 had no checksums: it was read back and is complete; they are made now" in checkpoints.notes[0]
         same(checkpoints.restore(abstract(state(10)), found), state(10)._replace(weights=None))
         assert checkpoints.find_start("5", expected).step == 5
     assert StepDir(folder / "checkpoints").sealed() == [5, 10]
@@ -198,7 +198,7 @@ def test_the_best_stands_in_where_no_newest_is_there(folder):
     with Checkpoints(folder, keep=3) as checkpoints:
         found = checkpoints.find_start("auto")
         assert (found.step, found.store.step_dir.folder.name) == (10, "best")
-        assert "the best one, of step 10, stands in" in checkpoints.notes[0]
+        assert "the best one, of step 10, is used instead" in checkpoints.notes[0]
 
 
 def test_a_step_of_another_run_is_refused_and_a_copied_folder_is_not(folder, tmp_path):
@@ -243,7 +243,7 @@ def test_the_best_is_checked_and_the_latest_stands_in_for_it(folder):
         found = checkpoints.find("best")
         assert found.store.step_dir.folder.name == "checkpoints"
         assert found.step == 10
-        assert ["passed over" in checkpoints.notes[0], "stands in" in checkpoints.notes[1]] == [True, True]
+        assert ["skipped" in checkpoints.notes[0], "is used instead" in checkpoints.notes[1]] == [True, True]
 
 
 @pytest.mark.parametrize("which", ["7", "x"])

@@ -146,7 +146,7 @@ def test_export_of_a_damaged_step_goes_to_the_one_before_and_says_so(finished, t
     assert checkpoints.main([str(copy), f"--export={path}"]) == 0
     said = capsys.readouterr()
     assert "of step 15" in said.out
-    assert "20 is damaged and passed over" in said.err
+    assert "20 is damaged and skipped" in said.err
     with pytest.raises(RequestError, match="cannot be written: its folder does not exist"):
         checkpoints.main([str(copy), f"--export={tmp_path}/none/weights.safetensors"])
 

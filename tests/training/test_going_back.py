@@ -48,11 +48,11 @@ def test_a_damaged_newest_is_passed_over_and_the_end_is_the_same(options, finish
     assert evaluate.main([str(copy)]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("step 15 ")
-    assert "20 is damaged and passed over: " in said.err
+    assert "20 is damaged and skipped: " in said.err
     assert train.main([*options, f"--run-dir={copy}"]) == 0
     said = capsys.readouterr().err
     assert "from the checkpoint of step 15" in said
-    assert "20 is damaged and passed over: " in said
+    assert "20 is damaged and skipped: " in said
     assert f"step 20 of {copy}/checkpoints is moved to {copy}/checkpoints/aside" in said
     assert without_times(copy) == without_times(finished)
     assert steps(copy / "checkpoints") == [10, 15, 20]
@@ -85,7 +85,7 @@ def test_a_copy_without_seals_goes_on_and_takes_no_other_config(options, finishe
     assert train.main([*options, f"--run-dir={copy}"]) == 0
     said = capsys.readouterr().err
     assert "from the checkpoint of step 15" in said
-    assert "15 had no checksums: it was read back and is whole; they are made now" in said
+    assert "15 had no checksums: it was read back and is complete; they are made now" in said
     assert without_times(copy) == without_times(finished)
     assert steps(copy / "checkpoints") == [10, 15, 20]
 
@@ -94,7 +94,9 @@ def test_nothing_usable_is_no_start_from_the_beginning(options, copy):
     for step in ("10", "15", "20", "best/20"):
         (copy / "checkpoints" / step / "params" / "_METADATA").unlink()
     before = {path: path.read_bytes() for path in (copy / "checkpoints").rglob("*") if path.is_file()}
-    with pytest.raises(RequestError, match=r"no checkpoint in .* is whole: .*; copy the missing files back, or name"):
+    with pytest.raises(
+        RequestError, match=r"no checkpoint in .* is complete: .*; copy the missing files back, or name"
+    ):
         train.main([*options, f"--run-dir={copy}"])
     assert {path: path.read_bytes() for path in (copy / "checkpoints").rglob("*") if path.is_file()} == before
 

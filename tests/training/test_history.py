@@ -52,7 +52,7 @@ def test_of_lines_of_one_step_the_later_counts_and_a_validation_is_another(tmp_p
     path = tmp_path / "metrics.jsonl"
     lines = [step(1), step(2), validation(2), step(3), step(2, loss=1.0), step(3, loss=None), step(4), validation(4)]
     path.write_bytes(b"".join(line + b"\n" for line in lines) + b'{"step": 5, "lo')
-    assert history.cut(path, 3, [1]) == [f"2 line(s) of {path} stood there twice; the later one is kept"]
+    assert history.cut(path, 3, [1]) == [f"2 line(s) of {path} appeared twice; the later one is kept"]
     kept = [step(1), step(2, loss=1.0), validation(2), step(3, loss=None)]
     assert path.read_bytes() == b"".join(line + b"\n" for line in kept)
 

@@ -220,9 +220,9 @@ class Checkpoints:
             if step is None:
                 continue
             if which == BEST and store is self._newest:
-                self.notes.append(f"no best checkpoint is whole; the newest one, of step {step}, stands in")
+                self.notes.append(f"no best checkpoint is complete; the newest one, of step {step}, is used instead")
             if which == LATEST and store is self._best:
-                self.notes.append(f"no newest checkpoint is whole; the best one, of step {step}, stands in")
+                self.notes.append(f"no newest checkpoint is complete; the best one, of step {step}, is used instead")
             return Found(store, step)
         raise self._no_checkpoint(self.notes[notes_before:])
 
@@ -235,7 +235,7 @@ class Checkpoints:
             damage = self._damage(folder, step, expected)
             if damage is None:
                 return step
-            self.notes.append(f"checkpoint {folder.path(step)} is damaged and passed over: {damage}")
+            self.notes.append(f"checkpoint {folder.path(step)} is damaged and skipped: {damage}")
         return None
 
     def _with_number(self, folder: StepDir, number: str, steps: list[int], expected: Expected) -> int:
@@ -267,7 +267,7 @@ class Checkpoints:
         damage = folder.wrong_facts(step) or unreadable(folder.path(step), shapes, values=True)
         if damage:
             return f"{UNSEALED}, and read back {damage}"
-        done = "it was read back and is whole"
+        done = "it was read back and is complete"
         if self._seals:
             try:
                 folder.seal(step)
@@ -282,7 +282,7 @@ class Checkpoints:
         folder = self._newest.step_dir.folder
         aside = sorted({step for aside in self._aside for step in aside.steps()})
         if damaged:
-            reason = f"no checkpoint in {folder} is whole: {'; '.join(damaged)}"
+            reason = f"no checkpoint in {folder} is complete: {'; '.join(damaged)}"
         elif aside:
             reason = f"the checkpoints in {folder} are all set aside (step {', '.join(map(str, aside))})"
         else:
