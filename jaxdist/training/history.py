@@ -43,7 +43,11 @@ class Line(NamedTuple):
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the lines that can be used, in the order of the file; none where it cannot be read."""
-    return [line.values for line in _usable(path)]
+    try:
+        content = read_regular(path)
+    except OSError:
+        return []
+    return [line.values for line in _parsed(content.split(b"\n"))]
 
 
 def cut(path: Path, step: int, every: Iterable[int]) -> list[str]:
@@ -87,14 +91,6 @@ def _gaps(steps: list[int], end: int, every: int) -> list[tuple[int, int]]:
         if after - before > every:
             found.append((before + 1, after - 1))
     return found
-
-
-def _usable(path: Path) -> list[Line]:
-    try:
-        content = read_regular(path)
-    except OSError:
-        return []
-    return _parsed(content.split(b"\n"))
 
 
 def _parsed(texts: Iterable[bytes]) -> list[Line]:

@@ -46,10 +46,10 @@ class Run:
     ):
         """Make the mesh, the layout, the model and the task.
 
-        `dry` is for a look at the request: its devices need not be there, and nothing can be computed on them.
-        Without `batch`, nobody is going to ask for one. `devices` are all of the mesh, if not those of this machine:
-        for a step to be compiled and not run, or to be measured on a part of them. `gpu` is the kind of device that a
-        `dry` look is at, if not that of this machine.
+        `dry` only inspects the request: its devices need not exist, and nothing can be computed on them; `gpu` is their
+        kind, if not that of this machine. Without `batch` no training batch will be requested, and its size is not
+        checked. `devices` are all devices of the mesh, if not those of this machine: for a step that is compiled and
+        not run, or that is measured on a part of them.
         """
         shape = parse_mesh(config.mesh)
         if devices:
@@ -74,11 +74,8 @@ class Run:
             # The model runs inside the pipeline's manual region.
             model_layout = replace(self.layout, manual=True)
         self.model = models.build(config.model, model_layout)
-        self.task = self._make_task()
-
-    def _make_task(self) -> Task:
-        kind = ImageTask if self.config.model.images else TextTask
-        return kind(self.config, self.model, self.mesh, self.layout)
+        kind_of_task = ImageTask if config.model.images else TextTask
+        self.task: Task = kind_of_task(self.config, self.model, self.mesh, self.layout)
 
     def open_data(self) -> tuple[int, int]:
         """Read, and at the first use tokenize, the data; return (rows, steps). Raises `RequestError` if it is wrong."""

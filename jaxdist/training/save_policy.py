@@ -80,7 +80,7 @@ class SavePolicy:
             params, variables = checkpoints.restore_params(abstract.params, abstract.variables, found)
         for note in checkpoints.notes:
             say(note)
-        say(f"weights     those of step {found.step} of {folder.path}")
+        say(f"weights     from step {found.step} of {folder.path}")
         return self.run.begin(params, variables)
 
     def go_on(self, found: Found, say: Callable[[str], None]) -> TrainState:

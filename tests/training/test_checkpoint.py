@@ -333,7 +333,7 @@ def test_a_save_that_fails_never_contradicts_the_last_good_checkpoint(tmp_path, 
         assert checkpoints.describe_latest() == "the only good checkpoint is the best one, of step 5"
         monkeypatch.setattr(StepDir, "keep", no_permission)
         checkpoints.save(5, state(5), facts(5))
-        told = "^the checkpoint of step 5 is saved, but what is done after that failed: permission denied$"
+        told = "^the checkpoint of step 5 is saved, but a later operation failed: permission denied$"
         with pytest.raises(SaveFailed, match=told):
             checkpoints.wait()
         assert checkpoints.describe_latest() == "the last good checkpoint is that of step 5"

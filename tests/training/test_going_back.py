@@ -138,7 +138,7 @@ def test_weights_of_another_run(options, finished, tmp_path, capsys):
     argv = [*options, f"--run-dir={tmp_path / 'tuned'}", "--optimizer.learning-rate=1e-9", "--train.steps=2"]
     argv = over(argv, "--optimizer.warmup=0")
     assert train.main([*argv, f"--init-from={finished}/checkpoints/15"]) == 0
-    assert f"weights     those of step 15 of {finished}" in capsys.readouterr().err
+    assert f"weights     from step 15 of {finished}" in capsys.readouterr().err
     assert (tmp_path / "tuned" / "tokenizer.json").read_bytes() == (finished / "tokenizer.json").read_bytes()
     losses = []
     for where, which in ((finished, "15"), (tmp_path / "tuned", "latest")):

@@ -150,7 +150,7 @@ def test_a_step_under_another_number_or_of_another_run_is_refused(shelf, tmp_pat
     shutil.copytree(mine.path(10), mine.path(15))
     shutil.copy(mine.folder / "sums/10.json", mine.folder / "sums/15.json")
     assert mine.damage(10) is None
-    assert mine.damage(15) == "its checksums are those of step 10"
+    assert mine.damage(15) == "its checksums belong to step 10"
     moved = StepDir(shutil.copytree(mine.folder, tmp_path / "copy"), run="a1")
     assert moved.damage(10) is None
     assert StepDir(moved.folder, run="b2").damage(10) == "it belongs to another run (a1; this one is b2)"

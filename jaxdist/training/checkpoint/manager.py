@@ -123,12 +123,12 @@ class Checkpoints:
     def find(self, which: str = LATEST, expected: Expected = None) -> Found:
         """Return the step to use for "latest", "best" or a number, read through and found complete.
 
-        The latest is the newest that is complete. Where none of the newest is, the best stands in, and the other way
+        The latest is the newest that is complete. Where none of the newest is, the best is used, and the other way
         round. A step without checksums is read back: its arrays must be those of `expected()`, if that is given, and
         finite. Raises `RequestError` when there is none, or the one with that number is damaged.
         """
         stores = (self._newest, self._best)
-        # Only the leader looks for it.
+        # The leader looks at the disk, and sends two numbers to the others: which store, and which step.
         found: Found | None = None
 
         def look() -> int:

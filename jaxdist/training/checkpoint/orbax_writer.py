@@ -201,7 +201,7 @@ class OrbaxWriter:
             self._sealing.join()
         what = f"the {self._kind}checkpoint of step {self.step}"
         if self.step is not None and self.step_dir.seal_of(self.step) is not None:
-            return SaveFailed(f"{what} is saved, but what is done after that failed: {_cause(error)}")
+            return SaveFailed(f"{what} is saved, but a later operation failed: {_cause(error)}")
         return SaveFailed(f"{what} could not be saved: {_cause(error)}")
 
 

@@ -142,7 +142,7 @@ class StepDir:
         if seal is None:
             return UNSEALED if not self._sums(step).exists() else UNREADABLE_SEAL
         if seal.step not in (None, step):
-            return f"its checksums are those of step {seal.step}"
+            return f"its checksums belong to step {seal.step}"
         if None not in (seal.run, self.run) and seal.run != self.run:
             return f"it belongs to another run ({seal.run}; this one is {self.run})"
         try:
