@@ -1,4 +1,4 @@
-"""Whether arrays are finite, asked of every device of the mesh at once."""
+"""Check arrays for NaN and infinity, on every device of the mesh at once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jaxdist.parallel.region import add_up, vary
 
 
 def finite(arrays: Sequence[Float[Array, "..."]]) -> Bool[Array, " arrays"]:
-    """Which of `arrays`, of any layout, hold neither NaN nor infinity. Reads each once, and adds up a number for each.
+    """Return for each of `arrays`, of any layout, whether it holds neither NaN nor infinity.
 
-    Each device looks at what lies on it. So all processes get the same answer even where the copies of an array that
-    lies whole on several devices differ.
+    Reads each array once, and all-reduces one number for each. Each device checks what lies on it, so all processes
+    get the same answer even where an array is replicated and its copies differ.
     """
 
     def is_finite(part: Float[Array, "..."]) -> Bool[Array, ""]:

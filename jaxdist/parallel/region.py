@@ -1,9 +1,10 @@
-"""Inside the one manual region, that of a pipeline: arrays are the devices' own parts, and what moves is written out.
+"""Values inside the one manual region, that of a pipeline, where each device sees its own part of every array.
 
-An array's type says over which axes the devices' parts differ ("varying"). Where a value that is the same everywhere
-meets one that varies, it becomes varying first (`vary`), and the transpose of that is a sum over the axis: so gradients
-come out right without a word about them. Parameters are made varying over the batch axes before they are used, so that
-their gradients stay partial sums until they are reduced once (design, law 3).
+Collectives are written out there. The type of an array says over which mesh axes the devices' parts differ
+("varying"). Where a value that is the same everywhere meets one that varies, it has to become varying first (`vary`),
+and the transpose of that is a sum over the axis, which is how gradients come out right. Parameters are made varying
+over the axes of the batch before they are used, so that their gradients stay partial sums until they are reduced once
+(design, law 3).
 """
 
 from __future__ import annotations
@@ -21,46 +22,54 @@ Axes = Iterable[str]
 
 
 def varying(*arrays: jax.Array) -> frozenset[str]:
-    """The axes over which the devices' parts of some of `arrays` differ."""
+    """Return the mesh axes over which the devices' parts of any of `arrays` differ."""
     return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
 
 
 def vary(x: jax.Array, axes: Axes) -> jax.Array:
-    """`x` as a value that each device along `axes` has for itself; its gradient is added up over them."""
+    """Give each device along `axes` its own copy of `x`; the gradient of `x` is summed over them."""
     missing = tuple(a for a in axes if a not in varying(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    if not missing:
+        return x
+    return lax.pcast(x, missing, to="varying")
 
 
 def zeros(shape: tuple[int, ...], dtype: jnp.dtype, axes: Axes) -> jax.Array:
-    """What a loop begins to add to: its type must be that of the sum."""
+    """Return zeros that vary over `axes`: a loop that sums must begin with a value of the type of the sum."""
     return vary(jnp.zeros(shape, dtype), axes)
 
 
 def zeros_like(a: jax.Array | jax.ShapeDtypeStruct, lead: tuple[int, ...] = ()) -> jax.Array:
-    """Zeros of the type of `a`, behind further leading dims."""
-    return zeros((*lead, *a.shape), a.dtype, a.manual_axis_type.varying if not isinstance(a, jax.Array) else varying(a))
+    """Return zeros of the type of `a`, with further leading dims `lead`."""
+    axes = varying(a) if isinstance(a, jax.Array) else a.manual_axis_type.varying
+    return zeros((*lead, *a.shape), a.dtype, axes)
 
 
 def add_up(x: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
-    """The sum of the devices' parts over `axes`, the same on all of them; of what is the same already, `x` itself."""
+    """All-reduce over those of `axes` over which `x` varies; the result is the same on all of their devices."""
     axes = tuple(a for a in axes if a in varying(x))
-    return lax.psum(x, axes) if axes else x
+    if not axes:
+        return x
+    return lax.psum(x, axes)
 
 
 def after(x: jax.Array, *earlier: Float[Array, "..."]) -> jax.Array:
-    """`x`, once all of `earlier` are there, whatever they are: a condition that never holds, but no compiler knows.
+    """Return `x`, but not before all of `earlier` are there.
 
-    XLA:CPU begins a loop as soon as its inputs are there, and goes on behind it. Collectives of a region all have one
-    number; so two loops that run at once would take each other's for their own: they wait for ever, or sum up what
-    does not belong together.
+    XLA:CPU begins a loop as soon as its inputs are there, and goes on behind it. All collectives of a region have one
+    number; so two loops that run at once would take each other's messages for their own: they wait forever, or sum up
+    what does not belong together.
     """
+    # A condition that never holds, which no compiler can know: it makes `x` depend on one number of each array.
     some = [a[(0,) * a.ndim] for a in earlier]
     never = [(a != a) & (a == 0) for a in some]
-    return jnp.where(reduce(or_, never), jnp.zeros((), x.dtype), x) if never else x
+    if not never:
+        return x
+    return jnp.where(reduce(or_, never), jnp.zeros((), x.dtype), x)
 
 
 def own(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """The part of `x` along `dim` that belongs to this device, where it is split over `axes`, outermost first."""
+    """Return this device's part of `x` along `dim`, where `axes`, outermost first, split it."""
     if not axes:
         return x
     size = x.shape[dim] // lax.axis_size(axes)
@@ -68,8 +77,10 @@ def own(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
 
 
 def placed(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Zeros, and this device's part where `own` would take it from."""
-    size, whole = x.shape[dim], list(x.shape)
+    """Return zeros with this device's part `x` where `own` would take it from."""
+    size = x.shape[dim]
+    whole = list(x.shape)
     whole[dim] *= lax.axis_size(axes)
     at = lax.axis_index(axes) * size
-    return lax.dynamic_update_slice_in_dim(zeros(tuple(whole), x.dtype, (*axes, *varying(x))), vary(x, axes), at, dim)
+    empty = zeros(tuple(whole), x.dtype, (*axes, *varying(x)))
+    return lax.dynamic_update_slice_in_dim(empty, vary(x, axes), at, dim)

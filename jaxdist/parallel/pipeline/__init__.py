@@ -1,1 +1,1 @@
-"""Pipelines: who computes what and when (`schedules`), and what follows from it."""
+"""Pipeline parallelism: who computes what and when (`schedules`), and what follows from it."""

@@ -1,10 +1,10 @@
 """Pipeline schedules: in which tick each rank runs which unit. Numpy only, for the executor and the planner alike.
 
 The layers are cut into v*S chunks; chunk g = virtual_index * S + rank lies on rank g % S. A unit is one chunk on one of
-M micro-batches: F its forward pass, B its backward pass, or, where that is split, B the gradient with respect to the
-input and W that with respect to the weights (Zero Bubble, Qi et al. 2024, section 2). All ranks count ticks together.
-In a tick a rank runs at most one F, one B and one W, in this order, so the last chunk's B may share the tick of its F;
-what a tick sends to a neighbour is there from the next tick on.
+M micro-batches: F its forward pass, and B its backward pass; or, where that is split, B the gradient with respect to
+the input and W the gradient with respect to the weights (zero bubble, Qi et al. 2024, section 2). All ranks count ticks
+together. In a tick a rank runs at most one F, one B and one W, in this order, so the last chunk's B may share the tick
+of its F. What a tick sends to a neighbour is there from the next tick on.
 
 A tick lasts as long as its slowest rank. That is why F and B share a tick here ("paired") where the papers have one or
 the other: neighbours would then do F and B in turns, and each tick would last as long as a B.
@@ -24,7 +24,7 @@ Ticks = Int[np.ndarray, "chunks micro"]
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The tick of each unit, [v*S, M]. `weight` is None where B is the whole backward pass."""
+    """The tick of each unit, [v*S, M]."""
 
     name: str
     stages: int
@@ -33,6 +33,7 @@ class Schedule:
     forward: Ticks
     backward: Ticks
     weight: Ticks | None = None
+    """None where B is the whole backward pass."""
     uniform: bool = True
     """Every rank may run every slot that is occupied in a tick, with masks where it has nothing to do, and no time is
     lost. False: one unit per tick and rank, which is only worth it where each rank runs its own."""
@@ -40,31 +41,36 @@ class Schedule:
     """Weights stay as they are for all M micro-batches, and the pipeline is empty in the end."""
 
     def __post_init__(self):
+        # `make` hands the same object to all callers.
         for ticks in self.units.values():
-            ticks.flags.writeable = False  # `make` hands the same object to all who ask
+            ticks.flags.writeable = False
 
     @property
     def units(self) -> dict[str, Ticks]:
-        """Kind of unit -> ticks, in the order in which they run within a tick."""
+        """The ticks of each kind of unit, in the order in which they run within a tick."""
         kinds = {"F": self.forward, "B": self.backward, "W": self.weight}
         return {kind: ticks for kind, ticks in kinds.items() if ticks is not None}
 
     @property
     def chunks(self) -> int:
+        """v*S."""
         return self.stages * self.virtual
 
     @property
     def ticks(self) -> int:
+        """How many ticks the schedule has."""
         return 1 + int(max(ticks.max() for ticks in self.units.values()))
 
     @property
     def split(self) -> bool:
+        """Whether the backward pass is split into B and W."""
         return self.weight is not None
 
     @property
     def paired(self) -> bool:
         """Whether some rank runs F and B in one tick."""
-        F, B = (ticks.reshape(self.virtual, self.stages, -1) for ticks in (self.forward, self.backward))
+        F = self.forward.reshape(self.virtual, self.stages, -1)
+        B = self.backward.reshape(self.virtual, self.stages, -1)
         return any(np.intersect1d(F[:, rank], B[:, rank]).size for rank in range(self.stages))
 
     @property
@@ -75,12 +81,12 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Places:
-    """Where each unit stands if every rank goes through groups of micro-batches, chunk by chunk.
+    """The place of each unit on its rank, where ranks take groups of micro-batches through chunk after chunk.
 
     A rank takes a group through its first chunk, then its second, and so on (Narayanan et al. 2021, section 2.2.2). The
     first of a group is back at rank 0, for the next chunk, S ticks later: a group of fewer than S would wait. More than
-    S do as well (Llama Team 2024, section 3.3.2), so M micro-batches make M // S groups, as even as can be, and need no
-    M % S == 0, as they do in Megatron-LM. With M < S each chunk but the last is followed by S - M ticks of waiting.
+    S do as well (Llama Team 2024, section 3.3.2), so M micro-batches make M // S groups, as even as possible, and need
+    no M % S == 0, as they do in Megatron-LM. With M < S each chunk but the last is followed by S - M ticks of waiting.
     """
 
     S: int
@@ -98,34 +104,39 @@ class Places:
         return max(self.group, self.S)
 
     def along(self, backwards: bool, wait: bool = True) -> Ticks:
-        """[v*S, M]: ticks since the first unit of the rank; chunks are taken from the last one when `backwards`.
+        """Return [v*S, M]: ticks since the first unit of the rank.
 
-        Without `wait`, the units follow one another also where M < S.
+        `backwards` takes chunks from the last one to the first. Without `wait`, the units follow one another also where
+        M < S.
         """
-        sizes = np.array([len(group) for group in np.array_split(np.arange(self.M), max(1, self.M // self.S))])
-        of = np.repeat(np.arange(len(sizes)), sizes)
-        before = (np.cumsum(sizes) - sizes)[of]
-        k = np.arange(self.v)[:, None]
-        turn = self.v - 1 - k if backwards else k
-        length = np.maximum(sizes, self.S if wait else 0)[of]
+        groups = np.array_split(np.arange(self.M), max(1, self.M // self.S))
+        sizes = np.array([len(group) for group in groups])
+        # Of each micro-batch: its group, and how many micro-batches are in groups before that.
+        group = np.repeat(np.arange(len(sizes)), sizes)
+        before = (np.cumsum(sizes) - sizes)[group]
+        chunk = np.arange(self.v)[:, None]
+        turn = self.v - 1 - chunk if backwards else chunk
+        length = np.maximum(sizes, self.S if wait else 0)[group]
         place = self.v * before + turn * length + (np.arange(self.M) - before)
         return np.repeat(place, self.S, axis=0)
 
     @property
     def rank(self) -> Ticks:
-        """[v*S, 1]."""
+        """The rank of each chunk, [v*S, 1]."""
         return np.tile(np.arange(self.S), self.v)[:, None]
 
 
 def gpipe(S: int, M: int, v: int = 1) -> Schedule:
     """All forward passes, then all backward passes, last micro-batch first (GPipe, Huang et al. 2019, figure 2c)."""
-    g, m = np.arange(S)[:, None], np.arange(M)
+    g = np.arange(S)[:, None]
+    m = np.arange(M)
     return Schedule("gpipe", S, M, 1, m + g, M + S - 1 + (M - 1 - m) + (S - 1 - g))
 
 
 def one_f_one_b(S: int, M: int, v: int = 1) -> Schedule:
-    """Each micro-batch turns back at the last stage at once (PipeDream-flush, Narayanan et al. 2021, section 2.2.1)."""
-    g, m = np.arange(S)[:, None], np.arange(M)
+    """Turn each micro-batch back at the last stage at once: 1F1B (PipeDream-flush, Narayanan et al. 2021, 2.2.1)."""
+    g = np.arange(S)[:, None]
+    m = np.arange(M)
     return Schedule("1f1b", S, M, 1, m + g, m + 2 * (S - 1) - g)
 
 
@@ -136,16 +147,18 @@ def interleaved(S: int, M: int, v: int) -> Schedule:
 
 
 def _interleaved(at: Places) -> tuple[Ticks, Ticks]:
-    """Backward passes follow forward ones as soon as the first group is through its last chunk."""
+    """Return F and B, where backward passes begin as soon as the first group is through its last chunk."""
     turn = (at.v - 1) * at.period + at.S - 1
-    return at.along(backwards=False) + at.rank, turn + at.along(backwards=True) + at.S - 1 - at.rank
+    F = at.along(backwards=False) + at.rank
+    B = turn + at.along(backwards=True) + at.S - 1 - at.rank
+    return F, B
 
 
 def zb_u(S: int, M: int, v: int = 1) -> Schedule:
     """1F1B with the backward pass split, and W of all ranks in the ticks in which rank 0 could run its own.
 
-    W waits for the slowest rank, and so has no bubble: what is left is that of F and B, (S-1)(F+B)/v. All that is run
-    in a tick is run by all ranks, which zero-bubble schedules of the paper (Qi et al. 2024) do not have.
+    W waits for the slowest rank, and so has no bubble: what is left is the bubble of F and B, (S-1)(F+B)/v. Everything
+    that runs in a tick runs on all ranks, which the zero-bubble schedules of the paper (Qi et al. 2024) do not have.
     """
     at = Places(S, M, v)
     F, B = _interleaved(at)
@@ -160,55 +173,68 @@ def zb_h1(S: int, M: int, v: int = 1) -> Schedule:
     it has S micro-batches in flight, as rank 0 has in 1F1B: bubble (S-1)(F+B-W) where the three last equally long. With
     v chunks it is 1/v of that; in flight are (v-1) groups of `Places` and S chunks, v*S where S divides M.
     """
-    return Schedule("zb-h1", S, M, v, *_list_scheduling(Places(S, M, v)), uniform=False)
+    F, B, W = _list_scheduling(Places(S, M, v))
+    return Schedule("zb-h1", S, M, v, F, B, W, uniform=False)
 
 
 def pipedream(S: int, M: int, v: int = 1) -> Schedule:
-    """1F1B that goes on for ever, of M micro-batches here, each of them a global batch (Narayanan et al. 2019).
+    """1F1B that goes on forever, of M micro-batches here, each of them a global batch (Narayanan et al. 2019).
 
     Each rank is updated after each B, so that rank r makes S-1-r updates between F and B of a micro-batch, and keeps
-    as many older versions of its weights (section 3.3). F and B in one tick would make it twice as many.
+    as many older versions of its weights (weight stashing, section 3.3). F and B in one tick would make it twice as
+    many.
     """
-    g, m = np.arange(S)[:, None], np.arange(M)
+    g = np.arange(S)[:, None]
+    m = np.arange(M)
     return Schedule("pipedream", S, M, 1, 2 * m + g, 2 * m + 2 * S - 1 - g, uniform=False, flush=False)
 
 
 def _list_scheduling(at: Places) -> tuple[Ticks, Ticks, Ticks]:
-    """Tick by tick, each rank runs the first of its next F, B and W that can run and fits into what may be in flight.
+    """Schedule greedily: tick by tick, each rank runs the first of its next F, B and W that can run.
 
-    That bound grows with every B, from where 1F1B has it on this rank to where it has it on rank 0.
+    An F also has to fit into what may be in flight. That bound grows with every B, from where 1F1B has it on this rank
+    to where it has it on rank 0.
     """
-    S, count = at.S, at.v * at.M
+    S = at.S
+    count = at.v * at.M
     never = np.iinfo(int).max
     F, B, W = (np.full((S * at.v, at.M), never) for _ in range(3))
-    forwards, backwards = _orders(at, backwards=False), _orders(at, backwards=True)
+    forwards = _orders(at, backwards=False)
+    backwards = _orders(at, backwards=True)
     done = [[0, 0, 0] for _ in range(S)]
-    most, t = (at.v - 1) * at.group + S, 0
+    most = (at.v - 1) * at.group + S
+    t = 0
     while any(w < count for _, _, w in done):
         for rank in range(S):
             f, b, w = done[rank]
-            unit, back = forwards[rank][min(f, count - 1)], backwards[rank][min(b, count - 1)]
-            if f < count and f - w < min(most, most - rank + b) and _before(t, F, unit, -1):
-                F[unit], done[rank][0] = t, f + 1
-            elif b < count and F[back] < t and _before(t, B, back, +1):
-                B[back], done[rank][1] = t, b + 1
+            unit = forwards[rank][min(f, count - 1)]
+            back = backwards[rank][min(b, count - 1)]
+            in_flight = f - w
+            if f < count and in_flight < min(most, most - rank + b) and _neighbour_is_done(t, F, unit, -1):
+                F[unit] = t
+                done[rank][0] = f + 1
+            elif b < count and F[back] < t and _neighbour_is_done(t, B, back, +1):
+                B[back] = t
+                done[rank][1] = b + 1
             elif w < b:
-                W[backwards[rank][w]], done[rank][2] = t, w + 1
+                W[backwards[rank][w]] = t
+                done[rank][2] = w + 1
         t += 1
     return F, B, W
 
 
 def _orders(at: Places, backwards: bool) -> list[list[tuple[int, int]]]:
-    """Rank -> its units (g, m), in the order in which they run."""
+    """Return for each rank its units (g, m), in the order in which they run."""
     place = at.along(backwards)
     units = [[(g, m) for g in range(rank, at.S * at.v, at.S) for m in range(at.M)] for rank in range(at.S)]
-    return [sorted(of, key=place.__getitem__) for of in units]
+    return [sorted(of_rank, key=place.__getitem__) for of_rank in units]
 
 
-def _before(t: int, ticks: Ticks, unit: tuple[int, int], step: int) -> bool:
-    """Whether the neighbouring chunk, `step` further on, has run the same micro-batch before tick t."""
-    g, m = unit[0] + step, unit[1]
-    return not 0 <= g < len(ticks) or ticks[g, m] < t
+def _neighbour_is_done(t: int, ticks: Ticks, unit: tuple[int, int], step: int) -> bool:
+    """Return whether the chunk `step` further on has run the same micro-batch before tick t, or does not exist."""
+    g, m = unit
+    neighbour = g + step
+    return not 0 <= neighbour < len(ticks) or ticks[neighbour, m] < t
 
 
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
@@ -227,7 +253,10 @@ ONE_CHUNK = ("gpipe", "1f1b", "pipedream")
 
 @lru_cache(maxsize=64)
 def make(name: str, S: int, M: int, v: int = 1) -> Schedule:
-    """The schedule `name` for S stages, M micro-batches and v virtual stages. Raises ValueError, in one sentence."""
+    """Return the schedule `name` for S stages, M micro-batches and v virtual stages.
+
+    Raises `ValueError`, in one sentence.
+    """
     if name not in SCHEDULES:
         raise ValueError(f"there is no pipeline schedule '{name}'; there are {', '.join(SCHEDULES)}")
     for number, what in ((S, "stages"), (M, "micro-batches"), (v, "virtual stages")):

@@ -1,8 +1,8 @@
 """What a schedule costs, counted unit by unit: its time, and how many micro-batches are in flight.
 
 Times are those of a stage and a micro-batch; a chunk takes 1/v of them. The bubble is the time that a rank waits: the
-time of the schedule less that of a rank's own work, M(F+B). Papers give it as a share of either: (S-1)/(M+S-1) of the
-whole or (S-1)/M of the work, for GPipe. `share` here is of the whole.
+time of the schedule less the time of a rank's own work, M(F+B). Papers give it as a share of either: for GPipe,
+(S-1)/(M+S-1) of the whole or (S-1)/M of the work. `share` here is of the whole.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ class Times:
     """Seconds, or any unit, of a stage and a micro-batch."""
 
     F: float = 1
+    """The forward pass."""
     I: float = 1  # noqa: E741
-    """The gradient with respect to the input; the recomputation of F, where there is one, is in it."""
+    """The gradient with respect to the input, and the recomputation of F, where there is one."""
     W: float = 1
     """The gradient with respect to the weights."""
 
@@ -35,32 +36,36 @@ EQUAL = Times()
 
 @dataclass(frozen=True)
 class Bubble:
+    """The time of a schedule, and how much of it a rank waits."""
+
     work: float
     """What each rank computes: M(F+B)."""
     lockstep: float
     """Time of the schedule where every tick waits for the slowest rank: one compiled program."""
     free: float
-    """Time where a rank waits for what it needs only: a program for each rank."""
+    """Time where a rank waits only for what it needs: a program for each rank."""
 
     @property
     def share(self) -> float:
-        """Of the time in lockstep, how much a rank waits."""
+        """The share of the time in lockstep that a rank waits."""
         return 1 - self.work / self.lockstep
 
     @property
     def free_share(self) -> float:
+        """The share of the time that a rank waits where it waits only for what it needs."""
         return 1 - self.work / self.free
 
 
 def bubble(schedule: Schedule, times: Times = EQUAL) -> Bubble:
+    """Return the bubble of a schedule."""
     work = schedule.micro_batches * (times.F + times.B)
     return Bubble(work, lockstep_time(schedule, times), free_time(schedule, times))
 
 
 def costs(schedule: Schedule, times: Times) -> dict[str, float]:
-    """Kind of unit -> time of a chunk and a micro-batch."""
-    whole = {"F": times.F, "B": times.I if schedule.split else times.B, "W": times.W}
-    return {kind: whole[kind] / schedule.virtual for kind in schedule.units}
+    """Return for each kind of unit the time of a chunk and a micro-batch."""
+    of_stage = {"F": times.F, "B": times.I if schedule.split else times.B, "W": times.W}
+    return {kind: of_stage[kind] / schedule.virtual for kind in schedule.units}
 
 
 @dataclass(frozen=True)
@@ -74,15 +79,21 @@ class Column:
 
 
 def columns(schedule: Schedule, times: Times) -> list[Column]:
-    """The schedule in lockstep, in order of time.
+    """Return the schedule in lockstep, in order of time.
 
-    Uniform: every slot that any rank occupies is run by all, one after another. Else a tick lasts as the slowest unit.
+    In a uniform schedule, every slot that any rank occupies is run by all, one after another. In others a tick lasts as
+    long as its slowest unit.
     """
-    cost, result, now = costs(schedule, times), [], 0
+    cost = costs(schedule, times)
     occupied = {kind: set(ticks.ravel().tolist()) for kind, ticks in schedule.units.items()}
+    result = []
+    now = 0
     for tick in range(schedule.ticks):
         kinds = [kind for kind in occupied if tick in occupied[kind]]
-        for together in ({kind} for kind in kinds) if schedule.uniform else [set(kinds)] if kinds else []:
+        groups = [{kind} for kind in kinds]
+        if kinds and not schedule.uniform:
+            groups = [set(kinds)]
+        for together in groups:
             length = max(cost[kind] for kind in together)
             result.append(Column(tick, frozenset(together), now, length))
             now += length
@@ -90,32 +101,50 @@ def columns(schedule: Schedule, times: Times) -> list[Column]:
 
 
 def lockstep_time(schedule: Schedule, times: Times) -> float:
+    """Return the time of a schedule where every tick waits for the slowest rank."""
     return sum(column.length for column in columns(schedule, times))
 
 
 def free_time(schedule: Schedule, times: Times) -> float:
-    """Each rank runs its units in their order, each as soon as what it needs is there. Messages take no time."""
-    S, last, cost = schedule.stages, schedule.chunks - 1, costs(schedule, times)
+    """Return the time where each rank runs its units in their order, each as soon as what it needs is there.
+
+    Messages take no time.
+    """
+    S = schedule.stages
+    cost = costs(schedule, times)
     kinds = list(cost)
-    units = [
-        (int(tick), place, g, m)
-        for place, kind in enumerate(kinds)
-        for (g, m), tick in np.ndenumerate(schedule.units[kind])
-    ]
-    clock, ended = [0] * S, {}
-    for _, place, g, m in sorted(units):  # what a unit needs is in an earlier tick, or in an earlier slot of its own
+    units = []
+    for place, kind in enumerate(kinds):
+        for (g, m), tick in np.ndenumerate(schedule.units[kind]):
+            units.append((int(tick), place, g, m))
+    clock = [0] * S
+    ended = {}
+    # In this order, because what a unit needs is in an earlier tick, or in an earlier slot of its own.
+    for _, place, g, m in sorted(units):
         kind = kinds[place]
-        needs = {"F": ("F", g - 1, m), "B": ("F", g, m) if g == last else ("B", g + 1, m), "W": ("B", g, m)}[kind]
-        clock[g % S] = ended[kind, g, m] = max(clock[g % S], ended.get(needs, 0)) + cost[kind]
+        ready = ended.get(_needed(schedule, kind, g, m), 0)
+        clock[g % S] = max(clock[g % S], ready) + cost[kind]
+        ended[kind, g, m] = clock[g % S]
     return max(clock)
 
 
+def _needed(schedule: Schedule, kind: str, g: int, m: int) -> tuple[str, int, int]:
+    """Return the unit that this one waits for; there is none such for F of chunk 0."""
+    if kind == "F":
+        return "F", g - 1, m
+    if kind == "W":
+        return "B", g, m
+    if g == schedule.chunks - 1:
+        return "F", g, m
+    return "B", g + 1, m
+
+
 def peak_in_flight(schedule: Schedule) -> list[int]:
-    """Rank -> the most chunks times micro-batches that have begun F and not ended B, or W where there is one."""
-    S, peaks = schedule.stages, []
-    for rank in range(S):
+    """Return for each rank the most chunks times micro-batches in flight: from F to the end of B, or of W if split."""
+    peaks = []
+    for rank in range(schedule.stages):
         change = np.zeros(schedule.ticks + 1, int)
-        np.add.at(change, schedule.forward[rank::S].ravel(), 1)
-        np.add.at(change, schedule.last[rank::S].ravel() + 1, -1)
+        np.add.at(change, schedule.forward[rank :: schedule.stages].ravel(), 1)
+        np.add.at(change, schedule.last[rank :: schedule.stages].ravel() + 1, -1)
         peaks.append(int(change.cumsum().max()))
     return peaks

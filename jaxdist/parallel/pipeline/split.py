@@ -1,15 +1,15 @@
-"""Cuts a function into what is needed at once and what can wait: B and W of a layer's backward pass.
+"""Cut a function into what is needed at once and what can wait: B and W of a layer's backward pass.
 
     B  the gradient with respect to the input, which the previous stage waits for
     W  the gradient with respect to the weights, which nobody waits for (Zero Bubble, Qi et al. 2024, section 2)
 
-Here that is done to the program of a layer's VJP, equation by equation, so a model says nothing of it. Products,
-collectives and all that is not known to be cheap run once: with B if the input's gradient needs them, else with W.
-What is cheap, elementwise and the like, may run on both sides, or with B for W alone, wherever the stash, the values
-that B hands to W, comes out smallest: a minimum cut of the program's graph, whose values weigh what they have bytes
-(as He and Yu, "Transcending runtime-memory tradeoffs in checkpointing by being fusion aware", MLSys 2023, do with a
-forward and a backward pass). So the slope of an activation is not stashed where its input is, and the sums that are
-gradients of a norm's scale are made with B, which has both factors in hand. What is there again at W costs nothing.
+The cut is made in the jaxpr of a layer's VJP, equation by equation, so a model need not know of it. Matmuls,
+collectives and everything that is not known to be cheap run once: with B if the gradient of the input needs them, else
+with W. What is cheap, elementwise and the like, may run on both sides, or with B for W alone, wherever the stash, the
+values that B hands to W, comes out smallest. That is a minimum cut of the program's graph, with values weighed by their
+bytes (as He and Yu, "Transcending runtime-memory tradeoffs in checkpointing by being fusion aware", MLSys 2023, cut a
+forward from a backward pass). So the slope of an activation is not stashed where its input is, and the sums that are
+gradients of a norm's scale run with B, which has both factors in hand. What is available again at W costs nothing.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ CALLS = (
     "custom_jvp_call",
     "custom_vjp_call",
 )
-"""Equations that stand for those of a program they carry."""
+"""Primitives that call a program which they carry."""
 
 VARY = ("pvary", "pcast")
-"""Equations that make a value vary, of those that are cheap."""
+"""Those cheap primitives that make a value vary."""
 
 CHEAP = """
 abs add add_any and axis_index broadcast_in_dim ceil clamp concatenate convert_element_type copy copy_p cos div
@@ -50,7 +50,7 @@ dynamic_slice eq erf exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_
 mul ne neg not optimization_barrier or pad pcast pow pvary reduce_max reduce_min reduce_sum rem reshape rev round rsqrt
 select_n sign sin slice split sqrt square squeeze stop_gradient sub tanh transpose xor
 """
-"""Equations that may run twice: none of them waits for another device."""
+"""Primitives that may run twice: none of them waits for another device."""
 
 
 def _cheap(equation: core.JaxprEqn) -> bool:
@@ -59,54 +59,61 @@ def _cheap(equation: core.JaxprEqn) -> bool:
 
 @dataclass(frozen=True)
 class Halves:
-    """Programs of (again, once) -> (results needed at once, stash) and (again, stash) -> the other results."""
+    """A function cut in two: (again, once) -> (results needed at once, stash); (again, stash) -> the other results."""
 
     first: core.ClosedJaxpr
     second: core.ClosedJaxpr
     now: int
+    """How many results are needed at once."""
     constants: Arrays
-    """Both take them before all else."""
+    """Both programs take them before everything else."""
 
     def at_once(self, again: Arrays, once: Arrays) -> tuple[Arrays, Arrays]:
-        """(the results that are needed at once, what `later` wants to see)."""
+        """Return (the results that are needed at once, the stash for `later`)."""
         made = core.jaxpr_as_fun(self.first)(*self.constants, *again, *once)
         return made[: self.now], made[self.now :]
 
     def later(self, again: Arrays, stash: Arrays) -> Arrays:
-        """The other results."""
+        """Return the other results."""
         return core.jaxpr_as_fun(self.second)(*self.constants, *again, *stash)
 
 
 def halves(f: Flat, again: Arrays, once: Arrays, now: int) -> Halves:
-    """Cuts `f(*again, *once)`, whose first `now` results are needed at once. `again` will be there for the others too.
+    """Cut `f(*again, *once)`, whose first `now` results are needed at once; `later` gets `again` as well.
 
     `f` may close over no traced value: the halves may be run where it is gone.
     """
     closed = _flat_program(f, (*again, *once))
-    program, late = closed.jaxpr, _late(closed.jaxpr, now)
-    stash = _smallest_stash(program, late, program.invars[len(again) :], now)
-    first = _needed(program.eqns, [*program.outvars[:now], *stash])
+    program = closed.jaxpr
+    late = _late(program, now)
+    again_vars = program.invars[: len(again)]
+    once_vars = program.invars[len(again) :]
+    stash = _smallest_stash(program, late, once_vars, now)
+    handed_on = [*program.outvars[:now], *stash]
+    first = _needed(program.eqns, handed_on)
     second = _needed(program.eqns, program.outvars[now:], stash)
     twice = {id(e) for e in first} & {id(e) for e in second}
     assert all(_cheap(e) for e in first if id(e) in twice)
     assert late.isdisjoint(map(id, first))
-    there = [*program.constvars, *program.invars[: len(again)]]
+    available = [*program.constvars, *again_vars]
     return Halves(
-        _part([*there, *program.invars[len(again) :]], first, [*program.outvars[:now], *stash]),
-        _part([*there, *stash], second, program.outvars[now:]),
+        _part([*available, *once_vars], first, handed_on),
+        _part([*available, *stash], second, program.outvars[now:]),
         now,
         closed.consts,
     )
 
 
 def _part(takes: Sequence[core.Var], equations: Sequence[core.JaxprEqn], gives: Sequence[Any]) -> core.ClosedJaxpr:
-    told = core.DebugInfo("split", "halves", None, None)
-    return core.ClosedJaxpr(core.Jaxpr([], takes, gives, equations, debug_info=told), [])
+    debug_info = core.DebugInfo("split", "halves", None, None)
+    return core.ClosedJaxpr(core.Jaxpr([], takes, gives, equations, debug_info=debug_info), [])
 
 
 def _flat_program(f: Flat, arrays: Arrays) -> core.ClosedJaxpr:
-    """The equations of `f`, those of its calls among them. A checkpoint's barrier is not needed here: what it would
-    keep apart, F and B, are apart in time."""
+    """Return the program of `f` with all calls inlined.
+
+    The barrier of a checkpoint goes too: it would keep F and B apart, and these are apart in time.
+    """
     calls = _program(f, arrays)
     closed = _program(lambda *arrays: _inlined(calls, arrays), arrays)
     assert not any(isinstance(c, jax.core.Tracer) for c in closed.consts), "the function closes over a traced value"
@@ -114,7 +121,10 @@ def _flat_program(f: Flat, arrays: Arrays) -> core.ClosedJaxpr:
 
 
 def _program(f: Flat, arrays: Arrays) -> core.ClosedJaxpr:
-    """`jax.make_jaxpr` refuses arguments that vary over a manual axis; a call of a jitted function takes them."""
+    """Trace `f`.
+
+    `jax.make_jaxpr` refuses arguments that vary over a manual axis; a call of a jitted function takes them.
+    """
     traced = jax.make_jaxpr(lambda: jax.jit(lambda *arrays: tuple(f(*arrays)))(*arrays))()
     (call,) = (e for e in traced.jaxpr.eqns if e.primitive.name in ("jit", "pjit"))
     program = call.params["jaxpr"]
@@ -123,26 +133,31 @@ def _program(f: Flat, arrays: Arrays) -> core.ClosedJaxpr:
 
 
 def _inlined(closed: core.ClosedJaxpr, arrays: Arrays) -> Arrays:
-    """Runs a program, the programs that its calls carry in the place of the calls."""
+    """Run a program, with the programs of its calls in place of the calls."""
     program = closed.jaxpr
     known = dict(zip([*program.constvars, *program.invars], [*closed.consts, *arrays], strict=True))
-    read = lambda v: v.val if isinstance(v, core.Literal) else known[v]
+
+    def read(atom):
+        return atom.val if isinstance(atom, core.Literal) else known[atom]
+
     for equation in program.eqns:
+        values = [read(v) for v in equation.invars]
         if equation.primitive.name in CALLS:
             inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-            inner = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, [])
-            made = _inlined(inner, [read(v) for v in equation.invars])
+            if not isinstance(inner, core.ClosedJaxpr):
+                inner = core.ClosedJaxpr(inner, [])
+            made = _inlined(inner, values)
         else:
-            made = _run(equation, [read(v) for v in equation.invars])
+            made = _run(equation, values)
         known |= zip(equation.outvars, made, strict=True)
     return [read(v) for v in program.outvars]
 
 
 def _run(equation: core.JaxprEqn, values: Arrays) -> Arrays:
-    """One equation.
+    """Run one equation.
 
-    What was the same on all devices when the program was made, a constant, may come out of a buffer as a value that
-    varies: those that meet it then have to vary as well.
+    A value that was the same on all devices when the program was made, a constant, may come out of a buffer as one that
+    varies: values that meet it then have to vary as well.
     """
     was = frozenset().union(*(v.aval.manual_axis_type.varying for v in _variables(equation.invars)))
     axes = frozenset().union(*map(region.varying, values))
@@ -159,9 +174,10 @@ def _variables(atoms: Iterable[Any]) -> list[core.Var]:
 
 
 def _needed(equations: Sequence[core.JaxprEqn], results: Iterable[Any], given: Iterable[Any] = ()) -> list:
-    """Those of `equations` that `results` follow from, where `given` is known."""
+    """Return those of `equations` that `results` depend on, where `given` is known."""
     given = set(given)
-    wanted, kept = set(_variables(results)) - given, []
+    wanted = set(_variables(results)) - given
+    kept = []
     for equation in reversed(equations):
         if not wanted.isdisjoint(equation.outvars):
             kept.append(equation)
@@ -170,9 +186,13 @@ def _needed(equations: Sequence[core.JaxprEqn], results: Iterable[Any], given: I
 
 
 def _late(program: core.Jaxpr, now: int) -> set[int]:
-    """Equations that only the second half may run: they are not needed at once, and are not cheap or wait for such."""
+    """Return the ids of equations that only the second half may run.
+
+    They are not needed at once, and are not cheap or depend on such.
+    """
     at_once = {id(e) for e in _needed(program.eqns, program.outvars[:now])}
-    late, made = set(), set()
+    late = set()
+    made = set()
     for equation in _needed(program.eqns, program.outvars[now:]):
         waits = not made.isdisjoint(_variables(equation.invars))
         if id(equation) not in at_once and (waits or not _cheap(equation)):
@@ -182,12 +202,17 @@ def _late(program: core.Jaxpr, now: int) -> set[int]:
 
 
 def _smallest_stash(program: core.Jaxpr, late: set[int], once: Sequence[core.Var], now: int) -> list[core.Var]:
-    """The values that the second half needs to be handed, of as few bytes as can be.
+    """Return the values that the second half has to be handed, of as few bytes as possible.
 
-    Of equally many: such that the second half repeats as little as can be, and the first does nothing for it alone.
+    Among cuts of equal size it is one where the second half repeats as little as possible, and the first half computes
+    nothing for the second alone.
     """
     at_once = {id(e) for e in _needed(program.eqns, program.outvars[:now])}
-    network, price = _Network(), {v: 2 * v.aval.size * v.aval.dtype.itemsize for v in program.invars}
+    # Every value is an edge from (v, "in") to (v, "out") whose capacity is its price: cutting it is stashing v. Twice
+    # the bytes, plus one for a value that the first half would compute for the second alone, so that this decides
+    # between equal sizes only.
+    price = {v: 2 * v.aval.size * v.aval.dtype.itemsize for v in program.invars}
+    network = _Network()
     for v in once:
         network.source((v, "in"))
     made_late = set()
@@ -211,10 +236,11 @@ def _smallest_stash(program: core.Jaxpr, late: set[int], once: Sequence[core.Var
 
 
 class _Network:
-    """Maximum flow by shortest paths (Edmonds and Karp 1972), and the minimum cut that goes with it."""
+    """A maximum flow by shortest paths (Edmonds and Karp 1972), and the minimum cut that goes with it."""
 
     def __init__(self):
         self.left = defaultdict(dict)
+        """The capacity that each edge has left."""
 
     def edge(self, a: Any, b: Any, capacity: float = float("inf")) -> None:
         self.left[a][b] = capacity
@@ -227,38 +253,38 @@ class _Network:
         self.edge(a, "sink")
 
     def cut(self) -> list[Any]:
-        """Where the edges begin that are cut, as near to the sink as can be."""
-        while path := self._path():
+        """Return where the edges begin that are cut, as near to the sink as possible."""
+        path = self._path()
+        while path:
             flow = min(self.left[a][b] for a, b in path)
             for a, b in path:
                 self.left[a][b] -= flow
                 self.left[b][a] += flow
+            path = self._path()
         beyond = self._reaching("sink")
-        return [
-            a for a, ends in self.left.items() for b in ends if self._forward(a, b) and a not in beyond and b in beyond
-        ]
-
-    def _forward(self, a: Any, b: Any) -> bool:
-        return a != "source" and b != "sink" and a[0] is b[0] and a[1] == "in"
+        return [a for a, ends in self.left.items() for b in ends if _is_value(a, b) and a not in beyond and b in beyond]
 
     def _path(self) -> list[tuple[Any, Any]]:
-        """Edges from the source to the sink that have something left."""
-        before, queue = {"source": None}, deque(["source"])
+        """Return the edges of a shortest path from the source to the sink that has something left."""
+        before = {"source": None}
+        queue = deque(["source"])
         while queue and "sink" not in before:
             a = queue.popleft()
             for b, left in self.left[a].items():
                 if left > 0 and b not in before:
                     before[b] = a
                     queue.append(b)
-        path, b = [], "sink"
+        path = []
+        b = "sink"
         while b in before and before[b] is not None:
             path.append((before[b], b))
             b = before[b]
         return path
 
     def _reaching(self, end: Any) -> set[Any]:
-        """From where there is something left to `end`."""
-        found, queue = {end}, deque([end])
+        """Return the nodes from which there is something left to `end`."""
+        found = {end}
+        queue = deque([end])
         while queue:
             b = queue.popleft()
             for a in self.left[b]:
@@ -266,3 +292,8 @@ class _Network:
                     found.add(a)
                     queue.append(a)
         return found
+
+
+def _is_value(a: Any, b: Any) -> bool:
+    """Return whether the edge from `a` to `b` stands for a value, and not for a dependency."""
+    return a != "source" and b != "sink" and a[0] is b[0] and a[1] == "in"

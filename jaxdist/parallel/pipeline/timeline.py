@@ -1,4 +1,4 @@
-"""Schedules drawn, as time goes in lockstep: one row per rank, F, B and W with the number of the micro-batch."""
+"""Draw schedules, as time goes in lockstep: one row per rank, F, B and W with the number of the micro-batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from jaxdist.colours import BLUE, GREEN, ORANGE
 from jaxdist.files import write_picture
 from jaxdist.parallel.pipeline.schedules import Schedule
-from jaxdist.parallel.pipeline.simulate import EQUAL, Times, bubble, columns, costs
+from jaxdist.parallel.pipeline.simulate import EQUAL, Column, Times, bubble, columns, costs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,43 +37,56 @@ class Bar:
     start: float
     length: float
     column: int
-    """Of those of `columns`."""
+    """The number of its column among `columns`."""
 
 
 def bars(schedule: Schedule, times: Times = EQUAL) -> list[Bar]:
-    """Every unit, where it lies in time."""
+    """Return every unit with its place in time."""
     all_columns = columns(schedule, times)
-    at = {(column.tick, kind): i for i, column in enumerate(all_columns) for kind in column.kinds}
-    cost, S = costs(schedule, times), schedule.stages
-    return [
-        Bar(g % S, kind, g // S, m, all_columns[at[tick, kind]].start, cost[kind], at[tick, kind])
-        for kind, ticks in schedule.units.items()
-        for (g, m), tick in np.ndenumerate(ticks)
-    ]
+    column_of = {(column.tick, kind): i for i, column in enumerate(all_columns) for kind in column.kinds}
+    cost = costs(schedule, times)
+    S = schedule.stages
+    result = []
+    for kind, ticks in schedule.units.items():
+        for (g, m), tick in np.ndenumerate(ticks):
+            column = column_of[tick, kind]
+            result.append(Bar(g % S, kind, g // S, m, all_columns[column].start, cost[kind], column))
+    return result
 
 
 def text(schedule: Schedule, width: int = 120) -> str:
-    """For a terminal of `width` columns: a column for each slot of a tick, wrapped where they are too many.
+    """Draw a schedule for a terminal of `width` columns: one cell for each slot of a tick, wrapped where they are many.
 
     `F3` is the forward pass of micro-batch 3, `F3b` that of the rank's second chunk; a dot is a rank that waits.
     """
-    letter = "abcdefghijklmnopqrstuvwxyz" if schedule.virtual > 1 else [""]
+    letters = "abcdefghijklmnopqrstuvwxyz" if schedule.virtual > 1 else [""]
     all_columns = columns(schedule, EQUAL)
     cells = [["."] * len(all_columns) for _ in range(schedule.stages)]
     for bar in bars(schedule):
-        cells[bar.rank][bar.column] = f"{bar.kind}{bar.micro}{letter[bar.chunk % len(letter)]}"
+        cells[bar.rank][bar.column] = f"{bar.kind}{bar.micro}{letters[bar.chunk % len(letters)]}"
     margin = len(f"rank {schedule.stages - 1} ")
-    wide = max(len(cell) for row in [*cells, [str(schedule.ticks)]] for cell in row) + 1
-    fit = max(1, (width - margin) // wide)
-    new = lambda i: i % fit == 0 or all_columns[i - 1].tick != all_columns[i].tick
-    ticks = [str(column.tick) if new(i) else "" for i, column in enumerate(all_columns)]
-    rows = {"tick": ticks, **{f"rank {rank}": row for rank, row in enumerate(cells)}}
-    line = lambda name, some: (name.ljust(margin) + "".join(cell.ljust(wide) for cell in some)).rstrip()
-    parts = [
-        "\n".join(line(name, row[begin : begin + fit]) for name, row in rows.items())
-        for begin in range(0, len(all_columns), fit)
-    ]
+    cell_width = max(len(cell) for row in [*cells, [str(schedule.ticks)]] for cell in row) + 1
+    fit = max(1, (width - margin) // cell_width)
+    rows = {"tick": _tick_numbers(all_columns, fit)}
+    for rank, row in enumerate(cells):
+        rows[f"rank {rank}"] = row
+    parts = []
+    for begin in range(0, len(all_columns), fit):
+        lines = []
+        for name, row in rows.items():
+            line = name.ljust(margin) + "".join(cell.ljust(cell_width) for cell in row[begin : begin + fit])
+            lines.append(line.rstrip())
+        parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def _tick_numbers(all_columns: list[Column], fit: int) -> list[str]:
+    """Return the number of the tick above its first column, and above the first column of each line."""
+    numbers = []
+    for i, column in enumerate(all_columns):
+        is_new = i % fit == 0 or all_columns[i - 1].tick != column.tick
+        numbers.append(str(column.tick) if is_new else "")
+    return numbers
 
 
 def picture(schedules: Schedule | Sequence[Schedule], path: Path | str, times: Times = EQUAL) -> None:
@@ -82,10 +95,12 @@ def picture(schedules: Schedule | Sequence[Schedule], path: Path | str, times: T
 
 
 def figure(schedules: Schedule | Sequence[Schedule], times: Times = EQUAL) -> Figure:
+    """Return a figure with one panel for each schedule, all with the same scale of time."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    schedules = [schedules] if isinstance(schedules, Schedule) else schedules
+    if isinstance(schedules, Schedule):
+        schedules = [schedules]
     longest = max(bubble(schedule, times).lockstep for schedule in schedules)
     heights = [0.32 * schedule.stages + 0.85 for schedule in schedules]
     result = Figure(figsize=(WIDTH, sum(heights) + 0.5), layout="constrained")
@@ -98,25 +113,24 @@ def figure(schedules: Schedule | Sequence[Schedule], times: Times = EQUAL) -> Fi
 
 
 def _draw(axes: Axes, schedule: Schedule, times: Times, longest: float) -> None:
-    """One panel. The grey under the bars is what the rank waits. Numbers stand where they have the room."""
-    cost, ranks = bubble(schedule, times), range(schedule.stages)
+    """Draw one panel. The grey under the bars is the time that a rank waits."""
+    cost = bubble(schedule, times)
+    ranks = range(schedule.stages)
     points = 0.95 * 72 * WIDTH / longest
     axes.barh(ranks, [cost.lockstep] * len(ranks), height=0.9, color=IDLE)
-    alike = defaultdict(list)  # drawn together: thousands of bars one by one take half a minute
+    # Bars of one colour are drawn together: thousands of bars one by one take half a minute.
+    alike = defaultdict(list)
     for bar in bars(schedule, times):
         colour = shade(bar.kind, bar.chunk, schedule.virtual)
         alike[bar.rank, colour].append((bar.start, bar.length))
+        # Numbers stand where they have the room.
         if bar.length * points > 4 + 5 * len(str(bar.micro)):
-            middle, ink = bar.start + bar.length / 2, "black" if sum(colour) > 1.8 else "white"
+            middle = bar.start + bar.length / 2
+            ink = "black" if sum(colour) > 1.8 else "white"
             axes.text(middle, bar.rank, bar.micro, ha="center", va="center", fontsize=8, color=ink)
     for (rank, colour), spans in alike.items():
         axes.broken_barh(spans, (rank - 0.45, 0.9), facecolors=colour, edgecolors="white", linewidth=0.6)
-    starts, shown = {}, {}
-    for column in columns(schedule, times):
-        starts.setdefault(column.tick, column.start)
-    for tick, start in starts.items():
-        if start >= max(shown, default=-longest) + 14 / points:
-            shown[start] = tick
+    shown = _tick_labels(columns(schedule, times), 14 / points, longest)
     axes.set_xticks(list(shown), list(shown.values()), fontsize=7)
     axes.set(xlim=(0, longest), ylim=(schedule.stages - 0.5, -0.5), xlabel="tick", ylabel="rank", yticks=ranks)
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
@@ -129,8 +143,20 @@ def _draw(axes: Axes, schedule: Schedule, times: Times, longest: float) -> None:
     )
 
 
+def _tick_labels(all_columns: list[Column], room: float, longest: float) -> dict[float, int]:
+    """Return start -> number of those ticks whose labels have `room`, a length of time, between them."""
+    starts = {}
+    for column in all_columns:
+        starts.setdefault(column.tick, column.start)
+    shown = {}
+    for tick, start in starts.items():
+        if start >= max(shown, default=-longest) + room:
+            shown[start] = tick
+    return shown
+
+
 def shade(kind: str, chunk: int, virtual: int) -> tuple[float, float, float]:
-    """The colour of a kind of unit: the first chunk of a rank has it as it is, each further one is lighter."""
+    """Return the colour of a unit: the full one for the first chunk of a rank, a lighter one for each further chunk."""
     pale = 0.5 * chunk / max(1, virtual - 1)
     value = [int(COLOURS[kind][i : i + 2], 16) / 255 for i in (1, 3, 5)]
     return tuple(part + (1 - part) * pale for part in value)
@@ -139,13 +165,17 @@ def shade(kind: str, chunk: int, virtual: int) -> tuple[float, float, float]:
 def _legend(figure: Figure, schedules: Sequence[Schedule]) -> None:
     from matplotlib.patches import Patch
 
-    split = {schedule.split for schedule in schedules}
-    backward = " or ".join(["backward"] * (False in split) + ["gradient of the input"] * (True in split))
-    told = []
-    for kind, meaning in (("F", "forward"), ("B", backward), ("W", "gradient of the weights")):
+    backward = []
+    if not all(schedule.split for schedule in schedules):
+        backward.append("backward")
+    if any(schedule.split for schedule in schedules):
+        backward.append("gradient of the input")
+    meanings = {"F": "forward", "B": " or ".join(backward), "W": "gradient of the weights"}
+    patches = []
+    for kind, meaning in meanings.items():
         virtual = max((schedule.virtual for schedule in schedules if kind in schedule.units), default=0)
         for chunk in range(virtual):
             suffix = f", chunk {chunk}" if virtual > 1 else ""
-            told.append(Patch(color=shade(kind, chunk, virtual), label=f"{kind} {meaning}{suffix}"))
-    told.append(Patch(color=IDLE, label="waits"))
-    figure.legend(handles=told, loc="outside upper right", ncols=min(len(told), 6), fontsize=8, frameon=False)
+            patches.append(Patch(color=shade(kind, chunk, virtual), label=f"{kind} {meaning}{suffix}"))
+    patches.append(Patch(color=IDLE, label="waits"))
+    figure.legend(handles=patches, loc="outside upper right", ncols=min(len(patches), 6), fontsize=8, frameon=False)
