@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jaxdist.models import effects
-from jaxdist.parallel.foreign import whole
+from jaxdist.parallel.foreign import gather_layer
 from jaxdist.sharding import LAYERS
 
 
@@ -36,7 +36,7 @@ def scan(blocks: nnx.Module, x: Any) -> Any:
     @jax.checkpoint
     def layer(x: Any, arrays: Any) -> tuple[Any, Any]:
         params, rest = arrays
-        params = nnx.to_pure_dict(jax.tree.map(whole, params))
+        params = nnx.to_pure_dict(jax.tree.map(gather_layer, params))
         y, block = effects.call(
             make=lambda params: nnx.merge(graph, params, rest, copy=True),
             params=params,

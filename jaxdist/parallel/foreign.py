@@ -1,12 +1,12 @@
-"""Calling, on a mesh, what was written for one device: a module's loss, an optimizer's update.
+"""Call, on a mesh, what was written for one device: a module's loss, an optimizer's update.
 
-`together`: the module is called with all rows of a micro-batch inside `jax.sharding.auto_axes`. Whatever it computes of
-them, batch statistics or a loss over pairs of rows, is what one device computes. XLA adds up gradients where it likes:
-once for every use of a weight, in every micro-batch.
+`call_on_all_rows` calls the module with all rows of a micro-batch inside `jax.sharding.auto_axes`. Whatever it computes
+from them, batch statistics or a loss over pairs of rows, is what one device computes. XLA all-reduces gradients where
+it likes: once for every use of a weight, in every micro-batch.
 
-`apart`: every device calls it with its own rows, as torch's DDP does (Li et al. 2020, section 3), and gradients stay
-partial sums until they are reduced once. That is right where the loss is a mean over rows and nothing looks across them
-but what asks for it by the names of the batch axes.
+`call_on_own_rows` lets every device call it with its own rows, as torch's DDP does (Li et al. 2020, section 3), and
+gradients stay partial sums until they are reduced once. That is right where the loss is a mean over rows and nothing
+looks across them, except through collectives over the axes of the batch by name.
 """
 
 from __future__ import annotations
@@ -30,19 +30,22 @@ Call = Callable[[Any, Any, Any], tuple[jax.Array, Any, Any]]
 """(weights, variables, batch) -> (mean loss, variables, further means)."""
 
 Agreement = Literal["key", "count", "mean", "same"]
-"""How devices that have seen other rows agree on a variable. They fold their number into a key, and all go on from the
-key of the first; of the counts of random numbers they take the largest; they average statistics. Anything else has to
-be the same on all of them, and what one device would make of all rows."""
+"""How devices that have seen different rows agree on a variable. Each folds its rank into a random key, and all go on
+from the key of the first. Of the counts of random numbers they take the largest; statistics they average. Anything else
+has to be the same on all devices, and equal to what one device would make of all rows."""
+
+_GATHERS = ContextVar("whether a module is being called on all rows", default=False)
 
 
 def init(make: Callable[[jax.Array], tuple[Any, Any]], places, key: jax.Array) -> tuple[Any, Any]:
-    """(parameters at rest, variables), each device making its own shards."""
+    """Return (parameters at rest, variables); each device makes its own shards."""
     rest = jax.tree.map(lambda p: p.rest, places)
     return auto_axes(make, out_sharding=(rest, P()))(key)
 
 
-def together(places, call: Call, weights, variables, batch) -> tuple[jax.Array, Any, Any]:
-    """`reduced` weights are unknown to the automatic partitioner: no gradient goes through those."""
+def call_on_all_rows(places, call: Call, weights, variables, batch) -> tuple[jax.Array, Any, Any]:
+    """Call the module as if on one device, and let XLA partition it."""
+    # The automatic partitioner does not know `reduced` weights: no gradient goes through them.
     weights = jax.tree.map(lambda p, w: reshard(w, P(*p.use.partitions)), places, weights)
     token = _GATHERS.set(True)
     try:
@@ -51,19 +54,19 @@ def together(places, call: Call, weights, variables, batch) -> tuple[jax.Array, 
         _GATHERS.reset(token)
 
 
-_GATHERS = ContextVar("whether a module is being called together", default=False)
+def gather_layer(w: jax.Array) -> jax.Array:
+    """All-gather a layer's weight here and now inside `call_on_all_rows` (ZeRO 3); return it as it is elsewhere."""
+    if not _GATHERS.get():
+        return w
+    return jax.lax.with_sharding_constraint(w, P())
 
 
-def whole(w: jax.Array) -> jax.Array:
-    """A layer's weight, gathered here and now where the module is called together; as it is anywhere else."""
-    return jax.lax.with_sharding_constraint(w, P()) if _GATHERS.get() else w
+def call_on_own_rows(
+    layout: Layout, places, agreements, call: Call, weights, variables, batch
+) -> tuple[jax.Array, Any, Any]:
+    """Call the module on every device with the device's own rows.
 
-
-def apart(layout: Layout, places, agreements, call: Call, weights, variables, batch) -> tuple[jax.Array, Any, Any]:
-    """Loss and gradient come out of one manual region, without types of which value varies where: a module written for
-    one device, with a loop that begins from zeros, has no use for them.
-
-    `agreements` gives an `Agreement` for each variable. Raises `ValueError` for a variable that has to be the same on
+    `agreements` holds an `Agreement` for each variable. Raises `ValueError` for a variable that has to be the same on
     all devices and depends on their rows.
     """
     axes = layout.split("batch")
@@ -71,22 +74,31 @@ def apart(layout: Layout, places, agreements, call: Call, weights, variables, ba
         return call(weights, variables, batch)
     use = jax.tree.map(lambda p: p.use, places)
     sums = jax.tree.map(lambda p: P(*p.use.partitions, unreduced=p.use.reduced), places)
-    local = partial(_local, call, axes, layout.ranks, agreements)
-    specs = dict(in_specs=(use, P(), P(axes)), out_specs=((P(), P(), P()), sums), check_vma=False)
-    region = jax.shard_map(local, **specs)
+    # Loss and gradient come out of one manual region that does not check which value varies over which axis: a module
+    # written for one device, with a loop that begins from zeros, has no use for such types.
+    region = jax.shard_map(
+        partial(_local, call, axes, layout.ranks, agreements),
+        in_specs=(use, P(), P(axes)),
+        out_specs=((P(), P(), P()), sums),
+        check_vma=False,
+    )
 
     @jax.custom_vjp
     def value(weights):
         return region(weights, variables, batch)[0]
 
-    forward = lambda weights: region(weights, variables, batch)
-    backward = lambda sums, cotangents: (jax.tree.map(lambda g: scale_partial(g, cotangents[0]), sums),)
+    def forward(weights):
+        return region(weights, variables, batch)
+
+    def backward(sums, cotangents):
+        return (jax.tree.map(lambda g: scale_partial(g, cotangents[0]), sums),)
+
     value.defvjp(forward, backward)
     return value(weights)
 
 
 def _local(call: Call, axes: tuple[str, ...], ranks: int, agreements, weights, variables, batch):
-    """((loss, variables, further), this device's part of the gradient), from its own rows."""
+    """Return ((loss, variables, further means), this device's part of the gradient), from its own rows."""
     rank = jax.lax.axis_index(axes)
     own = jax.tree.map(partial(_own_key, rank), variables)
 
@@ -102,7 +114,7 @@ def _local(call: Call, axes: tuple[str, ...], ranks: int, agreements, weights, v
 
 
 def _own_key(rank: Int[Array, ""], variable: jax.Array) -> jax.Array:
-    """Every device draws its own random numbers."""
+    """Fold the rank into random keys, so that every device draws its own numbers; return other variables unchanged."""
     if not _is_key(variable):
         return variable
     return jax.vmap(lambda key: jax.random.fold_in(key, rank))(variable.ravel()).reshape(variable.shape)
@@ -116,7 +128,7 @@ def _agree(
     own: jax.Array,
     after: jax.Array,
 ) -> jax.Array:
-    """The value that all devices go on with; `own` is what this one began with."""
+    """Return the value of a variable that all devices go on with; this one began the call with `own`."""
     if after is own:
         return before
     if agreement == "mean":
@@ -131,7 +143,7 @@ def _agree(
 def _key_of_first(
     axes: tuple[str, ...], rank: Int[Array, ""], before: jax.Array, own: jax.Array, after: jax.Array
 ) -> jax.Array:
-    """The key of before where the first device has kept its own; else the one that it has put in the place."""
+    """Return the key `before` where the first device has kept its own; else the new key of the first device."""
     old, began, now = map(jax.random.key_data, (before, own, after))
     kept = jnp.all(now == began, axis=-1, keepdims=True)
     of_first = jnp.where(rank == 0, jnp.where(kept, old, now), 0)
@@ -139,12 +151,13 @@ def _key_of_first(
 
 
 def _check_same(call: Call, ranks: int, agreements, after, weights, own, batch) -> None:
-    """Raises `ValueError` for a variable that has to be the same on all devices and depends on their rows.
+    """Raise `ValueError` for a variable that has to be the same on all devices and depends on their rows.
 
-    It depends on them if what computes it reads the rows, or a key that each device has made its own, or is another
-    program for the rows of all devices, such as a count of `x.shape[0]`.
+    It depends on them if the program that computes it reads the rows, or a key that each device has made its own, or is
+    another program for the rows of all devices, such as one that counts `x.shape[0]`.
     """
-    began, now = jax.tree.leaves(own), jax.tree.leaves(after)
+    began = jax.tree.leaves(own)
+    now = jax.tree.leaves(after)
     to_be_same = [i for i, agreement in enumerate(jax.tree.leaves(agreements)) if agreement == "same"]
     if all(now[i] is began[i] for i in to_be_same):
         return
@@ -155,18 +168,19 @@ def _check_same(call: Call, ranks: int, agreements, after, weights, own, batch) 
     rows_of_all = jax.tree.map(lambda a: jax.ShapeDtypeStruct((ranks * a.shape[0], *a.shape[1:]), a.dtype), batch)
     here = Dataflow(variables_after, weights, own, batch)
     of_all = Dataflow(variables_after, weights, own, rows_of_all)
+    # Inputs are numbered: first the weights, then the variables, then the batch.
     first = len(jax.tree.leaves(weights))
-    differ = {first + i for i, variable in enumerate(began) if _is_key(variable)}
-    differ |= {first + len(began) + i for i in range(len(jax.tree.leaves(batch)))}
+    keys = {first + i for i, variable in enumerate(began) if _is_key(variable)}
+    rows = {first + len(began) + i for i in range(len(jax.tree.leaves(batch)))}
     names = list(named(own))
     for i in to_be_same:
         if here.keeps(i, first + i):
             continue
         program = here.program(i)
-        if program.inputs & differ or not program.equals(of_all.program(i)):
+        if program.inputs & (keys | rows) or not program.equals(of_all.program(i)):
             raise ValueError(
-                f"calling the module makes {names[i]} of the rows, of which each device sees its own under scope "
-                f"'rows' or 'device': use scope 'batch', or, for a mean over the rows, an nnx.BatchStat of floats, "
+                f"calling the module computes {names[i]} from the rows, but under scope 'rows' or 'device' each device "
+                f"sees only its own: use scope 'batch', or, for a mean over the rows, an nnx.BatchStat of floats, "
                 f"which is averaged over the devices"
             )
 
@@ -176,34 +190,49 @@ def _is_key(a: jax.Array) -> bool:
 
 
 def on_shards(optimizer: optax.GradientTransformation, places, abstract) -> optax.GradientTransformation:
-    """An update rule that need not know the mesh; what it keeps of a parameter lies as the parameter does.
+    """Wrap an update rule that knows nothing of the mesh; its state for a parameter lies as the parameter does.
 
-    Gradients reach it in the dtype of their parameters, as on one device. Raises `ValueError` for what is no update
-    rule, and for one that does not leave everything of the shape and dtype that it had.
+    Gradients reach the rule in the dtype of their parameters, as on one device. Raises `ValueError` for an `optimizer`
+    that is no update rule, and for one that changes the shape or dtype of updates or state.
     """
     _check_optimizer(optimizer, abstract)
     rest = jax.tree.map(lambda p: p.rest, places)
-    masked = lambda kept: isinstance(kept, optax.MaskedNode)  # a parameter of which a part of the rule keeps nothing
     specs = optax.tree.map_params(
         optimizer,
-        lambda kept, a, spec: kept if masked(kept) else spec if kept.shape == a.shape else P(),
+        _spec_of_state,
         jax.eval_shape(optimizer.init, abstract),
         abstract,
         rest,
         transform_non_params=lambda _: P(),
-        is_leaf=masked,
+        is_leaf=_is_masked,
     )
 
     def update(grads, state, params=None, **further):
+        def call(grads, state, params):
+            return optimizer.update(grads, state, params, **further)
+
         grads = jax.tree.map(lambda g, a: g.astype(a.dtype), grads, abstract)
-        call = lambda grads, state, params: optimizer.update(grads, state, params, **further)
         return auto_axes(call, out_sharding=(rest, specs))(grads, state, params)
 
     return optax.GradientTransformation(auto_axes(optimizer.init, out_sharding=specs), update)
 
 
+def _is_masked(kept: Any) -> bool:
+    """Return whether a part of the rule keeps nothing of a parameter."""
+    return isinstance(kept, optax.MaskedNode)
+
+
+def _spec_of_state(kept: Any, parameter: Any, spec: P) -> Any:
+    """Return the spec of the state kept of one parameter, which lies as `spec` says."""
+    if _is_masked(kept):
+        return kept
+    if kept.shape == parameter.shape:
+        return spec
+    return P()
+
+
 def _check_optimizer(optimizer: Any, abstract) -> None:
-    """Tries the update on shapes alone."""
+    """Try the update on shapes alone, and raise `ValueError` for what does not work."""
     if isinstance(optimizer, type) or not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise ValueError(
             f"optimizer is {optimizer!r}; give an optax.GradientTransformation such as optax.adamw(1e-3), not an "
@@ -218,20 +247,27 @@ def _check_optimizer(optimizer: Any, abstract) -> None:
         raise ValueError(
             f"the optimizer's update returned {type(returned).__name__}; return a pair (updates, state), as optax does"
         )
-    for what, before, after in (("updates", abstract, returned[0]), ("state", state, returned[1])):
-        if jax.tree.structure(before) != jax.tree.structure(after):
+    _check_unchanged("updates", abstract, returned[0])
+    _check_unchanged("state", state, returned[1])
+
+
+def _check_unchanged(what: str, before, after) -> None:
+    """Raise `ValueError` unless `after` has the structure, shapes and dtypes of `before`."""
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise ValueError(
+            f"the optimizer's update returned {what} of another structure, {_structure_text(after)} in place of "
+            f"{_structure_text(before)}; return what it got, changed in values only"
+        )
+    for (path, a), b in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise ValueError(
-                f"the optimizer's update returned {what} of another structure, {_told(after)} in place of "
-                f"{_told(before)}; return what it got, changed in values only"
+                f"the optimizer's update makes {what} {name_of(path)} {b.dtype}{list(b.shape)} of what was "
+                f"{a.dtype}{list(a.shape)}; keep shape and dtype"
             )
-        for (path, a), b in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
-            if (a.shape, a.dtype) != (b.shape, b.dtype):
-                raise ValueError(
-                    f"the optimizer's update makes {what} {name_of(path)} {b.dtype}{list(b.shape)} of what was "
-                    f"{a.dtype}{list(a.shape)}; keep shape and dtype"
-                )
 
 
-def _told(tree) -> str:
+def _structure_text(tree) -> str:
     text = str(jax.tree.structure(tree)).removeprefix("PyTreeDef(").removesuffix(")")
-    return text if len(text) < 100 else text[:100] + " ..."
+    if len(text) < 100:
+        return text
+    return text[:100] + " ..."

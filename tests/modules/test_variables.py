@@ -94,7 +94,9 @@ OF_ROWS = [
 @pytest.mark.parametrize(("call", "name"), OF_ROWS, ids=[call.__name__ for call, _ in OF_ROWS])
 def test_what_devices_make_of_their_own_rows_is_told(call, name, scope):
     on_mesh = made(lambda rngs: Net(rngs, counters, call), scope=scope)
-    with pytest.raises(ValueError, match=f"makes {name} of the rows, .*: use scope 'batch', or, for a mean over the"):
+    with pytest.raises(
+        ValueError, match=f"computes {name} from the rows, .*: use scope 'batch', or, for a mean over the"
+    ):
         on_mesh.lower(rows())
 
 

@@ -72,10 +72,11 @@ class ModuleForward(AccumulatingForward):
         batch = cast(jax.tree.map(lambda a: a[0], parts), self.dtype)
         call = partial(self.model.loss, self.loss_fn, train=step is not None)
         if self.scope == "batch" or step is None:
-            means, variables, further = foreign.together(self.places, call, weights, variables, batch)
+            means, variables, further = foreign.call_on_all_rows(self.places, call, weights, variables, batch)
         else:
-            means, variables, further = foreign.apart(
-                self.layout, self.places, self.model.agreements, call, weights, variables, batch
+            agreements = self.model.agreements
+            means, variables, further = foreign.call_on_own_rows(
+                self.layout, self.places, agreements, call, weights, variables, batch
             )
         rows = jax.tree.leaves(batch)[0].shape[0]
 
