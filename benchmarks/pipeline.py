@@ -101,7 +101,7 @@ def _one_after_another(run: Run, params: Params, batch: Batch) -> jax.Array:
     batch = run.forward.with_keys(batch, jnp.asarray(0))
     executor = run.forward.executor(batch)
 
-    def all_of_them(rows, ticks, weights, batch):
+    def all_of_them(rows, weights, batch):
         device = Region(executor, weights, batch, backward=True)
         carry = device.start()
 

@@ -1,18 +1,20 @@
-"""Where parameters lie, and the two moves between: data parallelism and the ZeRO stages (Rajbhandari et al. 2020).
+"""Data parallelism and FSDP: where parameters lie, and the collectives between (ZeRO, Rajbhandari et al. 2020).
 
-In use a weight is whole over the data axis and typed `reduced` over the axes of the batch. That makes its gradient
-`unreduced`: each device's own partial sum, which nothing may add up but `reduce`. So two collectives are all that
-ever moves over `data`: `gather` (all-gather) before weights are used, `reduce` (reduce-scatter; or an all-reduce, where
-nothing is sharded) after gradients are made. `replica` adds an all-reduce of the shard (hybrid sharding; at stage 0 it
-is one all-reduce over both).
+In use, a weight is whole over the data axis and typed `reduced` over the axes of the batch. That makes its gradient
+`unreduced`: each device holds its own partial sum, and only `reduce` may add them up. So two collectives are all that
+ever moves over `data`: `gather` (all-gather) before weights are used, and `reduce` (reduce-scatter; or all-reduce,
+where nothing is sharded) after gradients are made.
 
-    stage   at rest, sharded over data     gather                reduce                   elements per parameter
-    0       nothing                        -                     once per step            2
-    1       masters and optimizer          once per step         once per step            2
+    stage   sharded over data at rest      gather                reduce                   elements per parameter
+    0       nothing (DDP)                  -                     once per step            2
+    1       masters and optimizer state    once per step         once per step            2
     2       the same                       once per step         in each layer            2
-    3       the same                       in each layer, twice  in each layer            3, or 2 of what is no layer
+    3       the same (FSDP)                in each layer, twice  in each layer            3, or 2 outside of layers
 
-times (N-1)/N (section 7). From stage 2 on no device holds all gradients, from stage 3 on none holds all weights.
+The last column is multiplied by (N-1)/N (section 7). From stage 2 on no device holds all gradients, from stage 3 on
+none holds all weights: stage 3 is fully sharded data parallelism. Hybrid sharding (HSDP) shards over `data` and
+replicates over the mesh axis `replica`, which adds an all-reduce of each gradient shard; at stage 0 it is a single
+all-reduce over both axes.
 """
 
 from __future__ import annotations
@@ -29,48 +31,63 @@ from jaxtyping import Array, Float
 
 from jaxdist.mesh import DATA
 from jaxdist.parallel import heads, region
+from jaxdist.parallel.heads import HeadDeal
 from jaxdist.sharding import LAYERS, Layout, wide
 
-is_axes = lambda a: isinstance(a, tuple)
+
+def is_axes(a) -> bool:
+    """Return whether a node of a tree is the logical axes of one parameter, for `is_leaf`."""
+    return isinstance(a, tuple)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one parameter lies between steps and in use."""
+    """Where one parameter lies: `rest` between steps, `use` in the forward and backward pass."""
 
     rest: P
     use: P
-    deal: tuple[int, int] = (0, 1)
-    """(dim, n): its key/value heads are dealt to n times as many devices in use (`parallel.heads`)."""
+    deal: HeadDeal | None = None
+    """How its key/value heads are dealt in use; None where the heads of the mesh split them evenly."""
 
     @property
     def layer(self) -> Placement:
-        """That of one layer of a stack."""
-        first = lambda spec: P(*spec.partitions[1:], unreduced=spec.unreduced, reduced=spec.reduced)
-        return replace(self, rest=first(self.rest), use=first(self.use), deal=(self.deal[0] - 1, self.deal[1]))
+        """The placement of one layer of a stack."""
+        deal = None if self.deal is None else self.deal.layer
+        return replace(self, rest=_without_first_dim(self.rest), use=_without_first_dim(self.use), deal=deal)
 
     @property
     def dealt(self) -> bool:
-        return self.deal[1] > 1
+        """Whether key/value heads are dealt in use (`parallel.heads`)."""
+        return self.deal is not None
 
     @property
     def exchanged(self) -> bool:
-        """Whether, of heads that are dealt, the model axis splits their size at rest."""
-        return self.dealt and self.rest.partitions[self.deal[0] + 2] == self.use.partitions[self.deal[0]]
+        """Whether an all-to-all deals the heads: at rest, the model axis splits the size of each head."""
+        if self.deal is None:
+            return False
+        return self.rest.partitions[self._head_size_dim] == self.use.partitions[self.deal.dim]
 
     @property
     def shard_dim(self) -> int | None:
-        """The dim that the data axis splits at rest."""
-        return self.rest.partitions.index(DATA) if DATA in self.rest.partitions else None
+        """The dim that the data axis splits at rest, or None."""
+        if DATA not in self.rest.partitions:
+            return None
+        return self.rest.partitions.index(DATA)
 
     def in_use(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape in use of a parameter of `shape`."""
-        return heads.dealt(shape, *self.deal) if self.dealt else shape
+        """Return the shape in use of a parameter of `shape`."""
+        if self.deal is None:
+            return shape
+        return heads.dealt(shape, self.deal.dim, self.deal.parts)
 
     def gather(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Weights at rest -> weights in use. (The reshards move nothing.)"""
-        if self.dealt:
-            w = self._exchange(heads.deal(w, *self.deal))
+        """All-gather weights over data: at rest -> in use.
+
+        The reshards move nothing.
+        """
+        if self.deal is not None:
+            w = heads.deal(w, self.deal.dim, self.deal.parts)
+            w = self._exchange(w, self.rest, self._shard, back=False)
         if self.shard_dim is None or self.use == self.rest:
             return reshard(w, self.use)
         shard = P(*self._shard.partitions, reduced=self.use.reduced - {DATA})
@@ -78,151 +95,215 @@ class Placement:
         gather = partial(jax.lax.all_gather, axis_name=DATA, axis=self.shard_dim, tiled=True, to="reduced")
         return reshard(jax.shard_map(gather, in_specs=shard, out_specs=whole)(reshard(w, shard)), self.use)
 
-    def reduce(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Partial sums of the gradient in use -> the gradient, lying as the parameter does at rest.
+    def gather_manual(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Do what `gather` does, inside a pipeline's region: this device's part at rest -> its part in use."""
+        if self.deal is not None:
+            # Deal before the all-gather over data, so that it gathers only the heads that this device uses.
+            w = heads.deal(w, self.deal.dim, self.deal.parts)
+            w = self._all_to_all(w, back=False) if self.exchanged else region.own(w, self._head_axes, self.deal.dim)
+        if self.shard_dim is not None:
+            w = jax.lax.all_gather(w, DATA, axis=self.shard_dim, tiled=True)
+        return region.vary(w, self.use.reduced)
 
-        A weight that is not `reduced` in use has a gradient that is added up already: each device keeps its part.
+    def reduce(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Reduce-scatter gradients: partial sums in use -> the sum, which lies as the parameter does at rest.
+
+        A weight that is not `reduced` in use has a gradient that is summed already: each device keeps its part.
         """
         if self.shard_dim is None or not self.use.reduced:
             g = reshard(g, self._shard)
         else:
             g = jax.shard_map(self._reduce_scatter, in_specs=self._partial, out_specs=self._shard)(g)
-        return heads.collect(self._exchange(g, back=True), *self.deal) if self.dealt else g
+        if self.deal is None:
+            return g
+        g = self._exchange(g, self._shard, self.rest, back=True)
+        return heads.collect(g, self.deal.dim, self.deal.parts)
 
-    def _exchange(self, w: jax.Array, back: bool = False) -> jax.Array:
-        """Heads as they are dealt, from how the parameter lies at rest to each on its device; or back."""
-        ends = (self._shard, self.rest) if back else (self.rest, self._shard)
-        if not self.exchanged:
-            return reshard(w, ends[1])
-        return jax.shard_map(partial(self._all_to_all, back=back), in_specs=ends[0], out_specs=ends[1])(w)
-
-    def _all_to_all(self, w: jax.Array, back: bool = False) -> jax.Array:
-        """Parts of all heads -> all of a head, or back."""
-        head, size = self.deal[0], self.deal[0] + 2
-        split, joined = (size, head) if back else (head, size)
-        return jax.lax.all_to_all(w, self._dealt_over, split_axis=split, concat_axis=joined, tiled=True)
-
-    def _reduce_scatter(self, g: jax.Array) -> jax.Array:
-        g = jax.lax.psum_scatter(g, DATA, scatter_dimension=self.shard_dim, tiled=True)
-        others = tuple(sorted(self.use.reduced - {DATA}))
-        return jax.lax.psum(g, others) if others else g
-
-    def own(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
-        """`gather` inside a pipeline's region: this device's part at rest -> its part in use."""
-        if self.dealt:  # first, so that data gathers only the heads that this device uses
-            w = heads.deal(w, *self.deal)
-            w = self._all_to_all(w) if self.exchanged else region.own(w, self._dealt_over, self.deal[0])
-        if self.shard_dim is not None:
-            w = jax.lax.all_gather(w, DATA, axis=self.shard_dim, tiled=True)
-        return region.vary(w, self.use.reduced)
-
-    def add_up(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
-        """`reduce` inside a pipeline's region: this device's partial sums in use -> its part of the sum at rest."""
+    def reduce_manual(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Do what `reduce` does, inside a pipeline's region: partial sums in use -> this device's part at rest."""
+        summed = self.use.reduced
         if self.shard_dim is not None:
             g = jax.lax.psum_scatter(g, DATA, scatter_dimension=self.shard_dim, tiled=True)
-        g = region.add_up(g, sorted(self.use.reduced - {DATA} if self.shard_dim is not None else self.use.reduced))
-        if self.exchanged:  # last, when a device has the least
-            g = heads.collect(self._all_to_all(g, back=True), *self.deal)
-        elif self.dealt:  # the copies of a key or a value are added up on the way
-            g = heads.collect(region.placed(g, self._dealt_over, self.deal[0]), *self.deal)
-            g = region.add_up(g, self._dealt_over)
-        return g
+            summed = summed - {DATA}
+        g = region.add_up(g, sorted(summed))
+        if self.deal is None:
+            return g
+        # Heads come last, when a device has the least to send.
+        if self.exchanged:
+            return heads.collect(self._all_to_all(g, back=True), self.deal.dim, self.deal.parts)
+        g = region.placed(g, self._head_axes, self.deal.dim)
+        g = heads.collect(g, self.deal.dim, self.deal.parts)
+        return region.add_up(g, self._head_axes)
 
-    def land(self, w: Float[Array, "..."], sink: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Weights in use, as they are, in the sink's dtype; their gradient arrives, reduced, as that of `sink`.
+    def with_sink(self, w: Float[Array, "..."], sink: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return the weights in use unchanged, in the dtype of `sink`, whose gradient is that of `w`, reduced.
 
-        `sink` has the shape of the parameter and lies as it does at rest; its values are not read.
+        `sink` has the shape of the parameter and lies as it does at rest; its values are not read. Differentiating
+        with respect to sinks instead of weights reduces each gradient at the point where it is made.
         """
-        return _land(self, w, sink)
+        return _with_sink(self, w, sink)
 
     def partial_sums(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Zeros to add the gradients of a weight in use to: f32 at least, each device its own."""
+        """Return zeros to accumulate the gradients of a weight in use in: f32 at least, each device its own."""
         return reshard(jnp.zeros(w.shape, wide(w.dtype)), self._partial)
 
     def sink(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Float[Array, "..."]:
-        """Zeros of the parameter's shape, lying as it does at rest; `dtype` is what gradients are added in."""
+        """Return zeros of the parameter's shape, lying as it does at rest; gradients are accumulated in `dtype`."""
         return reshard(jnp.zeros(shape, dtype), self.rest)
 
+    def _exchange(self, w: jax.Array, source: P, target: P, back: bool) -> jax.Array:
+        """Move dealt heads from `source` to `target`: by an all-to-all, or by a reshard where heads are whole."""
+        if not self.exchanged:
+            return reshard(w, target)
+        return jax.shard_map(partial(self._all_to_all, back=back), in_specs=source, out_specs=target)(w)
+
+    def _all_to_all(self, w: jax.Array, back: bool) -> jax.Array:
+        """Exchange a part of every head for the whole of this device's heads, or `back`."""
+        split = self.deal.dim
+        joined = self._head_size_dim
+        if back:
+            split, joined = joined, split
+        return jax.lax.all_to_all(w, self._head_axes, split_axis=split, concat_axis=joined, tiled=True)
+
+    def _reduce_scatter(self, g: jax.Array) -> jax.Array:
+        """Sum over data, keeping this device's shard; then all-reduce the shard over the other axes of the batch."""
+        g = jax.lax.psum_scatter(g, DATA, scatter_dimension=self.shard_dim, tiled=True)
+        others = tuple(sorted(self.use.reduced - {DATA}))
+        if not others:
+            return g
+        return jax.lax.psum(g, others)
+
     @property
-    def _dealt_over(self) -> tuple[str, ...]:
+    def _head_size_dim(self) -> int:
+        """The dim of H, in [..., K, G + 2, H]."""
+        return self.deal.dim + 2
+
+    @property
+    def _head_axes(self) -> tuple[str, ...]:
         """The mesh axes that split heads in use."""
-        axes = self.use.partitions[self.deal[0]]
+        axes = self.use.partitions[self.deal.dim]
         return (axes,) if isinstance(axes, str) else axes
 
     @property
     def _partial(self) -> P:
+        """The spec of a gradient in use: every device has its own partial sum."""
         return P(*self.use.partitions, unreduced=self.use.reduced)
 
     @property
     def _shard(self) -> P:
-        """In use, but for the data axis."""
+        """The spec in use, but split over data as at rest."""
         split = list(self.use.partitions)
         if self.shard_dim is not None:
             split[self.shard_dim] = DATA
         return P(*split)
 
 
+def _without_first_dim(spec: P) -> P:
+    return P(*spec.partitions[1:], unreduced=spec.unreduced, reduced=spec.reduced)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _land(placement: Placement, w: jax.Array, sink: jax.Array) -> jax.Array:
+def _with_sink(placement: Placement, w: jax.Array, sink: jax.Array) -> jax.Array:
     return w.astype(sink.dtype)
 
 
-_land.defvjp(
-    lambda placement, w, sink: (w.astype(sink.dtype), None),
-    lambda placement, _, g: (None, placement.reduce(g)),
-)
+def _with_sink_forward(placement, w, sink):
+    return w.astype(sink.dtype), None
+
+
+def _with_sink_backward(placement, _, g):
+    return None, placement.reduce(g)
+
+
+_with_sink.defvjp(_with_sink_forward, _with_sink_backward)
 
 
 def in_use(places, weights, sinks, stage: int):
-    """Weights whole, gathered if stage 3 has not yet, and, where gradients are reduced as they are made, on the way to
-    their sinks.
+    """Gather weights that are not whole yet (stage 3), and connect them to the sinks of their gradients.
 
-    They are cast where they are used, inside the loop over micro-batches, so that it adds gradients in f32.
+    Without `sinks` (None), gradients are not reduced where they are made. Weights are cast where they are used, inside
+    the loop over micro-batches, so that gradients are accumulated in f32.
     """
     if stage == 3:
         weights = jax.tree.map(lambda p, w: p.gather(w), places, weights)
-    return weights if sinks is None else jax.tree.map(lambda p, w, s: p.land(w, s), places, weights, sinks)
+    if sinks is None:
+        return weights
+    return jax.tree.map(lambda p, w, s: p.with_sink(w, s), places, weights, sinks)
 
 
 def placements(layout: Layout, axes, abstract, stage: int, summed: bool = True, split=None, stacks: bool = False):
-    """A `Placement` for every parameter, from its logical axes and shape.
+    """Return a `Placement` for every parameter, from its logical axes and shape.
 
-    `summed`: gradients are partial sums of the devices, so weights in use are `reduced`. `split` says of every
-    parameter whether the data axis may split it (None: of all). `stacks`: stacked layers are used as they lie at rest,
-    by a module that gathers each when it is its turn.
+    `summed`: gradients are partial sums of the devices, so weights in use are `reduced`. `split` holds for every
+    parameter whether the data axis may split it (None: it may split all). `stacks`: stacked layers are used as they lie
+    at rest, by a module that gathers each layer when it is its turn.
 
-    Where key/value heads are too few to be split as heads are, they are dealt out in use (`parallel.heads`), and at
-    rest their size is split, if it can be; raises `ValueError` where heads cannot be dealt evenly.
+    Where key/value heads are too few to be split as the query heads are, they are dealt out in use (`parallel.heads`),
+    and at rest their size is split, if the mesh divides it. Raises `ValueError` where heads cannot be dealt evenly.
     """
-    split = jax.tree.map(lambda _: True, abstract) if split is None else split
+    if split is None:
+        split = jax.tree.map(lambda _: True, abstract)
 
-    def place(a, w, split: bool) -> Placement:
-        found = _place(layout, a, w.shape, bool(stage and split), summed)
-        return replace(found, use=found.rest) if stacks and LAYERS in a else found
+    def place(names, parameter, may_split: bool) -> Placement:
+        sharded = bool(stage and may_split)
+        placement = _place(layout, names, parameter.shape, sharded, summed)
+        if stacks and LAYERS in names:
+            return replace(placement, use=placement.rest)
+        return placement
 
     return jax.tree.map(place, axes, abstract, split, is_leaf=is_axes)
 
 
 def _place(
-    layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], split: bool, summed: bool
+    layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], sharded: bool, summed: bool
 ) -> Placement:
-    use, deal, tied = tuple("heads" if name == "kv_heads" else name for name in axes), (0, 1), ()
-    rest = list(layout.spec(use).partitions)
-    if "kv_heads" in axes:
-        dim, parts = axes.index("kv_heads"), layout.parts("heads")
-        if shape[dim] % parts and parts % shape[dim]:
-            raise ValueError(f"{shape[dim]} key/value heads neither split nor repeat evenly over {parts} parts")
-        if shape[dim] % parts:
-            deal, tied = (dim, parts // shape[dim]), (dim + 1, dim + 2)
-            rest[dim], rest[dim + 2] = None, None if shape[dim + 2] % parts else rest[dim]
-    if split and (dim := _first_free(layout, use, shape, tied)) is not None:
-        rest[dim] = DATA
-    return Placement(P(*rest), layout.spec(use, reduced=layout.partial(axes) if summed else frozenset()), deal)
+    # Key/value heads are split over the same mesh axes as the query heads that they serve.
+    axes_in_use = tuple("heads" if name == "kv_heads" else name for name in axes)
+    rest = list(layout.spec(axes_in_use).partitions)
+    deal = _head_deal(layout, axes, shape)
+    taken = ()
+    if deal is not None:
+        head_dim = deal.dim
+        size_dim = deal.dim + 2
+        divides = shape[size_dim] % layout.parts("heads") == 0
+        rest[size_dim] = rest[head_dim] if divides else None
+        rest[head_dim] = None
+        # Dealing changes these dims, so the data axis cannot split them.
+        taken = (head_dim + 1, size_dim)
+    if sharded:
+        shard_dim = _first_free_dim(layout, axes_in_use, shape, taken)
+        if shard_dim is not None:
+            rest[shard_dim] = DATA
+    reduced = layout.partial(axes) if summed else frozenset()
+    return Placement(P(*rest), layout.spec(axes_in_use, reduced=reduced), deal)
 
 
-def _first_free(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], tied: Collection[int]):
-    """The first dim that the data axis can split, but for those that are `tied`: gathering along the first takes no
-    transposed copy."""
+def _head_deal(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> HeadDeal | None:
+    """Return how key/value heads are dealt; None for a parameter that has none, or has enough to split."""
+    if "kv_heads" not in axes:
+        return None
+    dim = axes.index("kv_heads")
+    count = shape[dim]
+    parts = layout.parts("heads")
+    if count % parts == 0:
+        return None
+    if parts % count:
+        raise ValueError(f"{count} key/value heads neither split nor repeat evenly over {parts} parts")
+    return HeadDeal(dim, parts // count)
+
+
+def _first_free_dim(
+    layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], taken: Collection[int]
+) -> int | None:
+    """Return the first dim that the data axis can split and that is not `taken`, or None.
+
+    It is the first one because gathering along the first dim takes no transposed copy.
+    """
     ways = layout.size(DATA)
-    free = [d for d, name in enumerate(axes) if name != LAYERS and not layout.split(name) and d not in tied]
-    return next((d for d in free if shape[d] % ways == 0), None) if ways > 1 else None
+    if ways == 1:
+        return None
+    for dim, name in enumerate(axes):
+        free = name != LAYERS and not layout.split(name) and dim not in taken
+        if free and shape[dim] % ways == 0:
+            return dim
+    return None

@@ -48,7 +48,7 @@ class Pipeline:
     def embedded(self) -> int:
         """In how many ticks all ranks embed a micro-batch: those of F, but for a segment's only one in which the first
         chunk has none; XLA knows then that nobody reads it."""
-        on = self.table.embed_on
+        on = self.table.rows.embed.on
         counts = lambda first, end: end - first if end - first > 1 else int(on[first])
         return sum(counts(first, end) for first, end, slots in self.table.segments if "F" in slots)
 

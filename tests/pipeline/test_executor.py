@@ -87,7 +87,7 @@ def test_ticks_permutes_and_branches(schedule, v):
     for (begin, end, slots), (_, body) in zip(table.segments, found, strict=True):
         sends = [e for e in body.eqns if e.primitive.name == "ppermute"]
         assert len(sends) == ("F" in slots) + ("B" in slots) == count(body, "ppermute")
-        some = "H" in slots and not table.head_on[begin:end].all()
+        some = "H" in slots and not table.rows.head.on[begin:end].all()
         if table.schedule.uniform:
             assert count(body, "cond") == some, (begin, end, slots)
         else:  # F, B and W for each rank; the embedding, its gradient and the head for all
@@ -96,9 +96,9 @@ def test_ticks_permutes_and_branches(schedule, v):
 
 def test_heads_run_in_branches_where_some_ticks_have_none():
     table = make_table(make("interleaved", 2, 4, 2))
-    assert any("H" in slots and not table.head_on[begin:end].all() for begin, end, slots in table.segments)
+    assert any("H" in slots and not table.rows.head.on[begin:end].all() for begin, end, slots in table.segments)
     table = make_table(make("1f1b", 2, 4))
-    assert all(table.head_on[begin:end].all() for begin, end, slots in table.segments if "H" in slots)
+    assert all(table.rows.head.on[begin:end].all() for begin, end, slots in table.segments if "H" in slots)
 
 
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "stage"])

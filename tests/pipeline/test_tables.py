@@ -1,6 +1,6 @@
 """Every schedule is one, and every table runs it; schedules and tables with a wrong entry are seen."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,10 +54,23 @@ def test_interleaved_is_megatrons_where_the_stages_divide_the_micro_batches():
     ]
 
 
+def column_of(table: Table, name: str) -> np.ndarray:
+    """By its name, such as "F.act"."""
+    group, kind = name.split(".")
+    return getattr(getattr(table.rows, group), kind)
+
+
+def changed(table: Table, name: str, column: np.ndarray) -> Table:
+    """With another column in the place of the one of this name."""
+    group, kind = name.split(".")
+    columns = getattr(table.rows, group)._replace(**{kind: column})
+    return replace(table, rows=table.rows._replace(**{group: columns}))
+
+
 def wrong_values(table: Table, column: str, value: int) -> list[int]:
     """Other values that the entry could have; the last slot of a buffer among them."""
-    kind = column.partition("_")[2]
-    if column.endswith(("_on", "_first", "_last")):
+    kind = column.partition(".")[2]
+    if kind in ("on", "first", "last"):
         return [1 - value]
     limits = {"chunk": table.schedule.virtual, "micro": table.schedule.micro_batches}
     limit = limits[kind] if kind in limits else getattr(table, BUFFERS[kind]) + 1
@@ -67,18 +80,17 @@ def wrong_values(table: Table, column: str, value: int) -> list[int]:
 def used(table: Table) -> list[tuple[str, np.ndarray]]:
     """Columns, and where their entries matter."""
     result = []
-    for field in fields(Table):
-        value = getattr(table, field.name)
-        if not isinstance(value, np.ndarray):
-            continue
-        name, kind = field.name.split("_")
+    names = [f"{group}.{kind}" for group, columns in table.rows._asdict().items() for kind in columns._fields]
+    for name in names:
+        group, kind = name.split(".")
+        value = column_of(table, name)
         if value.dtype == bool:
             where = np.ones_like(value)
         elif kind in ("chunk", "micro", "res", "wst"):
-            where = getattr(table, f"{name}_on") & (table.schedule.split or kind != "wst")
+            where = getattr(table.rows, group).on & (table.schedule.split or kind != "wst")
         else:
             where = value < getattr(table, BUFFERS[kind])
-        result.append((field.name, np.argwhere(where)))
+        result.append((name, np.argwhere(where)))
     return [(name, places) for name, places in result if len(places)]
 
 
@@ -90,12 +102,12 @@ def test_a_wrong_entry_is_seen(name, v):
         table = make_table(make(name, S, M, v))
         for column, places in used(table):
             for place in random.permutation(places)[:3]:
-                array = getattr(table, column)
+                array = column_of(table, column)
                 for value in wrong_values(table, column, int(array[tuple(place)])):
                     mutated = array.copy()
                     mutated[tuple(place)] = value
                     with pytest.raises(AssertionError):
-                        check_table(replace(table, **{column: mutated}))
+                        check_table(changed(table, column, mutated))
 
 
 def test_what_nobody_needs_goes_where_nothing_lives():
@@ -103,20 +115,20 @@ def test_what_nobody_needs_goes_where_nothing_lives():
     slots = lambda name, v=1: make_table(make(name, 4, 9, v)).slots["residuals"]
     assert [slots("gpipe"), slots("1f1b"), slots("interleaved", 2), slots("zb-h1")] == [9 + 1, 7, 12, 4]
     table = make_table(make("1f1b", 4, 9))
-    idle = table.f_res.copy()
-    assert not table.f_on[9, 0]
-    idle[9, 0] = table.b_res[10, 0]
+    idle = table.rows.F.res.copy()
+    assert not table.rows.F.on[9, 0]
+    idle[9, 0] = table.rows.B.res[10, 0]
     with pytest.raises(AssertionError, match=r"needs \('r', 0, 4\)"):
-        check_table(replace(table, f_res=idle))
+        check_table(changed(table, "F.res", idle))
 
 
 def test_what_is_told_of_a_wrong_entry():
     table = make_table(make("1f1b", 2, 3))
-    moved = table.f_res.copy()
+    moved = table.rows.F.res.copy()
     moved[0, 0] = 1
-    with pytest.raises(AssertionError, match=r"B\(0,0\) needs \('r', 0, 0\), but b_res is slot 0 with None"):
-        check_table(replace(table, f_res=moved))
-    with pytest.raises(AssertionError, match="H runs in ticks 1 to 4, that leave it out"):
+    with pytest.raises(AssertionError, match=r"B\(0,0\) needs \('r', 0, 0\), but B.res is slot 0 with None"):
+        check_table(changed(table, "F.res", moved))
+    with pytest.raises(AssertionError, match="H runs in ticks 1 to 4, which leave it out"):
         check_table(replace(table, segments=((0, 1, {"F"}), (1, 4, {"F", "B"}), (4, 5, {"B"}))))
     with pytest.raises(AssertionError, match="segments end at tick 4 of 5"):
         check_table(replace(table, segments=table.segments[:-1]))

@@ -24,7 +24,10 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Program:
-    """A model as a pipeline needs it, in functions of what one device holds. `part` is a micro-batch."""
+    """A model as a pipeline needs it, as functions of what one device holds; `part` is a micro-batch.
+
+    The tops are all parameters but those of the layers: embedding, final norm, head.
+    """
 
     embed: Callable[[Tree, Tree], Float[Array, "..."]]
     """(tops, part) -> the residual stream."""
@@ -35,48 +38,60 @@ class Program:
 
 
 class Device:
-    """`places` are those of the folded parameters, `stage` that of ZeRO."""
+    """The model, its stages and its placements, as one device of the pipeline sees them."""
 
     def __init__(self, program: Program, stages: Stages, layout: Layout, places: Tree, stage: int):
-        self.program, self.stages, self.layout, self.stage = program, stages, layout, stage
+        """Take the `places` of the folded parameters; `stage` is that of ZeRO."""
+        self.program = program
+        self.stages = stages
+        self.layout = layout
+        self.stage = stage
         self.stream = (*layout.split(BATCH), PIPELINE, *layout.split("residual"))
         """The axes over which devices have their own residual stream."""
         self.top_places = {name: place for name, place in places.items() if name != BLOCKS}
         self.block_places = places[BLOCKS]
-        of_one = jax.tree.map(lambda p: p.layer.layer.layer, self.block_places)
-        self.layers = Layers(program.layer, stages, of_one, stage)
+        # Parameters of layers are [v, S, depth, ...]: without these three dims they are one layer's.
+        places_of_layer = jax.tree.map(lambda p: p.layer.layer.layer, self.block_places)
+        self.layers = Layers(program.layer, stages, places_of_layer, stage)
         ring = [(i, (i + 1) % stages.ranks) for i in range(stages.ranks)]
-        ring = ring if stages.virtual > 1 else ring[:-1]
-        self.onward, self.back = ring, [(b, a) for a, b in ring]
+        if stages.virtual == 1:
+            # With one chunk per rank, the last rank has nobody to send to.
+            ring = ring[:-1]
+        self.onward = ring
+        """(source, target) ranks of the messages of the forward pass."""
+        self.back = [(b, a) for a, b in ring]
+        """The same for the backward pass."""
 
     def numbers(self, chunk: jax.Array | int) -> tuple[Int[Array, " depth"], Bool[Array, " depth"]]:
-        """Which layers one of this rank's chunks has, and which of them are no padding."""
+        """Return the numbers of the layers of one of this rank's chunks, and which of them are no padding."""
         rank = lax.axis_index(PIPELINE)
         return jnp.asarray(self.stages.layer)[chunk, rank], jnp.asarray(self.stages.valid)[chunk, rank]
 
     def awaited(self, *earlier: jax.Array) -> tuple[jax.Array, ...]:
-        """What the next unit is to begin after (`region.after`): on CPUs `earlier`, on others nothing."""
+        """Return what the next unit has to begin after (`region.after`): `earlier` on CPUs, nothing elsewhere."""
         return earlier if self.layout.platform == "cpu" else ()
 
     def alone(self, on: jax.Array, run: Callable, *state: Tree) -> tuple[Tree, ...]:
-        """`run(*state)` on ranks where it is `on`: each goes its own way.
+        """Return `run(*state)` on ranks where it is `on`, else `state`: each rank takes its own branch.
 
-        What runs there may wait only for devices of the same rank, which go the same way: the groups of its collectives
-        lie within one, and none is a permutation, for which all devices meet (`planning.branch_check` reads it off the
-        compiled program). Only what changes goes through the branch.
+        Inside, a collective may wait only for devices of the same rank, which take the same branch: its groups lie
+        within one rank, and it is no permutation, for which all devices meet (`planning.branch_check` checks that on
+        the compiled program). Only what changes should go through the branch.
         """
         assert region.varying(on) == {PIPELINE}
         return lax.cond(on, run, lambda *state: state, *state)
 
 
 def own(places: Tree, weights: Tree) -> Tree:
-    """Parts in use of weights at rest."""
-    return jax.tree.map(lambda p, w: p.own(w), places, weights)
+    """Return this device's parts in use of weights at rest."""
+    return jax.tree.map(lambda p, w: p.gather_manual(w), places, weights)
 
 
 def get(buffers: Tree, slot: jax.Array | int) -> Tree:
+    """Read one slot of every buffer."""
     return jax.tree.map(partial(lax.dynamic_index_in_dim, index=slot, axis=0, keepdims=False), buffers)
 
 
 def put(buffers: Tree, values: Tree, slot: jax.Array) -> Tree:
+    """Return the buffers with `values` written to one slot."""
     return jax.tree.map(partial(lax.dynamic_update_index_in_dim, index=slot, axis=0), buffers, values)

@@ -1,21 +1,22 @@
-"""Runs the table of a schedule: the forward and backward passes of a pipelined model, in one manual region.
+"""Run the table of a schedule: the forward and backward passes of a pipelined model, in one manual region.
 
 Every device does in each tick what its row of the table says, in the order
 
     messages arrive -> F -> head -> send onward -> B -> send back -> W
 
-F of the first chunk begins with the embedding; the head is the last chunk's loss and its gradient, made at the time of
-F. The embedding and the head belong to all ranks, each with its part of the vocabulary. W is there where the schedule
-splits the backward pass (Qi et al. 2024, section 2): `split` says how a layer's is cut. A run of ticks with the same
-slots is one `lax.scan`.
+F of the first chunk begins with the embedding. The head is the loss of the last chunk and its gradient, computed along
+with F. The embedding and the head belong to all ranks, each with its part of the vocabulary. W is there where the
+schedule splits the backward pass (zero bubble, Qi et al. 2024, section 2); `split` cuts the backward pass of a layer. A
+run of ticks with the same slots is one `lax.scan`.
 
-In uniform schedules it has nothing to branch on: a rank that has nothing to do computes on what is there, and what
-comes of it goes to a slot that nobody reads, or is masked where it would be added. In lockstep that takes no time, as
-the others would be waited for. The head is the exception where only some of the ticks have one, but all ranks branch
-alike. Other schedules have each rank branch for itself on F, B and W, and nothing in there waits for another rank.
+Uniform schedules have nothing to branch on: a rank that has nothing to do computes on whatever is there, and the
+result goes to a slot that nobody reads, or is masked where it would be added. In lockstep that takes no time, as the
+others would be waited for. The head is the exception where only some of the ticks have one, but all ranks branch alike.
+In other schedules each rank branches for itself on F, B and W, and nothing in a branch waits for another rank.
 
-Nothing differentiates through the ticks. F keeps what `jax.vjp` of each layer wants to see again, as its policy of
-recomputation has it, in a buffer as deep as the schedule needs; so memory does not grow with the micro-batches.
+JAX does not differentiate through the ticks. F keeps the residuals of `jax.vjp` of each layer, as the activation
+checkpointing policy (remat) of the layer has it, in a buffer as deep as the schedule needs; so memory does not grow
+with the micro-batches.
 """
 
 from __future__ import annotations
@@ -36,91 +37,110 @@ from jaxdist.parallel import region
 from jaxdist.parallel.pipeline.device import Device, Program, Tree, get, own, put
 from jaxdist.parallel.pipeline.layers import Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
-from jaxdist.parallel.pipeline.table import Table
+from jaxdist.parallel.pipeline.table import Rows, Table
 from jaxdist.sharding import BATCH, Layout, wide
 
 SHARED = "the_same_on_all_ranks"
 """The name in a program of branches that all devices take alike."""
 
-Row = dict[str, Array]
-"""One tick of a `Table`, for this rank."""
 Carry = dict[str, Any]
+"""The state of a device from tick to tick: buffers, messages and sums by name."""
 
 
 @dataclass(frozen=True)
 class Executor:
-    """`places` are those of the folded parameters, `stage` that of ZeRO.
+    """A pipelined model whose micro-batches run as `table` says.
 
-    Weights are gathered once per step; those of layers at stage 3 when F or B runs the layer. Gradients are added up in
-    f32 and reduced once per step; those of layers from stage 2 on when B has made them, and only shards are kept.
+    Weights are gathered once per step; at ZeRO stage 3 those of layers when F or B runs the layer. Gradients are
+    accumulated in f32 and reduced once per step; from stage 2 on those of layers when B has made them, and only shards
+    are kept.
     """
 
     table: Table
     stages: Stages
     layout: Layout
     places: Tree
+    """Placements of the folded parameters."""
     stage: int
+    """Of ZeRO."""
     program: Program
     recompute: bool
-    """Keep only the input of a chunk, and compute it again when its B runs."""
+    """Keep only the input of a chunk, and recompute the chunk when its B runs."""
 
     def __post_init__(self):
         if self.recompute and self.table.schedule.split:
             raise ValueError(
                 f"schedule {self.table.schedule.name} splits the backward pass and keeps what both parts need, which "
-                "computing the whole stage again would undo; ask for remat block, dots or none, or for another schedule"
+                "recomputing the whole stage would undo; ask for remat block, dots or none, or for another schedule"
             )
 
     def gradients(self, weights: Tree, batch: Tree) -> tuple[Float[Array, ""], Tree]:
-        """(summed loss, its gradient in f32, which lies as parameters do at rest), of micro-batches [M, B, ...]."""
+        """Return (summed loss, its gradient in f32, which lies as parameters do at rest) of a `batch` [M, B, ...]."""
         run = partial(self._run, True)
         return self.in_region(run, (P(), self._rest))(*self.arguments(weights, batch))
 
     def loss(self, weights: Tree, batch: Tree) -> Float[Array, ""]:
-        """The summed loss alone: F and head of the same table."""
-        run = lambda *arguments: region.add_up(self._run(False, *arguments), self.layout.split(BATCH))
+        """Return the summed loss alone: F and head of the same table."""
+
+        def run(*arguments):
+            return region.add_up(self._run(False, *arguments), self.layout.split(BATCH))
+
         return self.in_region(run, P())(*self.arguments(weights, batch))
 
     def output(self, weights: Tree, batch: Tree, spec: P) -> Float[Array, "..."]:
-        """What `program.loss` makes of the only micro-batch, where that is an array that lies as `spec` says."""
+        """Return what `program.loss` makes of the only micro-batch, where that is an array that lies as `spec` says."""
         assert self.table.schedule.micro_batches == 1
         return self.in_region(partial(self._run, False), spec)(*self.arguments(weights, batch))
 
     def in_region(self, run: Callable, out_specs: Any) -> Callable:
-        """`run` on every device: it takes its rows of the table, the ticks of all, weights and batch (`arguments`)."""
-        specs = (P(None, PIPELINE), P(), self._rest, self.layout.spec([None, BATCH]))
+        """Return a function of `arguments` that calls `run(rows, weights, batch)` on every device."""
+        columns = jax.tree.map(_column_spec, self.table.rows)
+        specs = (columns, self._rest, self.layout.spec([None, BATCH]))
         return jax.shard_map(run, in_specs=specs, out_specs=out_specs)
+
+    def arguments(self, weights: Tree, batch: Tree) -> tuple[Rows, Tree, Tree]:
+        """Return the arguments of an `in_region` function: (columns of the table, weights, batch)."""
+
+        def on_mesh(column):
+            array = jnp.asarray(column)
+            return reshard(array, _column_spec(column)) if column.ndim == 2 else array
+
+        return jax.tree.map(on_mesh, self.table.rows), weights, batch
 
     @property
     def _rest(self) -> Tree:
         return jax.tree.map(lambda p: p.rest, self.places)
 
-    def arguments(self, weights: Tree, batch: Tree) -> tuple[Row, Row, Tree, Tree]:
-        """What `in_region` takes."""
-        columns = {name: a for name, a in vars(self.table).items() if hasattr(a, "shape")}
-        rows = {name: reshard(jnp.asarray(a), P(None, PIPELINE)) for name, a in columns.items() if a.ndim == 2}
-        ticks = {name: jnp.asarray(a) for name, a in columns.items() if a.ndim == 1}
-        return rows, ticks, weights, batch
-
-    def _run(self, backward: bool, rows: Row, ticks: Row, weights: Tree, batch: Tree):
-        rows = jax.tree.map(lambda a: a[:, 0], rows)
-        run = Region(self, weights, batch, backward)
-        carry = run.start()
+    def _run(self, backward: bool, rows: Rows, weights: Tree, batch: Tree):
+        """Run all ticks on one device; without `backward`, only F and the head."""
+        rows = jax.tree.map(lambda a: a[:, 0] if a.ndim == 2 else a, rows)
+        device = Region(self, weights, batch, backward)
+        carry = device.start()
         for first, end, slots in self.table.segments:
-            slots = slots if backward else slots & {"F", "H"}
-            if slots:
-                part = jax.tree.map(lambda a, at=slice(first, end): a[at], rows | ticks)
-                heads = bool(self.table.head_on[first:end].all())
-                carry = lax.scan(partial(run.tick, slots, heads), carry, part)[0]
-        return run.end(carry)
+            if not backward:
+                slots = slots & {"F", "H"}
+            if not slots:
+                continue
+            part = jax.tree.map(lambda a, at=slice(first, end): a[at], rows)
+            always_head = bool(self.table.rows.head.on[first:end].all())
+            carry = lax.scan(partial(device.tick, slots, always_head), carry, part)[0]
+        return device.end(carry)
+
+
+def _column_spec(column: Any) -> P:
+    """Return how a column of the table lies: [T, S] split over ranks, [T] on all of them."""
+    return P(None, PIPELINE) if column.ndim == 2 else P()
 
 
 class Region(Device):
-    """What one device does: the state of the executor inside the region. Methods of its carry, tick by tick."""
+    """One device inside the region: the methods take its carry from tick to tick."""
 
     def __init__(self, of: Executor, weights: Tree, batch: Tree, backward: bool):
         super().__init__(of.program, of.stages, of.layout, of.places, of.stage)
-        self.table, self.recompute, self.batch, self.backward = of.table, of.recompute, batch, backward
+        self.table = of.table
+        self.recompute = of.recompute
+        self.batch = batch
+        self.differentiates = backward
         self.uniform = self.table.schedule.uniform
         self.tops = own(self.top_places, {name: weights[name] for name in self.top_places})
         blocks = weights[BLOCKS] if of.stage == 3 else own(self.block_places, weights[BLOCKS])
@@ -128,141 +148,180 @@ class Region(Device):
         self.at_rest = jax.tree.map(lambda w: w[:, 0], weights[BLOCKS])
 
     def start(self) -> Carry:
-        """Buffers and sums, empty."""
+        """Return empty buffers and sums."""
         part = self.part(region.zeros((), jnp.int32, (PIPELINE,)))
         x = jax.eval_shape(lambda: region.vary(self.program.embed(self.tops, part), self.stream))
-        ring = lambda name: region.zeros_like(x, (self.table.slots[name],))
-        last = lambda: region.add_up(region.zeros_like(x), (PIPELINE,))
-        loss = jax.eval_shape(lambda: self.program.loss(self.tops, last(), self.part(jnp.zeros((), jnp.int32))))
+        depths = self.table.slots
+
+        def ring(name):
+            return region.zeros_like(x, (depths[name],))
+
+        def loss_of_zeros():
+            last = region.add_up(region.zeros_like(x), (PIPELINE,))
+            return self.program.loss(self.tops, last, self.part(jnp.zeros((), jnp.int32)))
+
+        def sums(weights):
+            return jax.tree.map(lambda w: region.zeros(w.shape, wide(w.dtype), region.varying(w)), weights)
+
+        loss = jax.eval_shape(loss_of_zeros)
         loss = region.zeros(loss.shape, loss.dtype, loss.manual_axis_type.varying)
         carry = dict(acts=ring("acts"), sent=region.zeros_like(x), loss=loss)
-        if not self.backward:
+        if not self.differentiates:
             return carry
         blocks = self.at_rest if self.stage >= 2 else self.blocks
-        sums = partial(jax.tree.map, lambda w: region.zeros(w.shape, wide(w.dtype), region.varying(w)))
         carry |= dict(cots=ring("cots"), returned=region.zeros_like(x), blocks=sums(blocks), tops=sums(self.tops))
-        slots, one = self.table.slots, (self.unit(0, part), region.zeros_like(x))
-        carry |= dict(residuals=ring("residuals") if self.recompute else self.layers.kept(*one, slots["residuals"]))
+        unit = self.unit(0, part)
+        x = region.zeros_like(x)
+        if self.recompute:
+            carry["residuals"] = region.zeros_like(x, (depths["residuals"],))
+        else:
+            carry["residuals"] = self.layers.kept(unit, x, depths["residuals"])
         if self.table.schedule.split:
-            carry |= dict(stash=self.layers.stash(*one, carry["residuals"], slots["stash"]))
+            carry["stash"] = self.layers.stash(unit, x, carry["residuals"], depths["stash"])
         return carry
 
-    def tick(self, slots: frozenset[str], heads: bool, carry: Carry, row: Row) -> tuple[Carry, None]:
-        """One row of the table. `heads`: the last chunk runs F in every tick of this segment."""
-        carry = carry | {"acts": put(carry["acts"], carry["sent"], row["recv_act"])}
-        if self.backward:
-            carry |= {"cots": put(carry["cots"], carry["returned"], row["recv_cot"])}
+    def tick(self, slots: frozenset[str], always_head: bool, carry: Carry, row: Rows) -> tuple[Carry, None]:
+        """Run one row of the table; `always_head`: the last chunk runs F in every tick of this segment."""
+        carry = carry | {"acts": put(carry["acts"], carry["sent"], row.arrivals.act)}
+        if self.differentiates:
+            carry |= {"cots": put(carry["cots"], carry["returned"], row.arrivals.cot)}
         before = ()
         if "F" in slots:
             carry, y = self.forward(carry, row)
             if "H" in slots:
-                carry = self.head(carry, row, y, heads)
+                carry = self.head(carry, row, y, always_head)
             carry |= {"sent": lax.ppermute(y, PIPELINE, self.onward)}
             before = self.awaited(y, carry["loss"])
         if "B" in slots:
-            carry, dx = self.backwards(carry, row, before)
+            carry, dx = self.backward(carry, row, before)
             carry, done = self.unembed(carry, row, dx)
             carry |= {"returned": lax.ppermute(dx, PIPELINE, self.back)}
             before = self.awaited(dx, done)
         if "W" in slots:
-            carry = self.of_weights(carry, row, before)
+            carry = self.weight(carry, row, before)
         return carry, None
 
-    def forward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
-        """F of a chunk."""
-        unit = self.unit(row["f_chunk"], self.part(row["f_micro"]))
+    def forward(self, carry: Carry, row: Rows) -> tuple[Carry, jax.Array]:
+        """Run F of a chunk; return the carry and the output of the chunk."""
+        unit = self.unit(row.F.chunk, self.part(row.F.micro))
 
         def run(residuals, x):
-            if self.backward and not self.recompute:
-                return self.layers.forward_keeping(unit, x, residuals, row["f_res"])
-            residuals = put(residuals, x, row["f_res"]) if self.backward else residuals
-            return residuals, self.layers.forward(unit, x)
+            if not self.differentiates:
+                return residuals, self.layers.forward(unit, x)
+            if self.recompute:
+                return put(residuals, x, row.F.res), self.layers.forward(unit, x)
+            return self.layers.forward_keeping(unit, x, residuals, row.F.res)
 
-        x = self.embed(row, get(carry["acts"], row["f_act"]))
-        residuals, y = self._own(row["f_on"], run, carry.get("residuals"), x)
-        return carry | ({"residuals": residuals} if self.backward else {}), y
+        x = self.embed(row, get(carry["acts"], row.F.act))
+        residuals, y = self._own(row.F.on, run, carry.get("residuals"), x)
+        if self.differentiates:
+            carry = carry | {"residuals": residuals}
+        return carry, y
 
-    def embed(self, row: Row, x: jax.Array) -> jax.Array:
-        """The input of a chunk: `x`, but where it is the first."""
+    def embed(self, row: Rows, x: jax.Array) -> jax.Array:
+        """Return the input of a chunk: the embedding for the first chunk, `x` for others."""
 
         def run(x):
-            return jnp.where(row["f_first"], self.program.embed(self.tops, self.part(row["embed_micro"])), x)
+            return jnp.where(row.F.first, self.program.embed(self.tops, self.part(row.embed.micro)), x)
 
-        return self._shared(row["embed_on"], self.uniform, run, x)
+        return self._shared(row.embed.on, self.uniform, run, x)
 
-    def head(self, carry: Carry, row: Row, y: jax.Array, always: bool) -> Carry:
-        """The loss of the micro-batch that leaves the last chunk, on all ranks together, and its gradient."""
-        loss_of = lambda tops, x: self.program.loss(tops, x, self.part(row["head_micro"]))
+    def head(self, carry: Carry, row: Rows, y: jax.Array, always: bool) -> Carry:
+        """Run the head: all ranks together compute the loss of the micro-batch that leaves the last chunk.
+
+        Its gradient goes to the last rank's `cots`.
+        """
+
+        def loss_of(tops, x):
+            return self.program.loss(tops, x, self.part(row.head.micro))
 
         def run(sums):
-            last = region.add_up(jnp.where(row["f_last"], y, jnp.zeros((), y.dtype)), (PIPELINE,))
-            if not self.backward:
+            last = region.add_up(jnp.where(row.F.last, y, jnp.zeros((), y.dtype)), (PIPELINE,))
+            if not self.differentiates:
                 return sums | {"loss": sums["loss"] + loss_of(self.tops, last)}
             loss, vjp = jax.vjp(loss_of, self.tops, last)
             tops, dy = vjp(region.vary(jnp.ones_like(loss), region.varying(loss)))
-            cots = put(sums["cots"], region.vary(dy, self.stream), row["f_cot"])
+            cots = put(sums["cots"], region.vary(dy, self.stream), row.F.cot)
             return {"loss": sums["loss"] + loss, "tops": _add(sums["tops"], tops), "cots": cots}
 
-        names = ("loss", "tops", "cots") if self.backward else ("loss",)
-        return carry | self._shared(row["head_on"], always, run, {name: carry[name] for name in names})
+        names = ("loss", "tops", "cots") if self.differentiates else ("loss",)
+        return carry | self._shared(row.head.on, always, run, {name: carry[name] for name in names})
 
-    def backwards(self, carry: Carry, row: Row, before: tuple[jax.Array, ...]) -> tuple[Carry, jax.Array]:
-        """B of a chunk, after what is `before`: the whole backward pass, or where that is split, the gradient of its
-        input."""
-        unit, kept = self.unit(row["b_chunk"], self.part(row["b_micro"])), (carry["residuals"], row["b_res"])
+    def backward(self, carry: Carry, row: Rows, before: tuple[jax.Array, ...]) -> tuple[Carry, jax.Array]:
+        """Run B of a chunk, after all of `before` is there; return the carry and the gradient of the chunk's input.
+
+        Where the schedule splits the backward pass, B leaves what W needs in the stash; else it adds the gradients of
+        the weights.
+        """
+        unit = self.unit(row.B.chunk, self.part(row.B.micro))
+        kept = carry["residuals"], row.B.res
 
         def whole(sums, dy):
-            again = self.layers.again(unit, region.after(get(*kept), *before)) if self.recompute else kept
-            return self.layers.backward(unit, dy, *again, sums, row["b_on"])
+            rings = kept
+            if self.recompute:
+                rings = self.layers.again(unit, region.after(get(*kept), *before))
+            return self.layers.backward(unit, dy, *rings, sums, row.B.on)
 
         def half(stash, dy):
-            return self.layers.of_input(unit, dy, *kept, stash, row["b_wst"])
+            return self.layers.of_input(unit, dy, *kept, stash, row.B.wst)
 
-        dy = get(carry["cots"], region.after(row["b_cot"], *before))
-        run, name = (half, "stash") if self.table.schedule.split else (whole, "blocks")
-        made, dx = self._own(row["b_on"], run, carry[name], dy)
-        return carry | {name: made}, dx
+        dy = get(carry["cots"], region.after(row.B.cot, *before))
+        if self.table.schedule.split:
+            stash, dx = self._own(row.B.on, half, carry["stash"], dy)
+            return carry | {"stash": stash}, dx
+        blocks, dx = self._own(row.B.on, whole, carry["blocks"], dy)
+        return carry | {"blocks": blocks}, dx
 
-    def unembed(self, carry: Carry, row: Row, dx: jax.Array) -> tuple[Carry, jax.Array]:
-        """B of the embedding, where the chunk is the first; and a number that is there when that is done."""
-        one = lambda a: region.vary(a[(0,) * a.ndim], self.stream)
+    def unembed(self, carry: Carry, row: Rows, dx: jax.Array) -> tuple[Carry, jax.Array]:
+        """Run B of the embedding, where the chunk is the first; return the carry and a number that is there then."""
+
+        def one_number(a):
+            return region.vary(a[(0,) * a.ndim], self.stream)
+
+        def embed(tops):
+            return self.program.embed(tops, self.part(row.unembed.micro))
 
         def run(state):
-            first = region.add_up(jnp.where(row["b_first"], dx, jnp.zeros((), dx.dtype)), (PIPELINE,))
-            embed = lambda tops: self.program.embed(tops, self.part(row["unembed_micro"]))
+            sums, _ = state
+            first = region.add_up(jnp.where(row.B.first, dx, jnp.zeros((), dx.dtype)), (PIPELINE,))
             x, vjp = jax.vjp(embed, self.tops)
-            made = vjp(region.vary(first, region.varying(x)))[0]  # of zeros, where no rank has it
-            done = one(first)
+            # A gradient of zeros, where no rank has the first chunk.
+            grads = vjp(region.vary(first, region.varying(x)))[0]
+            done = one_number(first)
             if self.uniform:  # on CPUs: where ranks go their own ways, nothing waits for `done`
                 # The gradient moves too, where the sequence is split: W must not begin as soon as `first` is there.
-                done = region.after(done, *jax.tree.leaves(made))
-            return _add(state[0], made), done
+                done = region.after(done, *jax.tree.leaves(grads))
+            return _add(sums, grads), done
 
-        tops, done = self._shared(row["unembed_on"], self.uniform, run, (carry["tops"], one(dx)))
+        state = (carry["tops"], one_number(dx))
+        tops, done = self._shared(row.unembed.on, self.uniform, run, state)
         return carry | {"tops": tops}, done
 
-    def of_weights(self, carry: Carry, row: Row, before: tuple[jax.Array, ...]) -> Carry:
-        """W of a chunk, after what is `before`."""
-        unit = self.unit(row["w_chunk"], self.part(row["w_micro"]))
+    def weight(self, carry: Carry, row: Rows, before: tuple[jax.Array, ...]) -> Carry:
+        """Run W of a chunk, after all of `before` is there."""
+        unit = self.unit(row.W.chunk, self.part(row.W.micro))
 
         def run(sums):
-            return (self.layers.of_weights(unit, carry["stash"], row["w_wst"], sums, row["w_on"], before),)
+            return (self.layers.of_weights(unit, carry["stash"], row.W.wst, sums, row.W.on, before),)
 
-        return carry | {"blocks": self._own(row["w_on"], run, carry["blocks"])[0]}
+        (blocks,) = self._own(row.W.on, run, carry["blocks"])
+        return carry | {"blocks": blocks}
 
     def _own(self, on: jax.Array, run: Callable, *state: Tree) -> tuple[Tree, ...]:
-        """`run(*state)` where this rank has the unit.
+        """Return `run(*state)` where this rank has the unit.
 
-        Uniform schedules run it wherever some rank has it: what comes of it is masked, or goes where nobody looks. In
-        others each rank goes its own way.
+        Uniform schedules run it wherever some rank has it: the result is masked, or goes where nobody looks. In others
+        each rank takes its own branch.
         """
-        return run(*state) if self.uniform else self.alone(on, run, *state)
+        if self.uniform:
+            return run(*state)
+        return self.alone(on, run, *state)
 
     def _shared(self, on: jax.Array, always: bool, run: Callable, state: Tree) -> Tree:
-        """`run(state)` in ticks that are `on`, or in `always` all of them, on all ranks together.
+        """Return `run(state)` in ticks that are `on`, or in `always` all of them, on all ranks together.
 
-        All have the same `on`, as its type says, and so go the same way: collectives of any group, over the pipeline
-        too, are legal.
+        All ranks have the same `on`, as its type says, and so take the same branch: collectives of any group are legal
+        in it, over the pipeline too.
         """
         if always:
             return run(state)
@@ -271,23 +330,30 @@ class Region(Device):
             return lax.cond(on, run, lambda state: state, state)
 
     def end(self, carry: Carry):
-        """What is left to add up, once per step; without a backward pass nothing is."""
-        if not self.backward:
+        """Return the loss, or the loss and the gradients, with what is left to reduce once per step."""
+        if not self.differentiates:
             return carry["loss"]
         loss = region.add_up(carry["loss"], self.layout.split(BATCH))
-        reduce = partial(jax.tree.map, lambda p, g: p.add_up(g))
         blocks = jax.tree.map(lambda g: g[:, None], carry["blocks"])
-        blocks = blocks if self.stage >= 2 else reduce(self.block_places, blocks)
-        return loss, reduce(self.top_places, carry["tops"]) | {BLOCKS: blocks}
+        if self.stage < 2:
+            blocks = _reduced(self.block_places, blocks)
+        return loss, _reduced(self.top_places, carry["tops"]) | {BLOCKS: blocks}
 
     def part(self, micro: jax.Array) -> Tree:
+        """Return one micro-batch."""
         return get(self.batch, micro)
 
     def unit(self, chunk: jax.Array | int, part: Tree) -> Unit:
-        """One of this rank's chunks and a micro-batch."""
-        chunk = chunk if self.stages.virtual > 1 else 0
+        """Return what F, B or W works with, for one of this rank's chunks and a micro-batch."""
+        if self.stages.virtual == 1:
+            # A constant, so that the only chunk is not looked up in each tick.
+            chunk = 0
         return Unit(chunk, get(self.blocks, chunk), *self.numbers(chunk), part)
 
 
 def _add(sums: Tree, values: Tree) -> Tree:
     return jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, values)
+
+
+def _reduced(places: Tree, grads: Tree) -> Tree:
+    return jax.tree.map(lambda p, g: p.reduce_manual(g), places, grads)

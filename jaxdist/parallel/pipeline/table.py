@@ -1,15 +1,15 @@
 """A schedule as the numbers that an executor reads: what each rank runs in each tick, from which buffer slots.
 
-Four ring buffers on each rank, with slots given by a linear scan over lifetimes (Poletto and Sarkar 1999):
+Each rank has four ring buffers, whose slots are given out by a linear scan over lifetimes (Poletto and Sarkar 1999):
 
     acts       input of a chunk              from its arrival to F
     cots       gradient of a chunk's output  from its arrival (last chunk: F, where the head makes it) to B
     residuals  what F keeps for B            from F to B
     stash      what B keeps for W            from B to W
 
-Within a tick: messages arrive, then F, the head, B, W. The buffers of all ranks are as deep as the deepest one. One
-slot more, the last, takes what nobody needs: messages of ranks that had nothing to run, and what such ranks compute.
-Residuals and stash are large: there it is a slot that is free in the tick, and one more only where none is.
+Within a tick: messages arrive, then F, the head, B, W. The buffers of all ranks are as deep as the deepest one. Each
+has one more slot, the last, for what nobody needs: messages of ranks that had nothing to run, and what such ranks
+compute. Residuals and stash are large: there it is a slot that is free in the tick, and one more only where none is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -31,9 +32,85 @@ Segment = tuple[int, int, frozenset[str]]
 MOST_SEGMENTS = 6
 
 
+class Arrivals(NamedTuple):
+    """Where the messages go that were sent in the tick before."""
+
+    act: Numbers
+    """Slot of the input that the previous rank has sent."""
+    cot: Numbers
+    """Slot of the gradient that the next rank has sent."""
+
+
+class Forward(NamedTuple):
+    """The F that a rank runs."""
+
+    on: Flags
+    chunk: Numbers
+    """Virtual index v: the chunk is v * S + rank."""
+    micro: Numbers
+    act: Numbers
+    """Slot of the input; of chunk 0, which reads the batch, the last one."""
+    res: Numbers
+    """Slot for the residuals."""
+    cot: Numbers
+    """Slot for the gradient that the head makes of the last chunk's output."""
+    first: Flags
+    """Whether it is chunk 0, which begins with the embedding."""
+    last: Flags
+    """Whether it is the last chunk, which the head follows."""
+
+
+class Backward(NamedTuple):
+    """The B that a rank runs."""
+
+    on: Flags
+    chunk: Numbers
+    micro: Numbers
+    cot: Numbers
+    res: Numbers
+    wst: Numbers
+    """Slot for the stash."""
+    first: Flags
+    """Whether it is chunk 0, which the gradient of the embedding follows."""
+
+
+class Weight(NamedTuple):
+    """The W that a rank runs, where the schedule splits the backward pass."""
+
+    on: Flags
+    chunk: Numbers
+    micro: Numbers
+    wst: Numbers
+
+
+class Everywhere(NamedTuple):
+    """What all ranks run together, each with its part of the vocabulary."""
+
+    on: Bool[np.ndarray, " ticks"]
+    micro: Int[np.ndarray, " ticks"]
+
+
+class Rows(NamedTuple):
+    """The columns of a table, or one row of them for one rank."""
+
+    arrivals: Arrivals
+    F: Forward
+    B: Backward
+    W: Weight
+    embed: Everywhere
+    """Runs where chunk 0 runs F."""
+    head: Everywhere
+    """Runs where the last chunk runs F."""
+    unembed: Everywhere
+    """The gradient of the embedding: runs where chunk 0 runs B."""
+
+
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Arrays [T, S] by tick and rank, and [T] where all ranks have the same. A slot not used is the last one."""
+    """A schedule, the depths of its buffers, and its columns: [T, S], or [T] where all ranks have the same.
+
+    A slot that is not used is the last one.
+    """
 
     schedule: Schedule
     acts: int
@@ -41,113 +118,122 @@ class Table:
     residuals: int
     stash: int
     """Slots of each buffer, without the last one that takes what nobody needs."""
-
-    recv_act: Numbers
-    """Slot of the input that the previous rank has sent in the tick before."""
-    recv_cot: Numbers
-    """Slot of the gradient that the next rank has sent in the tick before."""
-
-    f_on: Flags
-    f_chunk: Numbers
-    """Virtual index: chunk f_chunk * S + rank."""
-    f_micro: Numbers
-    f_act: Numbers
-    """Slot of the input; of chunk 0, which reads the batch, the last one."""
-    f_res: Numbers
-    f_cot: Numbers
-    """Slot for the gradient that the head makes of the last chunk's output."""
-    f_first: Flags
-    f_last: Flags
-
-    b_on: Flags
-    b_chunk: Numbers
-    b_micro: Numbers
-    b_cot: Numbers
-    b_res: Numbers
-    b_wst: Numbers
-    b_first: Flags
-
-    w_on: Flags
-    w_chunk: Numbers
-    w_micro: Numbers
-    w_wst: Numbers
-
-    embed_on: Bool[np.ndarray, " ticks"]
-    """Chunk 0 runs F: for an embedding that is split over the ranks."""
-    embed_micro: Int[np.ndarray, " ticks"]
-    head_on: Bool[np.ndarray, " ticks"]
-    """The last chunk runs F."""
-    head_micro: Int[np.ndarray, " ticks"]
-    unembed_on: Bool[np.ndarray, " ticks"]
-    """Chunk 0 runs B."""
-    unembed_micro: Int[np.ndarray, " ticks"]
-
+    rows: Rows
     segments: tuple[Segment, ...]
     """(first tick, last tick + 1, slots), in order. See `segments_of`."""
 
     @property
     def slots(self) -> dict[str, int]:
         """Slots of each buffer, with the one that takes what nobody needs, if there is one."""
-        residuals = self.residuals + self._spare("F", self.f_res, self.residuals)
-        stash = self.stash + self._spare("B", self.b_wst, self.stash)
-        return dict(acts=self.acts + 1, cots=self.cots + 1, residuals=residuals, stash=stash)
+        return dict(
+            acts=self.acts + 1,
+            cots=self.cots + 1,
+            residuals=self.residuals + self._spare("F", self.rows.F.res, self.residuals),
+            stash=self.stash + self._spare("B", self.rows.B.wst, self.stash),
+        )
 
     def _spare(self, kind: str, slots: Numbers, depth: int) -> bool:
-        """Whether ranks that have no such unit to run write beyond `depth`."""
+        """Return whether ranks that have no unit of this `kind` to run write beyond `depth`."""
         runs = np.concatenate([np.full(end - begin, kind in units) for begin, end, units in self.segments])
         return self.schedule.uniform and bool((slots[runs] == depth).any())
 
 
 @lru_cache(maxsize=64)
 def make_table(schedule: Schedule) -> Table:
-    """The table of a schedule."""
-    S, T, M = schedule.stages, schedule.ticks, schedule.micro_batches
-    F, B, W = schedule.forward, schedule.backward, schedule.weight
+    """Return the table of a schedule."""
+    S = schedule.stages
+    T = schedule.ticks
+    F = schedule.forward
+    B = schedule.backward
     lives = _lifetimes(schedule)
     slots = {name: _allocate(*life, S) for name, life in lives.items()}
     depths = {name: int(slot.max(initial=-1)) + 1 for name, slot in slots.items()}
-    act, cot = ((slots[name], depths[name]) for name in ("acts", "cots"))
-    res, wst = ((slots[name], _free(lives[name], slots[name], S, T)) for name in ("residuals", "stash"))
+    free_residual = _free(lives["residuals"], slots["residuals"], S, T)
+    free_stash = _free(lives["stash"], slots["stash"], S, T)
 
-    g = np.arange(schedule.chunks)[:, None]
-    rank, chunk, micro, one = g % S, g // S, np.arange(M), np.array(True)
+    columns = _Columns(schedule)
+    acts = slots["acts"], depths["acts"]
+    cots = slots["cots"], depths["cots"]
+    residuals = slots["residuals"]
+    stash = slots["stash"]
+    # Which units have an entry: chunk 0 receives no input, and the last chunk receives no gradient.
+    first, last = np.s_[:1], np.s_[-1:]
+    not_first, not_last = np.s_[1:], np.s_[:-1]
+    rows = Rows(
+        Arrivals(
+            act=columns.at(F[not_last] + 1, *acts, not_first),
+            cot=columns.at(B[not_first] + 1, *cots, not_last),
+        ),
+        Forward(
+            **columns.units(F),
+            act=columns.at(F[not_first], *acts, not_first),
+            res=columns.at(F, residuals, free_residual),
+            cot=columns.at(F[last], *cots, last),
+            first=columns.flags(F[first], first),
+            last=columns.flags(F[last], last),
+        ),
+        Backward(
+            **columns.units(B),
+            cot=columns.at(B, *cots),
+            res=columns.at(B, residuals),
+            wst=columns.at(B if schedule.split else None, stash, free_stash),
+            first=columns.flags(B[first], first),
+        ),
+        Weight(**columns.units(schedule.weight), wst=columns.at(schedule.weight, stash)),
+        embed=_everywhere(F[0], T),
+        head=_everywhere(F[-1], T),
+        unembed=_everywhere(B[0], T),
+    )
+    return Table(schedule, **depths, rows=rows, segments=segments_of(schedule))
 
-    def column(ticks: Ticks | None, value: np.ndarray, default: int | Numbers = 0, of: slice = np.s_[:]) -> Numbers:
-        """[T, S] with the values of units `of` at their ticks, and `default` elsewhere."""
-        array = np.full((T, S), default, bool if value is one else np.int32)
+
+class _Columns:
+    """Spreads a value of every unit, [v*S, M], over ticks and ranks: [T, S]."""
+
+    def __init__(self, schedule: Schedule):
+        chunk = np.arange(schedule.chunks)[:, None]
+        self.shape = schedule.ticks, schedule.stages
+        self.units_shape = schedule.chunks, schedule.micro_batches
+        self.rank = chunk % schedule.stages
+        self.virtual = chunk // schedule.stages
+        self.micro = np.arange(schedule.micro_batches)
+
+    def at(self, ticks: Ticks | None, value: np.ndarray, default: int | Numbers = 0, of: slice = np.s_[:]) -> Numbers:
+        """Return the values of the units `of` at their `ticks`, and `default` elsewhere; `ticks` None: no unit."""
+        return self._spread(np.full(self.shape, default, np.int32), ticks, value, of)
+
+    def flags(self, ticks: Ticks | None, of: slice = np.s_[:]) -> Flags:
+        """Return True at the `ticks` of the units `of`, and False elsewhere."""
+        return self._spread(np.zeros(self.shape, bool), ticks, np.array(True), of)
+
+    def units(self, ticks: Ticks | None) -> dict[str, np.ndarray]:
+        """Return the columns that F, B and W all have."""
+        return dict(on=self.flags(ticks), chunk=self.at(ticks, self.virtual), micro=self.at(ticks, self.micro))
+
+    def _spread(self, column: np.ndarray, ticks: Ticks | None, value: np.ndarray, of: slice) -> np.ndarray:
         if ticks is not None:
-            array[ticks, rank[of]] = np.broadcast_to(value, (schedule.chunks, M))[of]
-        return array
-
-    unit = lambda kind, ticks: {
-        f"{kind}_on": column(ticks, one), f"{kind}_chunk": column(ticks, chunk), f"{kind}_micro": column(ticks, micro)
-    }  # fmt: skip
-    first, last, rest, before = np.s_[:1], np.s_[-1:], np.s_[1:], np.s_[:-1]
-    return Table(
-        schedule, **depths, **unit("f", F), **unit("b", B), **unit("w", W),
-        recv_act=column(F[before] + 1, *act, rest), recv_cot=column(B[rest] + 1, *cot, before),
-        f_act=column(F[rest], *act, rest), f_res=column(F, *res), f_cot=column(F[last], *cot, last),
-        f_first=column(F[first], one, of=first), f_last=column(F[last], one, of=last),
-        b_cot=column(B, *cot), b_res=column(B, res[0]), b_wst=column(None if W is None else B, *wst),
-        b_first=column(B[first], one, of=first), w_wst=column(W, wst[0]),
-        **_everywhere("embed", F[0], T), **_everywhere("head", F[-1], T), **_everywhere("unembed", B[0], T),
-        segments=segments_of(schedule),
-    )  # fmt: skip
+            column[ticks, self.rank[of]] = np.broadcast_to(value, self.units_shape)[of]
+        return column
 
 
-def _everywhere(name: str, ticks: Int[np.ndarray, " micro"], T: int) -> dict[str, np.ndarray]:
-    """What one chunk runs, for all ranks to know."""
-    on, micro = np.zeros(T, bool), np.zeros(T, np.int32)
-    on[ticks], micro[ticks] = True, np.arange(len(ticks))
-    return {f"{name}_on": on, f"{name}_micro": micro}
+def _everywhere(ticks: Int[np.ndarray, " micro"], T: int) -> Everywhere:
+    """Return what one chunk runs at its `ticks`, for all ranks to know."""
+    on = np.zeros(T, bool)
+    micro = np.zeros(T, np.int32)
+    on[ticks] = True
+    micro[ticks] = np.arange(len(ticks))
+    return Everywhere(on, micro)
 
 
 def _lifetimes(schedule: Schedule) -> dict[str, tuple[Ticks, Ticks]]:
-    """Buffer -> first and last tick in which each unit's entry is there; an entry that does not exist ends before.
+    """Return for each buffer the first and last tick of each unit's entry.
 
-    Both ticks count whole: what arrives, F or B writes in a tick comes before what B or W still reads in it.
+    An entry that does not exist ends before it begins. Both ticks count whole: what arrives, F or B writes in a tick
+    comes before what B or W still reads in it.
     """
-    F, B, W = schedule.forward, schedule.backward, schedule.weight
+    F = schedule.forward
+    B = schedule.backward
+    W = schedule.weight
     none = np.full_like(F[:1], -1)
     return {
         "acts": (np.concatenate([none + 1, F[:-1] + 1]), np.concatenate([none, F[1:]])),
@@ -158,10 +244,11 @@ def _lifetimes(schedule: Schedule) -> dict[str, tuple[Ticks, Ticks]]:
 
 
 def _allocate(start: Ticks, end: Ticks, S: int) -> Ticks:
-    """The slot of each unit's entry, the lowest that is free on its rank; -1 for an entry that does not exist."""
+    """Return the slot of each unit's entry, the lowest that is free on its rank; -1 where there is no entry."""
     slot = np.full_like(start, -1)
     for rank in range(S):
-        free, busy, used = [], [], 0
+        free, busy = [], []
+        used = 0
         units = [(start[g, m], end[g, m], g, m) for g in range(rank, len(start), S) for m in range(start.shape[1])]
         for begins, ends, g, m in sorted(units):
             if ends < begins:
@@ -177,7 +264,7 @@ def _allocate(start: Ticks, end: Ticks, S: int) -> Ticks:
 
 
 def _free(life: tuple[Ticks, Ticks], slot: Ticks, S: int, T: int) -> Numbers:
-    """[T, S]: the first slot in which nothing lives in the tick; one more than there are where all are taken."""
+    """Return [T, S]: the first slot in which nothing lives in the tick; one more than there are where all are taken."""
     busy = np.zeros((T, S, int(slot.max(initial=-1)) + 2), bool)
     for (g, m), at in np.ndenumerate(slot):
         if at >= 0:
@@ -186,20 +273,20 @@ def _free(life: tuple[Ticks, Ticks], slot: Ticks, S: int, T: int) -> Numbers:
 
 
 def segments_of(schedule: Schedule) -> tuple[Segment, ...]:
-    """Runs of ticks in which the same slots are occupied on any rank: "F", "H" (head: the last chunk's F), "B", "W".
+    """Return runs of ticks in which the same slots are occupied on any rank: "F", "H" (the head), "B", "W".
 
     A loop with its own program is compiled for each, so there are at most MOST_SEGMENTS: a slot that comes and goes
-    counts as occupied from its first tick to its last. F, B and W of uniform schedules never do. The head does, in
-    interleaved ones: chunk by chunk a rank goes through a group, and only the last chunk of them has a head. A program
-    that runs the head wherever "H" is runs it v*M times, not M; `head_on` is the same on all ranks, so that it may
-    branch on it.
+    counts as occupied from its first tick to its last. F, B and W of uniform schedules never come and go. The head does
+    in interleaved ones: a rank takes a group through chunk after chunk, and only the last chunk of them has a head. A
+    program that runs the head wherever "H" is runs it v*M times, not M; `head.on` is the same on all ranks, so that it
+    may branch on it.
     """
     units = {"F": schedule.forward, "H": schedule.forward[-1], **schedule.units}
     span = {slot: (int(ticks.min()), int(ticks.max()) + 1) for slot, ticks in units.items()}
     edges = sorted({edge for ends in span.values() for edge in ends})
-    segments = tuple(
-        (begin, end, frozenset(slot for slot, (first, stop) in span.items() if first <= begin < stop))
-        for begin, end in pairwise(edges)
-    )
+    segments = []
+    for begin, end in pairwise(edges):
+        occupied = frozenset(slot for slot, (first, stop) in span.items() if first <= begin < stop)
+        segments.append((begin, end, occupied))
     assert len(segments) <= MOST_SEGMENTS, segments
-    return segments
+    return tuple(segments)

@@ -15,7 +15,7 @@ from jaxdist.models import Model, Params
 from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline.device import Program
 from jaxdist.parallel.pipeline.executor import Executor
-from jaxdist.parallel.pipeline.pipedream import Asynchronous
+from jaxdist.parallel.pipeline.pipedream import PipeDream
 from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import make_table
@@ -109,12 +109,12 @@ class PipelineForward(ForwardBase):
     def _schedule_of(self, micro_batches: int) -> Schedule:
         return make(self.schedule, self.stages.ranks, micro_batches, self.stages.virtual)
 
-    def asynchronous(self, update: Callable) -> Asynchronous:
+    def asynchronous(self, update: Callable) -> PipeDream:
         """Return the pipeline that is never emptied, with weights in the compute dtype.
 
-        `update` is described at `Asynchronous`.
+        `update` is described at `PipeDream`.
         """
-        return Asynchronous(
+        return PipeDream(
             self.stages,
             self.layout,
             self.places,
