@@ -1,4 +1,4 @@
-"""How a model is described to the engine: pure functions over a nested dict of arrays, and the axes of each array."""
+"""Describe a model to the engine: pure functions over a nested dict of arrays, and the logical axes of each array."""
 
 from __future__ import annotations
 
@@ -22,64 +22,75 @@ FAMILIES = dict(gpt=GPT, llama=Llama)
 
 @dataclass(frozen=True)
 class Model:
-    """An NNX module taken apart once, so that the engine uses nothing but `jax.*` transforms on plain dicts."""
+    """A decoder taken apart once, so that the engine uses nothing but `jax.*` transforms on plain dicts."""
 
     make: Callable[[nnx.Rngs], nnx.Module]
+    """Builds the NNX module."""
     graph: nnx.GraphDef
+    """The structure of the module, without arrays."""
     block_graph: nnx.GraphDef
+    """The structure of one of its blocks."""
     abstract: Params
     """Shape and dtype of every parameter."""
     axes: Params
     """Logical axes of every parameter, one name (or None) for each dim."""
 
     def init(self, key: Key[Array, ""]) -> Params:
-        """Parameters in f32; the same bits on every mesh."""
+        """Return parameters in f32, with the same bits on every mesh."""
         return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(params=key))))
 
     def embed(
         self, params: Params, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts = None
     ) -> Float[Array, "B s D"]:
+        """Return the residual stream before the first block; `keys` are those of dropout, one a row."""
         return nnx.merge(self.graph, params).embed(tokens, keys, starts)
 
     def block(
         self, layer: Params, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None, starts: Starts = None
     ) -> Float[Array, "B s D"]:
-        """One layer; `layer` is a slice of `params["blocks"]`."""
+        """Return the residual stream after one layer; `layer` is a slice of `params["blocks"]`."""
         return nnx.merge(self.block_graph, layer)(x, keys, starts)
 
     def loss(self, params: Params, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:
+        """Return the summed cross-entropy in nats over the labels that are not -1."""
         return nnx.merge(self.graph, params).loss(x, labels)
 
     def logits(self, params: Params, x: Float[Array, "B s D"]) -> Float[Array, "B S V"]:
+        """Return the logits of every position."""
         return nnx.merge(self.graph, params).logits(x)
 
 
 def describe(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
-    """Describe the module that `make` builds. Runs no computation and touches no device."""
+    """Describe the module that `make` builds; runs no computation and touches no device."""
     module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
     graph, state = nnx.split(module)
-    layered = lambda p: (LAYERS,) * (p.ndim - len(p.axes)) + p.axes  # vmap stacked the blocks' parameters
-    axes = jax.tree.map(layered, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
+    axes = jax.tree.map(_axes, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
     return Model(make, graph, nnx.graphdef(module.blocks), nnx.to_pure_dict(state), nnx.to_pure_dict(axes))
 
 
+def _axes(p: nnx.Variable) -> tuple[str | None, ...]:
+    # `vmap` over the blocks has stacked their parameters, in dims before those that are named.
+    return (LAYERS,) * (p.ndim - len(p.axes)) + p.axes
+
+
 def build(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model | Foreign:
-    """The model that `config` asks for, laid out by `layout`."""
+    """Build the model that `config` asks for, laid out by `layout`."""
     if config.images:
         return images.build(config, layout)
     return describe(lambda rngs: FAMILIES[config.family](config, layout, rngs))
 
 
 def parameters(model: Model | Foreign) -> int:
+    """Return the number of parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(model.abstract))
 
 
 def matrices(model: Model | Foreign) -> Params:
-    """True where a parameter is a matrix (two dims or more, layers aside): those decay."""
+    """Return for each parameter whether it is a matrix (two dims or more, layers aside): weight decay is for those."""
     if isinstance(model, Foreign):
         return jax.tree.map(lambda a: a.ndim >= 2, model.abstract)
-    return jax.tree.map(
-        lambda axes: sum(name not in (None, LAYERS) for name in axes) >= 2,
-        model.axes,
-        is_leaf=lambda axes: isinstance(axes, tuple),
-    )
+
+    def is_matrix(axes: tuple[str | None, ...]) -> bool:
+        return sum(name not in (None, LAYERS) for name in axes) >= 2
+
+    return jax.tree.map(is_matrix, model.axes, is_leaf=lambda axes: isinstance(axes, tuple))

@@ -1,10 +1,10 @@
 """Causal attention, and which form of it runs: cuDNN's on GPUs that have it, blocks of queries elsewhere.
 
-Query heads are N = G K: each of the K key/value heads serves G of them in a row (grouped-query attention, Ainslie et
-al. 2023). Nothing repeats keys or values.
+Query heads are N = G K: each of the K key/value heads serves G of them in a row (grouped-query attention, GQA, Ainslie
+et al. 2023). Nothing repeats keys or values.
 
-Where the documents of a row are apart, `starts` tells of each position where in its row its document starts: the past
-begins there.
+Where the documents of a row are kept apart, `starts` holds for each position where in its row its document starts: the
+past begins there.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxdist.sharding import Layout, wide
 
 ATTENTION = "attention"
-"""The name of attention's results, for policies of recomputation."""
+"""The checkpoint name of attention's results, for activation checkpointing (remat) policies."""
 
 BLOCK = 128
 """Fewest queries that blocked attention works on at a time."""
 
-NO_DOCUMENTS = "cuDNN's, as jax.nn offers it, knows no documents, and model.documents is apart"
-"""Why documents that are apart keep it away."""
+NO_DOCUMENTS = "cuDNN attention, as jax.nn offers it, knows no documents, and model.documents is apart"
+"""Why cuDNN attention does not run where documents are kept apart."""
 
 Starts = Int[Array, "B S"] | None
 """Where in its row the document of each position starts; None: a row is one document."""
@@ -39,9 +39,9 @@ def causal_attention(
     v: Float[Array, "B S K H"],
     starts: Starts = None,
 ) -> Float[Array, "B S N H"]:
-    """Softmax attention over the past (Vaswani et al. 2017, eq. 1), softmax in f32; the heads are the whole mesh's.
+    """Attend to the past (Vaswani et al. 2017, eq. 1), softmax in f32; the heads are those of the whole mesh.
 
-    `attention_kernel` tells which form runs.
+    `attention_kernel` says which form runs.
     """
     if why_not_cudnn(layout, q.shape, q.dtype, starts is not None):
         return _blocked_attention(q, k, v, starts)
@@ -49,49 +49,56 @@ def causal_attention(
 
 
 def attention_kernel(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.dtype, apart: bool = False) -> str:
-    """Which attention runs for queries of `shape` [B, S, N, H] on the whole mesh, and why: for the summary of a run.
+    """Describe which attention runs for queries of `shape` [B, S, N, H] on the whole mesh, and why.
 
-    `apart`: in rows of several documents, within each.
+    `apart`: documents of a row do not see each other.
     """
     reason = why_not_cudnn(layout, shape, dtype, apart)
     if not reason:
         return f"cuDNN flash attention: {layout.platform}, {jnp.dtype(dtype).name}, heads of {shape[3]}"
-    blocks, within = shape[1] // block_rows(shape[1]), " within documents" if apart else ""
+    sequence = shape[1]
+    blocks = sequence // block_rows(sequence)
+    within = " within documents" if apart else ""
     return f"causal attention{within} in {blocks} block(s) of queries, because {reason}"
 
 
 def why_not_cudnn(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.dtype, apart: bool = False) -> str:
-    """What keeps cuDNN's attention from queries of `shape` [B, S, N, H] on the whole mesh; empty where nothing does."""
+    """Return why cuDNN attention cannot run for queries of `shape` [B, S, N, H] on the whole mesh; empty if it can."""
     return beyond_cudnn(layout, shape, dtype, apart) or cudnn_missing()
 
 
 def beyond_cudnn(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.dtype, apart: bool = False) -> str:
-    """The same, for devices that have cuDNN.
+    """Return the same as `why_not_cudnn`, for devices that have cuDNN.
 
-    The limits are those that jax.nn.dot_product_attention checks, and two that it does not: flash attention begins
-    with compute capability 8.0, and above 2^31 elements on a device gradients are wrong without a word.
+    The limits are those that jax.nn.dot_product_attention checks, and two that it does not: flash attention begins with
+    compute capability 8.0, and above 2^31 elements on a device gradients are silently wrong.
     """
-    name, size, capability = jnp.dtype(dtype).name, shape[3], layout.capability
-    largest = 256 if capability >= (9, 0) else 128
-    elements = math.prod(shape) // (1 if layout.manual else layout.parts("batch") * layout.parts("heads"))
+    capability = layout.capability
     if not capability:
-        return f"cuDNN's is for CUDA devices, not for this {layout.platform}"
+        return f"cuDNN attention needs a CUDA device, and this is a {layout.platform}"
     if apart:
         return NO_DOCUMENTS
     if capability < (8, 0):
-        return f"cuDNN's needs compute capability 8.0, and this device has {capability[0]}.{capability[1]}"
+        return f"cuDNN attention needs compute capability 8.0, and this device has {capability[0]}.{capability[1]}"
+    name = jnp.dtype(dtype).name
     if name not in ("bfloat16", "float16"):
-        return f"cuDNN's takes bfloat16 or float16, not {name}"
-    if size % 8 or size > largest:
-        return f"cuDNN's takes heads of a multiple of 8 up to {largest} here, not of {size}"
+        return f"cuDNN attention takes bfloat16 or float16, not {name}"
+    head_size = shape[3]
+    largest = 256 if capability >= (9, 0) else 128
+    if head_size % 8 or head_size > largest:
+        return f"cuDNN attention takes heads of a multiple of 8 up to {largest} here, not of {head_size}"
+    # In a pipeline's region `shape` is a device's own part already.
+    parts = 1 if layout.manual else layout.parts("batch") * layout.parts("heads")
+    elements = math.prod(shape) // parts
     if elements > 2**31:
-        return f"cuDNN's gradients are wrong above 2^31 query elements on a device, and this one has {elements:,}"
+        return f"cuDNN attention has wrong gradients above 2^31 query elements on a device, and this has {elements:,}"
     return ""
 
 
 def cudnn_missing() -> str:
-    """What is said where JAX's CUDA plug-in finds no cuDNN; empty where it does. Devices must have been asked for."""
-    from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version  # what jax.nn asks, and dies of
+    """Return a message if JAX's CUDA plug-in finds no cuDNN, else an empty one; devices must have been asked for."""
+    # The check that jax.nn makes, and raises from.
+    from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
 
     try:
         check_cudnn_version()
@@ -101,12 +108,12 @@ def cudnn_missing() -> str:
 
 
 def is_cudnn_forward(primitive: jax.extend.core.Primitive, *_, **__) -> bool:
-    """A policy of recomputation that keeps the results of cuDNN's attention: a name would not reach into its VJP."""
+    """Keep the results of cuDNN attention: a remat policy, because a name does not reach into its custom VJP."""
     return primitive.name == "dot_product_attention_fwd_wrapper"
 
 
 def _cudnn_attention(layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """FlashAttention-2 (Dao 2023) as cuDNN has it, on each device's own rows and heads.
+    """Run FlashAttention-2 (Dao 2023) of cuDNN on each device's own rows and heads.
 
     The tests trace it; it has never run, because there was no GPU to run it on.
     """
@@ -120,26 +127,30 @@ def _cudnn_attention(layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array) -
 def _blocked_attention(
     q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], starts: Starts
 ) -> Float[Array, "B S N H"]:
-    """Attention in blocks of queries that skip the keys after them.
+    """Attend in blocks of queries that skip the keys after them.
 
     With n blocks the work is (n + 1) / 2n of the full square (Dao 2023, section 3.1.1). No S x S array is kept: the
-    backward pass makes each block's probabilities again from the log sum exp of its rows (section 3.1). The blocks are
+    backward pass recomputes each block's probabilities from the log sum exp of its rows (section 3.1). The blocks are
     unrolled, at most 8, so that the program does not grow with S.
-
-    Policies of recomputation see nothing inside a custom VJP: so the results are made and named before it.
     """
+    # Remat policies see nothing inside a custom VJP: so the results are made and named before it.
     results = _blocked_forward(*map(jax.lax.stop_gradient, (q, k, v)), starts)
-    return _with_gradient(q, k, v, starts, *(checkpoint_name(a, ATTENTION) for a in results))
+    out, sums = (checkpoint_name(a, ATTENTION) for a in results)
+    return _with_gradient(q, k, v, starts, out, sums)
 
 
 def _blocked_forward(q, k, v, starts):
-    """Output [B, S, N, H], kept as its product with a weight keeps it, and log sum exp [B, K, S', 1].
+    """Return the output [B, S, N, H], laid out as its matmul with a weight keeps it, and log sum exp [B, K, S', 1].
 
     S' is G S: see `_group`. The keys' S is called T.
     """
-    group, sequence = q.shape[2] // k.shape[2], q.shape[1]
-    q, k, v = _group(q, group), k.swapaxes(1, 2), v.swapaxes(1, 2)
-    blocks, sums = [], []
+    group = q.shape[2] // k.shape[2]
+    sequence = q.shape[1]
+    q = _group(q, group)
+    k = k.swapaxes(1, 2)
+    v = v.swapaxes(1, 2)
+    blocks = []
+    sums = []
     for rows, past in _blocks(sequence, group):
         scores = _scores(q[:, :, rows], k[:, :, past], group, starts)
         highest = jnp.max(scores, -1, keepdims=True)
@@ -155,48 +166,60 @@ def _blocked_forward(q, k, v, starts):
 def _with_gradient(
     q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, out: jax.Array, sums: jax.Array
 ) -> jax.Array:
-    """`out`, whose gradient goes to q, k and v."""
+    """Return `out`, whose gradient goes to q, k and v."""
     return out
 
 
-def _blocked_backward(saved, g):
-    """Dao et al. 2022, appendix B.2. dK and dV are formed transposed, so that P and dS, the large ones, are not.
+def _with_gradient_forward(q, k, v, starts, out, sums):
+    return out, (q, k, v, starts, out, sums)
 
-    Q and dO are turned around behind a barrier for the CPU's sake: see `tensor._product_backward`. The blocks' shares
-    of dK and dV are added in f32.
-    """
+
+def _with_gradient_backward(saved, g):
+    """Return the gradients of q, k and v (Dao et al. 2022, appendix B.2)."""
     q, k, v, starts, out, sums = saved
-    group, sequence = q.shape[2] // k.shape[2], q.shape[1]
+    group = q.shape[2] // k.shape[2]
+    sequence = q.shape[1]
     correction = _group(jnp.sum((g * out).astype(sums.dtype), -1, keepdims=True), group)
-    q, g, k, v = _group(q, group), _group(g, group), k.swapaxes(1, 2), v.swapaxes(1, 2)
+    q = _group(q, group)
+    g = _group(g, group)
+    k = k.swapaxes(1, 2)
+    v = v.swapaxes(1, 2)
+    # dK and dV are formed transposed, so that P and dS, the large ones, are not. Q and dO are transposed behind a
+    # barrier for the CPU's sake: see `parallel.matmul_cpu`.
     q_columns, g_columns = jax.lax.optimization_barrier((q.swapaxes(2, 3), g.swapaxes(2, 3)))
-    turned = lambda a, b: jnp.einsum("BKHS,BKST->BKHT", a, b).astype(sums.dtype)
-    dq, dk, dv = [], 0, 0
+
+    def transposed(a, b):
+        return jnp.einsum("BKHS,BKST->BKHT", a, b).astype(sums.dtype)
+
+    dq = []
+    # The blocks' shares of dK and dV are accumulated in f32.
+    dk = 0
+    dv = 0
     for rows, past in _blocks(sequence, group):
-        after = [(0, 0)] * 3 + [(0, sequence - past.stop)]
+        after = [(0, 0), (0, 0), (0, 0), (0, sequence - past.stop)]
         p = jnp.exp(_scores(q[:, :, rows], k[:, :, past], group, starts) - sums[:, :, rows])
         dp = jnp.einsum("BKSH,BKTH->BKST", g[:, :, rows], v[:, :, past], preferred_element_type=p.dtype)
         ds = (p * (dp - correction[:, :, rows]) * q.shape[-1] ** -0.5).astype(q.dtype)
         dq.append(jnp.einsum("BKST,BKTH->BKSH", ds, k[:, :, past]))
-        dk += jnp.pad(turned(q_columns[..., rows], ds), after)
-        dv += jnp.pad(turned(g_columns[..., rows], p.astype(g.dtype)), after)
+        dk += jnp.pad(transposed(q_columns[..., rows], ds), after)
+        dv += jnp.pad(transposed(g_columns[..., rows], p.astype(g.dtype)), after)
     dk, dv = (jnp.moveaxis(d, 3, 1).astype(k.dtype) for d in (dk, dv))
     return _ungroup(jnp.concatenate(dq, axis=2), group), dk, dv, None, None, None
 
 
-_with_gradient.defvjp(lambda *saved: (saved[4], saved), _blocked_backward)
+_with_gradient.defvjp(_with_gradient_forward, _with_gradient_backward)
 
 
 def _scores(
     q: Float[Array, "B K S' H"], k: Float[Array, "B K T H"], group: int, starts: Starts
 ) -> Float[Array, "B K S' T"]:
-    """The last block of queries against all keys up to the last one of them, -inf where a key is not to be seen."""
+    """Return the scores of the last block of queries with all keys up to its end, -inf where a key is not visible."""
     scores = jnp.einsum("BKSH,BKTH->BKST", q * q.shape[-1] ** -0.5, k, preferred_element_type=wide(q.dtype))
     return jnp.where(_visible(q.shape[2] // group, k.shape[2], group, starts), scores, -jnp.inf)
 
 
 def _visible(rows: int, keys: int, group: int, starts: Starts) -> Bool[Array, "... S' T"]:
-    """Whether the last `rows` of `keys` positions see each of them: one that does not come later, of their document."""
+    """Return which of `keys` positions the last `rows` of them see: those that are not later, in the same document."""
     past = jnp.tile(jnp.tril(jnp.ones((rows, keys), bool), keys - rows), (group, 1))
     if starts is None:
         return past
@@ -205,9 +228,9 @@ def _visible(rows: int, keys: int, group: int, starts: Starts) -> Bool[Array, ".
 
 
 def _group(a: Float[Array, "B S N H"], group: int) -> Float[Array, "B K S' H"]:
-    """The queries of the `group` heads that share keys as rows of one head: block by block, in each head by head.
+    """Lay out the queries of the `group` heads that share keys as rows of one head: by block, then by head.
 
-    So a block of queries is one slice, and its products with the keys are one each. Where N is split, K is.
+    So a block of queries is one slice, and its matmuls with the keys are one each. Where N is split, K is.
     """
     batch, sequence, heads, size = a.shape
     a = a.swapaxes(1, 2)
@@ -219,7 +242,7 @@ def _group(a: Float[Array, "B S N H"], group: int) -> Float[Array, "B K S' H"]:
 
 
 def _ungroup(a: Float[Array, "B K S' H"], group: int) -> Float[Array, "B S N H"]:
-    """The inverse of `_group`."""
+    """Return the inverse of `_group`."""
     batch, kv_heads, queries, size = a.shape
     if group > 1:
         a = a.reshape(batch, kv_heads, -1, group, block_rows(queries // group), size)
@@ -229,14 +252,14 @@ def _ungroup(a: Float[Array, "B K S' H"], group: int) -> Float[Array, "B S N H"]
 
 
 def _blocks(sequence: int, group: int) -> list[tuple[slice, slice]]:
-    """(the queries of a block, as `_group` has them; the keys that some of them see) for every block."""
+    """Return for every block (its queries, as `_group` lays them out; the keys that some of them see)."""
     rows = block_rows(sequence)
     ends = range(rows, sequence + 1, rows)
     return [(slice(group * (end - rows), group * end), slice(0, end)) for end in ends]
 
 
 def block_rows(sequence: int) -> int:
-    """How many queries blocked attention works on at a time."""
+    """Return how many queries blocked attention works on at a time."""
     blocks = min(8, sequence // BLOCK)
     while blocks > 1 and sequence % blocks:
         blocks -= 1

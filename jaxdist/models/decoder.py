@@ -1,4 +1,4 @@
-"""What the decoder-only models share: how they are called, and the way from the residual stream to a loss."""
+"""What the decoder-only models share: their interface, and the way from the residual stream to a loss."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from jaxdist.sharding import Layout
 
 
 class Decoder(nnx.Module):
-    """Offers `embed`, `blocks` (every layer, stacked on a leading L) and `loss` or `logits`, from one to the next.
+    """A decoder as `embed`, `blocks` (all layers, stacked on a leading L) and `loss` or `logits`, to run in this order.
 
-    A model sets what is named here, and adds `embed(tokens, keys, starts)`; `output` is None where the table serves as
-    output.
+    A model sets the attributes below and adds `embed(tokens, keys, starts)`.
     """
 
     layout: Layout
@@ -22,13 +21,18 @@ class Decoder(nnx.Module):
     blocks: nnx.Module
     norm: nnx.Module
     output: nnx.Param | None
+    """The output projection; None where the embedding table serves as one."""
 
     def loss(self, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:
-        """Summed cross-entropy in nats over the labels that are not -1."""
+        """Return the summed cross-entropy in nats over the labels that are not -1."""
         return cross_entropy(self.layout, self.norm(x), self._output_table(), labels)
 
     def logits(self, x: Float[Array, "B s D"]) -> Float[Array, "B S V"]:
-        return einsum(self.layout, "BSD,VD->BSV", enter(self.layout, self.norm(x), "vocab"), self._output_table())
+        """Return the logits of every position."""
+        x = enter(self.layout, self.norm(x), "vocab")
+        return einsum(self.layout, "BSD,VD->BSV", x, self._output_table())
 
     def _output_table(self) -> Float[Array, "V D"]:
-        return self.table[...] if self.output is None else self.output[...]
+        if self.output is None:
+            return self.table[...]
+        return self.output[...]

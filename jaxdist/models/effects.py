@@ -1,4 +1,4 @@
-"""What the call of a module leaves behind in it: a step keeps its variables, and refuses what it cannot keep."""
+"""Find what the call of a module changes in it: a step keeps its variables, and refuses what it cannot keep."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VARIABLES = (
 def call(
     make: Callable[[Params], nnx.Module], params: Params, use: Callable[[nnx.Module], Any]
 ) -> tuple[Any, nnx.Module]:
-    """`use(make(params))` and the module after it.
+    """Return `use(make(params))`, and the module after it.
 
     Raises `ValueError` where the call has changed parameters, or an attribute that holds no array.
     """
@@ -47,23 +47,24 @@ def call(
 
 
 def params_of(module: nnx.Module) -> Params:
+    """Return the parameters of a module."""
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
 def variables_of(module: nnx.Module) -> Params:
-    """All arrays of a module but its parameters."""
+    """Return all arrays of a module but its parameters."""
     return nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
 
 
 def check_variables(before: Params, after: Params) -> None:
-    """Raises `ValueError` where a call has left a module with other variables, or some of other shape or dtype."""
+    """Raise `ValueError` where a call has left a module with other variables, or changed a shape or dtype."""
     _check_kinds(before, after, "", VARIABLES)
 
 
 def settings(module: nnx.Module) -> dict[str, Any]:
-    """The attributes of a module and its parts that hold no arrays, by name.
+    """Return the attributes of a module and its parts that hold no arrays, by name.
 
-    The modes are left out: a loss function may set them before it calls the module, which holds in every step.
+    The modes are left out: a loss function may set them before it calls the module, and does so in every step.
     """
     found = {}
     for path, part in nnx.iter_graph(module):
@@ -72,26 +73,30 @@ def settings(module: nnx.Module) -> dict[str, Any]:
         for name, value in vars(part).items():
             if name.startswith("_pytree__") or name in MODES or _holds_arrays(part, name):
                 continue
-            can_change = isinstance(value, list | dict | set)
-            found[".".join(map(str, (*path, name)))] = copy.copy(value) if can_change else value
+            # A copy, so that a change in place is seen too.
+            if isinstance(value, list | dict | set):
+                value = copy.copy(value)
+            found[".".join(map(str, (*path, name)))] = value
     return found
 
 
 def _holds_arrays(part: nnx.Pytree, name: str) -> bool:
-    """As Flax has noted when the attribute was first set; all items of its lists do."""
+    """Return what Flax noted when the attribute was first set; all items of its lists hold arrays."""
     if isinstance(part, nnx.List):
         return name.isdigit()
     return part._pytree__nodes.get(name, False)
 
 
 def _check_params(before: Params, after: Params, again: Callable[[], Params]) -> None:
-    """Raises `ValueError` where a call has left a module with other parameters.
+    """Raise `ValueError` where a call has left a module with other parameters.
 
-    `again` makes the call once more and returns the parameters after it: one that has gone through `nnx.remat` or
-    `nnx.jit` is another object then, and only the jaxpr says that it is the same array.
+    `again` makes the call once more and returns the parameters after it.
     """
     _check_kinds(before, after, "parameter ", PARAMETERS)
-    old, new = named(before), named(after)
+    old = named(before)
+    new = named(after)
+    # A parameter that has gone through `nnx.remat` or `nnx.jit` is another object, and only the jaxpr of the call says
+    # that it is the same array.
     others = [name for name in old if new[name] is not old[name]]
     if not others:
         return
@@ -107,7 +112,7 @@ def _check_params(before: Params, after: Params, again: Callable[[], Params]) ->
 
 
 def _check_settings(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Raises `ValueError` where a call has changed an attribute that is no array: the next step would not see it."""
+    """Raise `ValueError` where a call has changed an attribute that is no array: the next step would not see it."""
     changed = [
         name
         for name in sorted({*before, *after})
@@ -121,19 +126,21 @@ def _check_settings(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 def _check_kinds(before: Params, after: Params, what: str, remedy: str) -> None:
+    """Raise `ValueError` unless both have the same names, shapes and dtypes."""
     old = {name: (leaf.shape, leaf.dtype) for name, leaf in named(before).items()}
     new = {name: (leaf.shape, leaf.dtype) for name, leaf in named(after).items()}
-    for verb, names in {
+    changes = {
         "adds": new.keys() - old.keys(),
         "removes": old.keys() - new.keys(),
         "changes the shape or dtype of": {name for name in old.keys() & new if old[name] != new[name]},
-    }.items():
+    }
+    for verb, names in changes.items():
         if names:
             raise ValueError(f"calling the module {verb} {what}{', '.join(sorted(names))}; {remedy}")
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whatever the objects think of `==`."""
+    """Return whether two attributes are equal; False where their `==` raises or gives no truth value."""
     if a is b:
         return True
     if isinstance(a, list | tuple) and type(a) is type(b):

@@ -1,4 +1,4 @@
-"""Any `flax.nnx.Module` as pure functions over plain dicts: what knows nothing of meshes is called as it is."""
+"""Take any `flax.nnx.Module` apart into pure functions over plain dicts; the module need not know of meshes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Params = dict[str, Any]
 """Nested dict of arrays; of a decoder, `params["blocks"]` holds every layer, stacked on a leading L."""
 
 LossFunction = Callable[..., Any]
-"""`loss_fn(module, batch)`, or with a third argument named `train`: a mean over the rows of `batch`, or
+"""`loss_fn(module, batch)`, or with a third argument named `train`. Returns a mean over the rows of `batch`, or
 (that mean, {name: another mean over rows})."""
 
 Computed = tuple[Float[Array, ""], Params, dict[str, Float[Array, ""]]]
@@ -31,13 +31,14 @@ Computed = tuple[Float[Array, ""], Params, dict[str, Float[Array, ""]]]
 
 @dataclass(frozen=True)
 class Foreign:
-    """A module taken apart once: parameters here, everything else that it holds (`variables`) there."""
+    """A user's module taken apart once, into parameters and everything else that it holds (`variables`)."""
 
     make: Callable[[nnx.Rngs], nnx.Module]
+    """Builds the module."""
     training: nnx.GraphDef
-    """As it was built: what the constructor froze stays frozen."""
+    """Its structure as it was built: what the constructor froze stays frozen."""
     evaluation: nnx.GraphDef
-    """After `module.eval()`: no dropout, batch norm by its running statistics."""
+    """Its structure after `module.eval()`: no dropout, batch norm by its running statistics."""
     abstract: Params
     """Shape and dtype of every parameter."""
     axes: Params
@@ -45,26 +46,31 @@ class Foreign:
     variables: Params
     """Shape and dtype of batch statistics, keys and counts of random numbers, and the like."""
     agreements: Params
-    """How devices that have called the module apart agree on each of the variables."""
+    """How devices that have called the module on their own rows agree on each of the variables."""
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
-        """(parameters, variables) of a module made with `nnx.Rngs(key)`."""
+        """Return (parameters, variables) of a module made with `nnx.Rngs(key)`."""
         module = self.make(nnx.Rngs(key))
         return effects.params_of(module), effects.variables_of(module)
 
     def merge(self, params: Params, variables: Params, train: bool) -> nnx.Module:
-        """The module with these arrays, a copy that may be changed."""
+        """Return the module with these arrays, a copy that may be changed."""
         return nnx.merge(self.training if train else self.evaluation, params, variables, copy=True)
 
     def loss(self, loss_fn: LossFunction, params: Params, variables: Params, batch: Any, train: bool) -> Computed:
-        """Raises `ValueError` where `loss_fn` returns no scalar, or leaves in the module what a step cannot keep."""
-        told = {"train": train} if "train" in inspect.signature(loss_fn).parameters else {}
+        """Return (loss, variables after it, further means) of the rows of `batch`.
+
+        Raises `ValueError` where `loss_fn` returns no scalar, or leaves in the module what a step cannot keep.
+        """
+        options = {}
+        if "train" in inspect.signature(loss_fn).parameters:
+            options["train"] = train
 
         def make(params: Params) -> nnx.Module:
             return self.merge(params, variables, train)
 
         def use(module: nnx.Module) -> Any:
-            return loss_fn(module, batch, **told)
+            return loss_fn(module, batch, **options)
 
         if not train:
             loss, further = _result(use(make(params)))
@@ -77,9 +83,10 @@ class Foreign:
 
 
 def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Module], None] = lambda _: None) -> Foreign:
-    """Describe the module that `make` builds; `prepare` may change its attributes. Computes nothing, needs no device.
+    """Describe the module that `make` builds; computes nothing and needs no device.
 
-    Raises `ValueError` for what is no module, or has no parameters or such that cannot be trained.
+    `prepare` may change attributes of the module. Raises `ValueError` where `make` returns no module, or one that has
+    no parameters or some that cannot be trained.
     """
     check_call("model_fn", make, ("rngs",))
     module = nnx.eval_shape(lambda: _module(make(nnx.Rngs(0))))
@@ -87,7 +94,8 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Modu
     evaluated = nnx.clone(module)
     evaluated.eval()
     prepare(module)
-    abstract, variables = effects.params_of(module), effects.variables_of(module)
+    abstract = effects.params_of(module)
+    variables = effects.variables_of(module)
     if not jax.tree.leaves(abstract):
         raise ValueError(f"{type(module).__name__} has no parameters (nnx.Param); Linen modules need lazy_init first")
     for name, a in named(abstract).items():
@@ -109,16 +117,16 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Modu
 
 
 def _check_arrays(module: nnx.Module) -> None:
-    """Raises `ValueError` for arrays that Flax takes for settings, and for variables that hold more than one array."""
+    """Raise `ValueError` for arrays that Flax takes for settings, and for variables that hold more than one array."""
     outside = effects.settings(module)
     for path, part in nnx.iter_graph(module):
         if isinstance(part, dict):
             outside |= {".".join(map(str, (*path, name))): value for name, value in part.items()}
-    bare = [
-        name
-        for name, value in outside.items()
-        if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value, is_leaf=nnx.is_data))
-    ]
+    bare = []
+    for name, value in outside.items():
+        leaves = jax.tree.leaves(value, is_leaf=nnx.is_data)
+        if any(isinstance(leaf, jax.Array) for leaf in leaves):
+            bare.append(name)
     if bare:
         raise ValueError(
             f"{type(module).__name__} holds {', '.join(bare[:4])}, an array that is no nnx.Variable: make it one, or a "
@@ -133,7 +141,7 @@ def _check_arrays(module: nnx.Module) -> None:
 
 
 def _decide_modes(module: nnx.Module) -> None:
-    """Set for training what the constructor has left open, as `nnx.MultiHeadAttention` does."""
+    """Set the modes for training that the constructor has left open, as that of `nnx.MultiHeadAttention` does."""
     for _, part in nnx.iter_modules(module):
         for mode in effects.MODES:
             if vars(part).get(mode, True) is None:
@@ -141,14 +149,14 @@ def _decide_modes(module: nnx.Module) -> None:
 
 
 def synchronise(module: nnx.Module, axes: tuple[str, ...]) -> None:
-    """Take the statistics of batch norm over the devices of these mesh axes, where each has its own rows."""
+    """Make batch norm take its statistics over the devices of these mesh axes, where each has its own rows."""
     for _, part in nnx.iter_modules(module):
         if isinstance(part, nnx.BatchNorm) and axes:
             part.axis_name = axes
 
 
 def check_call(what: str, function: Any, arguments: tuple[str, ...]) -> None:
-    """Raises `ValueError` for what cannot be called with these arguments, by position, and perhaps `train`."""
+    """Raise `ValueError` unless `function` takes these arguments by position, and perhaps `train`."""
     call = f"{what}({', '.join(arguments)})"
     if isinstance(function, nnx.Module | flax.linen.Module):
         raise ValueError(
@@ -158,27 +166,36 @@ def check_call(what: str, function: Any, arguments: tuple[str, ...]) -> None:
     if not callable(function):
         raise ValueError(f"{what} is {function!r}, which cannot be called; give a function {call}")
     signature = _signature(function)
+    options = {}
+    if "train" in signature.parameters:
+        options["train"] = True
     try:
-        signature.bind(*arguments, **({"train": True} if "train" in signature.parameters else {}))
+        signature.bind(*arguments, **options)
     except TypeError as error:
         hint = "lambda rngs: Model(rngs=rngs)" if "rngs" in arguments else "lambda module, batch: ..."
         raise ValueError(f"{what} takes {signature}, but is called as {call}: {error}; wrap it: {hint}") from error
 
 
 def _signature(function: Callable) -> inspect.Signature:
-    """Of a class, what its constructor takes: Flax's metaclass takes anything."""
+    """Return the signature of a function, or of a class what its constructor takes."""
     if not isinstance(function, type):
         return inspect.signature(function)
+    # Flax's metaclass takes anything.
     signature = inspect.signature(function.__init__)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def cast(tree: Any, dtype: Any) -> Any:
-    """The floats among the leaves as `dtype`."""
-    return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
+    """Cast the floats among the leaves to `dtype`."""
+
+    def cast_float(a):
+        return a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a
+
+    return jax.tree.map(cast_float, tree)
 
 
 def _module(made: Any) -> nnx.Module:
+    """Return what `model_fn` returned; raise `ValueError` if it is no module that can be trained."""
     if not isinstance(made, nnx.Module):
         raise ValueError(f"model_fn returned {type(made).__name__}; return a flax.nnx.Module (Linen: nnx.bridge.ToNNX)")
     _check_arrays(made)
@@ -190,6 +207,7 @@ def _is_variable(value: Any) -> bool:
 
 
 def _agreement(variable: nnx.Variable | jax.ShapeDtypeStruct) -> Agreement:
+    """Return how devices agree on a variable that each has computed from its own rows."""
     if jnp.issubdtype(variable.dtype, jax.dtypes.prng_key):
         return "key"
     if isinstance(variable, nnx.RngCount):
@@ -200,7 +218,7 @@ def _agreement(variable: nnx.Variable | jax.ShapeDtypeStruct) -> Agreement:
 
 
 def _axes(p: nnx.Variable) -> tuple[str | None, ...]:
-    """Dims that stacking has put before those that are named are layers."""
+    """Return the logical axes of a parameter; dims that stacking has put before those that are named are layers."""
     named = p.get_metadata().get("axes", (None,) * p.ndim)
     if len(named) > p.ndim:
         raise ValueError(f"a parameter of shape {p.shape} has {len(named)} logical axes {named}; name one for each dim")
@@ -208,7 +226,7 @@ def _axes(p: nnx.Variable) -> tuple[str | None, ...]:
 
 
 def mean_over_rows(returned: Any) -> Float[Array, ""]:
-    """What a loss function returned, if it is the mean alone. Raises `ValueError` for anything else."""
+    """Return what a loss function returned, if it is the mean alone; raise `ValueError` for anything else."""
     loss, further = _result(returned)
     if further:
         raise ValueError(f"head returned further means, {', '.join(sorted(further))}; a pipeline adds up none")
@@ -216,7 +234,11 @@ def mean_over_rows(returned: Any) -> Float[Array, ""]:
 
 
 def _result(returned: Any) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    loss, further = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    """Return (mean loss, further means) as arrays; raise `ValueError` for what is neither."""
+    loss = returned
+    further = {}
+    if isinstance(returned, tuple) and len(returned) == 2:
+        loss, further = returned
     if not isinstance(further, dict):
         raise ValueError(
             f"loss_fn returned a pair whose second part is {type(further).__name__}; return a dict of means"
@@ -224,8 +246,11 @@ def _result(returned: Any) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]
     if "loss" in further:
         raise ValueError("loss_fn names a further mean 'loss', as the loss itself is called; give it another name")
     for name, value in {"loss": loss, **further}.items():
-        number = isinstance(value, jax.Array | np.ndarray | np.generic | float | int)
-        if not number or jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-            kind = f"shape {jnp.shape(value)} and dtype {jnp.result_type(value)}" if number else type(value).__name__
+        kind = type(value).__name__
+        is_scalar = False
+        if isinstance(value, jax.Array | np.ndarray | np.generic | float | int):
+            kind = f"shape {jnp.shape(value)} and dtype {jnp.result_type(value)}"
+            is_scalar = jnp.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.floating)
+        if not is_scalar:
             raise ValueError(f"loss_fn returned {name}: {kind}; return the mean over the rows, one real number")
     return jnp.asarray(loss), {name: jnp.asarray(value) for name, value in further.items()}

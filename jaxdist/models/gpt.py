@@ -19,8 +19,10 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches."""
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
-        out_scale = 0.02 / (2 * config.layers) ** 0.5  # keeps the variance of the residual stream: GPT-2, section 2.3
-        self.layout, self.rate = layout, config.dropout
+        # Keeps the variance of the residual stream: GPT-2, section 2.3.
+        out_scale = 0.02 / (2 * config.layers) ** 0.5
+        self.layout = layout
+        self.rate = config.dropout
         self.norm1 = LayerNorm(config.embed)
         self.attention = Attention(config.embed, config.heads, layout, rngs, out_scale)
         self.norm2 = LayerNorm(config.embed)
@@ -29,15 +31,17 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None, starts: Starts
     ) -> Float[Array, "B s D"]:
+        """Return the residual stream after the block; `keys` are those of dropout, one a row."""
         x = x + dropout(self.layout, self.attention(self.norm1(x), starts), self.rate, keys, site=0)
         return x + dropout(self.layout, self.mlp(self.norm2(x)), self.rate, keys, site=1)
 
 
 class GPT(Decoder):
-    """Learned positions are added to the tokens' vectors."""
+    """The decoder of GPT-2; learned positions are added to the vectors of the tokens."""
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
-        self.layout, self.rate = layout, config.dropout
+        self.layout = layout
+        self.rate = config.dropout
         self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
         self.positions = weight(rngs, (config.sequence, config.embed), ("residual", "embed"), 0.01)
         self.blocks = jax.vmap(lambda rngs: Block(config, layout, rngs))(rngs.split(config.layers))
@@ -45,6 +49,7 @@ class GPT(Decoder):
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
 
     def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts) -> Float[Array, "B s D"]:
+        """Return the residual stream before the first block; positions are counted from the start of each document."""
         x = lookup(self.layout, self.table[...], tokens)
         if starts is None:
             x = x + spread(self.positions[...][: tokens.shape[1]], x)

@@ -19,13 +19,14 @@ from jaxdist.sharding import Layout, spread, wide
 
 
 def normal(key: Key[Array, ""], shape: Sequence[int], scale: float) -> Float[Array, "..."]:
-    """Normal numbers (standard deviation `scale`, cut at 4.9 of them) with the same bits on every mesh and backend.
+    """Draw normal numbers (standard deviation `scale`, cut at 4.9 of them): the same bits on every mesh and backend.
 
     The sum of eight uniform 16-bit integers (Irwin-Hall, excess kurtosis -0.15) is exact, and one multiplication
     follows. The usual inverse error function is not reproducible: its last bit depends on how XLA fuses it, which
     depends on the layout of the result.
     """
-    n, bits = 8, 16
+    n = 8
+    bits = 16
     words = [jax.random.bits(k, shape, jnp.uint32) for k in jax.random.split(key, n // 2)]
     total = sum(((w >> bits) + (w & (2**bits - 1))).astype(jnp.int32) for w in words)
     deviation = 2**bits * math.sqrt(n / 12)
@@ -33,17 +34,18 @@ def normal(key: Key[Array, ""], shape: Sequence[int], scale: float) -> Float[Arr
 
 
 def weight(rngs: nnx.Rngs, shape: Sequence[int], axes: tuple[str | None, ...], scale: float = 0.02) -> nnx.Param:
-    """A normal-initialised parameter whose dims carry the logical `axes`."""
+    """Make a parameter of normal numbers whose dims carry the logical `axes`."""
     return nnx.Param(normal(rngs.params(), shape, scale), axes=axes)
 
 
 def constant(value: float, shape: Sequence[int], axes: tuple[str | None, ...]) -> nnx.Param:
+    """Make a parameter filled with `value` whose dims carry the logical `axes`."""
     return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
 
 
 recomputed = partial(jax.checkpoint, prevent_cse=False)
-"""Marks cheap functions: only their inputs are kept, and the backward pass computes the rest again. That takes less
-time than writing it to memory and reading it back, and saves half of the memory."""
+"""Activation checkpointing (remat) of cheap functions: only their inputs are kept, and the backward pass recomputes the
+rest. That takes less time than writing it to memory and reading it back, and saves half of the memory."""
 
 
 class LayerNorm(nnx.Module):
@@ -54,6 +56,7 @@ class LayerNorm(nnx.Module):
         self.bias = constant(0.0, (embed,), ("norm",))
 
     def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
+        """Return (x - mean) / deviation * scale + bias, in the dtype of `x`."""
         return _layer_norm(x, self.scale[...], self.bias[...])
 
 
@@ -72,6 +75,7 @@ class RMSNorm(nnx.Module):
         self.scale = constant(1.0, (embed,), ("norm",))
 
     def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
+        """Return x / root mean square * scale, in the dtype of `x`."""
         return _rms_norm(x, self.scale[...])
 
 
@@ -86,16 +90,16 @@ def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 def column(
     layout: Layout, logical: str, dims: str, x: Float[Array, "B s D"], w: Float[Array, "D ..."]
 ) -> Float[Array, "B S ..."]:
-    """The residual stream times a weight whose columns are split along `logical`.
+    """Multiply the residual stream by a weight whose columns are split along `logical` (column-parallel).
 
     Only `x` is kept, as it lies on the residual stream. Where that is split along the sequence, the backward pass
-    gathers it again (Korthikanti et al. 2022, section 4.2.2); nobody needs the product again.
+    gathers it again (Korthikanti et al. 2022, section 4.2.2); nothing needs the result again.
     """
     return einsum(layout, dims, enter(layout, x, logical), w)
 
 
 class Attention(nnx.Module):
-    """Causal multi-head self-attention (Vaswani et al. 2017, section 3.2); one product makes query, key and value."""
+    """Causal multi-head self-attention (Vaswani et al. 2017, section 3.2); one matmul makes query, key and value."""
 
     def __init__(self, embed: int, heads: int, layout: Layout, rngs: nnx.Rngs, out_scale: float):
         size = embed // heads
@@ -106,80 +110,104 @@ class Attention(nnx.Module):
         self.out_bias = constant(0.0, (embed,), ("norm",))
 
     def __call__(self, x: Float[Array, "B s D"], starts: Starts) -> Float[Array, "B s D"]:
+        """Return the output of all heads, contracted back onto the residual stream."""
         qkv = column(self.layout, "heads", "BSD,DCNH->BSCNH", x, self.qkv[...])
         qkv = qkv + spread(self.qkv_bias[...], qkv)
         q, k, v = (qkv[:, :, i] for i in range(3))
-        out = einsum(self.layout, "BSNH,NHD->BsD", causal_attention(self.layout, q, k, v, starts), self.out[...])
+        out = causal_attention(self.layout, q, k, v, starts)
+        out = einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...])
         return out + spread(self.out_bias[...], out)
 
 
 class GroupedAttention(nnx.Module):
-    """Causal self-attention whose `kv_heads` keys and values serve `heads` queries (Ainslie et al. 2023, section 2.2).
+    """Grouped-query attention (GQA): `kv_heads` keys and values serve `heads` queries (Ainslie et al. 2023, 2.2).
 
-    One product makes them all: C = G + 2 heads for each key/value head, the G queries that it serves, its key and its
+    One matmul makes them all: C = G + 2 heads for each key/value head, the G queries that it serves, its key and its
     value. The model axis splits K; where it has more devices, each key and value is on several (`parallel.heads`), and
-    here K and G are what the weight in use has. The positions are rotary (Su et al. 2021).
+    here K and G are those of the weight in use. The positions are rotary (Su et al. 2021).
     """
 
     def __init__(
         self, embed: int, heads: int, kv_heads: int, theta: float, layout: Layout, rngs: nnx.Rngs, out_scale: float
     ):
         size = embed // heads
-        self.layout, self.theta = layout, theta
+        self.layout = layout
+        self.theta = theta
         self.qkv = weight(rngs, (embed, kv_heads, heads // kv_heads + 2, size), ("embed", "kv_heads", None, None))
         self.out = weight(rngs, (heads, size, embed), ("heads", None, "embed"), out_scale)
 
     def __call__(self, x: Float[Array, "B s D"], starts: Starts) -> Float[Array, "B s D"]:
+        """Return the output of all heads, contracted back onto the residual stream."""
         qkv = column(self.layout, "heads", "BSD,DKCH->BSKCH", x, self.qkv[...])
         q, k, v = jax.lax.split(qkv, (qkv.shape[3] - 2, 1, 1), axis=3)
         q, k, v = (a.reshape(*a.shape[:2], -1, a.shape[4]) for a in (q, k, v))
-        q, k = rotary(q, self.theta, starts), rotary(k, self.theta, starts)
-        return einsum(self.layout, "BSNH,NHD->BsD", causal_attention(self.layout, q, k, v, starts), self.out[...])
+        q = rotary(q, self.theta, starts)
+        k = rotary(k, self.theta, starts)
+        out = causal_attention(self.layout, q, k, v, starts)
+        return einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def rotary(x: Float[Array, "B S N H"], theta: float, starts: Starts = None) -> Float[Array, "B S N H"]:
     """Turn dims i and i + H/2 of position s by the angle s theta^(-2i/H) (Su et al. 2021, section 3.2.2).
 
-    So a query times a key depends on how far apart they are alone. The paper pairs neighbouring dims; halves are the
-    same up to the order of the dims, and cheaper to cut. Nothing is kept: the gradient is turned back. Where documents
-    have `starts`, positions are counted from there.
+    So a query times a key depends only on how far apart they are. The paper pairs neighbouring dims; halves are the
+    same up to the order of the dims, and cheaper to cut. Nothing is kept for the backward pass, which turns the
+    gradient back. Where documents have `starts`, positions are counted from there.
     """
     return _turn(x, theta, starts, 1)
 
 
 def _turn(x: jax.Array, theta: float, starts: Starts, way: int) -> jax.Array:
+    """Turn by the positions' angles (`way` 1), or back (-1)."""
     _, sequence, _, size = x.shape
     speeds = jnp.asarray(theta ** -(np.arange(0, size, 2) / size), wide(x.dtype))
-    places, rows = jnp.arange(sequence, dtype=speeds.dtype), None
+    places = jnp.arange(sequence, dtype=speeds.dtype)
+    # Angles are [S, H/2], or with documents [B, S, H/2]: `rows` gives the former a dim for B.
     if starts is None:
         angles = places[:, None] * speeds[None]
+        rows = None
     else:
-        angles, rows = (places[None] - starts)[..., None] * speeds[None, None], slice(None)
-    cos, sin = jnp.cos(angles)[rows, :, None], way * jnp.sin(angles)[rows, :, None]
+        angles = (places[None] - starts)[..., None] * speeds[None, None]
+        rows = slice(None)
+    cos = jnp.cos(angles)[rows, :, None]
+    sin = way * jnp.sin(angles)[rows, :, None]
     a, b = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-rotary.defvjp(
-    lambda x, theta, starts: (rotary(x, theta, starts), starts),
-    lambda theta, starts, g: (_turn(g, theta, starts, -1), None),
-)
+def _rotary_forward(x, theta, starts):
+    return rotary(x, theta, starts), starts
+
+
+def _rotary_backward(theta, starts, g):
+    return _turn(g, theta, starts, -1), None
+
+
+rotary.defvjp(_rotary_forward, _rotary_backward)
 
 
 @jax.custom_vjp
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """GELU (Hendrycks and Gimpel 2016), tanh form. Its slope is made along with it: one tanh, not three."""
+    """Apply GELU (Hendrycks and Gimpel 2016), tanh form."""
     return _gelu_forward(x)[0]
 
 
 def _gelu_forward(x):
-    a, c = math.sqrt(2 / math.pi), 0.044715
+    # The slope is computed along with the value: one tanh, not three.
+    a = math.sqrt(2 / math.pi)
+    c = 0.044715
     t = jnp.tanh(a * (x + c * x**3))
-    return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t**2) * a * (1 + 3 * c * x**2)
+    value = 0.5 * x * (1 + t)
+    slope = 0.5 * (1 + t) + 0.5 * x * (1 - t**2) * a * (1 + 3 * c * x**2)
+    return value, slope
 
 
-gelu.defvjp(_gelu_forward, lambda slope, g: (g * slope,))
+def _gelu_backward(slope, g):
+    return (g * slope,)
+
+
+gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
 class MLP(nnx.Module):
@@ -193,6 +221,7 @@ class MLP(nnx.Module):
         self.down_bias = constant(0.0, (embed,), ("norm",))
 
     def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
+        """Return gelu(x up + up_bias) down + down_bias."""
         h = column(self.layout, "mlp", "BSD,DF->BSF", x, self.up[...])
         out = _activate_and_contract(self.layout, h, self.up_bias[...], self.down[...])
         return out + spread(self.down_bias[...], out)
@@ -200,12 +229,15 @@ class MLP(nnx.Module):
 
 @partial(recomputed, static_argnums=0)
 def _activate_and_contract(layout: Layout, h: jax.Array, bias: jax.Array, down: jax.Array) -> jax.Array:
-    """Keeps `h` alone of the three arrays of width F. The product itself is not computed again: nobody needs it."""
+    """Return gelu(h + bias) down.
+
+    Of the three arrays of width F only `h` is kept. The matmul itself is not recomputed: nothing needs its result.
+    """
     return einsum(layout, "BSF,FD->BsD", gelu(h + spread(bias, h)), down)
 
 
 class SwiGLU(nnx.Module):
-    """Two layers around a product of silu(gate) and another (Shazeer 2020, eq. 6); one product makes both."""
+    """Two layers around silu(gate) times up (Shazeer 2020, eq. 6); one matmul makes gate and up."""
 
     def __init__(self, embed: int, mlp: int, layout: Layout, rngs: nnx.Rngs, out_scale: float):
         self.layout = layout
@@ -213,13 +245,14 @@ class SwiGLU(nnx.Module):
         self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), out_scale)
 
     def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
+        """Return (silu(x gate) * x up) down."""
         h = column(self.layout, "mlp", "BSD,DCF->BSCF", x, self.gate_up[...])
         return _gate_and_contract(self.layout, h, self.down[...])
 
 
 @partial(recomputed, static_argnums=0)
 def _gate_and_contract(layout: Layout, h: jax.Array, down: jax.Array) -> jax.Array:
-    """Keeps `h` alone of the arrays of width F."""
+    """Return (silu(gate) * up) down; of the arrays of width F only `h`, gate and up, is kept."""
     return einsum(layout, "BSF,FD->BsD", jax.nn.silu(h[:, :, 0]) * h[:, :, 1], down)
 
 
@@ -228,14 +261,21 @@ def dropout(
 ) -> Float[Array, "B s D"]:
     """Drop values with probability `rate`; `keys` holds one key per row, so a row's mask depends on no mesh.
 
-    `site` tells the places in a layer apart. No keys, no dropout (evaluation).
+    `site` distinguishes the places in a layer. No keys, no dropout (evaluation).
     """
     if keys is None or rate == 0.0:
         return x
-    whole = (x.shape[1] * layout.parts("residual"), x.shape[2]) if layout.manual else x.shape[1:]
-    one = lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, whole)
+    whole = x.shape[1:]
     if layout.manual:
-        keep = region.own(jax.vmap(one)(keys), layout.split("residual"), dim=1)
+        whole = (x.shape[1] * layout.parts("residual"), x.shape[2])
+
+    def mask_of_row(key):
+        return jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, whole)
+
+    masks = jax.vmap(mask_of_row)
+    if layout.manual:
+        keep = region.own(masks(keys), layout.split("residual"), dim=1)
     else:
-        keep = jax.sharding.auto_axes(jax.vmap(one), out_sharding=jax.typeof(x).sharding.spec)(keys)  # its own part
+        # Each device draws its own part of the mask.
+        keep = jax.sharding.auto_axes(masks, out_sharding=jax.typeof(x).sharding.spec)(keys)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

@@ -1,7 +1,7 @@
 """Llama (Touvron et al. 2023, section 2.2; Llama 3: Grattafiori et al. 2024, section 3.2).
 
 Pre-norm blocks of RMSNorm, rotary positions, grouped-query attention and SwiGLU; no biases, no dropout; tied or untied
-output. The rotary frequencies are not scaled, as Llama 3.1 scales them for contexts beyond the training's.
+output. The rotary frequencies are not scaled for contexts beyond those of the training, as Llama 3.1 scales them.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
-        embed, heads, kv_heads, theta = config.embed, config.heads, config.key_value_heads, config.rope_theta
-        out_scale = 0.02 / (2 * config.layers) ** 0.5  # as in the GPT: the papers do not tell theirs
-        self.norm1 = RMSNorm(embed)
-        self.attention = GroupedAttention(embed, heads, kv_heads, theta, layout, rngs, out_scale)
-        self.norm2 = RMSNorm(embed)
-        self.mlp = SwiGLU(embed, config.mlp_size, layout, rngs, out_scale)
+        # As in the GPT: the papers do not say what theirs is.
+        out_scale = 0.02 / (2 * config.layers) ** 0.5
+        self.norm1 = RMSNorm(config.embed)
+        self.attention = GroupedAttention(
+            config.embed, config.heads, config.key_value_heads, config.rope_theta, layout, rngs, out_scale
+        )
+        self.norm2 = RMSNorm(config.embed)
+        self.mlp = SwiGLU(config.embed, config.mlp_size, layout, rngs, out_scale)
 
     def __call__(
         self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None, starts: Starts
     ) -> Float[Array, "B s D"]:
+        """Return the residual stream after the block; `keys` are not used: there is no dropout."""
         x = x + self.attention(self.norm1(x), starts)
         return x + self.mlp(self.norm2(x))
 
 
 class Llama(Decoder):
-    """Positions enter through attention alone."""
+    """The decoder of Llama; positions enter through attention alone."""
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
         self.layout = layout
@@ -47,4 +50,5 @@ class Llama(Decoder):
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
 
     def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts) -> Float[Array, "B s D"]:
+        """Return the residual stream before the first block."""
         return lookup(self.layout, self.table[...], tokens)

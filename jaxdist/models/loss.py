@@ -21,11 +21,11 @@ writes the whole gradient of the table, which on a GPU takes as long as 2 D rows
 def cross_entropy(
     layout: Layout, x: Float[Array, "k B s D"], table: Float[Array, "V D"], labels: Int[Array, "k B S"]
 ) -> Float[Array, ""]:
-    """Sum over all labels, but for the negative ones (padding), of log sum exp(x E^T) - (x E^T)[label], in nats, f32.
+    """Sum log sum exp(x E^T) - (x E^T)[label] over all labels that are not negative (padding), in nats, in f32.
 
     Neither pass holds a B*S x V array: the rows are taken in chunks, and each chunk's gradient (softmax minus one-hot)
     is used for dx and dE while it is there, so the backward pass only scales what the forward pass has made: three
-    matrix products in place of four. Chunks are cut along S, which leaves B split over the devices as it is. Where the
+    matmuls in place of four. Chunks are cut along S, which leaves B split over the devices as it is. Where the
     vocabulary is split, each device has its own columns of the logits, and only sums over them travel.
 
     On a GPU logits are kept in the dtype of `x`, elsewhere in f32 at least; what is computed from them is in f32.
@@ -37,23 +37,31 @@ def cross_entropy(
 def _fused(layout: Layout, x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
     def micro_batch(total, part):
         x, labels = part
-        x, starts, cut = _chunks(layout, x)
-        chunk = lambda total, at: (total + _nll(layout, *_logits(layout, cut(x, at), table), cut(labels, at)), None)
+        x = _whole_sequence(layout, x)
+        length, starts = _chunks(layout, x)
+
+        def chunk(total, at):
+            logits, lse = _logits(layout, _cut(x, at, length), table)
+            return total + _nll(layout, logits, lse, _cut(labels, at, length)), None
+
         return jax.lax.scan(chunk, total, starts)
 
     return jax.lax.scan(micro_batch, region.zeros((), wide(x.dtype), region.varying(labels)), (x, labels))[0]
 
 
 def _fused_forward(layout, x, table, labels):
+    """Return the loss, and as residuals its gradients for a cotangent of 1."""
     partial_sums = layout.activation("BSD", unreduced=frozenset(layout.split("vocab")))
 
     def micro_batch(carry, part):
         x, labels = part
-        x, starts, cut = _chunks(layout, x)
+        x = _whole_sequence(layout, x)
+        length, starts = _chunks(layout, x)
 
         def chunk(carry, at):
             loss, dx, d_table = carry
-            part, ids = cut(x, at), cut(labels, at)
+            part = _cut(x, at, length)
+            ids = _cut(labels, at, length)
             logits, lse = _logits(layout, part, table)
             hit = _vocabulary(layout, logits) == ids[..., None]
             g = jnp.where((ids >= 0)[..., None], jnp.exp(logits - lse) - hit, 0).astype(x.dtype)
@@ -76,32 +84,36 @@ def _fused_forward(layout, x, table, labels):
 
 def _fused_backward(layout, saved, g):
     dx, d_table, table = saved
-    return dx * g.astype(dx.dtype), _turned(layout, scale_partial(d_table, g)).astype(table.dtype), None
+    dx = dx * g.astype(dx.dtype)
+    d_table = _turned(layout, scale_partial(d_table, g)).astype(table.dtype)
+    return dx, d_table, None
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
 
 
 def _table_gradient(layout: Layout, x: jax.Array, g: jax.Array, table: jax.Array) -> jax.Array:
-    """A chunk's; on CPUs [D, V], for which `x` is turned around, and not `g`: see `tensor._product_backward`."""
+    """Return a chunk's gradient of the table: [V, D], or on CPUs [D, V]."""
     spec = gradient_spec(_turned(layout, table))
-    made = partial(jnp.einsum, out_sharding=spec, preferred_element_type=wide(table.dtype))
+    contract = partial(jnp.einsum, out_sharding=spec, preferred_element_type=wide(table.dtype))
     if layout.platform != "cpu":
-        return made("BSV,BSD->VD", g, x)
-    return made("DBS,BSV->DV", jax.lax.optimization_barrier(jnp.einsum("BSD->DBS", x)), g)
+        return contract("BSV,BSD->VD", g, x)
+    # `x` is transposed, and not `g`, which is larger: see `parallel.matmul_cpu`.
+    return contract("DBS,BSV->DV", jax.lax.optimization_barrier(jnp.einsum("BSD->DBS", x)), g)
 
 
 def _turned(layout: Layout, table: jax.Array) -> jax.Array:
-    """From [V, D] to how `_table_gradient` makes it, or back."""
+    """Transpose [V, D] to the order in which `_table_gradient` comes out on this platform, or back."""
     return table.T if layout.platform == "cpu" else table
 
 
 def chunk_rows(layout: Layout) -> int:
+    """Return how many rows of logits exist at a time on one device."""
     return CHUNK_ROWS.get(layout.platform, CHUNK_ROWS["gpu"])
 
 
 def chunk_length(layout: Layout, sequence: int, rows: int) -> int:
-    """Tokens of each of a device's rows that a chunk takes: with all of them about `chunk_rows`."""
+    """Return how many tokens a chunk takes from each of a device's `rows`: with all rows about `chunk_rows`."""
     length = max(1, min(sequence, chunk_rows(layout) // rows))
     while sequence % length:
         length -= 1
@@ -109,36 +121,53 @@ def chunk_length(layout: Layout, sequence: int, rows: int) -> int:
 
 
 def _logits(layout: Layout, x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Logits, and their log sum exp in f32 at least."""
+    """Return the logits, and their log sum exp, in f32 at least."""
     kept = wide(x.dtype) if layout.platform == "cpu" else x.dtype
     logits = jnp.einsum("BSD,VD->BSV", x, table, out_sharding=layout.activation("BSV"), preferred_element_type=kept)
-    logits = logits.astype(wide(x.dtype))  # where they are used, which makes no array
+    # XLA fuses the cast into what uses it, which makes no array.
+    logits = logits.astype(wide(x.dtype))
     if not layout.manual:
         return logits, jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     vocab = layout.split("vocab")
     highest = jnp.max(logits, -1, keepdims=True)
-    highest = jax.lax.pmax(highest, vocab) if vocab else highest
-    return logits, highest + jnp.log(region.add_up(jnp.sum(jnp.exp(logits - highest), -1, keepdims=True), vocab))
+    if vocab:
+        highest = jax.lax.pmax(highest, vocab)
+    total = region.add_up(jnp.sum(jnp.exp(logits - highest), -1, keepdims=True), vocab)
+    return logits, highest + jnp.log(total)
 
 
 def _nll(layout: Layout, logits: jax.Array, lse: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return the summed negative log likelihood of the labels that are not negative."""
     target = jnp.sum(jnp.where(_vocabulary(layout, logits) == labels[..., None], logits, 0), axis=-1)
-    target = region.add_up(target, layout.split("vocab")) if layout.manual else target
+    if layout.manual:
+        target = region.add_up(target, layout.split("vocab"))
     return jnp.sum(jnp.where(labels >= 0, lse[..., 0] - target, 0))
 
 
 def _vocabulary(layout: Layout, logits: jax.Array) -> jax.Array:
-    """The token that each logit is of."""
-    ids, vocab = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2), layout.split("vocab")
-    return ids + logits.shape[2] * jax.lax.axis_index(vocab) if layout.manual and vocab else ids
+    """Return the token that each logit belongs to."""
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+    vocab = layout.split("vocab")
+    if not (layout.manual and vocab):
+        return ids
+    return ids + logits.shape[2] * jax.lax.axis_index(vocab)
 
 
-def _chunks(layout: Layout, x: jax.Array):
-    """`x` with S whole, where its chunks along S start, and how to cut one: about `CHUNK_ROWS` rows a device."""
+def _whole_sequence(layout: Layout, x: jax.Array) -> jax.Array:
+    """Return `x` with S whole: a reshard, or inside a pipeline's region an all-gather."""
     stream = layout.split("residual")
     if layout.manual and stream:
         x = jax.lax.all_gather(x, stream, axis=1, tiled=True, to="invarying")
+    return reshard(x, layout.activation("BSD"))
+
+
+def _chunks(layout: Layout, x: jax.Array) -> tuple[int, jax.Array]:
+    """Return (the length of a chunk along S, where chunks start): about `CHUNK_ROWS` rows on a device."""
     batch, sequence = x.shape[:2]
     length = chunk_length(layout, sequence, layout.own_rows(batch))
-    cut = lambda a, start: jax.lax.dynamic_slice_in_dim(a, start, length, axis=1)
-    return reshard(x, layout.activation("BSD")), jnp.arange(0, sequence, length), cut
+    return length, jnp.arange(0, sequence, length)
+
+
+def _cut(a: jax.Array, start: jax.Array, length: int) -> jax.Array:
+    """Return a chunk along S."""
+    return jax.lax.dynamic_slice_in_dim(a, start, length, axis=1)

@@ -1,7 +1,8 @@
-"""Each fast form of what a model computes, and its gradients, beside the plain form in float32 on the same device.
+"""Compare each fast form of what a model computes, and its gradients, with the plain form on the same device.
 
-A kernel that is wrong on one kind of device, with one version of its library, is wrong without a word: the loss still
-falls. So these run where the model is going to, with the same kernels, on small arrays of normal numbers.
+A kernel that is wrong on one kind of device, with one version of its library, is silently wrong: the loss still falls.
+So these comparisons run where the model is going to run, with the same kernels, on small arrays of normal numbers.
+The plain form runs in float32 at least.
 """
 
 from __future__ import annotations
@@ -24,27 +25,31 @@ from jaxdist.models.loss import cross_entropy
 from jaxdist.sharding import RULES, Layout
 
 BOUNDS = {"bfloat16": 2**-5, "float16": 2**-8, "float32": 2**-8, "float64": 1e-10}
-"""How far a result may be from the plain form, of the latter's largest value: eight times what rounding it once can do.
-GPUs multiply float32 with the significand of float16 (TF32). float64 is for the tests."""
+"""How far a result may be from the plain form, as a share of the latter's largest value: eight times what rounding it
+once can do. GPUs multiply float32 with the significand of float16 (TF32). float64 is for the tests."""
 
 THETA = 10_000.0
 """Base of the rotary positions here."""
 
 
 class Difference(NamedTuple):
+    """How far one result of a fast form is from that of the plain form."""
+
     what: str
     error: float
-    """Of the largest value of the plain form."""
+    """Largest difference, as a share of the largest value of the plain form."""
     bound: float
 
     @property
     def fine(self) -> bool:
-        """NaN is not."""
+        """Whether the error is within the bound; NaN is not."""
         return self.error <= self.bound
 
 
 @dataclass(frozen=True)
 class Sizes:
+    """Sizes of the arrays that are compared."""
+
     rows: int = 1
     sequence: int = 256
     heads: int = 2
@@ -56,29 +61,40 @@ class Sizes:
 
     @property
     def embed(self) -> int:
+        """Width of the residual stream."""
         return self.heads * self.size
 
 
 def attention(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> list[Difference]:
-    """The attention that `models.attention` chooses on this device."""
-    b, s, n, k, h = sizes.rows, sizes.sequence, sizes.heads, sizes.kv_heads, sizes.size
-    shapes = (b, s, n, h), (b, s, k, h), (b, s, k, h)
-    return _compare("attention", "qkv", causal_attention, _plain_attention, shapes, dtype, device)
+    """Compare the attention that `models.attention` chooses on this device."""
+    q = (sizes.rows, sizes.sequence, sizes.heads, sizes.size)
+    kv = (sizes.rows, sizes.sequence, sizes.kv_heads, sizes.size)
+    return _compare("attention", "qkv", causal_attention, _plain_attention, (q, kv, kv), dtype, device)
 
 
 def everything(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> Iterator[Difference]:
-    """Attention, cross-entropy, RMSNorm, SwiGLU and rotary positions, each with all its gradients."""
+    """Compare attention, cross-entropy, RMSNorm, SwiGLU and rotary positions, each with all its gradients."""
     compare = partial(_compare, dtype=dtype, device=device)
-    b, s, d = sizes.rows, sizes.sequence, sizes.embed
-    x, table, labels = (1, b, s, d), (sizes.vocab, d), np.arange(b * s).reshape(1, b, s) % (sizes.vocab + 1) - 1
-    names, factors = ("x", "gate-up", "down"), ((b, s, d), (d, 2, sizes.mlp), (sizes.mlp, d))
+    rows = sizes.rows
+    sequence = sizes.sequence
+    embed = sizes.embed
+    x = (rows, sequence, embed)
+    # All tokens in turn, and -1, which is padding.
+    labels = np.arange(rows * sequence).reshape(1, rows, sequence) % (sizes.vocab + 1) - 1
+
+    def fused_loss(layout, x, table):
+        return cross_entropy(layout, x, table, labels)
+
+    def turn(layout, x):
+        return rotary(x, THETA)
+
     yield from attention(sizes, dtype, device)
-    loss = lambda layout, x, table: cross_entropy(layout, x, table, labels)
-    yield from compare("cross-entropy", ("x", "table"), loss, partial(_plain_cross_entropy, labels), (x, table))
-    yield from compare("RMSNorm", ("x", "scale"), _rms_norm, _plain_rms_norm, ((b, s, d), (d,)))
-    yield from compare("SwiGLU", names, _swiglu, _plain_swiglu, factors)
-    turn = lambda layout, x: rotary(x, THETA)
-    yield from compare("rotary", "x", turn, _plain_rotary, ((b, s, sizes.heads, sizes.size),))
+    plain_loss = partial(_plain_cross_entropy, labels)
+    yield from compare("cross-entropy", ("x", "table"), fused_loss, plain_loss, ((1, *x), (sizes.vocab, embed)))
+    yield from compare("RMSNorm", ("x", "scale"), _rms_norm, _plain_rms_norm, (x, (embed,)))
+    factors = (x, (embed, 2, sizes.mlp), (sizes.mlp, embed))
+    yield from compare("SwiGLU", ("x", "gate-up", "down"), _swiglu, _plain_swiglu, factors)
+    yield from compare("rotary", "x", turn, _plain_rotary, ((rows, sequence, sizes.heads, sizes.size),))
 
 
 def _compare(
@@ -90,7 +106,7 @@ def _compare(
     dtype: jnp.dtype,
     device: jax.Device,
 ) -> list[Difference]:
-    """The result of `fast(layout, *inputs)` and its gradients against those of `plain(*inputs)` in f32 at least."""
+    """Compare result and gradients of `fast(layout, *inputs)` with those of `plain(*inputs)` in f32 at least."""
     mesh = make_mesh(parse_mesh("1x1x1"), [device])
     layout = Layout.on(mesh, RULES, device)
     rng = np.random.default_rng(0)
@@ -103,36 +119,41 @@ def _compare(
             wanted = jax.jit(partial(_with_gradients, plain))(exact, g)
     names = [name, *(f"{name}, d {one}" for one in inputs)]
     bound = BOUNDS[jnp.dtype(dtype).name]
-    return [Difference(what, _apart(a, b), bound) for what, a, b in zip(names, got, wanted, strict=True)]
+    return [Difference(what, _error(a, b), bound) for what, a, b in zip(names, got, wanted, strict=True)]
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
-    """Weights, of two dims or three, are divided by the root of their first: products stay as large as x."""
-    scale = shape[0] ** -0.5 if len(shape) in (2, 3) and shape[0] > 8 else 1.0
+    """Draw normal numbers; weights are divided by the root of their first dim, so that results stay as large as x."""
+    is_weight = len(shape) in (2, 3) and shape[0] > 8
+    scale = shape[0] ** -0.5 if is_weight else 1.0
     return np.asarray(scale * rng.normal(size=shape)).astype(dtype)
 
 
 def _with_gradients(f: Callable[..., Array], given: list[Array], g: Array) -> tuple[Array, ...]:
-    out, pull = jax.vjp(f, *given)
-    return out, *pull(g.astype(out.dtype))
+    """Return the result of `f` and the gradients of its inputs for the cotangent `g`."""
+    out, pullback = jax.vjp(f, *given)
+    return out, *pullback(g.astype(out.dtype))
 
 
-def _apart(a: Array, b: Array) -> float:
+def _error(a: Array, b: Array) -> float:
     a, b = (np.asarray(one, np.float64) for one in (a, b))
     return float(np.max(np.abs(a - b)) / np.max(np.abs(b)))
 
 
 def _plain_attention(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> Array:
-    group, sequence = q.shape[2] // k.shape[2], q.shape[1]
-    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+    group = q.shape[2] // k.shape[2]
+    sequence = q.shape[1]
+    k = jnp.repeat(k, group, axis=2)
+    v = jnp.repeat(v, group, axis=2)
     scores = jnp.einsum("BSNH,BTNH->BNST", q, k) * q.shape[3] ** -0.5
     past = jnp.arange(sequence)[:, None] >= jnp.arange(sequence)
     return jnp.einsum("BNST,BTNH->BSNH", jax.nn.softmax(jnp.where(past, scores, -jnp.inf)), v)
 
 
 def _plain_cross_entropy(labels: Array, x: Float[Array, "k B S D"], table: Float[Array, "V D"]) -> Array:
-    likely = jax.nn.log_softmax(jnp.einsum("kBSD,VD->kBSV", x, table))
-    picked = jnp.sum(jnp.where(jnp.arange(table.shape[0]) == labels[..., None], likely, 0))  # -1 is no row's number
+    log_p = jax.nn.log_softmax(jnp.einsum("kBSD,VD->kBSV", x, table))
+    # A label of -1 is no row of the table, and picks nothing.
+    picked = jnp.sum(jnp.where(jnp.arange(table.shape[0]) == labels[..., None], log_p, 0))
     return -picked
 
 
@@ -149,8 +170,10 @@ def _plain_rms_norm(x: Float[Array, "B S D"], scale: Float[Array, " D"]) -> Arra
 def _swiglu(
     layout: Layout, x: Float[Array, "B S D"], gate_up: Float[Array, "D 2 F"], down: Float[Array, "F D"]
 ) -> Array:
-    mlp = SwiGLU(*down.shape[::-1], layout, nnx.Rngs(0), 1.0)
-    mlp.gate_up, mlp.down = nnx.Param(gate_up), nnx.Param(down)
+    mlp_size, embed = down.shape
+    mlp = SwiGLU(embed, mlp_size, layout, nnx.Rngs(0), 1.0)
+    mlp.gate_up = nnx.Param(gate_up)
+    mlp.down = nnx.Param(down)
     return mlp(x)
 
 
@@ -160,7 +183,7 @@ def _plain_swiglu(x: Float[Array, "B S D"], gate_up: Float[Array, "D 2 F"], down
 
 
 def _plain_rotary(x: Float[Array, "B S N H"]) -> Array:
-    """As complex numbers, whose halves stand apart."""
+    """Turn the halves of a head as the real and imaginary parts of complex numbers."""
     half = x.shape[3] // 2
     angle = jnp.arange(x.shape[1])[:, None] * THETA ** (-jnp.arange(half) / half)
     turned = jax.lax.complex(x[..., :half], x[..., half:]) * jnp.exp(1j * angle)[:, None]

@@ -1,7 +1,8 @@
 """Image classifiers: a small convolutional network and the residual networks ResNet-18 and ResNet-50.
 
-Ordinary `flax.nnx` modules. `module.train()` and `module.eval()` switch dropout and what BatchNorm normalises with; in
-train mode a call changes the `nnx.BatchStat` of the module, by the statistics of all rows of that call.
+They are ordinary `flax.nnx` modules. `module.train()` and `module.eval()` switch dropout, and whether BatchNorm uses
+the statistics of the batch or the running ones; in train mode a call updates the `nnx.BatchStat` of the module with
+the statistics of all rows of that call.
 """
 
 from __future__ import annotations
@@ -19,22 +20,25 @@ STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
 """Blocks in each of the four stages (He et al. 2016, "Deep Residual Learning", table 1)."""
 
 LARGE = 64
-"""Images from this many pixels on, on their shorter side, get the stem of ImageNet."""
+"""Images of at least this many pixels on their shorter side get the stem of ImageNet."""
 
 
 class CNN(nnx.Module):
-    """Three times convolution, BatchNorm and relu, halved twice; for images from 8x8 to 32x32."""
+    """Three layers of convolution, BatchNorm and relu, halved twice; for images from 8x8 to 32x32."""
 
     def __init__(self, classes: int, channels: int, rngs: nnx.Rngs, width: int = 32, dropout: float = 0.0):
         widths = (width, 2 * width, 4 * width)
-        self.layers = nnx.List([ConvNorm(a, b, 3, rngs) for a, b in zip((channels, *widths), widths, strict=False)])
+        inputs = (channels, width, 2 * width)
+        self.layers = nnx.List([ConvNorm(a, b, 3, rngs) for a, b in zip(inputs, widths, strict=True)])
         self.dropout = nnx.Dropout(dropout, rngs=rngs if dropout else None)
         self.head = head(widths[-1], classes, rngs)
 
     def __call__(self, images: Float[Array, "B H W C"]) -> Float[Array, "B classes"]:
+        """Return the logits of each image."""
         x = images
         for number, layer in enumerate(self.layers):
-            x = nnx.max_pool(x, (2, 2), (2, 2), "SAME") if number else x
+            if number > 0:
+                x = nnx.max_pool(x, (2, 2), (2, 2), "SAME")
             x = nnx.relu(layer(x))
         return self.head(self.dropout(jnp.mean(x, (1, 2))))
 
@@ -42,9 +46,9 @@ class CNN(nnx.Module):
 class ResNet(nnx.Module):
     """ResNet-18 or ResNet-50 (He et al. 2016), for images of about `size` pixels on their shorter side.
 
-    A bottleneck has its stride in the 3x3, as is the custom, where the paper has it in the first 1x1. Smaller images
-    than 64 pixels get a 3x3 stem that keeps their size, in place of a 7x7 of stride 2 and a pooling of stride 2.
-    Raises `ValueError` for another depth.
+    A bottleneck has its stride in the 3x3 convolution, as is the custom; the paper has it in the first 1x1. Images
+    smaller than 64 pixels get a 3x3 stem that keeps their size, in place of a 7x7 of stride 2 and a pooling of stride
+    2. Raises `ValueError` for another depth.
     """
 
     def __init__(self, depth: int, classes: int, channels: int, rngs: nnx.Rngs, width: int = 64, size: int = 224):
@@ -52,19 +56,26 @@ class ResNet(nnx.Module):
             raise ValueError(f"there is no ResNet of depth {depth} here; use {' or '.join(map(str, STAGES))}")
         block = Basic if depth == 18 else Bottleneck
         self.large = size >= LARGE
-        self.stem = ConvNorm(channels, width, 7, rngs, stride=2) if self.large else ConvNorm(channels, width, 3, rngs)
-        blocks, inputs = [], width
+        if self.large:
+            self.stem = ConvNorm(channels, width, 7, rngs, stride=2)
+        else:
+            self.stem = ConvNorm(channels, width, 3, rngs)
+        blocks = []
+        inputs = width
         for stage, count in enumerate(STAGES[depth]):
             for number in range(count):
-                stride = 2 if stage and not number else 1
+                # The first block of each stage but the first halves the image.
+                stride = 2 if stage > 0 and number == 0 else 1
                 blocks.append(block(inputs, width * 2**stage, stride, rngs))
                 inputs = block.expansion * width * 2**stage
         self.blocks = nnx.List(blocks)
         self.head = head(inputs, classes, rngs)
 
     def __call__(self, images: Float[Array, "B H W C"]) -> Float[Array, "B classes"]:
+        """Return the logits of each image."""
         x = nnx.relu(self.stem(images))
-        x = nnx.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1))) if self.large else x
+        if self.large:
+            x = nnx.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
         for block in self.blocks:
             x = block(x)
         return self.head(jnp.mean(x, (1, 2)))
@@ -82,6 +93,7 @@ class Basic(nnx.Module):
         self.shortcut = projection(inputs, width, stride, rngs)
 
     def __call__(self, x: Float[Array, "B H W inputs"]) -> Float[Array, "B H2 W2 width"]:
+        """Return relu(branch(x) + shortcut(x))."""
         return residual(x, self.branch, self.shortcut)
 
 
@@ -102,18 +114,20 @@ class Bottleneck(nnx.Module):
         self.shortcut = projection(inputs, outputs, stride, rngs)
 
     def __call__(self, x: Float[Array, "B H W inputs"]) -> Float[Array, "B H2 W2 4*width"]:
+        """Return relu(branch(x) + shortcut(x))."""
         return residual(x, self.branch, self.shortcut)
 
 
 class ConvNorm(nnx.Module):
     """A convolution without bias, then BatchNorm, which has one (Ioffe and Szegedy 2015, section 3.2).
 
-    `scale` is the initial scale of the norm. 0 in the last one of a residual branch makes every block the identity at
+    `scale` is the initial scale of the norm: 0 in the last norm of a residual branch makes every block the identity at
     the start (Goyal et al. 2017, section 5.1).
     """
 
     def __init__(self, inputs: int, outputs: int, size: int, rngs: nnx.Rngs, stride: int = 1, scale: float = 1.0):
-        padding = ((size // 2, size // 2),) * 2  # symmetric; "SAME" is not where the stride is 2
+        # Symmetric, which "SAME" is not where the stride is 2.
+        padding = ((size // 2, size // 2),) * 2
         self.conv = nnx.Conv(
             inputs,
             outputs,
@@ -128,31 +142,41 @@ class ConvNorm(nnx.Module):
         self.norm = nnx.BatchNorm(outputs, momentum=0.9, epsilon=1e-5, scale_init=start, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B H W inputs"]) -> Float[Array, "B H2 W2 outputs"]:
+        """Return the normalised convolution."""
         return self.norm(self.conv(x))
 
 
 def residual(x: Float[Array, "B H W C"], branch: nnx.List, shortcut: ConvNorm | None) -> Float[Array, "B H2 W2 D"]:
-    """relu(branch(x) + shortcut(x)), with a relu between the layers of the branch (He et al. 2016, equations 1, 2)."""
+    """Return relu(branch(x) + shortcut(x)), with a relu between the layers of the branch (He et al. 2016, eq. 1, 2)."""
     y = x
     for number, layer in enumerate(branch):
-        y = layer(nnx.relu(y) if number else y)
-    return nnx.relu(y + (shortcut(x) if shortcut else x))
+        if number > 0:
+            y = nnx.relu(y)
+        y = layer(y)
+    if shortcut is not None:
+        x = shortcut(x)
+    return nnx.relu(y + x)
 
 
 def projection(inputs: int, outputs: int, stride: int, rngs: nnx.Rngs) -> ConvNorm | None:
-    """The 1x1 shortcut where the shape changes (option B of He et al. 2016, section 3.3); None: the identity."""
-    return ConvNorm(inputs, outputs, 1, rngs, stride=stride) if stride > 1 or inputs != outputs else None
+    """Make the 1x1 shortcut where the shape changes (option B of He et al. 2016, section 3.3); None: the identity."""
+    if stride == 1 and inputs == outputs:
+        return None
+    return ConvNorm(inputs, outputs, 1, rngs, stride=stride)
 
 
 def head(inputs: int, classes: int, rngs: nnx.Rngs) -> nnx.Linear:
-    """Initial weights of standard deviation 0.01 (Goyal et al. 2017, section 5.1)."""
-    start = lambda key, shape, dtype: normal(key, shape, 0.01).astype(dtype)
+    """Make the classifier; its initial weights have standard deviation 0.01 (Goyal et al. 2017, section 5.1)."""
+
+    def start(key, shape, dtype):
+        return normal(key, shape, 0.01).astype(dtype)
+
     return nnx.Linear(inputs, classes, kernel_init=start, rngs=rngs)
 
 
 def he_normal(key: Key[Array, ""], shape: Sequence[int], dtype: jnp.dtype) -> Float[Array, "size size inputs outputs"]:
-    """Standard deviation sqrt(2 / fan out) (He et al. 2015, "Delving Deep into Rectifiers", equation 14).
+    """Draw weights of standard deviation sqrt(2 / fan out) (He et al. 2015, "Delving Deep into Rectifiers", eq. 14).
 
-    Made of `normal`, so that the weights have the same bits on every machine.
+    They come from `normal`, so that they have the same bits on every machine.
     """
     return normal(key, shape, math.sqrt(2 / (math.prod(shape[:-2]) * shape[-1]))).astype(dtype)

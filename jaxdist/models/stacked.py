@@ -1,4 +1,4 @@
-"""Layers of a module of one's own, stacked: one `scan` over them, and with ZeRO 3 one of them whole at a time."""
+"""Stack the layers of your own module: one `scan` over them, and with ZeRO 3 (FSDP) one layer gathered at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxdist.sharding import LAYERS
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
-    """`count` modules of `make(rngs)` as one, whose every array has a leading dim of `count`; run it with `scan`."""
+    """Make one module of `count` modules `make(rngs)`: every array has a leading dim of `count`; run it with `scan`."""
     graph, abstract = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     keys = jax.random.split(rngs(), count)
     made = jax.vmap(lambda key: nnx.to_pure_dict(nnx.state(make(nnx.Rngs(key)))))(keys)
@@ -26,10 +26,10 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
 
 
 def scan(blocks: nnx.Module, x: Any) -> Any:
-    """`x` through every layer of `blocks`, which `stack` has made; each layer maps it to its like.
+    """Take `x` through every layer of `blocks`, made by `stack`; each layer returns the structure that it takes.
 
-    The backward pass computes each layer again. Under `parallelize(..., zero=3)` with scope "batch" a layer is
-    gathered when it is its turn, in both passes, and no device ever holds the whole stack.
+    The backward pass recomputes each layer (activation checkpointing). Under `parallelize(..., zero=3)` with scope
+    "batch" a layer is gathered when it is its turn, in both passes, and no device ever holds the whole stack.
     """
     graph, params, rest = nnx.split(blocks, nnx.Param, ...)
 

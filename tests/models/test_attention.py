@@ -89,10 +89,10 @@ def test_grouped_attention_in_bfloat16():
         ("gpu", (9, 0), BF16, 60, 8, "not of 60"),
         ("gpu", (9, 0), F32, 64, 8, "takes bfloat16 or float16, not float32"),
         ("gpu", (7, 5), jnp.float16, 64, 8, "needs compute capability 8.0, and this device has 7.5"),
-        ("gpu", (), BF16, 64, 8, "for CUDA devices, not for this gpu"),
-        ("cpu", (), BF16, 64, 8, "for CUDA devices, not for this cpu"),
+        ("gpu", (), BF16, 64, 8, "needs a CUDA device, and this is a gpu"),
+        ("cpu", (), BF16, 64, 8, "needs a CUDA device, and this is a cpu"),
         ("gpu", (9, 0), BF16, 128, 8 * 2**10, ""),  # 2^31 elements on each device
-        ("gpu", (9, 0), BF16, 128, 8 * 2**10 + 8, "2^31 query elements on a device, and this one has 2,149,580,800"),
+        ("gpu", (9, 0), BF16, 128, 8 * 2**10 + 8, "2^31 query elements on a device, and this has 2,149,580,800"),
     ],
 )
 def test_which_kernel_and_why(monkeypatch, platform, capability, dtype, size, rows, reason):
@@ -104,7 +104,7 @@ def test_which_kernel_and_why(monkeypatch, platform, capability, dtype, size, ro
     told = attention_kernel(layout, shape, dtype)
     assert reason in why_not_cudnn(layout, shape, dtype)
     if reason:
-        assert told.startswith("causal attention in 4 block(s) of queries, because cuDNN's")
+        assert told.startswith("causal attention in 4 block(s) of queries, because cuDNN attention ")
         assert reason in told
     else:
         assert told == f"cuDNN flash attention: gpu, {jnp.dtype(dtype).name}, heads of {size}"
@@ -115,7 +115,8 @@ def test_documents_that_are_apart_keep_cudnn_away(monkeypatch):
     monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)
     layout = Layout((), "gpu", (), (9, 0))
     told = attention_kernel(layout, (8, 512, 32, 64), BF16, apart=True)
-    assert told.startswith("causal attention within documents in 4 block(s) of queries, because cuDNN's, as jax.nn")
+    reason = "cuDNN attention, as jax.nn"
+    assert told.startswith(f"causal attention within documents in 4 block(s) of queries, because {reason}")
     heads = [jax.ShapeDtypeStruct((2, 256, n, 64), BF16) for n in (4, 2, 2)]
     traced = lambda *starts: str(jax.make_jaxpr(partial(causal_attention, layout))(*heads, *starts))
     with jax.set_mesh(mesh_of("1x1x1")):
