@@ -153,6 +153,7 @@ def _blocked_forward(q, k, v, starts):
     sums = []
     for rows, past in _blocks(sequence, group):
         scores = _scores(q[:, :, rows], k[:, :, past], group, starts)
+        # The maximum is subtracted so that exp does not overflow (Dao et al. 2022, section 3.1).
         highest = jnp.max(scores, -1, keepdims=True)
         p = jnp.exp(scores - highest)
         total = jnp.sum(p, -1, keepdims=True)
@@ -199,6 +200,7 @@ def _with_gradient_backward(saved, g):
         after = [(0, 0), (0, 0), (0, 0), (0, sequence - past.stop)]
         p = jnp.exp(_scores(q[:, :, rows], k[:, :, past], group, starts) - sums[:, :, rows])
         dp = jnp.einsum("BKSH,BKTH->BKST", g[:, :, rows], v[:, :, past], preferred_element_type=p.dtype)
+        # dS = P * (dP - rowsum(dO * O)), times the scale of the scores.
         ds = (p * (dp - correction[:, :, rows]) * q.shape[-1] ** -0.5).astype(q.dtype)
         dq.append(jnp.einsum("BKST,BKTH->BKSH", ds, k[:, :, past]))
         dk += jnp.pad(transposed(q_columns[..., rows], ds), after)
@@ -236,6 +238,7 @@ def _group(a: Float[Array, "B S N H"], group: int) -> Float[Array, "B K S' H"]:
     a = a.swapaxes(1, 2)
     if group == 1:
         return a
+    # [B, K, G, S, H] -> [B, K, G, blocks, rows, H] -> [B, K, blocks, G, rows, H] -> [B, K, S', H]
     a = a.reshape(batch, heads // group, group, sequence, size)
     a = a.reshape(*a.shape[:3], -1, block_rows(sequence), size)
     return a.swapaxes(2, 3).reshape(batch, heads // group, -1, size)

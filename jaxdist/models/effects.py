@@ -68,6 +68,7 @@ def settings(module: nnx.Module) -> dict[str, Any]:
     """
     found = {}
     for path, part in nnx.iter_graph(module):
+        # Dicts and lists are parts too, but have no attributes of their own.
         if not isinstance(part, nnx.Pytree):
             continue
         for name, value in vars(part).items():

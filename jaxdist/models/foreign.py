@@ -91,6 +91,7 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Modu
     check_call("model_fn", make, ("rngs",))
     module = nnx.eval_shape(lambda: _module(make(nnx.Rngs(0))))
     _decide_modes(module)
+    # Without what `prepare` sets: evaluation calls the module on all rows, where no mesh axis has a name.
     evaluated = nnx.clone(module)
     evaluated.eval()
     prepare(module)

@@ -54,6 +54,7 @@ class GPT(Decoder):
         if starts is None:
             x = x + spread(self.positions[...][: tokens.shape[1]], x)
         else:
+            # A lookup, because each row has its own positions.
             places = jnp.arange(tokens.shape[1], dtype=starts.dtype)[None] - starts
             x = x + lookup(self.layout, self.positions[...], places, "residual")
         return dropout(self.layout, x, self.rate, keys, site=0)

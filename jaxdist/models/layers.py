@@ -27,6 +27,7 @@ def normal(key: Key[Array, ""], shape: Sequence[int], scale: float) -> Float[Arr
     """
     n = 8
     bits = 16
+    # Each 32-bit word holds two of the integers.
     words = [jax.random.bits(k, shape, jnp.uint32) for k in jax.random.split(key, n // 2)]
     total = sum(((w >> bits) + (w & (2**bits - 1))).astype(jnp.int32) for w in words)
     deviation = 2**bits * math.sqrt(n / 12)
@@ -113,6 +114,7 @@ class Attention(nnx.Module):
         """Return the output of all heads, contracted back onto the residual stream."""
         qkv = column(self.layout, "heads", "BSD,DCNH->BSCNH", x, self.qkv[...])
         qkv = qkv + spread(self.qkv_bias[...], qkv)
+        # [B, S, 3, N, H] -> three times [B, S, N, H]
         q, k, v = (qkv[:, :, i] for i in range(3))
         out = causal_attention(self.layout, q, k, v, starts)
         out = einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...])
@@ -139,6 +141,7 @@ class GroupedAttention(nnx.Module):
     def __call__(self, x: Float[Array, "B s D"], starts: Starts) -> Float[Array, "B s D"]:
         """Return the output of all heads, contracted back onto the residual stream."""
         qkv = column(self.layout, "heads", "BSD,DKCH->BSKCH", x, self.qkv[...])
+        # [B, S, K, G + 2, H] -> queries [B, S, K G, H], keys and values [B, S, K, H]
         q, k, v = jax.lax.split(qkv, (qkv.shape[3] - 2, 1, 1), axis=3)
         q, k, v = (a.reshape(*a.shape[:2], -1, a.shape[4]) for a in (q, k, v))
         q = rotary(q, self.theta, starts)
@@ -267,6 +270,7 @@ def dropout(
         return x
     whole = x.shape[1:]
     if layout.manual:
+        # `x` is this device's part of the sequence; the mask is drawn for all of it, and cut, to be the same anywhere.
         whole = (x.shape[1] * layout.parts("residual"), x.shape[2])
 
     def mask_of_row(key):

@@ -64,7 +64,9 @@ def _fused_forward(layout, x, table, labels):
             ids = _cut(labels, at, length)
             logits, lse = _logits(layout, part, table)
             hit = _vocabulary(layout, logits) == ids[..., None]
+            # The gradient of the logits: softmax minus one-hot, zero for padding.
             g = jnp.where((ids >= 0)[..., None], jnp.exp(logits - lse) - hit, 0).astype(x.dtype)
+            # Each device has its columns of the vocabulary, so its dx is a partial sum until `leave`.
             dx_part = jnp.einsum("BSV,VD->BSD", g, table, out_sharding=partial_sums)
             dx = jax.lax.dynamic_update_slice_in_dim(dx, dx_part, at, axis=1)
             d_table += _table_gradient(layout, part, g, table)
@@ -129,6 +131,7 @@ def _logits(layout: Layout, x: jax.Array, table: jax.Array) -> tuple[jax.Array, 
     if not layout.manual:
         return logits, jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     vocab = layout.split("vocab")
+    # Log sum exp by hand, with the maximum and the sum taken over the devices that split the vocabulary.
     highest = jnp.max(logits, -1, keepdims=True)
     if vocab:
         highest = jax.lax.pmax(highest, vocab)

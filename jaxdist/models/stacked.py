@@ -15,6 +15,7 @@ from jaxdist.sharding import LAYERS
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
     """Make one module of `count` modules `make(rngs)`: every array has a leading dim of `count`; run it with `scan`."""
+    # The structure comes from shapes alone; then all layers are made at once, stacked.
     graph, abstract = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     keys = jax.random.split(rngs(), count)
     made = jax.vmap(lambda key: nnx.to_pure_dict(nnx.state(make(nnx.Rngs(key)))))(keys)
@@ -36,6 +37,7 @@ def scan(blocks: nnx.Module, x: Any) -> Any:
     @jax.checkpoint
     def layer(x: Any, arrays: Any) -> tuple[Any, Any]:
         params, rest = arrays
+        # Inside the checkpoint, so that the backward pass gathers the layer again and no gathered weight is kept.
         params = nnx.to_pure_dict(jax.tree.map(gather_layer, params))
         y, block = effects.call(
             make=lambda params: nnx.merge(graph, params, rest, copy=True),

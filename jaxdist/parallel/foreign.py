@@ -107,6 +107,7 @@ def _local(call: Call, axes: tuple[str, ...], ranks: int, agreements, weights, v
         return loss, rest
 
     (loss, (after, further)), grads = jax.value_and_grad(loss_of, has_aux=True)(weights)
+    # The loss is a mean over the device's rows: dividing by the ranks makes the sum of all parts the global mean.
     _check_same(call, ranks, agreements, after, weights, own, batch)
     after = jax.tree.map(partial(_agree, axes, rank), agreements, variables, own, after)
     loss, further = jax.lax.pmean((loss, further), axes)
@@ -166,6 +167,7 @@ def _check_same(call: Call, ranks: int, agreements, after, weights, own, batch) 
         return call(weights, variables, batch)[1]
 
     rows_of_all = jax.tree.map(lambda a: jax.ShapeDtypeStruct((ranks * a.shape[0], *a.shape[1:]), a.dtype), batch)
+    # A program that counts rows has another text for more rows, though it reads none of them.
     here = Dataflow(variables_after, weights, own, batch)
     of_all = Dataflow(variables_after, weights, own, rows_of_all)
     # Inputs are numbered: first the weights, then the variables, then the batch.

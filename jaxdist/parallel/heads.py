@@ -40,28 +40,33 @@ def dealt(shape: tuple[int, ...], dim: int, n: int) -> tuple[int, ...]:
 
 def deal(w: Float[Array, "..."], dim: int, n: int) -> Float[Array, "..."]:
     """Deal the heads of [..., K, G + 2, H], with K at `dim`, to n K devices: [..., n K, G/n + 2, H]."""
-    q, kv = _split_queries(w, dim)
-    q = _split_dim(q, dim + 1, n)
-    q = _merge_dims(q, dim)
-    return jnp.concatenate([q, jnp.repeat(kv, n, axis=dim)], axis=dim + 1)
+    queries, keys_and_values = _split_queries(w, dim)
+    # Queries are dealt out: [..., K, G, H] -> [..., K, n, G/n, H] -> [..., n K, G/n, H].
+    lead = queries.shape[:dim]
+    heads = queries.shape[dim]
+    rest = queries.shape[dim + 2 :]
+    queries = queries.reshape(*lead, heads, n, -1, *rest)
+    queries = queries.reshape(*lead, heads * n, -1, *rest)
+    # Keys and values are repeated: [..., K, 2, H] -> [..., n K, 2, H].
+    keys_and_values = jnp.repeat(keys_and_values, n, axis=dim)
+    return jnp.concatenate([queries, keys_and_values], axis=dim + 1)
 
 
 def collect(g: Float[Array, "..."], dim: int, n: int) -> Float[Array, "..."]:
     """Transpose `deal`: [..., n K, G/n + 2, H] -> [..., K, G + 2, H], summing the copies of each key and value."""
-    q, kv = (_split_dim(a, dim, g.shape[dim] // n) for a in _split_queries(g, dim))
-    return jnp.concatenate([_merge_dims(q, dim + 1), kv.sum(dim + 1)], axis=dim + 1)
+    queries, keys_and_values = _split_queries(g, dim)
+    lead = g.shape[:dim]
+    heads = g.shape[dim] // n
+    rest = g.shape[dim + 2 :]
+    # [..., n K, G/n, H] -> [..., K, n, G/n, H] -> [..., K, G, H]
+    queries = queries.reshape(*lead, heads, n, *queries.shape[dim + 1 :])
+    # [..., n K, 2, H] -> [..., K, n, 2, H], of which n are copies.
+    keys_and_values = keys_and_values.reshape(*lead, heads, n, *keys_and_values.shape[dim + 1 :])
+    queries = queries.reshape(*lead, heads, -1, *rest)
+    return jnp.concatenate([queries, keys_and_values.sum(dim + 1)], axis=dim + 1)
 
 
 def _split_queries(w: jax.Array, dim: int) -> list[jax.Array]:
-    """Return [queries, keys and values]."""
-    return jax.lax.split(w, (w.shape[dim + 1] - KEY_AND_VALUE, KEY_AND_VALUE), axis=dim + 1)
-
-
-def _split_dim(a: jax.Array, dim: int, parts: int) -> jax.Array:
-    """Replace one dim by two, the first of size `parts`."""
-    return a.reshape(*a.shape[:dim], parts, -1, *a.shape[dim + 1 :])
-
-
-def _merge_dims(a: jax.Array, dim: int) -> jax.Array:
-    """Replace `dim` and the dim after it by one."""
-    return a.reshape(*a.shape[:dim], -1, *a.shape[dim + 2 :])
+    """Return [queries, keys and values] of one attention weight with K at `dim`."""
+    sizes = (w.shape[dim + 1] - KEY_AND_VALUE, KEY_AND_VALUE)
+    return jax.lax.split(w, sizes, axis=dim + 1)

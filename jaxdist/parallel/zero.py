@@ -81,10 +81,7 @@ class Placement:
         return heads.dealt(shape, self.deal.dim, self.deal.parts)
 
     def gather(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
-        """All-gather weights over data: at rest -> in use.
-
-        The reshards move nothing.
-        """
+        """All-gather weights over data: at rest -> in use."""
         if self.deal is not None:
             w = heads.deal(w, self.deal.dim, self.deal.parts)
             w = self._exchange(w, self.rest, self._shard, back=False)
@@ -92,6 +89,7 @@ class Placement:
             return reshard(w, self.use)
         shard = P(*self._shard.partitions, reduced=self.use.reduced - {DATA})
         whole = P(*self.use.partitions, reduced=self.use.reduced | {DATA})
+        # The all-gather is written out so that its result is `reduced` over data; the reshards move nothing.
         gather = partial(jax.lax.all_gather, axis_name=DATA, axis=self.shard_dim, tiled=True, to="reduced")
         return reshard(jax.shard_map(gather, in_specs=shard, out_specs=whole)(reshard(w, shard)), self.use)
 
@@ -221,9 +219,9 @@ _with_sink.defvjp(_with_sink_forward, _with_sink_backward)
 def in_use(places, weights, sinks, stage: int):
     """Gather weights that are not whole yet (stage 3), and connect them to the sinks of their gradients.
 
-    Without `sinks` (None), gradients are not reduced where they are made. Weights are cast where they are used, inside
-    the loop over micro-batches, so that gradients are accumulated in f32.
+    Without `sinks` (None), gradients are not reduced where they are made.
     """
+    # Weights are cast where they are used, inside the loop over micro-batches, so that gradients accumulate in f32.
     if stage == 3:
         weights = jax.tree.map(lambda p, w: p.gather(w), places, weights)
     if sinks is None:
@@ -268,7 +266,7 @@ def _place(
         divides = shape[size_dim] % layout.parts("heads") == 0
         rest[size_dim] = rest[head_dim] if divides else None
         rest[head_dim] = None
-        # Dealing changes these dims, so the data axis cannot split them.
+        # Dealing heads, or exchanging them by an all-to-all, needs these dims whole over data.
         taken = (head_dim + 1, size_dim)
     if sharded:
         shard_dim = _first_free_dim(layout, axes_in_use, shape, taken)
@@ -295,13 +293,11 @@ def _head_deal(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, .
 def _first_free_dim(
     layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], taken: Collection[int]
 ) -> int | None:
-    """Return the first dim that the data axis can split and that is not `taken`, or None.
-
-    It is the first one because gathering along the first dim takes no transposed copy.
-    """
+    """Return the first dim that the data axis can split and that is not `taken`, or None."""
     ways = layout.size(DATA)
     if ways == 1:
         return None
+    # The first one, because an all-gather along the first dim takes no transposed copy.
     for dim, name in enumerate(axes):
         free = name != LAYERS and not layout.split(name) and dim not in taken
         if free and shape[dim] % ways == 0:

@@ -69,6 +69,7 @@ class Device:
 
     def awaited(self, *earlier: jax.Array) -> tuple[jax.Array, ...]:
         """Return what the next unit has to begin after (`region.after`): `earlier` on CPUs, nothing elsewhere."""
+        # XLA:CPU alone starts a loop before the one in front of it has ended.
         return earlier if self.layout.platform == "cpu" else ()
 
     def alone(self, on: jax.Array, run: Callable, *state: Tree) -> tuple[Tree, ...]:

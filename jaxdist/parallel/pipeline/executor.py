@@ -118,6 +118,7 @@ class Executor:
         carry = device.start()
         for first, end, slots in self.table.segments:
             if not backward:
+                # Evaluation runs the same table without B and W.
                 slots = slots & {"F", "H"}
             if not slots:
                 continue
@@ -149,6 +150,8 @@ class Region(Device):
 
     def start(self) -> Carry:
         """Return empty buffers and sums."""
+        # Everything that the loop over ticks carries must begin with the type that it has after a tick, so the model is
+        # traced for the axes over which each value varies.
         part = self.part(region.zeros((), jnp.int32, (PIPELINE,)))
         x = jax.eval_shape(lambda: region.vary(self.program.embed(self.tops, part), self.stream))
         depths = self.table.slots
@@ -168,6 +171,7 @@ class Region(Device):
         carry = dict(acts=ring("acts"), sent=region.zeros_like(x), loss=loss)
         if not self.differentiates:
             return carry
+        # From ZeRO 2 on, B reduces the gradients of layers, and shards of them are summed.
         blocks = self.at_rest if self.stage >= 2 else self.blocks
         carry |= dict(cots=ring("cots"), returned=region.zeros_like(x), blocks=sums(blocks), tops=sums(self.tops))
         unit = self.unit(0, part)
@@ -185,6 +189,7 @@ class Region(Device):
         carry = carry | {"acts": put(carry["acts"], carry["sent"], row.arrivals.act)}
         if self.differentiates:
             carry |= {"cots": put(carry["cots"], carry["returned"], row.arrivals.cot)}
+        # On CPUs each unit waits for the one before it: see `region.after`.
         before = ()
         if "F" in slots:
             carry, y = self.forward(carry, row)
@@ -236,6 +241,7 @@ class Region(Device):
             return self.program.loss(tops, x, self.part(row.head.micro))
 
         def run(sums):
+            # Only one rank has run the last chunk: the sum brings its output to all ranks.
             last = region.add_up(jnp.where(row.F.last, y, jnp.zeros((), y.dtype)), (PIPELINE,))
             if not self.differentiates:
                 return sums | {"loss": sums["loss"] + loss_of(self.tops, last)}
@@ -259,6 +265,7 @@ class Region(Device):
         def whole(sums, dy):
             rings = kept
             if self.recompute:
+                # What was kept is the input of the chunk.
                 rings = self.layers.again(unit, region.after(get(*kept), *before))
             return self.layers.backward(unit, dy, *rings, sums, row.B.on)
 
@@ -335,7 +342,7 @@ class Region(Device):
             return carry["loss"]
         loss = region.add_up(carry["loss"], self.layout.split(BATCH))
         blocks = jax.tree.map(lambda g: g[:, None], carry["blocks"])
-        if self.stage < 2:
+        if self.stage < 2:  # from stage 2 on, B has reduced them
             blocks = _reduced(self.block_places, blocks)
         return loss, _reduced(self.top_places, carry["tops"]) | {BLOCKS: blocks}
 

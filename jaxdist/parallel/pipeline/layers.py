@@ -176,7 +176,7 @@ class Layers:
         def one(sums, layer):
             place, w, number, valid = layer
             again, _ = self._arguments((w, unit.part, number), [])
-            stashed = [_get_one(a, at, place) for a, at in zip(stash, slots, strict=True)]
+            stashed = [_read(a, at, place) for a, at in zip(stash, slots, strict=True)]
             dw = jax.tree.unflatten(jax.tree.structure(w), self._halves.later(again, stashed))
             return self._accumulate(sums, dw, (unit.chunk, place), on & valid), None
 
@@ -251,7 +251,7 @@ class Layers:
             return jnp.where(on, g, jnp.zeros((), g.dtype)).astype(wide(g.dtype))
 
         def add(s, g):
-            return _put_one(s, _get_one(s, *at) + g.astype(s.dtype), *at)
+            return _written(s, _read(s, *at) + g.astype(s.dtype), *at)
 
         dw = jax.tree.map(masked, dw)
         if self.stage >= 2:
@@ -266,22 +266,27 @@ class Layers:
 
 
 def _get(ring: Ring, slot: Slot, place: jax.Array) -> list[jax.Array]:
-    return [_get_one(a, slot, place) for a in ring]
+    """Read what one layer, at `place`, has written to a slot."""
+    return [_read(a, slot, place) for a in ring]
 
 
 def _put(ring: Ring, values: list[jax.Array], slot: Slot, place: jax.Array) -> Ring:
-    return [_put_one(a, v, slot, place) for a, v in zip(ring, values, strict=True)]
+    """Return the ring with what one layer, at `place`, writes to a slot."""
+    return [_written(a, value, slot, place) for a, value in zip(ring, values, strict=True)]
 
 
-def _get_one(a: jax.Array, slot: Slot, place: jax.Array) -> jax.Array:
+def _read(a: jax.Array, slot: Slot, place: jax.Array) -> jax.Array:
+    """Return a[slot, place]."""
     shape = a.shape[2:]
     return lax.dynamic_slice(a, _start(slot, place, shape), (1, 1, *shape)).reshape(shape)
 
 
-def _put_one(a: jax.Array, value: jax.Array, slot: Slot, place: jax.Array) -> jax.Array:
+def _written(a: jax.Array, value: jax.Array, slot: Slot, place: jax.Array) -> jax.Array:
+    """Return `a` with `value` at [slot, place]."""
     return lax.dynamic_update_slice(a, value[None, None], _start(slot, place, value.shape))
 
 
 def _start(slot: Slot, place: jax.Array, shape: tuple[int, ...]) -> list[jax.Array]:
-    """Return the start of a slice; slices want indices of one type, in 64-bit mode too."""
+    """Return the start of a slice of `shape` at [slot, place]."""
+    # Slices want indices of one type, in 64-bit mode too.
     return [jnp.asarray(index, jnp.int32) for index in (slot, place, *(0 for _ in shape))]

@@ -205,8 +205,10 @@ class Round(Device):
         """Run one tick: half of the ranks run F, the others B. What arrives was sent in the tick before."""
         carry, y = self.forward(carry, parity)
         carry, dx = self.backward(carry, parity)
+        # On CPUs no message is sent while the other unit may still be in a collective: see `region.after`.
         y, dx = region.after(y, *self.awaited(dx)), region.after(dx, *self.awaited(y))
         carry |= {"sent": lax.ppermute(y, PIPELINE, self.onward), "returned": lax.ppermute(dx, PIPELINE, self.back)}
+        # F of the last rank has run in this tick if the parities agree.
         if parity == (self.S - 1) % 2:
             carry = self.head(carry, y)
         return carry | {"dx": dx}
@@ -218,6 +220,7 @@ class Round(Device):
         x = carry["sent"]
         part = get(carry["batches"], slot)
         if parity == 0:
+            # Rank 0 runs F in even ticks; the others take part in the embedding with their part of the vocabulary.
             x = jnp.where(self.rank == 0, self.program.embed(self.tops, self.batch), x)
 
         def run(versions, residuals, x):
@@ -279,6 +282,7 @@ class Round(Device):
         def loss_of(tops, x):
             return self.program.loss(tops, x, get(carry["batches"], slot))
 
+        # The sum brings the output of the last rank to all ranks.
         x = region.add_up(jnp.where(last, y, jnp.zeros((), y.dtype)), (PIPELINE,))
         loss, vjp = jax.vjp(loss_of, self.tops, x)
         grads, dy = vjp(region.vary(jnp.ones_like(loss), region.varying(loss)))
@@ -287,6 +291,7 @@ class Round(Device):
         return carry | {
             "losses": put(carry["losses"], loss, slot),
             "of_head": put(carry["of_head"], grads, self.head_slot_of(batch)),
+            # The last rank's B follows in the next tick, on the gradient that the head has made.
             "returned": jnp.where(last, region.vary(dy, self.stream), carry["returned"]),
         }
 
@@ -298,6 +303,7 @@ class Round(Device):
         part = get(carry["batches"], slot)
         number = get(carry["numbers"], slot)
         count = get(carry["counts"], slot)
+        # The gradients of the tops are those of the embedding, and those of the head, which have waited for them.
         x, vjp = jax.vjp(lambda tops: self.program.embed(tops, part), self.tops)
         first = region.add_up(jnp.where(self.rank == 0, dx, jnp.zeros((), dx.dtype)), (PIPELINE,))
         (grads,) = vjp(region.vary(first, region.varying(x)))
@@ -306,6 +312,7 @@ class Round(Device):
         old_optimizer = _tops(carry["optimizer"])
         old_params = _tops(carry["params"])
         params, optimizer, square = self.updated(carry, slot, grads, old_optimizer, old_params)
+        # While the pipeline fills, no batch is through and nothing is updated.
         params, optimizer = _choose(number != NOTHING, (params, optimizer), (old_params, old_optimizer))
 
         norm = jnp.sqrt(square + lax.psum(get(carry["squares"], slot), PIPELINE))

@@ -111,7 +111,7 @@ class Places:
         """
         groups = np.array_split(np.arange(self.M), max(1, self.M // self.S))
         sizes = np.array([len(group) for group in groups])
-        # Of each micro-batch: its group, and how many micro-batches are in groups before that.
+        # For each micro-batch: its group, and how many micro-batches are in groups before that.
         group = np.repeat(np.arange(len(sizes)), sizes)
         before = (np.cumsum(sizes) - sizes)[group]
         chunk = np.arange(self.v)[:, None]
@@ -209,6 +209,7 @@ def _list_scheduling(at: Places) -> tuple[Ticks, Ticks, Ticks]:
             f, b, w = done[rank]
             unit = forwards[rank][min(f, count - 1)]
             back = backwards[rank][min(b, count - 1)]
+            # F goes first, then B, and W fills the ticks in which neither can run.
             in_flight = f - w
             if f < count and in_flight < min(most, most - rank + b) and _neighbour_is_done(t, F, unit, -1):
                 F[unit] = t

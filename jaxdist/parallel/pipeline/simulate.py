@@ -91,6 +91,7 @@ def columns(schedule: Schedule, times: Times) -> list[Column]:
     for tick in range(schedule.ticks):
         kinds = [kind for kind in occupied if tick in occupied[kind]]
         groups = [{kind} for kind in kinds]
+        # In a uniform schedule all ranks run every slot, so slots follow one another; else each runs its own at once.
         if kinds and not schedule.uniform:
             groups = [set(kinds)]
         for together in groups:
@@ -143,6 +144,7 @@ def peak_in_flight(schedule: Schedule) -> list[int]:
     """Return for each rank the most chunks times micro-batches in flight: from F to the end of B, or of W if split."""
     peaks = []
     for rank in range(schedule.stages):
+        # +1 where F begins, -1 after the last tick: the running sum is what is in flight.
         change = np.zeros(schedule.ticks + 1, int)
         np.add.at(change, schedule.forward[rank :: schedule.stages].ravel(), 1)
         np.add.at(change, schedule.last[rank :: schedule.stages].ravel() + 1, -1)

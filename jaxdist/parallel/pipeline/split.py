@@ -92,6 +92,7 @@ def halves(f: Flat, again: Arrays, once: Arrays, now: int) -> Halves:
     handed_on = [*program.outvars[:now], *stash]
     first = _needed(program.eqns, handed_on)
     second = _needed(program.eqns, program.outvars[now:], stash)
+    # Nothing that waits for another device runs twice, and nothing that can wait runs at once.
     twice = {id(e) for e in first} & {id(e) for e in second}
     assert all(_cheap(e) for e in first if id(e) in twice)
     assert late.isdisjoint(map(id, first))
@@ -243,6 +244,7 @@ class _Network:
         """The capacity that each edge has left."""
 
     def edge(self, a: Any, b: Any, capacity: float = float("inf")) -> None:
+        # Without a capacity it is a dependency, which cannot be cut.
         self.left[a][b] = capacity
         self.left[b].setdefault(a, 0)
 
@@ -261,6 +263,7 @@ class _Network:
                 self.left[a][b] -= flow
                 self.left[b][a] += flow
             path = self._path()
+        # Of equal cuts, the one nearest the sink leaves the second half least to repeat.
         beyond = self._reaching("sink")
         return [a for a, ends in self.left.items() for b in ends if _is_value(a, b) and a not in beyond and b in beyond]
 

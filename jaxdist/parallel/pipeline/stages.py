@@ -78,6 +78,7 @@ class Stages:
 
     def unfolded(self, tree: Tree) -> Tree:
         """Return the inverse of `folded`, without the padding: as checkpoints hold it."""
+        # Layers that do not divide over the ranks lie whole on all of them.
         even = sum(self.sizes) % self.ranks == 0
 
         def spec(dims):
@@ -89,6 +90,7 @@ class Stages:
         lead = self.virtual, self.ranks, self.depth
         if not self.padded:
             return a.reshape(*lead, *a.shape[1:])
+        # Padding is zero: its gradients are zero as well, so that an update leaves it so.
         valid = self.valid.reshape(*lead, *(1 for _ in a.shape[1:]))
         return jnp.where(valid, a[self.layer], jnp.zeros((), a.dtype))
 
@@ -163,6 +165,7 @@ def split(costs: Sequence[float], chunks: int) -> tuple[int, ...]:
         for n in range(run + 1, layers + 1):
             starts = np.arange(run, n)
             worst = np.maximum(best[starts], total[n] - total[starts])
+            # The last of equal starts: the first runs are the longest.
             cut[n] = starts[len(starts) - 1 - int(np.argmin(worst[::-1]))]
             new[n] = worst.min()
         best = new
