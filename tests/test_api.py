@@ -87,7 +87,7 @@ REQUESTS = [
     (dict(model=lambda: 3), r"model_fn takes \(\), but is called as model_fn\(rngs\)"),
     (dict(model=Keyword), r"model_fn takes \(\*, rngs\).*wrap it: lambda rngs: Model\(rngs=rngs\)"),
     (dict(model=Empty), r"Empty has no parameters"),
-    (dict(model=Numbers), r"parameter order is of int32, which is not trained; make it an nnx.Variable"),
+    (dict(model=Numbers), r"parameter order is of int32, which cannot be trained; make it an nnx.Variable"),
     (dict(loss=None), r"loss_fn is None, which cannot be called"),
     (dict(loss=lambda module: 0.0), r"loss_fn takes \(module\), but is called as loss_fn\(module, batch\)"),
     (dict(optimizer=nnx.Optimizer), r"give an optax.GradientTransformation .* not an nnx.Optimizer"),

@@ -96,7 +96,7 @@ def beyond_cudnn(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.dt
 
 
 def cudnn_missing() -> str:
-    """Return a message if JAX's CUDA plug-in finds no cuDNN, else an empty one; devices must have been asked for."""
+    """Return a message if JAX's CUDA plug-in finds no cuDNN, else an empty one; JAX must have made its devices."""
     # The check that jax.nn makes, and raises from.
     from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
 

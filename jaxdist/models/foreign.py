@@ -82,7 +82,7 @@ class Foreign:
         return loss, after, further
 
 
-def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Module], None] = lambda _: None) -> Foreign:
+def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Module], None] | None = None) -> Foreign:
     """Describe the module that `make` builds; computes nothing and needs no device.
 
     `prepare` may change attributes of the module. Raises `ValueError` where `make` returns no module, or one that has
@@ -94,7 +94,8 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Modu
     # Without what `prepare` sets: evaluation calls the module on all rows, where no mesh axis has a name.
     evaluated = nnx.clone(module)
     evaluated.eval()
-    prepare(module)
+    if prepare is not None:
+        prepare(module)
     abstract = effects.params_of(module)
     variables = effects.variables_of(module)
     if not jax.tree.leaves(abstract):
@@ -102,7 +103,7 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Modu
     for name, a in named(abstract).items():
         if not jnp.issubdtype(a.dtype, jnp.floating):
             raise ValueError(
-                f"parameter {name} is of {a.dtype}, which is not trained; make it an nnx.Variable, or of floats"
+                f"parameter {name} is of {a.dtype}, which cannot be trained; make it an nnx.Variable, or use floats"
             )
     axes = jax.tree.map(_axes, nnx.state(module, nnx.Param), is_leaf=_is_variable)
     agreements = jax.tree.map(_agreement, nnx.state(module, nnx.Not(nnx.Param)), is_leaf=_is_variable)
@@ -230,7 +231,7 @@ def mean_over_rows(returned: Any) -> Float[Array, ""]:
     """Return what a loss function returned, if it is the mean alone; raise `ValueError` for anything else."""
     loss, further = _result(returned)
     if further:
-        raise ValueError(f"head returned further means, {', '.join(sorted(further))}; a pipeline adds up none")
+        raise ValueError(f"head returned further means, {', '.join(sorted(further))}; a pipeline sums the loss alone")
     return loss
 
 

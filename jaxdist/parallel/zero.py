@@ -129,6 +129,7 @@ class Placement:
         # Heads come last, when a device has the least to send.
         if self.exchanged:
             return heads.collect(self._all_to_all(g, back=True), self.deal.dim, self.deal.parts)
+        # The copies of a key or a value are summed on the way.
         g = region.placed(g, self._head_axes, self.deal.dim)
         g = heads.collect(g, self.deal.dim, self.deal.parts)
         return region.add_up(g, self._head_axes)
@@ -142,11 +143,11 @@ class Placement:
         return _with_sink(self, w, sink)
 
     def partial_sums(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Return zeros to accumulate the gradients of a weight in use in: f32 at least, each device its own."""
+        """Return zeros for gradient accumulation of a weight in use: f32 at least, each device its own."""
         return reshard(jnp.zeros(w.shape, wide(w.dtype)), self._partial)
 
     def sink(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Float[Array, "..."]:
-        """Return zeros of the parameter's shape, lying as it does at rest; gradients are accumulated in `dtype`."""
+        """Return zeros for gradient accumulation in `dtype`, lying as the parameter of `shape` does at rest."""
         return reshard(jnp.zeros(shape, dtype), self.rest)
 
     def _exchange(self, w: jax.Array, source: P, target: P, back: bool) -> jax.Array:

@@ -141,7 +141,7 @@ class Round(Device):
         """Those of the whole round: they are updated at its end."""
 
     def cast(self, weights: Tree) -> Tree:
-        """Return weights in the dtype that they have in use."""
+        """Return weights in the dtype that they have in use (mixed precision)."""
         return jax.tree.map(lambda w: w.astype(self.dtype), weights)
 
     def slot_of(self, batch: jax.Array) -> jax.Array:

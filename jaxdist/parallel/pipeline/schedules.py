@@ -130,14 +130,20 @@ def gpipe(S: int, M: int, v: int = 1) -> Schedule:
     """All forward passes, then all backward passes, last micro-batch first (GPipe, Huang et al. 2019, figure 2c)."""
     g = np.arange(S)[:, None]
     m = np.arange(M)
-    return Schedule("gpipe", S, M, 1, m + g, M + S - 1 + (M - 1 - m) + (S - 1 - g))
+    forward = m + g
+    # The last forward pass is in tick M + S - 2.
+    backward = M + S - 1 + (M - 1 - m) + (S - 1 - g)
+    return Schedule("gpipe", S, M, 1, forward, backward)
 
 
 def one_f_one_b(S: int, M: int, v: int = 1) -> Schedule:
     """Turn each micro-batch back at the last stage at once: 1F1B (PipeDream-flush, Narayanan et al. 2021, 2.2.1)."""
     g = np.arange(S)[:, None]
     m = np.arange(M)
-    return Schedule("1f1b", S, M, 1, m + g, m + 2 * (S - 1) - g)
+    forward = m + g
+    # In the tick of its last F, which is m + S - 1, a micro-batch is at stage S - 1, and turns back.
+    backward = m + 2 * (S - 1) - g
+    return Schedule("1f1b", S, M, 1, forward, backward)
 
 
 def interleaved(S: int, M: int, v: int) -> Schedule:
@@ -186,7 +192,10 @@ def pipedream(S: int, M: int, v: int = 1) -> Schedule:
     """
     g = np.arange(S)[:, None]
     m = np.arange(M)
-    return Schedule("pipedream", S, M, 1, 2 * m + g, 2 * m + 2 * S - 1 - g, uniform=False, flush=False)
+    forward = 2 * m + g
+    # The last stage has its B in the tick after its F; a rank has F and B in turns.
+    backward = 2 * m + 2 * S - 1 - g
+    return Schedule("pipedream", S, M, 1, forward, backward, uniform=False, flush=False)
 
 
 def _list_scheduling(at: Places) -> tuple[Ticks, Ticks, Ticks]:
