@@ -247,12 +247,12 @@ def check_devices(config: Config, nodes: str, gpus: int, tasks: int) -> None:
 
 def check_gpus(config: Config, fewest: int, most: int, where: str) -> None:
     """Raise `RequestError` where the mesh, or a size of the run, does not fit so many GPUs, which `where` describes."""
-    from jaxdist.mesh import FILL, fixed_product, requested
+    from jaxdist.mesh import FILL, fixed_devices, requested
 
     if most > MOST_DEVICES:
         raise RequestError(f"{where}: a run has at most {MOST_DEVICES}; ask for fewer")
     shape = requested(config.mesh)
-    fixed = fixed_product({axis: size for axis, size in shape.items() if size != FILL})
+    fixed = fixed_devices(shape)
     fits = fixed == most
     if FILL in shape.values():
         fits = most % fixed == 0 and fixed <= fewest

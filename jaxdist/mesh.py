@@ -1,13 +1,13 @@
-"""The device mesh: its axes, how a person writes it, and how it is laid over the devices.
+"""Define the device mesh: its axes, how a user writes it, and how it is laid over the devices.
 
-`2x2x1` is data x model x pipeline; any axis can be named instead (`replica=2,data=4`). One axis may be `-1`: as
-many as the devices allow. This is the only file that spells the names of the axes.
+`2x2x1` is data x model x pipeline; any axis can be named instead (`replica=2,data=4`). One axis may be `-1`: it takes
+as many devices as remain. HSDP (hybrid sharding) is a mesh with both `replica` and `data`. This is the only file that
+spells the names of the axes.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -18,13 +18,18 @@ from jaxdist.values import MOST_DEVICES
 if TYPE_CHECKING:
     import jax
 
-PIPELINE, REPLICA, DATA, EXPERT, CONTEXT, MODEL = "pipeline", "replica", "data", "expert", "context", "model"
+PIPELINE = "pipeline"
+REPLICA = "replica"
+DATA = "data"
+EXPERT = "expert"
+CONTEXT = "context"
+MODEL = "model"
 
 AXES = (PIPELINE, REPLICA, DATA, EXPERT, CONTEXT, MODEL)
-"""Outermost first, so that the axis that talks most (`model`) spans neighbouring devices, with the fastest links."""
+"""Outermost first: the axis that communicates most (`model`) spans neighbouring devices, with the fastest links."""
 
 POSITIONS = (DATA, MODEL, PIPELINE)
-"""What the numbers of the short form `2x2x1` mean."""
+"""The axes behind the numbers of the short form `2x2x1`."""
 
 BATCH_AXES = (REPLICA, DATA)
 """The axes that split the rows of a batch."""
@@ -33,51 +38,22 @@ LAYER_AXES = (MODEL,)
 """The axes that may split the dims of a layer: its heads, its MLP, the vocabulary."""
 
 FAST = (EXPERT, CONTEXT, MODEL)
-"""The axes that send in every layer, and want the fastest links."""
+"""The axes that communicate in every layer, and need the fastest links."""
 
 BUILT = (*BATCH_AXES, *LAYER_AXES, PIPELINE)
-"""The axes whose feature this version has; the others must be 1."""
+"""The axes that this version implements; the others must be 1."""
 
 MOST_CPU_DEVICES = 1024
-"""JAX takes CPU devices with numbers from 2048 for those of other processes."""
-
-GPU_SHARE = 0.92
-"""Of a GPU's memory, what JAX takes in jaxdist's commands where the environment does not say; the rest stays with
-CUDA's context, its libraries and NCCL's buffers. By itself JAX takes 0.75."""
-
-FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""Of the environment, which says what JAX takes: the new name and the old one."""
+"""Most devices that a CPU is split into: JAX takes CPU devices numbered 2048 and above for those of other processes."""
 
 FILL = -1
+"""The size of an axis that takes as many devices as remain."""
 
 AUTO = "auto"
-"""For a mesh that `train` chooses when it sees the devices."""
+"""The mesh that `train` plans for the devices that it finds."""
 
 MeshShape = dict[str, int]
 """Size of every axis in `AXES`; one of them may be `FILL`."""
-
-
-def gpu_share() -> float:
-    """The part of a GPU's memory that JAX may take in a command of jaxdist's, with this environment.
-
-    Raises `RequestError` where the environment gives no number.
-    """
-    asked = next((os.environ[name] for name in FRACTIONS if os.environ.get(name)), "")
-    if not asked:
-        return GPU_SHARE if preallocates() else 0.75
-    try:
-        share = float(asked)
-    except ValueError:
-        share = math.nan
-    if not 0 < share < math.inf:
-        names = " or ".join(FRACTIONS)
-        raise RequestError(f"{names} is '{asked[:40]}' in the environment; it must be a number above 0, such as 0.9")
-    return share
-
-
-def preallocates() -> bool:
-    """Whether JAX takes that memory at once; where it does not, jaxdist leaves the bound to it too."""
-    return os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("0", "false", "False")
 
 
 def parse_mesh(text: str) -> MeshShape:
@@ -86,18 +62,14 @@ def parse_mesh(text: str) -> MeshShape:
     Raises `RequestError` with every mistake in the text, one sentence each.
     """
     if text == AUTO:
-        raise RequestError(f"mesh '{AUTO}' is for train alone; write a mesh, such as one of python -m jaxdist.plan")
-    named = "=" in text
-    items = text.split(",") if named else text.split("x")
-    if not named and len(items) != len(POSITIONS):
         raise RequestError(
-            f"mesh '{text}' has {len(items)} number(s): write data x model x pipeline, such as 4x1x1, "
-            f"or name the axes, such as data=4,replica=2"
+            f"mesh '{AUTO}' is valid for train only; write a mesh, such as one that python -m jaxdist.plan proposes"
         )
-    shape, problems = dict.fromkeys(AXES, 1), []
+    sizes = _split_text(text)
+    shape = dict.fromkeys(AXES, 1)
+    problems = []
     seen: set[str] = set()
-    for position, item in enumerate(items):
-        axis, _, size = item.strip().partition("=") if named else (POSITIONS[position], "", item.strip())
+    for axis, size in sizes:
         if axis not in AXES:
             problems.append(f"mesh '{text}' names an axis '{axis}' that does not exist; {nearest(axis, AXES)}")
         elif axis in seen:
@@ -109,40 +81,73 @@ def parse_mesh(text: str) -> MeshShape:
         else:
             shape[axis] = int(size)
         seen.add(axis)
-    if sum(size == FILL for size in shape.values()) > 1:
+    problems += _shape_problems(text, shape)
+    if problems:
+        raise RequestError(*problems)
+    return shape
+
+
+def _split_text(text: str) -> list[tuple[str, str]]:
+    """Return the axes that a mesh text names, or means by position, each with the text of its size."""
+    if "=" in text:
+        pairs = [item.strip().partition("=") for item in text.split(",")]
+        return [(axis, size) for axis, _, size in pairs]
+    sizes = text.split("x")
+    if len(sizes) != len(POSITIONS):
+        raise RequestError(
+            f"mesh '{text}' has {len(sizes)} number(s): write data x model x pipeline, such as 4x1x1, "
+            f"or name the axes, such as data=4,replica=2"
+        )
+    return [(axis, size.strip()) for axis, size in zip(POSITIONS, sizes, strict=True)]
+
+
+def _shape_problems(text: str, shape: MeshShape) -> list[str]:
+    problems = []
+    if list(shape.values()).count(FILL) > 1:
         problems.append(f"mesh '{text}' has more than one -1; only one axis can be filled")
     for axis, size in shape.items():
         if axis not in BUILT and size != 1:
             problems.append(
                 f"mesh '{text}' asks for {axis}={size}, but {axis} parallelism is not built yet; set {axis} to 1"
             )
-    if (devices := devices_asked(shape)) > MOST_DEVICES:
+    devices = devices_asked(shape)
+    if devices > MOST_DEVICES:
         problems.append(f"mesh '{text}' asks for {devices} devices; at most {MOST_DEVICES} are planned or used")
-    if problems:
-        raise RequestError(*problems)
-    return shape
+    return problems
 
 
 def requested(text: str) -> MeshShape:
-    """As `parse_mesh`, before the devices are seen: `auto` asks for as many as there are."""
-    return parse_mesh(f"{DATA}={FILL}" if text == AUTO else text)
+    """Read a mesh as `parse_mesh` does, before the devices are known; `auto` is all of them in `data`."""
+    if text == AUTO:
+        text = f"{DATA}={FILL}"
+    return parse_mesh(text)
 
 
 def devices_asked(shape: Mapping[str, int], processes: int = 1) -> int:
-    """How many devices the mesh needs; a `-1` counts as one per process, its meaning where devices can be made."""
-    fixed = math.prod(size for size in shape.values() if size != FILL)
-    return fixed * processes if FILL in shape.values() else fixed
+    """Return how many devices the mesh needs.
+
+    A `-1` counts as one per process, which is what it means where the CPU is split into devices.
+    """
+    fixed = fixed_devices(shape)
+    if FILL in shape.values():
+        return fixed * processes
+    return fixed
+
+
+def fixed_devices(shape: Mapping[str, int]) -> int:
+    """Return the product of the axes of `shape`, without the one to fill."""
+    return math.prod(size for size in shape.values() if size != FILL)
 
 
 def fill(shape: Mapping[str, int], devices: int) -> MeshShape:
-    """Replace `-1`, and check that the mesh uses every one of `devices`.
+    """Return `shape` with `-1` replaced so that the mesh uses all `devices`.
 
-    Raises `RequestError` when it does not: an idle GPU is paid for like a busy one.
+    Raises `RequestError` if it cannot use every one of them: an idle GPU costs as much as a busy one.
     """
-    fixed = math.prod(size for size in shape.values() if size != FILL)
+    fixed = fixed_devices(shape)
     if FILL in shape.values() and devices % fixed == 0:
         shape = {axis: devices // fixed if size == FILL else size for axis, size in shape.items()}
-    if FILL in shape.values() or fixed_product(shape) != devices:
+    if FILL in shape.values() or math.prod(shape.values()) != devices:
         raise RequestError(
             f"mesh {describe(shape)} does not use all {devices} device(s): the product of its axes must be "
             f"{devices}, such as data={devices}; or hide devices with CUDA_VISIBLE_DEVICES"
@@ -150,32 +155,37 @@ def fill(shape: Mapping[str, int], devices: int) -> MeshShape:
     return dict(shape)
 
 
-def fixed_product(shape: Mapping[str, int]) -> int:
-    return math.prod(shape.values())
-
-
 def describe(shape: Mapping[str, int]) -> str:
-    """`data=4 replica=2`: the axes that are not 1, outermost first."""
+    """Return the axes that are not 1, outermost first: `data=4 replica=2`."""
     return " ".join(f"{axis}={shape[axis]}" for axis in AXES if shape[axis] != 1) or "one device"
 
 
 def micro_batches(config: Config, shape: Mapping[str, int]) -> int:
-    """k: into how many parts a step cuts its rows; with a pipeline its micro-batches, else those of accumulation."""
-    return config.pipeline.micro if shape.get(PIPELINE, 1) > 1 else config.train.accumulation
+    """Return the number of parts (k) that a step splits its rows into.
+
+    These are the micro-batches of the pipeline if there is one, otherwise those of gradient accumulation.
+    """
+    if shape.get(PIPELINE, 1) > 1:
+        return config.pipeline.micro
+    return config.train.accumulation
 
 
 def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    """The mesh of `shape` over `devices`, in `AXES` order, with Explicit axes: the layout of an array is its type."""
+    """Return the mesh of `shape` over `devices`, in `AXES` order.
+
+    Its axes are Explicit: the layout of an array is part of its type.
+    """
     import jax
     import numpy as np
 
-    shape = fill(shape, len(devices))  # `jax.make_mesh` would drop the devices that are left over without a word
+    # `jax.make_mesh` would silently drop devices that are left over; `fill` refuses instead.
+    shape = fill(shape, len(devices))
     grid = np.asarray(devices, dtype=object).reshape([shape[axis] for axis in AXES])
     return jax.sharding.Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))
 
 
 def abstract_mesh(shape: Mapping[str, int]) -> jax.sharding.AbstractMesh:
-    """The mesh of `shape` without devices: enough to tell where everything would lie."""
+    """Return the mesh of `shape` without devices, which is enough to compute every layout."""
     import jax
 
     sizes = tuple(shape[axis] for axis in AXES)

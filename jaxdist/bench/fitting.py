@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.mesh import GPU_SHARE
+from jaxdist.gpu_memory import GPU_SHARE
 from jaxdist.planning import hardware
 from jaxdist.planning.clusters import Cluster, Link
 from jaxdist.planning.collective_time import START, wire_share

@@ -20,7 +20,7 @@ from jax._src import xla_bridge
 from jaxdist.cluster import gpus, kv_store
 from jaxdist.cluster.preflight import sees, sign_of
 from jaxdist.cluster.rendezvous import across_hosts, host_names
-from jaxdist.mesh import FRACTIONS, GPU_SHARE, gpu_share, preallocates
+from jaxdist.gpu_memory import FRACTIONS, GPU_SHARE, gpu_share, preallocates
 
 
 @dataclass(frozen=True)

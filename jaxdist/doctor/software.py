@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from jaxdist.doctor.findings import Finding, Here, ok, unchecked, warning, wrong
-from jaxdist.mesh import FRACTIONS, GPU_SHARE
+from jaxdist.gpu_memory import FRACTIONS, GPU_SHARE
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 

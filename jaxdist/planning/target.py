@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxdist.config import RequestError, nearest
-from jaxdist.mesh import FRACTIONS, gpu_share
+from jaxdist.gpu_memory import FRACTIONS, gpu_share
 from jaxdist.planning.hardware import GPUS, MOST, Gpu
 from jaxdist.request.checks.registry import multiples, remedy, to
 

@@ -14,7 +14,8 @@ from jaxdist import __version__, models
 from jaxdist.cluster import xla_options
 from jaxdist.cluster.runtime import capacity, notes, whereabouts
 from jaxdist.config import PipelineConfig
-from jaxdist.mesh import PIPELINE, describe, gpu_share
+from jaxdist.gpu_memory import gpu_share
+from jaxdist.mesh import PIPELINE, describe
 from jaxdist.models.attention import attention_kernel
 from jaxdist.planning import memory, parameter_layout, pipelines, remedies
 from jaxdist.planning.hardware import GPUS, Gpu, that_hold

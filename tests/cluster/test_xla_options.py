@@ -15,7 +15,8 @@ import pytest
 from jax._src import xla_bridge
 
 from jaxdist.cluster import gpus, xla_options
-from jaxdist.mesh import FRACTIONS, abstract_mesh, gpu_share, parse_mesh
+from jaxdist.gpu_memory import FRACTIONS, gpu_share
+from jaxdist.mesh import abstract_mesh, parse_mesh
 from tests.processes import told
 
 NAMES = [*FRACTIONS, "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"]

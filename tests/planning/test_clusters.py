@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.mesh import GPU_SHARE
+from jaxdist.gpu_memory import GPU_SHARE
 from jaxdist.planning.clusters import PRESETS, Cluster, Link, cluster, to_toml
 from jaxdist.planning.hardware import GPUS
 

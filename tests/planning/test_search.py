@@ -176,7 +176,7 @@ def plan():
         ("8x1x1", "is the first"),
         ("replica=8", "plain data parallelism; ask for data=8"),
         ("1x8x1", "times as long as the fastest"),
-        ("auto", "mesh 'auto' is for train alone"),
+        ("auto", "mesh 'auto' is valid for train only"),
     ],
 )
 def test_why_not(plan, mesh, words):
