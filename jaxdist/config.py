@@ -1,6 +1,6 @@
-"""Every knob of a run, with its default and one line of help. Pure data: no jax.
+"""Define every knob of a run, with its default and one line of help. Pure data: this module does not import jax.
 
-A TOML file holds only its differences from these defaults, which are the shipped `gpt_tiny`.
+A TOML file holds only the values that differ from these defaults. The defaults are the shipped config `gpt_tiny`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from jaxdist.values import (
 
 
 class RequestError(ValueError):
-    """A mistake in what was asked for; `problems` holds a sentence each. Commands print them."""
+    """Report invalid options. `problems` holds one sentence for each of them, which commands print."""
 
     exit_code = 2
-    """Of the command."""
+    """Exit code of the command that raises it."""
 
     def __init__(self, *problems: str):
         self.problems = list(problems)
@@ -48,33 +48,37 @@ class RequestError(ValueError):
 
 
 class Busy(RequestError):
-    """The run folder is in use. This passes: the same request may be made again."""
+    """Report that the run folder is in use. The condition is temporary: the same request may succeed later."""
 
     exit_code = 75
 
 
 class DataLost(RequestError):
-    """Data that were there when the run began cannot be read any more: a failure, and no mistake in the request."""
+    """Report data that were readable when the run began and are not any more: a failure, not an invalid option."""
 
     exit_code = 1
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """`did you mean 'x'?`, or the list of what is valid when nothing is near."""
+    """Return `did you mean 'x'?` for the closest valid name, or the list of valid names when none is close."""
     valid = list(valid)
     close = difflib.get_close_matches(name, valid, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"valid names are {', '.join(valid)}"
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"valid names are {', '.join(valid)}"
 
 
 class Section(BaseModel):
+    """Base of all sections: immutable, without unknown keys, and with the string under a field as its help text."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
 
 class ModelConfig(Section):
-    """The family of the model, decoder of text or classifier of images, and its sizes."""
+    """Model family (a text decoder or an image classifier) and its sizes."""
 
     family: Literal["gpt", "llama", "cnn", "resnet18", "resnet50"] = "gpt"
-    """GPT-2's decoder or Llama's, for text; or, for images, a small convolutional network or a ResNet."""
+    """Text: gpt (the GPT-2 decoder) or llama. Images: cnn (a small convolutional network) or a ResNet."""
     layers: Layers = 4
     """Decoder blocks (L)."""
     embed: Count = 128
@@ -82,246 +86,259 @@ class ModelConfig(Section):
     heads: Count = 4
     """Attention heads (N); must divide embed."""
     kv_heads: CountOrZero = 0
-    """Key/value heads (K) of llama's grouped-query attention; must divide heads; 0 means as many as heads."""
+    """Key/value heads (K) of llama's grouped-query attention (GQA); must divide heads; 0: as many as heads."""
     rope_theta: Annotated[PositiveFloat32, Field(ge=1)] = 500_000.0
-    """Base of llama's rotary positions."""
+    """Base of llama's rotary position embeddings (RoPE)."""
     mlp: CountOrZero = 0
-    """Width of the MLP (F); 0 means 4 x embed, or for llama 8/3 x embed rounded up to a multiple of 256."""
+    """Width of the MLP (F); 0: 4 x embed, or for llama 8/3 x embed rounded up to a multiple of 256."""
     vocab: Count = 2048
-    """Rows of the embedding table (V); a tokenizer that is trained here gets this size."""
+    """Vocabulary size: rows of the embedding table (V). A tokenizer trained on the data gets this size."""
     sequence: Sequence = 128
     """Tokens per row (S)."""
     documents: Literal["joined", "apart"] = "joined"
-    """Whether tokens see the documents before theirs in a row; apart they do not, and positions begin anew in each."""
+    """joined: tokens attend to earlier documents of their row; apart: they do not, and positions restart in each."""
     tied: bool = True
-    """Use the embedding table as the output projection too."""
+    """Use the embedding table as the output projection too (weight tying)."""
     dropout: FractionFloat32 = 0.0
-    """Probability of dropping an activation: of gpt in each block and after the embedding, of cnn before the head."""
+    """Dropout probability: for gpt in each block and after the embedding, for cnn before the head."""
     remat: Literal["none", "dots", "block", "stage", "offload"] = "none"
-    """What is recomputed: what is cheap; all but products; blocks; stages; offload: blocks, from inputs in the host."""
+    """Activation checkpointing; none: cheap ops; dots: all but matmuls; block; stage; offload: block, input on host."""
 
     classes: Annotated[int, Field(ge=2, lt=2**31)] = 10
-    """Classes of images."""
+    """Number of image classes."""
     image: Pixels = 8
-    """Height and width of an image in pixels; those of a folder of pictures are scaled to it."""
+    """Height and width of an image in pixels; images of a folder are scaled to it."""
     channels: Channels = 1
-    """Channels of an image: 1 for grey, 3 for colour."""
+    """Channels of an image: 1 for greyscale, 3 for colour."""
 
     @property
     def images(self) -> bool:
-        """Whether it classifies images; it models text otherwise."""
+        """Whether the model classifies images; otherwise it models text."""
         return self.family not in ("gpt", "llama")
 
     @property
     def key_value_heads(self) -> int:
+        """Key/value heads (K), with the default filled in."""
         return self.kv_heads or self.heads
 
     @property
     def mlp_size(self) -> int:
-        """Llama's three matrices of 8/3 weigh what the GPT's two of 4 do (Touvron et al. 2023, section 2.2)."""
+        """Width of the MLP (F), with the default filled in."""
         if self.mlp:
             return self.mlp
-        return 4 * self.embed if self.family == "gpt" else math.ceil(8 * self.embed / (3 * 256)) * 256
+        if self.family == "gpt":
+            return 4 * self.embed
+        # Llama's three matrices of width 8/3 x embed have as many parameters as the GPT's two of width 4 x embed
+        # (Touvron et al. 2023, section 2.2).
+        return math.ceil(8 * self.embed / (3 * 256)) * 256
 
 
 class RulesConfig(Section):
-    """The mesh axis that splits each logical axis of the model; empty: none, it stays whole."""
+    """Mesh axis that shards each logical axis of the model; empty: not sharded."""
 
     heads: str = "model"
-    """Query heads, and with them the key/value heads."""
+    """Query heads, and the key/value heads with them."""
     mlp: str = "model"
     """Width of the MLP."""
     vocab: str = "model"
-    """Rows of the embedding table, and the logits."""
+    """Vocabulary: rows of the embedding table, and the logits."""
 
 
 class ParallelConfig(Section):
-    """How the work is split over the mesh."""
+    """Sharding of parameters, gradients and optimizer state over the mesh."""
 
     zero: Stage = 0
-    """ZeRO over data: 1 splits optimizer and parameters at rest; 2 the gradients too; 3 gathers layer by layer."""
+    """ZeRO stage over data: 1 shards optimizer and parameters at rest; 2 gradients too; 3 (FSDP) gathers by layer."""
     sequence: bool = False
-    """Split the residual stream along the sequence over model (sequence parallelism)."""
+    """Sequence parallelism: shard the residual stream along the sequence over the model axis."""
     micro_batches: Literal["inside", "outside"] = "inside"
-    """Where ZeRO 2 and 3 accumulate: inside each layer; or outside, which holds fewer activations and moves more."""
+    """Gradient accumulation of ZeRO 2 and 3: inside each layer, or outside (fewer activations, more communication)."""
     offload: Literal["none", "optimizer"] = "none"
-    """What rests in the host's memory between steps: the moments, and with them the masters of precision mixed."""
+    """optimizer: keep the moments, and the master weights of precision mixed, in host memory between steps."""
     rules: RulesConfig = RulesConfig()
 
 
 class PipelineConfig(Section):
-    """The order of work where the layers are split over the pipeline axis of the mesh."""
+    """Pipeline parallelism: the schedule used when the layers are split over the pipeline axis of the mesh."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-u", "pipedream"] = "1f1b"
-    """Which micro-batch goes when; gpipe holds all, the next ones wait less, pipedream never, with older gradients."""
+    """gpipe: most memory; 1f1b: bounded; interleaved, zb-*: smaller bubble; pipedream: no bubble, stale gradients."""
     microbatches: MicroBatchesOrZero = 0
-    """Micro-batches per step (M), in place of train.accumulation; 0 means 8, and for pipedream 1: it has no others."""
+    """Micro-batches per step (M), instead of train.accumulation; 0: 8, or for pipedream 1, its only valid value."""
     virtual_stages: CountOrZero = 0
-    """Parts of the model on each device (v); 0 means 2 for interleaved, and 1 for the others."""
+    """Virtual stages on each device (v); 0: 2 for interleaved, 1 for the others."""
 
     @property
     def asynchronous(self) -> bool:
-        """Whether the next step begins before the last one has ended."""
+        """Whether a step begins before the previous one has ended."""
         return self.schedule == "pipedream"
 
     @property
     def micro(self) -> int:
-        return self.microbatches or (1 if self.asynchronous else 8)
+        """Micro-batches per step (M), with the default filled in."""
+        if self.microbatches:
+            return self.microbatches
+        return 1 if self.asynchronous else 8
 
     @property
     def virtual(self) -> int:
-        return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
+        """Virtual stages on each device (v), with the default filled in."""
+        if self.virtual_stages:
+            return self.virtual_stages
+        return 2 if self.schedule == "interleaved" else 1
 
 
 class DataConfig(Section):
-    """Where the tokens, or the images, come from."""
+    """Source of the tokens or images, and the data loader."""
 
     path: FilePath | None = None
-    """Text, .jsonl with "text", or uint16 tokens (.bin); images: .npz, or a folder; none: Python's library, digits."""
+    """Text, .jsonl with "text", uint16 tokens (.bin); images: .npz or a folder; none: Python's library, or digits."""
     tokenizer: FilePath | None = None
-    """A tokenizer.json to use; none: train a byte-level BPE on the text."""
+    """Path of a tokenizer.json; none: train a byte-level BPE on the text."""
     validation_path: FilePath | None = None
-    """Held-out data of the same kind; none: a fraction of path is held out."""
+    """Validation data of the same kind; none: a fraction of path is held out."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """How much of path is held out when there is no validation path."""
+    """Fraction of path that is held out when there is no validation path."""
     augment: Literal["none", "crop", "crop-flip"] = "none"
-    """Training images: shifted by up to an eighth of their size, and mirrored half of the time."""
+    """Augmentation of training images. crop: shift by up to an eighth of the size; flip: mirror half of the time."""
     prefetch: Annotated[int, Field(ge=1, le=2**10)] = 2
-    """Batches prepared ahead of the step."""
+    """Batches that the data loader prepares ahead of the step."""
 
 
 class OptimizerConfig(Section):
-    """The update rule and its schedule."""
+    """Update rule and learning-rate schedule."""
 
     name: Literal["adamw", "lion", "sgd"] = "adamw"
     """Update rule; sgd has momentum."""
     learning_rate: PositiveFloat32 = 4e-3
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape after the warm-up; constant decays linearly over the last decay_fraction of the run."""
+    """Decay after the warm-up; constant decays linearly over the last decay_fraction of the run."""
     warmup: CountOrZero = 20
-    """Steps of linear warm-up from 0; where it is not given, no longer than a fifth of the run."""
+    """Steps of linear warm-up from 0; the default is capped at a fifth of the run."""
     final: NonNegativeFloat32 = 0.1
     """Learning rate at the end, as a fraction of the peak."""
     decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Part of the run that decays; used by the constant schedule only."""
+    """Fraction of the run that decays; used by the constant schedule only."""
     beta1: FractionFloat32 = 0.9
-    """First-moment decay; the momentum of sgd."""
+    """Decay of the first moment; for sgd the momentum."""
     beta2: FractionFloat32 = 0.95
-    """Second-moment decay; not used by sgd."""
+    """Decay of the second moment; not used by sgd."""
     weight_decay: NonNegativeFloat32 = 0.1
-    """Decoupled decay of matrices; scales and biases do not decay."""
+    """Decoupled weight decay of matrices; scales and biases do not decay."""
     clip: NonNegativeFloat32 = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Gradient clipping: largest global gradient norm; 0: no clipping."""
 
     def decay_steps(self, steps: int) -> int:
-        """How many of the last of `steps` steps decay in the constant schedule."""
+        """Return how many of the last of `steps` steps decay in the constant schedule."""
         after_warmup = max(steps - min(self.warmup, steps) - 1, 1)
         return min(round(steps * self.decay_fraction), after_warmup)
 
 
 class TrainConfig(Section):
-    """How long, how much at a time."""
+    """Length of the run and size of a step."""
 
     steps: CountOrZero = 150
     """Optimizer steps."""
     epochs: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Passes over the training data, in place of steps; 0 means that steps holds."""
+    """Passes over the training data, instead of steps; 0: use steps."""
     global_batch_size: Rows = 16
     """Rows per optimizer step over the whole mesh."""
     accumulation: MicroBatches = 1
-    """Micro-batches per step, run one after the other; saves activations where they run outside the layers."""
-    seed: Seed = 0  # jax drops the higher bits without a word
+    """Gradient accumulation: micro-batches per step, run in sequence; saves activations if run outside the layers."""
+    seed: Seed = 0
     """Seed of the parameters, the data order and dropout."""
     max_skipped: Count = 10
-    """Stop after this many steps in a row with a loss or gradient that is not finite."""
+    """Stop after this many consecutive steps with a loss or gradient that is not finite."""
 
 
 class ValidationConfig(Section):
-    """Loss on the held-out part."""
+    """Validation: loss on the held-out data."""
 
     every: CountOrZero = 75
     """Steps between validations; 0: only at the end."""
     batches: CountOrZero = 8
-    """Batches per validation; 0: the whole held-out part."""
+    """Batches per validation; 0: all held-out data."""
 
 
 class CheckpointConfig(Section):
-    """Saving."""
+    """When to save checkpoints, and which to keep."""
 
     every: CountOrZero = 75
     """Steps between checkpoints; 0: only at the end."""
     minutes: Minutes = 0.0
-    """Minutes after which to save too; 0: never. Looked at after each step; by several processes each log.every."""
+    """Also save after this many minutes; 0: never. Checked after each step; with several processes every log.every."""
     epochs: bool = False
-    """Save at the end of every epoch too."""
+    """Also save at the end of every epoch."""
     keep: Count = 3
-    """Newest checkpoints kept, beside the one with the best validation loss."""
+    """Number of newest checkpoints to keep, in addition to the one with the best validation loss."""
     keep_every: CountOrZero = 0
-    """Checkpoints of steps that this divides are kept for good; 0: none."""
+    """Keep checkpoints of steps that are multiples of this permanently; 0: none."""
     grace_seconds: PositiveSeconds = 60.0
-    """From a signal to the end of the run at the latest, saved or not: what a scheduler gives before it kills."""
+    """Longest time from a stop signal to the end of the run, saved or not: the scheduler's delay before it kills."""
 
 
 class LogConfig(Section):
-    """What a run tells."""
+    """Logging."""
 
     every: Count = 10
     """Steps between lines of metrics.jsonl and of the log."""
     tensorboard: bool = True
     """Write TensorBoard files into the run folder."""
     wandb: str = ""
-    """Weights & Biases project to report to (needs the extra 'wandb'); empty: none. Never stops a run."""
+    """Weights & Biases project to log to (needs the extra 'wandb'); empty: none. Its failures never stop a run."""
 
 
 class ProfileConfig(Section):
-    """A look at what the devices do in a few steps."""
+    """Profile of the devices during a few steps."""
 
     steps: str = ""
-    """Steps to trace, such as 10-12: a file for Perfetto, and the longest kernels; empty: none."""
+    """Steps to trace, such as 10-12: writes a Perfetto trace and lists the longest kernels; empty: none."""
 
     @property
     def numbers(self) -> range:
-        """The numbers of these steps, counted from 1."""
+        """Numbers of the steps to trace, counted from 1."""
         first, _, last = self.steps.partition("-")
-        return range(int(first), int(last or first) + 1) if first else range(0)
+        if not first:
+            return range(0)
+        return range(int(first), int(last or first) + 1)
 
 
 class ClusterConfig(Section):
-    """Which of several processes this one is; by default as the environment tells (torchrun, mpirun, Slurm)."""
+    """Place of this process in a multi-process job; by default read from the environment (torchrun, mpirun, Slurm)."""
 
     coordinator: str = ""
-    """HOST:PORT where process 0 is reached by all; empty: as the environment tells."""
+    """HOST:PORT at which all processes reach process 0; empty: from the environment."""
     processes: CountOrZero = 0
-    """How many there are; 0: as the environment tells, or 1."""
+    """Number of processes; 0: from the environment, or 1."""
     process_id: Annotated[int, Field(ge=-1, lt=2**31)] = -1
-    """Which this is, from 0; -1: as the environment tells."""
+    """Index of this process, from 0; -1: from the environment."""
 
 
 class FaultConfig(Section):
-    """When to give up on what does not go on."""
+    """Fault tolerance: when to end a job that makes no progress."""
 
     hang_seconds: Seconds = 0.0
-    """End the job when a step takes longer, or 10 times as long to start; 0: 10 usual steps, at least 5 minutes."""
+    """End the job if a step takes longer, or start-up 10 times as long; 0: 10 usual steps, at least 5 minutes."""
     heartbeat_seconds: WholeSeconds = 30
-    """A process that has not been heard of for so long is lost, and with it the job."""
+    """Seconds without a heartbeat after which a process counts as lost, and the job ends."""
     start_seconds: WholeSeconds = 300
-    """How long the processes wait for each other at the start."""
+    """Seconds that the processes wait for each other at start-up (rendezvous)."""
 
 
 class Config(Section):
-    """Everything about a run."""
+    """Complete configuration of a run."""
 
     mesh: str = "-1x1x1"
-    """data x model x pipeline, such as 4x1x1, or names: data=4,replica=2; -1 fills one axis; auto: train plans it."""
+    """data x model x pipeline, such as 4x1x1, or by name: data=4,replica=2; -1 fills an axis; auto: train plans it."""
     precision: Literal["auto", "float32", "bfloat16", "mixed"] = "auto"
-    """bfloat16 keeps float32 parameters, mixed only float32 masters in the optimizer; auto: bfloat16 on GPUs."""
+    """bfloat16: float32 parameters; mixed: float32 master weights in the optimizer only; auto: bfloat16 on GPUs."""
     run_dir: FilePath | None = None
     """Folder of the run; none: runs/<config name>."""
     resume: Resume = "auto"
-    """auto goes on with the run in run_dir, never refuses to; a number goes back to the checkpoint of that step."""
+    """auto: resume the run in run_dir; never: fail if the run exists; a number: go back to that step's checkpoint."""
     init_from: FilePath | None = None
-    """A run, or a checkpoint of one, whose weights a new run begins with; same model, and for text same tokenizer."""
+    """Run or checkpoint whose weights a new run starts from; same model and, for text, same tokenizer."""
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
@@ -337,9 +354,12 @@ class Config(Section):
 
 
 def leaves(section: BaseModel, prefix: str = "") -> dict[str, object]:
-    """Every knob by its dotted name: `{"mesh": ..., "model.layers": ...}`."""
-    found: dict[str, object] = {}
+    """Return every knob by its dotted name: `{"mesh": ..., "model.layers": ...}`."""
+    values: dict[str, object] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)
-        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {prefix + name: value}
-    return found
+        if isinstance(value, BaseModel):
+            values.update(leaves(value, f"{prefix}{name}."))
+        else:
+            values[prefix + name] = value
+    return values

@@ -1,8 +1,8 @@
-"""Write files whole or not at all, and never through a symbolic link; read regular files only; checksums. No jax here.
+"""Write files atomically and never through a symbolic link; read regular files only; compute checksums. No jax here.
 
-Somebody else may own what lies in a run folder: a link planted under a name that jaxdist writes must not lead it
-elsewhere. A new file therefore gets a fresh name and is renamed, which replaces a link and does not follow it. And a
-FIFO or a device in the place of a file must not make a reader wait for ever.
+Another user may own what lies in a run folder: a link planted under a name that jaxdist writes must not lead it
+elsewhere. A new file therefore gets a fresh name and is then renamed, which replaces a link instead of following it.
+Likewise, a FIFO or a device in the place of a file must not make a reader wait forever.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from typing import IO, Any
 import xxhash
 
 BLOCK = 1 << 19
-"""Bytes that are read at a time: few enough to be in a cache when their checksum is made."""
+"""Bytes read at a time: few enough to still be in a cache when their checksum is computed."""
 
 LARGEST_TOML = 1 << 20
-"""Bytes of a TOML file: a configuration has a few thousand."""
+"""Bytes of the largest TOML file that is read. A configuration has a few thousand."""
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A fresh name beside `path`; what is written there becomes `path` at the end, or is removed after an error.
+    """Yield a temporary file beside `path` that replaces `path` at the end, or is removed after an error.
 
-    The file is there already, empty, with the permissions that the umask gives. Raises `OSError`.
+    The temporary file exists already, empty, with the permissions that the umask gives. Raises `OSError`.
     """
     temporary = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp")
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # refuses any name that exists
+    # O_EXCL refuses any name that exists, so nobody can have planted a link there.
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         yield temporary
         temporary.replace(path)
@@ -44,21 +45,23 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace the file at `path` by one with this content; text is written as UTF-8. Raises `OSError`."""
+    """Replace the file at `path` atomically by one with this content; text is UTF-8. Raises `OSError`."""
+    if isinstance(content, str):
+        content = content.encode("utf-8")
     with replacing(path) as temporary:
-        temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        temporary.write_bytes(content)
 
 
 def write_picture(path: Path | str, figure: Any, dpi: int) -> None:
-    """Replace the file at `path` by a PNG of matplotlib's `figure`. Raises `OSError`."""
+    """Replace the file at `path` atomically by a PNG of matplotlib's `figure`. Raises `OSError`."""
     with replacing(Path(path)) as temporary:
         figure.savefig(temporary, dpi=dpi, format="png")
 
 
 def open_no_follow(path: Path, mode: str) -> IO[str]:
-    """Open a text file in `mode`, such as "a" or "a+". Raises `OSError` (ELOOP) where `path` is a symbolic link.
+    """Open a text file in `mode`, such as "a" or "a+". Raises `OSError` (ELOOP) if `path` is a symbolic link.
 
-    A named pipe is not waited for.
+    Opening a named pipe does not wait for its other end.
     """
 
     def opener(name: str, flags: int) -> int:
@@ -69,32 +72,33 @@ def open_no_follow(path: Path, mode: str) -> IO[str]:
 
 @contextlib.contextmanager
 def open_regular(path: Path, links: bool = False) -> Iterator[io.FileIO]:
-    """Open a file to read its bytes; a symbolic link is followed only with `links`.
+    """Open a file for reading its bytes; follow a symbolic link only if `links` is set.
 
-    Raises `OSError` where it is a link (ELOOP) or no regular file (EINVAL).
+    Raises `OSError` if it is a link (ELOOP) or not a regular file (EINVAL).
     """
     follow = 0 if links else os.O_NOFOLLOW
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | follow | os.O_NONBLOCK)  # a named pipe would wait for its writer
+        # Without O_NONBLOCK, opening a named pipe would wait for its writer.
+        return os.open(name, flags | follow | os.O_NONBLOCK)
 
     with open(path, "rb", buffering=0, opener=opener) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "no regular file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         yield file
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of a regular file. Raises `OSError` as `open_regular` does."""
+    """Return the content of a regular file. Raises `OSError` as `open_regular` does."""
     with open_regular(path) as file:
         return file.read()
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file that a person names, which may be a link.
+    """Return the tables of a TOML file that a user names, which may be a link.
 
-    Raises `OSError` where it cannot be read, is no regular file (EINVAL) or larger than `LARGEST_TOML` (EFBIG), and
-    `ValueError` where it is not TOML.
+    Raises `OSError` if it cannot be read, is not a regular file (EINVAL) or is larger than `LARGEST_TOML` (EFBIG), and
+    `ValueError` if it is not valid TOML.
     """
     with open_regular(path, links=True) as file:
         content = file.read(LARGEST_TOML + 1)
@@ -106,16 +110,20 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError("its values are nested too deeply") from None
 
 
-def checksum(path: Path, read: Callable[[int], None] = lambda count: None) -> tuple[int, str]:
-    """The size in bytes and the XXH3 of 64 bits, in hexadecimal, of a regular file. Raises `OSError`.
+def checksum(path: Path, on_read: Callable[[int], None] | None = None) -> tuple[int, str]:
+    """Return the size in bytes and the 64-bit XXH3, in hexadecimal, of a regular file. Raises `OSError`.
 
-    `read` gets the numbers of bytes as they are read.
+    `on_read` is called with the number of bytes of each block as it is read.
     """
-    size, digest = 0, xxhash.xxh3_64()
+    size = 0
+    digest = xxhash.xxh3_64()
     buffer = memoryview(bytearray(BLOCK))
     with open_regular(path) as file:
-        while count := file.readinto(buffer):
+        count = file.readinto(buffer)
+        while count:
             size += count
             digest.update(buffer[:count])
-            read(count)
+            if on_read is not None:
+                on_read(count)
+            count = file.readinto(buffer)
     return size, digest.hexdigest()

@@ -1,6 +1,6 @@
-"""Standard output and error, whose loss ends no run, and log.txt, which has the same lines. No jax here.
+"""Write to standard output, standard error and log.txt so that a failed write never ends a run. No jax here.
 
-A terminal may be closed, the reader of a pipe may end, a disk may be full: then a line is lost, and nothing else.
+A terminal may be closed, the reader of a pipe may exit, a disk may be full. Then a line is lost, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ from typing import IO
 from jaxdist.files import open_no_follow
 
 PATIENCE = 1.0
-"""Seconds that a line waits for the reader of a pipe that does not block; it is lost then."""
+"""Seconds that a line waits for the reader of a non-blocking pipe before it is dropped."""
 
 LARGEST = 64 << 20
-"""Bytes of log.txt from which it is renamed to log.txt.1, in place of the one before, and begun again."""
+"""Bytes at which log.txt is rotated: it replaces log.txt.1, and a new log.txt begins."""
 
 
 def clock(seconds: float | None = None) -> str:
-    """A time in UTC as ISO 8601 writes it, such as 2026-11-23T13:24:05Z; by default now."""
+    """Return a time in UTC in ISO 8601, such as 2026-11-23T13:24:05Z; by default the current time."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def time_of_day() -> str:
-    """Now in UTC, without the date: 13:24:05Z."""
+    """Return the current time in UTC without the date: 13:24:05Z."""
     return clock().partition("T")[2]
 
 
 def write_all(descriptor: int, content: bytes) -> bool:
-    """Write to a file descriptor, at once. Whether all of it could be written."""
+    """Write to a file descriptor without buffering. Return whether all of it could be written."""
     rest = memoryview(content)
     try:
         while rest:
             try:
-                rest = rest[os.write(descriptor, rest) :]
+                written = os.write(descriptor, rest)
+                rest = rest[written:]
             except BlockingIOError:
-                if not select.select([], [descriptor], [], PATIENCE)[1]:
+                _, writable, _ = select.select([], [descriptor], [], PATIENCE)
+                if not writable:
                     return False
     except OSError:
         return False
@@ -50,44 +52,52 @@ def write_all(descriptor: int, content: bytes) -> bool:
 
 
 class Unfailing(io.TextIOBase):
-    """A text stream without a buffer that writes to a file descriptor; what cannot be written is lost."""
+    """An unbuffered text stream to a file descriptor; text that cannot be written is dropped without an error."""
 
     def __init__(self, descriptor: int, encoding: str):
-        self._descriptor, self._encoding = descriptor, encoding
+        self._descriptor = descriptor
+        self._encoding = encoding
 
     @property
     def encoding(self) -> str:
+        """Name of the encoding, as given."""
         return self._encoding
 
     @property
     def errors(self) -> str:
+        """Characters outside the encoding are written as escapes, so that encoding cannot fail."""
         return "backslashreplace"
 
     def fileno(self) -> int:
+        """Return the file descriptor."""
         return self._descriptor
 
     def isatty(self) -> bool:
+        """Return whether the stream is a terminal."""
         return os.isatty(self._descriptor)
 
     def writable(self) -> bool:
+        """Return True."""
         return True
 
     def write(self, text: str) -> int:
+        """Write `text`, as much of it as possible, and return its length."""
         write_all(self._descriptor, text.encode(self._encoding, self.errors))
         return len(text)
 
 
 def protect(output: bool) -> None:
-    """From now on this program goes on when standard error, or where `output` is set standard output, is lost.
+    """Make this program survive the loss of standard error and, if `output` is set, of standard output.
 
-    A stream that was closed before the program began leads nowhere: its number would be given to the next file that is
-    opened, which would then get the lines.
+    A stream that was closed before the program began is opened on /dev/null. Otherwise the next file that is opened
+    would get its descriptor, and with it the lines meant for the stream.
     """
-    for number in range(3):
+    for descriptor in range(3):
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+            # `open` returns the lowest free descriptor, which is this one.
+            os.open(os.devnull, os.O_RDWR)
     sys.stderr = _unfailing(2, sys.stderr)
     if output:
         sys.stdout = _unfailing(1, sys.stdout)
@@ -100,10 +110,10 @@ def _unfailing(descriptor: int, stream: IO[str] | None) -> Unfailing:
 
 
 class LogFile:
-    """log.txt of a run: plain lines, each behind its time. Threads may write at once.
+    """The log.txt of a run: plain lines, each with its time in front. Several threads may write at once.
 
-    Lines that come before `open` are kept until then. A file that cannot be written is told in `problem`, and loses
-    lines; it is tried again with each.
+    Lines written before `open` are kept until then. If the file cannot be written, `problem` says why and the line is
+    lost; each further line tries again.
     """
 
     def __init__(self) -> None:
@@ -116,15 +126,19 @@ class LogFile:
         self._lock = threading.Lock()
 
     def open(self, path: Path, rotates: bool) -> None:
-        """From now on write to `path`, beginning with the lines so far; `rotates` where no other process writes it."""
+        """Write to `path` from now on, starting with the lines so far.
+
+        Set `rotates` only if no other process writes the file.
+        """
         with self._lock:
-            self._path, self._rotates = path, rotates
-            early, self._early = self._early, []
-            if early:
-                self._write("".join(early))
+            self._path = path
+            self._rotates = rotates
+            if self._early:
+                self._write("".join(self._early))
+                self._early = []
 
     def write(self, text: str) -> None:
-        """One or more lines."""
+        """Add `text`, which may be several lines."""
         now = clock()
         content = "".join(f"{now}  {_plain(line)}\n" for line in text.splitlines() or [""])
         with self._lock:
@@ -134,6 +148,7 @@ class LogFile:
                 self._write(content)
 
     def close(self) -> None:
+        """Close the file; a later write opens it again."""
         with self._lock:
             self._close()
 
@@ -159,5 +174,5 @@ class LogFile:
 
 
 def _plain(text: str) -> str:
-    """`text` without control characters: a terminal that shows the log must not obey what stands in it."""
+    """Return `text` without control characters, which a terminal that shows the log would obey."""
     return "".join(letter if letter.isprintable() or letter == "\t" else " " for letter in text)

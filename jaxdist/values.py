@@ -1,13 +1,13 @@
-"""The values that a person may give: numbers with their bounds, paths, steps. Pure data, as pydantic takes it: no jax.
+"""Define the values that options accept: bounded numbers, paths, steps. Pure data for pydantic: no jax.
 
-The upper bounds are far beyond what anybody trains, and below what takes hours to look at or overflows in XLA.
+The upper bounds are far above anything that people train, and below the sizes that take hours to check or that
+overflow in XLA.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -15,11 +15,11 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 LONGEST_PATH = 4000
-"""Bytes. Linux takes 4,095, and files of a run have names of their own below its folder."""
+"""Bytes of the longest path. Linux accepts 4,095, and the files of a run have names of their own below its folder."""
 
 
 def path_error(path: str | Path) -> str:
-    """Why no file system can look for `path`; empty where one can."""
+    """Return why no file system can hold `path`, or an empty string if one can."""
     if "\0" in str(path):
         return "has a NUL character, which no path can have"
     if any(len(os.fsencode(part)) > 255 for part in Path(path).parts):
@@ -29,8 +29,8 @@ def path_error(path: str | Path) -> str:
     return ""
 
 
-def _named(path: object) -> object:
-    """An empty path would be the current folder."""
+def _not_empty(path: object) -> object:
+    # `Path("")` would be the current folder.
     if path == "":
         raise PydanticCustomError("path", "must be a path, or none")
     return path
@@ -39,30 +39,47 @@ def _named(path: object) -> object:
 PathOrText = TypeVar("PathOrText", str, Path)
 
 
-def _findable(path: PathOrText) -> PathOrText:
-    if wrong := path_error(path):
-        raise PydanticCustomError("path", wrong)
+def _valid_path(path: PathOrText) -> PathOrText:
+    problem = path_error(path)
+    if problem:
+        raise PydanticCustomError("path", problem)
     return path
 
 
-def _whole(value: object) -> object:
-    """A choice of numbers would take `true` and 1.0 for 1."""
+def _strictly_integer(value: object) -> object:
+    # A `Literal` of integers would accept `true` and 1.0 as 1.
     if isinstance(value, bool | float):
         raise PydanticKnownError("int_type")
     return value
 
 
 STEP_NUMBER = re.compile(r"[1-9][0-9]{0,9}")
-"""The number of a step, which is at least 1, in ASCII."""
+"""The number of a step in ASCII digits; it is at least 1."""
+
+SMALLEST_FLOAT32 = 2.0**-126
+"""The smallest normal float32. Devices round anything smaller to 0."""
+
+FLOAT32_OVERFLOW = 2.0**128 - 2.0**103
+"""The smallest number that float32 rounds to infinity."""
+
+ROUNDS_TO_ONE = 1 - 2.0**-25
+"""The smallest number below 1 that float32 rounds to 1."""
 
 
-def _float32(value: float, end: float = 2.0**128 - 2.0**103, beyond: str = "infinity; choose at most 3.4e38") -> float:
-    """Refuse what devices, which compute in float32, round to 0; and what is not less than `end`, as `beyond` says."""
-    if 0 < value < 2.0**-126:
+def _float32(value: float) -> float:
+    """Return `value` unless devices, which compute in float32, would round it to 0 or to infinity."""
+    if 0 < value < SMALLEST_FLOAT32:
         raise PydanticCustomError("float32", "in float32 it becomes 0; choose at least 1.2e-38")
-    if value >= end:
-        raise PydanticCustomError("float32", f"in float32 it becomes {beyond}")
+    if value >= FLOAT32_OVERFLOW:
+        raise PydanticCustomError("float32", "in float32 it becomes infinity; choose at most 3.4e38")
     return value
+
+
+def _float32_below_one(value: float) -> float:
+    """Return `value` unless devices, which compute in float32, would round it to 0 or to 1."""
+    if value >= ROUNDS_TO_ONE:
+        raise PydanticCustomError("float32", "in float32 it becomes 1; choose at most 0.9999999")
+    return _float32(value)
 
 
 def _auto_never_or_step(text: str) -> str:
@@ -78,7 +95,10 @@ def _latest_best_or_step(text: str) -> str:
 
 
 MOST_DEVICES = 2**20
-"""Devices that a request can speak of, here or elsewhere."""
+"""Devices that a request may name, whether this machine has them or not."""
+
+YEAR = 365 * 24 * 3600
+"""Seconds. A longer wait is a mistake, and a much longer one overflows clocks and timers."""
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
@@ -91,22 +111,23 @@ Rows = Annotated[int, Field(ge=1, le=2**24)]
 RowsOrZero = Annotated[int, Field(ge=0, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=2**12)]
 OnHost = Annotated[int, Field(ge=1, le=2**10)]
-"""Processes, GPUs or cores of one host."""
+"""Number of processes, GPUs or cores of one host."""
 OnHostOrZero = Annotated[int, Field(ge=0, le=2**10)]
 Samples = Annotated[int, Field(ge=1, le=2**12)]
 Tokens = Annotated[int, Field(ge=1, le=2**20)]
 Sequence = Annotated[int, Field(ge=1, le=2**24)]
 Pixels = Annotated[int, Field(ge=1, le=2**14)]
 Channels = Annotated[int, Field(ge=1, le=2**12)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]  # jax drops higher bits without a word
-FilePath = Annotated[Path, BeforeValidator(_named), AfterValidator(_findable)]
-FileName = Annotated[str, AfterValidator(_findable)]
-"""A path as text, which may be empty: none."""
+# JAX drops the higher bits of a seed without a warning.
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+FilePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_valid_path)]
+FileName = Annotated[str, AfterValidator(_valid_path)]
+"""A path as text; empty means none."""
 Prompt = Annotated[str, Field(min_length=1)]
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-YEAR = 365 * 24 * 3600
-"""Seconds: longer waits are mistakes, and much longer ones are more than clocks and timers count."""
 Seconds = Annotated[float, Field(ge=0, le=YEAR, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=YEAR, allow_inf_nan=False)]
 WholeSeconds = Annotated[int, Field(ge=1, le=YEAR)]
@@ -114,8 +135,9 @@ Minutes = Annotated[float, Field(ge=0, le=YEAR // 60, allow_inf_nan=False)]
 PositiveMinutes = Annotated[Minutes, Field(gt=0)]
 PositiveFloat32 = Annotated[Positive, AfterValidator(_float32)]
 NonNegativeFloat32 = Annotated[NonNegative, AfterValidator(_float32)]
-_below_one = partial(_float32, end=1 - 2.0**-25, beyond="1; choose at most 0.9999999")
-FractionFloat32 = Annotated[float, Field(ge=0, lt=1), AfterValidator(_below_one)]
+FractionFloat32 = Annotated[float, Field(ge=0, lt=1), AfterValidator(_float32_below_one)]
+
 Resume = Annotated[str, AfterValidator(_auto_never_or_step)]
 Checkpoint = Annotated[str, AfterValidator(_latest_best_or_step)]
-Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)]
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_strictly_integer)]
+"""A ZeRO stage."""

@@ -129,7 +129,7 @@ def test_a_config_may_be_a_link_but_no_pipe(tmp_path, monkeypatch):
     (tmp_path / "link.toml").symlink_to("my.toml")
     os.mkfifo(tmp_path / "fifo")
     assert ask("link.toml").config.model.layers == 3
-    with pytest.raises(RequestError, match=r"^config fifo cannot be read: no regular file$"):
+    with pytest.raises(RequestError, match=r"^config fifo cannot be read: not a regular file$"):
         ask("fifo")
 
 

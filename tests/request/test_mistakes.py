@@ -93,7 +93,7 @@ FILES = {
     "key of no section": Wrong(
         "FILE", [("my.toml: unknown key 'layers'; did you mean 'model.layers'?",)], "layers = 4"
     ),
-    "device": Wrong("/dev/zero", [("config /dev/zero cannot be read: no regular file",)]),
+    "device": Wrong("/dev/zero", [("config /dev/zero cannot be read: not a regular file",)]),
     "large file": Wrong("FILE", [("my.toml cannot be read: larger than 1 MiB",)], "#" * (1 << 20) + "\n"),
     "deep": Wrong("FILE", [("my.toml is not valid TOML", "nested too deeply")], "a = " + "[" * 99_999),
     "NUL in a path": Wrong("FILE", [("data.path is 'a\\x00b': has a NUL character",)], 'data.path = "a\\u0000b"'),
