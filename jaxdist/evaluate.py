@@ -69,7 +69,7 @@ def open_data(trained: Trained, job: Job) -> None:
 
 
 def told(trained: Trained, found: dict[str, float]) -> str:
-    from jaxdist.data.corpus import rounded
+    from jaxdist.units import rounded
 
     task = trained.run.task
     units = f"{task.unit}s"

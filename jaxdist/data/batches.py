@@ -1,7 +1,7 @@
-"""From a step number to arrays on the devices: which rows, in which order, on which device.
+"""The data loader: from a step number to arrays on the devices, with batches prefetched by a thread.
 
-The order is a pure function of (seed, step). It knows nothing of meshes, hosts or workers, so that a run goes on
-anywhere with the same rows, and nothing about it has to be saved.
+The order of the rows is a pure function of (seed, step). It does not depend on meshes, hosts or workers, so a run
+resumes anywhere with the same rows, and no loader state has to be saved.
 """
 
 from __future__ import annotations
@@ -22,35 +22,39 @@ from jaxdist.sharding import Layout
 Made = TypeVar("Made")
 
 ROUNDS = 8
-"""Feistel rounds. Four make a permutation of a large set look random (Luby & Rackoff 1988); small sets need more."""
+"""Feistel rounds. Four are enough for a permutation of a large set to look random (Luby & Rackoff 1988); small sets
+need more."""
 
 IGNORED = -1
-"""The label of a position that does not count."""
+"""The label of a position that does not count in the loss."""
 
 Batch = dict[str, Array]
-"""`tokens` [k, B/k, S], `labels` [k, B/k, S] (the next tokens) and `rows` [k, B/k] (place in the global batch); where
-documents are apart, `starts` [k, B/k, S] too (where in its row the document of each token starts)."""
+"""`tokens` [k, B/k, S], `labels` [k, B/k, S] (the next tokens) and `rows` [k, B/k] (place in the global batch); if
+documents are apart also `starts` [k, B/k, S] (the position in its row where the document of each token starts)."""
 
 
 def permute(seed: int, epoch: int, n: int, index: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
-    """Where positions of range(n) go under the permutation of this seed and epoch, without holding one.
+    """Return where a seed and an epoch send the positions `index` of range(n), without storing the permutation.
 
-    A balanced Feistel network (Luby & Rackoff 1988) permutes the 2w-bit numbers, 4^w being the smallest power of four
-    from n. A result outside range(n) is sent through it again until it is inside, which keeps it a bijection: cycle
-    walking (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 4). Fewer than 4 turns on average.
+    A balanced Feistel network (Luby & Rackoff 1988) permutes the 2w-bit numbers, where 4^w is the smallest power of
+    four that is at least n. Results outside range(n) go through the network again until they are inside, which keeps
+    the map a bijection: cycle walking (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 4). It
+    takes fewer than 4 passes on average.
     """
     assert n > 0, "an empty set has no permutation"
     assert index.size == 0 or 0 <= index.min() <= index.max() < n, f"position outside range({n})"
     width = max(1, ((n - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
-    found = _feistel(index.ravel().astype(np.uint64), width, keys)
-    while (outside := found >= n).any():
-        found[outside] = _feistel(found[outside], width, keys)
-    return found.astype(np.int64).reshape(index.shape)
+    images = _feistel(index.ravel().astype(np.uint64), width, keys)
+    outside = images >= n
+    while outside.any():
+        images[outside] = _feistel(images[outside], width, keys)
+        outside = images >= n
+    return images.astype(np.int64).reshape(index.shape)
 
 
 def global_rows(seed: int, step: int, batch: int, n: int) -> Int[np.ndarray, " batch"]:
-    """The rows, of n, that make global batch number `step` (from 0). No row comes twice within an epoch.
+    """Return the rows, of n, that make up global batch number `step` (from 0). No row repeats within an epoch.
 
     Epochs follow each other without a gap: a batch may hold the end of one and the start of the next.
     """
@@ -63,7 +67,7 @@ def global_rows(seed: int, step: int, batch: int, n: int) -> Int[np.ndarray, " b
 
 
 def splitmix64(x: UInt64[np.ndarray, "..."]) -> UInt64[np.ndarray, "..."]:
-    """Steele, Lea & Flood 2014, "Fast Splittable Pseudorandom Number Generators": 64 bits to 64, one to one."""
+    """Mix 64 bits into 64, one to one (Steele, Lea & Flood 2014, "Fast Splittable Pseudorandom Number Generators")."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -78,19 +82,25 @@ def train_batch(
     mesh: jax.sharding.Mesh,
     layout: Layout,
 ) -> Batch:
-    """The rows as k = `accumulation` micro-batches of global arrays; each process reads the rows of its own devices.
+    """Return the rows as global arrays of k = `accumulation` micro-batches.
 
-    `batch` must divide by k times the parts that the layout splits it into. A row of -1 is all padding.
+    Each process reads only the rows of its own devices. `batch` must divide by k times the number of parts into which
+    the layout splits it. A row of -1 is all padding.
     """
     abstract = abstract_batch(rows.size, sequence, accumulation, mesh, layout, apart=tokens.end is not None)
-    return global_batch(rows, abstract, lambda wanted: _read(tokens, wanted, sequence))
+    return global_batch(rows, abstract, partial(_read, tokens, sequence))
 
 
 def abstract_batch(
     rows: int, sequence: int, accumulation: int, mesh: jax.sharding.Mesh, layout: Layout, apart: bool = False
 ) -> Batch:
-    """Shapes and shardings of a batch of that many rows, as `train_batch` makes it; `apart`: of tokens with an end."""
-    names = ("tokens", "labels", *(["starts"] if apart else []))
+    """Return the shapes and shardings of a batch of `rows` rows as `train_batch` makes it.
+
+    Set `apart` for tokens with an `end`, whose documents are apart.
+    """
+    names = ["tokens", "labels"]
+    if apart:
+        names.append("starts")
     row = dict.fromkeys(names, jax.ShapeDtypeStruct((sequence,), np.int32))
     return abstract_rows(row, rows, accumulation, mesh, layout)
 
@@ -104,17 +114,19 @@ def validation_batches(
     mesh: jax.sharding.Mesh,
     layout: Layout,
 ) -> Iterator[Batch]:
-    """Every held-out row once, in order, `batch` at a time as `train_batch` has them; at most `limit` batches,
-    where that is not 0.
+    """Yield every held-out row once, in order, in batches like those of `train_batch`; at most `limit` unless 0.
 
-    The last batch is filled up with rows whose labels are all -1: they count for nothing.
+    The last batch is padded with rows whose labels are all -1, which do not count in the loss.
     """
     for rows in held_out_rows(tokens.rows(sequence), batch, limit):
         yield train_batch(tokens, rows, sequence, accumulation, mesh, layout)
 
 
 def document_starts(ids: Int[np.ndarray, "n S"], end: int) -> Int[np.ndarray, "n S"]:
-    """Where in its row the document of each token starts, if documents end with `end`; that of the first token at 0."""
+    """Return the position in its row where the document of each token starts.
+
+    Documents end with the token `end`; the document of the first token of a row starts at 0.
+    """
     starts = np.zeros(ids.shape, np.int32)
     starts[:, 1:] = np.where(ids[:, :-1] == end, np.arange(1, ids.shape[1]), 0)
     return np.maximum.accumulate(starts, axis=1)
@@ -123,57 +135,63 @@ def document_starts(ids: Int[np.ndarray, "n S"], end: int) -> Int[np.ndarray, "n
 def global_batch(
     rows: Int[np.ndarray, " batch"], abstract: Batch, read: Callable[[Int[np.ndarray, " n"]], dict[str, np.ndarray]]
 ) -> Batch:
-    """Global arrays like those of `abstract_rows`; `read` gets the rows of one device, and gives [n, ...] by name.
+    """Return global arrays with the shapes and shardings of `abstract_rows`.
 
-    Each process reads the rows of its own devices only, each once. What a row of -1 holds is for `read` to say.
+    `read` takes the rows of one device and returns arrays [n, ...] by name; it also decides what a row of -1 holds.
+    Each process reads the rows of its own devices only, each once.
     """
     grid = rows.reshape(abstract["rows"].shape)
-    place = np.arange(rows.size, dtype=np.int32).reshape(grid.shape)
-    found: dict[bytes, dict[str, np.ndarray]] = {}
+    places = np.arange(rows.size, dtype=np.int32).reshape(grid.shape)
+    arrays_read: dict[bytes, dict[str, np.ndarray]] = {}
 
-    def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
+    def shard(name: str, index: tuple[slice, ...]) -> np.ndarray:
         if name == "rows":
-            return place[index]
+            return places[index]
         wanted = np.ascontiguousarray(grid[index[:2]])
-        key = wanted.tobytes()  # devices that hold the same rows, and the arrays of a row, share one reading
-        if key not in found:
-            found[key] = read(wanted.ravel())
-        return found[key][name].reshape(*wanted.shape, *abstract[name].shape[2:])
+        # Devices that hold the same rows, and the arrays of one row, share a single read.
+        key = wanted.tobytes()
+        if key not in arrays_read:
+            arrays_read[key] = read(wanted.ravel())
+        return arrays_read[key][name].reshape(*wanted.shape, *abstract[name].shape[2:])
 
-    # Sharding by callback asks for the global shape and hands out global indices, so that the copies of a row on
-    # several processes cannot differ; slicing by process number can, silently.
+    # `make_array_from_callback` takes the global shape and passes global indices, so the copies of a row on several
+    # processes cannot differ; slicing by process number could make them differ without any error.
     return {
-        name: jax.make_array_from_callback(a.shape, a.sharding, partial(part, name)) for name, a in abstract.items()
+        name: jax.make_array_from_callback(a.shape, a.sharding, partial(shard, name)) for name, a in abstract.items()
     }
 
 
 def abstract_rows(
     row: dict[str, jax.ShapeDtypeStruct], rows: int, accumulation: int, mesh: jax.sharding.Mesh, layout: Layout
 ) -> Batch:
-    """Shapes and shardings of that many rows in `accumulation` micro-batches, with their places, from those of one."""
+    """Return the shapes and shardings of `rows` rows in `accumulation` micro-batches, given those of one `row`.
 
-    def array(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    The result also has "rows", the place of each row in the global batch.
+    """
+    batch = {}
+    for name, one in {**row, "rows": jax.ShapeDtypeStruct((), np.int32)}.items():
+        shape = (accumulation, rows // accumulation, *one.shape)
         spec = layout.spec((None, "batch", *(None for _ in one.shape)))
-        shape = accumulation, rows // accumulation, *one.shape
-        return jax.ShapeDtypeStruct(shape, one.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
-
-    return {name: array(one) for name, one in {**row, "rows": jax.ShapeDtypeStruct((), np.int32)}.items()}
+        batch[name] = jax.ShapeDtypeStruct(shape, one.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+    return batch
 
 
 def held_out_rows(n: int, batch: int, limit: int) -> Iterator[Int[np.ndarray, " batch"]]:
-    """Rows 0..n-1 in batches, the last one filled up with -1; at most the first `limit`, where that is not 0."""
+    """Yield rows 0..n-1 in batches, the last one padded with -1; at most the first `limit` batches unless 0."""
     starts = range(0, n, batch)
-    for start in starts[:limit] if limit else starts:
+    if limit:
+        starts = starts[:limit]
+    for start in starts:
         rows = np.arange(start, start + batch)
         yield np.where(rows < n, rows, -1)
 
 
 class Prefetch(Generic[Made]):
-    """`make(step)` for every step from `start` to `stop - 1`, made in order by a thread, at most `depth` ahead.
+    """Iterate over `make(step)` for the steps `start` to `stop - 1`, made in order by a thread, at most `depth` ahead.
 
-    An exception of `make` is raised again by `next`, whose wait ends, with no batch, as soon as `enough()`. Close it,
-    or use it as a context manager, to end the thread. `make` must name its mesh: `jax.set_mesh` of the caller does not
-    hold in the thread.
+    An exception in `make` is raised again by `next`. While `next` waits, it ends the iteration as soon as `enough()`
+    returns True. Close the object, or use it as a context manager, to end the thread. `make` must name its mesh,
+    because the caller's `jax.set_mesh` does not apply to the thread.
     """
 
     def __init__(
@@ -182,10 +200,13 @@ class Prefetch(Generic[Made]):
         start: int,
         stop: int,
         depth: int,
-        enough: Callable[[], bool] = lambda: False,
+        enough: Callable[[], bool] | None = None,
     ):
-        self._make, self._steps, self._enough = make, range(start, stop), enough
-        self._room, self._made = threading.Semaphore(depth), queue.SimpleQueue()
+        self._make = make
+        self._steps = range(start, stop)
+        self._enough = enough or _never
+        self._room = threading.Semaphore(depth)
+        self._made = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxdist-prefetch", daemon=True)
         self._thread.start()
@@ -194,11 +215,13 @@ class Prefetch(Generic[Made]):
         end: BaseException = StopIteration()
         try:
             for step in self._steps:
-                self._room.acquire()  # before the batch is made: it takes device memory
+                # Wait for room before making the batch, because the batch takes device memory.
+                self._room.acquire()
                 if self._closed.is_set():
                     break
                 self._made.put(self._make(step))
-        except BaseException as error:  # of any kind: the consumer would wait for ever
+        except BaseException as error:
+            # Pass on errors of any kind, otherwise the consumer would wait forever.
             end = error
         self._made.put(end)
 
@@ -224,13 +247,12 @@ class Prefetch(Generic[Made]):
                     return StopIteration()
 
     def close(self) -> None:
-        """End the thread, after the batch that it is making; batches that are ready are dropped.
-
-        It is not waited for where there was `enough`: it may never get what it reads.
-        """
+        """End the thread after the batch that it is making, and drop the batches that are ready."""
         self._closed.set()
         self._room.release()
-        self._thread.join(timeout=1 if self._enough() else None)
+        # When the run is being stopped early, the read that the thread waits for may never return.
+        timeout = 1 if self._enough() else None
+        self._thread.join(timeout=timeout)
         self._made = queue.SimpleQueue()
 
     def __enter__(self) -> Prefetch[Made]:
@@ -240,31 +262,40 @@ class Prefetch(Generic[Made]):
         self.close()
 
 
-def _read(tokens: Tokens, rows: np.ndarray, sequence: int) -> dict[str, np.ndarray]:
-    """Tokens [n, S] of these rows and the tokens after them; a row of -1 has tokens 0 and labels -1.
+def _never() -> bool:
+    return False
 
-    Where documents are apart nothing foretells the first token of the next one: its label is -1 too.
-    """
+
+def _read(tokens: Tokens, sequence: int, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the tokens [n, S] of these rows and the token after each; a row of -1 has tokens 0 and labels -1."""
     windows = np.zeros((rows.size, sequence + 1), np.int32)
     windows[rows >= 0] = tokens.window(rows[rows >= 0], sequence)
     ids = np.ascontiguousarray(windows[:, :-1])
     labels = np.where(rows[:, None] >= 0, windows[:, 1:], np.int32(IGNORED))
     if tokens.end is None:
         return {"tokens": ids, "labels": labels}
+    # If documents are apart, nothing predicts the first token of the next document, so it does not count.
     labels[ids == tokens.end] = IGNORED
     return {"tokens": ids, "labels": labels, "starts": document_starts(ids, tokens.end)}
 
 
 def _feistel(x: UInt64[np.ndarray, "..."], width: int, keys: UInt64[np.ndarray, " rounds"]) -> np.ndarray:
-    """A bijection of the numbers of 2 x `width` bits: each round mixes one half into the other."""
-    w, mask = np.uint64(width), np.uint64((1 << width) - 1)
-    left, right = x >> w, x & mask
+    """Apply a bijection of the numbers of 2 x `width` bits: each round mixes one half into the other."""
+    w = np.uint64(width)
+    left = x >> w
+    right = x & np.uint64((1 << width) - 1)
     for key in keys:
-        left, right = right, left ^ (splitmix64(right + key) >> (np.uint64(64) - w))
+        mixed = left ^ (splitmix64(right + key) >> (np.uint64(64) - w))
+        left = right
+        right = mixed
     return (left << w) | right
 
 
 def _round_keys(seed: int, epoch: int) -> UInt64[np.ndarray, " rounds"]:
-    word = lambda number: np.array([number % 2**64], np.uint64)
     state = splitmix64(splitmix64(word(seed)) + word(epoch))
     return splitmix64(state + np.arange(1, ROUNDS + 1, dtype=np.uint64))
+
+
+def word(number: int) -> UInt64[np.ndarray, " 1"]:
+    """Return a Python integer as one 64-bit word, modulo 2^64."""
+    return np.array([number % 2**64], np.uint64)

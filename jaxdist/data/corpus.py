@@ -1,7 +1,7 @@
-"""From a person's text to token files: read as a stream, split, tokenized once, cached by content.
+"""Turn a user's text into token files: read as a stream, split, tokenized once, and cached by content.
 
-Text becomes documents, every (1/fraction)-th of which is held out; a byte-level BPE is trained on the others, unless
-a tokenizer is given; then both parts are written as token files. A `.bin` holds tokens already and is used in place.
+Text becomes documents, of which every (1/fraction)-th is held out. A byte-level BPE is trained on the others unless a
+tokenizer is given. Then both parts are written as token files. A `.bin` holds tokens already and is used in place.
 """
 
 from __future__ import annotations
@@ -28,41 +28,42 @@ from jaxdist.data.tokenizing import (
     TOKENIZER,
     Split,
     end_of_text,
+    resume_point,
     train_tokenizer,
-    what_is_done,
     write_parts,
 )
 from jaxdist.data.tokens import Tokens
 from jaxdist.files import write_whole
+from jaxdist.units import rounded
 
 VERSION = 2
-"""Of what the cache holds; count it up when the same text would give other files."""
+"""Version of the cache's content; increase it when the same text would give other files."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens to train on and tokens held out."""
+    """Training tokens and held-out tokens."""
 
     train: Tokens
     validation: Tokens
     tokenizer: str | None
-    """The text of the tokenizer.json; None for a .bin without data.tokenizer."""
+    """Content of the tokenizer.json; None for a .bin without data.tokenizer."""
     fingerprint: str
-    """Hex; changes with the source's content, the tokenizer and the split: a resume must find the same."""
+    """Hexadecimal hash of the source's content, the tokenizer and the split. A resumed run must find the same one."""
     source: str
-    """One line for people."""
+    """One line that describes the data to the user."""
 
 
 def open_corpus(
     config: DataConfig, vocab: int, sequence: int, apart: bool = False, progress: Progress = unseen
 ) -> Corpus:
-    """The tokens that `config` asks for: tokenized at the first call, read from the cache after that.
+    """Return the tokens that `config` asks for: tokenized at the first call, later read from the cache.
 
-    Without a path: the source files of Python's standard library, all of them but its tests. A tokenizer trained
-    here has exactly `vocab` entries, or fewer where the text has no more pairs to merge. It is trained, always to the
-    same result, on an evenly spread sample of the training documents: about 4 MiB, or 1 KiB per entry if that is more.
-    `apart`: the tokens tell where documents end. `progress` is told of all that is read.
-    Raises `RequestError` for what is wrong with the request or the data.
+    Without a path the text is the source files of Python's standard library, except its tests. A tokenizer trained
+    here has exactly `vocab` entries, or fewer if the text has no more pairs to merge. Training is deterministic, on an
+    evenly spread sample of the training documents: about 4 MiB, or 1 KiB per entry if that is more. With `apart` the
+    tokens know where documents end. `progress` is called for everything that is read.
+    Raises `RequestError` for anything wrong with the request or the data.
     """
     source, held_out = open_sources(config)
     given = _read_tokenizer(config.tokenizer, vocab) if config.tokenizer else None
@@ -73,21 +74,22 @@ def open_corpus(
 
 
 def cache_folder() -> Path:
-    """$JAXDIST_CACHE, or $XDG_CACHE_HOME/jaxdist, or ~/.cache/jaxdist."""
-    if own := os.environ.get("JAXDIST_CACHE"):
+    """Return $JAXDIST_CACHE, or $XDG_CACHE_HOME/jaxdist, or ~/.cache/jaxdist."""
+    own = os.environ.get("JAXDIST_CACHE")
+    if own:
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "jaxdist"
 
 
 def programs_folder() -> Path:
-    """Where a run on GPUs keeps compiled programs."""
+    """Return the folder where a run on GPUs keeps compiled programs."""
     return cache_folder() / "programs"
 
 
 def _open_tokens(
     source: Source, held_out: Source | None, given: str | None, config: DataConfig, vocab: int, progress: Progress
 ) -> Corpus:
-    """A `.bin` of uint16 tokens, used where it is; without a file of its own, the held-out part is its tail."""
+    """Open a `.bin` of uint16 tokens in place. Without a validation file, its tail is held out."""
     paths = [file.root for file in (source, held_out) if file]
     _check_token_files(paths, given, vocab, progress)
     content = _content(source, held_out, config, progress)
@@ -102,8 +104,10 @@ def _open_tokens(
 
 
 def _check_token_files(paths: list[Path], given: str | None, vocab: int, progress: Progress) -> None:
-    """Raise `RequestError` with all that is wrong with these `.bin`."""
-    entries = _largest_id(Tokenizer.from_str(given)) + 1 if given else None
+    """Raise `RequestError` with every problem of these `.bin` files."""
+    entries = None
+    if given:
+        entries = _largest_id(Tokenizer.from_str(given)) + 1
     problems = []
     for path in paths:
         with reading(path):
@@ -118,7 +122,7 @@ def _check_token_files(paths: list[Path], given: str | None, vocab: int, progres
 def _open_text(
     source: Source, held_out: Source | None, given: str | None, config: DataConfig, vocab: int, progress: Progress
 ) -> Corpus:
-    """Text of any kind: from the cache, after filling it where it lacks this text, tokenizer and split."""
+    """Open text of any kind from the cache, after filling it if it lacks this text, tokenizer and split."""
     if given is None and vocab < len(ALPHABET) + 1:
         raise RequestError(
             f"model.vocab {vocab} is too small for a byte-level tokenizer, which has 256 bytes and {ENDS[0]}; set "
@@ -132,7 +136,8 @@ def _open_text(
         return split(source, held_out, config.validation_fraction, reading.read)
 
     def fill(new: Path) -> dict[str, int]:
-        done = what_is_done(new)
+        """Train the tokenizer and encode the text, or continue with what a killed process has left in `new`."""
+        done = resume_point(new)
         if done is None:
             sampling = Pass(progress, "reading text for the tokenizer", _size(source, held_out))
             write_whole(new / TOKENIZER, given or train_tokenizer(documents(sampling), source.size, vocab))
@@ -147,20 +152,28 @@ def _open_text(
     facts = open_cache(folder, fill, progress)
     train, validation = (Tokens.open(folder / part, _dtype(vocab)) for part in PARTS)
     tokenizer = (folder / TOKENIZER).read_text("utf-8")
-    described = _described(source, facts["documents"])
-    line = f"{described}, {_sizes(train, validation)}, {_vocabulary(tokenizer, config, vocab)}"
-    return Corpus(train, validation, tokenizer, _digest(content, tokenizer), line)
+    description = ", ".join(
+        [
+            _describe(source, facts["documents"]),
+            _sizes(train, validation),
+            _describe_tokenizer(tokenizer, config, vocab),
+        ]
+    )
+    return Corpus(train, validation, tokenizer, _digest(content, tokenizer), description)
 
 
 def _apart(corpus: Corpus) -> Corpus:
-    """With tokens that tell where a document ends."""
-    end = end_of_text(Tokenizer.from_str(corpus.tokenizer)) if corpus.tokenizer else None
+    """Return the corpus with tokens that know where documents end."""
+    end = None
+    if corpus.tokenizer:
+        end = end_of_text(Tokenizer.from_str(corpus.tokenizer))
     if end is None:
         raise RequestError(
             f"model.documents is apart, but no tokenizer tells which token ends a document; give a data.tokenizer with "
             f"one of {', '.join(ENDS)}, or set model.documents to joined"
         )
-    train, validation = (replace(tokens, end=end) for tokens in (corpus.train, corpus.validation))
+    train = replace(corpus.train, end=end)
+    validation = replace(corpus.validation, end=end)
     if not train.several_documents():
         raise RequestError(
             f"model.documents is apart, but the training data is one document: no end-of-text token (id {end}) stands "
@@ -170,11 +183,12 @@ def _apart(corpus: Corpus) -> Corpus:
 
 
 def _read_tokenizer(path: Path, vocab: int) -> str:
-    """The text of a tokenizer.json whose ids fit the model."""
+    """Return the content of a tokenizer.json. Raises `RequestError` if it is none, or its ids do not fit the model."""
     try:
         text = path.read_text("utf-8")
         tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # `tokenizers` raises nothing narrower
+    except Exception as error:
+        # The package `tokenizers` raises no narrower exception.
         reason = str(error).partition("\n")[0]
         raise RequestError(
             f"data.tokenizer '{path}' is no tokenizer ({reason}); give a tokenizer.json of the tokenizers library, or "
@@ -190,44 +204,48 @@ def _read_tokenizer(path: Path, vocab: int) -> str:
 
 
 def _largest_id(tokenizer: Tokenizer) -> int:
-    """-1 where it has no entries."""
+    """Return the largest id, or -1 if the tokenizer has no entries."""
     return max(tokenizer.get_vocab().values(), default=-1)
 
 
 def _check_rows(corpus: Corpus, sequence: int, config: DataConfig) -> None:
-    more = "raise data.validation_fraction" if config.validation_path is None else "make data.validation_path longer"
-    remedies = {
-        "training": (corpus.train, "give more data, or lower model.sequence"),
-        "validation": (corpus.validation, f"{more}, give more data, or lower model.sequence"),
-    }
-    problems = [
-        f"the {part} data has {tokens.length} tokens and one row needs {sequence + 1} (model.sequence {sequence} and "
-        f"the token after it); {remedy}"
-        for part, (tokens, remedy) in remedies.items()
-        if tokens.rows(sequence) == 0
-    ]
+    """Raise `RequestError` if a part of the data has fewer tokens than one row needs."""
+    remedies = {"training": "", "validation": "make data.validation_path longer, "}
+    if config.validation_path is None:
+        remedies["validation"] = "raise data.validation_fraction, "
+    problems = []
+    for part, tokens in (("training", corpus.train), ("validation", corpus.validation)):
+        if tokens.rows(sequence) == 0:
+            problems.append(
+                f"the {part} data has {tokens.length} tokens and one row needs {sequence + 1} (model.sequence "
+                f"{sequence} and the token after it); {remedies[part]}give more data, or lower model.sequence"
+            )
     if problems:
         raise RequestError(*problems)
 
 
 def _content(source: Source, held_out: Source | None, config: DataConfig, progress: Progress) -> str:
+    """Return a hash of the content of both files, or of one file and the fraction that is held out."""
     hashing = Pass(progress, "reading the data", _size(source, held_out))
-    of_held_out = held_out.digest(hashing.read) if held_out else config.validation_fraction
-    return _digest(source.digest(hashing.read), of_held_out)
+    held_out_part = held_out.digest(hashing.read) if held_out else config.validation_fraction
+    return _digest(source.digest(hashing.read), held_out_part)
 
 
 def _size(source: Source, held_out: Source | None) -> int:
-    """Bytes of both."""
-    return source.size + (held_out.size if held_out else 0)
+    """Return the bytes of both."""
+    if held_out is None:
+        return source.size
+    return source.size + held_out.size
 
 
 def _stamp(source: Source, held_out: Source | None) -> list:
-    found = []
+    """Return sizes and times of modification, which show whether a file changed while it was read."""
+    stamps = []
     for file in (source, held_out):
         if file:
             with reading(file.root):
-                found.append(file.stamp())
-    return found
+                stamps.append(file.stamp())
+    return stamps
 
 
 def _digest(*parts: str | int | float | None) -> str:
@@ -238,28 +256,25 @@ def _dtype(vocab: int) -> Literal["uint16", "uint32"]:
     return "uint16" if vocab <= 1 << 16 else "uint32"
 
 
-def _described(source: Source, documents: int) -> str:
+def _describe(source: Source, documents: int) -> str:
     if source.kind == "library":
         return f"Python {platform.python_version()} standard library, {documents} files"
-    return f"{source.root}, {documents} documents" if source.kind == "jsonl" else str(source.root)
+    if source.kind == "jsonl":
+        return f"{source.root}, {documents} documents"
+    return str(source.root)
 
 
 def _sizes(train: Tokens, validation: Tokens) -> str:
     return f"{rounded(train.length)} tokens and {rounded(validation.length)} held out"
 
 
-def rounded(number: int) -> str:
-    """For people: `238.6 k`."""
-    for unit, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if number >= unit:
-            return f"{number / unit:.1f}{name}"
-    return str(number)
-
-
-def _vocabulary(text: str, config: DataConfig, vocab: int) -> str:
+def _describe_tokenizer(text: str, config: DataConfig, vocab: int) -> str:
     tokenizer = Tokenizer.from_str(text)
     if config.tokenizer:
-        ends = end_of_text(tokenizer) is not None
-        return f"tokenizer {config.tokenizer}" + ("" if ends else " (without an end-of-text token)")
+        if end_of_text(tokenizer) is None:
+            return f"tokenizer {config.tokenizer} (without an end-of-text token)"
+        return f"tokenizer {config.tokenizer}"
     size = tokenizer.get_vocab_size()
-    return f"byte-level BPE of {size} entries" + (f" (too little text for {vocab})" if size < vocab else "")
+    if size < vocab:
+        return f"byte-level BPE of {size} entries (too little text for {vocab})"
+    return f"byte-level BPE of {size} entries"

@@ -1,11 +1,11 @@
-"""A person's text as a stream of documents: files of any size in little memory, every mistake with its place."""
+"""Read a user's text as a stream of documents: files of any size in little memory, errors with line or byte."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +14,20 @@ from typing import BinaryIO, Literal, NamedTuple
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.data import magics
 
-BLOCK_BYTES, SMALLEST_BLOCK_BYTES = 64 << 10, 256
-"""Plain text is cut into blocks of about so many bytes; a small file into smaller ones, so that some are held out."""
+BLOCK_BYTES = 64 << 10
+"""Plain text is cut into blocks of about this many bytes."""
+
+SMALLEST_BLOCK_BYTES = 256
+"""Bytes of the smallest blocks. A small file is cut into smaller blocks, so that some of them can be held out."""
 
 HASHED_BYTES = 1 << 20
-"""How many bytes are read at a time where all of a file is hashed."""
+"""Bytes read at a time when a whole file is hashed."""
 
 HELD_OUT_BLOCKS = 4
-"""At least so many blocks of a plain text are held out, where the smallest block allows."""
+"""Number of blocks of a plain text that are held out at least, if the smallest block size allows it."""
 
 NOT_LIBRARY = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
-"""Folders below the standard library that are tests or not a part of it; `config-*` is left out too."""
+"""Folders below the standard library that hold tests or are not part of it; `config-*` is left out too."""
 
 KINDS = {".jsonl": "jsonl", ".bin": "bin"}
 KIND_NAMES = {"library": "Python's own library", "jsonl": "JSON lines", "bin": "tokens (.bin)", "text": "plain text"}
@@ -32,21 +35,21 @@ KIND_NAMES = {"library": "Python's own library", "jsonl": "JSON lines", "bin": "
 ONE_FILE = "one file is read, so join the texts first, in one .txt or in one .jsonl with a line for each text"
 
 
-def _nobody(count: int) -> None:
-    """Takes the numbers of bytes where nobody wants them."""
+def _ignore(count: int) -> None:
+    pass
 
 
 class Document(NamedTuple):
-    """A text, or a piece of one."""
+    """A document, or a piece of one."""
 
     text: str
     ends: bool
-    """Whether the text ends here: an end-of-text token follows."""
+    """Whether the document ends here, so that an end-of-text token follows."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files that are read in order as one stream of documents."""
+    """Files that are read in order, as one stream of documents."""
 
     kind: Literal["library", "jsonl", "bin", "text"]
     root: Path
@@ -54,76 +57,93 @@ class Source:
 
     @property
     def size(self) -> int:
+        """Bytes of all files."""
         return sum(path.stat().st_size for path in self.files)
 
     def stamp(self) -> tuple[tuple[int, int], ...]:
-        """Sizes and times of change: the same before and after reading, or what was read is a mixture."""
-        return tuple((s.st_size, s.st_mtime_ns) for s in map(os.stat, self.files))
+        """Return the size and the time of modification of each file.
 
-    def digest(self, read: Callable[[int], None] = _nobody) -> str:
-        """sha256 (hex) of kind, names below the root and content; one pass over the bytes, whose counts `read` gets."""
+        If they differ before and after reading, the text that was read is a mixture of two versions.
+        """
+        states = [os.stat(path) for path in self.files]
+        return tuple((state.st_size, state.st_mtime_ns) for state in states)
+
+    def digest(self, on_read: Callable[[int], None] = _ignore) -> str:
+        """Return the SHA-256 (hex) of the kind, the names below the root, and the content.
+
+        One pass over the bytes; `on_read` is called with the numbers of bytes as they are read.
+        """
         total = hashlib.sha256(self.kind.encode())
         for path in self.files:
-            total.update(b"\0" + path.relative_to(self.root).as_posix().encode() if path != self.root else b"")
+            if path != self.root:
+                total.update(b"\0" + path.relative_to(self.root).as_posix().encode())
             with reading(path), path.open("rb") as file:
-                total.update(_sha256(file, read))
+                total.update(_sha256(file, on_read))
         return total.hexdigest()
 
-    def documents(self, fraction: float = 0.0, read: Callable[[int], None] = _nobody) -> Iterator[Document]:
-        """The documents in order: a library's files, a file's JSON lines, or blocks of a plain text.
+    def documents(self, fraction: float = 0.0, on_read: Callable[[int], None] = _ignore) -> Iterator[Document]:
+        """Yield the documents in order: the files of a library, the JSON lines of a file, or blocks of a plain text.
 
-        `fraction` is what will be held out of them; `read` gets the numbers of bytes as they are read.
-        Raises `RequestError` naming the line or byte of a mistake.
+        `fraction` is the part that will be held out; `on_read` is called with the numbers of bytes as they are read.
+        Raises `RequestError` naming the line or byte of an error.
         """
         if self.kind == "library":
-            for path in self.files:
-                with reading(path):
-                    content = path.read_bytes()
-                    text = content.decode("utf-8", errors="replace")
-                read(len(content))
-                if text:  # an empty __init__.py says nothing
-                    yield Document(text, True)
+            yield from _library_documents(self.files, on_read)
             return
         with reading(self.root), self.root.open("rb") as file:
             if self.kind == "jsonl":
-                yield from _json_lines(file, self.root, read)
-            else:
-                held_out = int(self.size * fraction / HELD_OUT_BLOCKS) if fraction else BLOCK_BYTES
-                yield from _blocks(file, self.root, min(BLOCK_BYTES, max(SMALLEST_BLOCK_BYTES, held_out)), read)
+                yield from _json_lines(file, self.root, on_read)
+                return
+            size = BLOCK_BYTES
+            if fraction:
+                # A small file is cut into smaller blocks, so that HELD_OUT_BLOCKS of them can be held out.
+                held_out = int(self.size * fraction / HELD_OUT_BLOCKS)
+                size = min(BLOCK_BYTES, max(SMALLEST_BLOCK_BYTES, held_out))
+            yield from _blocks(file, self.root, size, on_read)
 
 
 def split(
-    source: Source, validation: Source | None, fraction: float, read: Callable[[int], None] = _nobody
+    source: Source, validation: Source | None, fraction: float, on_read: Callable[[int], None] = _ignore
 ) -> Iterator[tuple[bool, Document]]:
-    """(held out?, document): all of `validation` is; without it every (1/fraction)-th document of `source`.
+    """Yield the documents, each with whether it is held out.
 
-    `read` gets the numbers of bytes as they are read.
+    All documents of `validation` are held out; without it every (1/fraction)-th document of `source` is. `on_read` is
+    called with the numbers of bytes as they are read.
     """
     if validation is not None:
-        yield from ((False, document) for document in source.documents(read=read))
-        yield from ((True, document) for document in validation.documents(read=read))
+        for document in source.documents(on_read=on_read):
+            yield False, document
+        for document in validation.documents(on_read=on_read):
+            yield True, document
         return
-    for number, document in enumerate(source.documents(fraction, read)):
+    for number, document in enumerate(source.documents(fraction, on_read)):
         yield int((number + 1) * fraction) > int(number * fraction), document
 
 
 def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
-    """What to train on and, where it has its own path, what to hold out. Reads no more than the first bytes of a file.
+    """Return the training data and, if it has a path of its own, the validation data.
 
-    Raises `RequestError` with every path that does not exist, is no file, is empty, or is of the wrong kind or format.
+    Reads only the first bytes of a file. Raises `RequestError` with every path that does not exist, is not a file, is
+    empty, or is of the wrong kind or format.
     """
-    named = {"path": config.path, "tokenizer": config.tokenizer, "validation_path": config.validation_path}
-    problems = [problem for name, path in named.items() if path and (problem := _file_problem(f"data.{name}", path))]
-    data = {"path": config.path, "validation_path": config.validation_path}
-    foreign = [problem for name, path in data.items() if path and (problem := _foreign(f"data.{name}", path))]
-    problems += foreign
-    source, validation = _source(config.path), config.validation_path and _source(config.validation_path)
+    texts = {"data.path": config.path, "data.validation_path": config.validation_path}
+    files = {
+        "data.path": config.path,
+        "data.tokenizer": config.tokenizer,
+        "data.validation_path": config.validation_path,
+    }
+    problems = [_file_problem(knob, path) for knob, path in files.items() if path]
+    foreign = [_foreign(knob, path) for knob, path in texts.items() if path]
+    problems = [problem for problem in problems + foreign if problem]
+    source = _source(config.path)
+    validation = _source(config.validation_path) if config.validation_path else None
     if config.path is None and validation:
         problems.append(
             f"data.validation_path is '{config.validation_path}' but data.path is not set; set data.path to data of "
             "the same kind, or leave out data.validation_path to hold out a part of Python's own library"
         )
-    elif validation and validation.kind != source.kind and not foreign:  # names such as a.txt.gz say nothing yet
+    elif validation and validation.kind != source.kind and not any(foreign):
+        # A foreign format is reported instead, because a name such as a.txt.gz does not show the kind.
         problems.append(
             f"data.path '{config.path}' is {KIND_NAMES[source.kind]} but data.validation_path "
             f"'{config.validation_path}' is {KIND_NAMES[validation.kind]}; give two files of one kind"
@@ -137,7 +157,7 @@ def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
         problems.append(f"'{source.root}' holds no source files of Python's library; set data.path to a text file")
     if problems:
         raise RequestError(*problems)
-    return source, validation or None
+    return source, validation
 
 
 def _source(path: Path | None) -> Source:
@@ -149,11 +169,14 @@ def _source(path: Path | None) -> Source:
 
 
 def _library(root: Path) -> Iterator[Path]:
+    """Yield the source files of Python's standard library, without its tests."""
     for folder, below, names in os.walk(root):
+        # `os.walk` descends into the folders that are left in this list.
         below[:] = [name for name in below if name not in NOT_LIBRARY and not name.startswith("config-")]
-        # _sysconfigdata holds the paths of the machine that Python was built on, sitecustomize those of this one
-        own = (name for name in names if name.endswith(".py") and not name.startswith(("_sysconfigdata", "sitecust")))
-        yield from (Path(folder, name) for name in own)
+        for name in names:
+            # _sysconfigdata holds paths of the machine that Python was built on, sitecustomize those of this machine.
+            if name.endswith(".py") and not name.startswith(("_sysconfigdata", "sitecust")):
+                yield Path(folder, name)
 
 
 def _file_problem(knob: str, path: Path) -> str | None:
@@ -169,7 +192,7 @@ def _file_problem(knob: str, path: Path) -> str | None:
 
 
 def _absent(path: Path) -> str:
-    """What is wrong with the path of no file, and what is possible: some name several files."""
+    """Return what is wrong with a path where no file is, and what to do; users often name several files."""
     names = [name.strip(" '\"") for name in str(path).strip("[]").split(",")]
     if len(names) > 1 and all(Path(name).exists() for name in names):
         return (
@@ -181,58 +204,88 @@ def _absent(path: Path) -> str:
 
 
 def _foreign(knob: str, path: Path) -> str | None:
-    """What to say of a file in a format that jaxdist does not read; None for others, and where there is no file."""
+    """Return what is wrong with a file in a format that jaxdist does not read; None for other files, and if absent."""
     if not path.is_file():
         return None
     with reading(path):
         known = magics.foreign(path)
-    return f"{knob} '{path}' {known}" if known else None
+    if known is None:
+        return None
+    return f"{knob} '{path}' {known}"
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise `RequestError` in place of the `OSError` of reading the data at `path`."""
+    """Turn an `OSError` from reading the data at `path` into a `RequestError`."""
     try:
         yield
     except OSError as error:
         raise RequestError(f"'{path}' cannot be read ({error.strerror or error}); make it readable") from error
 
 
-def _json_lines(file: BinaryIO, path: Path, read: Callable[[int], None]) -> Iterator[Document]:
-    """A document per line; blank lines are skipped, and so are empty texts. Memory is that of the longest line."""
-    for number, line in enumerate(file, start=1):
-        read(len(line))
-        line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-        if not line.strip():
-            continue
-        where = f"line {number} of '{path}'"
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise RequestError(f"{where} is not utf-8 text (byte {error.start + 1} of it); convert the file") from error
-        except (ValueError, RecursionError) as error:
-            reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-            raise RequestError(f'{where} is not JSON ({reason}); write {{"text": "..."}} on each line') from error
-        text = row.get("text") if isinstance(row, dict) else None
-        if not isinstance(text, str):
-            has = f"the keys {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-            has = 'a "text" that is no string' if isinstance(row, dict) and "text" in row else has
-            raise RequestError(f'{where} has {has}; write an object with a string "text" on each line')
-        if not _is_unicode(text):
-            raise RequestError(
-                f"{where} has half of a surrogate pair (\\ud800 to \\udfff), which is no text; remove it"
-            )
+def _library_documents(files: Iterable[Path], on_read: Callable[[int], None]) -> Iterator[Document]:
+    """Yield each file as one document."""
+    for path in files:
+        with reading(path):
+            content = path.read_bytes()
+            text = content.decode("utf-8", errors="replace")
+        on_read(len(content))
+        # Many an __init__.py is empty.
         if text:
             yield Document(text, True)
 
 
-def _blocks(file: BinaryIO, path: Path, size: int, read: Callable[[int], None]) -> Iterator[Document]:
-    """Blocks of about `size` bytes cut at line ends; a line longer than that is cut between two characters."""
+def _json_lines(file: BinaryIO, path: Path, on_read: Callable[[int], None]) -> Iterator[Document]:
+    """Yield a document per line, skipping blank lines and empty texts. Needs the memory of the longest line."""
+    for number, line in enumerate(file, start=1):
+        on_read(len(line))
+        if number == 1:
+            # Some editors put a byte-order mark at the start of a file.
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line.strip():
+            continue
+        text = _text_of_line(line, f"line {number} of '{path}'")
+        if text:
+            yield Document(text, True)
+
+
+def _text_of_line(line: bytes, where: str) -> str:
+    """Return the "text" of a JSON line. Raises `RequestError` if there is none; `where` names the line."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{where} is not utf-8 text (byte {error.start + 1} of it); convert the file") from error
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg}, column {error.colno}"
+        raise RequestError(f'{where} is not JSON ({reason}); write {{"text": "..."}} on each line') from error
+    text = row.get("text") if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        if not isinstance(row, dict):
+            has = f"a {type(row).__name__}"
+        elif "text" in row:
+            has = 'a "text" that is not a string'
+        else:
+            has = f"the keys {sorted(row)}"
+        raise RequestError(f'{where} has {has}; write an object with a string "text" on each line')
+    if not _is_unicode(text):
+        raise RequestError(f"{where} has half of a surrogate pair (\\ud800 to \\udfff), which is not text; remove it")
+    return text
+
+
+def _blocks(file: BinaryIO, path: Path, size: int, on_read: Callable[[int], None]) -> Iterator[Document]:
+    """Yield blocks of about `size` bytes cut at line ends; a longer line is cut between two characters."""
     place = 0
-    while block := file.read(size):
-        block += file.readline(size) if not block.endswith(b"\n") else b""
-        while (following := file.peek(1)[:1]) and b"\x80" <= following <= b"\xbf" and len(block) < 2 * size + 4:
+    block = file.read(size)
+    while block:
+        if not block.endswith(b"\n"):
+            block += file.readline(size)
+        following = file.peek(1)[:1]
+        # Bytes 0x80 to 0xbf continue a UTF-8 character, so the block must not end before one.
+        while following and b"\x80" <= following <= b"\xbf" and len(block) < 2 * size + 4:
             block += file.read(1)
+            following = file.peek(1)[:1]
         try:
             yield Document(block.decode("utf-8"), ends=not following)
         except UnicodeDecodeError as error:
@@ -241,14 +294,18 @@ def _blocks(file: BinaryIO, path: Path, size: int, read: Callable[[int], None]) 
                 "it, or name it .bin if it holds uint16 tokens"
             ) from error
         place += len(block)
-        read(len(block))
+        on_read(len(block))
+        block = file.read(size)
 
 
-def _sha256(file: BinaryIO, read: Callable[[int], None]) -> bytes:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(HASHED_BYTES))
-    while count := file.readinto(buffer):
+def _sha256(file: BinaryIO, on_read: Callable[[int], None]) -> bytes:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(HASHED_BYTES))
+    count = file.readinto(buffer)
+    while count:
         digest.update(buffer[:count])
-        read(count)
+        on_read(count)
+        count = file.readinto(buffer)
     return digest.digest()
 
 

@@ -1,4 +1,4 @@
-"""From rows of images to arrays on the devices, with random crops and flips that no mesh or host can change."""
+"""Load batches of images onto the devices, with random crops and flips that do not depend on the mesh or the host."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Int, UInt64
 
-from jaxdist.data.batches import IGNORED, Batch, abstract_rows, global_batch, held_out_rows, splitmix64
+from jaxdist.data.batches import IGNORED, Batch, abstract_rows, global_batch, held_out_rows, splitmix64, word
 from jaxdist.data.images import Part
 from jaxdist.sharding import Layout
 
-PURPOSE = 0x696D616765  # "image"
-"""Keeps the numbers drawn here apart from those that order the rows."""
+PURPOSE = int.from_bytes(b"image")
+"""Separates the random numbers drawn here from those that order the rows."""
 
 
 @dataclass(frozen=True)
 class Augment:
-    """A crop of the padded image, and a mirror image half of the time (He et al. 2016, section 4.2: 4 pixels of 0).
+    """Crop the padded image, and mirror it half of the time (He et al. 2016, section 4.2, who pad 4 pixels of 0).
 
-    A pure function of the seed, the step and the row. `fill` "zero" pads with 0, the mean colour of a normalised
-    image; "reflect" with the image itself, without repeating its edge.
+    The choices are a pure function of the seed, the step and the row. `fill` "zero" pads with 0, the mean colour of a
+    normalised image; "reflect" pads with the image itself, without repeating its edge.
     """
 
     seed: int
@@ -34,13 +34,13 @@ class Augment:
     def __call__(
         self, images: Float32[np.ndarray, "n H W C"], rows: Int[np.ndarray, " n"], step: int
     ) -> Float32[np.ndarray, "n H W C"]:
-        """`rows` are the numbers of these images in the data, 0 or more."""
+        """Return the augmented images; `rows` are their numbers in the data, 0 or more."""
         height, width = images.shape[1:3]
         down, right, mirrored = self.choices(rows, step)
         edges = ((0, 0), (self.pad, self.pad), (self.pad, self.pad), (0, 0))
-        padded = (
-            np.pad(images, edges, **({"mode": "reflect"} if self.fill == "reflect" else {})) if self.pad else images
-        )
+        padded = images
+        if self.pad:
+            padded = np.pad(images, edges, mode="reflect" if self.fill == "reflect" else "constant")
         out = np.empty_like(images)
         for i, (y, x) in enumerate(zip(down.tolist(), right.tolist(), strict=True)):
             out[i] = padded[i, y : y + height, x : x + width]
@@ -48,14 +48,22 @@ class Augment:
         return out
 
     def choices(self, rows: Int[np.ndarray, " n"], step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where the crops start, 0 to 2 x pad from the top and from the left, and which rows are mirrored."""
-        word = splitmix64(_word(PURPOSE))
+        """Return where the crops start, 0 to 2 x pad from the top and from the left, and which rows are mirrored."""
+        state = splitmix64(word(PURPOSE))
         for number in (self.seed, step):
-            word = splitmix64(word + _word(number))
-        words = splitmix64(word + rows.astype(np.uint64))
-        below = lambda part, n: ((splitmix64(words + np.uint64(part)) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32)
-        down, right = (below(part, 2 * self.pad + 1).astype(np.int64) for part in (1, 2))
-        return down, right, (below(3, 2) == 1) & self.flip
+            state = splitmix64(state + word(number))
+        states = splitmix64(state + rows.astype(np.uint64))
+        down = _random_below(2 * self.pad + 1, states, draw=1).astype(np.int64)
+        right = _random_below(2 * self.pad + 1, states, draw=2).astype(np.int64)
+        mirrored = (_random_below(2, states, draw=3) == 1) & self.flip
+        return down, right, mirrored
+
+
+def _random_below(n: int, states: UInt64[np.ndarray, " rows"], draw: int) -> UInt64[np.ndarray, " rows"]:
+    """Return draw number `draw` of each row: an integer in range(n)."""
+    # The upper 32 bits, scaled from [0, 2^32) to [0, n).
+    bits = splitmix64(states + np.uint64(draw)) >> np.uint64(32)
+    return (bits * np.uint64(n)) >> np.uint64(32)
 
 
 def image_batch(
@@ -67,18 +75,18 @@ def image_batch(
     augment: Augment | None = None,
     step: int = 0,
 ) -> Batch:
-    """`images` [k, B/k, H, W, C] f32, `labels` [k, B/k] and `rows` [k, B/k] (place in the batch), k = `accumulation`.
+    """Return `images` [k, B/k, H, W, C] in f32, `labels` [k, B/k] and `rows` [k, B/k] (place in the batch).
 
-    Each process reads the rows of its own devices. `batch` must divide by k times the parts that the layout splits it
-    into. A row of -1 is padding: an image of zeros with the label -1.
+    k is `accumulation`. Each process reads the rows of its own devices. `batch` must divide by k times the number of
+    parts into which the layout splits it. A row of -1 is padding: an image of zeros with the label -1.
     """
 
     def read(wanted: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
         real = wanted >= 0
         pixels = np.zeros((wanted.size, *images.shape), np.float32)
         labels = np.full(wanted.size, IGNORED, np.int32)
-        found = images.read(wanted[real])
-        pixels[real] = augment(found, wanted[real], step) if augment else found
+        originals = images.read(wanted[real])
+        pixels[real] = augment(originals, wanted[real], step) if augment else originals
         labels[real] = images.labels[wanted[real]]
         return {"images": pixels, "labels": labels}
 
@@ -88,7 +96,7 @@ def image_batch(
 def abstract_image_batch(
     rows: int, shape: tuple[int, int, int], accumulation: int, mesh: jax.sharding.Mesh, layout: Layout
 ) -> Batch:
-    """Shapes and shardings of a batch of that many images of `shape` (H, W, C), as `image_batch` makes it."""
+    """Return the shapes and shardings of a batch of `rows` images of `shape` (H, W, C), as `image_batch` makes it."""
     row = {"images": jax.ShapeDtypeStruct(shape, np.float32), "labels": jax.ShapeDtypeStruct((), np.int32)}
     return abstract_rows(row, rows, accumulation, mesh, layout)
 
@@ -96,14 +104,9 @@ def abstract_image_batch(
 def image_validation_batches(
     images: Part, batch: int, limit: int, accumulation: int, mesh: jax.sharding.Mesh, layout: Layout
 ) -> Iterator[Batch]:
-    """Every row once, in order, `batch` at a time as `image_batch` has them; at most the first `limit` batches, where
-    that is not 0.
+    """Yield every row once, in order, in batches like those of `image_batch`; at most the first `limit` unless 0.
 
-    The last batch is filled up with rows of the label -1: they count for nothing.
+    The last batch is padded with rows of the label -1, which do not count in the loss.
     """
     for rows in held_out_rows(images.rows, batch, limit):
         yield image_batch(images, rows, accumulation, mesh, layout)
-
-
-def _word(number: int) -> UInt64[np.ndarray, " 1"]:
-    return np.array([number % 2**64], np.uint64)

@@ -1,4 +1,4 @@
-"""Labelled images as people keep them: an .npz, two .npy, a folder for each class, or the digits of scikit-learn."""
+"""Read labelled images from an .npz, two .npy files, a folder for each class, or the digits of scikit-learn."""
 
 from __future__ import annotations
 
@@ -15,40 +15,50 @@ from jaxtyping import Int, Shaped
 from jaxdist.config import RequestError, nearest
 from jaxdist.data.progress import Pass, Progress, unseen
 
-ARRAYS = ("images", "labels", "validation_images", "validation_labels")
-"""The keys of an .npz, and the names of the .npy files in a folder; the last two may be missing."""
+TRAINING_ARRAYS = ("images", "labels")
+VALIDATION_ARRAYS = ("validation_images", "validation_labels")
+"""Optional arrays of the held-out part."""
 
-TRAIN, VALIDATION = "train", ("validation", "val")
-"""Sub-folders of a folder of images that has its held-out part apart."""
+ARRAYS = (*TRAINING_ARRAYS, *VALIDATION_ARRAYS)
+"""The keys of an .npz, and the names of the .npy files in a folder."""
+
+TRAIN = "train"
+"""Sub-folder of the training images, in a folder that keeps its held-out images separately."""
+
+VALIDATION = ("validation", "val")
+"""Possible names of the sub-folder of held-out images beside `TRAIN`."""
 
 FORMS = (
     "an .npz with images and labels, a folder with images.npy and labels.npy, or a folder that has a sub-folder of "
     "images for each class"
 )
 
-GREY, SHALLOW = ("1", "L", "LA"), ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
-"""Pillow's modes without colour, and those of at most 8 bits for each channel."""
+GREY = ("1", "L", "LA")
+"""Pillow's modes without colour."""
+
+SHALLOW = (*GREY, "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+"""Pillow's modes with at most 8 bits per channel."""
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """Images and labels as they were found, not checked yet."""
+    """Images and labels as they were read, not checked yet."""
 
     images: Shaped[np.ndarray, "n H W *C"]
     labels: Shaped[np.ndarray, " n"]
     names: tuple[str, ...]
-    """Of the classes; empty where labels are only numbers."""
+    """Names of the classes; empty if the labels are numbers without names."""
     place: str
-    """For people."""
+    """Where they come from, as messages say it."""
 
 
 def read(path: Path | None, size: int, progress: Progress = unseen) -> tuple[Labelled, Labelled | None]:
-    """What lies there, and its held-out part where it has one of its own.
+    """Return the images at `path`, and their held-out part if `path` contains one.
 
-    `.npy` files are mapped, all else is held in memory. Images in class folders are decoded, and stretched to `size` x
-    `size` pixels where that is not 0: as one grey channel if all of them are grey, else as RGB; transparency is
-    dropped. Hidden files are passed over. `progress` is told how many bytes of them are decoded.
-    Raises `RequestError` for what cannot be read.
+    `.npy` files are memory-mapped; everything else is held in memory. Images in class folders are decoded, as one grey
+    channel if all of them are grey, otherwise as RGB without transparency, and stretched to `size` x `size` pixels
+    unless that is 0. Hidden files are skipped. `progress` is called with the bytes that are decoded.
+    Raises `RequestError` for anything that cannot be read.
     """
     if path is None:
         return _digits(), None
@@ -58,7 +68,11 @@ def read(path: Path | None, size: int, progress: Progress = unseen) -> tuple[Lab
         with _reading(path):
             arrays = {file.stem: file for file in sorted(path.glob("*.npy")) if not file.name.startswith(".")}
         if arrays:
-            return _arrays(path, sorted(arrays), lambda name: np.load(arrays[name], "r", allow_pickle=False))
+
+            def load_mapped(name: str) -> np.ndarray:
+                return np.load(arrays[name], "r", allow_pickle=False)
+
+            return _arrays(path, sorted(arrays), load_mapped)
         return _class_folders(path, size, progress)
     if path.suffix.lower() != ".npz":
         raise RequestError(f"'{path}' is no image data; give {FORMS}")
@@ -72,17 +86,19 @@ def read(path: Path | None, size: int, progress: Progress = unseen) -> tuple[Lab
 
 @contextmanager
 def _reading(path: Path):
+    """Turn the errors of reading `path` into `RequestError`."""
     try:
         yield
     except (OSError, ValueError, EOFError, SyntaxError, zipfile.BadZipFile, zlib.error) as error:
+        # A RequestError is a ValueError too, and says already what is wrong.
         if isinstance(error, RequestError):
             raise
         reason = str(getattr(error, "strerror", None) or error).partition("\n")[0]
-        raise RequestError(f"'{path}' cannot be read ({reason}); make it readable, or make it anew") from error
+        raise RequestError(f"'{path}' cannot be read ({reason}); make it readable, or create it again") from error
 
 
 def _digits() -> Labelled:
-    """1797 grey digits of 8x8 pixels, 0 to 16, which scikit-learn brings with it (Alpaydin and Kaynak 1998, UCI)."""
+    """Return 1797 grey digits of 8x8 pixels, values 0 to 16, that come with scikit-learn (Alpaydin and Kaynak 1998)."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -96,22 +112,29 @@ def _digits() -> Labelled:
 
 
 def _arrays(path: Path, found: Sequence[str], load: Callable[[str], np.ndarray]) -> tuple[Labelled, Labelled | None]:
-    """The arrays of an .npz or of the .npy files in a folder."""
+    """Return the arrays of an .npz, or of the .npy files in a folder; `found` are their names."""
     problems = [f"'{path}' has '{name}'; {nearest(name, ARRAYS)}" for name in found if name not in ARRAYS]
-    held_out = any(name in found for name in ARRAYS[2:])
-    if missing := [name for name in ARRAYS[: 4 if held_out else 2] if name not in found]:
+    held_out = any(name in found for name in VALIDATION_ARRAYS)
+    needed = ARRAYS if held_out else TRAINING_ARRAYS
+    missing = [name for name in needed if name not in found]
+    if missing:
         problems.append(f"'{path}' lacks {' and '.join(missing)}; it needs images [n, H, W, C] and labels [n]")
     if problems:
         raise RequestError(*problems)
     with _reading(path):
         values = {name: load(name) for name in found}
-    part = lambda images, labels, place: Labelled(values[images], values[labels], (), place)
-    own = part(*ARRAYS[2:], f"the held-out part of '{path}'") if held_out else None
-    return part(*ARRAYS[:2], f"'{path}'"), own
+    training = Labelled(values["images"], values["labels"], (), f"'{path}'")
+    if not held_out:
+        return training, None
+    place = f"the held-out part of '{path}'"
+    return training, Labelled(values["validation_images"], values["validation_labels"], (), place)
 
 
 def _class_folders(path: Path, size: int, progress: Progress) -> tuple[Labelled, Labelled | None]:
-    """A folder with a sub-folder for each class, or with `train` and maybe `validation` or `val` above those."""
+    """Return the images of a folder with a sub-folder for each class.
+
+    The folder may instead hold `train`, and optionally `validation` or `val`, each with a sub-folder for each class.
+    """
     names = [entry.name for entry in _entries(path) if entry.is_dir()]
     if TRAIN not in names:
         return _classes(path, size, progress), None
@@ -128,9 +151,10 @@ def _class_folders(path: Path, size: int, progress: Progress) -> tuple[Labelled,
 
 
 def _classes(path: Path, size: int, progress: Progress) -> Labelled:
-    """A class for each sub-folder, numbered in the order of their names."""
+    """Return the images of the sub-folders of `path`, one class each, numbered in the order of their names."""
     folders = _entries(path)
-    if stray := next((entry for entry in folders if not entry.is_dir()), None):
+    stray = next((entry for entry in folders if not entry.is_dir()), None)
+    if stray:
         others = any(entry.is_dir() for entry in folders)
         remedy = "remove it, or move it elsewhere" if others else f"give {FORMS}"
         raise RequestError(f"'{stray}' lies beside or in place of folders of a class each; {remedy}")
@@ -140,7 +164,8 @@ def _classes(path: Path, size: int, progress: Progress) -> Labelled:
     for folder, inside in zip(folders, files, strict=True):
         if not inside:
             raise RequestError(f"'{folder}' has no images; put the images of that class there, or remove it")
-        if deeper := next((entry for entry in inside if entry.is_dir()), None):
+        deeper = next((entry for entry in inside if entry.is_dir()), None)
+        if deeper:
             raise RequestError(f"'{deeper}' is a folder inside that of a class; put the images into '{folder}' itself")
     labels = np.repeat(np.arange(len(folders)), [len(inside) for inside in files])
     images = _decode([file for inside in files for file in inside], size, progress)
@@ -148,46 +173,68 @@ def _classes(path: Path, size: int, progress: Progress) -> Labelled:
 
 
 def _entries(path: Path) -> list[Path]:
-    """What lies in a folder, hidden files aside, in the same order on every system."""
+    """Return the entries of a folder without hidden ones, in the same order on every system."""
     with _reading(path):
-        return sorted((entry for entry in path.iterdir() if not entry.name.startswith(".")), key=lambda e: e.name)
+        visible = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
+    return sorted(visible, key=lambda entry: entry.name)
 
 
 def _decode(files: Sequence[Path], size: int, progress: Progress) -> Shaped[np.ndarray, "n H W *C"]:
-    """All images in uint8. Their headers are read first, so that most mistakes are told before the long work."""
+    """Return all images in uint8."""
     try:
         from PIL import Image
     except ImportError as error:
         raise RequestError(
             f"'{files[0]}' is an image file, and Pillow, which reads those, is not installed; install 'jaxdist[lab]'"
         ) from error
-    first, grey = None, True
     sizes = [_size(file) for file in files]
+    # The headers are read first, so that most errors are reported before the long work.
+    (width, height), grey = _check_headers(Image, files, sizes, size, progress)
+    shape = (len(files), height, width)
+    if not grey:
+        shape = (*shape, 3)
+    out = np.empty(shape, np.uint8)
+    decoding = Pass(progress, "decoding the images", sum(sizes))
+    for row, file, count in zip(out, files, sizes, strict=True):
+        decoding.read(count)
+        with _open_image(Image, file) as image:
+            plain = image.convert("L" if grey else "RGB")
+            if size:
+                plain = plain.resize((width, height), Image.Resampling.BILINEAR)
+            row[:] = plain
+    return out
+
+
+def _check_headers(
+    Image, files: Sequence[Path], sizes: Sequence[int], size: int, progress: Progress
+) -> tuple[tuple[int, int], bool]:
+    """Return the width and height of the decoded images, and whether all of them are grey.
+
+    Raises `RequestError` for an image that cannot be used, or whose size differs from the others if `size` is 0.
+    """
     looking = Pass(progress, "looking at the images", sum(sizes))
+    first = None
+    grey = True
     for file, count in zip(files, sizes, strict=True):
         looking.read(count)
-        with _picture(Image, file) as image:
+        with _open_image(Image, file) as image:
             if image.mode not in SHALLOW:
                 raise RequestError(
                     f"'{file}' has more than 8 bits for each channel (mode {image.mode}); save the images as float "
                     "arrays in an .npz"
                 )
-            grey, first = grey and image.mode in GREY, first or (file, image.size)
-            if image.size != first[1] and not size:
-                (width, height), (width_0, height_0) = image.size, first[1]
+            grey = grey and image.mode in GREY
+            if first is None:
+                first = image.size
+            if image.size != first and not size:
                 raise RequestError(
-                    f"'{first[0]}' has {width_0}x{height_0} pixels (width x height) and '{file}' has {width}x{height}; "
-                    "make them alike, or set model.image to the size that all are stretched to"
+                    f"'{files[0]}' has {first[0]}x{first[1]} pixels (width x height) and '{file}' has "
+                    f"{image.size[0]}x{image.size[1]}; make them alike, or set model.image to the size that all are "
+                    "stretched to"
                 )
-    width, height = (size, size) if size else first[1]
-    out = np.empty((len(files), height, width) if grey else (len(files), height, width, 3), np.uint8)
-    decoding = Pass(progress, "decoding the images", sum(sizes))
-    for row, file, count in zip(out, files, sizes, strict=True):
-        decoding.read(count)
-        with _picture(Image, file) as image:
-            plain = image.convert("L" if grey else "RGB")
-            row[:] = plain.resize((width, height), Image.Resampling.BILINEAR) if size else plain
-    return out
+    if size:
+        return (size, size), grey
+    return first, grey
 
 
 def _size(file: Path) -> int:
@@ -195,26 +242,26 @@ def _size(file: Path) -> int:
         return file.stat().st_size
 
 
-def _known(Image, file: Path):
-    """An open image file, not decoded yet. Raises `RequestError` for what is none."""
+def _identify(Image, file: Path):
+    """Open an image file without decoding it. Raises `RequestError` if it is not an image."""
     try:
         return Image.open(file)
     except Image.UnidentifiedImageError as error:
         raise RequestError(
-            f"'{file}' is no image that Pillow knows; remove it from the images, or make it anew if it is one"
+            f"'{file}' is not an image that Pillow knows; remove it from the images, or create it again if it is one"
         ) from error
 
 
 @contextmanager
-def _picture(Image, file: Path):
-    """An open image file; decoding it may fail as well as opening it."""
+def _open_image(Image, file: Path):
+    """Open an image file, and turn errors of opening and of decoding it into `RequestError`."""
     try:
-        with _reading(file), _known(Image, file) as image:
+        with _reading(file), _identify(Image, file) as image:
             yield image
     except Image.DecompressionBombError as error:
         raise RequestError(f"'{file}' cannot be read ({error}); make it smaller") from error
 
 
 def renumber(labels: Int[np.ndarray, " n"], names: Sequence[str], wanted: Sequence[str]) -> Int[np.ndarray, " n"]:
-    """Labels that number `names` as labels that number `wanted`, which holds them all."""
+    """Return labels that index `names` as labels that index `wanted`, which contains all of these names."""
     return np.array([wanted.index(name) for name in names], np.int64)[labels]

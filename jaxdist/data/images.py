@@ -1,4 +1,4 @@
-"""Labelled images to classify: opened, checked, split, and normalised by what is trained on."""
+"""Open, check and split labelled images, and normalise them by the statistics of the training images."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ from jaxdist.data.image_files import Labelled, read, renumber
 from jaxdist.data.progress import Pass, Progress, unseen
 
 VERSION = 1
-"""Of the split and the normalisation; count it up when the same data would give other batches."""
+"""Version of the split and the normalisation; increase it when the same data would give other batches."""
 
 CHUNK = 1 << 24
-"""Bytes looked at together where all images are read."""
+"""Bytes processed at a time when all images are read."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Rows of an array of images, which may be mapped from a file and is read a row at a time."""
+    """Some rows of an array of images, which may be memory-mapped and is read a row at a time."""
 
     images: Shaped[np.ndarray, "all H W C"]
     index: Int[np.ndarray, " n"]
-    """Which of `images` are the rows of this part."""
+    """The rows of `images` that belong to this part."""
     labels: Int32[np.ndarray, " n"]
     mean: Float32[np.ndarray, " C"]
     std: Float32[np.ndarray, " C"]
 
     @property
     def rows(self) -> int:
+        """Number of images."""
         return len(self.index)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """H, W, C of an image."""
+        """The shape (H, W, C) of an image."""
         return self.images.shape[1:]
 
     def read(self, rows: Int[np.ndarray, " b"]) -> Float32[np.ndarray, "b H W C"]:
-        """These rows, normalised: (image - mean) / std."""
+        """Return these rows, normalised: (image - mean) / std."""
         assert rows.size == 0 or 0 <= rows.min() <= rows.max() < self.rows, "row outside the images"
         check_length(self.images)
         out = self.images[self.index[rows]].astype(np.float32)
@@ -56,39 +57,44 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images to train on and images held out, normalised alike."""
+    """Training images and held-out images, normalised alike."""
 
     train: Part
     validation: Part
     classes: tuple[str, ...]
     """The name of each label."""
     mean: Float32[np.ndarray, " C"]
-    """Of each channel of the training images, in the units they are stored in."""
+    """Mean of each channel of the training images, in the units in which they are stored."""
     std: Float32[np.ndarray, " C"]
-    """Of each channel of the training images; 1 where a channel has one value throughout."""
+    """Standard deviation of each channel of the training images; 1 for a channel that is constant."""
     fingerprint: str
-    """Hex; changes with the content of images, labels and classes and with the split: a resume must find the same."""
+    """Hexadecimal hash of images, labels, classes and the split. A resumed run must find the same one."""
     source: str
-    """One line for people."""
+    """One line that describes the data to the user."""
 
 
 def open_images(config: DataConfig, size: int = 0, classes: int = 0, progress: Progress = unseen) -> Images:
-    """The images that `config` asks for: `path` is of a form that `image_files.FORMS` tells; None: 1797 digits of 8x8.
+    """Return the images that `config` asks for.
 
-    `size`: stretch the images of class folders to size x size pixels; 0 leaves them as they are. `classes`: how many,
-    where labels are numbers; 0 counts them. The held-out part is `validation_path`, or what `path` brings along, or
-    else the rows that a fixed hash of their number picks, `validation_fraction` of them on average.
-    Raises `RequestError` for what is wrong with the request or the data; all of it is looked at once, here.
+    `path` has one of the forms in `image_files.FORMS`; without it the images are 1797 digits of 8x8 pixels. Images in
+    class folders are stretched to `size` x `size` pixels; 0 leaves them as they are. `classes` is the number of classes
+    if labels are numbers; 0 counts them. The held-out part is `validation_path`, or the one that `path` contains, or
+    else `validation_fraction` of the rows on average, chosen by a fixed hash of the row number.
+    Raises `RequestError` for anything wrong with the request or the data, all of which is read once, here.
     """
     train, held_out = _read_parts(config, size, progress)
-    parts = [part for part in (train, held_out) if part]
-    if problems := [problem for part in parts for problem in _form_problems(part)]:
+    parts = [train]
+    if held_out is not None:
+        parts.append(held_out)
+    problems = [problem for part in parts for problem in _form_problems(part)]
+    if problems:
         raise RequestError(*problems)
-    parts = [replace(p, images=p.images[..., None] if p.images.ndim == 3 else p.images) for p in parts]
+    parts = [_with_channels(part) for part in parts]
     names = parts[0].names or _count_classes(parts[0], classes)
-    if problems := _together_problems(parts, names, size, classes):
+    problems = _together_problems(parts, names, size, classes)
+    if problems:
         raise RequestError(*problems)
-    labels = [(renumber(p.labels, p.names, names) if p.names else p.labels).astype(np.int32) for p in parts]
+    labels = [_numbered(part, names) for part in parts]
 
     digest = hashlib.sha256(json.dumps([VERSION, names, held_out is None and config.validation_fraction]).encode())
     for part, numbers in zip(parts, labels, strict=True):
@@ -97,27 +103,48 @@ def open_images(config: DataConfig, size: int = 0, classes: int = 0, progress: P
     rows = [np.arange(len(part.labels)) for part in parts]
     if held_out is None:
         chosen = _held_out(rows[0], config.validation_fraction)
-        parts, labels, rows = parts * 2, labels * 2, [rows[0][~chosen], rows[0][chosen]]
+        parts = parts * 2
+        labels = labels * 2
+        rows = [rows[0][~chosen], rows[0][chosen]]
     _check_split(parts[0], labels[0][rows[0]], rows[1], names, config)
     mean, std = _statistics(parts[0], rows[0])
-    made = [Part(p.images, i, n[i], mean, std) for p, n, i in zip(parts, labels, rows, strict=True)]
-    height, width, channels = made[0].shape
+    training, validation = (
+        Part(part.images, index, numbers[index], mean, std)
+        for part, numbers, index in zip(parts, labels, rows, strict=True)
+    )
+    height, width, channels = training.shape
     source = (
-        f"{parts[0].place}, {made[0].rows} images of {height}x{width}x{channels} and {made[1].rows} held out, "
+        f"{parts[0].place}, {training.rows} images of {height}x{width}x{channels} and {validation.rows} held out, "
         f"{len(names)} classes"
     )
-    return Images(*made, names, mean, std, digest.hexdigest(), source)
+    return Images(training, validation, names, mean, std, digest.hexdigest(), source)
+
+
+def _with_channels(part: Labelled) -> Labelled:
+    """Add the dim of channels to images that have none."""
+    if part.images.ndim == 4:
+        return part
+    return replace(part, images=part.images[..., None])
+
+
+def _numbered(part: Labelled, names: tuple[str, ...]) -> Int32[np.ndarray, " n"]:
+    """Return the labels as indices of `names`."""
+    labels = part.labels
+    if part.names:
+        labels = renumber(labels, part.names, names)
+    return labels.astype(np.int32)
 
 
 def check_length(images: np.ndarray) -> None:
-    """Raise `DataLost` where the file that these are mapped from is shorter now: reading on would be SIGBUS."""
+    """Raise `DataLost` if the file that the images are mapped from is shorter now; reading them would be a SIGBUS."""
     if not isinstance(images, np.memmap) or images.filename is None:
         return
     needed = images.offset + images.nbytes
     try:
         found = os.path.getsize(images.filename)
     except OSError:
-        return  # it was removed: what is mapped stays
+        # The file was removed, but its mapping remains valid.
+        return
     if found < needed:
         raise DataLost(
             f"'{images.filename}' was cut while it was read: it has {found} bytes and had {needed} when it was opened; "
@@ -126,7 +153,7 @@ def check_length(images: np.ndarray) -> None:
 
 
 def _read_parts(config: DataConfig, size: int, progress: Progress) -> tuple[Labelled, Labelled | None]:
-    """The training images and the held-out ones, from wherever those come; None: they have to be chosen."""
+    """Return the training images and the held-out images; None if the latter have to be chosen from the former."""
     problems = []
     if config.tokenizer:
         problems.append(f"data.tokenizer is '{config.tokenizer}', but images need none; leave it out")
@@ -143,27 +170,33 @@ def _read_parts(config: DataConfig, size: int, progress: Progress) -> tuple[Labe
         )
     if problems:
         raise RequestError(*problems)
-    found, problems = [], []
+    sources = []
     for path in paths or [None]:
         try:
-            found.append(read(path, size, progress))
+            sources.append(read(path, size, progress))
         except RequestError as error:
             problems += error.problems
     if problems:
         raise RequestError(*problems)
-    (train, own), *other = found
-    if other and (own or other[0][1]):
+    train, own = sources[0]
+    if len(sources) == 1:
+        return train, own
+    validation, own_of_validation = sources[1]
+    if own or own_of_validation:
         whose = config.path if own else config.validation_path
         raise RequestError(
             f"'{whose}' has a held-out part of its own, and data.validation_path is '{config.validation_path}'; leave "
             "out one of them"
         )
-    return train, other[0][0] if other else own
+    return train, validation
 
 
 def _form_problems(part: Labelled) -> list[str]:
-    """What is wrong with the type, the shape and the length of images and labels."""
-    images, labels, place, problems = part.images, part.labels, part.place, []
+    """Return what is wrong with the dtype, the shape and the length of images and labels."""
+    images = part.images
+    labels = part.labels
+    place = part.place
+    problems = []
     shape = " x ".join(map(str, images.shape))
     if images.dtype != np.uint8 and not np.issubdtype(images.dtype, np.floating):
         problems.append(f"the images of {place} are {images.dtype}; save them as uint8 or as a float type")
@@ -186,22 +219,27 @@ def _form_problems(part: Labelled) -> list[str]:
 
 
 def _count_classes(part: Labelled, classes: int) -> tuple[str, ...]:
-    """Numbers for names: as many as told, or else as there are; then each must occur."""
-    found = np.unique(part.labels)
-    count = classes or len(found)
-    if count > 1 and (found[0] < 0 or found[-1] >= count):  # a single class is another mistake
+    """Return numbers as names of the classes: `classes` of them, or, if 0, as many as there are different labels.
+
+    In the latter case each number must occur. Raises `RequestError` for labels out of range.
+    """
+    values = np.unique(part.labels)
+    count = classes or len(values)
+    # A single class is an error of its own, which is reported later.
+    if count > 1 and (values[0] < 0 or values[-1] >= count):
         row = int(np.flatnonzero((part.labels < 0) | (part.labels >= count))[0])
         remedy = "" if classes else ", without gaps, or set model.classes"
         raise RequestError(
             f"label {int(part.labels[row])} of image {row} of {part.place} is out of range for {count} classes; "
             f"number the classes from 0 to {count - 1}{remedy}"
         )
-    return tuple(map(str, range(count)))
+    return tuple(str(number) for number in range(count))
 
 
 def _together_problems(parts: list[Labelled], names: tuple[str, ...], size: int, classes: int) -> list[str]:
-    """What does not fit together: the two parts, and what was asked for."""
-    train, problems = parts[0], []
+    """Return what does not match: the two parts with each other, or the data with the requested sizes."""
+    train = parts[0]
+    problems = []
     if classes and classes != len(names):
         problems.append(
             f"{train.place} has {len(names)} classes, and model.classes is {classes}; set it to {len(names)}"
@@ -215,45 +253,55 @@ def _together_problems(parts: list[Labelled], names: tuple[str, ...], size: int,
             f"folders are scaled: resize the arrays, or set model.image to {height} if they are square"
         )
     for other in parts[1:]:
-        kind = lambda part: f"{'x'.join(map(str, part.images.shape[1:]))} of {part.images.dtype}"
-        if kind(other) != kind(train):
+        if _kind(other) != _kind(train):
             problems.append(
-                f"the images of {train.place} are {kind(train)} and those of {other.place} are {kind(other)}; make "
+                f"the images of {train.place} are {_kind(train)} and those of {other.place} are {_kind(other)}; make "
                 "them alike"
             )
         if bool(other.names) != bool(train.names):
             problems.append(f"one of {train.place} and {other.place} names its classes; give two of one kind")
-        elif unknown := [name for name in other.names if name not in names]:
-            problems.append(f"{other.place} has a class '{unknown[0]}' that {train.place} lacks; remove or rename it")
-        elif not other.names and not 0 <= (wrong := _extreme(other.labels, len(names))) < len(names):
-            problems.append(
-                f"label {wrong} of {other.place} is out of range for the {len(names)} classes of "
-                f"{train.place}; use 0 to {len(names) - 1}"
-            )
+        elif other.names:
+            unknown = [name for name in other.names if name not in names]
+            if unknown:
+                problems.append(
+                    f"{other.place} has a class '{unknown[0]}' that {train.place} lacks; remove or rename it"
+                )
+        else:
+            label = int(other.labels.max()) if other.labels.min() >= 0 else int(other.labels.min())
+            if not 0 <= label < len(names):
+                problems.append(
+                    f"label {label} of {other.place} is out of range for the {len(names)} classes of "
+                    f"{train.place}; use 0 to {len(names) - 1}"
+                )
     return problems
 
 
-def _extreme(labels: Int[np.ndarray, " n"], count: int) -> int:
-    """The largest label, or the smallest if that is not right."""
-    return int(labels.max()) if labels.min() >= 0 else int(labels.min())
+def _kind(part: Labelled) -> str:
+    """Return the shape and dtype of an image: `8x8x1 of uint8`."""
+    shape = "x".join(str(size) for size in part.images.shape[1:])
+    return f"{shape} of {part.images.dtype}"
 
 
 def _held_out(rows: Int[np.ndarray, " n"], fraction: float) -> np.ndarray:
-    """Whether each row is held out: by its number alone, so the same on every machine."""
+    """Return whether each row is held out. It depends on its number alone, so it is the same on every machine."""
     return splitmix64(rows.astype(np.uint64)) < np.uint64(int(fraction * 2**64))
 
 
 def _check_split(
     part: Labelled, labels: np.ndarray, held_out: np.ndarray, names: tuple[str, ...], config: DataConfig
 ) -> None:
-    """Both parts must have something to say; `labels` are those to train on, `held_out` the rows that are not."""
+    """Raise `RequestError` unless some images are held out and the others have at least two classes.
+
+    `labels` are the training labels, `held_out` the rows that are held out.
+    """
     problems = []
     if not len(held_out):
         problems.append(
             f"no image of the {len(part.labels)} of {part.place} is held out by data.validation_fraction "
             f"{config.validation_fraction}; raise it, or give data.validation_path"
         )
-    if (trained := len(np.unique(labels))) < 2:
+    trained = len(np.unique(labels))
+    if trained < 2:
         problems.append(
             f"the {len(labels)} images to train on of {part.place} are of {trained} of the {len(names)} classes; give "
             "more images, or lower data.validation_fraction"
@@ -263,39 +311,50 @@ def _check_split(
 
 
 def _chunks(images: np.ndarray, rows: np.ndarray | None = None) -> Iterator[np.ndarray]:
-    """All images, or those rows, some at a time."""
+    """Yield all images, or the given rows, in chunks of about `CHUNK` bytes."""
     count = max(1, CHUNK // images[0].nbytes)
-    for start in range(0, len(images) if rows is None else len(rows), count):
+    total = len(images) if rows is None else len(rows)
+    for start in range(0, total, count):
         check_length(images)
-        yield images[start : start + count] if rows is None else images[rows[start : start + count]]
+        if rows is None:
+            yield images[start : start + count]
+        else:
+            yield images[rows[start : start + count]]
 
 
 def _scan(part: Labelled, labels: Int32[np.ndarray, " n"], digest, progress: Progress) -> None:
-    """One pass over all content: into the digest, and refused where it is not a number that float32 holds."""
+    """Add all content to the digest in one pass. Raises `RequestError` for values that float32 cannot hold."""
     digest.update(json.dumps([part.images.dtype.str, *part.images.shape]).encode() + labels.astype("<i4").tobytes())
-    seen, scanning = 0, Pass(progress, "checking the images", part.images.nbytes)
+    scanning = Pass(progress, "checking the images", part.images.nbytes)
+    first_row = 0
     for chunk in _chunks(part.images):
         scanning.read(chunk.nbytes)
         digest.update(np.ascontiguousarray(chunk).view(np.uint8))
-        with np.errstate(over="ignore"):
-            good = np.isfinite(chunk.astype(np.float32, copy=False)).all((1, 2, 3)) if chunk.dtype != np.uint8 else True
-        if not np.all(good):
-            row = seen + int(np.argmin(good))
-            raise RequestError(f"image {row} of {part.place} has values that are not finite in float32; repair it")
-        seen += len(chunk)
+        if chunk.dtype != np.uint8:
+            # A float64 that is too large becomes infinity in float32, which is found below.
+            with np.errstate(over="ignore"):
+                finite = np.isfinite(chunk.astype(np.float32, copy=False)).all((1, 2, 3))
+            if not np.all(finite):
+                row = first_row + int(np.argmin(finite))
+                raise RequestError(f"image {row} of {part.place} has values that are not finite in float32; repair it")
+        first_row += len(chunk)
 
 
 def _statistics(part: Labelled, rows: Int[np.ndarray, " n"]) -> tuple[Float[np.ndarray, " C"], Float[np.ndarray, " C"]]:
-    """Mean and standard deviation of each channel over these rows, in two passes of float64, rounded to float32."""
+    """Return mean and standard deviation of each channel over these rows, rounded to float32.
+
+    Two passes in float64: the mean first, then the mean squared difference from it.
+    """
     channels = part.images.shape[-1]
     count = len(rows) * part.images[0].size // channels
 
-    def average(of) -> np.ndarray:
-        pixels = (chunk.reshape(-1, channels).astype(np.float64) for chunk in _chunks(part.images, rows))
-        return reduce(np.add, (of(p).sum(0) for p in pixels)) / count
+    def pixels() -> Iterator[Float[np.ndarray, "pixels C"]]:
+        for chunk in _chunks(part.images, rows):
+            yield chunk.reshape(-1, channels).astype(np.float64)
 
-    mean = average(lambda pixels: pixels)
-    std = np.sqrt(average(lambda pixels: (pixels - mean) ** 2)).astype(np.float32)
+    mean = reduce(np.add, (chunk.sum(0) for chunk in pixels())) / count
+    variance = reduce(np.add, (((chunk - mean) ** 2).sum(0) for chunk in pixels())) / count
+    std = np.sqrt(variance).astype(np.float32)
     if not std.any():
         raise RequestError(f"every image to train on of {part.place} is the same single colour; give other images")
     return mean.astype(np.float32), np.where(std > 0, std, np.float32(1))

@@ -1,4 +1,4 @@
-"""Files in formats that jaxdist does not read, known by their first bytes: each is refused by its name."""
+"""Recognise files in formats that jaxdist does not read by their first bytes, so that each is refused by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HEAD = 512
-"""Bytes that are looked at, from the start of the file."""
+"""Bytes that are examined, from the start of the file."""
 
 DECOMPRESS = "decompress it, and name the result .txt, .jsonl or .bin"
 UNPACK = "unpack it, and give one of its files"
@@ -20,9 +20,10 @@ class Format(NamedTuple):
 
     name: str
     start: bytes
-    """A regular expression for its first bytes. Tokens may have any bytes and a text any characters, so it fixes as
-    many as neither has by chance: about four bytes, and ten letters where no other byte is among them."""
+    """A regular expression for its first bytes. Token files may contain any bytes and texts any characters, so the
+    expression fixes more than either has by chance: about four bytes, or ten if all of them are letters."""
     remedy: str
+    """What the user can do with such a file."""
 
 
 FORMATS = (
@@ -67,7 +68,10 @@ FORMATS = (
 
 
 def foreign(path: Path) -> str | None:
-    """What the file at `path` is, and what to do with it, where it is in one of `FORMATS`. Raises `OSError`."""
+    """Return what the file at `path` is and what to do with it, or None if it is in none of `FORMATS`.
+
+    Raises `OSError`.
+    """
     with path.open("rb") as file:
         head = file.read(HEAD)
     for known in FORMATS:

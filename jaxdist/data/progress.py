@@ -1,4 +1,4 @@
-"""How far the reading of data is: who reads reports it often, and who shows it decides how often."""
+"""Report the progress of reading data. Readers report often; whoever displays it decides how often to show it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called with what is being done, and how many bytes of how many are done; each call is a sign of life."""
+    """A callback that receives progress. Each call is also a sign of life for the heartbeat."""
 
-    def __call__(self, what: str, done: int, total: int) -> None: ...
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Report that `done` of `total` bytes of the activity `what` are done."""
 
 
 def unseen(what: str, done: int, total: int) -> None:
-    """For readers whose progress nobody looks at."""
+    """Ignore the progress."""
 
 
 @dataclass
 class Pass:
-    """One pass over `total` bytes."""
+    """One pass over `total` bytes, whose progress is reported."""
 
     progress: Progress
     what: str
@@ -26,6 +27,6 @@ class Pass:
     done: int = 0
 
     def read(self, count: int) -> None:
-        """So many bytes more."""
+        """Report that `count` more bytes have been read."""
         self.done += count
         self.progress(self.what, self.done, self.total)

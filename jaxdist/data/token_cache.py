@@ -1,15 +1,15 @@
-"""A cache of tokens: each folder is filled once, published whole, and checked whole whenever it is opened.
+"""Cache tokens: each folder is filled once, published atomically, and verified completely whenever it is opened.
 
     KEY/             the files that were written, and about.json: facts about them, their sizes and XXH3
     KEY.UUID/        the same while a process writes it; `writer` names its host and is locked until it is done
     KEY.UUID.broken  a damaged KEY that is being replaced
 
-A process that is killed leaves its KEY.UUID. Where that has `PROGRESS`, the next one that fills KEY takes it over, lock
-and all, and goes on with it; on another host, where locks may say nothing, it begins anew. It is removed when KEY is
-there, or when nothing has changed in it for a day.
+A process that is killed leaves its KEY.UUID behind. If that contains `PROGRESS`, the next process that fills KEY takes
+it over, including its lock, and continues; a process on another host, where locks may have no effect, starts over. The
+folder is removed once KEY exists, or when nothing in it has changed for a day.
 
-XXH3 reads 6 to 9 GB/s from the page cache, and the text from which the key is made is hashed with SHA-256 at 1.3 GB/s
-at each start anyway: so all bytes are checked, and no size or time of change is trusted.
+XXH3 reads 6 to 9 GB/s from the page cache, while the text from which the key is made is hashed with SHA-256 at 1.3 GB/s
+at each start anyway. Therefore all bytes are verified, and no size or time of modification is trusted.
 """
 
 from __future__ import annotations
@@ -34,28 +34,33 @@ from jaxdist.config import RequestError
 from jaxdist.data.progress import Pass, Progress, unseen
 from jaxdist.files import checksum, open_no_follow, open_regular, write_whole
 
-ABOUT, WRITER = "about.json", "writer"
+ABOUT = "about.json"
+"""The file of facts and checksums in a folder."""
+
+WRITER = "writer"
+"""The file that the process that fills a folder keeps locked; it contains the name of its host."""
 
 PROGRESS = "progress.json"
-"""In a folder that is being filled: how far that is, for a later process to go on with; it is up to `fill`."""
+"""In a folder that is being filled: the progress, from which a later process can continue. `fill` writes it."""
 
-LEFT = re.compile(r"[0-9a-f]{64}(?:\.[0-9a-f]{32})?(?P<broken>\.broken)?")
-"""The names of folders here; all but the plain key are those of folders that a process was busy with."""
+FOLDER_NAME = re.compile(r"[0-9a-f]{64}(?:\.[0-9a-f]{32})?(?P<broken>\.broken)?")
+"""Names of folders in the cache. All but the plain key belong to a process that is or was writing."""
 
 SILENT_SECONDS = 24 * 3600
-"""A folder whose lock says nothing here counts as left after so long without a change."""
+"""Seconds without a change after which a folder counts as abandoned if its lock cannot be relied on."""
 
 
 class Damaged(Exception):
-    """Says which file of a folder is not as it was written."""
+    """Report the file of a folder that is not as it was written."""
 
 
 def open_cache(folder: Path, fill: Callable[[Path], dict[str, Any]], progress: Progress = unseen) -> dict[str, Any]:
-    """Check every byte of `folder`, which `fill` writes where it is missing or damaged (then with a note on stderr).
+    """Verify every byte of `folder`; `fill` writes it if it is missing or damaged (the latter prints a note on stderr).
 
-    Its name is 64 hexadecimal digits. Returns the facts (for JSON) that `fill` returned when it wrote the folder. Also
-    removes the folders of other processes that were killed, but for one that `fill` can go on with: it finds its files
-    there. `progress` is told how much is checked. Raises `RequestError` if the cache cannot be written.
+    The name of the folder is 64 hexadecimal digits. Returns the facts (for JSON) that `fill` returned when it wrote the
+    folder. Also removes the folders of processes that were killed, except one that `fill` can continue: `fill` finds
+    its files in place. `progress` is called while the content is verified. Raises `RequestError` if the cache cannot
+    be written.
     """
     _sweep(folder.parent)
     if os.path.lexists(folder):
@@ -67,7 +72,7 @@ def open_cache(folder: Path, fill: Callable[[Path], dict[str, Any]], progress: P
 
 
 def check(folder: Path, progress: Progress = unseen) -> dict[str, Any]:
-    """The facts about a folder that is as it was written; reads all of it. Raises `Damaged` otherwise."""
+    """Read all of a folder and return its facts. Raises `Damaged` if it is not as it was written."""
     about = folder / ABOUT
     try:
         with open_regular(about) as file:
@@ -80,27 +85,28 @@ def check(folder: Path, progress: Progress = unseen) -> dict[str, Any]:
     checking = Pass(progress, "checking the token cache", sum(size for size, _ in files.values()))
     for name, expected in files.items():
         try:
-            found = list(checksum(folder / name, checking.read))
+            actual = list(checksum(folder / name, checking.read))
         except OSError as error:
             raise Damaged(f"'{folder / name}' cannot be read: {error.strerror}") from error
-        if found != expected:
+        if actual != expected:
             raise Damaged(f"'{folder / name}' differs from its checksum")
     return facts
 
 
 def _publish(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Fill a folder beside its final place, then rename it: no kill can leave half a folder under the final name.
+    """Fill a folder beside its final place, then rename it, so that a kill never leaves a partial folder in place.
 
-    Of two processes that do so at once the later one finds the folder there, with the same content, and uses that.
+    If two processes do so at once, the later one finds the folder of the other, with the same content, and uses it.
     """
     new = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
     keep = False
     try:
-        with _taken_over(folder, new) or _begun(new):
+        with _take_over(folder, new) or _create(new):
             facts = fill(new)
             files = {path.name: checksum(path) for path in sorted(new.iterdir()) if path.name != WRITER}
             write_whole(new / ABOUT, json.dumps({"facts": facts, "files": files, "xxh3_64": _seal(facts, files)}))
-            _rename(new, folder)  # still locked: nobody else may take it for one that was left
+            # Rename it while it is locked, otherwise another process might take it for an abandoned folder.
+            _rename(new, folder)
         with contextlib.suppress(OSError):
             (folder / WRITER).unlink(missing_ok=True)
         return facts
@@ -110,26 +116,30 @@ def _publish(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, 
             "folder that you can write to, with room"
         ) from error
     except KeyboardInterrupt:
-        keep = (new / PROGRESS).exists()  # as after any other kill
+        # The next start can continue from here, as after any other kill.
+        keep = (new / PROGRESS).exists()
         raise
     finally:
         if not keep:
             _remove(new)
 
 
-def _begun(new: Path) -> contextlib.AbstractContextManager[None]:
-    """A new folder, locked."""
+def _create(new: Path) -> contextlib.AbstractContextManager[None]:
+    """Make a new folder, and return the context in which it is locked."""
     new.mkdir(parents=True)
     return _locked(new / WRITER)
 
 
-def _taken_over(folder: Path, new: Path) -> IO[str] | None:
-    """The lock of a folder that a process of this host has left while it filled `folder`; its name is now `new`.
+def _take_over(folder: Path, new: Path) -> IO[str] | None:
+    """Rename to `new` a partial `folder` that a killed process of this host has left, and return its open lock.
 
-    None where there is none that can be gone on with. The lock is held while the name changes: nobody else takes it.
+    Returns None if there is none that can be continued. The lock is held while the folder is renamed, so that no other
+    process can take it over too.
     """
-    for path in folder.parent.glob(f"{folder.name}.*") if folder.parent.is_dir() else ():
-        name = LEFT.fullmatch(path.name)
+    if not folder.parent.is_dir():
+        return None
+    for path in folder.parent.glob(f"{folder.name}.*"):
+        name = FOLDER_NAME.fullmatch(path.name)
         if not name or name["broken"] or path.is_symlink() or not (path / PROGRESS).is_file():
             continue
         with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
@@ -137,13 +147,14 @@ def _taken_over(folder: Path, new: Path) -> IO[str] | None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if lock.read() == platform.node():
                 path.rename(new)
+                # The caller closes the lock.
                 stack.pop_all()
                 return lock
     return None
 
 
 def _rename(new: Path, folder: Path) -> None:
-    """Give `new` the name `folder`. A damaged folder of that name is removed; a whole one of another process stays."""
+    """Rename `new` to `folder`. A damaged folder of that name is replaced; an intact one of another process is kept."""
     broken = new.with_name(f"{new.name}.broken")
     while True:
         try:
@@ -156,57 +167,61 @@ def _rename(new: Path, folder: Path) -> None:
             check(folder)
             return
         except Damaged:
-            with contextlib.suppress(FileNotFoundError):  # another process moved it away
+            # Another process may have moved it away already.
+            with contextlib.suppress(FileNotFoundError):
                 folder.rename(broken)
             _remove(broken)
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Make the file, and lock it; the lock goes when this process does, however that ends."""
+    """Create the file and lock it. The lock is released when this process ends, however it ends."""
     with path.open("x") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: others go by the age of the folder
-            fcntl.flock(file, fcntl.LOCK_EX)  # waits only while another process looks whether it is locked
+        # On a file system without locks, other processes judge by the age of the folder. `flock` waits only while
+        # another process checks whether the file is locked.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
         file.write(platform.node())
         file.flush()
         yield
 
 
 def _sweep(cache: Path) -> None:
-    """Remove the folders that were left by processes which were killed, as far as this user may; but for those that
-    somebody can go on with."""
+    """Remove the folders of killed processes, as far as permissions allow, except those that can be continued."""
     with contextlib.suppress(OSError):
         for path in list(cache.iterdir()):
-            name = LEFT.fullmatch(path.name)
-            if name and (name["broken"] or ("." in path.name and _is_left(path))):
+            name = FOLDER_NAME.fullmatch(path.name)
+            if name and (name["broken"] or ("." in path.name and _is_abandoned(path))):
                 _remove(path)
 
 
-def _is_left(folder: Path) -> bool:
-    """Whether the process that wrote here has ended, and nobody can go on with it.
-
-    The lock tells for processes of this host alone: some network file systems keep locks to the host that holds them.
-    """
+def _is_abandoned(folder: Path) -> bool:
+    """Return whether the process that wrote here has ended and its work cannot be continued."""
     try:
         with open_no_follow(folder / WRITER, "r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if file.read() == platform.node() and not _can_be_gone_on_with(folder):
+            # The lock is conclusive only for processes of this host: some network file systems do not show locks to
+            # other hosts.
+            if file.read() == platform.node() and not _can_continue(folder):
                 return True
     except BlockingIOError:
         return False
     except (OSError, ValueError):
-        pass  # no such file, or no locks here: the age decides
+        # Without the file, or without locks on this file system, the age decides.
+        pass
     return _is_silent(folder)
 
 
-def _can_be_gone_on_with(folder: Path) -> bool:
-    return (folder / PROGRESS).is_file() and not (folder.parent / folder.name.partition(".")[0]).exists()
+def _can_continue(folder: Path) -> bool:
+    finished = folder.parent / folder.name.partition(".")[0]
+    return (folder / PROGRESS).is_file() and not finished.exists()
 
 
 def _is_silent(folder: Path) -> bool:
-    """Whether nothing in the folder has changed for long, by the clock of the file server."""
+    """Return whether nothing in the folder has changed for `SILENT_SECONDS`."""
     try:
         changed = max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
+        # A fresh file has the time of the file server, whose clock may differ from this host's.
         with tempfile.TemporaryFile(dir=folder.parent) as now:
             return os.fstat(now.fileno()).st_mtime - changed > SILENT_SECONDS
     except OSError:
@@ -214,7 +229,7 @@ def _is_silent(folder: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or a link or file in its place, as far as possible."""
+    """Remove a folder, or a link or file in its place, and ignore failures."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -223,5 +238,5 @@ def _remove(path: Path) -> None:
 
 
 def _seal(facts: dict[str, Any], files: dict[str, Any]) -> str:
-    """A checksum of what about.json says."""
+    """Return a checksum of the content of about.json."""
     return xxhash.xxh3_64_hexdigest(json.dumps([facts, files]).encode())

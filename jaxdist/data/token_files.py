@@ -1,4 +1,4 @@
-"""A `.bin` of somebody else's: taken for headerless little-endian uint16 only where it looks like that."""
+"""Check that a user's `.bin` looks like headerless little-endian uint16 tokens before it is used as such."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jaxtyping import UInt16
 from jaxdist.data.tokens import Tokens
 
 IDS = 1 << 16
-"""How many ids uint16 has."""
+"""Number of ids that uint16 can hold."""
 
 LOOKED_AT = 1 << 20
-"""Values, from the start of a file, whose width and order of bytes are checked."""
+"""Values, from the start of a file, whose width and byte order are checked."""
 
 FEWEST = 128
-"""In fewer values the pattern of a wider type may be chance."""
+"""Fewest values that are checked for a wider type: in fewer, its pattern may be chance."""
 
 TEXT = re.compile(rb"[\t\n\r\f\x20-\x7e\x80-\xff]{64,}")
-"""Bytes without control characters. Tokens whose ids are below 256 have a zero in each, and 64 bytes by chance, which
-have to be UTF-8 too, are none of these."""
+"""At least 64 bytes without control characters. Tokens do not match by chance: ids below 256 contain a zero byte, and
+other bytes would also have to be valid UTF-8."""
 
 REMEDY = (
     "where all ids are below 65,536, write them with numpy's ids.astype('<u2').tofile('tokens.bin'), otherwise give "
@@ -32,24 +32,25 @@ REMEDY = (
 )
 
 
-def problem(
-    path: Path, vocab: int, entries: int | None, read: Callable[[int], None] = lambda count: None
-) -> str | None:
-    """Why the file is not taken for uint16 tokens of a model with `vocab` ids; None where it is.
+def problem(path: Path, vocab: int, entries: int | None, on_read: Callable[[int], None] | None = None) -> str | None:
+    """Return why the file is not accepted as uint16 tokens of a model with `vocab` ids, or None if it is.
 
-    `entries` is the number of ids of its tokenizer, None where none is given. Looks at the first 2 MiB, and at all of
-    a file in which nothing is wrong, and `read` gets the numbers of bytes then. Raises `OSError`.
+    `entries` is the number of ids of its tokenizer, None if none is given. The first 2 MiB are examined and, if nothing
+    is wrong there, the whole file; `on_read` is then called with the numbers of bytes read. Raises `OSError`.
     """
-    if (size := path.stat().st_size) % 2:
+    size = path.stat().st_size
+    if size % 2:
         return f"'{path}' is cut short: {size} bytes are no whole number of uint16 tokens; copy it anew"
     if vocab > IDS and (entries is None or entries > IDS):
         return _too_wide(path, vocab, entries)
     values = np.fromfile(path, "<u2", LOOKED_AT)
-    if wider := _wider(values, vocab):
+    wider = _wider(values, vocab)
+    if wider:
         return f"'{path}' {wider}; {REMEDY}"
     if _is_text(values.tobytes()):
         return f"'{path}' holds text and no tokens; name it .txt, or .jsonl where each line is a JSON object"
-    if (largest := Tokens.open(path, "uint16").largest(read)) >= vocab:
+    largest = Tokens.open(path, "uint16").largest(on_read)
+    if largest >= vocab:
         return _too_large(path, vocab, largest, values)
     return None
 
@@ -71,18 +72,20 @@ def _too_large(path: Path, vocab: int, largest: int, values: UInt16[np.ndarray, 
 
 
 def _wider(values: UInt16[np.ndarray, " n"], vocab: int) -> str | None:
-    """In which way the values look like halves of wider ones: the upper halves are almost zero, the lower are not.
+    """Return why the values look like halves of wider integers, or None if they do not.
 
-    Of ids below `vocab` an upper half is below vocab / 65,536. It comes second in a little-endian file, first in a
-    big-endian one, where its own bytes are swapped too. Of 64 bits two more halves are zero.
+    They do if the upper halves are almost zero and the lower halves are not.
     """
     if values.size < FEWEST:
         return None
+    # The upper half of an id below `vocab` is below vocab / 65,536. It comes second in a little-endian file and first
+    # in a big-endian one, where its own bytes are swapped too. Integers of 64 bits add two halves that are zero.
     bound = max(2, math.ceil(vocab / IDS))
-    for upper, lower, order in (
-        (values[1::2], values[0::2], "little-endian"),
-        (values[0::2].byteswap(), values[1::2], "big-endian"),
-    ):
+    byte_orders = (
+        ("little-endian", values[1::2], values[0::2]),
+        ("big-endian", values[0::2].byteswap(), values[1::2]),
+    )
+    for order, upper, lower in byte_orders:
         if upper.max() < bound and np.count_nonzero(lower >= bound) >= 0.01 * lower.size:
             return (
                 f"looks like {order} uint32 or int64, not uint16: every second of its first {values.size} values of "
@@ -92,10 +95,11 @@ def _wider(values: UInt16[np.ndarray, " n"], vocab: int) -> str | None:
 
 
 def _is_text(start: bytes) -> bool:
-    """Whether it is UTF-8 that somebody would read; its last character may be cut."""
+    """Return whether these bytes are readable UTF-8 text."""
     if not TEXT.fullmatch(start):
         return False
     try:
+        # An incremental decoder, because the last character may be cut off.
         codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:
         return False

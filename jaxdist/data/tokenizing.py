@@ -1,8 +1,8 @@
-"""From documents to tokens: a byte-level BPE is trained on a sample of them, and all are encoded as they stream by.
+"""Tokenize documents: train a byte-level BPE on a sample of them, then encode all of them as a stream.
 
-What is encoded survives a kill. Now and then `token_cache.PROGRESS` is written beside the files of tokens: how many
-documents are in them, and their sizes and checksums at that moment. A later process that finds it cuts the files back
-to these sizes, compares the checksums, passes over the documents that are done, and goes on.
+Encoded tokens survive a kill. From time to time `token_cache.PROGRESS` is written beside the token files, with the
+number of documents in them and their sizes and checksums at that moment. A later process that finds it truncates the
+files to these sizes, compares the checksums, skips the documents that are done, and continues.
 """
 
 from __future__ import annotations
@@ -25,29 +25,39 @@ from jaxdist.data.tokens import TokenWriter
 from jaxdist.files import checksum, open_no_follow, read_regular, write_whole
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""Put after each document: the first that the tokenizer has. One that is trained here has the first, as id 0."""
+"""End-of-text tokens. The first one that the tokenizer has is put after each document; a tokenizer trained here has
+the first of the list, as id 0."""
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-"""A letter for each of the 256 bytes: what a byte-level tokenizer starts from."""
+"""A letter for each of the 256 bytes, which a byte-level tokenizer starts from."""
 
-SAMPLE_BYTES, SAMPLE_BYTES_PER_ENTRY = 4 << 20, 1 << 10
-"""How much text a tokenizer is trained on: so much, or so much per entry where that is more (above 4096 entries)."""
+SAMPLE_BYTES = 4 << 20
+"""Bytes of text that a tokenizer is trained on, at least."""
 
-PARTS, TOKENIZER = ("train.bin", "validation.bin"), "tokenizer.json"
-"""The files of a folder of the cache."""
+SAMPLE_BYTES_PER_ENTRY = 1 << 10
+"""Bytes of that text per entry of the vocabulary, which is more above 4096 entries."""
+
+PARTS = ("train.bin", "validation.bin")
+"""The token files in a folder of the cache."""
+
+TOKENIZER = "tokenizer.json"
+"""The tokenizer's file in a folder of the cache."""
 
 ENCODE_CHARACTERS = 1 << 20
-"""Text that is encoded at a time, by all cores."""
+"""Characters that are encoded at a time, by all cores."""
 
 SAVE_SECONDS = 20.0
-"""Seconds of work that a kill costs at most."""
+"""Seconds between saves of the progress: the most work that a kill can lose."""
 
 Split = Iterator[tuple[bool, Document]]
-"""Whether a document is held out, and the document."""
+"""Documents, each with whether it is held out."""
 
 
 def train_tokenizer(documents: Split, size: int, vocab: int) -> str:
-    """A byte-level BPE (Sennrich et al. 2016, over bytes as in GPT-2) as the text of its tokenizer.json."""
+    """Train a byte-level BPE (Sennrich et al. 2016, over bytes as in GPT-2); return the content of its tokenizer.json.
+
+    `size` is the number of bytes of all documents.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,8 +70,9 @@ def train_tokenizer(documents: Split, size: int, vocab: int) -> str:
 
 
 def _sample(documents: Split, wanted: int, size: int) -> Iterator[str]:
-    """Every n-th training document, n such that about `wanted` of `size` bytes come; never more than that."""
-    stride, left = -(-size // wanted), wanted
+    """Yield every n-th training document, with n such that about `wanted` of `size` bytes come, and never more."""
+    stride = -(-size // wanted)
+    left = wanted
     training = (document.text for held_out, document in documents if not held_out)
     for text in itertools.islice(training, 0, None, stride):
         if left <= 0:
@@ -71,27 +82,34 @@ def _sample(documents: Split, wanted: int, size: int) -> Iterator[str]:
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """The id of the token that documents end with."""
-    return next((id for name in ENDS if (id := tokenizer.token_to_id(name)) is not None), None)
+    """Return the id of the token that ends documents, or None if the tokenizer has none."""
+    for name in ENDS:
+        token = tokenizer.token_to_id(name)
+        if token is not None:
+            return token
+    return None
 
 
-def what_is_done(folder: Path) -> dict[str, Any] | None:
-    """What a process that was killed has left in `folder`: the number of `documents`, and the size and checksum of each
-    of the `files` at that moment, to which they are cut back. None, and no file, where that is not as it was written.
+def resume_point(folder: Path) -> dict[str, Any] | None:
+    """Restore what a killed process has left in `folder`, and return its progress.
+
+    The progress holds the number of `documents`, and the size and checksum of each of the `files` at that moment, to
+    which they are truncated. If anything is not as it was written, removes all the files and returns None.
     """
     try:
-        done = json.loads(read_regular(folder / PROGRESS))
-        if not isinstance(done["documents"], int) or done["documents"] < 0:
+        progress = json.loads(read_regular(folder / PROGRESS))
+        if not isinstance(progress["documents"], int) or progress["documents"] < 0:
             raise ValueError("no number of documents")
-        if set(done["files"]) != {*PARTS, TOKENIZER}:
+        if set(progress["files"]) != {*PARTS, TOKENIZER}:
             raise ValueError("other files")
-        for name, written in done["files"].items():
+        for name, written in progress["files"].items():
             with open_no_follow(folder / name, "r+") as file:
                 os.ftruncate(file.fileno(), written[0])
             if list(checksum(folder / name)) != written:
                 raise ValueError(f"{name} differs")
-        return done
+        return progress
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        # The folder may hold anything: whatever is wrong with it, the work starts over.
         for name in (PROGRESS, *PARTS, TOKENIZER):
             (folder / name).unlink(missing_ok=True)
         return None
@@ -100,26 +118,32 @@ def what_is_done(folder: Path) -> dict[str, Any] | None:
 def write_parts(
     folder: Path, tokenizer: Tokenizer, documents: Split, dtype: Literal["uint16", "uint32"], reading: Pass, before: int
 ) -> int:
-    """Encode both parts as they stream by, one batch of documents in memory; the first `before` documents are there.
+    """Encode both parts as a stream, with one batch of documents in memory. Return the number of documents.
 
-    `reading` is the pass that reads the documents. Returns the number of documents.
+    The first `before` documents are in the files already. `reading` is the pass that reads the documents.
     """
-    tokenizer.no_truncation()  # a file of someone else's may ask for either
+    # A tokenizer.json from elsewhere may ask for truncation or padding.
+    tokenizer.no_truncation()
     tokenizer.no_padding()
-    end, count, saved = end_of_text(tokenizer), before, time.monotonic()
-    text_of_tokenizer = list(checksum(folder / TOKENIZER))
-    reading.what = "passing over what is tokenized" if before else "tokenizing"
-    left = itertools.islice(documents, before, None)
-    with TokenWriter(folder / PARTS[0], dtype) as train, TokenWriter(folder / PARTS[1], dtype) as held:
-        for batch in _batches(left):
+    end = end_of_text(tokenizer)
+    count = before
+    saved = time.monotonic()
+    tokenizer_checksum = list(checksum(folder / TOKENIZER))
+    reading.what = "skipping tokenized text" if before else "tokenizing"
+    remaining = itertools.islice(documents, before, None)
+    with TokenWriter(folder / PARTS[0], dtype) as train, TokenWriter(folder / PARTS[1], dtype) as validation:
+        for batch in _batches(remaining):
             reading.what = "tokenizing"
             encoded = tokenizer.encode_batch_fast([document.text for _, document in batch], add_special_tokens=False)
             for (held_out, document), encoding in zip(batch, encoded, strict=True):
-                ids = encoding.ids + ([end] if document.ends and end is not None else [])
-                (held if held_out else train).write(np.array(ids, np.int64))
+                ids = encoding.ids
+                if document.ends and end is not None:
+                    ids = [*ids, end]
+                writer = validation if held_out else train
+                writer.write(np.array(ids, np.int64))
             count += len(batch)
             if time.monotonic() - saved >= SAVE_SECONDS:
-                files = {PARTS[0]: train.written(), PARTS[1]: held.written(), TOKENIZER: text_of_tokenizer}
+                files = {PARTS[0]: train.written(), PARTS[1]: validation.written(), TOKENIZER: tokenizer_checksum}
                 write_whole(folder / PROGRESS, json.dumps({"documents": count, "files": files}))
                 saved = time.monotonic()
     (folder / PROGRESS).unlink(missing_ok=True)
@@ -127,12 +151,15 @@ def write_parts(
 
 
 def _batches(documents: Split) -> Iterator[list[tuple[bool, Document]]]:
-    batch, size = [], 0
-    for item in documents:
-        batch.append(item)
-        size += len(item[1].text)
+    """Group documents into batches of about `ENCODE_CHARACTERS` characters."""
+    batch = []
+    size = 0
+    for held_out, document in documents:
+        batch.append((held_out, document))
+        size += len(document.text)
         if size >= ENCODE_CHARACTERS:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch

@@ -1,6 +1,6 @@
-"""Token ids in a file, read where they lie: the operating system's page cache is the only buffer.
+"""Read and write files of token ids. The operating system's page cache is the only buffer.
 
-They are read with `preadv`, and not mapped: a file that somebody cuts while it is mapped ends the process with SIGBUS.
+Files are read with `preadv` and not memory-mapped: truncating a mapped file would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -20,39 +20,43 @@ from jaxdist.config import DataLost
 from jaxdist.files import BLOCK, open_regular
 
 CHUNK = 1 << 22
-"""Tokens looked at together where a whole file is read (16 MiB as uint32)."""
+"""Tokens processed at a time when a whole file is read (16 MiB as uint32)."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """`length` token ids from number `start` of a headerless little-endian file. All that reads raises `DataLost` where
-    the file is shorter now."""
+    """The `length` token ids from index `start` of a headerless little-endian file.
+
+    Every method that reads raises `DataLost` if the file is shorter than when it was opened.
+    """
 
     path: Path
     dtype: Literal["uint16", "uint32"]
     length: int
     start: int = 0
     end: int | None = None
-    """The token that each document ends with, where documents are to be apart."""
+    """The token that ends each document, if documents are to be apart."""
 
     @classmethod
     def open(cls, path: Path, dtype: Literal["uint16", "uint32"]) -> Tokens:
-        """All tokens of a file whose size is a multiple of the token's."""
-        size, width = path.stat().st_size, np.dtype(dtype).itemsize
+        """Return all tokens of a file, whose size must be a multiple of the token's."""
+        size = path.stat().st_size
+        width = np.dtype(dtype).itemsize
         assert size % width == 0, f"{path} has {size} bytes, not a multiple of {width}"
         return cls(path, dtype, size // width)
 
     def part(self, start: int, stop: int) -> Tokens:
-        """Tokens start..stop-1 of these, without a copy."""
+        """Return tokens start..stop-1 of these without copying them."""
         assert 0 <= start <= stop <= self.length, f"part {start}:{stop} of {self.length} tokens"
         return replace(self, start=self.start + start, length=stop - start)
 
     def rows(self, sequence: int) -> int:
-        """How many windows of `sequence` tokens, each with the token after it, there are."""
+        """Return the number of windows of `sequence` tokens, each with the token after it."""
         return max(0, self.length - 1) // sequence
 
     def window(self, index: Int[np.ndarray, " n"], sequence: int) -> Int[np.ndarray, "n {sequence}+1"]:
-        """Row i covers tokens i*S to i*S+S inclusive: neighbours share one token, so that each is predicted once."""
+        """Return the rows `index`. Row i covers tokens i*S to i*S+S inclusive."""
+        # Neighbouring rows share one token, so that each token is predicted exactly once.
         assert index.size == 0 or 0 <= index.min() <= index.max() < self.rows(sequence), "row outside the tokens"
         out = np.empty((len(index), sequence + 1), np.int32)
         for row, first in zip(out, index.tolist(), strict=True):
@@ -60,36 +64,42 @@ class Tokens:
         return out
 
     def several_documents(self) -> bool:
-        """Whether an `end` is followed by anything; reads up to the first one."""
-        return any((chunk == self.end).any() for chunk in self.part(0, max(0, self.length - 1))._chunks())
+        """Return whether any token follows an `end`. Reads up to the first `end`."""
+        but_the_last = self.part(0, max(0, self.length - 1))
+        return any((chunk == self.end).any() for chunk in but_the_last._chunks())
 
-    def largest(self, read: Callable[[int], None] = lambda count: None) -> int:
-        """The largest id, -1 where there is none; reads everything, a chunk at a time, whose bytes `read` gets."""
-        found = -1
+    def largest(self, on_read: Callable[[int], None] | None = None) -> int:
+        """Return the largest id, or -1 if there are no tokens.
+
+        Reads everything in chunks; `on_read` is called with the number of bytes of each.
+        """
+        largest = -1
         for chunk in self._chunks():
-            found = max(found, int(chunk.max()))
-            read(chunk.nbytes)
-        return found
+            largest = max(largest, int(chunk.max()))
+            if on_read is not None:
+                on_read(chunk.nbytes)
+        return largest
 
     def unigram_entropy(self) -> float:
-        """Entropy of the tokens' own frequencies, in nats: the loss of the best guess that ignores the context."""
+        """Return the entropy of the token frequencies, in nats: the loss of the best guess that ignores the context."""
         counts = np.zeros(0, np.int64)
         for chunk in self._chunks():
-            found = np.bincount(chunk, minlength=counts.size)
-            found[: counts.size] += counts
-            counts = found
+            in_chunk = np.bincount(chunk, minlength=counts.size)
+            in_chunk[: counts.size] += counts
+            counts = in_chunk
         share = counts[counts > 0] / max(self.length, 1)
         return float(-(share * np.log(share)).sum())
 
     @property
     def ids(self) -> Integer[np.ndarray, " length"]:
-        """All of them, in memory."""
+        """All tokens, in memory."""
         return self.read(0, self.length)
 
     def read(self, start: int, stop: int) -> Integer[np.ndarray, " n"]:
-        """Tokens start..stop-1 of these."""
-        found = np.empty(stop - start, np.dtype(self.dtype).newbyteorder("<"))
-        rest, place = memoryview(found).cast("B"), (self.start + start) * found.itemsize
+        """Return tokens start..stop-1 of these."""
+        tokens = np.empty(stop - start, np.dtype(self.dtype).newbyteorder("<"))
+        rest = memoryview(tokens).cast("B")
+        place = (self.start + start) * tokens.itemsize
         while rest:
             try:
                 count = os.preadv(self._file.fileno(), [rest], place)
@@ -101,50 +111,55 @@ class Tokens:
                     f"'{self.path}' was cut while it was read: it has {size} bytes, and those from {place} on, which "
                     f"were there when it was opened, are gone; put it back"
                 )
-            rest, place = rest[count:], place + count
-        return found
+            rest = rest[count:]
+            place += count
+        return tokens
 
     @cached_property
     def _file(self) -> IO[bytes]:
-        """Held open: a file that takes the place of this one is not read."""
+        # The file stays open, so that another file that replaces it later is not read.
         try:
             return self.path.open("rb", buffering=0)
         except OSError as error:
             raise DataLost(f"'{self.path}' cannot be opened any more ({error.strerror}); put it back") from error
 
     def _chunks(self) -> Iterator[np.ndarray]:
-        return (self.read(i, min(i + CHUNK, self.length)) for i in range(0, self.length, CHUNK))
+        for start in range(0, self.length, CHUNK):
+            yield self.read(start, min(start + CHUNK, self.length))
 
 
 class TokenWriter:
-    """Appends token ids to a file, a new one or one that was begun; a context manager, complete once it is left."""
+    """Append token ids to a new file or to one that was begun. A context manager; the file is complete at its exit."""
 
     def __init__(self, path: Path, dtype: Literal["uint16", "uint32"]):
-        self.dtype, self.size = dtype, 0
+        self.dtype = dtype
+        self.size = 0
         self._digest = xxhash.xxh3_64()
         if path.exists():
-            self._take_in(path)
+            self._count_existing(path)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
         self._file = os.fdopen(os.open(path, flags, 0o666), "ab")
 
     def write(self, ids: Int[np.ndarray, " n"]) -> None:
-        """Append; the ids must fit the file's type."""
+        """Append `ids`, which must fit the dtype of the file."""
         assert ids.size == 0 or 0 <= ids.min() <= ids.max() <= np.iinfo(self.dtype).max, f"ids outside {self.dtype}"
         content = ids.astype(np.dtype(self.dtype).newbyteorder("<")).data
         self.size += self._file.write(content)
         self._digest.update(content)
 
     def written(self) -> tuple[int, str]:
-        """Size in bytes and XXH3 of all so far, which the operating system has from now on."""
+        """Return the size in bytes and the XXH3 of everything so far, after handing it to the operating system."""
         self._file.flush()
         return self.size, self._digest.hexdigest()
 
-    def _take_in(self, path: Path) -> None:
-        """What was written before."""
+    def _count_existing(self, path: Path) -> None:
+        """Include what was written earlier in the size and the checksum."""
         with open_regular(path) as file:
-            while block := file.read(BLOCK):
+            block = file.read(BLOCK)
+            while block:
                 self.size += len(block)
                 self._digest.update(block)
+                block = file.read(BLOCK)
 
     def __enter__(self) -> TokenWriter:
         return self

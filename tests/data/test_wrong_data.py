@@ -23,7 +23,7 @@ BAD = [
     ({"a.jsonl": GOOD + "[" * 99999}, {"path": "a.jsonl"}, ["line 3", "is not JSON"]),
     ({"a.jsonl": GOOD + '\n["text"]\n'}, {"path": "a.jsonl"}, ["line 4", "has a list", '"text"']),
     ({"a.jsonl": GOOD + '{"b": 1, "a": 2}'}, {"path": "a.jsonl"}, ["line 3", "has the keys ['a', 'b']", '"text"']),
-    ({"a.jsonl": GOOD + '{"text": null}'}, {"path": "a.jsonl"}, ["line 3", 'a "text" that is no string']),
+    ({"a.jsonl": GOOD + '{"text": null}'}, {"path": "a.jsonl"}, ["line 3", 'a "text" that is not a string']),
     ({"a.jsonl": GOOD + '{"text": "\\uD800"}'}, {"path": "a.jsonl"}, ["line 3", "half of a surrogate pair"]),
     ({"a.jsonl": GOOD.encode() + b'{"text": "\xff"}'}, {"path": "a.jsonl"}, ["line 3", "not utf-8 text (byte 11"]),
     ({"a.jsonl": '\n{"text": ""}\n'}, {"path": "a.jsonl"}, ["training data has 0 tokens", "one row needs 17"]),
