@@ -15,10 +15,10 @@ from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.zero import is_axes
 from jaxdist.planning import parameter_layout
-from jaxdist.request.checks.registry import remedy, to
 from jaxdist.sharding import BATCH, STAGES, Layout, Rules, name_of, named
 from jaxdist.training.forward.module import Scope
 from jaxdist.training.forward.step import Forward
+from jaxdist.units import remedy, to
 
 Batch = Any
 """A tree of arrays that share their leading dim, the rows: of NumPy, or global ones of JAX."""

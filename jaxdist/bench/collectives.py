@@ -125,8 +125,8 @@ def lines(told: Mapping[str, Any]) -> list[str]:
 
 def _table(told: Mapping[str, Any]) -> list[str]:
     """A line for each collective and axis."""
-    from jaxdist.planning.memory import size
     from jaxdist.planning.tables import table
+    from jaxdist.units import size
 
     if not told["collectives"]:
         return []

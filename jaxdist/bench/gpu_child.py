@@ -15,6 +15,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxdist import units
 from jaxdist.config import Config, RequestError
 from jaxdist.request import load
 
@@ -127,7 +128,7 @@ def compiled(asked: Callable[[int], Config], counts: Sequence[int], unroll: bool
         needed = held.argument_size_in_bytes + held.temp_size_in_bytes  # the state is given back where it lay
         if len(counts) == 1 or not there or needed <= there:
             return timed
-    raise RequestError(f"one row needs {memory.size(predicted)}, and this device has {memory.size(there)}")
+    raise RequestError(f"one row needs {units.size(predicted)}, and this device has {units.size(there)}")
 
 
 def _for_torch(config: Config, steps: int) -> dict[str, Any]:

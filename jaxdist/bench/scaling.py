@@ -14,9 +14,10 @@ from jaxdist.bench.step import JSON, REPEATS, WARMUP
 from jaxdist.cluster.process_env import find
 from jaxdist.config import Config, RequestError
 from jaxdist.request import JOB_KNOBS, Extra, arguments, check_picture
-from jaxdist.request.checks.registry import multiples, problems
+from jaxdist.request.checks.registry import problems
 from jaxdist.request.numbers import as_list, numbers
 from jaxdist.request.reading import DEFAULT
+from jaxdist.units import multiples
 from jaxdist.values import MOST_DEVICES, CountOrZero, FileName
 
 DESCRIPTION = (

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdist.planning.memory import size
 from jaxdist.planning.tables import table
+from jaxdist.units import size
 
 WIDTH = 120
 

@@ -40,8 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def for_people(name: str, value: object) -> str:
     """One of the results with its unit, as long as a person reads it; JSON has all digits."""
-    from jaxdist.cluster.heartbeat import duration
-    from jaxdist.planning.memory import size
+    from jaxdist.units import duration, size
 
     if value is None:
         return "not known"

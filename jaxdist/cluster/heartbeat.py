@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from jaxdist.cluster.phases import ORDER
 from jaxdist.files import open_no_follow, write_whole
+from jaxdist.units import duration
 
 EVERY, EACH = 5.0, 1 / 32
 """Seconds between two heartbeats: at least, and for each process, so that a shared file system is not flooded."""
@@ -96,17 +97,6 @@ BEAT = TypeAdapter(Beat)
 
 LONGEST = 4096
 """Characters of a heartbeat that are read."""
-
-
-def duration(seconds: float) -> str:
-    """For people: `1.3 s`, `66.3 us`, `0 s`."""
-    if seconds < 1e-7:
-        return "0 s"
-    if seconds < 1e-3:
-        return f"{1e6 * seconds:.3g} us"
-    if seconds < 0.1:
-        return f"{1e3 * seconds:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 class Heart:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxdist import units
 from jaxdist.cluster import heartbeat
 from jaxdist.config import RequestError
 from jaxdist.training.run_dir import RunFolder
@@ -59,7 +60,7 @@ def _state(beat: heartbeat.Beat, now: float) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return "-" if value is None else heartbeat.duration(value)
+    return "-" if value is None else units.duration(value)
 
 
 def table(result: Mapping[str, Any]) -> Iterator[str]:

@@ -177,15 +177,6 @@ def _bytes(a: jax.ShapeDtypeStruct) -> int:
     return 8 if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) else a.size * a.dtype.itemsize
 
 
-def size(count: float) -> str:
-    """Bytes for a person: `1.4 GiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB" if count < 1024 else f"{count / 1024:.1f} TiB"
-
-
 def state(config: Config, p: Placed, pipelined: bool = False) -> int:
     """Bytes of one parameter and all that belongs to it, which a device holds between steps."""
     each = widths(config)

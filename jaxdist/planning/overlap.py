@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxdist.planning.hlo import Collective
-from jaxdist.planning.memory import size
+from jaxdist.units import size
 
 
 @dataclass

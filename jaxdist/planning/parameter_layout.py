@@ -13,8 +13,8 @@ from jaxdist.models import Model
 from jaxdist.parallel import zero
 from jaxdist.planning import pipelines
 from jaxdist.planning.pipelines import pipeline_of
-from jaxdist.request.checks.registry import closest, divisors, multiples, remedy, to
 from jaxdist.sharding import LAYERS, Layout, name_of
+from jaxdist.units import closest, divisors, multiples, remedy, to
 
 STACKED = "blocks"
 """The group of parameters whose first dim counts the layers."""

@@ -15,8 +15,8 @@ from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.simulate import Bubble, Times, bubble
 from jaxdist.parallel.pipeline.stages import Stages, stages_of
 from jaxdist.parallel.pipeline.table import Table, make_table
-from jaxdist.request.checks.registry import multiples, remedy, to
 from jaxdist.sharding import Layout
+from jaxdist.units import multiples, remedy, to
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from jaxdist import units
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import AXES, DATA, MODEL, PIPELINE, abstract_mesh, describe, micro_batches
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import memory
 from jaxdist.request.checks import check_mesh_fits
-from jaxdist.request.checks.registry import closest, divisors, remedy
 from jaxdist.sharding import Layout, rules
+from jaxdist.units import closest, divisors, remedy
 
 MOST = 3
 """Changes of one knob that are offered."""
@@ -110,7 +111,7 @@ def _to(change: Change) -> str:
 
 
 def _told(text: str, total: int) -> str:
-    return f"{text} ({memory.size(total)} predicted)"
+    return f"{text} ({units.size(total)} predicted)"
 
 
 def _changes(config: Config, layout: Layout) -> Iterator[Change]:

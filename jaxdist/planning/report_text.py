@@ -5,10 +5,10 @@ from __future__ import annotations
 from jaxdist import models
 from jaxdist.mesh import describe, micro_batches
 from jaxdist.planning import overlap, pipelines
-from jaxdist.planning.memory import size
 from jaxdist.planning.report import Report
 from jaxdist.planning.tables import table
 from jaxdist.planning.timing import bandwidth
+from jaxdist.units import size
 
 BAR = 60
 """Characters of the bar."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jaxdist.config import RequestError, nearest
 from jaxdist.gpu_memory import FRACTIONS, gpu_share
 from jaxdist.planning.hardware import GPUS, MOST, Gpu
-from jaxdist.request.checks.registry import multiples, remedy, to
+from jaxdist.units import multiples, remedy, to
 
 if TYPE_CHECKING:
     import jax

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from jaxdist.training.console import Screen
-from jaxdist.training.metrics import duration
+from jaxdist.units import hours
 
 SHORT = 2.0
 """Seconds for which nothing is shown: most data are read in less."""
@@ -57,7 +57,7 @@ class DataProgress:
             self._screen.move(f"{what}, MiB", done // MIB, total // MIB, speed)
         if now - self._last_line_at >= EVERY:
             self._last_line_at = now
-            left = f"  {duration((total - done) / rate)} left" if rate > 0 else ""
+            left = f"  {hours((total - done) / rate)} left" if rate > 0 else ""
             self._screen.line(f"{what}  {done / MIB:,.0f} of {total / MIB:,.0f} MiB  {speed}{left}")
 
     def _begin(self, what: str, done: int, now: float) -> None:

@@ -16,6 +16,7 @@ from jaxdist.planning.timing import mfu
 from jaxdist.training.forward.optimizer import schedule
 from jaxdist.training.forward.step import Metrics
 from jaxdist.training.metrics import Log
+from jaxdist.units import size
 
 if TYPE_CHECKING:
     from jaxdist.training.run import Run
@@ -114,8 +115,8 @@ class Meter:
         """Log the measured peak beside the prediction, once, after the first step."""
         if not self.predicted or not measured:
             return
-        there = memory.size(measured)
-        predicted = memory.size(self.predicted)
+        there = size(measured)
+        predicted = size(self.predicted)
         self.log.say(f"memory      {there} at most on a device until now, after the first step; {predicted} predicted")
         self.predicted = None
 

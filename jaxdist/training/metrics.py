@@ -13,6 +13,7 @@ from jaxdist.files import open_no_follow
 from jaxdist.streams import clock
 from jaxdist.training.console import Screen
 from jaxdist.training.run_dir import RunFolder
+from jaxdist.units import hours
 
 Values = Mapping[str, float | int | None]
 """The figures of a step, or of a validation, by their names in metrics.jsonl."""
@@ -158,7 +159,7 @@ def _line(values: Values, steps: int) -> str:
         line += f"  data {waiting * 1e3:.1f} ms"
     steps_left = steps - values["step"]
     if steps_left:
-        line += f"  {duration(steps_left * seconds)} left"
+        line += f"  {hours(steps_left * seconds)} left"
     return line
 
 
@@ -170,9 +171,3 @@ def _validation_line(values: Values) -> str:
     if "validation_accuracy" in values:
         line += f"  accuracy {values['validation_accuracy']:.2%}"
     return line
-
-
-def duration(seconds: float) -> str:
-    """Return hours, minutes and seconds, such as 0:12:30."""
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"

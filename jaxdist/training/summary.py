@@ -23,6 +23,7 @@ from jaxdist.planning.timing import FLOPS_FORMULA
 from jaxdist.request import Enough
 from jaxdist.training.run import Run
 from jaxdist.training.startup_checks import queries
+from jaxdist.units import size
 
 NAMES = 12
 """Characters of the column of names."""
@@ -183,26 +184,26 @@ def _capacity(run: Run) -> float | None:
 
 def _memory(held: memory.Memory, room: float | None) -> str:
     """Return the predicted bytes per device beside its capacity."""
-    capacity_text = "unknown capacity" if room is None else memory.size(room)
+    capacity_text = "unknown capacity" if room is None else size(room)
     parts = held.persistent | {f"{name} about": count for name, count in held.transient.items()}
-    listed = ", ".join(f"{name} {memory.size(count)}" for name, count in parts.items() if count)
-    text = f"{memory.size(held.total)} of {capacity_text} per device predicted: {listed}"
+    listed = ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
+    text = f"{size(held.total)} of {capacity_text} per device predicted: {listed}"
     for when, count in (("between steps", held.host), ("in a step", held.host_activations)):
         if count:
-            text += f"; in the host's memory {when} {memory.size(count)}"
+            text += f"; in the host's memory {when} {size(count)}"
     return text
 
 
 def _would_fit(needed: int) -> str:
     """Return the GPUs on which the predicted bytes fit, within the share of their memory that JAX takes."""
     share = gpu_share()
-    names = [f"{name} ({memory.size(GPUS[name].memory * share)})" for name in that_hold(needed, share)]
+    names = [f"{name} ({size(GPUS[name].memory * share)})" for name in that_hold(needed, share)]
     return f"{', '.join(names) or 'none'} of the GPUs {', '.join(GPUS)}; --target NAME compares with one"
 
 
 def _too_small(run: Run, held: memory.Memory, room: float) -> str:
     advice = remedies.advice(run.config, run.model, run.layout, room)
-    return f"{memory.size(held.total)} predicted may not fit into {memory.size(room)}; {advice}"
+    return f"{size(held.total)} predicted may not fit into {size(room)}; {advice}"
 
 
 def _layout(run: Run) -> list[Row]:

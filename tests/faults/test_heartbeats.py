@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 
 from jaxdist.cluster import heartbeat, watchdog
-from jaxdist.cluster.heartbeat import Beat, Heart, duration, laggards, waited_for
+from jaxdist.cluster.heartbeat import Beat, Heart, laggards, waited_for
 from jaxdist.cluster.phases import COMPILING, STEPPING, WAITING
 from jaxdist.cluster.process_env import Place
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.doctor import watching
 from jaxdist.doctor.__main__ import main as doctor
+from jaxdist.units import duration
 from tests.faults.jobs import ends, job, told, train, until
 
 NOW = 1_000_000.0

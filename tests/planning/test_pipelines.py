@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxdist import models, train
+from jaxdist import models, train, units
 from jaxdist.planning import memory, parameter_layout, pipelines, remedies
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.request.checks import problems
@@ -133,7 +133,7 @@ def test_remedies_know_micro_batches_and_stages():
     tried = [remedies._with(one, *change) for change in remedies._changes(one, layout)]
     assert [problem for other in tried for problem in problems(other, KNOBS)] == []
     told = remedies.fitting(one, model, layout, memory.predict(one, model, layout).total)
-    assert all(memory.size(memory.predict(one, model, layout).total) not in line for line in told)
+    assert all(units.size(memory.predict(one, model, layout).total) not in line for line in told)
     assert any(line.startswith("pipeline.microbatches to 4 (") for line in told)
 
 

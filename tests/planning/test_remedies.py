@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxdist import models
+from jaxdist import models, units
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.planning import memory, remedies
@@ -60,7 +60,7 @@ def test_the_bytes_are_those_of_the_prediction():
     )
     layout = laid(config.model_copy(update={"mesh": "8x1x1"}))
     held = memory.predict(config, models.build(config.model, layout), layout)
-    assert told["model.remat to block"] == memory.size(held.total)
+    assert told["model.remat to block"] == units.size(held.total)
 
 
 @pytest.mark.parametrize("family", ["gpt", "cnn"])
@@ -105,7 +105,7 @@ def test_only_what_fits_is_offered():
     remat, shards = predicted(model__remat="block"), predicted(parallel__zero=3)
     assert shards < remat < predicted()
     told = ways(LARGE, shards)
-    assert f"parallel.zero to 3 ({memory.size(shards)} predicted)" in told
+    assert f"parallel.zero to 3 ({units.size(shards)} predicted)" in told
     assert not [one for one in told if one.startswith("model.remat")]
 
 
@@ -113,7 +113,7 @@ def test_what_is_too_large_alone_is_tried_together():
     both = predicted(model__remat="block", parallel__zero=3)
     assert both < predicted(model__remat="block")
     told = ways(LARGE, both)
-    assert told[0] == f"parallel.zero to 3 with model.remat to block ({memory.size(both)} predicted)"
+    assert told[0] == f"parallel.zero to 3 with model.remat to block ({units.size(both)} predicted)"
 
 
 def test_of_a_knob_one_value_is_taken():

@@ -71,7 +71,7 @@ def test_help_tells_everything_in_its_width(capsys, monkeypatch, columns):
     assert "adamw|lion|sgd Update rule; sgd has momentum. (default adamw)" in words
     assert "Decoder blocks (L). (default 4)" in words
     assert "--parallel.zero 0|1|2|3 ZeRO" in words
-    assert "parallel.rules: The mesh axis that splits" in words
+    assert "parallel.rules: Mesh axis that shards" in words
 
 
 def test_help_leaves_out_what_a_command_does_not_use(capsys):

@@ -23,9 +23,9 @@ from jaxdist.parallel.pipeline import timeline
 from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.simulate import Times, bubble
 from jaxdist.planning import communication, pipelines
-from jaxdist.planning.memory import size
 from jaxdist.planning.tables import table
 from jaxdist.sharding import Layout, rules
+from jaxdist.units import size
 
 TIMES = Times(Fraction(1), Fraction(1), Fraction(1))
 """Of a stage and a micro-batch: B takes twice as long as F. Fractions, so that what is equal is equal."""

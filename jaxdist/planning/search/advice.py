@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxdist import units
 from jaxdist.config import Config
 from jaxdist.models import build
-from jaxdist.planning import memory
 from jaxdist.planning.clusters import PRESETS, Cluster, cluster
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.candidates import asked, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import Estimate, estimate, told
 from jaxdist.planning.search.screen import Screen
-from jaxdist.request.checks.registry import multiples
+from jaxdist.units import multiples
 
 PREDICTED = 8
 """Candidates that are predicted parameter by parameter: those that need the least memory at first sight."""
@@ -57,8 +57,8 @@ def nothing_fits(config: Config, devices: int, where: Cluster, nearest: Estimate
     ways = [_more_devices(config, devices, where), _larger_gpus(config, devices, where)]
     ways.append(_shorter_rows(config, devices, where))
     return (
-        f"nothing fits {devices} x {where.name} with {memory.size(where.memory)} each: the smallest, {told(nearest)}, "
-        f"needs {memory.size(nearest.memory.total)}; " + (", or ".join(filter(None, ways)) or SMALLER_MODEL)
+        f"nothing fits {devices} x {where.name} with {units.size(where.memory)} each: the smallest, {told(nearest)}, "
+        f"needs {units.size(nearest.memory.total)}; " + (", or ".join(filter(None, ways)) or SMALLER_MODEL)
     )
 
 

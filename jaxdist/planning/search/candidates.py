@@ -14,7 +14,7 @@ import numpy as np
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import AXES, DATA, MODEL, PIPELINE, REPLICA, MeshShape
 from jaxdist.request.checks import check_mesh_fits
-from jaxdist.request.checks.registry import divisors
+from jaxdist.units import divisors
 
 Columns = dict[str, np.ndarray]
 """Name -> a number for each candidate. The names are those of `COLUMNS`."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxdist import units
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA, MeshShape, describe, fill, parse_mesh
-from jaxdist.planning import memory
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.search.candidates import MESH, problems
 from jaxdist.planning.search.estimate import Estimate, told
@@ -33,7 +33,7 @@ def why_not(plan: Plan, mesh: str) -> str:
     first, best_one = plan.ranked[0], _best(plan, rows)
     if best_one is None:
         least = smallest(plan, rows)
-        return f"{mesh} does not fit: at least {memory.size(least.memory.total)} ({told(least)}): {_held(least)}"
+        return f"{mesh} does not fit: at least {units.size(least.memory.total)} ({told(least)}): {_held(least)}"
     if describe(best_one.shape) == describe(first.shape):
         return f"{mesh} is the first: {told(best_one)}"
     more = max(best_one.parts, key=lambda part: best_one.parts[part] - first.parts[part])
@@ -49,7 +49,7 @@ def why_not(plan: Plan, mesh: str) -> str:
 
 def _held(one: Estimate) -> str:
     parts = (one.memory.persistent | one.memory.transient).items()
-    return ", ".join(f"{name} {memory.size(count)}" for name, count in parts if count)
+    return ", ".join(f"{name} {units.size(count)}" for name, count in parts if count)
 
 
 def alone(plan: Plan) -> list[tuple[str, Estimate | str]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA, describe
-from jaxdist.planning.memory import size
 from jaxdist.planning.search.estimate import Estimate, estimate
 from jaxdist.planning.search.plan import TIE, ZERO_ORDER, Plan
 from jaxdist.planning.search.questions import rows_of, smallest
+from jaxdist.units import size
 
 EQUAL = 1.005
 """Times as many bytes: what is less is told as equal."""

@@ -12,12 +12,12 @@ from jaxdist.models import Model, parameters
 from jaxdist.planning import collective_time, parameter_layout
 from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.memory import size
 from jaxdist.planning.search.estimate import FORMULAS, Estimate, layout_of, ranks_inside, seconds, together, told
 from jaxdist.planning.search.plan import Plan
 from jaxdist.planning.search.questions import alone
 from jaxdist.planning.search.reasons import reason
 from jaxdist.planning.tables import table
+from jaxdist.units import size
 
 SHOWN = 10
 

@@ -23,7 +23,8 @@ from jaxdist.mesh import (
     requested,
 )
 from jaxdist.request.checks.model import head_counts
-from jaxdist.request.checks.registry import check, closest, divisors, multiples, remedy, to, unused
+from jaxdist.request.checks.registry import check, unused
+from jaxdist.units import closest, divisors, multiples, remedy, to
 
 Fit = Callable[[Config, Mapping[str, int]], Iterator[str]]
 

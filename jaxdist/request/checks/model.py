@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxdist.config import Config, ModelConfig
-from jaxdist.request.checks.registry import check, closest, divisors, multiples, remedy, to, unused
+from jaxdist.request.checks.registry import check, unused
+from jaxdist.units import closest, divisors, multiples, remedy, to
 
 MOST_PARAMETERS = 2**44
 """17.6 trillion: beyond what anybody trains, and sizes still fit 64 bits."""

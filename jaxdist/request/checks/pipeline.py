@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import DATA, MODEL, PIPELINE, requested
 from jaxdist.request.checks.mesh import fit
-from jaxdist.request.checks.registry import check, remedy, to, unused
+from jaxdist.request.checks.registry import check, unused
+from jaxdist.units import remedy, to
 
 CHUNKED = ("interleaved", "zb-h1", "zb-u")
 """Schedules that may give each device more than one part of the model."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from jaxdist.config import Config
@@ -43,31 +42,3 @@ def unused(config: Config, name: str, because: str) -> Iterator[str]:
     value, default = value_of(config, name), KNOBS[name].default
     if value != default:
         yield f"{name} is {value}, but {because} makes no use of it; leave it out (its default is {default})"
-
-
-def remedy(*options: str) -> str:
-    """`set a to 4 or 8, or b to 6`; options that are empty are left out."""
-    return "set " + ", or ".join(option for option in options if option)
-
-
-def to(name: str, sizes: Iterable[int]) -> str:
-    """`model.heads to 4 or 8`; empty without sizes."""
-    text = " or ".join(map(str, sizes))
-    return text and f"{name} to {text}"
-
-
-def multiples(unit: int, near: int) -> list[int]:
-    """The multiples of `unit` next to `near`."""
-    below = near // unit * unit
-    return [multiple for multiple in (below, below + unit) if multiple]
-
-
-def divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
-
-
-def closest(sizes: Iterable[int], size: int) -> list[int]:
-    """The neighbours of `size` among `sizes`, which ascend."""
-    sizes = list(sizes)
-    return [*[n for n in sizes if n < size][-1:], *[n for n in sizes if n > size][:1]]
