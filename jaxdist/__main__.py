@@ -11,33 +11,36 @@ from jaxdist.request import outcome
 from jaxdist.streams import protect
 
 COMMANDS = {
-    "train": "train a model, or go on with a run",
-    "launch local": "start a run of several processes on this machine, and keep it going",
-    "launch slurm": "write the Slurm job of a run, or submit it: it saves and requeues itself",
-    "evaluate": "the validation loss of a run's checkpoint",
-    "generate": "text from a run's checkpoint",
-    "checkpoints": "what a run has saved: list, verify, prune, export",
-    "explain": "what a step holds and moves, compiled for any mesh, also of GPUs that are not here",
-    "plan": "which mesh for so many devices of a cluster, ranked by predicted time and memory",
-    "doctor": "what is wrong with machines, network and folders; who is slow or silent in a run",
+    "train": "train a model, or resume a run",
+    "launch local": "start a run of several processes on this machine, and restart it after failures",
+    "launch slurm": "write or submit the Slurm job of a run, which saves and requeues itself",
+    "evaluate": "compute the validation loss of a run's checkpoint",
+    "generate": "generate text from a run's checkpoint",
+    "checkpoints": "list, verify, prune or export the checkpoints of a run",
+    "explain": "show the memory and communication of a step, compiled for any mesh and any GPU",
+    "plan": "rank meshes for a number of devices of a cluster by predicted time and memory",
+    "doctor": "diagnose machines, network and folders; find slow or unresponsive ranks of a run",
     "bench step": "measure the train step: time, tokens per second, MFU, memory",
-    "bench scaling": "the step on several numbers of devices: speed-up, efficiency, serial fraction",
-    "bench collectives": "what links, matrix units and memory do: a cluster for the planner",
-    "bench gpu": "one GPU: numerics, Llama 1B and 3B, what a step consists of, and PyTorch beside it",
-    "lab": "what the lectures tell, run: every number read from the devices",
+    "bench scaling": "measure the step on several numbers of devices: speed-up, efficiency, serial fraction",
+    "bench collectives": "measure links, matmuls and memory, and write a cluster file for the planner",
+    "bench gpu": "test one GPU: numerics, Llama 1B and 3B, the parts of a step, and a comparison with PyTorch",
+    "lab": "run the experiments of the lectures, with every number read from the devices",
 }
 
 MODULES = {name: f"jaxdist.{name}.__main__" for name in ("bench", "doctor", "lab")}
-"""Where a command that is a package lives; the others are modules of their own name."""
+"""Modules of the commands that are packages; the other commands are modules of their own name."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """List the commands, or pass the rest of `argv` on to the one it names. Returns the exit code."""
+    """List the commands, or pass the rest of `argv` on to the one it names. Return the exit code."""
     if argv is None:
-        protect(output=sys.argv[1:2] in (["train"], ["launch"]))
-    word, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+        argv = sys.argv[1:]
+        # The results of these commands are in files, so they continue without standard output.
+        protect(output=argv[:1] in (["train"], ["launch"]))
+    word = argv[0] if argv else "--help"
+    rest = argv[1:]
     if word in ("--help", "-h"):
-        print("usage: python -m jaxdist.COMMAND ...   (--help tells more)\n\ncommands:")
+        print("usage: python -m jaxdist.COMMAND ...   (see COMMAND --help)\n\ncommands:")
         print("\n".join(f"  {name:<18}{line}" for name, line in COMMANDS.items()))
         return 0
     if word == "--version":

@@ -1,4 +1,4 @@
-"""`python -m jaxdist.checkpoints RUN`: what a run has saved, and whether it is whole. Listing needs no jax."""
+"""`python -m jaxdist.checkpoints RUN`: list, verify, prune or export checkpoints. Listing does not import jax."""
 
 from __future__ import annotations
 
@@ -16,60 +16,77 @@ from jaxdist.training.run_dir import RunFolder
 from jaxdist.values import Checkpoint, FileName
 
 DESCRIPTION = (
-    "List the checkpoints of a run: size, time, the mesh that wrote them, and whether they are whole. Exit code 1 when "
-    "--verify finds one that is damaged or has no checksums."
+    "List the checkpoints of a run: size, time, the mesh that wrote them, and whether they are intact. The exit code "
+    "is 1 if --verify finds one that is damaged or has no checksums."
 )
 EXTRAS = [
-    Extra("verify", False, "Read every file and compare it with its checksum; without it sizes alone are compared."),
+    Extra("verify", False, "Read every file and compare its checksum; without this option only sizes are compared."),
     Extra(
         "prune",
         False,
-        "Remove half-written steps, older ones than checkpoint.keep keeps, and damaged or set-aside "
-        "ones where a later step is whole; list the others.",
+        "Remove partially written steps, older ones than checkpoint.keep keeps, and damaged or set-aside ones if a "
+        "later step is intact; list the others.",
     ),
     Extra(
         "export",
         "",
-        "Write the weights into this .safetensors file, one tensor for each parameter of each layer.",
+        "Write the weights to this .safetensors file, one tensor for each parameter of each layer.",
         FileName,
     ),
-    Extra("force", False, "Let --export replace a file that exists; never one of a run, nor what is no regular file."),
-    Extra("checkpoint", "latest", "Which step to export: latest, best (by validation loss) or a number.", Checkpoint),
+    Extra("force", False, "Let --export replace an existing regular file, but never a file of a run."),
+    Extra("checkpoint", "latest", "Step to export: latest, best (by validation loss) or a number.", Checkpoint),
     Extra("json", False, "Print one JSON object and nothing else."),
 ]
 
 KINDS = {"": "newest", "best": "best", "aside": "aside", "aside/best": "aside"}
-"""Folders in `checkpoints/`, and what their steps are."""
+"""Folders in `checkpoints/`, with the kind of the steps in each."""
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Print the checkpoints of a run, after exporting or pruning them if requested. Return the exit code."""
     knobs = ("checkpoint.keep", "checkpoint.keep_every")
-    asked = arguments(argv, "checkpoints", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=knobs)
+    request = arguments(argv, "checkpoints", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=knobs)
     check_alone("checkpoints")
-    extras, folder = asked.extras, asked.config.run_dir
+    config = request.config
+    extras = request.extras
+    folder = config.run_dir
     RunFolder(folder).check_layout()
     result: dict[str, Any] = {"run": str(folder)}
     if extras["export"]:
-        result["export"] = export(asked.config, extras["checkpoint"], Path(extras["export"]), extras["force"])
+        result["export"] = export(config, extras["checkpoint"], Path(extras["export"]), extras["force"])
     if extras["prune"]:
-        result |= prune(folder, asked.config.checkpoint.keep, asked.config.checkpoint.keep_every)
-    rows = result["checkpoints"] = list(listing(folder, extras["verify"]))
-    print(json.dumps(result) if extras["json"] else "\n".join(told(result)))
-    return int(extras["verify"] and any(row["state"] in ("damaged", "unsealed") for row in rows))
+        result.update(prune(folder, config.checkpoint.keep, config.checkpoint.keep_every))
+    rows = list(listing(folder, extras["verify"]))
+    result["checkpoints"] = rows
+    if extras["json"]:
+        print(json.dumps(result))
+    else:
+        print("\n".join(as_text(result)))
+    bad = any(row["state"] in ("damaged", "unsealed") for row in rows)
+    return 1 if extras["verify"] and bad else 0
 
 
 def listing(folder: Path, thorough: bool) -> Iterator[dict[str, Any]]:
-    """Every committed step, `state` being `whole` (its checksums hold, if `thorough`), `complete` (its sizes do, if
-    not), `damaged`, or `unsealed` (it has no checksums)."""
+    """Yield every committed step.
+
+    Its `state` is `whole` (its checksums match, if `thorough`), `complete` (its sizes match, if not `thorough`),
+    `damaged`, or `unsealed` (it has no checksums).
+    """
     for shelf, kind in shelves(folder):
         for step in shelf.steps():
             damage = shelf.damage(step, thorough)
-            row = {"step": step, "kind": kind, "bytes": _size(shelf, step), "state": _state(damage, thorough)}
-            yield row | {"damage": damage} | _facts(shelf, step)
+            yield {
+                "step": step,
+                "kind": kind,
+                "bytes": _size(shelf, step),
+                "state": _state(damage, thorough),
+                "damage": damage,
+                **_facts(shelf, step),
+            }
 
 
 def shelves(folder: Path) -> list[tuple[StepDir, str]]:
-    """Where the steps of a run lie, and of what kind they are."""
+    """Return the folders that hold the steps of a run, each with the kind of its steps."""
     run = RunFolder(folder).identity()
     return [(StepDir(folder / "checkpoints" / name, run), kind) for name, kind in KINDS.items()]
 
@@ -83,7 +100,7 @@ def _state(damage: str | None, thorough: bool) -> str:
 
 
 def _size(shelf: StepDir, step: int) -> int | None:
-    """Bytes on disk; None where they cannot be listed."""
+    """Return the bytes on disk, or None if the files cannot be listed."""
     try:
         return shelf.size(step)
     except OSError:
@@ -91,7 +108,7 @@ def _size(shelf: StepDir, step: int) -> int | None:
 
 
 def _facts(shelf: StepDir, step: int) -> dict[str, Any]:
-    """When, and on which mesh, a step was saved; None where it does not tell."""
+    """Return when, and on which mesh, a step was saved; None for each that the step does not record."""
     try:
         facts = shelf.facts(step)
     except WRONG_CONTENT:
@@ -101,8 +118,8 @@ def _facts(shelf: StepDir, step: int) -> dict[str, Any]:
     return {name: facts.get(name) for name in ("time", "mesh", "processes")}
 
 
-def told(result: dict[str, Any]) -> Iterator[str]:
-    """The result for people."""
+def as_text(result: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines that show the result to the user."""
     if "export" in result:
         yield "wrote {path}: {tensors} tensors, {bytes:,} bytes, of step {step}".format(**result["export"])
     for path in result.get("removed", ()):
@@ -116,26 +133,33 @@ def told(result: dict[str, Any]) -> Iterator[str]:
     form = f"{{:>8}} {{:<6}} {{:>13}}  {{:<19}}  {{:<{width}}}  {{}}".format
     yield form("step", "", "size", "saved", "mesh", "state").rstrip()
     for row in result["checkpoints"]:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"])) if row["time"] else "?"
         kind = "" if row["kind"] == "newest" else row["kind"]
-        state = row["state"] + (f": {row['damage']}" if row["damage"] else "")
-        size = "?" if row["bytes"] is None else f"{row['bytes'] / 1e6:,.2f} MB"
-        yield form(row["step"], kind, size, when, row["mesh"] or "?", state)
+        size = "?"
+        if row["bytes"] is not None:
+            size = f"{row['bytes'] / 1e6:,.2f} MB"
+        saved = "?"
+        if row["time"]:
+            saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"]))
+        state = row["state"]
+        if row["damage"]:
+            state += f": {row['damage']}"
+        yield form(row["step"], kind, size, saved, row["mesh"] or "?", state)
 
 
 def prune(folder: Path, newest: int, every: int) -> dict[str, Any]:
-    """Remove what no run would resume from: `removed` are the paths, `left` has a reason for each bad step that stays.
+    """Remove steps from which no run would resume.
 
-    A damaged step goes only where the run has a later one that is whole; one set aside also where the run has come as
-    far again. One without checksums is never removed for that. Raises `RequestError` while a run trains in `folder`.
+    Returns the paths that were `removed`, and in `left` a reason for each bad step that was kept. A damaged step is
+    removed only if the run has a later intact one; a step that was set aside also if the run has reached the same step
+    again. A step is never removed for lack of checksums. Raises `RequestError` while a run trains in `folder`.
     """
     removed: list[Path] = []
     left: dict[str, str] = {}
     with RunFolder(folder).locked():
-        found = [(shelf, kind, step, shelf.damage(step)) for shelf, kind in shelves(folder) for step in shelf.steps()]
-        whole = [step for _, kind, step, damage in found if kind != "aside" and damage is None]
-        furthest = max(whole, default=-1)
-        for shelf, kind, step, damage in found:
+        steps = [(shelf, kind, step, shelf.damage(step)) for shelf, kind in shelves(folder) for step in shelf.steps()]
+        intact = [step for _, kind, step, damage in steps if kind != "aside" and damage is None]
+        furthest = max(intact, default=-1)
+        for shelf, kind, step, damage in steps:
             if kind != "aside" and damage is None:
                 continue
             superseded = step <= furthest if kind == "aside" else step < furthest
@@ -156,7 +180,7 @@ def prune(folder: Path, newest: int, every: int) -> dict[str, Any]:
 
 
 def export(config: Any, which: str, path: Path, force: bool) -> dict[str, Any]:
-    """Write the weights of a step into `path`. Raises `RequestError` before they are read, if that cannot be."""
+    """Write the weights of a step to `path`. Raises `RequestError`, before reading them, if that is not possible."""
     check_output("--export", path, "weights.safetensors")
     if path.exists() and not force:
         raise RequestError(f"--export '{path}' exists; name another file, or add --force to replace it")

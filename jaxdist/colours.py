@@ -1,8 +1,23 @@
-"""The colours of all pictures: told apart by colour-blind eyes too (Okabe & Ito 2008; Tol 2021, "muted")."""
+"""The colours of all pictures, which colour-blind readers can distinguish too (Okabe & Ito 2008; Tol 2021, "muted")."""
 
-BLUE, RED, GREEN, ORANGE, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#999999"
-SKY, YELLOW, PINK, BLACK = "#56B4E9", "#F0E442", "#CC79A7", "#000000"
-WINE, TEAL, INDIGO, OLIVE, SAND, PALE = "#882255", "#44AA99", "#332288", "#999933", "#DDCC77", "#DDDDDD"
+# Okabe & Ito
+BLUE = "#0072B2"
+RED = "#D55E00"
+GREEN = "#009E73"
+ORANGE = "#E69F00"
+SKY = "#56B4E9"
+YELLOW = "#F0E442"
+PINK = "#CC79A7"
+BLACK = "#000000"
+GREY = "#999999"
+
+# Tol, "muted"
+WINE = "#882255"
+TEAL = "#44AA99"
+INDIGO = "#332288"
+OLIVE = "#999933"
+SAND = "#DDCC77"
+PALE = "#DDDDDD"
 
 TIME = {
     "arithmetic": BLUE,
@@ -12,7 +27,7 @@ TIME = {
     "data": RED,
     "optimizer": WINE,
 }
-"""What the seconds of a step go to."""
+"""Parts of the time of a step."""
 
 MEMORY = {
     "parameters": SKY,
@@ -28,4 +43,4 @@ MEMORY = {
     "arguments": SKY,
     "temporaries": TEAL,
 }
-"""What a device holds. No colour but the optimizer's is one of `TIME` too, beside which it is drawn."""
+"""Parts of the memory of a device. It is drawn beside `TIME`, so only the optimizer has the same colour in both."""

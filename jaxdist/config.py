@@ -102,7 +102,7 @@ class ModelConfig(Section):
     dropout: FractionFloat32 = 0.0
     """Dropout probability: for gpt in each block and after the embedding, for cnn before the head."""
     remat: Literal["none", "dots", "block", "stage", "offload"] = "none"
-    """Activation checkpointing; none: cheap ops; dots: all but matmuls; block; stage; offload: block, input on host."""
+    """Activation checkpointing: none (cheap), dots (all but matmuls), block, stage; offload: block, inputs on host."""
 
     classes: Annotated[int, Field(ge=2, lt=2**31)] = 10
     """Number of image classes."""
@@ -159,7 +159,7 @@ class ParallelConfig(Section):
 
 
 class PipelineConfig(Section):
-    """Pipeline parallelism: the schedule used when the layers are split over the pipeline axis of the mesh."""
+    """Schedule of pipeline parallelism, which splits the layers over the pipeline axis of the mesh."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-u", "pipedream"] = "1f1b"
     """gpipe: most memory; 1f1b: bounded; interleaved, zb-*: smaller bubble; pipedream: no bubble, stale gradients."""
@@ -253,7 +253,7 @@ class TrainConfig(Section):
 
 
 class ValidationConfig(Section):
-    """Validation: loss on the held-out data."""
+    """Loss on the held-out data."""
 
     every: CountOrZero = 75
     """Steps between validations; 0: only at the end."""
@@ -279,7 +279,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """Logging."""
+    """Where metrics are written, and how often."""
 
     every: Count = 10
     """Steps between lines of metrics.jsonl and of the log."""
@@ -316,7 +316,7 @@ class ClusterConfig(Section):
 
 
 class FaultConfig(Section):
-    """Fault tolerance: when to end a job that makes no progress."""
+    """When to end a job that makes no progress (fault tolerance)."""
 
     hang_seconds: Seconds = 0.0
     """End the job if a step takes longer, or start-up 10 times as long; 0: 10 usual steps, at least 5 minutes."""

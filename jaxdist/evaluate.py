@@ -1,12 +1,14 @@
-"""`python -m jaxdist.evaluate RUN`: the validation loss of a run's checkpoint, on any mesh."""
+"""`python -m jaxdist.evaluate RUN`: compute the validation loss of a run's checkpoint, on any mesh."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxdist.cluster.process_env import find
 from jaxdist.request import Enough, Extra, arguments, run
+from jaxdist.units import rounded
 from jaxdist.values import Checkpoint
 
 if TYPE_CHECKING:
@@ -14,12 +16,14 @@ if TYPE_CHECKING:
     from jaxdist.training.restore import Trained
 
 DESCRIPTION = "Compute the loss of a run's checkpoint on the whole held-out part of its data, on any mesh."
-CHECKPOINT = Extra("checkpoint", "latest", "Which step: latest, best (by validation loss) or a number.", Checkpoint)
+CHECKPOINT = Extra("checkpoint", "latest", "Step to use: latest, best (by validation loss) or a number.", Checkpoint)
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = arguments(argv, "evaluate", DESCRIPTION, positional="RUN", extras=[CHECKPOINT])
-    place = find(asked.config.cluster)
+    """Print the validation loss of a checkpoint. Return the exit code."""
+    request = arguments(argv, "evaluate", DESCRIPTION, positional="RUN", extras=[CHECKPOINT])
+    config = request.config
+    place = find(config.cluster)
 
     import jax
 
@@ -28,19 +32,19 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.cluster.phases import VALIDATING
     from jaxdist.training.restore import restore
 
-    with Job(place, asked.config, enough=Enough(asked.config)) as job:
-        check_request(asked.text)
-        trained = restore(asked.config, asked.extras["checkpoint"])
+    with Job(place, config, enough=Enough(config)) as job:
+        check_request(request.text)
+        trained = restore(config, request.extras["checkpoint"])
         open_data(trained, job)
         with jax.set_mesh(trained.run.mesh):
-            found = trained.run.validate(trained.params, trained.variables, 0, lambda: job.note(VALIDATING))
+            metrics = trained.run.validate(trained.params, trained.variables, 0, partial(job.note, VALIDATING))
         if job.place.leader:
-            print(told(trained, found))
+            print(result_line(trained, metrics))
         return job.end(0)
 
 
 def open_data(trained: Trained, job: Job) -> None:
-    """Read, and at the first use tokenize, what the checkpoint is to be tried on; the first process does so first."""
+    """Read the data to validate on, and tokenize it on first use; the leader does so before the other processes."""
     from jaxdist.cluster.consensus import check_alike, leader_first
     from jaxdist.cluster.phases import AWAITING, READING
     from jaxdist.training.console import Screen
@@ -54,7 +58,7 @@ def open_data(trained: Trained, job: Job) -> None:
         _ = task.data
 
     screen = Screen()
-    task.progress = DataProgress(lambda: job.note(READING), screen if job.place.leader else None)
+    task.progress = DataProgress(partial(job.note, READING), screen if job.place.leader else None)
     job.note(READING if job.place.leader else AWAITING)
     try:
         leader_first("tokens", read)
@@ -63,21 +67,21 @@ def open_data(trained: Trained, job: Job) -> None:
     if task.fingerprint != trained.data:
         if job.place.leader:
             print(f"note: this is not the data that the run was trained on{task.kept}", file=sys.stderr)
+        # The loss is comparable only with the tokenizer of the run.
         tokenizer = RunFolder(trained.run.config.run_dir).tokenizer
-        leader_first("tokens of the run's tokenizer", lambda: task.keep(tokenizer))
+        leader_first("tokens of the run's tokenizer", partial(task.keep, tokenizer))
     check_alike("data", task.fingerprint, "let all processes read the same files")
 
 
-def told(trained: Trained, found: dict[str, float]) -> str:
-    from jaxdist.units import rounded
-
+def result_line(trained: Trained, metrics: dict[str, float]) -> str:
+    """Return the line that is printed: loss, other metrics in percent, and the baseline to compare with."""
     task = trained.run.task
     units = f"{task.unit}s"
-    shares = {name: value for name, value in found.items() if name not in ("loss", "batches", units)}
-    further = "".join(f"  {name} {value:.2%}" for name, value in shares.items())
+    others = {name: value for name, value in metrics.items() if name not in ("loss", "batches", units)}
+    percentages = "".join(f"  {name} {value:.2%}" for name, value in others.items())
     return (
-        f"step {trained.step}  validation loss {found['loss']:.4f} nats per {task.unit} over {rounded(found[units])} "
-        f"{units}{further}  ({task.baseline_name} {task.baseline():.4f})"
+        f"step {trained.step}  validation loss {metrics['loss']:.4f} nats per {task.unit} over "
+        f"{rounded(metrics[units])} {units}{percentages}  ({task.baseline_name} {task.baseline():.4f})"
     )
 
 

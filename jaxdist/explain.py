@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Config
-from jaxdist.request import DONE, FAILED, STEP_KNOBS, Extra, arguments, check_picture, run
+from jaxdist.exit_codes import DONE, FAILED
+from jaxdist.request import STEP_KNOBS, Extra, arguments, check_picture, run
 from jaxdist.values import DevicesOrZero, FileName
 
 if TYPE_CHECKING:

@@ -1,34 +1,36 @@
-"""`python -m jaxdist.generate RUN`: text from a run's checkpoint, on any mesh."""
+"""`python -m jaxdist.generate RUN`: generate text from a run's checkpoint, on any mesh."""
 
 from __future__ import annotations
+
+from functools import partial
 
 from jaxdist.cluster.process_env import find
 from jaxdist.config import RequestError
 from jaxdist.request import JOB_KNOBS, LAYOUT_KNOBS, Enough, Extra, arguments, run
 from jaxdist.values import Checkpoint, CountOrZero, NonNegativeFloat32, Prompt, Samples, Seed, Tokens
 
-DESCRIPTION = "Write text with a run's checkpoint. Needs only the run folder; every device of the mesh writes samples."
+DESCRIPTION = "Generate text from a run's checkpoint. Needs only the run folder; all devices of the mesh take part."
 EXTRAS = [
-    Extra("checkpoint", "latest", "Which step: latest, best (by validation loss) or a number.", Checkpoint),
-    Extra("prompt", "def ", "Text to go on from; the model reads its last model.sequence tokens.", Prompt),
-    Extra("tokens", 100, "Tokens to write.", Tokens),
-    Extra("samples", 1, "Texts to write.", Samples),
-    Extra("temperature", 0.8, "Divides the logits; 0 takes the likeliest token.", NonNegativeFloat32),
-    Extra("top_k", 50, "Choose among this many likeliest tokens; 0: all.", CountOrZero),
-    Extra("seed", 0, "Seed of the choices.", Seed),
+    Extra("checkpoint", "latest", "Step to use: latest, best (by validation loss) or a number.", Checkpoint),
+    Extra("prompt", "def ", "Text to continue; the model sees its last model.sequence tokens.", Prompt),
+    Extra("tokens", 100, "Tokens to generate.", Tokens),
+    Extra("samples", 1, "Texts to generate.", Samples),
+    Extra("temperature", 0.8, "Divisor of the logits; 0: always take the most likely token.", NonNegativeFloat32),
+    Extra("top_k", 50, "Sample from this many most likely tokens; 0: all.", CountOrZero),
+    Extra("seed", 0, "Seed of the sampling.", Seed),
 ]
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Print texts sampled from a checkpoint. Return the exit code."""
     knobs = (*LAYOUT_KNOBS, *JOB_KNOBS)
-    asked = arguments(argv, "generate", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=knobs)
-    extras = asked.extras
-    if asked.config.model.images:
-        raise RequestError(
-            f"the run is of model.family {asked.config.model.family}, which writes no text; name another"
-        )
+    request = arguments(argv, "generate", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=knobs)
+    config = request.config
+    extras = request.extras
+    if config.model.images:
+        raise RequestError(f"the run has model.family {config.model.family}, which generates no text; name another run")
 
-    place = find(asked.config.cluster)
+    place = find(config.cluster)
 
     from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.job import Job
@@ -37,18 +39,26 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.training.run_dir import RunFolder
     from jaxdist.training.sampling import Choice, sample
 
-    with Job(place, asked.config, enough=Enough(asked.config)) as job:
-        check_request(asked.text)
-        tokenizer = RunFolder(asked.config.run_dir).load_tokenizer()
-        trained = restore(asked.config, extras["checkpoint"], batch=False)
-        choice = Choice(extras["temperature"], extras["top_k"])
+    with Job(place, config, enough=Enough(config)) as job:
+        check_request(request.text)
+        tokenizer = RunFolder(config.run_dir).load_tokenizer()
+        trained = restore(config, extras["checkpoint"], batch=False)
         prompt = tokenizer.encode(extras["prompt"], add_special_tokens=False).ids
-        how = (extras["tokens"], extras["samples"], choice, extras["seed"])
-        texts = sample(trained, prompt, *how, moving=lambda: job.note(STEPPING))
-        for number, ids in enumerate(texts if job.place.leader else []):
-            if extras["samples"] > 1:
-                print(f"--- {number + 1}")
-            print(tokenizer.decode(ids))
+        texts = sample(
+            trained,
+            prompt,
+            extras["tokens"],
+            extras["samples"],
+            Choice(extras["temperature"], extras["top_k"]),
+            extras["seed"],
+            moving=partial(job.note, STEPPING),
+        )
+        # Every process has the texts; the leader prints them.
+        if job.place.leader:
+            for number, ids in enumerate(texts, start=1):
+                if extras["samples"] > 1:
+                    print(f"--- {number}")
+                print(tokenizer.decode(ids))
         return job.end(0)
 
 

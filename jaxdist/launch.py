@@ -1,92 +1,106 @@
-"""`python -m jaxdist.launch local`, `... slurm`: start a run of several processes, and keep it going."""
+"""`python -m jaxdist.launch local`, `... slurm`: start a run of several processes, and restart it after failures."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Busy, Config, RequestError, nearest
-from jaxdist.request import Asked, Extra, arguments, check_mesh_fits, fits, fitting, run
+from jaxdist.request import Extra, Request, arguments, check_mesh_fits, fits, fitting, run
 from jaxdist.request.knobs import KNOBS, canonical, option
+from jaxdist.units import divisors
 from jaxdist.values import MOST_DEVICES, CountOrZero, FileName, OnHost, OnHostOrZero, PositiveMinutes
 
 if TYPE_CHECKING:
     from jaxdist.cluster.slurm import Script
     from jaxdist.training.run_dir import RunFolder
 
-USAGE = """usage: python -m jaxdist.launch WHERE [CONFIG] [options of the launcher and of train]   (--help tells more)
+USAGE = """usage: python -m jaxdist.launch WHERE [CONFIG] [options of the launcher and of train]   (see WHERE --help)
 
-  local     --processes N: on this machine, with its GPUs, dealt out to the processes, or on its CPU
-  slurm     --nodes N --gpus-per-node G --time T: as a job of Slurm, whose script is printed, or submitted"""
+  local     --processes N: on this machine, with its GPUs divided among the processes, or on its CPU
+  slurm     --nodes N --gpus-per-node G --time T: as a Slurm job, whose script is printed or submitted"""
 
 PROCESS_KNOBS = [name for name in KNOBS if not name.startswith("cluster.")]
-"""Those that a launcher does not set itself."""
+"""Knobs that the launcher does not set itself."""
 
 LOCAL = (
-    "Start N processes of one run on this machine, and start all of them again from the newest checkpoint when one "
-    "dies. SIGTERM, SIGUSR1 and Ctrl-C go to all of them, which save and end."
+    "Start N processes of one run on this machine, and restart all of them from the newest checkpoint when one dies. "
+    "SIGTERM, SIGUSR1 and Ctrl-C are passed to all of them; they save a checkpoint and exit."
 )
 
 SLURM = (
-    "Print the sbatch script of a run, or submit it. The job saves and requeues itself before its time is over, and "
-    "when it fails; each start goes on from the newest checkpoint. Give what else sbatch takes to sbatch: "
+    "Print the sbatch script of a run, or submit it. The job saves and requeues itself before its time limit, and "
+    "when it fails; each start resumes from the newest checkpoint. Pass other options to sbatch directly: "
     "python -m jaxdist.launch slurm ... | sbatch --qos=long"
 )
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+    """Run the launcher that the first word of `argv` names. Return its exit code."""
+    if argv is None:
+        argv = sys.argv[1:]
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0
     if argv[0] not in WHERE:
         raise RequestError(f"nothing can be launched on '{argv[0]}'; {nearest(argv[0], WHERE)}")
-    check_alone("launch")  # of jobs that would each start all the processes
+    # Inside a multi-process job, each process would start all the processes.
+    check_alone("launch")
     return WHERE[argv[0]](argv[1:])
 
 
 def local(argv: list[str]) -> int:
+    """Start the processes of a run on this machine, and restart them after failures. Return the exit code."""
     extras = [
-        Extra("processes", 0, "How many processes.", OnHost),
-        Extra("restarts", 3, "How often to start again, at most, within --minutes.", CountOrZero),
-        Extra("minutes", 60.0, "Failures that are longer ago do not count.", PositiveMinutes),
+        Extra("processes", 0, "Number of processes.", OnHost),
+        Extra("restarts", 3, "Largest number of restarts within --minutes.", CountOrZero),
+        Extra("minutes", 60.0, "Failures longer ago than this do not count.", PositiveMinutes),
     ]
-    asked = arguments(argv, "launch local", LOCAL, extras=extras, knobs=PROCESS_KNOBS)
-    if not asked.extras["processes"]:
+    request = arguments(argv, "launch local", LOCAL, extras=extras, knobs=PROCESS_KNOBS)
+    config = request.config
+    if not request.extras["processes"]:
         raise RequestError("--processes is missing: how many processes to start, such as --processes 2")
 
     from jaxdist.cluster.local import Job, say, shares
     from jaxdist.training.checkpoint.step_dir import StepDir
     from jaxdist.training.run_dir import RunFolder
 
-    folder = RunFolder(asked.config.run_dir)
-    folder.enter(asked.config)  # its mistakes are told once, and not by each process
+    folder = RunFolder(config.run_dir)
+    # Its problems are reported once here, instead of by each process.
+    folder.enter(config)
 
-    dealt = shares(asked.extras["processes"])
-    gpus = sum(len(share.split(",")) for share in dealt if share)
+    gpus_of_processes = shares(request.extras["processes"])
+    gpus = sum(len(share.split(",")) for share in gpus_of_processes if share)
     if gpus:
-        check_gpus(asked.config, gpus, gpus, f"the {gpus} GPU(s) of this machine")
+        check_gpus(config, gpus, gpus, f"the {gpus} GPU(s) of this machine")
     else:
-        check_cpus(asked.config, len(dealt), f"{len(dealt)} process(es) of this machine")
+        check_cpus(config, len(gpus_of_processes), f"{len(gpus_of_processes)} process(es) of this machine")
+    # A process without GPUs has one device.
+    devices_each = len((gpus_of_processes[0] or "0").split(","))
+
+    def newest_step() -> int:
+        return max(StepDir(folder.checkpoints).sealed(), default=0)
+
     job = Job(
-        command=lambda *place: train(asked, *place),
-        shares=dealt,
-        fits=lambda processes: fills(asked.config, processes, len((dealt[0] or "0").split(","))),
-        newest=lambda: max(StepDir(folder.checkpoints).sealed(), default=0),
-        restarts=asked.extras["restarts"],
-        minutes=asked.extras["minutes"],
-        grace=asked.config.checkpoint.grace_seconds,
+        command=partial(train, request),
+        shares=gpus_of_processes,
+        fits=partial(fills, config, each=devices_each),
+        newest=newest_step,
+        restarts=request.extras["restarts"],
+        minutes=request.extras["minutes"],
+        grace=config.checkpoint.grace_seconds,
         tell=say,
-        in_use=lambda: in_use(folder, asked.config.fault.heartbeat_seconds),
+        in_use=partial(in_use, folder, config.fault.heartbeat_seconds),
     )
     return job.run()
 
 
 def in_use(folder: RunFolder, limit: float) -> str:
-    """Who has a run folder now, in a sentence; empty where nobody has. `limit`: as `RunLock` has it."""
+    """Return a sentence that says who uses the run folder now, or an empty string. `limit` is that of `RunLock`."""
     try:
         with folder.locked(limit):
             return ""
@@ -94,102 +108,112 @@ def in_use(folder: RunFolder, limit: float) -> str:
         return str(error)
 
 
-def train(asked: Asked, process: int, processes: int, coordinator: str, again: bool) -> Sequence[str]:
-    """argv of one process."""
-    chosen = asked.overrides | {
+def train(request: Request, process: int, processes: int, coordinator: str, again: bool) -> Sequence[str]:
+    """Return the argv of one process; `again` if it is not the first start."""
+    options = {
+        **request.overrides,
         "cluster.coordinator": coordinator,
         "cluster.processes": str(processes),
         "cluster.process_id": str(process),
     }
     if again:
-        chosen["resume"] = "auto"
-    return [sys.executable, "-m", "jaxdist.train", *words(asked.positional, chosen)]
+        options["resume"] = "auto"
+    return [sys.executable, "-m", "jaxdist.train", *words(request.positional, options)]
 
 
-def words(config: str | None, chosen: Mapping[str, str]) -> list[str]:
-    """What train is given."""
-    return [*([config] if config else []), *(f"{option(name)}={chosen[name]}" for name in chosen)]
+def words(config: str | None, options: Mapping[str, str]) -> list[str]:
+    """Return the command line of train, without the program."""
+    settings = [f"{option(name)}={value}" for name, value in options.items()]
+    if config:
+        return [config, *settings]
+    return settings
 
 
 def fills(config: Config, processes: int, each: int) -> bool:
-    """Whether the mesh fills itself with the devices of so many processes, of `each` devices, and leaves none idle."""
+    """Return whether a mesh with a `-1` uses all devices of `processes` processes with `each` devices."""
     from jaxdist.mesh import FILL, requested
 
     return FILL in requested(config.mesh).values() and fits(config, processes * each)
 
 
 def slurm(argv: list[str]) -> int:
+    """Print the sbatch script of a run, or submit it. Return the exit code."""
     from jaxdist.cluster.slurm import make_logs, submit
 
-    asked = slurm_arguments(argv)
-    made = slurm_script(asked)
-    text = made.text()
-    make_logs(made.logs)
-    if asked.extras["submit"]:
+    request = slurm_arguments(argv)
+    script = slurm_script(request)
+    text = script.text()
+    make_logs(script.logs)
+    if request.extras["submit"]:
         job = submit(text)
-        print(f"submitted job {job}; its log is {made.logs / job}.log, and scancel {job} ends it")
+        print(f"submitted job {job}; its log is {script.logs / job}.log, and scancel {job} ends it")
     else:
         print(text, end="")
     return 0
 
 
-def slurm_arguments(argv: list[str]) -> Asked:
-    """What is asked for; behind `--` stand options of train alone."""
+def slurm_arguments(argv: list[str]) -> Request:
+    """Parse the command line; words after `--` are options of train only."""
     from jaxdist.cluster.slurm_values import Nodes, Time, Word
 
     extras = [
-        Extra("nodes", "1", "How many nodes, or the fewest and the most to do with, such as 2-4.", Nodes),
-        Extra("gpus_per_node", 0, "GPUs of each node; 0: none, and Slurm is not asked for any.", OnHostOrZero),
-        Extra("time", "", "At most so long, until it is requeued, as Slurm writes it: 12:00:00.", Time),
-        Extra("tasks_per_node", 0, "Processes on each node; 0: one for each GPU, or 1 without any.", OnHostOrZero),
-        Extra("cpus_per_task", 0, "CPU cores of each process; 0: as many as Slurm gives by itself.", OnHostOrZero),
-        Extra("partition", "", "Slurm's partition.", Word),
-        Extra("account", "", "Slurm's account.", Word),
+        Extra("nodes", "1", "Number of nodes, or the smallest and the largest number, such as 2-4.", Nodes),
+        Extra("gpus_per_node", 0, "GPUs of each node; 0: none, and none are requested from Slurm.", OnHostOrZero),
+        Extra("time", "", "Slurm time limit, such as 12:00:00; the run is requeued when it expires.", Time),
+        Extra("tasks_per_node", 0, "Processes on each node; 0: one per GPU, or 1 without GPUs.", OnHostOrZero),
+        Extra("cpus_per_task", 0, "CPU cores of each process; 0: Slurm's default.", OnHostOrZero),
+        Extra("partition", "", "Slurm partition.", Word),
+        Extra("account", "", "Slurm account.", Word),
         Extra("job_name", "", "Name of the job; empty: that of the run folder."),
         Extra("container", "", "An image for pyxis, or the .toml file of an EDF; its `python` has jaxdist.", FileName),
         Extra("env", "", "Network: alps, infiniband or ethernet; or a file of shell commands.", FileName),
-        Extra("restarts", 3, "How often in a row to start again without a new checkpoint, at most.", CountOrZero),
-        Extra("submit", False, "Submit the script, in place of printing it."),
+        Extra("restarts", 3, "Largest number of consecutive restarts without a new checkpoint.", CountOrZero),
+        Extra("submit", False, "Submit the script instead of printing it."),
     ]
     split = argv.index("--") if "--" in argv else len(argv)
-    own, of_train = argv[:split], argv[split + 1 :]
+    own_words = argv[:split]
+    train_words = argv[split + 1 :]
     names = {extra.name for extra in extras}
-    for word in of_train:
+    for word in train_words:
         if word.startswith("--") and canonical(word[2:].partition("=")[0]) in names:
-            raise RequestError(f"{word} is no option of train; write it before the --")
-    asked = arguments([*own, *of_train], "launch slurm", SLURM, extras=extras, knobs=PROCESS_KNOBS)
-    if not asked.extras["time"]:
+            raise RequestError(f"{word} is not an option of train; write it before the --")
+    request = arguments([*own_words, *train_words], "launch slurm", SLURM, extras=extras, knobs=PROCESS_KNOBS)
+    if not request.extras["time"]:
         raise RequestError("--time is missing: after how long the job saves and is requeued, such as --time 12:00:00")
-    return asked
+    return request
 
 
-def slurm_script(asked: Asked) -> Script:
-    """Its script. Raises `RequestError` for what cannot run. Writes nothing."""
+def slurm_script(request: Request) -> Script:
+    """Return the sbatch script of the request. Raises `RequestError` if it could not run. Writes nothing."""
     from jaxdist.cluster.slurm import Script, check_container, check_environment, check_partition, warning
     from jaxdist.cluster.slurm_values import seconds
     from jaxdist.training.checkpoint.step_dir import StepDir
     from jaxdist.training.run_dir import RunFolder
 
-    config, extras = asked.config, asked.extras
+    config = request.config
+    extras = request.extras
     folder = RunFolder(config.run_dir)
-    folder.enter(config)  # its mistakes are told here, and not when the job has waited for its turn
+    # Problems of the folder are reported here, and not after the job has waited in the queue.
+    folder.enter(config)
     check_unfinished(folder, config)
     check_environment(extras["env"])
     check_container(extras["container"])
     if seconds(extras["time"]) <= warning(config.checkpoint.grace_seconds):
         raise RequestError(
-            f"--time {extras['time']} is over before a job can do anything: it is asked to stop "
-            f"{warning(config.checkpoint.grace_seconds)} s before, for checkpoint.grace_seconds "
-            f"{config.checkpoint.grace_seconds:.12g}; lower that, or ask for more time"
+            f"--time {extras['time']} is over before a job can do anything: it is signalled to stop "
+            f"{warning(config.checkpoint.grace_seconds)} s earlier, for checkpoint.grace_seconds "
+            f"{config.checkpoint.grace_seconds:.12g}; lower that, or request more time"
         )
     tasks = tasks_per_node(extras["tasks_per_node"], extras["gpus_per_node"])
     check_devices(config, extras["nodes"], extras["gpus_per_node"], tasks)
     check_partition(extras["partition"], extras["nodes"])
-    of_train = {name: text for name, text in asked.overrides.items() if name not in ("run_dir", "resume")}
-    data, own = config.data, Path(asked.positional or "")
+    # The script sets these two itself.
+    options = {name: text for name, text in request.overrides.items() if name not in ("run_dir", "resume")}
+    data = config.data
+    inputs = [data.path, data.validation_path, data.tokenizer, config.init_from, Path(request.positional or "")]
     return Script(
-        train=words(asked.positional, of_train),
-        reads=[path for path in (data.path, data.validation_path, data.tokenizer, config.init_from, own) if path],
+        train=words(request.positional, options),
+        reads=[path for path in inputs if path],
         run_dir=config.run_dir,
         nodes=extras["nodes"],
         tasks_per_node=tasks,
@@ -211,27 +235,30 @@ def slurm_script(asked: Asked) -> Script:
 
 
 def check_unfinished(folder: RunFolder, config: Config) -> None:
-    """Raise `RequestError` where the job would wait for its turn, and then find that its run has had its last step."""
+    """Raise `RequestError` if the run is finished: the job would wait in the queue and then have nothing to do."""
     from jaxdist.training.checkpoint.step_dir import StepDir
 
-    asked = 0 if config.train.epochs else config.train.steps
-    step = StepDir(folder.checkpoints).last_step(asked, thorough=False)
+    steps = 0 if config.train.epochs else config.train.steps
+    step = StepDir(folder.checkpoints).last_step(steps, thorough=False)
     if step and config.resume == "auto":
         raise RequestError(f"{folder.path} is finished at step {step}; to start anew, name another --run-dir")
 
 
-def tasks_per_node(asked: int, gpus: int) -> int:
-    """Raises `RequestError` where the GPUs of a node do not divide by its processes."""
-    if gpus and asked and gpus % asked:
-        fitting = ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0)
-        raise RequestError(f"{gpus} GPU(s) of a node do not divide by {asked} processes; ask for {fitting} of them")
-    return asked or gpus or 1
+def tasks_per_node(requested: int, gpus: int) -> int:
+    """Return the number of processes of a node: `requested`, or if 0 one per GPU, or 1.
+
+    Raises `RequestError` if the GPUs of a node do not divide by its processes.
+    """
+    if gpus and requested and gpus % requested:
+        choices = ", ".join(str(n) for n in divisors(gpus))
+        raise RequestError(f"{gpus} GPU(s) of a node do not divide by {requested} processes; ask for {choices} of them")
+    return requested or gpus or 1
 
 
 def check_devices(config: Config, nodes: str, gpus: int, tasks: int) -> None:
-    """Raise `RequestError` where the mesh, or a size of the run, does not fit the devices of the nodes.
+    """Raise `RequestError` if the mesh, or a size of the run, does not fit the devices of the nodes.
 
-    `gpus` and `tasks` are those of one node; without GPUs each task splits its CPU.
+    `gpus` and `tasks` are the numbers for one node; without GPUs each task splits its CPU into devices.
     """
     from jaxdist.cluster.slurm_values import node_counts
     from jaxdist.mesh import FILL, requested
@@ -246,7 +273,7 @@ def check_devices(config: Config, nodes: str, gpus: int, tasks: int) -> None:
 
 
 def check_gpus(config: Config, fewest: int, most: int, where: str) -> None:
-    """Raise `RequestError` where the mesh, or a size of the run, does not fit so many GPUs, which `where` describes."""
+    """Raise `RequestError` if the mesh, or a size of the run, does not fit the GPUs that `where` describes."""
     from jaxdist.mesh import FILL, fixed_devices, requested
 
     if most > MOST_DEVICES:
@@ -262,7 +289,7 @@ def check_gpus(config: Config, fewest: int, most: int, where: str) -> None:
 
 
 def check_cpus(config: Config, processes: int, where: str) -> None:
-    """As `check_gpus`, of processes which each split their CPU into as many devices as it takes."""
+    """Raise `RequestError` as `check_gpus` does, for processes that split their CPU into devices."""
     from jaxdist.mesh import MOST_CPU_DEVICES, devices_asked, requested
 
     devices = devices_asked(requested(config.mesh), processes)
@@ -274,17 +301,18 @@ def check_cpus(config: Config, processes: int, where: str) -> None:
         )
     if each > MOST_CPU_DEVICES:
         raise RequestError(
-            f"mesh {config.mesh} does not fit {where}: each would split its CPU into {each} devices, and can do so "
-            f"into {MOST_CPU_DEVICES} at most"
+            f"mesh {config.mesh} does not fit {where}: each would split its CPU into {each} devices, but at most "
+            f"{MOST_CPU_DEVICES} are possible"
         )
     check_sizes(config, devices)
 
 
 def check_sizes(config: Config, devices: int) -> None:
-    """Raise `RequestError` where a size of the run does not divide over the mesh on so many devices."""
+    """Raise `RequestError` if a size of the run does not divide over the mesh on `devices` devices."""
     from jaxdist.mesh import AUTO, fill, requested
 
-    if config.mesh != AUTO:  # which chooses a mesh that fits
+    # The automatic mesh is chosen so that the sizes divide.
+    if config.mesh != AUTO:
         check_mesh_fits(config, fill(requested(config.mesh), fitting(config, devices)))
 
 

@@ -13,29 +13,33 @@ from jaxdist.streams import LogFile
 
 DESCRIPTION = (
     "Train a language model on a mesh of devices. CONFIG is a TOML file or the name of a shipped one; without it, "
-    "a small GPT learns the source text of Python's own standard library."
+    "a small GPT is trained on the source text of Python's own standard library."
 )
 EXTRAS = [
-    Extra("dry_run", False, "Print the summary, with where every parameter would lie, and do nothing."),
-    Extra("target", "", "With --dry-run: as on this GPU, which need not be here: a100, h100, h200, gh200, b200."),
+    Extra("dry_run", False, "Print the summary, with the layout of every parameter, and exit without training."),
+    Extra("target", "", "With --dry-run: a GPU to assume, present or not: a100, h100, h200, gh200 or b200."),
 ]
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = arguments(argv, "train", DESCRIPTION, extras=EXTRAS)
-    config, target = asked.config, asked.extras["target"]
-    if asked.extras["dry_run"]:
-        return look(config, target)
+    """Train, or with --dry-run print the summary. Return the exit code."""
+    request = arguments(argv, "train", DESCRIPTION, extras=EXTRAS)
+    config = request.config
+    target = request.extras["target"]
+    if request.extras["dry_run"]:
+        return dry_run(config, target)
     if target:
-        raise RequestError(f"--target {target} is for --dry-run alone: a run takes the devices of its machine")
+        raise RequestError(f"--target {target} is valid with --dry-run only: a run uses the devices of its machine")
 
     from jaxdist.training.run_dir import RunFolder
 
     folder = RunFolder(config.run_dir)
     place = find(config.cluster)
     if place.alone:
-        config = folder.enter(config)  # before jax is imported, and long before anything compiles
-    config = config.model_copy(update={"cluster": ClusterConfig()})  # the same in all processes, and in the folder
+        # Problems of the folder are reported before jax is imported, and long before anything compiles.
+        config = folder.enter(config)
+    # Without the place of this process, the configuration is the same in all processes, and in the folder.
+    config = config.model_copy(update={"cluster": ClusterConfig()})
 
     from jaxdist.cluster.job import Job
 
@@ -47,13 +51,15 @@ def main(argv: list[str] | None = None) -> int:
         from jaxdist.training.trainer import train
 
         if not place.alone:
-            config = leader_first("run folder", partial(folder.enter, config))  # one process says why it refuses
+            # Only the leader reports why the folder cannot be used.
+            config = leader_first("run folder", partial(folder.enter, config))
         xla_options.keep_programs(programs_folder(), partial(faults.say, job.place))
-        return job.end(train(Run(planned(config, job.log)), folder, job))
+        config = choose_mesh(config, job.log)
+        return job.end(train(Run(config), folder, job))
 
 
-def planned(config: Config, log: LogFile) -> Config:
-    """What `--mesh auto` means on the devices of this job, which is told."""
+def choose_mesh(config: Config, log: LogFile) -> Config:
+    """Replace `--mesh auto` by the best plan for the devices of this job; print and log the plan."""
     if config.mesh != AUTO:
         return config
 
@@ -63,20 +69,20 @@ def planned(config: Config, log: LogFile) -> Config:
 
     plan = automatic.plan(config, automatic.Found(**runtime.found()))
     if leader():
-        for line in text.summary(plan):
-            told = f"plan        {line}"
-            print(told, file=sys.stderr)
-            log.write(told)
+        for row in text.summary(plan):
+            line = f"plan        {row}"
+            print(line, file=sys.stderr)
+            log.write(line)
     return plan.ranked[0].config
 
 
-def look(config: Config, target: str = "") -> int:
-    """Tell what a run would be, on a mesh of any size: no data is read, nothing compiled, allocated or written.
+def dry_run(config: Config, target: str = "") -> int:
+    """Print the summary of a run on a mesh of any size. No data is read, nothing is compiled, allocated or written.
 
-    `target` is the GPU of it, a name of `planning.hardware.GPUS`; empty: the devices of this machine.
+    `target` is the GPU to assume, a name of `planning.hardware.GPUS`; empty means the devices of this machine.
     """
     if config.mesh == AUTO:
-        raise RequestError(f"--dry-run sees no devices that --mesh {AUTO} could be for; ask python -m jaxdist.plan")
+        raise RequestError(f"--dry-run cannot be combined with --mesh {AUTO}; use python -m jaxdist.plan")
 
     from jaxdist.planning.target import gpu_of
     from jaxdist.training.run import Run

@@ -20,7 +20,7 @@ from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.doctor import findings, machine, software, watching
 from jaxdist.doctor.findings import Finding, Here, unchecked, wrong
 from jaxdist.request import Extra, arguments, run
-from jaxdist.request.commandline import Scan
+from jaxdist.request.options import Scan
 
 DESCRIPTION = (
     "Check this machine, or all machines of a run, before it starts: give the options of the run, and start it as the "

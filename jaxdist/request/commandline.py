@@ -1,4 +1,4 @@
-"""The command line that all commands share, and how their outcomes become exit codes."""
+"""The command line that all commands share, and the exit codes of their outcomes."""
 
 from __future__ import annotations
 
@@ -16,53 +16,44 @@ from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.mesh import AUTO
 from jaxdist.request.checks.files import path_problem
 from jaxdist.request.helptext import help_text
-from jaxdist.request.knobs import KNOBS, canonical, option, sentence, shown
+from jaxdist.request.knobs import KNOBS, option, sentence, shown
+from jaxdist.request.options import Extra, Scan
 from jaxdist.request.reading import read, to_toml
 from jaxdist.streams import protect
 from jaxdist.values import path_error
 
-DONE, FAILED = 0, 1
-"""Exit codes: done, anything that went wrong, a mistake in the request."""
+DONE = 0
+FAILED = 1
+"""Exit code of anything that goes wrong, except an invalid request, whose error has its own."""
 
 LAYOUT_KNOBS = ("mesh", "precision", "parallel.zero", "parallel.sequence", "parallel.rules", "pipeline")
-"""Where weights lie, and what is computed in."""
+"""Knobs that determine the layout of the weights and the compute dtype."""
 
-STEP_KNOBS = ("mesh", "precision", "parallel", "pipeline", "model", "optimizer")
-STEP_KNOBS += ("train.global_batch_size", "train.accumulation")
-"""What a train step follows from."""
+STEP_KNOBS = (
+    "mesh",
+    "precision",
+    "parallel",
+    "pipeline",
+    "model",
+    "optimizer",
+    "train.global_batch_size",
+    "train.accumulation",
+)
+"""Knobs that determine a train step."""
 
 JOB_KNOBS = ("cluster", "fault")
-"""How several processes meet, and when they give up."""
+"""Knobs of the rendezvous of several processes, and of fault tolerance."""
 
-PLANNED = ("parallel", "pipeline", "train.accumulation", "model.remat")
-"""What `--mesh auto` decides beside the mesh."""
+PLANNED_KNOBS = ("parallel", "pipeline", "train.accumulation", "model.remat")
+"""Knobs that `--mesh auto` decides besides the mesh."""
 
 RUN_KNOBS = (*LAYOUT_KNOBS, *JOB_KNOBS, "data", "train.global_batch_size", "train.accumulation")
-"""What may differ when the checkpoint of a run is used."""
+"""Knobs that may differ when a checkpoint of a run is used."""
 
 
 @dataclass(frozen=True)
-class Extra:
-    """An option of one command that is not a knob of the run, such as `--json`. A bool is a flag without a value."""
-
-    name: str
-    default: Any
-    help: str
-    type: Any = None
-    """Anything that pydantic can parse from text, such as `Count`; by default the type of `default`."""
-
-    @property
-    def annotation(self) -> Any:
-        return self.type or type(self.default)
-
-    @property
-    def flag(self) -> bool:
-        return self.annotation is bool
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A checked request: the run's configuration, and what else the command line said."""
+class Request:
+    """A validated request: the configuration of the run, and the other options of the command line."""
 
     config: Config
     positional: str | None
@@ -71,9 +62,9 @@ class Asked:
 
     @property
     def text(self) -> str:
-        """All of it but for the place of this process: what the processes of one job have alike."""
-        alike = self.config.model_copy(update={"cluster": ClusterConfig()})
-        return to_toml(alike) + "".join(f"{option(name)} {value}\n" for name, value in self.extras.items())
+        """All of the request as text, without the index of this process: it is the same in all processes of a job."""
+        shared = self.config.model_copy(update={"cluster": ClusterConfig()})
+        return to_toml(shared) + "".join(f"{option(name)} {value}\n" for name, value in self.extras.items())
 
 
 def arguments(
@@ -84,121 +75,90 @@ def arguments(
     positional: Literal["CONFIG", "RUN"] | None = "CONFIG",
     extras: Sequence[Extra] = (),
     knobs: Collection[str] | None = None,
-) -> Asked:
-    """Read `argv` (None: that of the process), whose first argument is an optional CONFIG, or a RUN folder.
+) -> Request:
+    """Parse `argv` (None: that of the process), whose first word is an optional CONFIG, or a RUN folder.
 
-    `positional` None is a command that trains nothing: it takes its own options only. `command` is as people write it
-    ("bench step"). `knobs` are those, or the sections, that it uses; None is all, or for a RUN `RUN_KNOBS`.
-    Prints the help and exits on --help. Raises `RequestError` with every mistake, a sentence each.
+    `command` is the name as users write it ("bench step"). `positional` is None for a command that trains nothing and
+    takes only its own options. `knobs` are the knobs, or their sections, that the command uses; None means all of
+    them, or for a RUN `RUN_KNOBS`.
+    Prints the help and exits on --help. Raises `RequestError` with a sentence for each problem.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    knobs = RUN_KNOBS if knobs is None and positional == "RUN" else knobs
+    if argv is None:
+        argv = sys.argv[1:]
+    if knobs is None and positional == "RUN":
+        knobs = RUN_KNOBS
     if "--help" in argv or "-h" in argv:
         print(help_text(command, description, positional, extras, knobs))
         sys.exit(DONE)
     scan = Scan.of(argv, extras)
-    config, problems = None, scan.problems
+    problems = scan.problems
+    word = scan.positionals[0] if scan.positionals else None
+    config = None
     if positional == "RUN":
-        config, more = _config_of_run(command, scan.positionals)
-        problems += more
-    elif scan.positionals and positional:
-        config = scan.positionals[0]
-    surplus = scan.positionals[1 if positional else 0 :]
-    problems += [f"unexpected argument '{word}'; options are written --name value" for word in surplus]
+        config, problem = _config_of_run(command, word)
+        if problem:
+            problems.append(problem)
+    elif positional:
+        config = word
+    surplus = scan.positionals[1:] if positional else scan.positionals
+    for argument in surplus:
+        problems.append(f"unexpected argument '{argument}'; options are written --name value")
+
     chosen = {extra.name: extra.default for extra in extras}
     for extra in extras:
         if extra.name in scan.options:
             _set_extra(extra, scan.options.pop(extra.name), chosen, problems)
+    # Without the config of the run, no value of a knob can be checked.
     failed = KNOBS if positional == "RUN" and config is None else scan.failed
     result, more = read(config, scan.options, failed, knobs, also=chosen)
-    if result.mesh == AUTO and (said := [option(name) for name in scan.options if name.startswith(PLANNED)]):
-        more.append(f"--mesh {AUTO} decides {', '.join(said)} too; leave it out, or write the mesh")
-    if problems + more:
-        raise RequestError(*problems, *more)
-    word = scan.positionals[0] if scan.positionals else None
-    if positional == "RUN":  # a run folder may have been moved
+    problems = problems + more
+    planned = [option(name) for name in scan.options if name.startswith(PLANNED_KNOBS)]
+    if result.mesh == AUTO and planned:
+        problems.append(f"--mesh {AUTO} decides {', '.join(planned)} too; leave it out, or write the mesh")
+    if problems:
+        raise RequestError(*problems)
+    if positional == "RUN":
+        # The folder may have been moved since the run wrote its config.
         result = result.model_copy(update={"run_dir": Path(word)})
-    return Asked(result, word, scan.options, chosen)
+    return Request(result, word, scan.options, chosen)
 
 
-@dataclass
-class Scan:
-    """The command line taken apart: `--name value`, `--name=value`, flags and plain words."""
-
-    options: dict[str, str]
-    positionals: list[str]
-    failed: set[str]
-    """Options without a value, or given twice."""
-    problems: list[str]
-
-    @classmethod
-    def of(cls, argv: Sequence[str], extras: Sequence[Extra]) -> Scan:
-        scan, words = cls({}, [], set(), []), list(argv)
-        flags = {extra.name for extra in extras if extra.flag}
-        valued = {*KNOBS, *(extra.name for extra in extras)} - flags
-        while words:
-            word = words.pop(0)
-            if not word.startswith("--") or word == "--":
-                scan.positionals.append(word)
-                continue
-            name, has_value, value = word.partition("=")
-            name = canonical(name.removeprefix("--"))
-            if name in flags:
-                if has_value:
-                    scan._wrong(name, f"{option(name)} takes no value, but '{value}' was given")
-                value = ""
-            elif not has_value and words and not words[0].startswith("--"):
-                value = words.pop(0)  # one hyphen is a value: -1x2x1
-            elif not has_value and name in valued:
-                scan._wrong(name, f"{word} needs a value; write {word} value")
-                continue
-            scan._add(name, value)
-        for name in scan.failed & {*valued, *flags}:  # a name that does not exist is still to be told
-            scan.options.pop(name, None)
-        return scan
-
-    def _add(self, name: str, value: str) -> None:
-        if any("\udc80" <= character <= "\udcff" for character in value):  # how Python holds bytes that are not UTF-8
-            self._wrong(name, f"{option(name)} is {shown(value)}: must be UTF-8 text")
-        if name in self.options:
-            both = f" ('{self.options[name]}' and '{value}')" if value else ""
-            self._wrong(name, f"{option(name)} is given twice{both}; give it once")
-        self.options.setdefault(name, value)
-
-    def _wrong(self, name: str, problem: str) -> None:
-        self.failed.add(name)
-        self.problems.append(problem)
-
-
-def _config_of_run(command: str, positionals: list[str]) -> tuple[str | None, list[str]]:
-    if not positionals:
-        return None, [f"{command} needs a RUN, the folder of a run, such as runs/gpt_tiny"]
-    folder = positionals[0]
+def _config_of_run(command: str, folder: str | None) -> tuple[str | None, str]:
+    """Return the path of the config in a run folder, or None and what is wrong with the folder."""
+    if folder is None:
+        return None, f"{command} needs a RUN, the folder of a run, such as runs/gpt_tiny"
     if not folder:
-        return None, [f"RUN is empty; {command} needs the folder of a run, such as runs/gpt_tiny"]
-    if wrong := path_error(folder):
-        return None, [f"run folder {shown(folder)} {wrong}"]
-    if problem := path_problem(Path(folder)):
-        return None, [f"run folder '{folder}' {problem}; move or rename it"]
+        return None, f"RUN is empty; {command} needs the folder of a run, such as runs/gpt_tiny"
+    invalid = path_error(folder)
+    if invalid:
+        return None, f"run folder {shown(folder)} {invalid}"
+    problem = path_problem(Path(folder))
+    if problem:
+        return None, f"run folder '{folder}' {problem}; move or rename it"
     config = Path(folder) / "config.toml"
     if not os.path.isfile(config):
-        return None, [f"'{folder}' is not the folder of a run: it has no config.toml"]
-    return str(config), []
+        return None, f"'{folder}' is not the folder of a run: it has no config.toml"
+    return str(config), ""
 
 
 def _set_extra(extra: Extra, text: str, chosen: dict[str, Any], problems: list[str]) -> None:
+    if extra.flag:
+        chosen[extra.name] = True
+        return
     try:
-        chosen[extra.name] = True if extra.flag else TypeAdapter(extra.annotation).validate_python(text)
+        chosen[extra.name] = TypeAdapter(extra.annotation).validate_python(text)
     except ValidationError as error:
         problems.append(sentence(option(extra.name), text, error.errors()[0], extra.annotation))
 
 
 def outcome(main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Run a command and return its exit code; mistakes in the request are printed, other exceptions pass."""
-    spec = main.__globals__.get("__spec__")  # tells the name also where the module runs as __main__
+    """Run a command and return its exit code. Prints the problems of an invalid request; other exceptions propagate."""
+    # The spec has the name of the module even when it runs as __main__.
+    spec = main.__globals__.get("__spec__")
     name = spec.name.removesuffix(".__main__") if spec else "jaxdist"
     try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while modules were imported
+        # Ctrl-C kills the process silently while its modules are imported; from here on it is an exception.
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return main(argv)
     except RequestError as error:
@@ -211,14 +171,16 @@ def outcome(main: Callable[[list[str]], int], argv: list[str]) -> int:
 
 
 def run(main: Callable[[list[str]], int], needs_output: bool = True) -> NoReturn:
-    """Run a command as the program: exit with its code, that of a mistake in the request, or 1 with a traceback.
+    """Run a command as the program, and exit with its code; 1 with a traceback after an unexpected exception.
 
-    Without standard error it goes on, and where not `needs_output`, because its result is in files, without standard
-    output.
+    The program continues if standard error is lost and, unless it `needs_output`, if standard output is lost too: the
+    results of such a command are in files.
     """
     protect(output=not needs_output)
     try:
         sys.exit(outcome(main, sys.argv[1:]))
-    except BrokenPipeError:  # the reader of a pipe has seen enough, as in `--help | head`
+    except BrokenPipeError:
+        # The reader of a pipe has read enough, as in `--help | head`. Standard output leads to /dev/null from here on,
+        # so that Python's final flush does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)

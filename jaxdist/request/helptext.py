@@ -1,53 +1,59 @@
-"""What --help prints: usage, the command's own options, then every knob by section."""
+"""The text that --help prints: usage, the command's own options, then every knob by section."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from jaxdist.config import Config
 from jaxdist.request.knobs import KNOBS, SECTIONS, kind, option, shown, within
+from jaxdist.request.options import Extra
 from jaxdist.request.reading import DEFAULT, SHIPPED
-
-if TYPE_CHECKING:
-    from jaxdist.request.commandline import Extra
 
 LEFT = 34
 """Columns for an option and its type."""
 
 ARGUMENTS = {
-    "CONFIG": f"a TOML file, or one of {', '.join(SHIPPED)} (default {DEFAULT}); options win over what it sets",
-    "RUN": "the folder of a run, such as runs/gpt_tiny; options win over its config.toml",
+    "CONFIG": f"a TOML file, or one of {', '.join(SHIPPED)} (default {DEFAULT}); options override its values",
+    "RUN": "the folder of a run, such as runs/gpt_tiny; options override its config.toml",
 }
 
 
 def help_text(
     command: str, description: str, positional: str | None, extras: Sequence[Extra], knobs: Collection[str] | None
 ) -> str:
-    """The help of `command`, as wide as the terminal."""
+    """Return the help of `command`, as wide as the terminal."""
     width = min(max(shutil.get_terminal_size().columns, 72), 120)
-    first = {"CONFIG": " [CONFIG]", "RUN": " RUN", None: ""}[positional]
-    more = "[--section.knob value ...]" if positional else " ".join(f"[{option(extra.name)}]" for extra in extras)
-    lines = [f"usage: python -m jaxdist.{command}{first} {more}", "", *textwrap.wrap(description, width), ""]
+    usage = f"usage: python -m jaxdist.{command}"
+    if positional:
+        argument = "[CONFIG]" if positional == "CONFIG" else positional
+        usage += f" {argument} [--section.knob value ...]"
+    else:
+        usage += " " + " ".join(f"[{option(extra.name)}]" for extra in extras)
+    lines = [usage, "", *textwrap.wrap(description, width), ""]
     if positional:
         lines += ["arguments:", *_entry(positional, ARGUMENTS[positional], width), ""]
-    lines += ["options:", *_entry("--help", "show this", width)]
+    lines += ["options:", *_entry("--help", "show this help", width)]
     for extra in extras:
-        value = "" if extra.flag else f" {kind(extra.annotation)}"
-        default = "" if extra.flag else f" (default {_default(extra.default)})"
-        lines += _entry(option(extra.name) + value, extra.help + default, width)
+        if extra.flag:
+            lines += _entry(option(extra.name), extra.help, width)
+        else:
+            left = f"{option(extra.name)} {kind(extra.annotation)}"
+            lines += _entry(left, f"{extra.help} (default {_default(extra.default)})", width)
     for section, about in {"": Config.__doc__, **SECTIONS}.items():
         lines += _section(section, about, knobs, width)
     return "\n".join(lines)
 
 
 def _section(section: str, about: str, knobs: Collection[str] | None, width: int) -> Iterator[str]:
-    names = [n for n in KNOBS if n.rpartition(".")[0] == section and (knobs is None or within(n, knobs))]
+    names = [name for name in KNOBS if name.rpartition(".")[0] == section]
+    if knobs is not None:
+        names = [name for name in names if within(name, knobs)]
     if not names:
         return
-    yield from ("", *textwrap.wrap(f"{section or 'run'}: {about}", width))
+    yield ""
+    yield from textwrap.wrap(f"{section or 'run'}: {about}", width)
     for name in names:
         field = KNOBS[name]
         text = f"{field.description or ''} (default {_default(field.default)})"
@@ -55,14 +61,18 @@ def _section(section: str, about: str, knobs: Collection[str] | None, width: int
 
 
 def _entry(left: str, text: str, width: int) -> Iterator[str]:
-    """`left` in its column and `text`, wrapped, beside it; below it where `left` is too long."""
+    """Yield `left` in its column with `text`, wrapped, beside it; below it if `left` is too long for the column."""
     lines = textwrap.wrap(text, width - LEFT - 4)
     if len(left) <= LEFT:
         yield f"  {left:<{LEFT}}  {lines.pop(0)}"
     else:
         yield f"  {left}"
-    yield from (" " * (LEFT + 4) + line for line in lines)
+    for line in lines:
+        yield " " * (LEFT + 4) + line
 
 
 def _default(value: object) -> str:
-    return value if isinstance(value, str) and value.split() == [value] else shown(value)
+    # A single word needs no quotes.
+    if isinstance(value, str) and value.split() == [value]:
+        return value
+    return shown(value)

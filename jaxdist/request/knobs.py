@@ -1,4 +1,4 @@
-"""The knobs by their dotted names, and the words for them: types, near misses, and what pydantic found wrong."""
+"""The knobs by their dotted names, and their texts: types, suggestions for misspelt names, and pydantic's errors."""
 
 from __future__ import annotations
 
@@ -14,28 +14,31 @@ from pydantic.fields import FieldInfo
 from jaxdist.config import Config
 
 
-def _walk(section: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
-    found: dict[str, FieldInfo] = {}
+def _fields(section: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    fields: dict[str, FieldInfo] = {}
     for name, field in section.model_fields.items():
-        nested = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        found |= _walk(field.annotation, f"{prefix}{name}.") if nested else {prefix + name: field}
-    return found
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            fields.update(_fields(field.annotation, f"{prefix}{name}."))
+        else:
+            fields[prefix + name] = field
+    return fields
 
 
-KNOBS = _walk(Config)
+KNOBS = _fields(Config)
 """Every knob: `{"mesh": ..., "model.layers": ...}`."""
 
 
-def _about(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
+def _sections(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
+    sections: dict[str, str] = {}
     for name, field in section.model_fields.items():
         if prefix + name not in KNOBS:
-            found |= {prefix + name: field.annotation.__doc__} | _about(field.annotation, f"{prefix}{name}.")
-    return found
+            sections[prefix + name] = field.annotation.__doc__
+            sections.update(_sections(field.annotation, f"{prefix}{name}."))
+    return sections
 
 
-SECTIONS = _about(Config)
-"""Every section and what it is about: `{"model": ..., "parallel": ..., "parallel.rules": ...}`."""
+SECTIONS = _sections(Config)
+"""Every section with its description: `{"model": ..., "parallel": ..., "parallel.rules": ...}`."""
 
 RULES = {
     "greater_than_equal": "must be at least {ge}",
@@ -53,72 +56,96 @@ RULES = {
     "string_type": "must be text, in quotes",
     "string_too_short": "must have at least {min_length} character",
 }
-"""What pydantic's errors mean, by their type."""
+"""Texts for pydantic's errors, by their type."""
 
 BOUNDS = ("greater_than_equal", "greater_than", "less_than_equal", "less_than", "finite_number", "float32")
+"""Errors of numbers, whose value is printed without quotes."""
 
 
 def canonical(name: str) -> str:
-    """The dotted name as `Config` spells it: hyphens are underscores."""
+    """Return the dotted name as `Config` spells it, with underscores for hyphens."""
     return name.replace("-", "_")
 
 
 def option(name: str) -> str:
-    """How a knob is written on the command line."""
+    """Return a name as it is written on the command line."""
     return "--" + name.replace("_", "-")
 
 
 def value_of(config: Config, name: str) -> Any:
-    """The value of a knob by its dotted name."""
+    """Return the value of a knob, given its dotted name."""
     return functools.reduce(getattr, name.split("."), config)
 
 
 def nest(values: dict[str, Any]) -> dict[str, Any]:
-    """`{"model.layers": 4}` as `{"model": {"layers": 4}}`."""
+    """Return `{"model.layers": 4}` as `{"model": {"layers": 4}}`."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         *sections, last = name.split(".")
-        place = nested
+        table = nested
         for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
+            table = table.setdefault(section, {})
+        table[last] = value
     return nested
 
 
 def from_text(name: str, text: str) -> Any:
-    """What `text` on the command line says for a knob, as pydantic takes it: it never takes "3" for the choice 3."""
+    """Return the value that `text` on the command line gives a knob, in the form in which pydantic accepts it."""
     field = KNOBS[name]
     if text == "none" and field.default is None:
         return None
-    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-    return {str(choice): choice for choice in choices}.get(text, text)
+    if get_origin(field.annotation) is Literal:
+        # Pydantic would not accept "3" for the choice 3.
+        for choice in get_args(field.annotation):
+            if str(choice) == text:
+                return choice
+    return text
 
 
 def within(name: str, chosen: Iterable[str]) -> bool:
-    """Whether the knob `name`, or its section, is among `chosen`."""
+    """Return whether the knob `name`, or its section, is among `chosen`."""
     return any(name == one or name.startswith(one + ".") for one in chosen)
 
 
 def suggest(name: str, names: Iterable[str], form: Callable[[str], str] = str) -> str:
-    """`did you mean 'x'?`: the same word in another section, a near miss, or else what is valid; written by `form`."""
+    """Return `did you mean 'x'?` for an invalid name, or the valid names if none is close.
+
+    A name counts as close if its last word is the same, in this section or another, or is similar. `form` writes a
+    name, for example as an option.
+    """
     names = list(names)
-    last = name.rpartition(".")[2]
     if name in SECTIONS:
         return f"{name} is a section; its knobs are {', '.join(form(n) for n in names if within(n, [name]))}"
     siblings = _siblings(name, names)
-    word = lambda n: n.rpartition(".")[2]
-    close = [n for n in siblings if word(n) == last] or [n for n in names if word(n) == last]
-    for pool in siblings, names:
-        if not close and (match := difflib.get_close_matches(last, map(word, pool), n=1)):
-            close = [n for n in pool if word(n) == match[0]]
+    close = _close(name, siblings, names)
     if close:
         return f"did you mean {' or '.join(repr(form(n)) for n in close)}?"
-    valid = siblings or [n for n in names if "." not in n]
-    return f"valid names are {', '.join(map(form, valid))}{'' if siblings else '; --help lists every knob'}"
+    if siblings:
+        return f"valid names are {', '.join(form(n) for n in siblings)}"
+    top = [n for n in names if "." not in n]
+    return f"valid names are {', '.join(form(n) for n in top)}; --help lists every knob"
+
+
+def _close(name: str, siblings: list[str], names: list[str]) -> list[str]:
+    """Return the names with the same last word as `name`, or else with a similar one; siblings come first."""
+    last = _last_word(name)
+    for pool in (siblings, names):
+        same = [n for n in pool if _last_word(n) == last]
+        if same:
+            return same
+    for pool in (siblings, names):
+        match = difflib.get_close_matches(last, [_last_word(n) for n in pool], n=1)
+        if match:
+            return [n for n in pool if _last_word(n) == match[0]]
+    return []
+
+
+def _last_word(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _siblings(name: str, names: Iterable[str]) -> list[str]:
-    """Those of `names` in the innermost section of `name` that exists."""
+    """Return the `names` in the innermost section of `name` that exists."""
     while "." in name:
         name = name.rpartition(".")[0]
         if name in SECTIONS:
@@ -127,36 +154,53 @@ def _siblings(name: str, names: Iterable[str]) -> list[str]:
 
 
 def kind(annotation: Any) -> str:
-    """A word for the type of a knob: `int`, `path`, `a|b|c`."""
+    """Return a word for the type of a knob: `int`, `path`, `a|b|c`."""
     if get_origin(annotation) is Annotated:
         return kind(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
-        return "|".join(map(str, get_args(annotation)))
-    if any(Path in (one, *get_args(one)) for one in (annotation, *get_args(annotation))):
+        return "|".join(str(choice) for choice in get_args(annotation))
+    # The type of a path may be annotated, optional, or both.
+    if any(Path in (part, *get_args(part)) for part in (annotation, *get_args(annotation))):
         return "path"
-    return {bool: "true|false", str: "text"}.get(annotation) or getattr(annotation, "__name__", "value")
+    if annotation is bool:
+        return "true|false"
+    if annotation is str:
+        return "text"
+    return getattr(annotation, "__name__", "value")
 
 
 def shown(value: object) -> str:
-    """A value as a person would write it, cut where it is long."""
+    """Return a value as a user would write it, shortened if it is long."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
         return "a table"
-    text = {None: "none", "": "empty"}[value] if value in (None, "") else repr(value)
-    return text if len(text) <= 80 else text[:76] + " ..."
+    if value is None:
+        return "none"
+    if value == "":
+        return "empty"
+    text = repr(value)
+    if len(text) > 80:
+        return text[:76] + " ..."
+    return text
 
 
 def sentence(name: str, value: object, error: dict[str, Any], annotation: Any) -> str:
-    """One of pydantic's errors in our words, such as `model.layers is -3: must be at least 1`."""
-    rule, context = error["type"], error.get("ctx", {})
+    """Return one of pydantic's errors as a sentence, such as `model.layers is -3: must be at least 1`."""
+    rule = error["type"]
+    context = error.get("ctx", {})
     if rule == "literal_error":
         choices = [str(choice) for choice in get_args(annotation)]
         close = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
         return f"{name} is {shown(value)}: valid are {', '.join(choices)}{hint}"
-    if isinstance(value, list) and kind(annotation) == "path":  # what people try first with several texts
+    # A list is what users try first with several texts.
+    if isinstance(value, list) and kind(annotation) == "path":
         return f"{name} is {shown(value)}: must be one path, in quotes; join several texts into one file"
-    bounds = {key: f"{bound:g}" if isinstance(bound, float) else bound for key, bound in context.items()}
-    words = RULES[rule].format(**bounds) if rule in RULES else error["msg"][:1].lower() + error["msg"][1:]
-    return f"{name} is {value if rule in BOUNDS else shown(value)}: {words}"
+    if rule in RULES:
+        bounds = {key: f"{bound:g}" if isinstance(bound, float) else bound for key, bound in context.items()}
+        reason = RULES[rule].format(**bounds)
+    else:
+        reason = error["msg"][:1].lower() + error["msg"][1:]
+    text = value if rule in BOUNDS else shown(value)
+    return f"{name} is {text}: {reason}"

@@ -8,27 +8,33 @@ from pydantic_core import PydanticCustomError
 
 
 def numbers(name: str, least: int, most: int, example: str) -> Callable[[str], str]:
-    """A validator of ascending whole numbers with commas between."""
+    """Return a validator of ascending integers from `least` to `most`, separated by commas.
 
-    def wrong(problem: str, **values: object) -> PydanticCustomError:
+    Error messages use `name` and `example`.
+    """
+
+    def error(problem: str, **values: object) -> PydanticCustomError:
         return PydanticCustomError(name, problem, {"name": name, "example": example, **values})
 
     def check(text: str) -> str:
-        words = text.split(",")
-        for word in words:
-            if not (word.strip().isascii() and word.strip().isdigit()):
-                raise wrong("'{word}' is no whole number; write {name} such as {example}", word=word.strip()[:20])
+        for word in text.split(","):
+            word = word.strip()
+            if not (word.isascii() and word.isdigit()):
+                raise error("'{word}' is not a whole number; write {name} such as {example}", word=word[:20])
+            # Python refuses to convert thousands of digits, and 20 are too many already.
             if not least <= int(word[:20]) <= most:
-                bounds = dict(word=word.strip()[:20], least=least, most=most)
-                raise wrong("{word} is not from {least} to {most}; write {name} such as {example}", **bounds)
-        found = as_list(text)
-        if found != sorted(set(found)):
-            better = ",".join(map(str, sorted(set(found))))
-            raise wrong("write each of the {name} once, ascending: {better}", better=better)
+                problem = "{word} is not from {least} to {most}; write {name} such as {example}"
+                raise error(problem, word=word[:20], least=least, most=most)
+        values = as_list(text)
+        ascending = sorted(set(values))
+        if values != ascending:
+            better = ",".join(str(value) for value in ascending)
+            raise error("write each of the {name} once, ascending: {better}", better=better)
         return text
 
     return check
 
 
 def as_list(text: str) -> list[int]:
+    """Return the numbers of a valid text."""
     return [int(word) for word in text.split(",")]

@@ -1,10 +1,10 @@
-"""A TOML file and the command line's values as one `Config`; and a `Config` as TOML."""
+"""Combine a TOML file and the values of the command line into one `Config`; write a `Config` as TOML."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent.parent / "c
 """The configs inside the package, by name."""
 
 DEFAULT = "gpt_tiny"
+"""The config used when the command line names none."""
 
 
 @dataclass
 class Source:
-    """What a file or a command line sets: the good values, the knobs that failed, a sentence for each mistake."""
+    """The contents of a file or a command line: valid values, invalid knobs, and a sentence for each problem."""
 
     values: dict[str, Any] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
@@ -34,12 +35,12 @@ class Source:
 
 
 def load(config: str | None, overrides: Mapping[str, str], knobs: Collection[str] | None = None) -> Config:
-    """The configuration that a file, or the shipped one of that name, and the command line ask for together.
+    """Return the configuration that a file, or the shipped config of that name, and the command line give together.
 
-    `config` None is the shipped `gpt_tiny`. `overrides` holds dotted names and the text that was given for them; they
-    win over the file, which wins over the defaults. `knobs` are those, or the sections, that a command uses; None is
-    all: others may not be overridden, and what only concerns others is not checked.
-    Raises `RequestError` with every mistake, a sentence each.
+    Without `config` it is the shipped `gpt_tiny`. `overrides` maps dotted names to the text given for them; they
+    override the file, which overrides the defaults. `knobs` are the knobs, or their sections, that a command uses; None
+    means all. Other knobs may not be overridden, and problems that concern only them are not checked.
+    Raises `RequestError` with a sentence for each problem.
     """
     result, problems = read(config, overrides, knobs=knobs)
     if problems:
@@ -48,9 +49,11 @@ def load(config: str | None, overrides: Mapping[str, str], knobs: Collection[str
 
 
 def usual_warmup(steps: int, epochs: float) -> int:
-    """`optimizer.warmup` where nobody asks for one: the default, which has to fit a short run of so many steps."""
+    """Return `optimizer.warmup` when the user does not set it: the default, capped at a fifth of a run of `steps`."""
     default = KNOBS["optimizer.warmup"].default
-    return default if epochs else min(default, steps // 5)
+    if epochs:
+        return default
+    return min(default, steps // 5)
 
 
 def read(
@@ -60,36 +63,41 @@ def read(
     knobs: Collection[str] | None = None,
     also: Iterable[str] = (),
 ) -> tuple[Config, list[str]]:
-    """As `load`, but returns the mistakes; where there are any, the configuration has defaults in their place.
+    """Return the configuration as `load` does, and the problems; invalid values are replaced by defaults.
 
-    `failed` are knobs that went wrong on the command line before; `also` are names that a misspelt one may mean.
+    `failed` are knobs that failed on the command line before; `also` are further names that a misspelt name may mean.
     """
-    used = KNOBS if knobs is None else [name for name in KNOBS if within(name, knobs)]
+    used = list(KNOBS)
+    if knobs is not None:
+        used = [name for name in KNOBS if within(name, knobs)]
     name, file = _read_config(config)
     line = _read_overrides(overrides, used, also)
-    line.failed |= set(failed)
+    line.failed.update(failed)
     _choose_length(file, line)
-    values = file.values | line.values
+    values = {**file.values, **line.values}
     if values.get("run_dir") is None:
         values["run_dir"] = Path("runs") / name
     if "optimizer.warmup" not in values:
         steps = values.get("train.steps", KNOBS["train.steps"].default)
         values["optimizer.warmup"] = usual_warmup(steps, values.get("train.epochs", 0.0))
     result = Config.model_validate(nest(values))
-    broken = (file.failed - set(line.values)) | line.failed
-    return result, file.problems + line.problems + checks.problems(result, set(used) - broken)
+    # A valid value on the command line replaces an invalid one in the file.
+    invalid = (file.failed - set(line.values)) | line.failed
+    return result, file.problems + line.problems + checks.problems(result, set(used) - invalid)
 
 
 def _read_config(config: str | None) -> tuple[str, Source]:
-    """The config's name, and what its file sets."""
-    config = DEFAULT if config is None else config
-    if path := SHIPPED.get(canonical(config)):
-        return path.stem, _read_file(path)
+    """Return the name of the config, and the contents of its file."""
+    if config is None:
+        config = DEFAULT
+    shipped = SHIPPED.get(canonical(config))
+    if shipped:
+        return shipped.stem, _read_file(shipped)
     path = Path(config)
     if not config:
         problem = "config is empty; name a TOML file or a shipped config, or leave it out"
-    elif wrong := path_error(path):
-        problem = f"config {shown(config)} {wrong}"
+    elif path_error(path):
+        problem = f"config {shown(config)} {path_error(path)}"
     elif os.path.isdir(path):
         problem = f"config '{config}' is a folder; name a TOML file in it, such as {path / 'config.toml'}"
     elif not os.path.exists(path):
@@ -102,19 +110,29 @@ def _read_config(config: str | None) -> tuple[str, Source]:
 def _read_file(path: Path) -> Source:
     try:
         tables = read_toml(path)
-    except ValueError as error:  # not TOML, not UTF-8, a number of thousands of digits
+    except ValueError as error:
+        # It is not TOML, not UTF-8, or contains a number of thousands of digits.
         return Source(failed=set(KNOBS), problems=[f"config {path} is not valid TOML: {error}"])
     except OSError as error:
         return Source(failed=set(KNOBS), problems=[f"config {path} cannot be read: {error.strerror or error}"])
     given, problems = _flatten(tables, path)
-    # strict, so that "4" is no number and 1 is not true; as JSON, because only there may text become a path
-    strict = lambda values: Config.model_validate_json(json.dumps(nest(values), default=str), strict=True)
-    source = _validate(given, strict, where=f"{path}: ")
+    source = _validate(given, _parse_strictly, where=f"{path}: ")
     return Source(source.values, source.failed, problems + source.problems)
 
 
+def _parse_strictly(values: dict[str, Any]) -> Config:
+    """Validate the values of a file, where "4" is not a number and 1 is not true."""
+    # As JSON, because only there does pydantic's strict mode turn text into a path.
+    return Config.model_validate_json(json.dumps(nest(values), default=str), strict=True)
+
+
+def _parse(values: dict[str, Any]) -> Config:
+    """Validate the values of the command line, which are all text."""
+    return Config.model_validate(nest(values))
+
+
 def _flatten(tables: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The file's keys by dotted name, and a sentence for each that does not exist or stands twice."""
+    """Return the keys of a file by dotted name, and a sentence for each that does not exist or is set twice."""
     given: dict[str, Any] = {}
     problems: list[str] = []
 
@@ -137,6 +155,7 @@ def _flatten(tables: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[s
 
 
 def _read_overrides(overrides: Mapping[str, str], used: Collection[str], also: Iterable[str]) -> Source:
+    """Return the values of the command line; only `used` knobs are valid, `also` are other names to suggest."""
     given: dict[str, Any] = {}
     problems: list[str] = []
     for name, text in overrides.items():
@@ -147,33 +166,35 @@ def _read_overrides(overrides: Mapping[str, str], used: Collection[str], also: I
             problems.append(f"{option(name)} has no effect on this command; leave it out (--help lists what it takes)")
         else:
             given[name] = from_text(name, text)
-    source = _validate(given, lambda values: Config.model_validate(nest(values)))
+    source = _validate(given, _parse)
     return Source(source.values, source.failed, problems + source.problems)
 
 
-def _validate(given: dict[str, Any], parse: Any, where: str = "") -> Source:
-    """Check each value for itself with pydantic."""
-    wrong: dict[str, str] = {}
+def _validate(given: dict[str, Any], parse: Callable[[dict[str, Any]], Config], where: str = "") -> Source:
+    """Check each value on its own with pydantic; `where` stands in front of each problem."""
+    problems: dict[str, str] = {}
     try:
         config = parse(given)
-    except ValidationError as error:
-        for one in error.errors():
-            name = ".".join(map(str, one["loc"]))
-            wrong.setdefault(name, where + sentence(name, given[name], one, KNOBS[name].annotation))
-        config = parse({name: value for name, value in given.items() if name not in wrong})
-    values = {name: value for name, value in leaves(config).items() if name in given and name not in wrong}
-    return Source(values, set(wrong), list(wrong.values()))
+    except ValidationError as invalid:
+        for error in invalid.errors():
+            name = ".".join(str(part) for part in error["loc"])
+            # The first error of a knob is enough.
+            problems.setdefault(name, where + sentence(name, given[name], error, KNOBS[name].annotation))
+        config = parse({name: value for name, value in given.items() if name not in problems})
+    values = {name: value for name, value in leaves(config).items() if name in given and name not in problems}
+    return Source(values, set(problems), list(problems.values()))
 
 
 def _choose_length(file: Source, line: Source) -> None:
-    """Steps or epochs, not both; the one on the command line takes the place of the other in the file."""
-    for source, where in (file, "the config"), (line, "the command line"):
-        steps, epochs = source.values.get("train.steps"), source.values.get("train.epochs")
+    """Refuse steps and epochs from one source; the one on the command line replaces the other in the file."""
+    for source, where in ((file, "the config"), (line, "the command line")):
+        steps = source.values.get("train.steps")
+        epochs = source.values.get("train.epochs")
         if steps is not None and epochs:
             source.problems.append(
                 f"train.steps {steps} and train.epochs {epochs:g} are both set in {where}; leave one of them out"
             )
-            source.failed |= {"train.steps", "train.epochs"}
+            source.failed.update({"train.steps", "train.epochs"})
     if line.values.get("train.epochs"):
         file.values.pop("train.steps", None)
     elif "train.steps" in line.values:
@@ -181,14 +202,17 @@ def _choose_length(file: Source, line: Source) -> None:
 
 
 def to_toml(config: Config) -> str:
-    """`config`, every knob of it, as TOML that `load` reads back to an equal one, if `load` has made it."""
+    """Return every knob of `config` as TOML. `load` reads it back as an equal config, if `load` has made this one."""
     lines = [f"# The resolved configuration of a run, written by jaxdist {__version__}."]
-    values = leaves(config)
     for section in ("", *SECTIONS):
-        lines += ["", f"[{section}]"] * (section != "")
-        for name in (name for name in values if name.rpartition(".")[0] == section):
-            if values[name] is not None and not (name == "train.steps" and config.train.epochs):
-                lines.append(f"{name.rpartition('.')[2]} = {_toml(values[name])}")
+        if section:
+            lines += ["", f"[{section}]"]
+        for name, value in leaves(config).items():
+            knob_section, _, knob = name.rpartition(".")
+            # A file may not set both steps and epochs, and steps are unused if there are epochs.
+            replaced = name == "train.steps" and config.train.epochs
+            if knob_section == section and value is not None and not replaced:
+                lines.append(f"{knob} = {_toml(value)}")
     return "\n".join(lines) + "\n"
 
 
@@ -197,5 +221,5 @@ def _toml(value: object) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
-    # JSON's strings are TOML's, but for one control character
+    # A JSON string is a TOML string too, except for one control character.
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

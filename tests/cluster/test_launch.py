@@ -47,7 +47,7 @@ def test_nodes():
         ([], "--time is missing"),
         (["--time=soon"], "--time is 'soon': must be a time as Slurm writes it"),
         (["--time=0"], "--time is '0': must be a time"),
-        (["--time=1:30"], "--time 1:30 is over before a job can do anything: it is asked to stop 90 s before"),
+        (["--time=1:30"], "--time 1:30 is over before a job can do anything: it is signalled to stop 90 s earlier"),
         (["--time=10", "--nodes=4-2"], "--nodes is '4-2': must be a number such as 4"),
         (["--time=10", "--nodes=0"], "--nodes is '0': must be"),
         (["--time=10", "--partition=a b"], "--partition is 'a b': must be letters"),
@@ -67,7 +67,7 @@ def test_nodes():
         (["--time=10", "--nodes=3", "--mesh=3x1x1"], "train.global_batch_size 16 does not divide by 3 data ranks"),
         (["--time=10", "--nodes=1-3", "--mesh=auto", "--parallel.zero=2"], "--mesh auto decides --parallel.zero too"),
         (["--time=10", "--cluster.processes=2"], "--cluster.processes has no effect on this command"),
-        (["--time=10", "--", "--nodes=2"], "--nodes=2 is no option of train; write it before the --"),
+        (["--time=10", "--", "--nodes=2"], "--nodes=2 is not an option of train; write it before the --"),
         (["--time=10", "--", "--train.stepps=2"], "did you mean '--train.steps'?"),
         (["--time=10", "--resume=7"], "holds no run to go back to step 7"),
         (

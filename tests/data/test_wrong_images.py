@@ -120,7 +120,7 @@ BAD_FILES = [
     ({"d/a/1.png": 0, "d/b/c/1.png": 0}, {"path": "d"}, ["c' is a folder inside that of a class"]),
     ({"d/a/1.png": 0, "d/a/2.png": 1}, {"path": "d"}, ["has 1 class"]),
     ({"d/a/1.png": 0, "d/b/2.png": b"words"}, {"path": "d"}, ["2.png' is not an image that Pillow knows; remove it"]),
-    ({"d/a/1.png": 0, "d/b/Thumbs.db": b"words"}, {"path": "d"}, ["Thumbs.db' is no image", "remove it"]),
+    ({"d/a/1.png": 0, "d/b/Thumbs.db": b"words"}, {"path": "d"}, ["Thumbs.db' is not an image", "remove it"]),
     ({"d/a/1.png": 0, "d/b/2.png": 9}, {"path": "d"}, ["1.png' has 5x6 pixels", "2.png' has 4x7", "set model.image"]),
     ({"d/a/1.png": 0, "d/b/2.png": -16}, {"path": "d"}, ["2.png' has more than 8 bits", "mode I;16"]),
     (

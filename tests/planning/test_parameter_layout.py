@@ -164,7 +164,7 @@ def test_a_dry_run_compares_with_a_gpu(capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--target=h100"], "--target h100 is for --dry-run alone"),
+        (["--target=h100"], "--target h100 is valid with --dry-run only"),
         (["--target=h1000", "--dry-run"], "target 'h1000' is not known; did you mean 'h100'"),
     ],
 )

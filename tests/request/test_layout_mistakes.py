@@ -90,7 +90,7 @@ PARALLEL = {
     ),
     "sequence without a model axis": Wrong(
         "--mesh 2x1x1 --parallel.sequence true",
-        [("parallel.sequence is True, but mesh 2x1x1, whose model axis is 1, makes no use of it; leave it out",)],
+        [("parallel.sequence is True, but mesh 2x1x1, whose model axis is 1, does not use it; leave it out",)],
     ),
     "sequence without the MLP": Wrong(
         "--mesh 1x2x1 --parallel.sequence true --parallel.rules.mlp=",

@@ -32,7 +32,7 @@ ONE_KNOB = {
     ),
     "near precision": Wrong("--precision mix", [("auto, float32, bfloat16, mixed; did you mean 'mixed'?",)]),
     "knob of text": Wrong("cnn_digits --model.heads 8", [("model.heads is 8, but model.family cnn makes no use",)]),
-    "knob of images": Wrong("--model.classes 3", [("model.classes is 3, but model.family gpt makes no use of it",)]),
+    "knob of images": Wrong("--model.classes 3", [("model.classes is 3, but model.family gpt does not use it",)]),
     "documents of images": Wrong(
         "cnn_digits --model.documents apart", [("model.documents is apart, but model.family cnn makes no use",)]
     ),
@@ -162,11 +162,11 @@ COMBINATIONS = {
     ),
     "final of nothing": Wrong(
         "--optimizer.schedule constant --optimizer.decay_fraction 0 --optimizer.final 0.5",
-        [("optimizer.final is 0.5", "makes no use of it")],
+        [("optimizer.final is 0.5", "does not use it")],
     ),
     "no steps": Wrong("--train.steps 0", [("train.steps and train.epochs are both 0",)]),
     "warm-up": Wrong("--train.steps 9 --optimizer.warmup 10", [("optimizer.warmup 10", "train.steps 9")]),
-    "beta2 of sgd": Wrong("--optimizer.name sgd --optimizer.beta2 0.9", [("beta2 is 0.9", "sgd makes no use of it")]),
+    "beta2 of sgd": Wrong("--optimizer.name sgd --optimizer.beta2 0.9", [("beta2 is 0.9", "sgd does not use it")]),
     "decay": Wrong("--optimizer.decay-fraction 0.5", [("decay_fraction is 0.5", "schedule cosine", "default is 0.2")]),
     "small vocabulary": Wrong("--model.vocab 256", [("model.vocab 256", "257 or more")]),
     "no data": Wrong(

@@ -129,7 +129,7 @@ def test_nothing_of_a_run_is_replaced(name, tmp_path, run_folder):
 def test_the_folder_is_there_and_the_name_can_be_written(name, tmp_path, run_folder, monkeypatch):
     suffix = ROWS[name][2]
     missing = refusal(ROWS[name], tmp_path / "none" / f"a{suffix}", run_folder)
-    assert missing.endswith("cannot be written: its folder does not exist; make it first")
+    assert missing.endswith("cannot be written: its folder does not exist; create it first")
     long = refusal(ROWS[name], tmp_path / ("x" * 300 + suffix), run_folder)
     assert "has a name of more than 255 bytes; choose a shorter one" in long
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere

@@ -28,7 +28,7 @@ MISTAKES = {
         [("global_batch_size 8", "pipeline.microbatches 8 x 2 data ranks", "set it to 16")],
     ),
     "a model without blocks": Wrong(
-        "cnn_digits --mesh 2x1x2", [("pipeline=2, but model.family cnn is no stack of like blocks", "to data")]
+        "cnn_digits --mesh 2x1x2", [("pipeline=2, but model.family cnn is not a stack of equal blocks", "to data")]
     ),
     "micro-batches of an asynchronous schedule": Wrong(
         "--mesh 1x1x2 --pipeline.schedule pipedream --optimizer.clip 0 --pipeline.microbatches 4",
@@ -37,7 +37,7 @@ MISTAKES = {
     "clipping, and a copy, of what is never whole": Wrong(
         "--mesh 1x1x2 --pipeline.schedule pipedream --precision mixed",
         [
-            ("optimizer.clip is 1", "knows no norm", "set optimizer.clip to 0, or pipeline.schedule to 1f1b"),
+            ("optimizer.clip is 1", "no norm to clip by", "set optimizer.clip to 0, or pipeline.schedule to 1f1b"),
             ("precision is mixed, but pipeline.schedule pipedream keeps several versions", "precision to bfloat16"),
         ],
     ),

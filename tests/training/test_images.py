@@ -96,7 +96,7 @@ def test_metrics_count_images_and_evaluation_tells_the_accuracy(one_device, caps
     assert last["mfu"] is None
     assert evaluate.main([str(folder), "--mesh=2x1x1"]) == 0
     assert "nats per image over 373 images  accuracy" in capsys.readouterr().out
-    with pytest.raises(RequestError, match="family cnn, which writes no text"):
+    with pytest.raises(RequestError, match="family cnn, which generates no text"):
         generate.main([str(folder), "--prompt=a"])
 
 

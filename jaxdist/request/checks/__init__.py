@@ -1,4 +1,4 @@
-"""What single knobs cannot say: whether they fit each other, this machine's files, and the mesh. A file per story."""
+"""Check what a single knob cannot: whether knobs fit each other, the files of this machine, and the mesh."""
 
 from jaxdist.request.checks import files, mesh, model, pipeline, training
 from jaxdist.request.checks.files import check_output, check_picture

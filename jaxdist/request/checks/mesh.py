@@ -1,4 +1,4 @@
-"""The mesh, how the work is split over it, and whether the sizes divide."""
+"""Check the mesh, the rules that split the work over it, and whether the sizes divide."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from jaxdist.mesh import (
     PIPELINE,
     MeshShape,
     fill,
+    fixed_devices,
     micro_batches,
     parse_mesh,
     requested,
@@ -29,15 +30,22 @@ from jaxdist.units import closest, divisors, multiples, remedy, to
 Fit = Callable[[Config, Mapping[str, int]], Iterator[str]]
 
 FITS: list[tuple[tuple[str, ...], Fit]] = []
-"""What each reads, and what it finds."""
+"""Checks of sizes against the mesh, each with the knobs that it reads."""
 
 
 def fit(*reads: str) -> Callable[[Fit], Fit]:
-    """Add a check of sizes against the mesh: as it is asked for, and by `check_mesh_fits` as it is."""
+    """Return a decorator that adds a check of sizes against the mesh.
+
+    The check runs on the mesh as requested, with all other checks, and on the final mesh by `check_mesh_fits`.
+    """
 
     def add(find: Fit) -> Fit:
         FITS.append((reads, find))
-        check("mesh", *reads)(lambda config: find(config, _asked(config)))
+
+        @check("mesh", *reads)
+        def on_requested_mesh(config: Config) -> Iterator[str]:
+            return find(config, _requested_shape(config))
+
         return find
 
     return add
@@ -46,17 +54,20 @@ def fit(*reads: str) -> Callable[[Fit], Fit]:
 def check_mesh_fits(config: Config, shape: Mapping[str, int], batch: bool = True) -> None:
     """Raise `RequestError` with a sentence for each size that does not divide over a mesh of `shape`.
 
-    Without `batch`, but for the batch and its micro-batches: of a command that takes none.
+    Without `batch`, the batch and its micro-batches are not checked, for a command that uses none.
     """
-    of_batch = lambda reads: any(name.startswith("train.") for name in reads)
-    finds = [find for reads, find in FITS if batch or not of_batch(reads)]
-    if problems := [problem for find in finds for problem in find(config, shape)]:
+    problems = []
+    for reads, find in FITS:
+        if batch or not any(name.startswith("train.") for name in reads):
+            problems += find(config, shape)
+    if problems:
         raise RequestError(*problems)
 
 
 def fits(config: Config, devices: int) -> bool:
-    """Whether the mesh takes exactly so many devices, and the sizes of the run divide over it."""
-    if config.mesh == AUTO:  # which chooses for as many as there are
+    """Return whether the mesh takes exactly `devices` devices, and the sizes of the run divide over it."""
+    # The automatic mesh is planned for the devices that there are.
+    if config.mesh == AUTO:
         return True
     try:
         shape = fill(parse_mesh(config.mesh), devices)
@@ -66,20 +77,22 @@ def fits(config: Config, devices: int) -> bool:
 
 
 def fitting(config: Config, devices: int) -> int:
-    """The most of so many devices that `fits` a mesh with a `-1`.
+    """Return the largest number, at most `devices`, that `fits` a mesh with a `-1`.
 
-    All of them where no number does, or there is nothing to fill.
+    Returns `devices` if no number fits, or if there is no `-1`.
     """
     shape = requested(config.mesh)
     if config.mesh == AUTO or FILL not in shape.values():
         return devices
-    fixed = math.prod(size for size in shape.values() if size != FILL)
-    sizes = _fillings(config, shape, devices // fixed)
-    return next((size * fixed for size in sizes if fits(config, size * fixed)), devices)
+    fixed = fixed_devices(shape)
+    for size in _fillings(config, shape, devices // fixed):
+        if fits(config, size * fixed):
+            return size * fixed
+    return devices
 
 
 def _fillings(config: Config, shape: Mapping[str, int], most: int) -> Iterable[int]:
-    """The sizes that the axis to be filled may have, at most `most`, the largest first: others divide nothing."""
+    """Yield the sizes up to `most` that the axis to fill may have, the largest first; no other size can fit."""
     if any(shape[axis] == FILL for axis in BATCH_AXES):
         sizes = divisors(config.train.global_batch_size)
     elif shape[MODEL] == FILL and _sizes(config):
@@ -93,44 +106,56 @@ def _fillings(config: Config, shape: Mapping[str, int], most: int) -> Iterable[i
 
 @dataclass(frozen=True)
 class Enough:
-    """How many devices of a job the mesh of `config` has a use for."""
+    """The number of devices that the mesh of `config` can use."""
 
     config: Config
 
     def __call__(self, devices: int) -> int:
-        """Of so many devices in all, those that are used: see `fitting`."""
+        """Return how many of `devices` devices are used: see `fitting`."""
         return fitting(self.config, devices)
 
     def how_to_use(self, devices: int) -> str:
-        """What to change so that all of them are used; empty where all are, or no batch does it."""
-        sizes = batches_for(self.config, devices) if self(devices) < devices else []
+        """Return what to change to use all devices; empty if all are used, or if no batch size achieves it."""
+        if self(devices) == devices:
+            return ""
+        sizes = batches_for(self.config, devices)
         if not sizes:
             return ""
         return f"train.global_batch_size {' or '.join(map(str, sizes))} would use all {devices} devices"
 
 
 def batches_for(config: Config, devices: int) -> list[int]:
-    """The global batches next to that of `config` with which the mesh takes exactly so many devices."""
+    """Return the batch sizes next to that of `config` with which the mesh takes exactly `devices` devices."""
     try:
         shape = fill(parse_mesh(config.mesh), devices)
     except RequestError:
         return []
     unit = micro_batches(config, shape) * math.prod(shape[axis] for axis in BATCH_AXES)
     train = config.train
-    found = []
+    sizes = []
     for rows in multiples(unit, train.global_batch_size):
         other = config.model_copy(update={"train": train.model_copy(update={"global_batch_size": rows})})
         if fits(other, devices):
-            found.append(rows)
-    return found
+            sizes.append(rows)
+    return sizes
 
 
-def _asked(config: Config) -> MeshShape:
-    """The mesh as far as the request tells: 1 for an axis that is filled, or for all where the text is wrong."""
+def _requested_shape(config: Config) -> MeshShape:
+    """Return the mesh as far as the request determines it: 1 for the axis to fill, or for all if the text is wrong."""
     try:
-        return {axis: 1 if size == FILL else size for axis, size in requested(config.mesh).items()}
+        shape = requested(config.mesh)
     except RequestError:
         return dict.fromkeys(AXES, 1)
+    return {axis: 1 if size == FILL else size for axis, size in shape.items()}
+
+
+def is_one(config: Config, axis: str) -> bool:
+    """Return whether the request sets `axis` of the mesh to 1; not if it is `-1`, which is filled later."""
+    try:
+        return requested(config.mesh)[axis] == 1
+    except RequestError:
+        # The check of the mesh itself reports that.
+        return False
 
 
 @check("mesh")
@@ -144,7 +169,8 @@ def _mesh(config: Config) -> Iterator[str]:
 @check("parallel.rules.heads", "parallel.rules.mlp", "parallel.rules.vocab")
 def _rules(config: Config) -> Iterator[str]:
     for dim, axis in config.parallel.rules:
-        rule, valid = f"parallel.rules.{dim} is '{axis}'", f"use '{MODEL}', or '' to leave {dim} whole"
+        rule = f"parallel.rules.{dim} is '{axis}'"
+        valid = f"use '{MODEL}', or '' to leave {dim} whole"
         if axis in BATCH_AXES:
             yield f"{rule}, which splits the rows of the batch: one axis cannot split both rows and {dim}; {valid}"
         elif axis == PIPELINE:
@@ -160,7 +186,8 @@ def _sequence_rules(config: Config) -> Iterator[str]:
     rules = config.parallel.rules
     whole = [f"parallel.rules.{dim}" for dim, axis in (("heads", rules.heads), ("mlp", rules.mlp)) if not axis]
     if config.parallel.sequence and whole:
-        names, verb = " and ".join(whole), "is" if len(whole) == 1 else "are"
+        names = " and ".join(whole)
+        verb = "is" if len(whole) == 1 else "are"
         yield (
             f"parallel.sequence is true, but {names} {verb} empty: a residual stream that {MODEL} splits needs heads "
             f"and mlp that it splits; " + remedy(f"{names} to '{MODEL}'", "parallel.sequence to false")
@@ -169,11 +196,8 @@ def _sequence_rules(config: Config) -> Iterator[str]:
 
 @check("mesh", "parallel.sequence")
 def _sequence_alone(config: Config) -> Iterator[str]:
-    try:
-        alone = requested(config.mesh)[MODEL] == 1  # not where it is -1, and filled
-    except RequestError:  # told of the mesh
-        return
-    if alone and not config.model.images:  # of images `parallel.sequence` is refused by its family
+    # For images, `parallel.sequence` is refused because of the family.
+    if is_one(config, MODEL) and not config.model.images:
         yield from unused(config, "parallel.sequence", f"mesh {config.mesh}, whose {MODEL} axis is 1,")
 
 
@@ -186,15 +210,19 @@ def _micro_batches(config: Config) -> Iterator[str]:
 
 @fit("train.global_batch_size", "train.accumulation", "pipeline.microbatches")
 def _batch(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    size, k = config.train.global_batch_size, micro_batches(config, shape)
+    size = config.train.global_batch_size
+    k = micro_batches(config, shape)
     ranks = math.prod(shape[axis] for axis in BATCH_AXES)
-    unit = k * ranks
-    if size % unit:
+    if size % (k * ranks) == 0:
+        return
+    factors = []
+    if k > 1:
         knob = "pipeline.microbatches" if shape[PIPELINE] > 1 else "train.accumulation"
-        factors = [f"{knob} {k}"] * (k > 1)
-        factors += [f"{ranks} data ranks (mesh {config.mesh})"] * (ranks > 1)
-        near = " or ".join(map(str, multiples(unit, size)))
-        yield f"train.global_batch_size {size} does not divide by {' x '.join(factors)}; set it to {near}"
+        factors.append(f"{knob} {k}")
+    if ranks > 1:
+        factors.append(f"{ranks} data ranks (mesh {config.mesh})")
+    near = " or ".join(map(str, multiples(k * ranks, size)))
+    yield f"train.global_batch_size {size} does not divide by {' x '.join(factors)}; set it to {near}"
 
 
 @fit("model.family")
@@ -208,56 +236,69 @@ def _images(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
 
 @fit("model.heads", "parallel.rules.heads")
 def _heads(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    near = closest(head_counts(config.model, shape[MODEL]), config.model.heads)
-    yield from _split(config, shape, "model.heads", f"model.heads {config.model.heads}", to("model.heads", near))
+    heads = config.model.heads
+    near = closest(head_counts(config.model, shape[MODEL]), heads)
+    yield from _divides(config, shape, "model.heads", f"model.heads {heads}", to("model.heads", near))
 
 
 @fit("model.family", "model.heads", "model.kv_heads", "parallel.rules.heads")
 def _key_value_heads(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    model, ways = config.model, shape[MODEL]
-    told_already = not model.kv_heads or model.family == "gpt" or model.heads % model.kv_heads
-    if told_already or config.parallel.rules.heads != MODEL or _even(model.kv_heads, ways):
+    model = config.model
+    ways = shape[MODEL]
+    # Other checks report key/value heads of a GPT, and those that do not divide the heads.
+    reported = model.family == "gpt" or (model.kv_heads and model.heads % model.kv_heads)
+    if not model.kv_heads or reported:
+        return
+    if config.parallel.rules.heads != MODEL or _even(model.kv_heads, ways):
         return
     near = closest((n for n in divisors(model.heads) if _even(n, ways)), model.kv_heads)
     yield (
         f"model.kv_heads {model.kv_heads} can neither be split nor repeated evenly over {MODEL}={ways} "
-        f"(mesh {config.mesh}); " + remedy(to("model.kv_heads", near), _axis(config, ways))
+        f"(mesh {config.mesh}); " + remedy(to("model.kv_heads", near), _other_axis(config, ways))
     )
 
 
 @fit("model.family", "model.embed", "model.mlp", "parallel.rules.mlp")
 def _mlp(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     size = config.model.mlp_size
-    told = f"model.mlp {config.model.mlp}" + f", which means {size}," * (config.model.mlp == 0)
-    yield from _split(config, shape, "model.mlp", told, to("model.mlp", multiples(shape[MODEL], size)))
+    value = f"model.mlp {config.model.mlp}"
+    if config.model.mlp == 0:
+        value += f", which means {size},"
+    yield from _divides(config, shape, "model.mlp", value, to("model.mlp", multiples(shape[MODEL], size)))
 
 
 @fit("model.vocab", "parallel.rules.vocab")
 def _vocab(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     vocab = config.model.vocab
     near = to("model.vocab", multiples(shape[MODEL], vocab))
-    yield from _split(config, shape, "model.vocab", f"model.vocab {vocab}", near, "parallel.rules.vocab to ''")
+    yield from _divides(config, shape, "model.vocab", f"model.vocab {vocab}", near, "parallel.rules.vocab to ''")
 
 
 @fit("model.sequence", "parallel.sequence")
 def _sequence(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     sequence = config.model.sequence
     near = to("model.sequence", multiples(shape[MODEL], sequence))
-    yield from _split(config, shape, "model.sequence", f"model.sequence {sequence}", near, "parallel.sequence to false")
+    value = f"model.sequence {sequence}"
+    yield from _divides(config, shape, "model.sequence", value, near, "parallel.sequence to false")
 
 
-def _split(config: Config, shape: Mapping[str, int], name: str, told: str, *instead: str) -> Iterator[str]:
-    """Refuses a size that the `model` axis has to split and does not divide."""
+def _divides(
+    config: Config, shape: Mapping[str, int], knob: str, value: str, other_size: str, no_split: str = ""
+) -> Iterator[str]:
+    """Refuse a size that the `model` axis has to split but does not divide.
+
+    `value` describes the size, `other_size` and `no_split` are remedies beside another size of the axis.
+    """
     ways = shape[MODEL]
-    if _sizes(config).get(name, 0) % ways:
-        yield f"{told} does not divide by {MODEL}={ways} (mesh {config.mesh}); " + remedy(
-            instead[0], _axis(config, ways), *instead[1:]
-        )
+    if _sizes(config).get(knob, 0) % ways:
+        ways_out = remedy(other_size, _other_axis(config, ways), no_split)
+        yield f"{value} does not divide by {MODEL}={ways} (mesh {config.mesh}); {ways_out}"
 
 
 def _sizes(config: Config) -> dict[str, int]:
-    """The sizes that the `model` axis splits, by their knobs."""
-    model, rules = config.model, config.parallel.rules
+    """Return the sizes that the `model` axis splits, by their knobs."""
+    model = config.model
+    rules = config.parallel.rules
     if model.images:
         return {}
     sizes = {
@@ -266,18 +307,18 @@ def _sizes(config: Config) -> dict[str, int]:
         "model.vocab": (rules.vocab, model.vocab),
         "model.sequence": (MODEL if config.parallel.sequence else "", model.sequence),
     }
-    return {name: size for name, (axis, size) in sizes.items() if axis == MODEL}
+    return {knob: size for knob, (axis, size) in sizes.items() if axis == MODEL}
 
 
-def _axis(config: Config, ways: int) -> str:
-    """The sizes of the `model` axis next to `ways` that every size of the model fits."""
+def _other_axis(config: Config, ways: int) -> str:
+    """Return the sizes of the `model` axis next to `ways` by which every size of the model divides."""
     sizes = _sizes(config)
-    fitting = divisors(math.gcd(*sizes.values()))
+    candidates = divisors(math.gcd(*sizes.values()))
     if "model.heads" in sizes:
-        fitting = [n for n in fitting if _even(config.model.key_value_heads, n)]
-    return to(f"the {MODEL} axis", closest(fitting, ways))
+        candidates = [n for n in candidates if _even(config.model.key_value_heads, n)]
+    return to(f"the {MODEL} axis", closest(candidates, ways))
 
 
 def _even(kv_heads: int, ways: int) -> bool:
-    """Whether key/value heads can be split, or repeated, so that every device has the same number of them."""
+    """Return whether key/value heads can be split or replicated so that every device has the same number."""
     return kv_heads % ways == 0 or ways % kv_heads == 0

@@ -1,4 +1,4 @@
-"""The sizes of the model, and what its family has."""
+"""Check the sizes of the model, and that its family uses the knobs that are set."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from jaxdist.request.checks.registry import check, unused
 from jaxdist.units import closest, divisors, multiples, remedy, to
 
 MOST_PARAMETERS = 2**44
-"""17.6 trillion: beyond what anybody trains, and sizes still fit 64 bits."""
+"""17.6 trillion: more than anybody trains, and few enough for sizes in bytes to fit 64 bits."""
 
 
 def decoder_parameters(model: ModelConfig) -> int:
-    """The matrices of a decoder: of its blocks, and its tables. Biases and norms, which are few, are left out."""
-    gpt = model.family == "gpt"
-    attention = 2 * model.embed**2 + 2 * model.embed * (model.embed // model.heads) * model.key_value_heads
-    mlp = (2 if gpt else 3) * model.embed * model.mlp_size
-    rows = model.vocab * (1 if model.tied else 2) + (model.sequence if gpt else 0)
-    return model.layers * (attention + mlp) + rows * model.embed
+    """Return the number of parameters of a decoder, without biases and norms, which are few."""
+    # Queries and the output projection are embed x embed; keys and values are narrower with grouped-query attention.
+    head_size = model.embed // model.heads
+    attention = 2 * model.embed**2 + 2 * model.embed * head_size * model.key_value_heads
+    # An untied model has a second table as its output projection.
+    table_rows = model.vocab if model.tied else 2 * model.vocab
+    if model.family == "gpt":
+        mlp = 2 * model.embed * model.mlp_size
+        # The GPT has a table of learned positions.
+        table_rows += model.sequence
+    else:
+        # Llama's MLP has a third matrix, the gate.
+        mlp = 3 * model.embed * model.mlp_size
+    return model.layers * (attention + mlp) + table_rows * model.embed
 
 
 SIZES = ("layers", "embed", "heads", "kv_heads", "mlp", "vocab", "sequence")
@@ -31,24 +39,29 @@ def _parameters(config: Config) -> Iterator[str]:
     count = decoder_parameters(config.model)
     if count > MOST_PARAMETERS:
         sizes = [(f"model.{size}", getattr(config.model, size)) for size in SIZES]
-        asked = ", ".join(f"{name} {value}" for name, value in sizes if value)  # 0 follows from the others
+        # A size of 0 follows from the others.
+        given = ", ".join(f"{name} {value}" for name, value in sizes if value)
         yield (
-            f"{asked} make a model of {count:.3g} parameters; at most {MOST_PARAMETERS:.3g} are planned or trained: "
+            f"{given} make a model of {count:.3g} parameters; at most {MOST_PARAMETERS:.3g} are planned or trained: "
             f"lower one of them"
         )
 
 
 def head_counts(model: ModelConfig, ways: int = 1) -> list[int]:
-    """The numbers of heads that fit the other sizes and divide by `ways`."""
-    llama = model.family == "llama"
-    unit = model.kv_heads if llama and model.kv_heads else 1
-    even = 2 if llama else 1
-    return [n for n in divisors(model.embed) if n % ways == n % unit == 0 and model.embed // n % even == 0]
+    """Return the numbers of heads that fit the other sizes and divide by `ways`."""
+    counts = [n for n in divisors(model.embed) if n % ways == 0]
+    if model.family != "llama":
+        return counts
+    if model.kv_heads:
+        counts = [n for n in counts if n % model.kv_heads == 0]
+    # Rotary positions rotate pairs of numbers, so the size of a head must be even.
+    return [n for n in counts if model.embed // n % 2 == 0]
 
 
 @check("model.embed", "model.heads")
 def _heads(config: Config) -> Iterator[str]:
-    embed, heads = config.model.embed, config.model.heads
+    embed = config.model.embed
+    heads = config.model.heads
     if embed % heads:
         yield f"model.embed {embed} does not divide by model.heads {heads}; {_other_heads(config.model)}"
 
@@ -60,13 +73,16 @@ def _rotary(config: Config) -> Iterator[str]:
     if model.family == "llama" and not rest and size % 2:
         yield (
             f"model.embed {model.embed} in {model.heads} model.heads makes heads of size {size}, but the rotary "
-            f"positions of llama turn pairs and need an even size; {_other_heads(model)}"
+            f"positions of llama rotate pairs and need an even size; {_other_heads(model)}"
         )
 
 
 def _other_heads(model: ModelConfig) -> str:
-    unit = model.heads * (2 if model.family == "llama" else 1)
     heads = closest(head_counts(model), model.heads)
+    unit = model.heads
+    if model.family == "llama":
+        # The size of a head must be even.
+        unit *= 2
     return remedy(to("model.heads", heads), to("model.embed", multiples(unit, near=model.embed)))
 
 
@@ -94,16 +110,32 @@ def _no_dropout(config: Config) -> Iterator[str]:
         yield from unused(config, "model.dropout", f"model.family {family}, which has no dropout,")
 
 
-OF_TEXT = (
-    *("model.layers", "model.embed", "model.heads", "model.kv_heads", "model.rope_theta", "model.mlp", "model.vocab"),
-    *("model.sequence", "model.tied", "model.remat", "model.documents", "data.tokenizer"),
-    *("parallel.sequence", "parallel.micro_batches", "parallel.rules.heads", "parallel.rules.mlp"),
+TEXT_KNOBS = (
+    "model.layers",
+    "model.embed",
+    "model.heads",
+    "model.kv_heads",
+    "model.rope_theta",
+    "model.mlp",
+    "model.vocab",
+    "model.sequence",
+    "model.tied",
+    "model.remat",
+    "model.documents",
+    "data.tokenizer",
+    "parallel.sequence",
+    "parallel.micro_batches",
+    "parallel.rules.heads",
+    "parallel.rules.mlp",
     "parallel.rules.vocab",
 )
-OF_IMAGES = ("model.classes", "model.image", "model.channels", "data.augment")
+"""Knobs that only models of text use."""
+
+IMAGE_KNOBS = ("model.classes", "model.image", "model.channels", "data.augment")
+"""Knobs that only models of images use."""
 
 
-@check("model.family", *OF_TEXT, *OF_IMAGES)
+@check("model.family", *TEXT_KNOBS, *IMAGE_KNOBS)
 def _other_kind(config: Config) -> Iterator[str]:
-    for name in OF_TEXT if config.model.images else OF_IMAGES:
+    for name in TEXT_KNOBS if config.model.images else IMAGE_KNOBS:
         yield from unused(config, name, f"model.family {config.model.family}")

@@ -1,4 +1,4 @@
-"""The list of checks, and the words that they share."""
+"""The list of checks of a configuration, to which the other modules of this folder add theirs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ Find = Callable[[Config], Iterator[str]]
 
 
 class Check(NamedTuple):
-    """`find` yields a sentence for each mistake that `reads` make; left out when one of these is wrong already."""
+    """A check. `find` yields a sentence for each problem among the knobs that it `reads`.
+
+    It is skipped if one of these knobs is invalid already.
+    """
 
     reads: tuple[str, ...]
     find: Find
@@ -22,7 +25,7 @@ CHECKS: list[Check] = []
 
 
 def check(*reads: str) -> Callable[[Find], Find]:
-    """Add a function to `CHECKS`."""
+    """Return a decorator that adds a function to `CHECKS`."""
     assert all(name in KNOBS for name in reads), reads
 
     def add(find: Find) -> Find:
@@ -33,12 +36,14 @@ def check(*reads: str) -> Callable[[Find], Find]:
 
 
 def problems(config: Config, good: Collection[str]) -> list[str]:
-    """A sentence for each mistake among the knobs in `good`."""
-    return [problem for reads, find in CHECKS if set(reads) <= set(good) for problem in find(config)]
+    """Return a sentence for each problem found by the checks that read only knobs in `good`."""
+    good = set(good)
+    return [problem for reads, find in CHECKS if good.issuperset(reads) for problem in find(config)]
 
 
 def unused(config: Config, name: str, because: str) -> Iterator[str]:
-    """Refuses a value of the knob `name` that is not its default."""
-    value, default = value_of(config, name), KNOBS[name].default
+    """Refuse a value of the knob `name` that differs from its default; `because` is what does not use it."""
+    value = value_of(config, name)
+    default = KNOBS[name].default
     if value != default:
-        yield f"{name} is {value}, but {because} makes no use of it; leave it out (its default is {default})"
+        yield f"{name} is {value}, but {because} does not use it; leave it out (its default is {default})"

@@ -1,4 +1,4 @@
-"""Length, schedule and update rule, and the steps to look at."""
+"""Check the length of the run, the schedule, the update rule, and the steps to profile."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ def _length(config: Config) -> Iterator[str]:
 
 @check("train.steps", "train.epochs", "optimizer.warmup")
 def _warmup(config: Config) -> Iterator[str]:
-    steps, warmup = config.train.steps, config.optimizer.warmup
+    steps = config.train.steps
+    warmup = config.optimizer.warmup
     if not config.train.epochs and 0 < steps < warmup:
         yield f"optimizer.warmup {warmup} is more than train.steps {steps}; set it to {steps} or less, or train longer"
 
 
 @check("train.steps", "train.epochs", "optimizer.warmup", "optimizer.schedule", "optimizer.decay_fraction")
 def _phases(config: Config) -> Iterator[str]:
-    steps, rule = config.train.steps, config.optimizer
+    steps = config.train.steps
+    rule = config.optimizer
     decay = round(steps * rule.decay_fraction)
     if rule.schedule == "constant" and not config.train.epochs and rule.warmup <= steps < rule.warmup + decay:
         yield (
@@ -54,7 +56,9 @@ def _final(config: Config) -> Iterator[str]:
 
 @check("optimizer.learning_rate", "optimizer.final")
 def _last_rate(config: Config) -> Iterator[str]:
-    rate, final = config.optimizer.learning_rate, config.optimizer.final
+    rate = config.optimizer.learning_rate
+    final = config.optimizer.final
+    # Each of them fits float32 (the types of the knobs see to that), but their product may not.
     if rate * final > 3.4e38:
         yield (
             f"optimizer.learning_rate {rate:g} x optimizer.final {final:g}, the learning rate at the end, becomes "
@@ -63,7 +67,7 @@ def _last_rate(config: Config) -> Iterator[str]:
 
 
 STEPS = re.compile(r"[1-9][0-9]{0,8}(-[1-9][0-9]{0,8})?")
-"""A step, or the first and the last of a range."""
+"""A step, or the first and the last step of a range."""
 
 
 @check("profile.steps")
@@ -78,7 +82,8 @@ def _profiled(config: Config) -> Iterator[str]:
 
 @check("profile.steps", "train.steps", "train.epochs")
 def _profiled_in_time(config: Config) -> Iterator[str]:
-    profile, steps = config.profile, config.train.steps
+    profile = config.profile
+    steps = config.train.steps
     if config.train.epochs or not STEPS.fullmatch(profile.steps):
         return
     if profile.numbers and profile.numbers[-1] > steps > 0:
