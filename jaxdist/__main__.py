@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     if word == "--version":
         print(f"jaxdist {__version__}")
         return 0
+    # `launch` and `bench` are listed several times.
     words = list(dict.fromkeys(name.split()[0] for name in COMMANDS))
     if word not in words:
         print(f"jaxdist: unknown command '{word}'; {nearest(word, words)}", file=sys.stderr)

@@ -109,6 +109,7 @@ def _size(shelf: StepDir, step: int) -> int | None:
 
 def _facts(shelf: StepDir, step: int) -> dict[str, Any]:
     """Return when, and on which mesh, a step was saved; None for each that the step does not record."""
+    # The facts of a damaged step may be missing or wrong; the listing shows "?" for them.
     try:
         facts = shelf.facts(step)
     except WRONG_CONTENT:
@@ -166,11 +167,13 @@ def prune(folder: Path, newest: int, every: int) -> dict[str, Any]:
             if not superseded:
                 left[str(shelf.path(step))] = f"{damage or 'it is set aside'}, and no later step is whole"
             elif kind != "aside" and damage in (UNSEALED, UNREADABLE_SEAL):
+                # Without checksums it may still be intact.
                 left[str(shelf.path(step))] = f"{damage}; a run that resumes from it reads it back"
             else:
                 shelf.remove(step)
                 removed.append(shelf.path(step))
         for shelf, kind in shelves(folder):
+            # Remove what a process that died while saving has left.
             shelf.clear()
             if kind == "newest":
                 removed += [shelf.path(step) for step in shelf.keep(newest, every)]
@@ -184,6 +187,7 @@ def export(config: Any, which: str, path: Path, force: bool) -> dict[str, Any]:
     check_output("--export", path, "weights.safetensors")
     if path.exists() and not force:
         raise RequestError(f"--export '{path}' exists; name another file, or add --force to replace it")
+    # This module imports jax.
     from jaxdist.training.checkpoint.export import write_safetensors
 
     return write_safetensors(config, which, path)

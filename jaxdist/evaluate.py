@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     config = request.config
     place = find(config.cluster)
 
+    # jax is imported only now, so that problems of the request are reported at once.
     import jax
 
     from jaxdist.cluster.consensus import check_request

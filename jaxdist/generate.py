@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
     place = find(config.cluster)
 
+    # jax is imported only now, so that problems of the request are reported at once.
     from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.job import Job
     from jaxdist.cluster.phases import STEPPING

@@ -238,6 +238,7 @@ def check_unfinished(folder: RunFolder, config: Config) -> None:
     """Raise `RequestError` if the run is finished: the job would wait in the queue and then have nothing to do."""
     from jaxdist.training.checkpoint.step_dir import StepDir
 
+    # The number of steps of a run by epochs is known only from its data.
     steps = 0 if config.train.epochs else config.train.steps
     step = StepDir(folder.checkpoints).last_step(steps, thorough=False)
     if step and config.resume == "auto":
@@ -264,6 +265,7 @@ def check_devices(config: Config, nodes: str, gpus: int, tasks: int) -> None:
     from jaxdist.mesh import FILL, requested
 
     fewest, most = node_counts(nodes)
+    # A mesh without a `-1` fits only one number of nodes.
     if fewest != most and FILL not in requested(config.mesh).values():
         raise RequestError(f"mesh {config.mesh} is the same on {nodes} nodes; let one axis fill them, such as -1x1x1")
     if gpus:
@@ -280,10 +282,11 @@ def check_gpus(config: Config, fewest: int, most: int, where: str) -> None:
         raise RequestError(f"{where}: a run has at most {MOST_DEVICES}; ask for fewer")
     shape = requested(config.mesh)
     fixed = fixed_devices(shape)
-    fits = fixed == most
+    matches = fixed == most
     if FILL in shape.values():
-        fits = most % fixed == 0 and fixed <= fewest
-    if not fits:
+        # The largest number of nodes must fit exactly; the smallest must hold at least the fixed axes.
+        matches = most % fixed == 0 and fixed <= fewest
+    if not matches:
         raise RequestError(f"mesh {config.mesh} does not fit {where}: its axes must multiply to the number of devices")
     check_sizes(config, most)
 

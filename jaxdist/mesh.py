@@ -147,6 +147,7 @@ def fill(shape: Mapping[str, int], devices: int) -> MeshShape:
     fixed = fixed_devices(shape)
     if FILL in shape.values() and devices % fixed == 0:
         shape = {axis: devices // fixed if size == FILL else size for axis, size in shape.items()}
+    # A `-1` that is left means that the other axes do not divide the devices.
     if FILL in shape.values() or math.prod(shape.values()) != devices:
         raise RequestError(
             f"mesh {describe(shape)} does not use all {devices} device(s): the product of its axes must be "

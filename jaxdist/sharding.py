@@ -116,7 +116,8 @@ class Layout:
         """Return the number of parts into which an array with this spec is split."""
         count = 1
         for part in spec.partitions:
-            axes = [part] if isinstance(part, str) else part or ()
+            # A part is one axis, several axes, or None.
+            axes = (part,) if isinstance(part, str) else (part or ())
             count *= math.prod(self.size(axis) for axis in axes)
         return count
 
@@ -142,10 +143,12 @@ class Layout:
             twice = next(axis for axis in axes if axes.count(axis) > 1)
             dims = " and ".join(str(name) for name in logical if twice in self.split(name))
             raise ValueError(f"the rules give {dims} of one array to the mesh axis '{twice}'; split only one of them")
+        # Arrays in a manual region are shards already.
         if self.manual:
             return P(*(None for _ in logical))
         partitions = []
         for axes in split:
+            # JAX distinguishes one axis from a tuple with one axis.
             if len(axes) == 1:
                 partitions.append(axes[0])
             else:

@@ -104,6 +104,7 @@ def protect(output: bool) -> None:
 
 
 def _unfailing(descriptor: int, stream: IO[str] | None) -> Unfailing:
+    # The new stream writes to the same descriptor, so what the old one still buffers must come first.
     with suppress(OSError, ValueError, AttributeError):
         stream.flush()
     return Unfailing(descriptor, getattr(stream, "encoding", None) or "utf-8")

@@ -127,6 +127,7 @@ def document_starts(ids: Int[np.ndarray, "n S"], end: int) -> Int[np.ndarray, "n
 
     Documents end with the token `end`; the document of the first token of a row starts at 0.
     """
+    # A token after an end starts a document; the running maximum carries its position to the tokens that follow.
     starts = np.zeros(ids.shape, np.int32)
     starts[:, 1:] = np.where(ids[:, :-1] == end, np.arange(1, ids.shape[1]), 0)
     return np.maximum.accumulate(starts, axis=1)
@@ -229,6 +230,7 @@ class Prefetch(Generic[Made]):
         return self
 
     def __next__(self) -> Made:
+        # After an error or the end, the thread puts nothing more into the queue.
         if self._closed.is_set():
             raise StopIteration
         made = self._wait()

@@ -66,11 +66,15 @@ def open_corpus(
     Raises `RequestError` for anything wrong with the request or the data.
     """
     source, held_out = open_sources(config)
-    given = _read_tokenizer(config.tokenizer, vocab) if config.tokenizer else None
+    given = None
+    if config.tokenizer:
+        given = _read_tokenizer(config.tokenizer, vocab)
     open_source = _open_tokens if source.kind == "bin" else _open_text
     corpus = open_source(source, held_out, given, config, vocab, progress)
     _check_rows(corpus, sequence, config)
-    return _apart(corpus) if apart else corpus
+    if apart:
+        return _apart(corpus)
+    return corpus
 
 
 def cache_folder() -> Path:
@@ -99,7 +103,8 @@ def _open_tokens(
     else:
         total = parts[0].length
         cut = total - int(total * config.validation_fraction)
-        train, validation = parts[0].part(0, cut), parts[0].part(cut, total)
+        train = parts[0].part(0, cut)
+        validation = parts[0].part(cut, total)
     return Corpus(train, validation, given, _digest(content, given), f"{source.root}, {_sizes(train, validation)}")
 
 
@@ -130,6 +135,7 @@ def _open_text(
         )
     stamp = _stamp(source, held_out)
     content = _content(source, held_out, config, progress)
+    # The key holds everything that determines the token files.
     folder = cache_folder() / _digest(VERSION, content, given, vocab)
 
     def documents(reading: Pass) -> Split:
@@ -145,6 +151,7 @@ def _open_text(
         encoding = Pass(progress, "tokenizing", _size(source, held_out))
         before = done["documents"] if done else 0
         count = write_parts(new, tokenizer, documents(encoding), _dtype(vocab), encoding, before)
+        # The key was computed from an earlier read, so the content must not have changed since.
         if _stamp(source, held_out) != stamp:
             raise RequestError(f"'{source.root}' changed while it was read; start again when it is complete")
         return {"documents": count}
@@ -169,7 +176,7 @@ def _apart(corpus: Corpus) -> Corpus:
         end = end_of_text(Tokenizer.from_str(corpus.tokenizer))
     if end is None:
         raise RequestError(
-            f"model.documents is apart, but no tokenizer tells which token ends a document; give a data.tokenizer with "
+            f"model.documents is apart, but no tokenizer says which token ends a document; give a data.tokenizer with "
             f"one of {', '.join(ENDS)}, or set model.documents to joined"
         )
     train = replace(corpus.train, end=end)
@@ -191,8 +198,8 @@ def _read_tokenizer(path: Path, vocab: int) -> str:
         # The package `tokenizers` raises no narrower exception.
         reason = str(error).partition("\n")[0]
         raise RequestError(
-            f"data.tokenizer '{path}' is no tokenizer ({reason}); give a tokenizer.json of the tokenizers library, or "
-            "leave it out to train one on the text"
+            f"data.tokenizer '{path}' is not a tokenizer ({reason}); give a tokenizer.json of the tokenizers library, "
+            "or leave it out to train one on the text"
         ) from error
     largest = _largest_id(tokenizer)
     if largest >= vocab:

@@ -50,6 +50,7 @@ class Part:
         assert rows.size == 0 or 0 <= rows.min() <= rows.max() < self.rows, "row outside the images"
         check_length(self.images)
         out = self.images[self.index[rows]].astype(np.float32)
+        # In place, because a batch of images is large.
         out -= self.mean
         out /= self.std
         return out
@@ -96,6 +97,7 @@ def open_images(config: DataConfig, size: int = 0, classes: int = 0, progress: P
         raise RequestError(*problems)
     labels = [_numbered(part, names) for part in parts]
 
+    # The fraction counts only if it determines the split.
     digest = hashlib.sha256(json.dumps([VERSION, names, held_out is None and config.validation_fraction]).encode())
     for part, numbers in zip(parts, labels, strict=True):
         _scan(part, numbers, digest, progress)
@@ -103,6 +105,7 @@ def open_images(config: DataConfig, size: int = 0, classes: int = 0, progress: P
     rows = [np.arange(len(part.labels)) for part in parts]
     if held_out is None:
         chosen = _held_out(rows[0], config.validation_fraction)
+        # Both parts read the same array, at different rows.
         parts = parts * 2
         labels = labels * 2
         rows = [rows[0][~chosen], rows[0][chosen]]

@@ -26,6 +26,7 @@ class Format(NamedTuple):
     """What the user can do with such a file."""
 
 
+# The first match counts: a file of PyTorch and an .npz are zip archives too.
 FORMATS = (
     Format("compressed by gzip", rb"\x1f\x8b\x08[\x00-\x1f].{4}[\x00\x02\x04][\x00-\x0d\xff]", DECOMPRESS),
     Format("compressed by zstd", rb"\x28\xb5\x2f\xfd", DECOMPRESS),

@@ -77,7 +77,9 @@ def check(folder: Path, progress: Progress = unseen) -> dict[str, Any]:
     try:
         with open_regular(about) as file:
             written = json.loads(file.read())
-        facts, files, seal = written["facts"], written["files"], written["xxh3_64"]
+        facts = written["facts"]
+        files = written["files"]
+        seal = written["xxh3_64"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"'{about}' cannot be read") from error
     if seal != _seal(facts, files):
@@ -144,6 +146,7 @@ def _take_over(folder: Path, new: Path) -> IO[str] | None:
             continue
         with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
             lock = stack.enter_context(open_no_follow(path / WRITER, "r+"))
+            # A process that is alive holds the lock; the error that this raises is suppressed, and the next is tried.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if lock.read() == platform.node():
                 path.rename(new)

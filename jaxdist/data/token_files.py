@@ -49,6 +49,7 @@ def problem(path: Path, vocab: int, entries: int | None, on_read: Callable[[int]
         return f"'{path}' {wider}; {REMEDY}"
     if _is_text(values.tobytes()):
         return f"'{path}' holds text and no tokens; name it .txt, or .jsonl where each line is a JSON object"
+    # This check comes last, because it reads the whole file.
     largest = Tokens.open(path, "uint16").largest(on_read)
     if largest >= vocab:
         return _too_large(path, vocab, largest, values)
@@ -66,6 +67,7 @@ def _too_wide(path: Path, vocab: int, entries: int | None) -> str:
 
 def _too_large(path: Path, vocab: int, largest: int, values: UInt16[np.ndarray, " n"]) -> str:
     advice = f"set model.vocab to at least {largest + 1}, or check that the file is uint16 without a header"
+    # Ids that fit the vocabulary only with swapped bytes are hardly a coincidence.
     if values.byteswap().max() < vocab <= values.max():
         advice = f"with the bytes of each id swapped all are below {vocab}: the file may be big-endian; swap them"
     return f"'{path}' holds token id {largest} but model.vocab is {vocab}; {advice}"

@@ -71,6 +71,7 @@ def train_tokenizer(documents: Split, size: int, vocab: int) -> str:
 
 def _sample(documents: Split, wanted: int, size: int) -> Iterator[str]:
     """Yield every n-th training document, with n such that about `wanted` of `size` bytes come, and never more."""
+    # Rounded up, so that the sample does not exceed `wanted` and comes from the whole text.
     stride = -(-size // wanted)
     left = wanted
     training = (document.text for held_out, document in documents if not held_out)

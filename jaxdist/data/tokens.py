@@ -137,6 +137,7 @@ class TokenWriter:
         self._digest = xxhash.xxh3_64()
         if path.exists():
             self._count_existing(path)
+        # Never through a symbolic link, which somebody else may have planted in a shared cache.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
         self._file = os.fdopen(os.open(path, flags, 0o666), "ab")
 

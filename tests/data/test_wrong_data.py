@@ -44,8 +44,12 @@ BAD = [
     ({"a.bin": ids(*range(9))}, {"path": "a.bin"}, ["training data has 9 tokens", "validation data has 0 tokens"]),
     ({"a.txt": POEM}, {"path": "a.txt", "vocab": 256}, ["model.vocab 256 is too small", "at least 257"]),
     ({"a.txt": POEM}, {"path": "a.txt", "tokenizer": "t.json"}, ["data.tokenizer", "does not exist"]),
-    ({"a.txt": POEM, "t.json": "{}"}, {"path": "a.txt", "tokenizer": "t.json"}, ["is no tokenizer (", "leave it out"]),
-    ({"a.txt": POEM, "t.json": b"\xff"}, {"path": "a.txt", "tokenizer": "t.json"}, ["is no tokenizer ("]),
+    (
+        {"a.txt": POEM, "t.json": "{}"},
+        {"path": "a.txt", "tokenizer": "t.json"},
+        ["is not a tokenizer (", "leave it out"],
+    ),
+    ({"a.txt": POEM, "t.json": b"\xff"}, {"path": "a.txt", "tokenizer": "t.json"}, ["is not a tokenizer ("]),
     (
         {"a.txt": POEM, "t.json": None},
         {"path": "a.txt", "tokenizer": "t.json", "vocab": 299},
@@ -57,11 +61,11 @@ BAD = [
         {"path": "a.txt", "validation_path": "b.jsonl"},
         ["is plain text", "is JSON lines", "one kind"],
     ),
-    ({"a.bin": ids(*range(99)) * 9}, {"path": "a.bin", "apart": True}, ["no tokenizer tells which token", "joined"]),
+    ({"a.bin": ids(*range(99)) * 9}, {"path": "a.bin", "apart": True}, ["no tokenizer says which token", "joined"]),
     (
         {"a.jsonl": GOOD * 20, "t.json": None},
         {"path": "a.jsonl", "tokenizer": "t.json", "apart": True},
-        ["no tokenizer tells which token ends a document", "<|endoftext|>"],
+        ["no tokenizer says which token ends a document", "<|endoftext|>"],
     ),
     ({"a.txt": POEM}, {"path": "a.txt", "apart": True}, ["is one document", "id 0", "a .jsonl"]),
     ({"b.txt": POEM}, {"validation_path": "b.txt"}, ["data.path is not set"]),

@@ -128,7 +128,7 @@ FILES = {
 COMBINATIONS = {
     "documents of nothing but tokens": Wrong(
         "--data.path no.bin --model.documents apart",
-        [("'no.bin' does not exist",), ("nothing tells which token of 'no.bin' ends a document", "data.tokenizer")],
+        [("'no.bin' does not exist",), ("nothing says which token of 'no.bin' ends a document", "data.tokenizer")],
     ),
     "heads": Wrong("--model.heads 7", [("model.embed 128", "model.heads 7", "heads to 4 or 8", "embed to 126 or 133")]),
     "more heads than embed": Wrong(

@@ -41,7 +41,7 @@ def _documents(config: Config) -> Iterator[str]:
     data = config.data
     if config.model.documents == "apart" and not data.tokenizer and data.path and data.path.suffix.lower() == ".bin":
         yield (
-            f"model.documents is apart, but nothing tells which token of '{data.path}' ends a document; give its "
+            f"model.documents is apart, but nothing says which token of '{data.path}' ends a document; give its "
             "data.tokenizer, or set model.documents to joined"
         )
 
