@@ -75,7 +75,7 @@ def read(path: Path | None, size: int, progress: Progress = unseen) -> tuple[Lab
             return _arrays(path, sorted(arrays), load_mapped)
         return _class_folders(path, size, progress)
     if path.suffix.lower() != ".npz":
-        raise RequestError(f"'{path}' is no image data; give {FORMS}")
+        raise RequestError(f"'{path}' is not image data; give {FORMS}")
     with _reading(path):
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
@@ -98,7 +98,7 @@ def _reading(path: Path):
 
 
 def _digits() -> Labelled:
-    """Return 1797 grey digits of 8x8 pixels, values 0 to 16, that come with scikit-learn (Alpaydin and Kaynak 1998)."""
+    """Return the digits of scikit-learn: 1797 grey images of 8x8 pixels, 0 to 16 (Alpaydin and Kaynak 1998, UCI)."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -157,7 +157,7 @@ def _classes(path: Path, size: int, progress: Progress) -> Labelled:
     if stray:
         others = any(entry.is_dir() for entry in folders)
         remedy = "remove it, or move it elsewhere" if others else f"give {FORMS}"
-        raise RequestError(f"'{stray}' lies beside or in place of folders of a class each; {remedy}")
+        raise RequestError(f"'{stray}' is not a folder, but each class needs a folder of its own; {remedy}")
     if not folders:
         raise RequestError(f"'{path}' is empty; give {FORMS}")
     files = [_entries(folder) for folder in folders]

@@ -144,14 +144,14 @@ def check_length(images: np.ndarray) -> None:
         return
     needed = images.offset + images.nbytes
     try:
-        found = os.path.getsize(images.filename)
+        size = os.path.getsize(images.filename)
     except OSError:
         # The file was removed, but its mapping remains valid.
         return
-    if found < needed:
+    if size < needed:
         raise DataLost(
-            f"'{images.filename}' was cut while it was read: it has {found} bytes and had {needed} when it was opened; "
-            f"put it back"
+            f"'{images.filename}' was truncated while it was read: it has {size} bytes and had {needed} when it was "
+            f"opened; put it back"
         )
 
 

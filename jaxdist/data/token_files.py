@@ -40,7 +40,7 @@ def problem(path: Path, vocab: int, entries: int | None, on_read: Callable[[int]
     """
     size = path.stat().st_size
     if size % 2:
-        return f"'{path}' is cut short: {size} bytes are no whole number of uint16 tokens; copy it anew"
+        return f"'{path}' is cut short: {size} bytes are not a whole number of uint16 tokens; copy it again"
     if vocab > IDS and (entries is None or entries > IDS):
         return _too_wide(path, vocab, entries)
     values = np.fromfile(path, "<u2", LOOKED_AT)

@@ -108,8 +108,8 @@ class Tokens:
             if count == 0:
                 size = os.fstat(self._file.fileno()).st_size
                 raise DataLost(
-                    f"'{self.path}' was cut while it was read: it has {size} bytes, and those from {place} on, which "
-                    f"were there when it was opened, are gone; put it back"
+                    f"'{self.path}' was truncated while it was read: it has {size} bytes, and those from {place} on, "
+                    f"which were there when it was opened, are gone; put it back"
                 )
             rest = rest[count:]
             place += count

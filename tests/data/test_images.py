@@ -288,5 +288,6 @@ def test_a_file_of_images_that_is_cut_while_it_is_read_is_a_sentence(tmp_path):
     images = open_images(DataConfig(path=tmp_path), classes=10)
     images.train.read(np.array([0]))
     os.truncate(tmp_path / "images.npy", 1000)
-    with pytest.raises(DataLost, match=r"images.npy' was cut while it was read: it has 1000 bytes and had 256128"):
+    message = r"images.npy' was truncated while it was read: it has 1000 bytes and had 256128"
+    with pytest.raises(DataLost, match=message):
         images.train.read(np.array([3000]))

@@ -78,7 +78,8 @@ def test_a_file_that_is_cut_while_it_is_read_is_a_sentence(tmp_path, part):
         "several_documents": tokens.several_documents,
         "ids": lambda: tokens.ids,
     }
-    with pytest.raises(DataLost, match=r"a.bin' was cut while it was read: it has 50000 bytes, and those ") as error:
+    message = r"a.bin' was truncated while it was read: it has 50000 bytes, and those "
+    with pytest.raises(DataLost, match=message) as error:
         reads[part]()
     assert error.value.exit_code == 1
 

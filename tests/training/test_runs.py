@@ -459,7 +459,7 @@ def test_data_that_are_cut_while_a_run_reads_them_end_it_with_a_sentence(run, tm
         return batch(self, step)
 
     monkeypatch.setattr(Trainer, "batch", cutting)
-    with pytest.raises(DataLost, match=r"tokens.bin' was cut while it was read: it has 1000 bytes") as error:
+    with pytest.raises(DataLost, match=r"tokens.bin' was truncated while it was read: it has 1000 bytes") as error:
         run("cut", f"--data.path={path}", "--validation.every=0")
     assert error.value.exit_code == 1
-    assert "was cut while it was read" in (tmp_path / "cut" / "log.txt").read_text()
+    assert "was truncated while it was read" in (tmp_path / "cut" / "log.txt").read_text()
