@@ -31,10 +31,10 @@ ONE_KNOB = {
         "--model.family lama", [("'lama': valid are gpt, llama, cnn, resnet18, resnet50; did you mean 'llama'?",)]
     ),
     "near precision": Wrong("--precision mix", [("auto, float32, bfloat16, mixed; did you mean 'mixed'?",)]),
-    "knob of text": Wrong("cnn_digits --model.heads 8", [("model.heads is 8, but model.family cnn makes no use",)]),
+    "knob of text": Wrong("cnn_digits --model.heads 8", [("model.heads is 8, but model.family cnn does not use it",)]),
     "knob of images": Wrong("--model.classes 3", [("model.classes is 3, but model.family gpt does not use it",)]),
     "documents of images": Wrong(
-        "cnn_digits --model.documents apart", [("model.documents is apart, but model.family cnn makes no use",)]
+        "cnn_digits --model.documents apart", [("model.documents is apart, but model.family cnn does not use it",)]
     ),
     "no crop of text": Wrong("--data.augment crop", [("data.augment is crop, but model.family gpt",)]),
     "split images": Wrong("cnn_digits --mesh 2x2x1", [("model=2, but model.family cnn has nothing", "to data")]),
@@ -176,7 +176,7 @@ COMBINATIONS = {
     "validation alone": Wrong("--data.validation-path FILE", [("validation_path", "data.path is not set")], "x"),
     "unused fraction": Wrong(
         "--data.path my.toml --data.validation-path a.txt --data.validation-fraction 0.5",
-        [("validation_fraction is 0.5", "no use"), ("validation_path 'a.txt' does not exist",)],
+        [("validation_fraction is 0.5", "does not use it"), ("validation_path 'a.txt' does not exist",)],
         "some text",
     ),
     "run folder is a file": Wrong("--run-dir FILE", [("my.toml' cannot be a folder",)], "x"),

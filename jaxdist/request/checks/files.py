@@ -18,7 +18,7 @@ BYTE_LEVEL_VOCAB = 257
 @check("data.validation_path", "data.validation_fraction")
 def _validation_fraction(config: Config) -> Iterator[str]:
     if config.data.validation_path:
-        yield from unused(config, "data.validation_fraction", "a data.validation_path")
+        yield from unused(config, "data.validation_fraction", "a run with data.validation_path")
 
 
 @check("model.family", "data.path", "data.tokenizer", "data.validation_path")
