@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from jaxdist import exit_codes
 from jaxdist.values import (
     Channels,
     Count,
@@ -39,7 +40,7 @@ from jaxdist.values import (
 class RequestError(ValueError):
     """Report invalid options. `problems` holds one sentence for each of them, which commands print."""
 
-    exit_code = 2
+    exit_code = exit_codes.REFUSED
     """Exit code of the command that raises it."""
 
     def __init__(self, *problems: str):
@@ -50,13 +51,13 @@ class RequestError(ValueError):
 class Busy(RequestError):
     """Report that the run folder is in use. The condition is temporary: the same request may succeed later."""
 
-    exit_code = 75
+    exit_code = exit_codes.BUSY
 
 
 class DataLost(RequestError):
     """Report data that were readable when the run began and are not any more: a failure, not an invalid option."""
 
-    exit_code = 1
+    exit_code = exit_codes.FAILED
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -305,7 +306,7 @@ class ProfileConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Place of this process in a multi-process job; by default read from the environment (torchrun, mpirun, Slurm)."""
+    """ProcessEnv of this process in a multi-process job; by default read from the environment (torchrun, mpirun, Slurm)."""
 
     coordinator: str = ""
     """HOST:PORT at which all processes reach process 0; empty: from the environment."""

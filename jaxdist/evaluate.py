@@ -29,8 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     import jax
 
     from jaxdist.cluster.consensus import check_request
+    from jaxdist.cluster.heartbeat import VALIDATING
     from jaxdist.cluster.job import Job
-    from jaxdist.cluster.phases import VALIDATING
+    from jaxdist.cluster.heartbeat import VALIDATING
     from jaxdist.training.restore import restore
 
     with Job(place, config, enough=Enough(config)) as job:
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         open_data(trained, job)
         with jax.set_mesh(trained.run.mesh):
             metrics = trained.run.validate(trained.params, trained.variables, 0, partial(job.note, VALIDATING))
-        if job.place.leader:
+        if job.env.leader:
             print(result_line(trained, metrics))
         return job.end(0)
 
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 def open_data(trained: Trained, job: Job) -> None:
     """Read the data to validate on, and tokenize it on first use; the leader does so before the other processes."""
     from jaxdist.cluster.consensus import check_alike, leader_first
-    from jaxdist.cluster.phases import AWAITING, READING
+    from jaxdist.cluster.heartbeat import AWAITING, READING
     from jaxdist.training.console import Screen
     from jaxdist.training.data_progress import DataProgress
     from jaxdist.training.run_dir import RunFolder
@@ -59,14 +60,14 @@ def open_data(trained: Trained, job: Job) -> None:
         _ = task.data
 
     screen = Screen()
-    task.progress = DataProgress(partial(job.note, READING), screen if job.place.leader else None)
-    job.note(READING if job.place.leader else AWAITING)
+    task.progress = DataProgress(partial(job.note, READING), screen if job.env.leader else None)
+    job.note(READING if job.env.leader else AWAITING)
     try:
         leader_first("tokens", read)
     finally:
         screen.pause()
     if task.fingerprint != trained.data:
-        if job.place.leader:
+        if job.env.leader:
             print(f"note: this is not the data that the run was trained on{task.kept}", file=sys.stderr)
         # The loss is comparable only with the tokenizer of the run.
         tokenizer = RunFolder(trained.run.config.run_dir).tokenizer

@@ -79,7 +79,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     host = [number // gpu.per_host for number in range(mesh.size)] if gpu else [0] * mesh.size
     asked = xla_options.options(layout.platform, mesh.size, across_hosts(mesh, host), layout.parts("residual") > 1)
     if asked:
-        notes.append(f"compiled with {xla_options.spelt(asked)}, as train does")
+        notes.append(f"compiled with {xla_options.as_flags(asked)}, as train does")
     if config.model.documents == "apart" and gpu:
         notes.append(f"attention runs in blocks of queries, because {NO_DOCUMENTS}")
     program = replace(program, notes=tuple(notes))

@@ -34,8 +34,9 @@ def main(argv: list[str] | None = None) -> int:
 
     # jax is imported only now, so that problems of the request are reported at once.
     from jaxdist.cluster.consensus import check_request
+    from jaxdist.cluster.heartbeat import STEPPING
     from jaxdist.cluster.job import Job
-    from jaxdist.cluster.phases import STEPPING
+    from jaxdist.cluster.heartbeat import STEPPING
     from jaxdist.training.restore import restore
     from jaxdist.training.run_dir import RunFolder
     from jaxdist.training.sampling import Choice, sample
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
             moving=partial(job.note, STEPPING),
         )
         # Every process has the texts; the leader prints them.
-        if job.place.leader:
+        if job.env.leader:
             for number, ids in enumerate(texts, start=1):
                 if extras["samples"] > 1:
                     print(f"--- {number}")

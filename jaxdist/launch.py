@@ -65,7 +65,7 @@ def local(argv: list[str]) -> int:
     if not request.extras["processes"]:
         raise RequestError("--processes is missing: how many processes to start, such as --processes 2")
 
-    from jaxdist.cluster.local import Job, say, shares
+    from jaxdist.cluster.local import Supervisor, say, shares
     from jaxdist.training.checkpoint.step_dir import StepDir
     from jaxdist.training.run_dir import RunFolder
 
@@ -85,7 +85,7 @@ def local(argv: list[str]) -> int:
     def newest_step() -> int:
         return max(StepDir(folder.checkpoints).sealed(), default=0)
 
-    job = Job(
+    job = Supervisor(
         command=partial(train, request),
         shares=gpus_of_processes,
         fits=partial(fills, config, each=devices_each),

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         if not place.alone:
             # Only the leader reports why the folder cannot be used.
             config = leader_first("run folder", partial(folder.enter, config))
-        xla_options.keep_programs(programs_folder(), partial(faults.say, job.place))
+        xla_options.keep_programs(programs_folder(), partial(faults.say, job.env))
         config = choose_mesh(config, job.log)
         return job.end(train(Run(config), folder, job))
 

@@ -17,7 +17,7 @@ from jaxdist.bench.fitting import fit
 from jaxdist.bench.measuring import Note
 from jaxdist.bench.study import all_computers
 from jaxdist.cluster import kv_store
-from jaxdist.cluster.phases import COMPILING, STEPPING
+from jaxdist.cluster.heartbeat import COMPILING, STEPPING
 from jaxdist.cluster.rendezvous import host_names
 from jaxdist.cluster.runtime import capacity
 from jaxdist.doctor.devices import numbered, on_each, timed
@@ -90,7 +90,7 @@ class Watch:
         program = on_each(self.mesh, in_a_loop(body, self.scale.times)).lower(*given).compile()
         self._turns += 1
         if kv_store.processes() > 1:  # who is late would count as slow
-            kv_store.meet(f"collectives, turn {self._turns}", range(kv_store.processes()))
+            kv_store.barrier(f"collectives, turn {self._turns}", range(kv_store.processes()))
         self._note(STEPPING)
         return timed(program, *given)[1] / self.scale.times
 

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         mesh = runtime.start(parse_mesh(asked.config.mesh))
         check_links(mesh, file)
         told = measure(mesh, job.note)
-        if job.place.leader:
+        if job.env.leader:
             told["notes"] = list(notes(told))
             if file:
                 told |= write(told, Path(file))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.cluster import kv_store
-from jaxdist.cluster.phases import IDLE, STARTING, STEPPING
+from jaxdist.cluster.heartbeat import IDLE, STARTING, STEPPING
 from jaxdist.config import Config
 from jaxdist.data.batches import Batch, train_batch
 from jaxdist.data.image_batches import image_batch
@@ -122,7 +122,7 @@ class Timed:
             self._turns += 1
             name = f"zero {self.run.config.parallel.zero} on {self.run.mesh.size} devices, turn {self._turns}"
             note(IDLE)
-            kv_store.meet(name, self.processes)
+            kv_store.barrier(name, self.processes)
 
 
 _sum = jax.jit(jnp.sum)

@@ -83,8 +83,8 @@ def main(argv: list[str] | None = None) -> int:
         found = result(study, job.note)
         if found:
             tell({"config": Path(asked.positional or DEFAULT).stem, **found}, extras["json"], extras["picture"])
-        if not job.place.alone:
-            kv_store.meet("the study has been told", range(job.place.processes))
+        if not job.env.alone:
+            kv_store.barrier("the study has been told", range(job.env.processes))
         return job.end(0)
 
 

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     with Job(place, asked.config, enough=Enough(asked.config)) as job:
         check_request(asked.text)
         timed = compile_and_time(asked.config, asked.extras["warmup"], asked.extras["repeats"], job.note)
-        if job.place.leader:
+        if job.env.leader:
             result = told(timed)
             lines = [f"{name:<22} {for_people(name, value)}" for name, value in result.items()]
             print(json.dumps(result) if asked.extras["json"] else "\n".join(lines))
@@ -62,7 +62,7 @@ def for_people(name: str, value: object) -> str:
 def compile_and_time(config: Config, warmup: int, repeats: int, note: Callable[[str], None]) -> Timed:
     """`note` gets what is being done, as the watchdog wants to know it."""
     from jaxdist.bench.measuring import Timed, measure_together
-    from jaxdist.cluster.phases import COMPILING
+    from jaxdist.cluster.heartbeat import COMPILING
     from jaxdist.training.run import Run
 
     note(COMPILING)

@@ -16,7 +16,7 @@ from jaxdist.bench.laws import Fit, fit_amdahl, fit_gustafson
 from jaxdist.bench.measuring import Note, Timed, measure_together, processes_of
 from jaxdist.cluster import kv_store
 from jaxdist.cluster.consensus import from_leader, leader
-from jaxdist.cluster.phases import COMPILING, IDLE
+from jaxdist.cluster.heartbeat import COMPILING, IDLE
 from jaxdist.cluster.runtime import capacity, core_numbers, first
 from jaxdist.config import Config
 from jaxdist.mesh import describe

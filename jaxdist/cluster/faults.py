@@ -19,12 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from jaxdist.cluster import kv_store
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import RequestError
+from jaxdist.exit_codes import FAILED
 from jaxdist.streams import LogFile, write_all
-
-FAILED = 1
-"""Exit code; a `RequestError` has its own."""
 
 HANG, ERROR, LOST = "hang", "error", "lost"
 """Kinds of faults."""
@@ -49,7 +47,7 @@ logs: list[LogFile] = []
 
 @contextlib.contextmanager
 def ending_all(
-    place: Place, before: Callable[[], None] = lambda: None, lost: Callable[[Sequence[int]], str] | None = None
+    place: ProcessEnv, before: Callable[[], None] = lambda: None, lost: Callable[[Sequence[int]], str] | None = None
 ) -> Iterator[None]:
     """An exception in here ends all processes, and this one last; with one process it is raised like any other.
 
@@ -65,7 +63,7 @@ def ending_all(
         fail(place, error, lost)
 
 
-def fail(place: Place, error: BaseException, lost: Callable[[Sequence[int]], str] | None = None) -> NoReturn:
+def fail(place: ProcessEnv, error: BaseException, lost: Callable[[Sequence[int]], str] | None = None) -> NoReturn:
     """End all processes because of `error`; `lost` as in `ending_all`."""
     code = error.exit_code if isinstance(error, RequestError) else FAILED
     of_jax = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
@@ -74,7 +72,7 @@ def fail(place: Place, error: BaseException, lost: Callable[[Sequence[int]], str
     end_all(place, code, told(error))
 
 
-def _end_survivors(place: Place, lines: Sequence[str], lost: Callable[[Sequence[int]], str]) -> None:
+def _end_survivors(place: ProcessEnv, lines: Sequence[str], lost: Callable[[Sequence[int]], str]) -> None:
     """End all processes that are left with a sentence of those that are gone; the traceback is in log.txt alone.
 
     Returns where none is gone.
@@ -105,7 +103,7 @@ def told(error: BaseException) -> list[str]:
     return "".join(traceback.format_exception(error)).splitlines()
 
 
-def end_all(place: Place, code: int, lines: Sequence[str]) -> NoReturn:
+def end_all(place: ProcessEnv, code: int, lines: Sequence[str]) -> NoReturn:
     """End all processes, with the same exit code; `lines` are told when the others have gone."""
     if not announce(place, ERROR, code):
         time.sleep(4 * MOMENT)  # another has failed first, and `listen` ends this one; or process 0 is gone
@@ -114,12 +112,12 @@ def end_all(place: Place, code: int, lines: Sequence[str]) -> NoReturn:
     leave(place, code)
 
 
-def announce(place: Place, kind: str, code: int) -> bool:
+def announce(place: ProcessEnv, kind: str, code: int) -> bool:
     """Tell the others that this process fails. Whether it is the first that does."""
     return kv_store.post("fault", json.dumps({"process": place.process, "kind": kind, "code": code}))
 
 
-def listen(place: Place, where: Callable[[], str]) -> None:
+def listen(place: ProcessEnv, where: Callable[[], str]) -> None:
     """End this process when another fails; where one hangs, after telling where this one is."""
 
     def end(text: str) -> None:
@@ -138,7 +136,7 @@ def listen(place: Place, where: Callable[[], str]) -> None:
     kv_store.watch("fault", end)
 
 
-def say(place: Place, *lines: str) -> None:
+def say(place: ProcessEnv, *lines: str) -> None:
     """Write lines to standard error, in one piece, with the name of this process before each; the leader also keeps
     them in log.txt."""
     text = _marked(place, lines)
@@ -155,7 +153,7 @@ def keep(text: str) -> None:
         log.write(text)
 
 
-def _marked(place: Place, lines: Sequence[str]) -> str:
+def _marked(place: ProcessEnv, lines: Sequence[str]) -> str:
     mark = "" if place.alone else f"[{place.name}] "
     return "".join(f"{mark}{line}\n" for line in lines)
 
@@ -168,7 +166,7 @@ def stacks() -> list[str]:
         return file.read().decode(errors="replace").splitlines()
 
 
-def leave(place: Place, code: int) -> NoReturn:
+def leave(place: ProcessEnv, code: int) -> NoReturn:
     """End this process now; process 0 after the others, which abort with a trace of C++ when it goes first.
 
     What has been said stays last: other threads, which may still finish a step, are heard no more.

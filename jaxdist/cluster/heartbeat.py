@@ -17,9 +17,18 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from jaxdist.cluster.phases import ORDER
+from jaxdist.exit_codes import OUTCOMES
 from jaxdist.files import open_no_follow, write_whole
 from jaxdist.units import duration
+
+STARTING, READING, COMPILING = "starting", "reading data", "compiling"
+STEPPING, VALIDATING, SAVING = "stepping", "validating", "saving"
+WAITING, ENDING = "waiting for data", "ending"
+AWAITING = "waiting for process 0, which reads the data first"
+IDLE = "waiting for other processes, which measure without this one"
+
+ORDER = (STARTING, AWAITING, READING, COMPILING, STEPPING, VALIDATING, SAVING, WAITING, ENDING)
+"""In the order of a step: data are awaited for the next one."""
 
 EVERY, EACH = 5.0, 1 / 32
 """Seconds between two heartbeats: at least, and for each process, so that a shared file system is not flooded."""
@@ -29,9 +38,6 @@ SILENT = 4
 
 SLOW, LATE = 1.5, 0.25
 """Times the others' step, or part of a step more than they wait for data, that make a process slow."""
-
-OUTCOMES = {0: "done", 85: "stopped"}
-"""What exit codes say of a run; any other is a failure."""
 
 
 @dataclass(frozen=True)

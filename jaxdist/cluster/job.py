@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, ExitStack
 import jax
 
 from jaxdist.cluster import faults, lifeline
-from jaxdist.cluster.phases import ENDING
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.heartbeat import ENDING
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.rendezvous import ALL_OF_THEM, Enough, join, members
 from jaxdist.cluster.runtime import own_devices
 from jaxdist.cluster.stopping import Stop
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.config import Config
+from jaxdist.exit_codes import FAILED
 from jaxdist.mesh import requested
 from jaxdist.streams import LogFile
 
@@ -25,9 +26,9 @@ class Job:
     With one process: signals that stop it, and the watchdog.
     """
 
-    def __init__(self, place: Place, config: Config, enough: Enough = ALL_OF_THEM):
+    def __init__(self, place: ProcessEnv, config: Config, enough: Enough = ALL_OF_THEM):
         """`enough` of so many devices are of use: a process without one of these ends, and the others go on."""
-        self.place, self._fault = place, config.fault
+        self.env, self._fault = place, config.fault
         self._enough, self._devices = enough, own_devices(place, requested(config.mesh))
         self.watchdog = Watchdog(place, config.fault.hang_seconds)
         self.stop = Stop(place, config.checkpoint.grace_seconds, self.watchdog.where)
@@ -45,23 +46,23 @@ class Job:
             stack.enter_context(self.watchdog)
             stack.enter_context(self.stop)
             stack.enter_context(self.failing())
-            self._placed(join(self.place, self._fault, self._devices, self._enough))
-            if not self.place.alone:
-                faults.listen(self.place, self.watchdog.where)
+            self._placed(join(self.env, self._fault, self._devices, self._enough))
+            if not self.env.alone:
+                faults.listen(self.env, self.watchdog.where)
             self.stop.joined()
             self._open = stack.pop_all()
         return self
 
     def _without_launcher(self) -> None:
         faults.say(
-            self.place,
+            self.env,
             "ended, because the launcher of this process is gone; nothing is saved: the same command, given again, "
             "goes on from the newest checkpoint",
         )
-        faults.leave(self.place, faults.FAILED)
+        faults.leave(self.env, FAILED)
 
-    def _placed(self, place: Place) -> None:
-        self.place = self.watchdog.place = self.stop.place = place
+    def _placed(self, place: ProcessEnv) -> None:
+        self.env = self.watchdog.env = self.stop.env = place
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool | None:
         if error is not None:
@@ -71,16 +72,16 @@ class Job:
     def end(self, code: int) -> int:
         """Return `code`, the run's outcome; with several processes wait for all to have one, and exit with it."""
         self.watchdog.ended(code)
-        if not self.place.alone:
+        if not self.env.alone:
             self.note(ENDING)
             jax.distributed.shutdown()
-            faults.leave(Place(), code)  # Python would abort over the threads that listen
+            faults.leave(ProcessEnv(), code)  # Python would abort over the threads that listen
         return code
 
     def give_up(self, text: str) -> None:
         """End all processes because this one cannot go on; does nothing where it is the only one."""
-        if not self.place.alone:
-            faults.end_all(self.place, faults.FAILED, [text])
+        if not self.env.alone:
+            faults.end_all(self.env, FAILED, [text])
 
     def failing(self, before: Callable[[], None] = lambda: None) -> AbstractContextManager:
         """An exception in here ends all processes: `faults.ending_all`."""
@@ -89,7 +90,7 @@ class Job:
             before()
             self.stop.wait_if_over()
 
-        return faults.ending_all(self.place, tidy, self._lost)
+        return faults.ending_all(self.env, tidy, self._lost)
 
     def _lost(self, processes: Sequence[int]) -> str:
         """A sentence for processes that are gone."""

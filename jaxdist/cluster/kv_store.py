@@ -55,7 +55,7 @@ def read(name: str, seconds: float = WEEK) -> str:
         raise TimeoutError(name) from error
 
 
-def meet(name: str, processes: Sequence[int]) -> None:
+def barrier(name: str, processes: Sequence[int]) -> None:
     """Wait until all of these have come here; the others need not. Once for each `name`."""
     global_state.client.wait_at_barrier(f"jaxdist/{name}", int(WEEK * 1000), list(processes))
 

@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 
 from jaxdist.cluster import lifeline
 from jaxdist.cluster.gpus import visible
-from jaxdist.config import Busy, RequestError
-
-DONE, FAILED, MISTAKE, BUSY, STOPPED = 0, 1, RequestError.exit_code, Busy.exit_code, 85
-"""Exit codes of a process, and of the job."""
+from jaxdist.config import RequestError
+from jaxdist.exit_codes import BUSY, DONE, FAILED, REFUSED, STOPPED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -38,7 +36,7 @@ Share = str | None
 
 
 @dataclass
-class Job:
+class Supervisor:
     """What to run, and how often to try."""
 
     command: Callable[[int, int, str, bool], Sequence[str]]
@@ -96,9 +94,9 @@ class Job:
                 self.tell(f"stopped by {self.asked}{after}" + ("" if saved else f": {told(codes[first])}"))
                 return STOPPED if saved else FAILED
             what = f"process {first} {told(codes[first])}"
-            if MISTAKE in codes:
+            if REFUSED in codes:
                 self.tell(f"{what}; that is not tried again")
-                return MISTAKE
+                return REFUSED
             in_a_row = in_a_row + 1 if self.newest() == newest else 1
             newest, now = self.newest(), self.clock()
             while began and now - began[0] > 60 * self.minutes:
@@ -193,7 +191,7 @@ def told(code: int) -> str:
     """What an exit code of `subprocess` means."""
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
-    return {STOPPED: "was asked to stop", MISTAKE: "refused the request"}.get(code, f"failed with exit code {code}")
+    return {STOPPED: "was asked to stop", REFUSED: "refused the request"}.get(code, f"failed with exit code {code}")
 
 
 def shares(processes: int) -> list[Share]:

@@ -42,7 +42,7 @@ FIRST_PORT, PORTS = 61440, 4096
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessEnv:
     """This process among those of its job."""
 
     processes: int = 1
@@ -72,14 +72,14 @@ class Place:
         return f"{socket.gethostname()} process {self.process}"
 
 
-def find(asked: ClusterConfig, environment: Mapping[str, str] = os.environ) -> Place:
+def find(asked: ClusterConfig, environment: Mapping[str, str] = os.environ) -> ProcessEnv:
     """The place of this process. Raises `RequestError` where options and environment do not make one.
 
     Looked for in this order: `--cluster` options, JAX's variables, those of torchrun, of Open MPI, of PMI, of a Slurm
     step. Two that contradict each other are refused; without any it is one process.
     """
     if asked.processes == 1 and asked.process_id in (-1, 0):
-        return Place()
+        return ProcessEnv()
     found = [place for place in (_options(asked), *(look(environment) for look in LAUNCHERS)) if place]
     # mpirun starts a helper on each node by srun, whose step says nothing of the processes that the helper starts
     step = None if OPEN_MPI[0] in environment else _slurm(environment, needed=not found)
@@ -94,7 +94,7 @@ def find(asked: ClusterConfig, environment: Mapping[str, str] = os.environ) -> P
                 f"a coordinator is named ({address}), but not how many processes there are and which this is; "
                 f"give --cluster.processes and --cluster.process-id, or neither"
             )
-        return Place()
+        return ProcessEnv()
     first = found[0]
     for other in found[1:]:
         if (other.processes, other.process) != (first.processes, first.process):
@@ -110,7 +110,7 @@ def find(asked: ClusterConfig, environment: Mapping[str, str] = os.environ) -> P
             f"processes count from 0 to {first.processes - 1}"
         )
     if first.alone:
-        return Place()
+        return ProcessEnv()
     address = address or next((place.coordinator for place in found if place.coordinator), "")
     if not address and step:
         address = f"{_step_host(environment)}:{_step_port(environment)}"
@@ -121,7 +121,7 @@ def find(asked: ClusterConfig, environment: Mapping[str, str] = os.environ) -> P
             f"of them: the host of process 0 and a free port, such as 10.0.0.1:1234"
         )
     gpus = next((place.gpus for place in found if place.gpus is not None), None)
-    return Place(first.processes, first.process, reachable(address), first.source, gpus)
+    return ProcessEnv(first.processes, first.process, reachable(address), first.source, gpus)
 
 
 def check_alone(command: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -147,7 +147,7 @@ def check_alone(command: str, environment: Mapping[str, str] = os.environ) -> No
         )
 
 
-def _options(asked: ClusterConfig) -> Place | None:
+def _options(asked: ClusterConfig) -> ProcessEnv | None:
     if not asked.processes and asked.process_id == -1:
         return None
     if not asked.processes or asked.process_id == -1:
@@ -156,26 +156,26 @@ def _options(asked: ClusterConfig) -> Place | None:
             given, missing = f"--cluster.processes {asked.processes}", "--cluster.process-id"
         together = "give --cluster.coordinator, .processes and .process-id together"
         raise RequestError(f"{given} is given, but {missing} is missing: {together}")
-    return Place(asked.processes, asked.process_id, source="the --cluster options")
+    return ProcessEnv(asked.processes, asked.process_id, source="the --cluster options")
 
 
-def _jax(environment: Mapping[str, str]) -> Place | None:
+def _jax(environment: Mapping[str, str]) -> ProcessEnv | None:
     if not _whole(environment, JAX):
         return None
-    return Place(*(_number(environment, name) for name in JAX), source=" and ".join(JAX))
+    return ProcessEnv(*(_number(environment, name) for name in JAX), source=" and ".join(JAX))
 
 
-def _torchrun(environment: Mapping[str, str]) -> Place | None:
+def _torchrun(environment: Mapping[str, str]) -> ProcessEnv | None:
     if not _whole(environment, TORCHRUN):
         return None
     processes, process = (_number(environment, name) for name in TORCHRUN[:2])
     port = _number(environment, "MASTER_PORT")
     port += environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its own port is then taken, by torchrun
     gpus = _share(*_local(environment, ("LOCAL_RANK", "LOCAL_WORLD_SIZE")), environment)
-    return Place(processes, process, f"{environment['MASTER_ADDR']}:{port}", "WORLD_SIZE and RANK", gpus)
+    return ProcessEnv(processes, process, f"{environment['MASTER_ADDR']}:{port}", "WORLD_SIZE and RANK", gpus)
 
 
-def _mpi(environment: Mapping[str, str], names: tuple[str, str]) -> Place | None:
+def _mpi(environment: Mapping[str, str], names: tuple[str, str]) -> ProcessEnv | None:
     """A process that `mpirun` started; None where it is the only one, as in a shell that a launcher has started."""
     if not _whole(environment, names):
         return None
@@ -183,7 +183,7 @@ def _mpi(environment: Mapping[str, str], names: tuple[str, str]) -> Place | None
     if processes == 1:
         return None
     gpus = _share(*_local(environment, LOCAL[names]), environment)
-    return Place(processes, process, source=" and ".join(names), gpus=gpus)
+    return ProcessEnv(processes, process, source=" and ".join(names), gpus=gpus)
 
 
 def _local(environment: Mapping[str, str], names: tuple[str, str]) -> tuple[int, int]:
@@ -212,7 +212,7 @@ def _check_pmix(environment: Mapping[str, str]) -> None:
         )
 
 
-def _slurm(environment: Mapping[str, str], needed: bool) -> Place | None:
+def _slurm(environment: Mapping[str, str], needed: bool) -> ProcessEnv | None:
     """A task of a step that `srun` started."""
     if "SLURM_JOB_ID" not in environment:
         return None
@@ -230,7 +230,7 @@ def _slurm(environment: Mapping[str, str], needed: bool) -> Place | None:
     here = _tasks_here(environment)
     bound = "SLURM_GPUS_PER_TASK" in environment  # Slurm shows each task its own only
     gpus = None if bound else _share(local, here, environment)
-    return Place(tasks, process, source="Slurm's variables", gpus=gpus)
+    return ProcessEnv(tasks, process, source="Slurm's variables", gpus=gpus)
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int:

@@ -22,8 +22,9 @@ from jax._src.lib import _jax
 from jaxdist.cluster import faults, gpus, kv_store
 from jaxdist.cluster.address import check_own_name, host_and_port
 from jaxdist.cluster.listening import bind_address, check_free, next_port
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import FaultConfig
+from jaxdist.exit_codes import DONE, FAILED
 from jaxdist.mesh import DATA
 from jaxdist.streams import Unfailing
 
@@ -71,7 +72,7 @@ class Member:
     devices: int
 
 
-def join(place: Place, fault: FaultConfig, devices: int = 1, enough: Enough = ALL_OF_THEM) -> Place:
+def join(place: ProcessEnv, fault: FaultConfig, devices: int = 1, enough: Enough = ALL_OF_THEM) -> ProcessEnv:
     """Meet the other processes of the job, if there are any. Before anything asks JAX for a device.
 
     `devices` are those of this process, `enough(all)` how many of all are of use. A process that has none of these is
@@ -95,7 +96,7 @@ def join(place: Place, fault: FaultConfig, devices: int = 1, enough: Enough = AL
         instead = f"; {enough.how_to_use(every)}" if enough.how_to_use(every) else ""
         taken = f"the mesh takes the devices of {len(needed)} of {len(there)} processes"
         faults.say(place, f"nothing to do: {taken}{instead}")
-        faults.leave(Place(), 0)
+        faults.leave(ProcessEnv(), DONE)
     again = next_port(place.coordinator)  # the first port may still be theirs who leave
     place = replace(place, processes=len(needed), process=needed.index(place.process), coordinator=again)
     _meet(place, next_port(bind), fault)
@@ -155,7 +156,7 @@ def _needed(there: list[Member], count: int) -> list[int]:
     return needed
 
 
-def meet_as_it_is(place: Place, fault: FaultConfig, otherwise: Callable[[], None]) -> None:
+def meet_as_it_is(place: ProcessEnv, fault: FaultConfig, otherwise: Callable[[], None]) -> None:
     """Meet the others without a look at what may be in the way; `otherwise` is called, in a thread, after
     `fault.start_seconds`, and had better end the process."""
     _prepare(place)
@@ -163,7 +164,7 @@ def meet_as_it_is(place: Place, fault: FaultConfig, otherwise: Callable[[], None
     _introduced(place.coordinator, devices=1)
 
 
-def _prepare(place: Place) -> None:
+def _prepare(place: ProcessEnv) -> None:
     host, _ = host_and_port(place.coordinator)
     os.environ["no_grpc_proxy"] = host  # noqa: SIM112  a proxy to the world is none between these
     if not place.leader:
@@ -176,7 +177,7 @@ def _prepare(place: Place) -> None:
         _keep_gloo_on_loopback()
 
 
-def _bind_address(place: Place) -> str:
+def _bind_address(place: ProcessEnv) -> str:
     """HOST:PORT where process 0 listens; the other processes do not listen, and theirs is not used."""
     if not place.leader:
         return place.coordinator
@@ -186,13 +187,13 @@ def _bind_address(place: Place) -> str:
     return bind
 
 
-def _meet(place: Place, bind: str, fault: FaultConfig) -> None:
+def _meet(place: ProcessEnv, bind: str, fault: FaultConfig) -> None:
     if place.leader:
         check_free(bind)
     _initialize(place, bind, fault, lambda: _nobody_came(place, bind, fault.start_seconds))
 
 
-def _initialize(place: Place, bind: str, fault: FaultConfig, otherwise: Callable[[], None]) -> None:
+def _initialize(place: ProcessEnv, bind: str, fault: FaultConfig, otherwise: Callable[[], None]) -> None:
     late = threading.Timer(fault.start_seconds, otherwise)
     late.daemon = True
     late.start()  # JAX would abort, with a trace of C++
@@ -210,7 +211,7 @@ def _initialize(place: Place, bind: str, fault: FaultConfig, otherwise: Callable
     late.cancel()
 
 
-def _nobody_came(place: Place, bind: str, seconds: int) -> None:
+def _nobody_came(place: ProcessEnv, bind: str, seconds: int) -> None:
     where = place.coordinator
     if place.leader:
         where += f" (process 0 listens at {bind})"
@@ -219,10 +220,10 @@ def _nobody_came(place: Place, bind: str, seconds: int) -> None:
         f"after {seconds} s not all {place.processes} processes have met at {where}; "
         f"{why_nobody_came(place)}; or raise fault.start_seconds",
     )
-    os._exit(1)
+    os._exit(FAILED)
 
 
-def why_nobody_came(place: Place) -> str:
+def why_nobody_came(place: ProcessEnv) -> str:
     """What may keep the processes of a job from meeting, as far as this one can tell, and what to do."""
     host, port = host_and_port(place.coordinator)
     if place.on_one_host:

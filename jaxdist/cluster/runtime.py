@@ -13,7 +13,7 @@ import jax
 
 from jaxdist.cluster import gpus, kv_store, xla_options
 from jaxdist.cluster.consensus import from_leader
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.rendezvous import ALL_OF_THEM, Enough, across_hosts, host_names, members
 from jaxdist.config import RequestError
 from jaxdist.mesh import (
@@ -64,7 +64,7 @@ def found() -> dict[str, str | int]:
     return kind | dict(count=len(devices), per_host=max(per_host.values()), memory=memory)
 
 
-def own_devices(place: Place, shape: Mapping[str, int]) -> int:
+def own_devices(place: ProcessEnv, shape: Mapping[str, int]) -> int:
     """How many this process has or makes, told without JAX."""
     if there := gpus.visible():
         return len(there if place.gpus is None else place.gpus)
@@ -88,7 +88,7 @@ def notes(mesh: jax.sharding.Mesh, enough: Enough = ALL_OF_THEM) -> list[str]:
     return told
 
 
-def whereabouts(mesh: jax.sharding.Mesh) -> list[str]:
+def host_lines(mesh: jax.sharding.Mesh) -> list[str]:
     """A line for each host: which processes it has, how many devices in each, and its address."""
     there, lines = members(), []
     for host in dict.fromkeys(member.host for member in there):

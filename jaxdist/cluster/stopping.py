@@ -15,11 +15,9 @@ import time
 from collections.abc import Callable
 
 from jaxdist.cluster import faults, kv_store
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.process_env import ProcessEnv
+from jaxdist.exit_codes import STOPPED
 from jaxdist.streams import write_all
-
-STOPPED = 85
-"""Exit code: stopped early, and the same command goes on."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -33,9 +31,9 @@ BEFORE_THE_FIRST = 1
 class Stop:
     """Use it as a context manager, in the main thread. Signals after the first one change nothing."""
 
-    def __init__(self, place: Place, grace: float, where: Callable[[], str]):
+    def __init__(self, place: ProcessEnv, grace: float, where: Callable[[], str]):
         """`grace`: seconds from a signal to the end. `where` tells what is being done."""
-        self.place, self.grace, self.where = place, grace, where
+        self.env, self.grace, self.where = place, grace, where
         self.name: str | None = None
         """The signal that has stopped the run."""
         self.newest: Callable[[], str] = lambda: "the same command starts again"
@@ -70,7 +68,7 @@ class Stop:
     def joined(self) -> None:
         """The processes have met."""
         self._joined = True
-        if not self.place.alone:
+        if not self.env.alone:
             kv_store.watch("stop", self._agree)
 
     def here(self) -> bool:
@@ -100,7 +98,7 @@ class Stop:
             if not wanted or self.name:
                 continue
             name = signal.Signals(wanted[0]).name
-            if self.place.alone:
+            if self.env.alone:
                 self._agree(name)
             elif self._joined:
                 kv_store.post("stop", name)
@@ -110,22 +108,22 @@ class Stop:
 
     def _agree(self, name: str) -> None:
         self.name, self._until = name, time.monotonic() + self.grace
-        early = 0.0 if self.place.alone else EARLY if self.place.leader else EARLY + faults.MOMENT
+        early = 0.0 if self.env.alone else EARLY if self.env.leader else EARLY + faults.MOMENT
         self._timer = threading.Timer(max(self.grace - early, 0), self._out_of_time)
         self._timer.daemon = True
         self._timer.start()
         with self._lock:
             self._frozen = True
-        self._at = self._passed + 1 if self.place.alone else self._agreed()
+        self._at = self._passed + 1 if self.env.alone else self._agreed()
         if self._at == BEFORE_THE_FIRST:
             self._end("nothing is lost")  # before `here` says so: there is nothing to save
         self._decided.set()
 
     def _agreed(self) -> int:
         """The first place that no process has passed."""
-        seconds, everyone = self.grace + 60, range(self.place.processes)
-        kv_store.post(f"passed/{self.place.process}", str(self._passed))
-        if self.place.leader:
+        seconds, everyone = self.grace + 60, range(self.env.processes)
+        kv_store.post(f"passed/{self.env.process}", str(self._passed))
+        if self.env.leader:
             passed = [int(kv_store.read(f"passed/{process}", seconds)) for process in everyone]
             kv_store.post("stop at", str(max(passed) + 1))
         return int(kv_store.read("stop at", seconds))
@@ -135,8 +133,8 @@ class Stop:
 
     def _end(self, why: str) -> None:
         self._ending = True
-        if self.place.leader:
+        if self.env.leader:
             text = f"stopped by {self.name} ({self.where()}): {why}; {self.newest()}"
             write_all(2, f"{text}\n".encode(errors="replace"))
             faults.keep(text)
-        faults.leave(self.place, STOPPED)
+        faults.leave(self.env, STOPPED)

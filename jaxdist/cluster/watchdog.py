@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.cluster import faults, heartbeat
-from jaxdist.cluster.heartbeat import Beat, Heart
-from jaxdist.cluster.phases import AWAITING, IDLE, READING, STARTING, STEPPING, WAITING
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.heartbeat import AWAITING, IDLE, READING, STARTING, STEPPING, WAITING, Beat, Heart
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import RequestError
+from jaxdist.exit_codes import DONE, FAILED
 
 USUAL, LEAST, FIRST = 10, 300.0, 10
 """Usual steps, and seconds, that are no hang; and how many times as long the first of everything may take."""
@@ -32,8 +32,8 @@ process as lost by `fault.heartbeat_seconds` and then ends all others at once, w
 class Watchdog:
     """Use it as a context manager; `seconds` are those of `fault.hang_seconds`."""
 
-    def __init__(self, place: Place, seconds: float):
-        self.place, self.seconds = place, seconds
+    def __init__(self, place: ProcessEnv, seconds: float):
+        self.env, self.seconds = place, seconds
         self._steps: deque[float] = deque(maxlen=101)
         self._waits: deque[float] = deque(maxlen=101)
         self._heart: Heart | None = None
@@ -123,16 +123,16 @@ class Watchdog:
     def _bark(self) -> None:
         told = f"no progress: {self.where()}, more than {self._told_limit()}; the job ends"
         others = self._others()  # before they end
-        if not self.place.alone:
-            faults.announce(self.place, faults.HANG, faults.FAILED)
-        faults.say(self.place, *faults.stacks(), *others, told)
-        faults.leave(self.place, faults.FAILED)
+        if not self.env.alone:
+            faults.announce(self.env, faults.HANG, FAILED)
+        faults.say(self.env, *faults.stacks(), *others, told)
+        faults.leave(self.env, FAILED)
 
     def _name_silent(self) -> None:
         """Say who is not heard of, once for each, while this process waits. The first two look, so that the leader is
         looked for too: each look reads a file for each process."""
         now = time.monotonic()
-        if not self._heart or self.place.alone or self.place.process > 1:
+        if not self._heart or self.env.alone or self.env.process > 1:
             return
         if min(now - self._since, now - self._looked) < heartbeat.EVERY:
             return
@@ -149,7 +149,7 @@ class Watchdog:
             ]
 
         if sentences := self._in_time(look):
-            faults.say(self.place, *sentences)
+            faults.say(self.env, *sentences)
 
     def _in_time(self, look: Callable[[], Sequence[Any]]) -> list[Any]:
         """What `look` finds, or nothing where it takes long: the folder's file system may be what hangs."""
@@ -161,7 +161,7 @@ class Watchdog:
 
     def _beat(self) -> Beat:
         usual = lambda seconds: statistics.median(list(seconds)) if seconds else None
-        place, since = self.place, time.monotonic() - self._since
+        place, since = self.env, time.monotonic() - self._since
         now = (place.process, place.processes, socket.gethostname(), os.getpid(), self._step, self._doing, since)
         return Beat(*now, usual(self._steps), usual(self._waits))
 
@@ -174,11 +174,11 @@ class Watchdog:
             waited = heartbeat.waited_for(beats, time.time(), stands=True)
             return [f"the others wait for {names[process]}: {what}" for process, what in waited.items()]
 
-        return self._in_time(look) if self._heart and not self.place.alone else []
+        return self._in_time(look) if self._heart and not self.env.alone else []
 
 
 def _exit_code(kind: type[BaseException] | None) -> int:
     """With which a run ends that raises such an exception, or none."""
     if kind is None:
-        return 0
-    return kind.exit_code if issubclass(kind, RequestError) else faults.FAILED
+        return DONE
+    return kind.exit_code if issubclass(kind, RequestError) else FAILED

@@ -104,7 +104,7 @@ def options_for(mesh: jax.sharding.Mesh, sequence: bool) -> dict[str, bool | str
     return options(platform, mesh.size, across_hosts(mesh, host_names(mesh.devices.flat)), sequence)
 
 
-def spelt(asked: dict[str, bool | str]) -> str:
+def as_flags(asked: dict[str, bool | str]) -> str:
     """Options as XLA_FLAGS have them, without the dashes; empty where there are none."""
     return ", ".join(f"{name}={str(value).removeprefix(MODE).lower()}" for name, value in asked.items())
 
@@ -181,7 +181,7 @@ def _not_written(file: Path) -> str:
     return ""
 
 
-def told(platform: str, asked: dict[str, bool | str]) -> dict[str, object]:
+def settings(platform: str, asked: dict[str, bool | str]) -> dict[str, object]:
     """What is asked of XLA for a run with these options, whoever asks; in the run's `environment.json`."""
     return {
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
@@ -191,11 +191,11 @@ def told(platform: str, asked: dict[str, bool | str]) -> dict[str, object]:
     }
 
 
-def line(platform: str, asked: dict[str, bool | str]) -> str:
+def summary_line(platform: str, asked: dict[str, bool | str]) -> str:
     """The same for a person; empty on a CPU, of which nothing is asked."""
-    found = told(platform, asked)
+    found = settings(platform, asked)
     if found["memory_fraction"] is None:
         return ""
-    names = spelt(asked) or "no options"
+    names = as_flags(asked) or "no options"
     kept = f"programs kept in {found['compilation_cache']}" if found["compilation_cache"] else "programs not kept"
     return f"{names}; JAX takes {found['memory_fraction']:.0%} of a GPU's memory; {kept}"

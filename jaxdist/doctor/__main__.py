@@ -15,10 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from jaxdist.cluster.process_env import Place, find
+from jaxdist.cluster.process_env import ProcessEnv, find
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.doctor import findings, machine, software, watching
 from jaxdist.doctor.findings import Finding, Here, unchecked, wrong
+from jaxdist.exit_codes import DONE, REFUSED
 from jaxdist.request import Extra, arguments, run
 from jaxdist.request.options import Scan
 
@@ -31,8 +32,6 @@ JSON = Extra("json", False, "Print one JSON object on standard output, and nothi
 
 PATIENCE = 120.0
 """Seconds that devices may take to start, or an all-reduce to come back."""
-
-MISTAKE = 2
 
 BEFORE: list[tuple[str, Callable[[Here], Iterable[Finding]]]] = [
     ("versions", software.versions),
@@ -52,12 +51,12 @@ def main(argv: list[str] | None = None) -> int:
         asked = arguments(argv, "doctor", DESCRIPTION, positional="RUN", extras=[JSON], knobs=())
         result = watching.watch(Path(words[0]))
         print(json.dumps(result) if asked.extras["json"] else "\n".join(watching.table(result)))
-        return 0 if result["healthy"] else MISTAKE
+        return DONE if result["healthy"] else REFUSED
     asked = arguments(argv, "doctor", DESCRIPTION, extras=[JSON])
     try:
         place, lost = find(asked.config.cluster), []
     except RequestError as error:
-        place, lost = Place(), [wrong("processes", problem, "") for problem in error.problems]
+        place, lost = ProcessEnv(), [wrong("processes", problem, "") for problem in error.problems]
     config = asked.config.model_copy(update={"cluster": ClusterConfig()})
     return Doctor(Here(config, place), asked.extras["json"], lost).examine()
 
@@ -202,7 +201,7 @@ class Doctor:
         """Print the report. Returns the exit code."""
         result = findings.report(findings.at(self.host, found), self.here.place.processes)
         print(json.dumps(result) if self.as_json else "\n".join(findings.told(result)), flush=True)
-        return 0 if result["healthy"] else MISTAKE
+        return DONE if result["healthy"] else REFUSED
 
     def end(self, found: list[Finding]) -> int:
         """The first process tells, and all exit alike."""
@@ -210,7 +209,7 @@ class Doctor:
         if place.leader:
             code = self.tell(found)
         else:
-            code = 0 if findings.report(found, place.processes)["healthy"] else MISTAKE
+            code = DONE if findings.report(found, place.processes)["healthy"] else REFUSED
         if not place.alone:
             import jax
 
@@ -218,7 +217,7 @@ class Doctor:
 
             with suppress(Exception):
                 jax.distributed.shutdown()
-            faults.leave(Place(), code)
+            faults.leave(ProcessEnv(), code)
         return code
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import Config
 
 OK, WARNING, WRONG, UNCHECKED = "ok", "warning", "wrong", "not checked"
@@ -33,7 +33,7 @@ class Here:
     """This process, and what the checks leave for each other."""
 
     config: Config
-    place: Place = field(default_factory=Place)
+    place: ProcessEnv = field(default_factory=ProcessEnv)
     environment: MutableMapping[str, str] = field(default_factory=lambda: os.environ)
     gpus: int = 0
     """That the driver shows."""

@@ -149,7 +149,7 @@ def options(here: Here) -> Iterator[Finding]:
     from jaxdist.cluster import xla_options
 
     within, across = (
-        xla_options.spelt(xla_options.options("gpu", 2, across)) or "no options" for across in (False, True)
+        xla_options.as_flags(xla_options.options("gpu", 2, across)) or "no options" for across in (False, True)
     )
     if xla_options.series() in xla_options.OPTIONS:
         yield ok("compiler", f"a step on several GPUs is compiled with {within}; data across hosts, with {across}")

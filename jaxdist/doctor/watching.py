@@ -10,6 +10,7 @@ from typing import Any
 from jaxdist import units
 from jaxdist.cluster import heartbeat
 from jaxdist.config import RequestError
+from jaxdist.exit_codes import OUTCOMES
 from jaxdist.training.run_dir import RunFolder
 
 
@@ -49,13 +50,13 @@ def watch(folder: Path) -> dict[str, Any]:
         problems.append(f"no process has been heard of for {ago:.0f} s: killed, or cut off from the folder")
     elif gone and not waited:
         problems += [f"{beat.name} is silent: {beat.what}" for beat in gone]
-    problems += [f"{beat.name} {beat.what}" for beat in beats if beat.ended not in (None, *heartbeat.OUTCOMES)]
+    problems += [f"{beat.name} {beat.what}" for beat in beats if beat.ended not in (None, *OUTCOMES)]
     return {"run": str(folder), "healthy": not problems, "processes": rows, "problems": problems}
 
 
 def _state(beat: heartbeat.Beat, now: float) -> str:
     if beat.ended is not None:
-        return heartbeat.OUTCOMES.get(beat.ended, "failed")
+        return OUTCOMES.get(beat.ended, "failed")
     return "silent" if beat.silent(now) else "going"
 
 

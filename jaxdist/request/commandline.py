@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 from pydantic import TypeAdapter, ValidationError
 
 from jaxdist.config import ClusterConfig, Config, RequestError
+from jaxdist.exit_codes import DONE, FAILED
 from jaxdist.mesh import AUTO
 from jaxdist.request.checks.files import path_problem
 from jaxdist.request.helptext import help_text
@@ -21,10 +22,6 @@ from jaxdist.request.options import Extra, Scan
 from jaxdist.request.reading import read, to_toml
 from jaxdist.streams import protect
 from jaxdist.values import path_error
-
-DONE = 0
-FAILED = 1
-"""Exit code of anything that goes wrong, except an invalid request, whose error has its own."""
 
 LAYOUT_KNOBS = ("mesh", "precision", "parallel.zero", "parallel.sequence", "parallel.rules", "pipeline")
 """Knobs that determine the layout of the weights and the compute dtype."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxdist.cluster.consensus import leader
+from jaxdist.cluster.heartbeat import SAVING
 from jaxdist.cluster.job import Job
-from jaxdist.cluster.phases import SAVING
 from jaxdist.planning.trace import Program, kernels, read, summarize, table
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.meter import Meter

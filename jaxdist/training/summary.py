@@ -12,7 +12,7 @@ import jax
 
 from jaxdist import __version__, models
 from jaxdist.cluster import xla_options
-from jaxdist.cluster.runtime import capacity, notes, whereabouts
+from jaxdist.cluster.runtime import capacity, host_lines, notes
 from jaxdist.config import PipelineConfig
 from jaxdist.gpu_memory import gpu_share
 from jaxdist.mesh import PIPELINE, describe
@@ -105,7 +105,7 @@ def _machine(run: Run) -> list[Row]:
         ("devices", devices),
         *_places(run),
     ]
-    flags = "" if run.dry else xla_options.line(run.layout.platform, run.compiler_options)
+    flags = "" if run.dry else xla_options.summary_line(run.layout.platform, run.compiler_options)
     if flags:
         rows.append(("compiler", flags))
     return rows
@@ -156,7 +156,7 @@ def _places(run: Run) -> list[Row]:
         return []
     rows = []
     if jax.process_count() > 1:
-        rows += [("", line) for line in whereabouts(run.mesh)]
+        rows += [("", line) for line in host_lines(run.mesh)]
     return rows + [("note", note) for note in notes(run.mesh, Enough(run.config))]
 
 

@@ -13,11 +13,11 @@ import jax
 
 from jaxdist.cluster import xla_options
 from jaxdist.cluster.consensus import check_alike, from_leader, leader, leader_first
+from jaxdist.cluster.heartbeat import AWAITING, COMPILING, READING, SAVING, STARTING, STEPPING, VALIDATING, WAITING
 from jaxdist.cluster.job import Job
-from jaxdist.cluster.phases import AWAITING, COMPILING, READING, SAVING, STARTING, STEPPING, VALIDATING, WAITING
 from jaxdist.cluster.preflight import check_folder
-from jaxdist.cluster.stopping import STOPPED
 from jaxdist.data.batches import Prefetch, global_rows
+from jaxdist.exit_codes import DONE, FAILED, STOPPED
 from jaxdist.request import to_toml
 from jaxdist.training import history
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
@@ -37,11 +37,6 @@ from jaxdist.training.save_policy import SavePolicy, checkpoint_bytes, finished,
 from jaxdist.training.startup_checks import check_attention
 from jaxdist.training.step_runner import StepRunner
 from jaxdist.training.summary import beginning, folded, summary
-
-DONE = 0
-FAILED = 1
-"""Exit codes: finished, and failed. `STOPPED` is that of a run which the same command continues."""
-
 
 class Prepared(NamedTuple):
     """A run that may begin: nothing refuses it any more."""
@@ -109,7 +104,7 @@ def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:
     """Write how the run is made, and cut its metrics back to the step that it resumes from."""
     prepared.checkpoints.notes += [*folder.notes, *folder.cut_metrics(prepared.first, run.config.log.every)]
     devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
-    xla = xla_options.told(run.layout.platform, run.compiler_options)
+    xla = xla_options.settings(run.layout.platform, run.compiler_options)
     folder.write(run.config, run.task.tokenizer, devices, {"processes": jax.process_count()} | xla)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxdist.cluster import gpus, kv_store, runtime
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.rendezvous import Member, _needed, why_nobody_came
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import devices_asked, parse_mesh
@@ -78,12 +78,12 @@ def test_cpu_devices_that_were_made_already(seen, monkeypatch, flags, words):
 
 def test_where_nobody_came_the_ports_are_told():
     """As the doctor tells it, which tries them."""
-    remote = why_nobody_came(Place(2, 0, "n0.cluster:4321"))
+    remote = why_nobody_came(ProcessEnv(2, 0, "n0.cluster:4321"))
     assert "let the other hosts of the job reach TCP port 4321 and the next one of n0.cluster" in remote
     assert "jaxdist.doctor" in remote
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        here = why_nobody_came(Place(2, 1, f"127.0.0.1:{closed.getsockname()[1]}"))
+        here = why_nobody_came(ProcessEnv(2, 1, f"127.0.0.1:{closed.getsockname()[1]}"))
     assert here.startswith("it cannot be reached from here (Connection refused): see whether process 0 runs")
     assert "firewall" not in here
 
@@ -145,15 +145,15 @@ def test_gpus_that_the_driver_shows_and_jax_does_not_are_told(monkeypatch, tmp_p
     monkeypatch.setattr(gpus, "visible", lambda: there)
     with pytest.raises(RequestError, match=r"has 2 GPU\(s\), but JAX sees 0: install jaxdist with '\.\[gpu\]'"):
         runtime._all_visible([device(0, 0, "cpu")])
-    assert runtime.own_devices(Place(), parse_mesh("-1x1x1")) == 2
-    assert runtime.own_devices(Place(2, 1, "a:1", gpus=(1,)), parse_mesh("-1x1x1")) == 1
+    assert runtime.own_devices(ProcessEnv(), parse_mesh("-1x1x1")) == 2
+    assert runtime.own_devices(ProcessEnv(2, 1, "a:1", gpus=(1,)), parse_mesh("-1x1x1")) == 1
     monkeypatch.undo()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     assert gpus.visible(tmp_path) == ["1"]
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert gpus.visible(tmp_path) == []
-    assert runtime.own_devices(Place(), parse_mesh("-1x2x1")) == 2  # as many as the mesh needs, made of the CPU
+    assert runtime.own_devices(ProcessEnv(), parse_mesh("-1x2x1")) == 2  # as many as the mesh needs, made of the CPU
 
 
 def test_processes_that_a_script_of_ones_own_has_joined_have_a_mesh():
@@ -162,6 +162,6 @@ def test_processes_that_a_script_of_ones_own_has_joined_have_a_mesh():
 from jaxdist.cluster import runtime
 from jaxdist.mesh import parse_mesh
 mesh = runtime.start(parse_mesh("4x1x1"))
-tell([[d.process_index for d in mesh.devices.flat], len(runtime.whereabouts(mesh))])
+tell([[d.process_index for d in mesh.devices.flat], len(runtime.host_lines(mesh))])
 """
     assert told(program, processes=2, devices=4) == [[[0, 0, 1, 1], 1]] * 2

@@ -23,10 +23,10 @@ MEET = """
 import sys, threading
 import jax
 from jaxdist.cluster import rendezvous
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import FaultConfig
 way, process, processes, of_use, coordinator = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
-place = Place(processes, process, coordinator)
+place = ProcessEnv(processes, process, coordinator)
 if way == "join":
     place = rendezvous.join(place, FaultConfig(), enough=lambda devices: of_use)
 else:

@@ -14,15 +14,15 @@ from tests.training.curves import alike
 LAID = """
 import json, sys
 from jaxdist.cluster.rendezvous import join
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster import runtime
 from jaxdist.config import FaultConfig
 from jaxdist.mesh import parse_mesh
 process, meshes = int(sys.argv[1]), sys.argv[2:]
-join(Place(4, process, "n0:4710"), FaultConfig())
+join(ProcessEnv(4, process, "n0:4710"), FaultConfig())
 found = [runtime.start(parse_mesh(mesh)) for mesh in meshes]
 for mesh in found:
-    told = [[d.process_index for d in mesh.devices.flat], runtime.notes(mesh), runtime.whereabouts(mesh)]
+    told = [[d.process_index for d in mesh.devices.flat], runtime.notes(mesh), runtime.host_lines(mesh)]
     print("told " + json.dumps(told), flush=True)
 """
 

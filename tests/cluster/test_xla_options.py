@@ -218,18 +218,18 @@ def test_nothing_is_set_on_a_cpu(tmp_path):
     xla_options.take_memory()
     assert kept(tmp_path / "programs") == (None, [])
     assert FRACTIONS[0] not in os.environ
-    assert xla_options.line("cpu", {}) == ""
-    assert xla_options.told("cpu", {})["memory_fraction"] is None
+    assert xla_options.summary_line("cpu", {}) == ""
+    assert xla_options.settings("cpu", {})["memory_fraction"] is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_tells_it(gpu, tmp_path):
     xla_options.take_memory()
     kept(tmp_path / "programs")
-    asked = xla_options.told("gpu", {"xla_gpu_one": False})
+    asked = xla_options.settings("gpu", {"xla_gpu_one": False})
     assert asked["compiler_options"] == {"xla_gpu_one": False}
     assert asked["memory_fraction"] == 0.92
     assert asked["compilation_cache"] == str(tmp_path / "programs")
-    line = xla_options.line("gpu", {"xla_gpu_one": False, "xla_gpu_two": f"{xla_options.MODE}ON"})
+    line = xla_options.summary_line("gpu", {"xla_gpu_one": False, "xla_gpu_two": f"{xla_options.MODE}ON"})
     assert line.startswith("xla_gpu_one=false, xla_gpu_two=on; JAX takes")
     assert f"JAX takes 92% of a GPU's memory; programs kept in {tmp_path}" in line

@@ -1,14 +1,14 @@
 """A check, made here."""
 
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import Config
 from jaxdist.doctor.findings import OK, UNCHECKED, Here
 
-TWO = Place(2, 1, "10.9.8.7:1234")
+TWO = ProcessEnv(2, 1, "10.9.8.7:1234")
 
 
 def here(place=None) -> Here:
-    return Here(Config(), place or Place())
+    return Here(Config(), place or ProcessEnv())
 
 
 def found(check, state, here, **options) -> str:

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from jaxdist.cluster import kv_store, xla_options
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.doctor import __main__ as doctor
 from jaxdist.doctor import devices, findings, machine, network, software
 from jaxdist.doctor.findings import OK, UNCHECKED, WARNING, WRONG
@@ -156,7 +156,7 @@ def test_a_name_that_means_the_loopback(monkeypatch):
     assert "this host's own name 'localhost' stands for 127.0.0.1" in found(network.own_name, WRONG, here(TWO))
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-name.invalid")
     assert "cannot be found; put it into /etc/hosts" in found(network.own_name, WRONG, here(TWO))
-    assert found(network.own_name, OK, here(Place(2, 0, "127.0.0.1:1")))
+    assert found(network.own_name, OK, here(ProcessEnv(2, 0, "127.0.0.1:1")))
     assert found(network.own_name, UNCHECKED, here())
 
 
@@ -179,7 +179,7 @@ def test_the_doctor_listens_where_the_others_look_for_this_host(coordinator, own
 
     monkeypatch.setattr(network, "_address", lambda name: own)
     monkeypatch.setattr(kv_store, "gather", gather)
-    assert found(network.hosts, OK, here(Place(2, 0, coordinator)))
+    assert found(network.hosts, OK, here(ProcessEnv(2, 0, coordinator)))
     assert listened == {wanted}
 
 

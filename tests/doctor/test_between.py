@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.doctor import network as doctor_network
 from jaxdist.doctor.findings import OK, WRONG
 from tests.cluster import hosts
@@ -168,4 +168,4 @@ def test_clocks_are_compared_within_what_a_round_trip_leaves_open(monkeypatch, a
     monkeypatch.setattr(doctor_network, "time", far)
     monkeypatch.setattr(doctor_network, "board", far)
     monkeypatch.setattr(doctor_network, "socket", SimpleNamespace(gethostname=lambda: "n0"))
-    assert sentence in found(doctor_network.clocks, state, here(Place(2, 0, "n0:1")))
+    assert sentence in found(doctor_network.clocks, state, here(ProcessEnv(2, 0, "n0:1")))

@@ -7,8 +7,9 @@ import time
 import pytest
 
 from jaxdist.cluster import faults, kv_store
-from jaxdist.cluster.process_env import Place
-from jaxdist.cluster.stopping import STOPPED, Stop
+from jaxdist.cluster.process_env import ProcessEnv
+from jaxdist.cluster.stopping import Stop
+from jaxdist.exit_codes import STOPPED
 
 AHEAD = 2
 """Steps that a process may be ahead of the slowest, as when it does not wait for what it has dispatched."""
@@ -42,7 +43,7 @@ def stops(monkeypatch):
     """`Stop`s of so many processes that have met; `left` are the exit codes of those that end on the spot."""
     made, left = [], []
 
-    def leave(place: Place, code: int) -> None:
+    def leave(place: ProcessEnv, code: int) -> None:
         left.append(code)
         threading.Event().wait()
 
@@ -51,7 +52,7 @@ def stops(monkeypatch):
         for name in ("post", "read", "watch"):
             monkeypatch.setattr(kv_store, name, getattr(store, name))
         monkeypatch.setattr(faults, "leave", leave)
-        stops = [Stop(Place(processes, i, "here:1"), 60.0, lambda: "testing") for i in range(processes)]
+        stops = [Stop(ProcessEnv(processes, i, "here:1"), 60.0, lambda: "testing") for i in range(processes)]
         made.extend(stops)
         for stop in stops:
             stop.joined()

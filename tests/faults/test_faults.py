@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from jaxdist.cluster.phases import AWAITING, COMPILING, READING, STEPPING, VALIDATING, WAITING
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.heartbeat import AWAITING, COMPILING, READING, STEPPING, VALIDATING, WAITING
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.training.run_dir import RunFolder
 from tests.faults.jobs import ends, job, metrics, saved, step_of, told, train, until
@@ -55,9 +55,9 @@ def test_an_exception_in_one_process_ends_all_and_is_told_last(words, tmp_path, 
 LEAVES = """
 import threading
 from jaxdist.cluster import faults
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.process_env import ProcessEnv
 threading.Timer(faults.MOMENT, print, ["step 12"], {"flush": True}).start()
-place = Place(2, 0, "127.0.0.1:1")
+place = ProcessEnv(2, 0, "127.0.0.1:1")
 faults.say(place, "ended")
 faults.leave(place, 7)
 """
@@ -233,7 +233,7 @@ def test_processes_that_were_asked_for_different_things_are_refused(words):
 
 def test_how_long_is_too_long():
     """10 usual steps and at least 5 minutes, 10 times that before steps are known; a given time holds instead."""
-    dog = Watchdog(Place(), 0)
+    dog = Watchdog(ProcessEnv(), 0)
     assert dog.limit() == 3000
     dog.note(READING)
     assert dog.limit() == float("inf")
@@ -250,7 +250,7 @@ def test_how_long_is_too_long():
     dog.note(STEPPING, 4)
     dog.note(VALIDATING)
     assert dog.limit() == 1000
-    short = Watchdog(Place(), 7.5)
+    short = Watchdog(ProcessEnv(), 7.5)
     short.note(READING)
     assert short.limit() == 75
     assert short._told_limit() == "75 s, 10 times the 7.5 s of fault.hang_seconds for the first time"

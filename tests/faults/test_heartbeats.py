@@ -10,8 +10,8 @@ import pytest
 
 from jaxdist.cluster import heartbeat, watchdog
 from jaxdist.cluster.heartbeat import Beat, Heart, laggards, waited_for
-from jaxdist.cluster.phases import COMPILING, STEPPING, WAITING
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.heartbeat import COMPILING, STEPPING, WAITING
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.doctor import watching
 from jaxdist.doctor.__main__ import main as doctor
@@ -164,7 +164,7 @@ def test_a_run_that_has_failed_says_so(tmp_path, capsys):
     (tmp_path / "config.toml").touch()
 
     def broken() -> None:
-        with Watchdog(Place(), 0) as dog:
+        with Watchdog(ProcessEnv(), 0) as dog:
             dog.beat_in(tmp_path / "heartbeats")
             dog.note(STEPPING, 7)
             raise ZeroDivisionError
@@ -177,7 +177,7 @@ def test_a_run_that_has_failed_says_so(tmp_path, capsys):
 
 def test_a_folder_that_takes_no_heartbeat_harms_nobody(tmp_path):
     (tmp_path / "file").touch()
-    with Watchdog(Place(), 0) as dog:
+    with Watchdog(ProcessEnv(), 0) as dog:
         dog.beat_in(tmp_path / "file" / "heartbeats")
         thread = dog._heart._thread
         thread.join(0.3)
@@ -232,7 +232,7 @@ def test_the_watchdog_forgives_its_own_absence_alone(monkeypatch, waits, barks):
     ticks = Ticks(waits)
     monkeypatch.setattr(watchdog, "time", ticks)
     told = []
-    dog = Watchdog(Place(), 8.0)
+    dog = Watchdog(ProcessEnv(), 8.0)
     monkeypatch.setattr(dog, "_bark", lambda: told.append(ticks.now))
     for doing, step in ((STEPPING, 1), (WAITING, 1), (STEPPING, 2)):
         dog.note(doing, step)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from jaxdist import launch
-from jaxdist.cluster.local import Job, shares
+from jaxdist.cluster.local import Supervisor, shares
 from jaxdist.config import Config, RequestError
 from jaxdist.training.run_dir import RunFolder
 
@@ -28,7 +28,7 @@ def wait(code=85):
 def job(tmp_path):
     """A job of 3 processes which each run `program`; `told` is what the launcher has told."""
 
-    def make(program: str, **more) -> Job:
+    def make(program: str, **more) -> Supervisor:
         command = lambda me, of, _, again: [
             sys.executable,
             "-c",
@@ -40,7 +40,7 @@ def job(tmp_path):
         ]
         told: list[str] = []
         settings = dict(fits=lambda n: False, newest=lambda: 0, restarts=2, minutes=60.0, grace=5.0, tell=told.append)
-        made = Job(command=command, shares=[None] * 3, **settings | dict(in_use=lambda: "") | more)
+        made = Supervisor(command=command, shares=[None] * 3, **settings | dict(in_use=lambda: "") | more)
         made.told = told
         return made
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxdist import checkpoints, explain, launch
 from jaxdist.cluster.address import check_own_name
-from jaxdist.cluster.process_env import Place, check_alone, find
+from jaxdist.cluster.process_env import ProcessEnv, check_alone, find
 from jaxdist.config import ClusterConfig, RequestError
 from jaxdist.gpu_memory import gpu_share
 from jaxdist.lab import __main__ as lab
@@ -25,7 +25,7 @@ def options(coordinator="127.0.0.1:1234", processes=2, process_id=1) -> ClusterC
 
 
 def test_nothing_said_is_one_process():
-    assert find(ClusterConfig(), {}) == Place()
+    assert find(ClusterConfig(), {}) == ProcessEnv()
     assert find(ClusterConfig(), {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}).alone
     assert find(ClusterConfig(processes=1), STEP | TORCHRUN).alone
 

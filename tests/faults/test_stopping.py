@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jaxdist.cluster import stopping
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.stopping import Stop
 from tests.faults.jobs import ends, job, metrics, saved, step_of, train, until
 
@@ -176,7 +176,7 @@ class Board:
 def agreed(monkeypatch, passed: list[int]) -> list[Stop]:
     """Processes that have passed so many places, and have agreed where they stop after a signal."""
     monkeypatch.setattr(stopping, "board", Board())
-    stops = [Stop(Place(len(passed), i, "n0:1"), 1000.0, lambda: "stepping") for i in range(len(passed))]
+    stops = [Stop(ProcessEnv(len(passed), i, "n0:1"), 1000.0, lambda: "stepping") for i in range(len(passed))]
     for stop, places in zip(stops, passed, strict=True):
         assert not any(stop.here() for _ in range(places))
     threads = [threading.Thread(target=stop._agree, args=("SIGTERM",), daemon=True) for stop in stops]
@@ -199,7 +199,7 @@ def test_all_stop_at_the_first_place_that_none_has_passed(monkeypatch, passed):
 def test_where_none_has_begun_nothing_is_lost(monkeypatch):
     """The stop before the first step leaves at once; after it there is something to save."""
     ends = []
-    monkeypatch.setattr(Stop, "_end", lambda stop, why: ends.append((stop.place.process, why)))
+    monkeypatch.setattr(Stop, "_end", lambda stop, why: ends.append((stop.env.process, why)))
     agreed(monkeypatch, [0, 1])
     assert ends == []
     agreed(monkeypatch, [0, 0])

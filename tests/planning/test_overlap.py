@@ -71,7 +71,7 @@ def test_what_is_explained_is_compiled_as_what_runs(monkeypatch):
     asked = Config(mesh="8x1x1", model=model, parallel=ParallelConfig(zero=3), train=TrainConfig(global_batch_size=16))
     names = xla_options.options("gpu", 8, across=False)
     found = explain(asked, "h100")
-    assert f"compiled with {xla_options.spelt(names)}, as train does" in found.notes
+    assert f"compiled with {xla_options.as_flags(names)}, as train does" in found.notes
     on = {False: "true", f"{xla_options.MODE}OFF": "on"}
     monkeypatch.setenv("XLA_FLAGS", " ".join(f"--{name}={on[off]}" for name, off in names.items()))
     plain = explain(asked, "h100")

@@ -28,7 +28,7 @@ WORK = (
     "jaxdist.training.checkpoint.export.write_safetensors",
     "jaxdist.doctor.__main__.Doctor.examine",
     "jaxdist.doctor.watching.watch",
-    "jaxdist.cluster.local.Job.run",
+    "jaxdist.cluster.local.Supervisor.run",
     "jaxdist.cluster.slurm.make_logs",
     "jaxdist.bench.gpu.Bench.measure",
     "jaxdist.lab.__main__.look",

@@ -14,9 +14,8 @@ import pytest
 
 from jaxdist import train
 from jaxdist.cluster import consensus, faults
-from jaxdist.cluster.heartbeat import Beat
-from jaxdist.cluster.phases import STEPPING
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.heartbeat import STEPPING, Beat
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.config import Busy, RequestError
 from jaxdist.request.commandline import outcome
@@ -340,7 +339,7 @@ def test_a_heart_goes_on_beating_beside_strange_names(folder):
     folder.heartbeats.mkdir()
     for strange in ("²", "9" * 200, "x"):
         (folder.heartbeats / f"{strange}.json").touch()
-    with Watchdog(Place(), 0) as dog:
+    with Watchdog(ProcessEnv(), 0) as dog:
         dog.beat_in(folder.heartbeats)
         deadline = time.monotonic() + 10
         while not (folder.heartbeats / "0.json").exists():
@@ -358,8 +357,8 @@ def test_a_folder_in_use_is_exit_code_75(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith(": in use\n")
     codes = []
     monkeypatch.setattr(faults, "end_all", lambda place, code, lines: codes.append((code, lines)))
-    faults.fail(Place(2, 0), Busy("in use"))
-    faults.fail(Place(2, 0), RequestError("wrong"))
+    faults.fail(ProcessEnv(2, 0), Busy("in use"))
+    faults.fail(ProcessEnv(2, 0), RequestError("wrong"))
     assert codes == [(75, ["in use"]), (2, ["wrong"])]
 
 

@@ -36,7 +36,7 @@ def run_without_streams(lost: str, command: list[str]) -> int:
 TALKS = """
 import os, sys
 from jaxdist.cluster import faults
-from jaxdist.cluster.process_env import Place
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.request import run
 
 def main(argv):
@@ -44,7 +44,7 @@ def main(argv):
         for i in range(3):
             print("output", flush=True)
             print("error", file=sys.stderr, flush=True)
-            faults.say(Place(), "a fault")
+            faults.say(ProcessEnv(), "a fault")
         file.write("its own")
     return 7
 

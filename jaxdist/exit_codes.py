@@ -1,0 +1,19 @@
+"""Exit codes of jaxdist's commands. Launchers and Slurm scripts decide by them whether to start a run again."""
+
+DONE = 0
+"""Success, or nothing was left to do."""
+
+FAILED = 1
+"""A failure that the same command may survive: launchers start the run again."""
+
+REFUSED = 2
+"""The request is invalid, so that the same command would fail again: launchers give up."""
+
+BUSY = 75
+"""Another process uses the run folder: launchers wait and try again. EX_TEMPFAIL of BSD's sysexits.h."""
+
+STOPPED = 85
+"""Stopped early by a signal; the same command resumes the run."""
+
+OUTCOMES = {DONE: "done", STOPPED: "stopped"}
+"""Outcome of a run by its exit code; any other code is a failure."""
