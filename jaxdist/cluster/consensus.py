@@ -1,4 +1,4 @@
-"""What all processes of a run must hold alike: a number that one of them has found."""
+"""Consensus: values and decisions that must be the same in all processes of a run."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ from jaxdist.config import Busy, RequestError
 Made = TypeVar("Made")
 
 LEADER_SPEAKS = 5.0
-"""Seconds in which the first process says why it refuses and ends the others, who would end it before it has."""
+"""Seconds in which process 0 reports why it refuses and ends the others, which would otherwise end it first."""
 
-_asked = itertools.count()
-"""Numbers the questions: every process asks the same ones."""
+_questions = itertools.count()
+"""Numbers the exchanges: every process makes the same ones, in the same order."""
 
 
 def leader() -> bool:
-    """Whether this is the process that writes files and tells what happens."""
+    """Return whether this is process 0, which writes files and prints."""
     return jax.process_index() == 0
 
 
 def from_leader(value: int) -> int:
-    """`value` as the leader has it, in every process; all of them must call it, in the same order.
-
-    Not by JAX's `multihost_utils`, which wants the same number of devices of every process.
-    """
+    """Return the leader's `value` in every process; all of them must call it, in the same order."""
     if jax.process_count() == 1:
         return value
-    name = f"from the leader/{next(_asked)}"
+    # JAX's own `multihost_utils` would need the same number of devices in every process.
+    name = f"from the leader/{next(_questions)}"
     if leader():
         kv_store.post(name, str(int(value)))
         return value
@@ -41,37 +39,39 @@ def from_leader(value: int) -> int:
 
 
 def from_all(value: bool) -> list[bool]:
-    """`value` of every process, in their order; all of them must call it, in the same order."""
-    return kv_store.gather(f"from all/{next(_asked)}", value, kv_store.WEEK)
+    """Return the `value` of every process, in their order; all of them must call it, in the same order."""
+    return kv_store.gather(f"from all/{next(_questions)}", value, kv_store.WEEK)
 
 
 def agreed(look: Callable[[], int]) -> int:
-    """The number, from 0, that the first process gets from `look`; no other calls it.
+    """Return, in every process, the number from 0 that `look` returns in the leader; no other process calls it.
 
-    Where it raises `RequestError` there, all processes raise one with the same exit code. All of them must call this,
+    If it raises `RequestError` there, all processes raise one with the same exit code. All processes must call this,
     in the same order.
     """
-    found, problem = 0, None
+    found = 0
+    problem = None
     if leader():
         try:
             found = look()
         except RequestError as error:
-            found, problem = -error.exit_code, error
+            found = -error.exit_code
+            problem = error
     found = from_leader(found)
     if problem:
         raise problem
-    if found < 0:
-        time.sleep(LEADER_SPEAKS)
-        kind = Busy if found == -Busy.exit_code else RequestError
-        raise kind("the first process of this run has refused the request, and says why")
-    return found
+    if found >= 0:
+        return found
+    time.sleep(LEADER_SPEAKS)
+    kind = Busy if found == -Busy.exit_code else RequestError
+    raise kind("process 0 has refused the request, and says why")
 
 
 def leader_first(name: str, make: Callable[[], Made]) -> Made:
-    """What `make` returns, called in every process, but first in the leader alone.
+    """Return what `make` returns, called in every process, but first in the leader alone.
 
-    What it leaves on disk the others find there; where it raises, the others do not call it, and end with the leader.
-    Does not start JAX's devices.
+    What the leader leaves on disk is there for the others; if it raises, the others do not call `make`, and end with
+    the leader. Does not start JAX's devices.
     """
     if kv_store.process() != 0:
         kv_store.read(name)
@@ -82,24 +82,26 @@ def leader_first(name: str, make: Callable[[], Made]) -> Made:
 
 
 def check_alike(what: str, text: str, remedy: str) -> None:
-    """Raise `RequestError` in a process whose `text` is not the leader's; waits for it. Ask once for each `what`.
+    """Raise `RequestError` in a process whose `text` differs from the leader's; use each `what` once.
 
-    Does not start JAX's devices.
+    Waits for the leader. Does not start JAX's devices.
     """
     if kv_store.processes() == 1:
         return
     if kv_store.process() == 0:
         kv_store.post(what, text)
-    elif there := _difference(text, kv_store.read(what)):
-        raise RequestError(f"process {kv_store.process()} has another {what} than process 0: {there}; {remedy}")
+        return
+    difference = _difference(text, kv_store.read(what))
+    if difference:
+        raise RequestError(f"process {kv_store.process()} has another {what} than process 0: {difference}; {remedy}")
 
 
 def check_request(text: str) -> None:
-    """`check_alike` of what the processes of a job have been asked for."""
+    """Raise `RequestError` in a process that was started with other options than the leader."""
     check_alike("request", text, "give all processes the same options")
 
 
 def _difference(here: str, there: str) -> str:
-    """Those lines of two texts that differ, in a few words."""
-    lines = itertools.zip_longest(here.splitlines(), there.splitlines(), fillvalue="nothing")
-    return ", ".join(f"{mine} here, {its} there" for mine, its in lines if mine != its)
+    """Return the lines in which two texts differ, in a few words; empty if they are equal."""
+    pairs = itertools.zip_longest(here.splitlines(), there.splitlines(), fillvalue="nothing")
+    return ", ".join(f"{mine} here, {its} there" for mine, its in pairs if mine != its)

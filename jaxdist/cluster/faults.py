@@ -1,6 +1,7 @@
-"""A job ends as a whole: when one process fails, the others say so and end too, and what failed is told last.
+"""Fault tolerance within a job: when one process fails, all others report it and end as well.
 
-Left alone they would wait: for the failed one in a collective, and it for them, at its exit, for minutes.
+Left alone, the others would wait for the failed process inside a collective, and it would wait for them at its exit,
+both for minutes. The process that failed reports last, so that the cause stands at the end of the log.
 """
 
 from __future__ import annotations
@@ -24,165 +25,193 @@ from jaxdist.config import RequestError
 from jaxdist.exit_codes import FAILED
 from jaxdist.streams import LogFile, write_all
 
-HANG, ERROR, LOST = "hang", "error", "lost"
-"""Kinds of faults."""
+HANG = "hang"
+"""Kind of fault: a process makes no progress."""
 
-OF_A_LOST_PEER = re.compile(
+ERROR = "error"
+"""Kind of fault: a process raised an exception."""
+
+LOST = "lost"
+"""Kind of fault: a process lost its connection to another one."""
+
+LOST_PEER_ERROR = re.compile(
     r"connection (reset|closed|refused)|closed by (remote )?peer|socket closed|broken pipe|remote process exited|"
     r"gloo .* failed|nccl operation .* failed|unhandled system error",
     re.IGNORECASE | re.DOTALL,
 )
-"""What errors of gloo and NCCL say where the process at the other end has gone; not all that say so mean it."""
+"""Errors that gloo and NCCL raise when the process at the other end is gone. Other causes can raise them too."""
 
-MOMENT = 0.5
-"""Seconds in which the others hear of a fault and end."""
+NOTICE_SECONDS = 0.5
+"""Seconds within which the other processes notice a fault and end."""
 
-last_acts: list[Callable[[int], None]] = []
-"""What to call with the exit code before this process leaves; each returns within seconds."""
-
+exit_hooks: list[Callable[[int], None]] = []
+"""Functions that are called with the exit code before this process leaves; each must return within seconds."""
 
 logs: list[LogFile] = []
-"""Those of the run that this process is in: what it says of a fault is kept there too."""
+"""Log files of the run that this process takes part in; reports of faults are also written there."""
+
+DescribeLost = Callable[[Sequence[int]], str]
+"""Makes a sentence from the numbers of the processes that are gone."""
+
+
+def _nothing() -> None:
+    pass
 
 
 @contextlib.contextmanager
 def ending_all(
-    place: ProcessEnv, before: Callable[[], None] = lambda: None, lost: Callable[[Sequence[int]], str] | None = None
+    env: ProcessEnv, before: Callable[[], None] = _nothing, describe_lost: DescribeLost | None = None
 ) -> Iterator[None]:
-    """An exception in here ends all processes, and this one last; with one process it is raised like any other.
+    """End all processes when an exception is raised in the block, this process last.
 
-    `before` runs first. Clean-up further out does not: it would wait for processes that do not come. `lost` makes a
-    sentence of the numbers of processes that are gone, where the exception comes from that.
+    A job of one process raises the exception as usual. `before` runs first. Clean-up further out does not run, because
+    it would wait for processes that never come. `describe_lost` words the report where other processes are gone.
     """
     try:
         yield
     except BaseException as error:
-        if place.alone or kv_store.processes() == 1:  # or they have not met
+        rendezvous_done = kv_store.processes() > 1
+        if env.alone or not rendezvous_done:
             raise
         before()
-        fail(place, error, lost)
+        fail(env, error, describe_lost)
 
 
-def fail(place: ProcessEnv, error: BaseException, lost: Callable[[Sequence[int]], str] | None = None) -> NoReturn:
-    """End all processes because of `error`; `lost` as in `ending_all`."""
-    code = error.exit_code if isinstance(error, RequestError) else FAILED
-    of_jax = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
-    if lost is not None and of_jax and OF_A_LOST_PEER.search(str(error)):
-        _end_survivors(place, told(error), lost)
-    end_all(place, code, told(error))
+def fail(env: ProcessEnv, error: BaseException, describe_lost: DescribeLost | None = None) -> NoReturn:
+    """End all processes because of `error`; `describe_lost` is as in `ending_all`."""
+    code = FAILED
+    if isinstance(error, RequestError):
+        code = error.exit_code
+    # Compared by name, which differs between versions of jaxlib.
+    from_jax = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+    if describe_lost is not None and from_jax and LOST_PEER_ERROR.search(str(error)):
+        _end_survivors(env, error_lines(error), describe_lost)
+    end_all(env, code, error_lines(error))
 
 
-def _end_survivors(place: ProcessEnv, lines: Sequence[str], lost: Callable[[Sequence[int]], str]) -> None:
-    """End all processes that are left with a sentence of those that are gone; the traceback is in log.txt alone.
+def _end_survivors(env: ProcessEnv, lines: Sequence[str], describe_lost: DescribeLost) -> None:
+    """End all processes that are left, and report those that are gone; the traceback goes to log.txt alone.
 
-    Returns where none is gone.
+    Returns if every process answers: then the error has another cause.
     """
-    if not announce(place, LOST, FAILED):
-        time.sleep(4 * MOMENT)  # as in `end_all`
-    gone = [process for process in range(place.processes) if process != place.process and not _answers(process)]
+    if not announce(env, LOST, FAILED):
+        time.sleep(4 * NOTICE_SECONDS)  # for the same reasons as in `end_all`
+    others = [process for process in range(env.processes) if process != env.process]
+    gone = [process for process in others if not _answers(process)]
     if not gone:
         return
-    keep(_marked(place, lines))
-    say(place, lost(gone))
-    leave(place, FAILED)
+    keep(_with_name(env, lines))
+    say(env, describe_lost(gone))
+    leave(env, FAILED)
 
 
 def _answers(process: int) -> bool:
-    """Whether that process has heard of the fault."""
+    """Return whether that process has acknowledged the fault in time."""
     try:
-        kv_store.read(f"alive/{process}", MOMENT)
+        kv_store.read(f"alive/{process}", NOTICE_SECONDS)
     except TimeoutError:
         return False
     return True
 
 
-def told(error: BaseException) -> list[str]:
-    """The lines that tell of `error`: sentences of a mistake in the request, a traceback of anything else."""
+def error_lines(error: BaseException) -> list[str]:
+    """Return the lines that report `error`: the sentences of a `RequestError`, else a traceback."""
     if isinstance(error, RequestError):
         return error.problems
     return "".join(traceback.format_exception(error)).splitlines()
 
 
-def end_all(place: ProcessEnv, code: int, lines: Sequence[str]) -> NoReturn:
-    """End all processes, with the same exit code; `lines` are told when the others have gone."""
-    if not announce(place, ERROR, code):
-        time.sleep(4 * MOMENT)  # another has failed first, and `listen` ends this one; or process 0 is gone
-    time.sleep(MOMENT)
-    say(place, *lines)
-    leave(place, code)
+def end_all(env: ProcessEnv, code: int, lines: Sequence[str]) -> NoReturn:
+    """End all processes with exit code `code`, and print `lines` when the others have gone."""
+    if not announce(env, ERROR, code):
+        # Either another process failed first, and `listen` ends this one during the sleep; or process 0 is gone.
+        time.sleep(4 * NOTICE_SECONDS)
+    time.sleep(NOTICE_SECONDS)
+    say(env, *lines)
+    leave(env, code)
 
 
-def announce(place: ProcessEnv, kind: str, code: int) -> bool:
-    """Tell the others that this process fails. Whether it is the first that does."""
-    return kv_store.post("fault", json.dumps({"process": place.process, "kind": kind, "code": code}))
+def announce(env: ProcessEnv, kind: str, code: int) -> bool:
+    """Announce to the others that this process fails, and return whether it is the first one that does."""
+    return kv_store.post("fault", json.dumps({"process": env.process, "kind": kind, "code": code}))
 
 
-def listen(place: ProcessEnv, where: Callable[[], str]) -> None:
-    """End this process when another fails; where one hangs, after telling where this one is."""
+def listen(env: ProcessEnv, where: Callable[[], str]) -> None:
+    """End this process when another one announces a fault; after a hang, print the stacks of all threads first.
+
+    `where` returns what this process is doing.
+    """
 
     def end(text: str) -> None:
         fault = json.loads(text)
-        if fault["process"] == place.process:
+        kind = fault["kind"]
+        first = fault["process"]
+        if first == env.process:
             return
-        if fault["kind"] == LOST:
-            kv_store.post(f"alive/{place.process}", "")
-            say(place, f"ended, because a process was lost, as process {fault['process']} found; here: {where()}")
-            leave(place, fault["code"])
-        say(place, f"ended, because process {fault['process']} failed; here: {where()}")
-        if fault["kind"] == HANG:
-            say(place, *stacks())
-        leave(place, fault["code"])
+        if kind == LOST:
+            kv_store.post(f"alive/{env.process}", "")
+            say(env, f"ended because process {first} found that a process was lost; this process was {where()}")
+        else:
+            say(env, f"ended because process {first} failed; this process was {where()}")
+        if kind == HANG:
+            say(env, *stacks())
+        leave(env, fault["code"])
 
     kv_store.watch("fault", end)
 
 
-def say(place: ProcessEnv, *lines: str) -> None:
-    """Write lines to standard error, in one piece, with the name of this process before each; the leader also keeps
-    them in log.txt."""
-    text = _marked(place, lines)
+def say(env: ProcessEnv, *lines: str) -> None:
+    """Write lines to standard error in one piece, each behind the name of this process.
+
+    The leader also keeps them in log.txt.
+    """
+    text = _with_name(env, lines)
     with contextlib.suppress(Exception):
         sys.stderr.flush()
     write_all(2, text.encode(errors="replace"))
-    if place.leader:
+    if env.leader:
         keep(text)
 
 
 def keep(text: str) -> None:
-    """Write `text` into log.txt alone."""
+    """Write `text` to log.txt only."""
     for log in list(logs):
         log.write(text)
 
 
-def _marked(place: ProcessEnv, lines: Sequence[str]) -> str:
-    mark = "" if place.alone else f"[{place.name}] "
-    return "".join(f"{mark}{line}\n" for line in lines)
+def _with_name(env: ProcessEnv, lines: Sequence[str]) -> str:
+    prefix = ""
+    if not env.alone:
+        prefix = f"[{env.name}] "
+    return "".join(f"{prefix}{line}\n" for line in lines)
 
 
 def stacks() -> list[str]:
-    """Where every thread of Python is."""
+    """Return the stack of every Python thread, as lines."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read().decode(errors="replace").splitlines()
 
 
-def leave(place: ProcessEnv, code: int) -> NoReturn:
-    """End this process now; process 0 after the others, which abort with a trace of C++ when it goes first.
+def leave(env: ProcessEnv, code: int) -> NoReturn:
+    """End this process now; process 0 waits for the others, which abort with a C++ trace if it goes first.
 
-    What has been said stays last: other threads, which may still finish a step, are heard no more.
+    What has been printed stays last: other threads, which may still finish a step, are silenced.
     """
     _silence()
     for child in multiprocessing.active_children():
         child.terminate()
-    for act in list(last_acts):
+    for hook in list(exit_hooks):
         with contextlib.suppress(Exception):
-            act(code)
-    if not place.alone and place.leader:
-        time.sleep(3 * MOMENT)
+            hook(code)
+    if not env.alone and env.leader:
+        time.sleep(3 * NOTICE_SECONDS)
     os._exit(code)
 
 
 def _silence() -> None:
+    """Send standard output and standard error of this process to /dev/null, from C++ too."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         with contextlib.suppress(Exception):

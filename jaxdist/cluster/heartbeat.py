@@ -1,4 +1,4 @@
-"""What every process tells of itself while it runs, a small file each: who is slow, behind or silent is seen in them.
+"""Heartbeats: a small file in which each process keeps reporting what it does; they show stragglers and lost ranks.
 
 heartbeats/PROCESS.json   replaced every few seconds; the file's own time, from one clock for all, says when
 """
@@ -21,28 +21,43 @@ from jaxdist.exit_codes import OUTCOMES
 from jaxdist.files import open_no_follow, write_whole
 from jaxdist.units import duration
 
-STARTING, READING, COMPILING = "starting", "reading data", "compiling"
-STEPPING, VALIDATING, SAVING = "stepping", "validating", "saving"
-WAITING, ENDING = "waiting for data", "ending"
+# Phases of a run: what a process is doing, as it reports it to the watchdog and in its heartbeats.
+STARTING = "starting"
+READING = "reading data"
+COMPILING = "compiling"
+STEPPING = "stepping"
+VALIDATING = "validating"
+SAVING = "saving"
+WAITING = "waiting for data"
+ENDING = "ending"
 AWAITING = "waiting for process 0, which reads the data first"
 IDLE = "waiting for other processes, which measure without this one"
 
-ORDER = (STARTING, AWAITING, READING, COMPILING, STEPPING, VALIDATING, SAVING, WAITING, ENDING)
-"""In the order of a step: data are awaited for the next one."""
+PHASES = (STARTING, AWAITING, READING, COMPILING, STEPPING, VALIDATING, SAVING, WAITING, ENDING)
+"""The phases in the order in which a step passes them; the data that are waited for are those of the next step."""
 
-EVERY, EACH = 5.0, 1 / 32
-"""Seconds between two heartbeats: at least, and for each process, so that a shared file system is not flooded."""
+LEAST_INTERVAL = 5.0
+"""Seconds between two heartbeats of a process, at least."""
+
+INTERVAL_PER_PROCESS = 1 / 32
+"""Seconds by which each process of the job prolongs the interval, so that a shared file system is not flooded."""
 
 SILENT = 4
-"""Heartbeats that do not come until a process counts as silent."""
+"""A process counts as silent when so many of its heartbeats are missing."""
 
-SLOW, LATE = 1.5, 0.25
-"""Times the others' step, or part of a step more than they wait for data, that make a process slow."""
+SLOW_STEP = 1.5
+"""A process is slow if its steps take this many times longer than those of the others."""
+
+LATE_DATA = 0.25
+"""A process is slow if it waits for data for this part of its step longer than the others."""
+
+LONGEST = 4096
+"""Characters of a heartbeat that are read."""
 
 
 @dataclass(frozen=True)
-class Beat:
-    """Of one process. Seconds are None where there is nothing to measure yet."""
+class Heartbeat:
+    """The state of one process. Durations are None while there is nothing to measure yet."""
 
     process: int
     processes: int
@@ -50,75 +65,80 @@ class Beat:
     pid: int
     step: int
     doing: str
+    """One of `PHASES`, or `IDLE`."""
     since: float
-    """Seconds that it has been doing it."""
+    """Seconds for which the process has been doing it."""
     step_seconds: float | None
-    """Of a usual step."""
+    """Median duration of a step."""
     data_seconds: float | None
-    """Of the wait for its batch in a usual step."""
+    """Median time that a step waits for its batch."""
     ended: int | None = None
-    """The exit code."""
+    """The exit code; None while the process runs."""
     time: float = 0.0
     """When the file was written, in seconds since 1970."""
 
     @property
     def name(self) -> str:
+        """The process and its host, for messages."""
         return f"process {self.process} on {self.host}"
 
     @property
     def what(self) -> str:
+        """What the process does, or how it ended, for messages."""
         if self.ended is not None:
             return f"{OUTCOMES.get(self.ended, f'failed with exit code {self.ended}')}, step {self.step}"
         return f"{self.doing}, step {self.step}, for {self.since:.0f} s"
 
     @property
-    def place(self) -> tuple[int, int]:
-        """How far it is in the run."""
-        return self.step, ORDER.index(self.doing) if self.doing in ORDER else 0
+    def progress(self) -> tuple[int, int]:
+        """The step and the position of the phase within it: processes compare by it."""
+        if self.doing not in PHASES:
+            return self.step, 0
+        return self.step, PHASES.index(self.doing)
 
     @property
     def moved(self) -> float:
-        """When it last went on to something else."""
+        """When the process entered its present phase, in seconds since 1970."""
         return self.time - self.since
 
     @property
-    def every(self) -> float:
-        """Seconds between two of its heartbeats."""
-        return max(EVERY, EACH * self.processes)
+    def interval(self) -> float:
+        """Seconds between two heartbeats of this process."""
+        return max(LEAST_INTERVAL, INTERVAL_PER_PROCESS * self.processes)
 
     def step_at(self, now: float) -> int | None:
-        """The step at which it is by then, at its usual pace; None where that is not known, or it does not go on.
+        """Return the step that the process has reached by `now` at its usual pace; None if unknown or if it stands.
 
-        Heartbeats are of different age: their steps alone look like a lag.
+        Heartbeats differ in age: their steps alone would look like a lag.
         """
         if self.ended is not None or not self.step_seconds or self.silent(now):
             return None
         return self.step + int((now - self.time) / self.step_seconds)
 
     def silent(self, now: float) -> bool:
-        return self.ended is None and now - self.time > SILENT * self.every
+        """Return whether the process runs, but has not been heard of for several heartbeats."""
+        return self.ended is None and now - self.time > SILENT * self.interval
 
 
-BEAT = TypeAdapter(Beat)
-
-LONGEST = 4096
-"""Characters of a heartbeat that are read."""
+_PARSER = TypeAdapter(Heartbeat)
 
 
-class Heart:
-    """Writes what `look` returns into `folder` until `stop`. What goes wrong with that is nobody's concern.
+class HeartbeatWriter:
+    """Writes what `look` returns to `folder` until `stop`, in a thread of its own; errors are ignored.
 
-    In a thread of its own: a file system that hangs must keep neither the run nor the watchdog.
+    A file system that hangs must hold up neither the run nor the watchdog.
     """
 
-    def __init__(self, folder: Path, look: Callable[[], Beat]):
-        self.folder, self._look, self._ended = folder, look, threading.Event()
+    def __init__(self, folder: Path, look: Callable[[], Heartbeat]):
+        self.folder = folder
+        self._look = look
+        self._ended = threading.Event()
         self._code: int | None = None
         self._thread = threading.Thread(target=self._beat, name="jaxdist-heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self, code: int) -> None:
-        """Leave the outcome of the run. Later ones do not count."""
+        """Write the outcome of the run, and stop; later calls are ignored."""
         if not self._ended.is_set():
             self._code = code
             self._ended.set()
@@ -126,10 +146,10 @@ class Heart:
 
     def _beat(self) -> None:
         with contextlib.suppress(OSError):
-            self._clear()
+            self._remove_stale()
         while not self._ended.is_set():
             self._write()
-            self._ended.wait(self._look().every)
+            self._ended.wait(self._look().interval)
         self._write()
 
     def _write(self) -> None:
@@ -138,72 +158,85 @@ class Heart:
             self.folder.mkdir(exist_ok=True)
             write_whole(self.folder / f"{beat.process}.json", json.dumps(asdict(beat)))
 
-    def _clear(self) -> None:
-        """Those of processes that this run, which had more of them once, has no longer."""
+    def _remove_stale(self) -> None:
+        """Remove heartbeats of an earlier job of this run that had more processes; process 0 does it."""
         beat = self._look()
-        for path in self.folder.glob("*.json") if beat.process == 0 else ():
+        if beat.process != 0:
+            return
+        for path in self.folder.glob("*.json"):
             if re.fullmatch("[0-9]{1,9}", path.stem) and int(path.stem) >= beat.processes:
                 path.unlink()
 
 
-def read(folder: Path) -> list[Beat]:
-    """All that are there, in order."""
+def read(folder: Path) -> list[Heartbeat]:
+    """Return the heartbeats in `folder`, ordered by process."""
     beats = []
     for path in folder.glob("*.json"):
-        # it may just be replaced, or be no heartbeat
+        # A file may just be replaced, or be no heartbeat.
         with contextlib.suppress(OSError, ValueError), open_no_follow(path, "r") as file:
-            beat = BEAT.validate_json(file.read(LONGEST))
+            beat = _PARSER.validate_json(file.read(LONGEST))
             beats.append(replace(beat, time=os.fstat(file.fileno()).st_mtime))
     return sorted(beats, key=lambda beat: beat.process)
 
 
-def waited_for(beats: Sequence[Beat], now: float, stands: bool = False) -> dict[int, str]:
-    """Those that the others wait for, and what is known of them; nothing while all go on, or where none stands out.
+def waited_for(beats: Sequence[Heartbeat], now: float, stalled: bool = False) -> dict[int, str]:
+    """Return the processes that the others wait for, each with what is known of it.
 
-    `stands`: it is known that they do not go on.
+    The result is empty while all make progress, and where no process stands out. `stalled` says that the job is known
+    to make no progress.
     """
-    going = [beat for beat in beats if beat.ended is None]
-    silent = [beat for beat in going if beat.silent(now)]
-    alive = [beat for beat in going if beat not in silent]
+    running = [beat for beat in beats if beat.ended is None]
+    silent = [beat for beat in running if beat.silent(now)]
+    alive = [beat for beat in running if beat not in silent]
     if silent and alive:
         return {beat.process: f"silent for {now - beat.time:.0f} s; last: {beat.what}" for beat in silent}
     if silent:
+        # All are silent: the job was killed. Those that fell silent well before the last one are the cause.
         last = max(beat.time for beat in silent)
-        first = [beat for beat in silent if last - beat.time > SILENT * beat.every]
+        first = [beat for beat in silent if last - beat.time > SILENT * beat.interval]
         return {beat.process: f"silent {last - beat.time:.0f} s before the others; last: {beat.what}" for beat in first}
-    if not alive or not (stands or _stand(alive, now)):
+    if not alive or not (stalled or _have_stalled(alive, now)):
         return {}
     if len(alive) < len(beats):
         return {beat.process: beat.what for beat in beats if beat.ended is not None}
-    least = min(beat.place for beat in alive)
-    behind = [beat for beat in alive if beat.place == least]
-    return {beat.process: beat.what for beat in behind} if len(behind) < len(alive) else {}
+    least = min(beat.progress for beat in alive)
+    behind = [beat for beat in alive if beat.progress == least]
+    if len(behind) == len(alive):
+        return {}
+    return {beat.process: beat.what for beat in behind}
 
 
-def _stand(alive: Sequence[Beat], now: float) -> bool:
-    """Whether none of them has moved for longer than it takes to tell."""
+def _have_stalled(alive: Sequence[Heartbeat], now: float) -> bool:
+    """Return whether none of them has moved for longer than two heartbeats and two steps take."""
     usual = max((beat.step_seconds or 0.0 for beat in alive), default=0.0)
-    return now - max(beat.moved for beat in alive) > 2 * alive[0].every + 2 * usual
+    return now - max(beat.moved for beat in alive) > 2 * alive[0].interval + 2 * usual
 
 
-def laggards(beats: Sequence[Beat], now: float) -> dict[int, str]:
-    """Those that go on, but slower than the others or behind them, and what tells."""
-    going = [beat for beat in beats if beat.ended is None and not beat.silent(now)]
+def stragglers(beats: Sequence[Heartbeat], now: float) -> dict[int, str]:
+    """Return the processes that make progress, but slower than the others or behind them, each with the evidence."""
+    running = [beat for beat in beats if beat.ended is None and not beat.silent(now)]
     found = {}
-    for beat in going:
-        others = [other for other in going if other is not beat and other.step_seconds]
+    for beat in running:
+        others = [other for other in running if other is not beat and other.step_seconds]
         if not others or not beat.step_seconds:
             continue
-        usual = statistics.median(other.step_seconds for other in others)
-        waits = statistics.median(other.data_seconds or 0.0 for other in others)
-        ahead = max(others, key=lambda other: other.step)
-        unseen = abs(ahead.time - beat.time) / usual  # steps that were taken between the two heartbeats
-        if beat.step_seconds > SLOW * usual:
-            found[beat.process] = f"a step takes {duration(beat.step_seconds)}, those of the others {duration(usual)}"
-        elif (beat.data_seconds or 0.0) - waits > LATE * beat.step_seconds:
-            own = duration(beat.data_seconds)
-            found[beat.process] = f"waits {own} of each step for data, the others {duration(waits)}"
-        elif ahead.step - beat.step > 2 + 2 * unseen:
-            apart = duration(abs(ahead.time - beat.time))
-            found[beat.process] = f"at step {beat.step}, {ahead.name} at step {ahead.step}, told {apart} apart"
+        evidence = _compare(beat, others)
+        if evidence:
+            found[beat.process] = evidence
     return found
+
+
+def _compare(beat: Heartbeat, others: Sequence[Heartbeat]) -> str:
+    """Return in which way a process is slower than the others or behind them; empty if it is neither."""
+    usual = statistics.median(other.step_seconds for other in others)
+    if beat.step_seconds > SLOW_STEP * usual:
+        return f"a step takes {duration(beat.step_seconds)}, those of the others {duration(usual)}"
+    waits = statistics.median(other.data_seconds or 0.0 for other in others)
+    if (beat.data_seconds or 0.0) - waits > LATE_DATA * beat.step_seconds:
+        return f"waits {duration(beat.data_seconds)} of each step for data, the others {duration(waits)}"
+    ahead = max(others, key=lambda other: other.step)
+    between = abs(ahead.time - beat.time)
+    # Steps may have been taken between the two heartbeats.
+    if ahead.step - beat.step > 2 + 2 * between / usual:
+        return f"at step {beat.step}, {ahead.name} at step {ahead.step}, reported {duration(between)} apart"
+    return ""

@@ -1,4 +1,4 @@
-"""This process in its job: processes start together, stop together, fail together, and none hangs in silence."""
+"""A process within its job: processes start together, stop together and fail together, and none hangs silently."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 from jaxdist.cluster import faults, lifeline
 from jaxdist.cluster.heartbeat import ENDING
 from jaxdist.cluster.process_env import ProcessEnv
-from jaxdist.cluster.rendezvous import ALL_OF_THEM, Enough, join, members
+from jaxdist.cluster.rendezvous import USE_ALL, DeviceUse, join, members
 from jaxdist.cluster.runtime import own_devices
 from jaxdist.cluster.stopping import Stop
 from jaxdist.cluster.watchdog import Watchdog
@@ -20,25 +20,34 @@ from jaxdist.mesh import requested
 from jaxdist.streams import LogFile
 
 
-class Job:
-    """Use it as a context manager around all that a run does; joins the other processes, if there are any.
+def _nothing() -> None:
+    pass
 
-    With one process: signals that stop it, and the watchdog.
+
+class Job:
+    """The job that this process takes part in; a context manager around everything that a run does.
+
+    It joins the other processes, if there are any. With one process it handles signals and runs the watchdog.
     """
 
-    def __init__(self, place: ProcessEnv, config: Config, enough: Enough = ALL_OF_THEM):
-        """`enough` of so many devices are of use: a process without one of these ends, and the others go on."""
-        self.env, self._fault = place, config.fault
-        self._enough, self._devices = enough, own_devices(place, requested(config.mesh))
-        self.watchdog = Watchdog(place, config.fault.hang_seconds)
-        self.stop = Stop(place, config.checkpoint.grace_seconds, self.watchdog.where)
+    def __init__(self, env: ProcessEnv, config: Config, enough: DeviceUse = USE_ALL):
+        """Prepare to join; `enough(devices)` is how many of all devices the run can use.
+
+        A process none of whose devices are used ends at the rendezvous, and the others go on without it.
+        """
+        self.env = env
+        self._fault = config.fault
+        self._enough = enough
+        self._devices = own_devices(env, requested(config.mesh))
+        self.watchdog = Watchdog(env, config.fault.hang_seconds)
+        self.stop = Stop(env, config.checkpoint.grace_seconds, self.watchdog.where)
         self.note = self.watchdog.note
-        self.watchdog.goes_on = lambda: self.stop.newest()
+        self.watchdog.goes_on = self._where_it_resumes
         self.log = LogFile()
-        """log.txt of the run, once `log.open` has told where that is."""
+        """log.txt of the run; lines are kept in memory until `log.open`."""
 
     def __enter__(self) -> Job:
-        lifeline.watch(self._without_launcher)
+        lifeline.watch(self._end_without_launcher)
         with ExitStack() as stack:
             faults.logs.append(self.log)
             stack.callback(faults.logs.remove, self.log)
@@ -46,54 +55,63 @@ class Job:
             stack.enter_context(self.watchdog)
             stack.enter_context(self.stop)
             stack.enter_context(self.failing())
-            self._placed(join(self.env, self._fault, self._devices, self._enough))
+            self._renumber(join(self.env, self._fault, self._devices, self._enough))
             if not self.env.alone:
                 faults.listen(self.env, self.watchdog.where)
             self.stop.joined()
             self._open = stack.pop_all()
         return self
 
-    def _without_launcher(self) -> None:
-        faults.say(
-            self.env,
-            "ended, because the launcher of this process is gone; nothing is saved: the same command, given again, "
-            "goes on from the newest checkpoint",
-        )
-        faults.leave(self.env, FAILED)
-
-    def _placed(self, place: ProcessEnv) -> None:
-        self.env = self.watchdog.env = self.stop.env = place
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool | None:
         if error is not None:
-            faults.keep("\n".join(faults.told(error)))  # with several processes `faults.fail` has
+            # Reached with one process only: with several, `faults.fail` has written the log and ended this one.
+            faults.keep("\n".join(faults.error_lines(error)))
         return self._open.__exit__(kind, error, trace)
 
     def end(self, code: int) -> int:
-        """Return `code`, the run's outcome; with several processes wait for all to have one, and exit with it."""
+        """Return `code`, the outcome of the run. One of several processes waits for all outcomes, and exits with it."""
         self.watchdog.ended(code)
         if not self.env.alone:
             self.note(ENDING)
             jax.distributed.shutdown()
-            faults.leave(ProcessEnv(), code)  # Python would abort over the threads that listen
+            # Python's own exit would abort over the threads that listen.
+            faults.leave(ProcessEnv(), code)
         return code
 
     def give_up(self, text: str) -> None:
-        """End all processes because this one cannot go on; does nothing where it is the only one."""
+        """End all processes because this one cannot go on; do nothing if it is the only one."""
         if not self.env.alone:
             faults.end_all(self.env, FAILED, [text])
 
-    def failing(self, before: Callable[[], None] = lambda: None) -> AbstractContextManager:
-        """An exception in here ends all processes: `faults.ending_all`."""
+    def failing(self, before: Callable[[], None] = _nothing) -> AbstractContextManager:
+        """Return a context in which an exception ends all processes, after `before`: `faults.ending_all`."""
 
-        def tidy() -> None:
+        def prepare() -> None:
             before()
             self.stop.wait_if_over()
 
-        return faults.ending_all(self.env, tidy, self._lost)
+        return faults.ending_all(self.env, prepare, self._describe_lost)
 
-    def _lost(self, processes: Sequence[int]) -> str:
-        """A sentence for processes that are gone."""
+    def _renumber(self, env: ProcessEnv) -> None:
+        """Adopt the number that this process has after the rendezvous."""
+        self.env = env
+        self.watchdog.env = env
+        self.stop.env = env
+
+    def _where_it_resumes(self) -> str:
+        # `newest` is set when the run folder is known, after the watchdog has been made.
+        return self.stop.newest()
+
+    def _end_without_launcher(self) -> None:
+        faults.say(
+            self.env,
+            "ended because the launcher of this process is gone; nothing is saved: start the same command again to "
+            "resume from the newest checkpoint",
+        )
+        faults.leave(self.env, FAILED)
+
+    def _describe_lost(self, processes: Sequence[int]) -> str:
+        """Return a sentence about processes that are gone."""
         hosts = {member.process: member.host for member in members()}
         names = ", ".join(f"process {process} on {hosts.get(process, 'an unknown host')}" for process in processes)
         verb = "was" if len(processes) == 1 else "were"

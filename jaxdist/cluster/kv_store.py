@@ -1,6 +1,6 @@
-"""What processes tell each other beside their arrays: short texts by name, kept by process 0 (JAX's key-value store).
+"""JAX's key-value store: short texts that processes exchange by name beside their arrays, kept by process 0.
 
-It works while a step hangs. Of what JAX offers its users nothing does; Orbax uses this store too.
+It works while a step hangs, which none of JAX's public functions does. Orbax uses this store too.
 """
 
 from __future__ import annotations
@@ -15,72 +15,83 @@ from typing import Any
 from jax._src.distributed import global_state
 
 WEEK = 7 * 24 * 3600.0
+"""Seconds that stand for no time limit."""
 
 
 def processes() -> int:
-    """How many have joined; does not start JAX's devices, as `jax.process_count` does."""
-    return global_state.num_processes if global_state.client is not None else 1
+    """Return how many processes have joined; unlike `jax.process_count`, this does not start JAX's devices."""
+    if global_state.client is None:
+        return 1
+    return global_state.num_processes
 
 
 def process() -> int:
-    """The number of this one; as `processes`."""
-    return global_state.process_id if global_state.client is not None else 0
+    """Return the number of this process, without starting JAX's devices."""
+    if global_state.client is None:
+        return 0
+    return global_state.process_id
 
 
 def coordinator() -> str:
-    """HOST:PORT where they have met."""
+    """Return HOST:PORT of the coordinator."""
     return global_state.coordinator_address
 
 
 def post(name: str, text: str) -> bool:
-    """Put up `text`, unless there is one of that `name` already. Whether it was put up, within some seconds."""
-    told: list[bool] = []
+    """Store `text` under `name`, unless there is one already; return whether that succeeded within 2 seconds."""
+    stored = threading.Event()
 
     def put() -> None:
-        with contextlib.suppress(Exception):  # it is there already, or process 0 is gone
+        # It fails if the name is taken, or if process 0 is gone.
+        with contextlib.suppress(Exception):
             global_state.client.key_value_set(f"jaxdist/{name}", text)
-            told.append(True)
+            stored.set()
 
-    thread = threading.Thread(target=put, daemon=True)  # process 0 may be stopped, and would keep this one
+    # In a thread: process 0 may be suspended, and would hold up this one.
+    thread = threading.Thread(target=put, daemon=True)
     thread.start()
     thread.join(2)
-    return bool(told)
+    return stored.is_set()
 
 
 def read(name: str, seconds: float = WEEK) -> str:
-    """The text of that `name`; waits for it. Raises `TimeoutError`."""
+    """Return the text stored under `name`, and wait for it. Raises `TimeoutError`."""
     try:
         return global_state.client.blocking_key_value_get(f"jaxdist/{name}", int(seconds * 1000))
-    except Exception as error:  # a class of jaxlib's that changes its name
+    except Exception as error:  # the name of jaxlib's class differs between versions
         raise TimeoutError(name) from error
 
 
 def barrier(name: str, processes: Sequence[int]) -> None:
-    """Wait until all of these have come here; the others need not. Once for each `name`."""
+    """Wait until all of `processes` have come here; the others need not. Use each `name` once."""
     global_state.client.wait_at_barrier(f"jaxdist/{name}", int(WEEK * 1000), list(processes))
 
 
 def gather(name: str, value: Any, seconds: float = 60.0) -> list[Any]:
-    """The `value`, anything that JSON can hold, of every process, in their order; None for one that does not tell it
-    in time. All of them call it, once for each `name`. Raises `TimeoutError` where process 0 is gone."""
+    """Return the `value` of every process, in their order; None for a process that does not post its own in time.
+
+    `value` is anything that JSON can hold. All processes call it, once for each `name`. Raises `TimeoutError` if
+    process 0 is gone.
+    """
     everyone = range(processes())
     if len(everyone) == 1:
         return [value]
     post(f"{name}/{global_state.process_id}", json.dumps(value))
     if global_state.process_id == 0:
-        until = time.monotonic() + seconds
-        post(name, json.dumps([_in_time(f"{name}/{process}", until) for process in everyone]))
+        deadline = time.monotonic() + seconds
+        post(name, json.dumps([_read_until(f"{name}/{process}", deadline) for process in everyone]))
     return json.loads(read(name, 2 * seconds))
 
 
-def _in_time(name: str, until: float) -> Any:
+def _read_until(name: str, deadline: float) -> Any:
+    """Return the value posted under `name`, or None if there is none by the deadline."""
     with contextlib.suppress(TimeoutError):
-        return json.loads(read(name, max(until - time.monotonic(), 0.01)))
+        return json.loads(read(name, max(deadline - time.monotonic(), 0.01)))
     return None
 
 
 def watch(name: str, then: Callable[[str], None]) -> None:
-    """Call `then` with the text of that `name` as soon as there is one, in a thread."""
+    """Call `then`, in a thread, with the text of `name` as soon as it is stored."""
 
     def wait() -> None:
         while True:

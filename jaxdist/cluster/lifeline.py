@@ -1,7 +1,7 @@
-"""A process that `launch local` has started ends when its launcher is gone: nobody would stop it, or start it again.
+"""The lifeline: processes that `launch local` started end when their launcher is gone.
 
-The launcher holds the one end of a pipe into which nobody writes, and its processes read from the other: they come to
-its end when the launcher has ended, in whatever way.
+Without it nobody would stop them or start them again. The launcher holds one end of a pipe to which nobody writes, and
+its processes read from the other end: they see the end of the file when the launcher has ended, in whatever way.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 VARIABLE = "JAXDIST_LAUNCHER_PIPE"
-"""Of the environment: the number of the file from which a process reads."""
+"""Environment variable with the number of the file descriptor from which a process reads."""
 
 
 @contextmanager
 def opened() -> Iterator[int]:
-    """The file from which processes read; it ends with the block, or with this process."""
-    reading, writing = os.pipe()  # not inherited, but for what `subprocess` is told to pass on
+    """Yield the file descriptor from which processes read; it reaches its end with the block, or with this process."""
+    # Neither end is inherited, except by the processes that `subprocess` passes it on to.
+    reading, writing = os.pipe()
     try:
         yield reading
     finally:
@@ -29,8 +30,9 @@ def opened() -> Iterator[int]:
 
 
 def watch(gone: Callable[[], None]) -> None:
-    """Call `gone`, in a thread, when the launcher of this process has ended. Without a launcher do nothing."""
-    number = os.environ.pop(VARIABLE, "")  # the processes that this one starts are not given the file
+    """Call `gone`, in a thread, when the launcher of this process has ended; without a launcher do nothing."""
+    # Removed, so that the processes that this one starts do not look for the file.
+    number = os.environ.pop(VARIABLE, "")
     if not re.fullmatch("[0-9]{1,9}", number):
         return
     with suppress(OSError):  # no such file

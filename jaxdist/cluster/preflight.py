@@ -1,4 +1,4 @@
-"""What can be known to go wrong with a folder before a run begins: not writable, too full, not shared by the hosts."""
+"""Checks of a folder before a run begins: whether it is writable, has room, and is shared by all hosts."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from jaxdist.cluster.consensus import agreed, from_all, leader
 from jaxdist.config import RequestError
 
 PATIENCE = 5.0
-"""Seconds until a file that one host has written must be seen by the others."""
+"""Seconds within which the other hosts must see a file that one host has written."""
 
 
 def check_folder(folder: Path, size: int) -> None:
-    """Make `folder`, and see that `size` bytes can be written there and that every process sees the same folder.
+    """Make `folder`, and check that it has room for `size` bytes and that every process sees the same folder.
 
-    All processes call it. Raises `RequestError` in all of them, if in one.
+    All processes call it. Raises `RequestError` in all of them if the check fails in one.
     """
-    number = agreed(lambda: sign(folder, size))
-    seen = from_all(sees(sign_of(folder, number)))
+    number = agreed(lambda: write_marker(folder, size))
+    seen = from_all(is_visible(marker_path(folder, number)))
     if leader():
-        sign_of(folder, number).unlink(missing_ok=True)
+        marker_path(folder, number).unlink(missing_ok=True)
     if not all(seen):
         raise RequestError(
             f"{folder} is not the same folder on every host: {seen.count(False)} of {len(seen)} processes do not see "
@@ -31,8 +31,11 @@ def check_folder(folder: Path, size: int) -> None:
         )
 
 
-def sign(folder: Path, size: int) -> int:
-    """Leave a file in `folder`, and return its number. Raises `RequestError` if that, or `size` bytes, cannot be."""
+def write_marker(folder: Path, size: int) -> int:
+    """Write a marker file to `folder`, and return its number.
+
+    Raises `RequestError` if it cannot be written, or if fewer than `size` bytes are free.
+    """
     number = secrets.randbelow(2**31)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +45,7 @@ def sign(folder: Path, size: int) -> int:
                 f"{folder} has {megabytes(free)} free, but a checkpoint of this run takes up to {megabytes(size)}; "
                 f"free some, or name another --run-dir"
             )
-        sign_of(folder, number).write_text("seen\n")
+        marker_path(folder, number).write_text("seen\n")
     except OSError as error:
         raise RequestError(
             f"{folder} cannot be written ({os.strerror(error.errno).lower()}); name another --run-dir"
@@ -50,13 +53,13 @@ def sign(folder: Path, size: int) -> int:
     return number
 
 
-def sign_of(folder: Path, number: int) -> Path:
-    """The file that `sign` leaves."""
+def marker_path(folder: Path, number: int) -> Path:
+    """Return the path of the file that `write_marker` leaves."""
     return folder / f".seen-{number}"
 
 
-def sees(path: Path) -> bool:
-    """Whether a file that another host has written is here, or comes within `PATIENCE`."""
+def is_visible(path: Path) -> bool:
+    """Return whether a file that another host has written exists here, or appears within `PATIENCE`."""
     deadline = time.monotonic() + PATIENCE
     while not path.exists():
         if time.monotonic() > deadline:
@@ -66,4 +69,5 @@ def sees(path: Path) -> bool:
 
 
 def megabytes(count: int) -> str:
+    """Format a number of bytes in MB."""
     return f"{count / 1e6:,.1f} MB"

@@ -1,6 +1,6 @@
-"""Which of how many processes this is, and where they meet: from options, or as a launcher left it in the environment.
+"""This process among those of its job, and where they meet: from options, or from what a launcher left behind.
 
-No jax here: what is wrong is told before anything slow.
+No jax here, so that a mistake is reported before anything slow begins.
 """
 
 from __future__ import annotations
@@ -17,28 +17,32 @@ from functools import partial
 from jaxdist.cluster.address import NUMBER, host_and_port, named_loopback, reachable
 from jaxdist.config import ClusterConfig, RequestError
 
-ALONE_IS = "for one process alone give --cluster.processes 1"
+ALONE_HINT = "to run one process alone give --cluster.processes 1"
 
 JAX = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-"""JAX itself reads JAX_COORDINATOR_ADDRESS only, and takes these two from its caller."""
+"""JAX itself reads JAX_COORDINATOR_ADDRESS only, and expects these two as arguments."""
 
 OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+
 PMI = ("PMI_SIZE", "PMI_RANK")
-"""Of MPICH, Intel's MPI and Slurm's `srun --mpi=pmi2`."""
+"""Variables of MPICH, Intel MPI and Slurm's `srun --mpi=pmi2`."""
 
 LOCAL = {
     OPEN_MPI: ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     PMI: ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-"""Which process of its host this is, and of how many, where that is told."""
+"""Variables with the local rank and the number of processes on the host, which not all launchers set."""
 
 PMIX = "PMIX_RANK"
-"""Of PMIx, which has a function that tells how many processes there are, and no variable."""
+"""PMIx's variable. The number of processes can be asked of PMIx by a function, but no variable has it."""
 
 TORCHRUN = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
-FIRST_PORT, PORTS = 61440, 4096
-"""Above those that Linux gives to outgoing connections."""
+FIRST_PORT = 61440
+"""First port of those for the tasks of a Slurm step: above the ports that Linux gives to outgoing connections."""
+
+PORTS = 4096
+"""Number of ports from `FIRST_PORT`."""
 
 
 @dataclass(frozen=True)
@@ -50,44 +54,50 @@ class ProcessEnv:
     coordinator: str = ""
     """HOST:PORT of process 0; empty for one process."""
     source: str = ""
-    """Who says so."""
+    """Where these values come from, for messages."""
     gpus: tuple[int, ...] | None = None
-    """Those of this process, by their number among the visible ones; None: all of them."""
+    """The GPUs of this process, by their position among the visible ones; None means all of them."""
 
     @property
     def alone(self) -> bool:
+        """Whether this is the only process of the job."""
         return self.processes == 1
 
     @property
     def leader(self) -> bool:
+        """Whether this is process 0, which writes files and prints."""
         return self.process == 0
 
     @property
     def on_one_host(self) -> bool:
-        """Whether all processes are on this host, as they are where the coordinator is written as the loopback."""
+        """Whether all processes are on this host: the coordinator is then written as the loopback."""
         return self.alone or named_loopback(host_and_port(self.coordinator)[0])
 
     @property
     def name(self) -> str:
+        """Host and number of the process, for messages."""
         return f"{socket.gethostname()} process {self.process}"
 
 
-def find(asked: ClusterConfig, environment: Mapping[str, str] = os.environ) -> ProcessEnv:
-    """The place of this process. Raises `RequestError` where options and environment do not make one.
+def find(options: ClusterConfig, environment: Mapping[str, str] = os.environ) -> ProcessEnv:
+    """Return the environment of this process.
 
-    Looked for in this order: `--cluster` options, JAX's variables, those of torchrun, of Open MPI, of PMI, of a Slurm
-    step. Two that contradict each other are refused; without any it is one process.
+    These are read in order: the `--cluster` options, the variables of JAX, torchrun, Open MPI, PMI, and those of a
+    Slurm step. Without any of them there is one process. Raises `RequestError` if two of them contradict each other, or
+    if they are incomplete.
     """
-    if asked.processes == 1 and asked.process_id in (-1, 0):
+    if options.processes == 1 and options.process_id in (-1, 0):
         return ProcessEnv()
-    found = [place for place in (_options(asked), *(look(environment) for look in LAUNCHERS)) if place]
-    # mpirun starts a helper on each node by srun, whose step says nothing of the processes that the helper starts
-    step = None if OPEN_MPI[0] in environment else _slurm(environment, needed=not found)
+    found = [env for env in (_from_options(options), *(launcher(environment) for launcher in LAUNCHERS)) if env]
+    # mpirun starts a helper on each node with srun: that Slurm step does not describe the processes of the helper.
+    step = None
+    if OPEN_MPI[0] not in environment:
+        step = _slurm(environment, required=not found)
     if step:
         found.append(step)
     elif not found:
         _check_pmix(environment)
-    address = asked.coordinator or environment.get("JAX_COORDINATOR_ADDRESS", "")
+    address = options.coordinator or environment.get("JAX_COORDINATOR_ADDRESS", "")
     if not found:
         if address:
             raise RequestError(
@@ -95,23 +105,11 @@ def find(asked: ClusterConfig, environment: Mapping[str, str] = os.environ) -> P
                 f"give --cluster.processes and --cluster.process-id, or neither"
             )
         return ProcessEnv()
+    _check_consistent(found)
     first = found[0]
-    for other in found[1:]:
-        if (other.processes, other.process) != (first.processes, first.process):
-            raise RequestError(
-                f"{first.source} say that this is process {first.process} of {first.processes}, but {other.source} "
-                f"say {other.process} of {other.processes}; take one of them away"
-            )
-    if not first.processes:
-        raise RequestError(f"{first.source} say that there are 0 processes; there is at least 1; {ALONE_IS}")
-    if not 0 <= first.process < first.processes:
-        raise RequestError(
-            f"{first.source} say that this is process {first.process} of {first.processes}; "
-            f"processes count from 0 to {first.processes - 1}"
-        )
     if first.alone:
         return ProcessEnv()
-    address = address or next((place.coordinator for place in found if place.coordinator), "")
+    address = address or next((env.coordinator for env in found if env.coordinator), "")
     if not address and step:
         address = f"{_step_host(environment)}:{_step_port(environment)}"
     if not address:
@@ -120,64 +118,91 @@ def find(asked: ClusterConfig, environment: Mapping[str, str] = os.environ) -> P
             f"named, where they meet; give --cluster.coordinator, or JAX_COORDINATOR_ADDRESS in the environment of all "
             f"of them: the host of process 0 and a free port, such as 10.0.0.1:1234"
         )
-    gpus = next((place.gpus for place in found if place.gpus is not None), None)
+    gpus = next((env.gpus for env in found if env.gpus is not None), None)
     return ProcessEnv(first.processes, first.process, reachable(address), first.source, gpus)
 
 
-def check_alone(command: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise `RequestError` where a launcher has started several of a `command` for one process.
-
-    Its sentence is that of process 0; that of the others is empty. Beside a launcher, as in the shell of a Slurm job,
-    the command is alone, whatever the environment says by half.
-    """
-    for look in (*LAUNCHERS, partial(_slurm, needed=False)):
-        place = None
-        with suppress(RequestError):
-            place = look(environment)
-        if place and not place.alone:
-            sentence = (
-                f"{command} is a command of one process, but {place.source} say that {place.processes} have been "
-                f"started; start it once, without srun, torchrun or mpirun"
+def _check_consistent(found: list[ProcessEnv]) -> None:
+    """Raise `RequestError` unless all sources agree on a process number within the number of processes."""
+    first = found[0]
+    for other in found[1:]:
+        if (other.processes, other.process) != (first.processes, first.process):
+            raise RequestError(
+                f"{first.source} say that this is process {first.process} of {first.processes}, but {other.source} "
+                f"say {other.process} of {other.processes}; remove one of them"
             )
-            raise RequestError(*[sentence] * place.leader)
-    if environment.get(PMIX, "0") != "0" and not _size_is_told(environment):
+    if not first.processes:
+        raise RequestError(f"{first.source} say that there are 0 processes; there is at least 1; {ALONE_HINT}")
+    if not 0 <= first.process < first.processes:
+        raise RequestError(
+            f"{first.source} say that this is process {first.process} of {first.processes}; "
+            f"processes count from 0 to {first.processes - 1}"
+        )
+
+
+def check_alone(command: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise `RequestError` if a launcher has started several processes of a `command` for one process.
+
+    Process 0 prints the sentence; the others raise an error without one. Beside a launcher, as in the shell of a Slurm
+    job, the command is alone, even if part of a launcher's variables is set.
+    """
+    for launcher in (*LAUNCHERS, partial(_slurm, required=False)):
+        env = None
+        with suppress(RequestError):
+            env = launcher(environment)
+        if not env or env.alone:
+            continue
+        if not env.leader:
+            raise RequestError()
+        raise RequestError(
+            f"{command} is a command of one process, but {env.source} say that {env.processes} have been started; "
+            f"start it once, without srun, torchrun or mpirun"
+        )
+    if environment.get(PMIX, "0") != "0" and not _has_size(environment):
         raise RequestError(
             f"{command} is a command of one process, but {PMIX} is '{environment[PMIX][:40]}': several have been "
             f"started; start it once, without a launcher"
         )
 
 
-def _options(asked: ClusterConfig) -> ProcessEnv | None:
-    if not asked.processes and asked.process_id == -1:
+def _from_options(options: ClusterConfig) -> ProcessEnv | None:
+    """Read the `--cluster` options. Raises `RequestError` if only one of the two numbers is given."""
+    together = "give --cluster.coordinator, .processes and .process-id together"
+    if not options.processes and options.process_id == -1:
         return None
-    if not asked.processes or asked.process_id == -1:
-        given, missing = f"--cluster.process-id {asked.process_id}", "--cluster.processes"
-        if asked.processes:
-            given, missing = f"--cluster.processes {asked.processes}", "--cluster.process-id"
-        together = "give --cluster.coordinator, .processes and .process-id together"
-        raise RequestError(f"{given} is given, but {missing} is missing: {together}")
-    return ProcessEnv(asked.processes, asked.process_id, source="the --cluster options")
+    if not options.processes:
+        raise RequestError(
+            f"--cluster.process-id {options.process_id} is given, but --cluster.processes is missing: {together}"
+        )
+    if options.process_id == -1:
+        raise RequestError(
+            f"--cluster.processes {options.processes} is given, but --cluster.process-id is missing: {together}"
+        )
+    return ProcessEnv(options.processes, options.process_id, source="the --cluster options")
 
 
 def _jax(environment: Mapping[str, str]) -> ProcessEnv | None:
-    if not _whole(environment, JAX):
+    if not _all_set(environment, JAX):
         return None
-    return ProcessEnv(*(_number(environment, name) for name in JAX), source=" and ".join(JAX))
+    processes, process = (_number(environment, name) for name in JAX)
+    return ProcessEnv(processes, process, source=" and ".join(JAX))
 
 
 def _torchrun(environment: Mapping[str, str]) -> ProcessEnv | None:
-    if not _whole(environment, TORCHRUN):
+    if not _all_set(environment, TORCHRUN):
         return None
     processes, process = (_number(environment, name) for name in TORCHRUN[:2])
     port = _number(environment, "MASTER_PORT")
-    port += environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its own port is then taken, by torchrun
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun itself listens at MASTER_PORT then.
+        port += 1
     gpus = _share(*_local(environment, ("LOCAL_RANK", "LOCAL_WORLD_SIZE")), environment)
     return ProcessEnv(processes, process, f"{environment['MASTER_ADDR']}:{port}", "WORLD_SIZE and RANK", gpus)
 
 
 def _mpi(environment: Mapping[str, str], names: tuple[str, str]) -> ProcessEnv | None:
-    """A process that `mpirun` started; None where it is the only one, as in a shell that a launcher has started."""
-    if not _whole(environment, names):
+    """Read the variables of `mpirun`; None if the process is the only one, as in a shell that a launcher started."""
+    if not _all_set(environment, names):
         return None
     processes, process = (_number(environment, name) for name in names)
     if processes == 1:
@@ -187,56 +212,67 @@ def _mpi(environment: Mapping[str, str], names: tuple[str, str]) -> ProcessEnv |
 
 
 def _local(environment: Mapping[str, str], names: tuple[str, str]) -> tuple[int, int]:
-    """(which process of its host this is, of how many); (0, 0) where that is not told."""
-    local, of = (_number(environment, name, "0") for name in names)
-    if local >= of > 0:
-        raise RequestError(f"{names[0]} is {local} in the environment; {names[1]} {of} counts it from 0 to {of - 1}")
-    return local, of
+    """Return (local rank, processes on this host); (0, 0) if the variables are not set."""
+    rank, count = (_number(environment, name, "0") for name in names)
+    if rank >= count > 0:
+        raise RequestError(
+            f"{names[0]} is {rank} in the environment; {names[1]} {count} counts it from 0 to {count - 1}"
+        )
+    return rank, count
 
 
 LAUNCHERS = (_jax, _torchrun, partial(_mpi, names=OPEN_MPI), partial(_mpi, names=PMI))
-"""What reads their variables, in order. Slurm, whose variables stand in every shell of a job, is asked last."""
+"""Readers of launchers' variables, in order. Slurm comes last: its variables are set in every shell of a job."""
 
 
-def _size_is_told(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher that speaks PMIx tells how many processes it has started, if only one."""
+def _has_size(environment: Mapping[str, str]) -> bool:
+    """Return whether a launcher that speaks PMIx also says how many processes it has started, be it only one."""
     return any(name in environment for name in (OPEN_MPI[0], PMI[0], "SLURM_STEP_NUM_TASKS"))
 
 
 def _check_pmix(environment: Mapping[str, str]) -> None:
-    """Raise `RequestError` where PMIx says which process this is, and nobody how many there are."""
-    if PMIX in environment and not _size_is_told(environment):
+    """Raise `RequestError` where PMIx says which process this is, and no variable says how many there are."""
+    if PMIX in environment and not _has_size(environment):
         raise RequestError(
             f"{PMIX} is '{environment[PMIX][:40]}' in the environment: a launcher has started this process, but no "
-            f"variable tells how many there are; give --cluster.coordinator, .processes and .process-id; {ALONE_IS}"
+            f"variable says how many there are; give --cluster.coordinator, .processes and .process-id; {ALONE_HINT}"
         )
 
 
-def _slurm(environment: Mapping[str, str], needed: bool) -> ProcessEnv | None:
-    """A task of a step that `srun` started."""
+def _slurm(environment: Mapping[str, str], required: bool) -> ProcessEnv | None:
+    """Read the variables of a step that `srun` started.
+
+    `required` says that nothing else describes the process: a job of several tasks without a step is then an error.
+    """
     if "SLURM_JOB_ID" not in environment:
         return None
-    counted = "SLURM_STEP_NUM_TASKS" if environment.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    tasks = _number(environment, counted, "1")
+    name = "SLURM_NTASKS"
+    if environment.get("SLURM_STEP_NUM_TASKS"):
+        name = "SLURM_STEP_NUM_TASKS"
+    tasks = _number(environment, name, "1")
     if tasks == 1:
         return None
     if "SLURM_STEP_NODELIST" not in environment:
-        if needed:
-            raise RequestError(
-                f"this Slurm job has {tasks} tasks, but this process is none of them; start it with srun; {ALONE_IS}"
-            )
-        return None
-    process, local = (_number(environment, f"SLURM_{name}") for name in ("PROCID", "LOCALID"))
+        if not required:
+            return None
+        raise RequestError(
+            f"this Slurm job has {tasks} tasks, but this process is none of them; start it with srun; {ALONE_HINT}"
+        )
+    process = _number(environment, "SLURM_PROCID")
+    local = _number(environment, "SLURM_LOCALID")
     here = _tasks_here(environment)
-    bound = "SLURM_GPUS_PER_TASK" in environment  # Slurm shows each task its own only
-    gpus = None if bound else _share(local, here, environment)
+    gpus = None
+    if "SLURM_GPUS_PER_TASK" not in environment:
+        # With that variable Slurm shows each task its own GPUs only.
+        gpus = _share(local, here, environment)
     return ProcessEnv(tasks, process, source="Slurm's variables", gpus=gpus)
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int:
-    """How many tasks of the step are on this node: of Slurm's `2(x3),1` the last node has 1, the others 2."""
+    """Return how many tasks of the step are on this node: `2(x3),1` means 2 on each of three nodes, 1 on the last."""
     name = "SLURM_STEP_TASKS_PER_NODE"
-    text, node = environment.get(name, "1"), _number(environment, "SLURM_NODEID", "0")
+    text = environment.get(name, "1")
+    node = _number(environment, "SLURM_NODEID", "0")
     last = -1
     for part in text.split(","):
         run = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
@@ -249,15 +285,12 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
 
 
 def _step_host(environment: Mapping[str, str]) -> str:
-    """The host where the tasks of a step meet: the loopback where all are on one node."""
+    """Return the host where the tasks of a step meet: the loopback if all are on one node, else the first node."""
     if environment.get("SLURM_STEP_NUM_NODES") == "1":
         return "127.0.0.1"
-    return _first_host(environment)
-
-
-def _first_host(environment: Mapping[str, str]) -> str:
     nodes = environment["SLURM_STEP_NODELIST"]
-    with suppress(OSError, subprocess.SubprocessError, IndexError):  # an index of nothing: no host is printed
+    # An IndexError means that scontrol printed no host.
+    with suppress(OSError, subprocess.SubprocessError, IndexError):
         command = ["scontrol", "show", "hostnames", nodes]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
     if "[" in nodes:
@@ -269,37 +302,42 @@ def _first_host(environment: Mapping[str, str]) -> str:
 
 
 def _step_port(environment: Mapping[str, str]) -> str:
-    """One for each step: two of one job may run at the same time."""
-    if own := environment.get("JAX_COORDINATOR_PORT"):
+    """Return a port that differs between the steps of a job, because two of them may run at the same time."""
+    own = environment.get("JAX_COORDINATOR_PORT")
+    if own:
         return own
-    job, step = (_number(environment, f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID"))
+    job = _number(environment, "SLURM_JOB_ID", "0")
+    step = _number(environment, "SLURM_STEP_ID", "0")
     return str(FIRST_PORT + (job + 257 * step) % PORTS)
 
 
-def _share(local: int, of: int, environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The GPUs of process `local` of the `of` on this host; None for all that it sees."""
-    if of < 2:
+def _share(rank: int, count: int, environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Return the GPUs of the process with local rank `rank` among `count` on this host; None for all visible ones."""
+    if count < 2:
         return None
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return (local,)
-    each = len(visible.split(",")) // of
-    return tuple(range(local * each, (local + 1) * each)) or None  # fewer than processes: each has been given its own
+        return (rank,)
+    each = len(visible.split(",")) // count
+    if not each:
+        # Fewer GPUs than processes: the launcher shows each process its own.
+        return None
+    return tuple(range(rank * each, (rank + 1) * each))
 
 
-def _whole(environment: Mapping[str, str], names: tuple[str, ...]) -> bool:
-    """Whether all of them are set. Raises `RequestError` when only some are."""
-    there = [name for name in names if name in environment]
-    if there and len(there) < len(names):
-        missing = ", ".join(name for name in names if name not in there)
+def _all_set(environment: Mapping[str, str], names: tuple[str, ...]) -> bool:
+    """Return whether all variables are set. Raises `RequestError` if only some are."""
+    present = [name for name in names if name in environment]
+    if present and len(present) < len(names):
+        missing = ", ".join(name for name in names if name not in present)
         raise RequestError(
-            f"{', '.join(there)} set in the environment, but {missing} not; set all of them or none; {ALONE_IS}"
+            f"{', '.join(present)} set in the environment, but {missing} not; set all of them or none; {ALONE_HINT}"
         )
-    return bool(there)
+    return bool(present)
 
 
 def _number(environment: Mapping[str, str], name: str, default: str = "") -> int:
-    """The value of a variable. Raises `RequestError` where it is no whole number; empty is the default."""
+    """Return the value of a variable, or the default if it is empty. Raises `RequestError` unless it is a number."""
     text = environment.get(name) or default
     if not NUMBER.fullmatch(text):
         raise RequestError(f"{name} is '{text[:40]}' in the environment; it must be a whole number from 0")

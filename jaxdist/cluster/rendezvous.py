@@ -1,6 +1,7 @@
-"""The processes of a job meet, and hear of each other: on which host, at which address, with how many devices.
+"""Rendezvous: the processes of a job meet at the coordinator, and exchange host, address and number of devices.
 
-Where a mesh that fills itself (`-1`) has no use for the devices of some of them, they leave, and the others meet again.
+Where a mesh that fills itself (`-1`) has no use for the devices of some processes, these leave and the others meet
+again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import jax
 import numpy as np
@@ -31,26 +32,25 @@ from jaxdist.streams import Unfailing
 SHUTDOWN_SECONDS = 60
 """How long the first process that is done waits for the others."""
 
-
 REACH_SECONDS = 5.0
-"""How long the coordinator has to answer."""
+"""How long the coordinator has to accept a connection that tests whether it can be reached."""
 
-_there: list[Member] = []
-"""What `members` tells, since they have met."""
+_members: list[Member] = []
+"""The processes of the job, since the rendezvous."""
 
 
-class Enough(Protocol):
-    """How many of the devices of a job are of use."""
+class DeviceUse(Protocol):
+    """How many of the devices of a job a run can use."""
 
     def __call__(self, devices: int) -> int:
-        """Of so many in all."""
+        """Return how many of `devices` devices are used."""
 
     def how_to_use(self, devices: int) -> str:
-        """What to change so that all of them are used; empty where nothing is known, or all are."""
+        """Return what to change so that all of them are used; empty if they are, or if nothing is known."""
 
 
-class AllOfThem:
-    """Every device is of use."""
+class _UseAll:
+    """A run that uses every device."""
 
     def __call__(self, devices: int) -> int:
         return devices
@@ -59,7 +59,7 @@ class AllOfThem:
         return ""
 
 
-ALL_OF_THEM = AllOfThem()
+USE_ALL = _UseAll()
 
 
 @dataclass(frozen=True)
@@ -72,50 +72,57 @@ class Member:
     devices: int
 
 
-def join(place: ProcessEnv, fault: FaultConfig, devices: int = 1, enough: Enough = ALL_OF_THEM) -> ProcessEnv:
-    """Meet the other processes of the job, if there are any. Before anything asks JAX for a device.
+def join(env: ProcessEnv, fault: FaultConfig, devices: int = 1, enough: DeviceUse = USE_ALL) -> ProcessEnv:
+    """Meet the other processes of the job, if there are any, before anything asks JAX for a device.
 
-    `devices` are those of this process, `enough(all)` how many of all are of use. A process that has none of these is
-    ended here; the others are numbered anew. Returns the place of this one. Raises `RequestError` where process 0
-    cannot be met; ends the process where the others do not come in time.
+    `devices` is the number of this process, and `enough(all)` how many of all devices are used. A process none of whose
+    devices are used ends here, and the others get new numbers. Returns the environment of this process among those
+    that stay. Raises `RequestError` if process 0 cannot be met; ends the process if the others do not come in time.
     """
-    if place.alone:
-        return place
-    if not place.on_one_host and not gpus.driver():
+    if env.alone:
+        return env
+    if not env.on_one_host and not gpus.driver():
         check_own_name()
-    _prepare(place)
-    bind = _bind_address(place)
-    _meet(place, bind, fault)
-    there = _introduced(place.coordinator, devices)
-    every = sum(member.devices for member in there)
-    needed = _needed(there, enough(every))
-    if len(needed) == len(there):
-        return place
+    _prepare(env)
+    bind = _bind_address(env)
+    _meet(env, bind, fault)
+    everyone = _introduced(env.coordinator, devices)
+    total = sum(member.devices for member in everyone)
+    needed = _needed(everyone, enough(total))
+    if len(needed) == len(everyone):
+        return env
     jax.distributed.shutdown()
-    if place.process not in needed:
-        instead = f"; {enough.how_to_use(every)}" if enough.how_to_use(every) else ""
-        taken = f"the mesh takes the devices of {len(needed)} of {len(there)} processes"
-        faults.say(place, f"nothing to do: {taken}{instead}")
-        faults.leave(ProcessEnv(), DONE)
-    again = next_port(place.coordinator)  # the first port may still be theirs who leave
-    place = replace(place, processes=len(needed), process=needed.index(place.process), coordinator=again)
-    _meet(place, next_port(bind), fault)
-    _introduced(place.coordinator, devices)
-    return place
+    if env.process not in needed:
+        _leave_unused(env, f"{len(needed)} of {len(everyone)} processes", enough.how_to_use(total))
+    # A port of its own: those who leave may still hold the first one.
+    coordinator = next_port(env.coordinator)
+    env = replace(env, processes=len(needed), process=needed.index(env.process), coordinator=coordinator)
+    _meet(env, next_port(bind), fault)
+    _introduced(env.coordinator, devices)
+    return env
+
+
+def _leave_unused(env: ProcessEnv, used: str, remedy: str) -> NoReturn:
+    """End this process, whose devices the mesh does not use."""
+    instead = ""
+    if remedy:
+        instead = f"; {remedy}"
+    faults.say(env, f"nothing to do: the mesh takes the devices of {used}{instead}")
+    faults.leave(ProcessEnv(), DONE)
 
 
 def members() -> list[Member]:
-    """All processes of the job, those of a host side by side, hosts in the order of their first process.
+    """Return all processes of the job, those of a host side by side, hosts in the order of their first process.
 
-    Processes that have met without `join`, as a script of one's own may let them, all call it.
+    Processes that have met without `join`, as a user's own script may do, must all call it.
     """
     if kv_store.processes() == 1:
         return [Member(0, socket.gethostname(), "", 0)]
-    return _there or _introduced(kv_store.coordinator(), devices=1)
+    return _members or _introduced(kv_store.coordinator(), devices=1)
 
 
 def host_names(devices: Iterable[jax.Device]) -> list[str]:
-    """The host of each; of those that are not there, the number of it that they tell. All processes call it."""
+    """Return the host name of each device; for abstract devices, their process index. All processes call it."""
     name = {member.process: member.host for member in members()}
     return [name.get(device.process_index, str(device.process_index)) for device in devices]
 
@@ -123,135 +130,144 @@ def host_names(devices: Iterable[jax.Device]) -> list[str]:
 def across_hosts(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, hosts: Sequence[object], axis: str = DATA
 ) -> bool:
-    """Whether a mesh axis goes from host to host; `hosts` has that of each device of the mesh, in its order."""
+    """Return whether a mesh axis spans hosts; `hosts` has the host of each device of the mesh, in its order."""
     host = np.reshape(hosts, tuple(mesh.shape.values()))
     return bool(np.any(host != np.take(host, [0], axis=mesh.axis_names.index(axis))))
 
 
 def _introduced(coordinator: str, devices: int) -> list[Member]:
-    """All processes, after each has told the others of itself."""
-    me = Member(kv_store.process(), socket.gethostname(), _address(coordinator), devices)
-    there = [Member(**each) for each in kv_store.gather("members", asdict(me), kv_store.WEEK)]
-    first = {member.host: member.process for member in reversed(there)}
-    _there[:] = sorted(there, key=lambda member: (first[member.host], member.process))
-    return _there
+    """Exchange what each process is, and return all of them."""
+    me = Member(kv_store.process(), socket.gethostname(), _own_address(coordinator), devices)
+    everyone = [Member(**each) for each in kv_store.gather("members", asdict(me), kv_store.WEEK)]
+    first = {member.host: member.process for member in reversed(everyone)}
+    _members[:] = sorted(everyone, key=lambda member: (first[member.host], member.process))
+    return _members
 
 
-def _address(coordinator: str) -> str:
-    """That of this host in the network of the coordinator."""
+def _own_address(coordinator: str) -> str:
+    """Return the address of this host in the network of the coordinator."""
     host, port = host_and_port(coordinator)
-    kind, how, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(kind, how) as towards:
-        towards.connect(where)  # nothing is sent
+    family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as towards:
+        towards.connect(where)  # a datagram socket: nothing is sent
         return towards.getsockname()[0]
 
 
-def _needed(there: list[Member], count: int) -> list[int]:
-    """The processes that have `count` devices among them, as few as can be, in the order of `members`."""
-    needed, held = [], 0
-    for member in there:
+def _needed(everyone: list[Member], count: int) -> list[int]:
+    """Return the fewest processes that have `count` devices among them, in the order of `members`."""
+    needed = []
+    held = 0
+    for member in everyone:
         if held < count:
             needed.append(member.process)
             held += member.devices
     return needed
 
 
-def meet_as_it_is(place: ProcessEnv, fault: FaultConfig, otherwise: Callable[[], None]) -> None:
-    """Meet the others without a look at what may be in the way; `otherwise` is called, in a thread, after
-    `fault.start_seconds`, and had better end the process."""
-    _prepare(place)
-    _initialize(place, _bind_address(place), fault, otherwise)
-    _introduced(place.coordinator, devices=1)
+def meet_unchecked(env: ProcessEnv, fault: FaultConfig, on_timeout: Callable[[], None]) -> None:
+    """Meet the others without checking for known obstacles first.
+
+    `on_timeout` is called in a thread after `fault.start_seconds`, and should end the process.
+    """
+    _prepare(env)
+    _initialize(env, _bind_address(env), fault, on_timeout)
+    _introduced(env.coordinator, devices=1)
 
 
-def _prepare(place: ProcessEnv) -> None:
-    host, _ = host_and_port(place.coordinator)
-    os.environ["no_grpc_proxy"] = host  # noqa: SIM112  a proxy to the world is none between these
-    if not place.leader:
-        logging.getLogger("jax").setLevel(logging.ERROR)  # process 0 tells it
+def _prepare(env: ProcessEnv) -> None:
+    """Set what JAX and gRPC read when they start."""
+    host, _ = host_and_port(env.coordinator)
+    # A proxy to the internet does not lead from one process to another.
+    os.environ["no_grpc_proxy"] = host  # noqa: SIM112
+    if not env.leader:
+        # Process 0 logs the same.
+        logging.getLogger("jax").setLevel(logging.ERROR)
     _keep_gloo_off_standard_output()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and tells nobody
+    # JAX's service takes SIGTERM, and then does not pass it on.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_check_proxy_envs", False)
-    if place.on_one_host:
+    if env.on_one_host:
         _keep_gloo_on_loopback()
 
 
-def _bind_address(place: ProcessEnv) -> str:
-    """HOST:PORT where process 0 listens; the other processes do not listen, and theirs is not used."""
-    if not place.leader:
-        return place.coordinator
-    bind, sentence = bind_address(place.coordinator)
+def _bind_address(env: ProcessEnv) -> str:
+    """Return HOST:PORT where process 0 listens; the other processes do not listen, and ignore theirs."""
+    if not env.leader:
+        return env.coordinator
+    bind, sentence = bind_address(env.coordinator)
     if sentence:
-        faults.say(place, sentence)
+        faults.say(env, sentence)
     return bind
 
 
-def _meet(place: ProcessEnv, bind: str, fault: FaultConfig) -> None:
-    if place.leader:
+def _meet(env: ProcessEnv, bind: str, fault: FaultConfig) -> None:
+    if env.leader:
         check_free(bind)
-    _initialize(place, bind, fault, lambda: _nobody_came(place, bind, fault.start_seconds))
+    _initialize(env, bind, fault, partial(_end_incomplete, env, bind, fault.start_seconds))
 
 
-def _initialize(place: ProcessEnv, bind: str, fault: FaultConfig, otherwise: Callable[[], None]) -> None:
-    late = threading.Timer(fault.start_seconds, otherwise)
-    late.daemon = True
-    late.start()  # JAX would abort, with a trace of C++
+def _initialize(env: ProcessEnv, bind: str, fault: FaultConfig, on_timeout: Callable[[], None]) -> None:
+    # JAX's own timeout aborts with a C++ trace, so it is longer than this one.
+    timer = threading.Timer(fault.start_seconds, on_timeout)
+    timer.daemon = True
+    timer.start()
     jax.distributed.initialize(
-        place.coordinator,
-        place.processes,
-        place.process,
-        place.gpus,
+        env.coordinator,
+        env.processes,
+        env.process,
+        env.gpus,
         cluster_detection_method="deactivate",
         initialization_timeout=fault.start_seconds + 60,
         heartbeat_timeout_seconds=fault.heartbeat_seconds,
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         coordinator_bind_address=bind,
     )
-    late.cancel()
+    timer.cancel()
 
 
-def _nobody_came(place: ProcessEnv, bind: str, seconds: int) -> None:
-    where = place.coordinator
-    if place.leader:
+def _end_incomplete(env: ProcessEnv, bind: str, seconds: int) -> None:
+    """End this process because the others did not come to the rendezvous."""
+    where = env.coordinator
+    if env.leader:
         where += f" (process 0 listens at {bind})"
     faults.say(
-        place,
-        f"after {seconds} s not all {place.processes} processes have met at {where}; "
-        f"{why_nobody_came(place)}; or raise fault.start_seconds",
+        env,
+        f"after {seconds} s not all {env.processes} processes have met at {where}; "
+        f"{why_incomplete(env)}; or raise fault.start_seconds",
     )
     os._exit(FAILED)
 
 
-def why_nobody_came(place: ProcessEnv) -> str:
-    """What may keep the processes of a job from meeting, as far as this one can tell, and what to do."""
-    host, port = host_and_port(place.coordinator)
-    if place.on_one_host:
-        firewall = ""
-    else:
+def why_incomplete(env: ProcessEnv) -> str:
+    """Return what may keep processes from the rendezvous, as far as this one can know, and what to do."""
+    host, port = host_and_port(env.coordinator)
+    firewall = ""
+    if not env.on_one_host:
         firewall = (
             f"; a firewall has to let the other hosts of the job reach TCP port {port} and the next one of {host}, and "
-            f"the ports that the kernel gives out on every host (python -m jaxdist.doctor, started alike, tries them)"
+            f"the ephemeral ports of every host (python -m jaxdist.doctor, started in the same way, tests them)"
         )
-    if not place.leader:
+    if not env.leader:
         try:
             socket.create_connection((host, port), REACH_SECONDS).close()
         except OSError as error:
-            return f"it cannot be reached from here ({error.strerror or error}): see whether process 0 runs{firewall}"
-    return f"see what the others say{firewall}"
+            reason = error.strerror or error
+            return f"it cannot be reached from here ({reason}): check that process 0 is running{firewall}"
+    return f"check the messages of the other processes{firewall}"
 
 
 def _keep_gloo_on_loopback() -> None:
-    """Let gloo, which moves the arrays of CPUs, listen where no other host reaches it.
+    """Let gloo, which moves the arrays of CPUs, listen where no other host can reach it.
 
-    By itself it listens at the address that this host's own name stands for. JAX has no option for that; the function
-    that makes gloo, the same in jax 0.10 to 0.12, takes an address.
+    By default gloo listens at the address that this host's own name resolves to. JAX has no option for that; the
+    function that makes gloo's collectives, the same in jax 0.10 to 0.12, takes an address.
     """
     _jax.make_gloo_tcp_collectives = partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
 
 
 def _keep_gloo_off_standard_output() -> None:
-    """It tells there, in C++, to whom it is connected; Python's own output goes where it went."""
+    """Drop what gloo prints to standard output, in C++, about its connections; Python's output still goes there."""
     own = os.dup(1)
     if isinstance(sys.stdout, Unfailing):
         sys.stdout = Unfailing(own, sys.stdout.encoding)

@@ -1,9 +1,9 @@
-"""Stopping well: a signal, and all processes agree on the place in the run where they save and end.
+"""Graceful stop: after a signal, all processes agree on the point of the run where they save and end.
 
-The run has stopping places, passed by every process in the same order: before each step, and between the batches of a
-validation. A process that hears that one of them was signalled passes no further one before all have said how many
-they have passed; the run stops at the first that nobody has passed. Who already waits for the others, inside a step,
-has a thread that answers. With one process there is nothing to agree on.
+The run has stopping points, which every process passes in the same order: before each step, and between the batches of
+a validation. A process that hears that one of them received a signal passes no further point before all have said how
+many they have passed; the run stops at the first point that no process has passed. A process that already waits for
+the others, inside a step, has a thread that answers for it. With one process there is nothing to agree on.
 """
 
 from __future__ import annotations
@@ -21,35 +21,45 @@ from jaxdist.streams import write_all
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-EARLY = 3 * faults.MOMENT
-"""Seconds before the end of the grace at which process 0 begins to leave; it goes last."""
+EARLY_SECONDS = 3 * faults.NOTICE_SECONDS
+"""Seconds before the end of the grace period at which process 0 begins to leave; it goes last."""
 
-BEFORE_THE_FIRST = 1
-"""The stopping place before the first step."""
+BEFORE_THE_FIRST_STEP = 1
+"""Number of the stopping point before the first step."""
 
 
 class Stop:
-    """Use it as a context manager, in the main thread. Signals after the first one change nothing."""
+    """Handles signals; a context manager for the main thread. Signals after the first one change nothing."""
 
-    def __init__(self, place: ProcessEnv, grace: float, where: Callable[[], str]):
-        """`grace`: seconds from a signal to the end. `where` tells what is being done."""
-        self.env, self.grace, self.where = place, grace, where
+    def __init__(self, env: ProcessEnv, grace: float, where: Callable[[], str]):
+        """Prepare to stop within `grace` seconds of a signal; `where` returns what the run is doing."""
+        self.env = env
+        self.grace = grace
+        self.where = where
         self.name: str | None = None
-        """The signal that has stopped the run."""
-        self.newest: Callable[[], str] = lambda: "the same command starts again"
-        """Where the same command goes on."""
-        self._passed, self._at = 0, None
-        self._lock, self._frozen, self._decided = threading.Lock(), False, threading.Event()
-        self._timer, self._until = None, 0.0
-        self._joined, self._ending = place.alone, False
+        """Name of the signal that stops the run."""
+        self.newest: Callable[[], str] = _default_resume
+        """Returns a clause that says where the same command resumes."""
+        self._lock = threading.Lock()
+        self._passed = 0
+        """Stopping points that this process has passed."""
+        self._frozen = False
+        """Whether this process passes no further point until all have agreed on one."""
+        self._decided = threading.Event()
+        self._stop_at: int | None = None
+        """Number of the stopping point at which the run stops."""
+        self._timer: threading.Timer | None = None
+        self._deadline = 0.0
+        self._joined = env.alone
+        self._ending = False
 
     def __enter__(self) -> Stop:
-        self._told, wake = socket.socketpair()
-        self._wake = wake
-        wake.setblocking(False)
-        self._old = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        self._old_wake = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-        # A handler in Python waits while XLA compiles; the byte that C writes for each signal is read here at once.
+        self._signals, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        self._old_handlers = {number: signal.signal(number, _ignore) for number in SIGNALS}
+        # A handler in Python has to wait while XLA compiles. C writes a byte for each signal, and the thread reads it
+        # at once.
+        self._old_wake = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="jaxdist-signals", daemon=True)
         self._thread.start()
         return self
@@ -58,21 +68,22 @@ class Stop:
         if self._timer:
             self._timer.cancel()
         signal.set_wakeup_fd(self._old_wake)
-        for number, handler in self._old.items():
-            signal.signal(number, signal.SIG_IGN if self.name else handler)  # a second one must not spoil the end
+        for number, handler in self._old_handlers.items():
+            # A second signal must not spoil the end of a run that the first one stops.
+            signal.signal(number, signal.SIG_IGN if self.name else handler)
         self._wake.send(b"\0")
         self._thread.join()
         self._wake.close()
-        self._told.close()
+        self._signals.close()
 
     def joined(self) -> None:
-        """The processes have met."""
+        """Listen to the other processes from now on: the rendezvous is over."""
         self._joined = True
         if not self.env.alone:
             kv_store.watch("stop", self._agree)
 
     def here(self) -> bool:
-        """Whether the run stops here. Every process asks at the same places, in the same order."""
+        """Return whether the run stops here. Every process asks at the same points, in the same order."""
         with self._lock:
             if not self._frozen:
                 self._passed += 1
@@ -84,16 +95,21 @@ class Stop:
         return False
 
     def due(self) -> bool:
-        """Whether it stops at the next place, so that there is nothing more to wait for."""
-        return self._at is not None and self._passed + 1 >= self._at
+        """Return whether the run stops at the next point, so that there is nothing more to wait for."""
+        return self._stop_at is not None and self._passed + 1 >= self._stop_at
 
     def wait_if_over(self) -> None:
-        """When this process is about to go, or soon will, an error may be that of others which have gone already."""
-        if self._ending or (self.name is not None and time.monotonic() > self._until - 2 * EARLY):
+        """Wait for the end if this process is about to leave: an error may come from others that have left already."""
+        nearly_over = self.name is not None and time.monotonic() > self._deadline - 2 * EARLY_SECONDS
+        if self._ending or nearly_over:
             time.sleep(60)
 
     def _listen(self) -> None:
-        while 0 not in (numbers := self._told.recv(64)):
+        """React to the first signal; the body of the thread, which a zero byte ends."""
+        while True:
+            numbers = self._signals.recv(64)
+            if 0 in numbers:
+                return
             wanted = [number for number in numbers if number in SIGNALS]
             if not wanted or self.name:
                 continue
@@ -107,24 +123,38 @@ class Stop:
                 self._end("nothing is lost")
 
     def _agree(self, name: str) -> None:
-        self.name, self._until = name, time.monotonic() + self.grace
-        early = 0.0 if self.env.alone else EARLY if self.env.leader else EARLY + faults.MOMENT
-        self._timer = threading.Timer(max(self.grace - early, 0), self._out_of_time)
+        """Agree with the other processes on the stopping point, and start the clock of the grace period."""
+        self._deadline = time.monotonic() + self.grace
+        self.name = name  # after the deadline: `wait_if_over` reads both in another thread
+        self._timer = threading.Timer(max(self.grace - self._seconds_to_leave(), 0), self._out_of_time)
         self._timer.daemon = True
         self._timer.start()
         with self._lock:
             self._frozen = True
-        self._at = self._passed + 1 if self.env.alone else self._agreed()
-        if self._at == BEFORE_THE_FIRST:
-            self._end("nothing is lost")  # before `here` says so: there is nothing to save
+        if self.env.alone:
+            self._stop_at = self._passed + 1
+        else:
+            self._stop_at = self._first_not_passed()
+        if self._stop_at == BEFORE_THE_FIRST_STEP:
+            # There is nothing to save, so this ends the process before `here` would return.
+            self._end("nothing is lost")
         self._decided.set()
 
-    def _agreed(self) -> int:
-        """The first place that no process has passed."""
-        seconds, everyone = self.grace + 60, range(self.env.processes)
+    def _seconds_to_leave(self) -> float:
+        """Return how long before the end of the grace period this process has to begin to leave."""
+        if self.env.alone:
+            return 0.0
+        if self.env.leader:
+            return EARLY_SECONDS
+        # The others go before process 0.
+        return EARLY_SECONDS + faults.NOTICE_SECONDS
+
+    def _first_not_passed(self) -> int:
+        """Return the first stopping point that no process has passed."""
+        seconds = self.grace + 60
         kv_store.post(f"passed/{self.env.process}", str(self._passed))
         if self.env.leader:
-            passed = [int(kv_store.read(f"passed/{process}", seconds)) for process in everyone]
+            passed = [int(kv_store.read(f"passed/{process}", seconds)) for process in range(self.env.processes)]
             kv_store.post("stop at", str(max(passed) + 1))
         return int(kv_store.read("stop at", seconds))
 
@@ -132,9 +162,18 @@ class Stop:
         self._end(f"the {self.grace:g} s of checkpoint.grace_seconds are over")
 
     def _end(self, why: str) -> None:
+        """End this process on the spot; the leader says why."""
         self._ending = True
         if self.env.leader:
             text = f"stopped by {self.name} ({self.where()}): {why}; {self.newest()}"
             write_all(2, f"{text}\n".encode(errors="replace"))
             faults.keep(text)
         faults.leave(self.env, STOPPED)
+
+
+def _ignore(*_: object) -> None:
+    """Handle a signal by doing nothing: the thread reads the byte that C has written."""
+
+
+def _default_resume() -> str:
+    return "the same command starts again"

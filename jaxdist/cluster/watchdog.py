@@ -1,4 +1,4 @@
-"""Nothing hangs in silence: a thread ends a job that has not moved for too long, and tells where it stands."""
+"""The watchdog: a thread that ends a job without progress, and reports where it hangs."""
 
 from __future__ import annotations
 
@@ -8,41 +8,55 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxdist.cluster import faults, heartbeat
-from jaxdist.cluster.heartbeat import AWAITING, IDLE, READING, STARTING, STEPPING, WAITING, Beat, Heart
+from jaxdist.cluster.heartbeat import AWAITING, IDLE, READING, STARTING, STEPPING, WAITING, Heartbeat, HeartbeatWriter
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import RequestError
 from jaxdist.exit_codes import DONE, FAILED
 
-USUAL, LEAST, FIRST = 10, 300.0, 10
-"""Usual steps, and seconds, that are no hang; and how many times as long the first of everything may take."""
+USUAL_STEPS = 10
+"""A phase that takes no longer than this many usual steps is no hang."""
 
-PAUSE = 5.0
-"""Seconds of its own absence that the watchdog forgives."""
+LEAST_SECONDS = 300.0
+"""A phase that takes no longer than this is no hang either, unless `fault.hang_seconds` is set."""
+
+FIRST_TIME_FACTOR = 10
+"""How many times longer a phase may take the first time, when programs are compiled."""
+
+PAUSE_SECONDS = 5.0
+"""If the watchdog itself did not run for longer than this, the process was stopped: that time is forgiven."""
 
 MISSED = 2.2
-"""Heartbeats of another process that are missing when it is named, if this one does not move either. JAX counts a
-process as lost by `fault.heartbeat_seconds` and then ends all others at once, with a trace of C++."""
+"""Heartbeats of another process that must be missing before it is reported, if this one does not move either.
+
+JAX counts a process as lost after `fault.heartbeat_seconds`, and then ends all others at once with a C++ trace.
+"""
 
 
 class Watchdog:
-    """Use it as a context manager; `seconds` are those of `fault.hang_seconds`."""
+    """Watch one process of a run; a context manager. `seconds` is `fault.hang_seconds`, where 0 means a default."""
 
-    def __init__(self, place: ProcessEnv, seconds: float):
-        self.env, self.seconds = place, seconds
-        self._steps: deque[float] = deque(maxlen=101)
-        self._waits: deque[float] = deque(maxlen=101)
-        self._heart: Heart | None = None
-        self._seen: set[str] = set()
-        self._doing, self._step, self._since, self._stepped = STARTING, 0, time.monotonic(), None
-        self.goes_on: Callable[[], str] = lambda: "the same command starts again"
-        """Where a job that is ended goes on."""
-        self._named: set[int] = set()
-        self._looked = time.monotonic()
+    def __init__(self, env: ProcessEnv, seconds: float):
+        self.env = env
+        self.seconds = seconds
+        self.goes_on: Callable[[], str] = _default_resume
+        """Returns a clause that says where the run resumes after the job has ended."""
+        self._phase = STARTING
+        self._step = 0
+        self._phase_began = time.monotonic()
+        self._step_began: float | None = None
+        self._phases_seen: set[str] = set()
+        self._step_seconds: deque[float] = deque(maxlen=101)
+        self._data_seconds: deque[float] = deque(maxlen=101)
+        self._heartbeat: HeartbeatWriter | None = None
+        self._reported: set[int] = set()
+        """Processes that have been reported as lost."""
+        self._last_look = time.monotonic()
+        """When the heartbeats of the others were last read."""
         self._end = threading.Event()
 
     @property
@@ -53,132 +67,173 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         self._thread = threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True)
         self._thread.start()
-        faults.last_acts.append(self.ended)
+        faults.exit_hooks.append(self.ended)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end.set()
         self._thread.join()
-        faults.last_acts.remove(self.ended)
+        faults.exit_hooks.remove(self.ended)
         self.ended(_exit_code(kind))
 
     def beat_in(self, folder: Path) -> None:
-        """From now on tell in this folder, which all processes share, where the run is."""
-        self._heart = Heart(folder, self._beat)
+        """Start to write heartbeats to `folder`, which all processes share."""
+        self._heartbeat = HeartbeatWriter(folder, self._make_heartbeat)
 
     def ended(self, code: int) -> None:
-        """The run has ended, with that exit code."""
-        if self._heart:
-            self._heart.stop(code)
+        """Record in the last heartbeat that the run has ended with exit code `code`."""
+        if self._heartbeat:
+            self._heartbeat.stop(code)
 
-    def note(self, doing: str, step: int | None = None) -> None:
-        """The run has moved: it does this now, in `step`, or in the one before."""
+    def note(self, phase: str, step: int | None = None) -> None:
+        """Note progress: the run now is in `phase` of `step`, or of the same step as before."""
         now = time.monotonic()
-        if doing == STEPPING:
-            if self._stepped is not None:
-                self._steps.append(now - self._stepped)
-            if self._doing == WAITING:
-                self._waits.append(now - self._since)
-            self._stepped = now
-        if doing != self._doing:
-            self._seen.add(self._doing)
-        self._doing, self._since, self._step = doing, now, self._step if step is None else step
+        if phase == STEPPING:
+            if self._step_began is not None:
+                self._step_seconds.append(now - self._step_began)
+            if self._phase == WAITING:
+                self._data_seconds.append(now - self._phase_began)
+            self._step_began = now
+        if phase != self._phase:
+            self._phases_seen.add(self._phase)
+        self._phase = phase
+        self._phase_began = now
+        if step is not None:
+            self._step = step
 
     def where(self) -> str:
-        return f"{self._doing}, step {self._step}, for {time.monotonic() - self._since:.0f} s"
+        """Return what the run is doing: `stepping, step 7, for 3 s`."""
+        return f"{self._phase}, step {self._step}, for {time.monotonic() - self._phase_began:.0f} s"
 
     def limit(self) -> float:
-        """Seconds that it may go on with what it does now."""
-        if self._doing in (AWAITING, IDLE):
-            return float("inf")  # who reads, or measures, has a watchdog too
-        if self._doing == READING and not self.seconds:
-            return float("inf")  # a large vocabulary is merged without a sign of life
-        usual = statistics.median(list(self._steps)) if self._steps else 0
-        seconds = self.seconds or max(LEAST, USUAL * usual)
-        return seconds * FIRST if self._first_time else seconds
+        """Return how many seconds the present phase may take."""
+        if self._phase in (AWAITING, IDLE):
+            # The process that the others wait for has a watchdog of its own.
+            return float("inf")
+        if self._phase == READING and not self.seconds:
+            # Merging a large vocabulary gives no sign of life.
+            return float("inf")
+        seconds = self.seconds or max(LEAST_SECONDS, USUAL_STEPS * (_median(self._step_seconds) or 0))
+        if self._is_first_time():
+            return seconds * FIRST_TIME_FACTOR
+        return seconds
 
-    @property
-    def _first_time(self) -> bool:
-        """Whether it has not done before what it does now: that may take longer."""
-        return not self._steps or self._doing not in self._seen
+    def _is_first_time(self) -> bool:
+        """Return whether the run has not been in this phase before, so that it may take longer."""
+        return not self._step_seconds or self._phase not in self._phases_seen
 
-    def _told_limit(self) -> str:
-        """The limit, and where it comes from."""
+    def _limit_text(self) -> str:
+        """Return the limit, and where it comes from."""
         if not self.seconds:
             return f"{self.limit():.0f} s; fault.hang_seconds sets another limit"
-        if self._first_time:
-            return f"{self.limit():g} s, {FIRST} times the {self.seconds:g} s of fault.hang_seconds for the first time"
-        return f"the {self.seconds:g} s of fault.hang_seconds"
+        setting = f"the {self.seconds:g} s of fault.hang_seconds"
+        if self._is_first_time():
+            return f"{self.limit():g} s, {FIRST_TIME_FACTOR} times {setting} for the first time"
+        return setting
 
     def _watch(self) -> None:
+        """Look at the clock until the run has ended; the body of the thread."""
         looked = time.monotonic()
         while not self._end.wait(min(1.0, self.seconds / 4 or 1.0)):
-            looked, before = time.monotonic(), looked
-            if looked - before > PAUSE:  # the whole process was stopped, as by Ctrl-Z
-                self._since += looked - before
-            if time.monotonic() - self._since > self.limit():
-                self._bark()
-            self._name_silent()
+            before = looked
+            looked = time.monotonic()
+            if looked - before > PAUSE_SECONDS:
+                # The whole process was stopped, as by Ctrl-Z.
+                self._phase_began += looked - before
+            if time.monotonic() - self._phase_began > self.limit():
+                self._end_job()
+            self._report_lost()
 
-    def _bark(self) -> None:
-        told = f"no progress: {self.where()}, more than {self._told_limit()}; the job ends"
-        others = self._others()  # before they end
+    def _end_job(self) -> None:
+        """Report the hang, with the stacks of all threads, and end the job."""
+        summary = f"no progress: {self.where()}, more than {self._limit_text()}; the job ends"
+        stragglers = self._describe_stragglers()  # before the others end
         if not self.env.alone:
             faults.announce(self.env, faults.HANG, FAILED)
-        faults.say(self.env, *faults.stacks(), *others, told)
+        faults.say(self.env, *faults.stacks(), *stragglers, summary)
         faults.leave(self.env, FAILED)
 
-    def _name_silent(self) -> None:
-        """Say who is not heard of, once for each, while this process waits. The first two look, so that the leader is
-        looked for too: each look reads a file for each process."""
+    def _report_lost(self) -> None:
+        """Report each process whose heartbeats are missing, once, while this process waits."""
+        # Two processes look, so that process 0 is looked for too. No more do: each look reads a file per process.
+        if not self._heartbeat or self.env.alone or self.env.process > 1:
+            return
         now = time.monotonic()
-        if not self._heart or self.env.alone or self.env.process > 1:
+        if min(now - self._phase_began, now - self._last_look) < heartbeat.LEAST_INTERVAL:
             return
-        if min(now - self._since, now - self._looked) < heartbeat.EVERY:
-            return
-        self._looked = now
-
-        def look() -> list[str]:
-            beats = [beat for beat in heartbeat.read(self._heart.folder) if beat.process not in self._named]
-            late = [beat for beat in beats if beat.ended is None and time.time() - beat.time > MISSED * beat.every]
-            self._named |= {beat.process for beat in late}
-            return [
-                f"{beat.name} is lost, or cut off, at step {self._step}: it was not heard of for "
-                f"{time.time() - beat.time:.0f} s; when the job ends, {self.goes_on()}"
-                for beat in late
-            ]
-
-        if sentences := self._in_time(look):
+        self._last_look = now
+        sentences = self._in_time(self._find_lost)
+        if sentences:
             faults.say(self.env, *sentences)
 
+    def _find_lost(self) -> list[str]:
+        """Return a sentence for each process whose heartbeats are missing and that was not reported yet."""
+        sentences = []
+        for beat in heartbeat.read(self._heartbeat.folder):
+            age = time.time() - beat.time
+            if beat.process in self._reported or beat.ended is not None or age <= MISSED * beat.interval:
+                continue
+            self._reported.add(beat.process)
+            sentences.append(
+                f"{beat.name} is lost or cut off at step {self._step}: no heartbeat for {age:.0f} s; "
+                f"when the job ends, {self.goes_on()}"
+            )
+        return sentences
+
+    def _describe_stragglers(self) -> list[str]:
+        """Return a sentence for each process that the others wait for, from the heartbeats."""
+        if not self._heartbeat or self.env.alone:
+            return []
+        return self._in_time(self._find_stragglers)
+
+    def _find_stragglers(self) -> list[str]:
+        beats = heartbeat.read(self._heartbeat.folder)
+        names = {beat.process: beat.name for beat in beats}
+        waited = heartbeat.waited_for(beats, time.time(), stalled=True)
+        return [f"the others wait for {names[process]}: {what}" for process, what in waited.items()]
+
     def _in_time(self, look: Callable[[], Sequence[Any]]) -> list[Any]:
-        """What `look` finds, or nothing where it takes long: the folder's file system may be what hangs."""
+        """Return what `look` finds, or nothing where it takes long: the file system may be what hangs."""
         found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.extend(look()), daemon=True)
+
+        def run() -> None:
+            found.extend(look())
+
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        thread.join(faults.MOMENT * 4)
+        thread.join(4 * faults.NOTICE_SECONDS)
         return list(found)
 
-    def _beat(self) -> Beat:
-        usual = lambda seconds: statistics.median(list(seconds)) if seconds else None
-        place, since = self.env, time.monotonic() - self._since
-        now = (place.process, place.processes, socket.gethostname(), os.getpid(), self._step, self._doing, since)
-        return Beat(*now, usual(self._steps), usual(self._waits))
+    def _make_heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            process=self.env.process,
+            processes=self.env.processes,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            step=self._step,
+            doing=self._phase,
+            since=time.monotonic() - self._phase_began,
+            step_seconds=_median(self._step_seconds),
+            data_seconds=_median(self._data_seconds),
+        )
 
-    def _others(self) -> list[str]:
-        """Who the others wait for, as their heartbeats tell."""
 
-        def look() -> list[str]:
-            beats = heartbeat.read(self._heart.folder)
-            names = {beat.process: beat.name for beat in beats}
-            waited = heartbeat.waited_for(beats, time.time(), stands=True)
-            return [f"the others wait for {names[process]}: {what}" for process, what in waited.items()]
+def _default_resume() -> str:
+    return "the same command starts again"
 
-        return self._in_time(look) if self._heart and not self.env.alone else []
+
+def _median(seconds: Iterable[float]) -> float | None:
+    """Return the median, or None of nothing."""
+    values = list(seconds)  # a copy: another thread may append meanwhile
+    if not values:
+        return None
+    return statistics.median(values)
 
 
 def _exit_code(kind: type[BaseException] | None) -> int:
-    """With which a run ends that raises such an exception, or none."""
+    """Return the exit code of a run that raises an exception of class `kind`, or none."""
     if kind is None:
         return DONE
-    return kind.exit_code if issubclass(kind, RequestError) else FAILED
+    if issubclass(kind, RequestError):
+        return kind.exit_code
+    return FAILED

@@ -115,7 +115,7 @@ class Doctor:
         except RequestError as error:
             self.found.append(wrong("processes", *error.problems[0].split("; ")))
             return False
-        rendezvous.meet_as_it_is(place, fault, self.nobody)
+        rendezvous.meet_unchecked(place, fault, self.nobody)
         self.found.append(findings.ok("processes", f"all {place.processes} have met at {place.coordinator}"))
         return True
 
@@ -125,7 +125,7 @@ class Doctor:
 
         place, seconds = self.here.place, self.here.config.fault.start_seconds
         said = f"after {seconds} s not all {place.processes} processes have met at {place.coordinator}"
-        self.give_up(wrong("processes", said, rendezvous.why_nobody_came(place)))
+        self.give_up(wrong("processes", said, rendezvous.why_incomplete(place)))
 
     def give_up(self, finding: Finding) -> NoReturn:
         """End with what is known, from a thread, while the main one hangs."""

@@ -161,16 +161,16 @@ def folder(here: Here, size: int | None) -> Iterator[Finding]:
     new = [parent for parent in (path, *path.parents) if not parent.exists()]
     if here.place.leader:
         try:
-            told = preflight.sign(path, size or 0)
+            told = preflight.write_marker(path, size or 0)
         except RequestError as error:
             said, _, remedy = error.problems[0].rpartition("; ")
             yield wrong("run folder", said, remedy)
     told = kv_store.gather("doctor/folder", told)[0]
-    seen = told is None or preflight.sees(preflight.sign_of(path, told))
+    seen = told is None or preflight.is_visible(preflight.marker_path(path, told))
     blind = kv_store.gather("doctor/seen", seen).count(False)
     if not here.place.leader or told is None:
         return
-    preflight.sign_of(path, told).unlink(missing_ok=True)
+    preflight.marker_path(path, told).unlink(missing_ok=True)
     for parent in new:
         with suppress(OSError):
             os.rmdir(parent)

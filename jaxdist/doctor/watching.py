@@ -21,7 +21,7 @@ def watch(folder: Path) -> dict[str, Any]:
     beats, now = heartbeat.read(run.heartbeats), time.time()
     if not beats:
         raise RequestError(f"{folder} has no heartbeats: no process of it has come as far as to make the run folder")
-    waited, slow = heartbeat.waited_for(beats, now), heartbeat.laggards(beats, now)
+    waited, slow = heartbeat.waited_for(beats, now), heartbeat.stragglers(beats, now)
     gone = [beat for beat in beats if beat.silent(now)]
     rows = [
         {
@@ -54,7 +54,7 @@ def watch(folder: Path) -> dict[str, Any]:
     return {"run": str(folder), "healthy": not problems, "processes": rows, "problems": problems}
 
 
-def _state(beat: heartbeat.Beat, now: float) -> str:
+def _state(beat: heartbeat.Heartbeat, now: float) -> str:
     if beat.ended is not None:
         return OUTCOMES.get(beat.ended, "failed")
     return "silent" if beat.silent(now) else "going"

@@ -79,8 +79,8 @@ class RunLock:
     have been silent for `SILENCES` times the limit, by the clock of the file server. The process that breaks the lock
     replaces the file, so that the previous holder, should it still be alive, finds that it has lost the lock (`lost`).
 
-    Where the file system has no locks, the process that the file names has the folder until its heartbeat says that it
-    has ended (`Beat.ended`), or until the heartbeats have been silent for as long.
+    Where the file system has no locks, the process that the file names has the folder until it says that it has ended
+    (`Heartbeat.ended`), or until the heartbeats have been silent for as long.
     """
 
     def __init__(self, folder: Path, heartbeats: Path, limit: float = LIMIT):

@@ -8,7 +8,7 @@ import pytest
 
 from jaxdist.cluster import gpus, kv_store, runtime
 from jaxdist.cluster.process_env import ProcessEnv
-from jaxdist.cluster.rendezvous import Member, _needed, why_nobody_came
+from jaxdist.cluster.rendezvous import Member, _needed, why_incomplete
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.request import Enough, fitting
@@ -78,13 +78,13 @@ def test_cpu_devices_that_were_made_already(seen, monkeypatch, flags, words):
 
 def test_where_nobody_came_the_ports_are_told():
     """As the doctor tells it, which tries them."""
-    remote = why_nobody_came(ProcessEnv(2, 0, "n0.cluster:4321"))
+    remote = why_incomplete(ProcessEnv(2, 0, "n0.cluster:4321"))
     assert "let the other hosts of the job reach TCP port 4321 and the next one of n0.cluster" in remote
     assert "jaxdist.doctor" in remote
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        here = why_nobody_came(ProcessEnv(2, 1, f"127.0.0.1:{closed.getsockname()[1]}"))
-    assert here.startswith("it cannot be reached from here (Connection refused): see whether process 0 runs")
+        here = why_incomplete(ProcessEnv(2, 1, f"127.0.0.1:{closed.getsockname()[1]}"))
+    assert here.startswith("it cannot be reached from here (Connection refused): check that process 0 is running")
     assert "firewall" not in here
 
 

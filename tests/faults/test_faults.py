@@ -48,7 +48,8 @@ def test_an_exception_in_one_process_ends_all_and_is_told_last(words, tmp_path, 
         assert running[who].output.stat().st_mtime > running[1 - who].output.stat().st_mtime
     assert failed[-1].endswith(f"process {who}] ValueError: sector 5 is unreadable")
     assert re.search(
-        rf"process {1 - who}\] ended, because process {who} failed; here: (stepping|waiting for data)", other[-1]
+        rf"process {1 - who}\] ended because process {who} failed; this process was (stepping|waiting for data)",
+        other[-1],
     )
 
 
@@ -56,7 +57,7 @@ LEAVES = """
 import threading
 from jaxdist.cluster import faults
 from jaxdist.cluster.process_env import ProcessEnv
-threading.Timer(faults.MOMENT, print, ["step 12"], {"flush": True}).start()
+threading.Timer(faults.NOTICE_SECONDS, print, ["step 12"], {"flush": True}).start()
 place = ProcessEnv(2, 0, "127.0.0.1:1")
 faults.say(place, "ended")
 faults.leave(place, 7)
@@ -105,7 +106,7 @@ def test_killed_without_a_launcher_the_others_notice(words, tmp_path, who):
     assert codes[1 - who] not in (0, 85)
     if who == 0:
         return  # JAX ends the others at once, in C++
-    sentence = rf"process 1 on {socket.gethostname()} (was lost|is lost, or cut off,) at step \d+.* the same command"
+    sentence = rf"process 1 on {socket.gethostname()} (was lost|is lost or cut off) at step \d+.* the same command"
     found = [line for line in said.splitlines() if re.search(sentence, line)]
     assert len(found) == 1, said
     log = (tmp_path / "run" / "log.txt").read_text()
@@ -122,10 +123,8 @@ def test_a_process_that_is_not_heard_of_is_named_before_the_job_ends(words, tmp_
         until(lambda: saved(tmp_path / "run") >= 5, running)
         running[1].send_signal(signal.SIGSTOP)
         assert ends(running[:1], 60) != [0]
-        named = [line for line in running[0].said().splitlines() if "is lost, or cut off" in line]
-    sentence = (
-        rf"process 1 on {socket.gethostname()} is lost, or cut off, at step \d+: it was not heard of for 1\d s; when "
-    )
+        named = [line for line in running[0].said().splitlines() if "is lost or cut off" in line]
+    sentence = rf"process 1 on {socket.gethostname()} is lost or cut off at step \d+: no heartbeat for 1\d s; when "
     assert len(named) == 1
     assert re.search(sentence + "the job ends, the same command goes on from step ", named[0])
 
@@ -217,7 +216,7 @@ def test_a_run_folder_that_refuses_is_told_once_for_all_processes(words, tmp_pat
         assert ends(running, 60) == [2, 2]
         assert told(running).count("holds no run, but other things (letter.txt)") == 1
         assert "holds no run" in running[0].said()
-        assert "ended, because process 0 failed; here: starting, step 0" in running[1].said()
+        assert "ended because process 0 failed; this process was starting, step 0" in running[1].said()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["letter.txt"]
 
 
@@ -243,7 +242,7 @@ def test_how_long_is_too_long():
         dog.note(WAITING)
         dog.note(STEPPING, step)
     assert dog.limit() == 300
-    dog._steps.extend([100.0] * 9)
+    dog._step_seconds.extend([100.0] * 9)
     assert dog.limit() == 1000
     dog.note(VALIDATING)
     assert dog.limit() == 10_000  # it compiles
@@ -253,12 +252,12 @@ def test_how_long_is_too_long():
     short = Watchdog(ProcessEnv(), 7.5)
     short.note(READING)
     assert short.limit() == 75
-    assert short._told_limit() == "75 s, 10 times the 7.5 s of fault.hang_seconds for the first time"
+    assert short._limit_text() == "75 s, 10 times the 7.5 s of fault.hang_seconds for the first time"
     short.note(AWAITING)
     assert short.limit() == float("inf")
     for step in range(1, 4):
         short.note(STEPPING, step)
     short.note(WAITING)
     short.note(STEPPING, 4)
-    assert short._told_limit() == "the 7.5 s of fault.hang_seconds"
-    assert dog._told_limit() == "1000 s; fault.hang_seconds sets another limit"
+    assert short._limit_text() == "the 7.5 s of fault.hang_seconds"
+    assert dog._limit_text() == "1000 s; fault.hang_seconds sets another limit"

@@ -9,8 +9,15 @@ from dataclasses import replace
 import pytest
 
 from jaxdist.cluster import heartbeat, watchdog
-from jaxdist.cluster.heartbeat import Beat, Heart, laggards, waited_for
-from jaxdist.cluster.heartbeat import COMPILING, STEPPING, WAITING
+from jaxdist.cluster.heartbeat import (
+    COMPILING,
+    STEPPING,
+    WAITING,
+    Heartbeat,
+    HeartbeatWriter,
+    stragglers,
+    waited_for,
+)
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.doctor import watching
@@ -22,7 +29,7 @@ NOW = 1_000_000.0
 
 FAST = """
 from jaxdist.cluster import heartbeat
-heartbeat.EVERY = 0.5
+heartbeat.LEAST_INTERVAL = 0.5
 batch = Trainer.batch
 def slow_reader(self, step):
     time.sleep(0.2 * (me == 1))
@@ -31,12 +38,14 @@ Trainer.batch = slow_reader
 """
 
 
-def beat(process: int, step: int = 50, doing: str = STEPPING, since: float = 0.0, ago: float = 1.0, **more) -> Beat:
+def beat(
+    process: int, step: int = 50, doing: str = STEPPING, since: float = 0.0, ago: float = 1.0, **more
+) -> Heartbeat:
     facts = dict(processes=3, step_seconds=0.5, data_seconds=0.01) | more
-    return Beat(process, host=f"n{process}", pid=1, step=step, doing=doing, since=since, time=NOW - ago, **facts)
+    return Heartbeat(process, host=f"n{process}", pid=1, step=step, doing=doing, since=since, time=NOW - ago, **facts)
 
 
-def three(**of_the_second) -> list[Beat]:
+def three(**of_the_second) -> list[Heartbeat]:
     return [beat(0), beat(1, **of_the_second), beat(2, ago=3.0, step=46)]
 
 
@@ -83,7 +92,7 @@ def test_of_many_processes_each_may_be_silent_for_longer(processes, seconds):
 SLOWER = [
     (dict(step_seconds=0.8), "a step takes 0.8 s, those of the others 0.5 s"),
     (dict(data_seconds=0.3), "waits 0.3 s of each step for data, the others 10 ms"),
-    (dict(step=40), "at step 40, process 0 on n0 at step 50, told 0 s apart"),
+    (dict(step=40), "at step 40, process 0 on n0 at step 50, reported 0 s apart"),
 ]
 
 
@@ -106,7 +115,7 @@ def test_heartbeats_of_different_age_are_no_lag():
     """Two processes at the same pace, one heard of 4 s later: their steps differ, what they are at by now does not."""
     late, early = beat(0, step=50, ago=0.0), beat(1, step=42, ago=4.0)
     assert late.step_at(NOW) == early.step_at(NOW) == 50
-    assert laggards([late, early], NOW) == {}
+    assert stragglers([late, early], NOW) == {}
     assert [beat(0, ended=0).step_at(NOW), beat(0, ago=40.0).step_at(NOW)] == [None, None]
     assert beat(0, step_seconds=None).step_at(NOW) is None
 
@@ -126,9 +135,9 @@ def test_the_table_says_how_old_a_step_is(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("facts", "sentence"), SLOWER)
 def test_who_is_slow_or_behind(facts, sentence):
-    assert laggards(three(), NOW) == {}
-    assert laggards(three(**facts), NOW) == {1: sentence}
-    assert laggards(three(**facts, ended=0), NOW) == {}
+    assert stragglers(three(), NOW) == {}
+    assert stragglers(three(**facts), NOW) == {1: sentence}
+    assert stragglers(three(**facts, ended=0), NOW) == {}
 
 
 @pytest.mark.slow
@@ -179,15 +188,15 @@ def test_a_folder_that_takes_no_heartbeat_harms_nobody(tmp_path):
     (tmp_path / "file").touch()
     with Watchdog(ProcessEnv(), 0) as dog:
         dog.beat_in(tmp_path / "file" / "heartbeats")
-        thread = dog._heart._thread
+        thread = dog._heartbeat._thread
         thread.join(0.3)
         assert thread.is_alive()
     assert not thread.is_alive()
 
 
 def test_a_file_system_that_hangs_holds_nobody_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(Heart, "_write", lambda self: time.sleep(30))
-    heart, began = Heart(tmp_path, lambda: beat(0)), time.monotonic()
+    monkeypatch.setattr(HeartbeatWriter, "_write", lambda self: time.sleep(30))
+    heart, began = HeartbeatWriter(tmp_path, lambda: beat(0)), time.monotonic()
     heart.stop(0)
     assert time.monotonic() - began < 8  # 4 times the 2 s that it waits
 
@@ -233,7 +242,7 @@ def test_the_watchdog_forgives_its_own_absence_alone(monkeypatch, waits, barks):
     monkeypatch.setattr(watchdog, "time", ticks)
     told = []
     dog = Watchdog(ProcessEnv(), 8.0)
-    monkeypatch.setattr(dog, "_bark", lambda: told.append(ticks.now))
+    monkeypatch.setattr(dog, "_end_job", lambda: told.append(ticks.now))
     for doing, step in ((STEPPING, 1), (WAITING, 1), (STEPPING, 2)):
         dog.note(doing, step)
     dog._end = ticks
@@ -247,7 +256,7 @@ def test_files_of_processes_that_the_run_no_longer_has_are_cleared_by_the_first(
     names = {"1.json", "2.json", "3.json", "10.json", "x.json"}
     for name in names:
         (tmp_path / name).touch()
-    heart = Heart(tmp_path, lambda: replace(beat(process), processes=2))
+    heart = HeartbeatWriter(tmp_path, lambda: replace(beat(process), processes=2))
     heart.stop(0)
     assert not heart._thread.is_alive()
     assert sorted(path.name for path in tmp_path.iterdir()) == (left or sorted(names))

@@ -105,7 +105,7 @@ def test_a_killed_launcher_takes_its_processes_with_it(processes, text, tmp_path
         codes = [exit_code(pid, began + 5 - time.monotonic()) for pid in pids]
         said = running[0].said()
     assert codes == [1] * processes, said
-    assert said.count("ended, because the launcher of this process is gone; nothing is saved") == processes
+    assert said.count("ended because the launcher of this process is gone; nothing is saved") == processes
     assert "Traceback" not in said
     assert saved(folder) <= newest + 5  # a checkpoint that was due, and none for the end
     assert "stopped" not in said

@@ -101,7 +101,7 @@ def test_two_that_agree_are_one():
         (ClusterConfig(), TORCHRUN | {"RANK": "first"}, ["RANK is 'first'", "whole number"]),
         (ClusterConfig(), {"JAX_PROCESS_ID": "1"}, ["JAX_PROCESS_ID set", "JAX_NUM_PROCESSES not"]),
         (ClusterConfig(), {"JAX_COORDINATOR_ADDRESS": "a:1"}, ["a:1", "how many processes"]),
-        (ClusterConfig(), TORCHRUN | STEP, ["process 3 of 8", "5 of 8", "take one of them away"]),
+        (ClusterConfig(), TORCHRUN | STEP, ["process 3 of 8", "5 of 8", "remove one of them"]),
         (options(), TORCHRUN, ["the --cluster options", "process 1 of 2", "3 of 8"]),
         (ClusterConfig(), {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, ["4 tasks", "srun", "--cluster.processes 1"]),
         (ClusterConfig(), STEP | {"SLURM_STEP_NODELIST": "n[1-2]"}, ["scontrol", "JAX_COORDINATOR_ADDRESS"]),

@@ -175,7 +175,7 @@ class Board:
 
 def agreed(monkeypatch, passed: list[int]) -> list[Stop]:
     """Processes that have passed so many places, and have agreed where they stop after a signal."""
-    monkeypatch.setattr(stopping, "board", Board())
+    monkeypatch.setattr(stopping, "kv_store", Board())
     stops = [Stop(ProcessEnv(len(passed), i, "n0:1"), 1000.0, lambda: "stepping") for i in range(len(passed))]
     for stop, places in zip(stops, passed, strict=True):
         assert not any(stop.here() for _ in range(places))

@@ -68,7 +68,7 @@ def test_processes_see_one_folder_and_agree_on_the_step(tmp_path):
     names = [tmp_path / name for name in ("shared", "a", "b")]
     (_, first), (_, second) = sorted(told(PROGRAM, 2, *map(str, names), devices=4, seconds=240))
     assert "free, but a checkpoint of this run takes up to 1,000,000,000,000.0 MB" in first["full"]
-    assert "the first process of this run has refused" in second["full"]
+    assert "process 0 has refused" in second["full"]
     assert first["apart"].startswith(f"{tmp_path / 'a'} is not the same folder on every host: 1 of 2 processes")
     assert "is not the same folder on every host" in second["apart"]
     assert first["shared"] is second["shared"] is None

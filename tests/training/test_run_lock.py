@@ -14,7 +14,7 @@ import pytest
 
 from jaxdist import train
 from jaxdist.cluster import consensus, faults
-from jaxdist.cluster.heartbeat import STEPPING, Beat
+from jaxdist.cluster.heartbeat import STEPPING, Heartbeat
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.config import Busy, RequestError
@@ -68,7 +68,7 @@ def beat(folder: RunFolder, ago: float, process: int = 0, of: int = 1, **more: o
     facts = dict(host="n7", pid=4711, step=5, doing=STEPPING, since=1.0, step_seconds=1.0, data_seconds=0.0)
     folder.heartbeats.mkdir(exist_ok=True)
     path = folder.heartbeats / f"{process}.json"
-    path.write_text(json.dumps(asdict(Beat(process=process, processes=of, **facts | more))))
+    path.write_text(json.dumps(asdict(Heartbeat(process=process, processes=of, **facts | more))))
     os.utime(path, (time.time() - ago,) * 2)
 
 
