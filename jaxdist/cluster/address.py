@@ -1,4 +1,4 @@
-"""Addresses at which processes meet: whether others can reach them. No jax here."""
+"""Addresses at which processes meet, and whether other hosts can reach them. No jax here."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ import socket
 from jaxdist.config import RequestError
 
 NUMBER = re.compile(r"[0-9]{1,10}")
-"""What `int` takes for sure: of other alphabets' digits it takes some, and none of thousands."""
+"""A number that `int` is sure to take: it takes some digits of other alphabets, and refuses thousands of digits."""
 
 
 def reachable(address: str) -> str:
-    """`address`, if it is HOST:PORT and the host is one that other hosts can reach too, or is meant not to be."""
+    """Return `address` if it is HOST:PORT, and other hosts can reach the host or are not meant to.
+
+    Raises `RequestError` otherwise.
+    """
     host, colon, port = address.rpartition(":")
     if not colon or not host or not NUMBER.fullmatch(port) or not 0 < int(port) < 65536:
-        told = f"coordinator '{address[:80]}' is not HOST:PORT" if address else "no coordinator is named"
-        raise RequestError(f"{told}; give the host of process 0 and a free port, such as 10.0.0.1:1234")
+        problem = "no coordinator is named"
+        if address:
+            problem = f"coordinator '{address[:80]}' is not HOST:PORT"
+        raise RequestError(f"{problem}; give the host of process 0 and a free port, such as 10.0.0.1:1234")
     if ":" in host and not host.startswith("["):
         raise RequestError(
             f"coordinator '{address[:80]}' is an IPv6 address without brackets; write [{host[:80]}]:{port}"
         )
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except (OSError, ValueError) as error:  # not found; not a name at all, which is UnicodeError or a NUL
+    except (OSError, ValueError) as error:
+        # A ValueError is no name at all: a UnicodeError, or a NUL character.
         why = getattr(error, "strerror", error)
         raise RequestError(
             f"coordinator host '{host[:80]}' cannot be found from {socket.gethostname()} ({why}); "
@@ -45,13 +51,13 @@ def reachable(address: str) -> str:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The host of HOST:PORT, an IPv6 address without its brackets, and the port. Raises `ValueError` without one."""
+    """Split HOST:PORT, and remove the brackets of an IPv6 address. Raises `ValueError` without a port."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def named_loopback(host: str) -> bool:
-    """Whether a host is written as this one's own loopback: all processes are on it then."""
+    """Return whether a host is written as its own loopback, so that all processes are on this host."""
     bare = host.strip("[]").lower()
     if bare == "localhost" or re.fullmatch(r"127(\.[0-9]+){1,3}", bare):  # 127.1 is short for 127.0.0.1
         return True
@@ -62,7 +68,10 @@ def named_loopback(host: str) -> bool:
 
 
 def check_own_name() -> None:
-    """Gloo, which moves the arrays of CPUs, tells other processes the address that this host's own name stands for."""
+    """Raise `RequestError` unless this host's own name resolves to an address that other hosts can reach.
+
+    Gloo, which moves the arrays of CPUs, gives the other processes the address that this name resolves to.
+    """
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -76,7 +85,7 @@ def check_own_name() -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IP address, also an IPv4 address in IPv6 form, is of the loopback. Raises `ValueError` for a name."""
+    """Return whether an IP address, be it IPv4 written as IPv6, is a loopback. Raises `ValueError` for a name."""
     return _ip(address).is_loopback
 
 

@@ -54,13 +54,14 @@ DescribeLost = Callable[[Sequence[int]], str]
 """Makes a sentence from the numbers of the processes that are gone."""
 
 
-def _nothing() -> None:
-    pass
+def start_again() -> str:
+    """Return where a run resumes that has no checkpoint yet, as a clause of a message."""
+    return "the same command starts again"
 
 
 @contextlib.contextmanager
 def ending_all(
-    env: ProcessEnv, before: Callable[[], None] = _nothing, describe_lost: DescribeLost | None = None
+    env: ProcessEnv, before: Callable[[], None] | None = None, describe_lost: DescribeLost | None = None
 ) -> Iterator[None]:
     """End all processes when an exception is raised in the block, this process last.
 
@@ -73,7 +74,8 @@ def ending_all(
         rendezvous_done = kv_store.processes() > 1
         if env.alone or not rendezvous_done:
             raise
-        before()
+        if before is not None:
+            before()
         fail(env, error, describe_lost)
 
 

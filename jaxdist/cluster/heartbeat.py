@@ -97,12 +97,7 @@ class Heartbeat:
         return self.step, PHASES.index(self.doing)
 
     @property
-    def moved(self) -> float:
-        """When the process entered its present phase, in seconds since 1970."""
-        return self.time - self.since
-
-    @property
-    def interval(self) -> float:
+    def every(self) -> float:
         """Seconds between two heartbeats of this process."""
         return max(LEAST_INTERVAL, INTERVAL_PER_PROCESS * self.processes)
 
@@ -117,7 +112,7 @@ class Heartbeat:
 
     def silent(self, now: float) -> bool:
         """Return whether the process runs, but has not been heard of for several heartbeats."""
-        return self.ended is None and now - self.time > SILENT * self.interval
+        return self.ended is None and now - self.time > SILENT * self.every
 
 
 _PARSER = TypeAdapter(Heartbeat)
@@ -149,7 +144,7 @@ class HeartbeatWriter:
             self._remove_stale()
         while not self._ended.is_set():
             self._write()
-            self._ended.wait(self._look().interval)
+            self._ended.wait(self._look().every)
         self._write()
 
     def _write(self) -> None:
@@ -193,7 +188,7 @@ def waited_for(beats: Sequence[Heartbeat], now: float, stalled: bool = False) ->
     if silent:
         # All are silent: the job was killed. Those that fell silent well before the last one are the cause.
         last = max(beat.time for beat in silent)
-        first = [beat for beat in silent if last - beat.time > SILENT * beat.interval]
+        first = [beat for beat in silent if last - beat.time > SILENT * beat.every]
         return {beat.process: f"silent {last - beat.time:.0f} s before the others; last: {beat.what}" for beat in first}
     if not alive or not (stalled or _have_stalled(alive, now)):
         return {}
@@ -209,7 +204,8 @@ def waited_for(beats: Sequence[Heartbeat], now: float, stalled: bool = False) ->
 def _have_stalled(alive: Sequence[Heartbeat], now: float) -> bool:
     """Return whether none of them has moved for longer than two heartbeats and two steps take."""
     usual = max((beat.step_seconds or 0.0 for beat in alive), default=0.0)
-    return now - max(beat.moved for beat in alive) > 2 * alive[0].interval + 2 * usual
+    last_moved = max(beat.time - beat.since for beat in alive)
+    return now - last_moved > 2 * alive[0].every + 2 * usual
 
 
 def stragglers(beats: Sequence[Heartbeat], now: float) -> dict[int, str]:

@@ -20,10 +20,6 @@ from jaxdist.mesh import requested
 from jaxdist.streams import LogFile
 
 
-def _nothing() -> None:
-    pass
-
-
 class Job:
     """The job that this process takes part in; a context manager around everything that a run does.
 
@@ -55,7 +51,10 @@ class Job:
             stack.enter_context(self.watchdog)
             stack.enter_context(self.stop)
             stack.enter_context(self.failing())
-            self._renumber(join(self.env, self._fault, self._devices, self._enough))
+            self.env = join(self.env, self._fault, self._devices, self._enough)
+            # The rendezvous may have given this process another number.
+            self.watchdog.env = self.env
+            self.stop.env = self.env
             if not self.env.alone:
                 faults.listen(self.env, self.watchdog.where)
             self.stop.joined()
@@ -83,20 +82,15 @@ class Job:
         if not self.env.alone:
             faults.end_all(self.env, FAILED, [text])
 
-    def failing(self, before: Callable[[], None] = _nothing) -> AbstractContextManager:
+    def failing(self, before: Callable[[], None] | None = None) -> AbstractContextManager:
         """Return a context in which an exception ends all processes, after `before`: `faults.ending_all`."""
 
         def prepare() -> None:
-            before()
+            if before is not None:
+                before()
             self.stop.wait_if_over()
 
         return faults.ending_all(self.env, prepare, self._describe_lost)
-
-    def _renumber(self, env: ProcessEnv) -> None:
-        """Adopt the number that this process has after the rendezvous."""
-        self.env = env
-        self.watchdog.env = env
-        self.stop.env = env
 
     def _where_it_resumes(self) -> str:
         # `newest` is set when the run folder is known, after the watchdog has been made.

@@ -1,4 +1,4 @@
-"""A job of several processes on this machine, begun again from its newest checkpoint when one of them dies."""
+"""Run a job of several processes on this machine, and restart it from its newest checkpoint when one of them dies."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ from jaxdist.exit_codes import BUSY, DONE, FAILED, REFUSED, STOPPED
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 LAST_WORDS = 10.0
-"""Seconds in which the others end by themselves, and say why, before they are killed."""
+"""Seconds in which the other processes may end by themselves, and say why, before they are killed."""
 
-MOMENT = 0.2
-"""Seconds until a job that waits hears of a signal."""
+POLL_SECONDS = 0.2
+"""Seconds within which a job that waits for its run folder reacts to a signal."""
 
 GIVE_UP_ON = 2
-"""Failures in a row, without a new checkpoint in between, after which a job goes on with fewer processes."""
+"""A process that fails so often in a row, without a new checkpoint in between, is left out."""
 
-PAUSE, PATIENCE = 60, 3600
-"""Seconds until a run folder that is in use is tried again, and for which it is tried, at most."""
+PAUSE = 60
+"""Seconds until a run folder that is in use is tried again."""
+
+PATIENCE = 3600
+"""Seconds for which a run folder that is in use is tried again, at most."""
 
 Share = str | None
 """The GPUs of a process as CUDA_VISIBLE_DEVICES has them; None on CPU."""
@@ -37,36 +40,40 @@ Share = str | None
 
 @dataclass
 class Supervisor:
-    """What to run, and how often to try."""
+    """Starts the processes of a job, and starts all of them again when one fails."""
 
     command: Callable[[int, int, str, bool], Sequence[str]]
-    """argv of a process from its number, how many there are, where they meet, and whether it is not the first try."""
+    """Returns the argv of a process from its number, the number of processes, the coordinator, and whether it is a
+    restart."""
     shares: list[Share]
-    """One for each process."""
+    """The GPUs of each process."""
     fits: Callable[[int], bool]
-    """Whether the job can do with so many processes."""
+    """Returns whether the job can run with so many processes."""
     newest: Callable[[], int]
-    """Step of the newest checkpoint; 0 without one."""
+    """Returns the step of the newest checkpoint; 0 without one."""
     restarts: int
-    """At most so many within `minutes`."""
+    """At most so many restarts within `minutes`."""
     minutes: float
     grace: float
-    """Seconds from a signal to the end."""
+    """Seconds from a signal to the end of the job."""
     tell: Callable[[str], None]
+    """Prints a message."""
     in_use: Callable[[], str]
-    """Who has the run folder now, in a sentence; empty where nobody has."""
+    """Returns a sentence about who uses the run folder; empty if nobody does."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    asked: str | None = None
-    """The signal that has asked it to stop."""
+    stop_signal: str | None = None
+    """Name of the signal that stops the job."""
     running: list[subprocess.Popen] = field(default_factory=list)
     _pipe: int = -1
-    """By its end the processes know that this one is gone."""
+    """The file descriptor by which the processes notice that the supervisor is gone."""
+    _signalled_at: float = 0.0
+    """When the signal came."""
     _patient_until: float | None = None
-    """How long it waits for the run folder; None while it does not."""
+    """When to give up waiting for the run folder; None while the job does not wait."""
 
     def run(self) -> int:
-        """Until it is done, stopped, or not worth another try. Returns the exit code."""
+        """Run the job until it is done, stopped, or not worth another try, and return the exit code."""
         old = {number: signal.signal(number, self._forward) for number in SIGNALS}
         try:
             with lifeline.opened() as self._pipe:
@@ -77,50 +84,75 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _supervise(self) -> int:
-        began, tries, in_a_row, newest = deque[float](), 0, 0, self.newest()
+        restarted = deque[float]()
+        tries = 0
+        failures_in_a_row = 0
+        newest = self.newest()
         while True:
-            first, codes = self._generation(again=tries > 0)
+            first, codes = self._run_processes(again=tries > 0)
             if BUSY in codes:
-                if self._wait_for_folder():
-                    continue
-                return BUSY
+                if not self._wait_for_folder():
+                    return BUSY
+                continue
             self._patient_until = None
             after = f" after {tries} restart(s)" if tries else ""
             if first is None:
                 self.tell(f"done{after}")
                 return DONE
-            if self.asked:
-                saved = STOPPED in codes
-                self.tell(f"stopped by {self.asked}{after}" + ("" if saved else f": {told(codes[first])}"))
-                return STOPPED if saved else FAILED
-            what = f"process {first} {told(codes[first])}"
+            outcome = describe_exit(codes[first])
+            if self.stop_signal:
+                return self._report_stop(after, saved=STOPPED in codes, outcome=outcome)
+            what = f"process {first} {outcome}"
             if REFUSED in codes:
                 self.tell(f"{what}; that is not tried again")
                 return REFUSED
-            in_a_row = in_a_row + 1 if self.newest() == newest else 1
-            newest, now = self.newest(), self.clock()
-            while began and now - began[0] > 60 * self.minutes:
-                began.popleft()
-            if len(began) >= self.restarts:
+
+            before = newest
+            newest = self.newest()
+            if newest == before:
+                failures_in_a_row += 1
+            else:
+                failures_in_a_row = 1
+            now = self.clock()
+            while restarted and now - restarted[0] > 60 * self.minutes:
+                restarted.popleft()
+            if len(restarted) >= self.restarts:
                 self.tell(f"{what}; given up{after}: at most {self.restarts} within {self.minutes:g} minutes")
                 return FAILED
-            fewer = self._do_with_fewer(first) if in_a_row >= GIVE_UP_ON else ""
-            self.tell(f"{what}; all are started again from {f'step {newest}' if newest else 'the beginning'}{fewer}")
-            began.append(now)
-            in_a_row, tries = 0 if fewer else in_a_row, tries + 1
+
+            fewer = ""
+            if failures_in_a_row >= GIVE_UP_ON:
+                fewer = self._leave_out(first)
+            if fewer:
+                failures_in_a_row = 0
+            where = f"step {newest}" if newest else "the beginning"
+            self.tell(f"{what}; all are started again from {where}{fewer}")
+            restarted.append(now)
+            tries += 1
+
+    def _report_stop(self, after: str, saved: bool, outcome: str) -> int:
+        """Report that a signal has ended the job, and return the exit code; `saved` if a process said so."""
+        if saved:
+            self.tell(f"stopped by {self.stop_signal}{after}")
+            return STOPPED
+        self.tell(f"stopped by {self.stop_signal}{after}: {outcome}")
+        return FAILED
 
     def _wait_for_folder(self) -> bool:
-        """Whether the run folder, which was in use, is free now. Waits for that, until a signal or for `PATIENCE`."""
+        """Wait until the run folder, which was in use, is free, and return whether it is.
+
+        Stops waiting on a signal, and after `PATIENCE`.
+        """
         if self._patient_until is None:
             self._patient_until = self.clock() + PATIENCE
             why = self.in_use() or "the run folder was in use"
             self.tell(f"{why}; tried again every {PAUSE} s, for {PATIENCE} s at most")
         while True:
             again = self.clock() + PAUSE
-            while self.asked is None and self.clock() < again:
-                self.sleep(MOMENT)
-            if self.asked is not None:
-                self.tell(f"stopped by {self.asked} while the run folder was in use")
+            while self.stop_signal is None and self.clock() < again:
+                self.sleep(POLL_SECONDS)
+            if self.stop_signal is not None:
+                self.tell(f"stopped by {self.stop_signal} while the run folder was in use")
                 return False
             if self.clock() >= self._patient_until:
                 self.tell("the run folder is still in use: start the same command again")
@@ -128,18 +160,26 @@ class Supervisor:
             if not self.in_use():
                 return True
 
-    def _generation(self, again: bool) -> tuple[int | None, list[int]]:
-        """(the process that failed first, exit codes); None where all are done."""
-        where, count = f"127.0.0.1:{free_port()}", len(self.shares)
+    def _run_processes(self, again: bool) -> tuple[int | None, list[int]]:
+        """Start all processes, and wait for their end.
+
+        Returns the process that failed first, None if all are done, and all exit codes.
+        """
+        coordinator = f"127.0.0.1:{free_port()}"
         for process, share in enumerate(self.shares):
             environment = {**os.environ, lifeline.VARIABLE: str(self._pipe)}
             if share is not None:
                 environment["CUDA_VISIBLE_DEVICES"] = share
-            quiet = None if process == 0 else subprocess.DEVNULL  # the others tell their errors only
-            command = self.command(process, count, where, again)
-            streams = dict(stdin=subprocess.DEVNULL, stdout=quiet)
-            self.running.append(subprocess.Popen(command, env=environment, pass_fds=[self._pipe], **streams))
-        if self.asked:  # while they were started
+            # Of the other processes only standard error is shown.
+            output = None if process == 0 else subprocess.DEVNULL
+            command = self.command(process, len(self.shares), coordinator, again)
+            self.running.append(
+                subprocess.Popen(
+                    command, env=environment, pass_fds=[self._pipe], stdin=subprocess.DEVNULL, stdout=output
+                )
+            )
+        if self.stop_signal:
+            # A signal came while they were started, and has not reached all of them.
             self._send(signal.SIGTERM)
         first = self._wait()
         self._kill()
@@ -148,21 +188,33 @@ class Supervisor:
         return first, codes
 
     def _wait(self) -> int | None:
-        """Until all have ended, or one has failed and the others had time to say so. The first that failed."""
-        first, until = None, float("inf")
+        """Wait until all have ended, or one has failed and the others had time to say so.
+
+        Returns the first process that failed; where none did by itself, one that has not ended in time.
+        """
+        first = None
+        deadline = float("inf")
         while True:
             codes = [process.poll() for process in self.running]
-            bad = next((i for i, code in enumerate(codes) if code not in (None, DONE)), None)
-            if first is None and bad is not None:
-                first, until = bad, time.monotonic() + LAST_WORDS
-            if self.asked:
-                until = min(until, self._asked_at + self.grace + LAST_WORDS)
-            if None not in codes or time.monotonic() > until:
-                return first if first is not None or None not in codes else codes.index(None)
+            failed = next((i for i, code in enumerate(codes) if code not in (None, DONE)), None)
+            if first is None and failed is not None:
+                first = failed
+                deadline = time.monotonic() + LAST_WORDS
+            if self.stop_signal:
+                deadline = min(deadline, self._signalled_at + self.grace + LAST_WORDS)
+            if None not in codes:
+                return first
+            if time.monotonic() > deadline:
+                if first is None:
+                    return codes.index(None)
+                return first
             time.sleep(0.05)
 
-    def _do_with_fewer(self, failed: int) -> str:
-        """Leave out the process that fails, and as many more as it takes to fit. What to tell."""
+    def _leave_out(self, failed: int) -> str:
+        """Leave out the process that keeps failing, and as many more as it takes for the mesh to fit.
+
+        Returns the end of the message; empty if no smaller number of processes fits.
+        """
         count = next((n for n in range(len(self.shares) - 1, 0, -1) if self.fits(n)), None)
         if count is None:
             return ""
@@ -171,31 +223,37 @@ class Supervisor:
         return f" with {count} process(es), because it has failed {GIVE_UP_ON} times without a new checkpoint"
 
     def _forward(self, number: int, _frame: object) -> None:
-        if self.asked is None:
-            self.asked, self._asked_at = signal.Signals(number).name, time.monotonic()
+        """Handle a signal: pass it on to all processes."""
+        if self.stop_signal is None:
+            self._signalled_at = time.monotonic()
+            self.stop_signal = signal.Signals(number).name
         self._send(number)
 
     def _send(self, number: int) -> None:
         for process in self.running:
-            process.send_signal(number)  # does nothing where it has ended
+            process.send_signal(number)  # does nothing if it has ended
 
     def _kill(self) -> None:
-        """End what is left, by its number."""
+        """Kill the processes that are left."""
         for process in self.running:
             process.kill()
         for process in self.running:
             process.wait()
 
 
-def told(code: int) -> str:
-    """What an exit code of `subprocess` means."""
+def describe_exit(code: int) -> str:
+    """Return what a `returncode` of `subprocess` means: `was ended by SIGKILL`."""
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
-    return {STOPPED: "was asked to stop", REFUSED: "refused the request"}.get(code, f"failed with exit code {code}")
+    if code == STOPPED:
+        return "was asked to stop"
+    if code == REFUSED:
+        return "refused the request"
+    return f"failed with exit code {code}"
 
 
 def shares(processes: int) -> list[Share]:
-    """The GPUs of this machine dealt out to so many processes. Raises `RequestError` where they do not divide."""
+    """Divide the GPUs of this machine among `processes`. Raises `RequestError` if they do not divide."""
     gpus = visible()
     if not gpus:
         return [None] * processes
@@ -210,10 +268,12 @@ def shares(processes: int) -> list[Share]:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Return a TCP port that is free on the loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def say(text: str) -> None:
+    """Print a message of the launcher to standard error."""
     print(f"jaxdist.launch: {text}", file=sys.stderr, flush=True)

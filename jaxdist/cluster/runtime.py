@@ -177,8 +177,9 @@ def _at_least(count: int, wanted: str) -> list[jax.Device]:
             f"{wanted} {count} devices, but a CPU is split into {MOST_CPU_DEVICES} at most; ask for fewer"
         )
     if count % processes:
+        divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         raise RequestError(
-            f"{wanted} {count} devices, which do not divide by {processes} processes; start {_divisors(count)} "
+            f"{wanted} {count} devices, which do not divide by {processes} processes; start {divisors} "
             f"processes, or ask for another mesh"
         )
     if len(devices) < count:
@@ -206,10 +207,6 @@ def imagine(shape: Mapping[str, int]) -> jax.sharding.AbstractMesh:
     if FILL not in shape.values() or devices[0].platform == "cpu":
         count = devices_asked(shape)
     return abstract_mesh(fill(shape, count))
-
-
-def _divisors(count: int) -> str:
-    return ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
 
 
 def _devices() -> list[jax.Device]:

@@ -1,4 +1,4 @@
-"""A run as a job of Slurm: the sbatch script that starts it, hands signals on, requeues it, and knows when to stop.
+"""A run as a Slurm job: the sbatch script that starts it, passes signals on, requeues it, and knows when to stop.
 
 The values stand at the top of the script, each quoted; the text of `slurm_text` that follows is the same for every run.
 """
@@ -15,22 +15,23 @@ from pathlib import Path
 
 from jaxdist.cluster.address import NUMBER
 from jaxdist.cluster.local import PATIENCE, PAUSE
-from jaxdist.cluster.slurm_text import BODY, GO_BACK, MEET, RESUME
+from jaxdist.cluster.slurm_text import BODY, CHOOSE_COORDINATOR, GO_BACK, RESUME
 from jaxdist.cluster.slurm_values import node_counts
 from jaxdist.config import RequestError, nearest
+from jaxdist.exit_codes import BUSY, DONE, REFUSED, STOPPED
 
 MARGIN = 30
-"""Seconds beyond the grace of the run in which it is asked to stop before its time is over."""
+"""Seconds, beyond the grace period of the run, by which the signal to stop precedes the time limit."""
 
 LAST_WORDS = 30
-"""Seconds in which the other tasks end by themselves, with their own exit code, when one has ended."""
+"""Seconds in which the other tasks may end by themselves, with their own exit code, when one has ended."""
 
 FOLDER = "slurm"
-"""In the run folder: the logs of its jobs, and how often they have failed."""
+"""Folder in the run folder with the logs of its jobs, and with how often they have failed."""
 
 PRESETS = {
-    # CSCS's documentation, "NCCL" (docs.cscs.ch/software/communication/nccl): the first makes a plug-in that is missing
-    # an error, in place of TCP; the last but one is its advice against deadlocks with MPI
+    # From CSCS's documentation, "NCCL" (docs.cscs.ch/software/communication/nccl). The first makes a missing plug-in an
+    # error, where NCCL would fall back to TCP; the last but one is its advice against deadlocks with MPI.
     "alps": {
         "NCCL_NET": "AWS Libfabric",
         "NCCL_NET_GDR_LEVEL": "PHB",
@@ -44,79 +45,104 @@ PRESETS = {
         "MPICH_GPU_SUPPORT_ENABLED": "0",
         "NCCL_DEBUG": "WARN",
     },
-    # NCCL's documentation, "Environment Variables": it finds the adapters; named, a network that is missing is an error
+    # From NCCL's documentation, "Environment Variables". NCCL finds the adapters itself; with the name of the network a
+    # missing one is an error.
     "infiniband": {"NCCL_NET": "IB", "NCCL_DEBUG": "WARN"},
     "ethernet": {"NCCL_NET": "Socket", "NCCL_DEBUG": "WARN"},
 }
-"""What a network needs, by name: Slingshot 11 with libfabric and aws-ofi-nccl; InfiniBand or RoCE; TCP."""
+"""Environment variables for a network: Slingshot 11 with libfabric and aws-ofi-nccl; InfiniBand or RoCE; TCP."""
 
-INHERITED = ("CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-INHERITED += ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-"""What a login shell may have set, and Slurm hands to the job: it would say otherwise than the job."""
+INHERITED = (
+    "CUDA_VISIBLE_DEVICES",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "JAX_COORDINATOR_ADDRESS",
+    "JAX_NUM_PROCESSES",
+    "JAX_PROCESS_ID",
+)
+"""Variables that Slurm passes from the login shell to the job, where they would contradict the job."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """What stands in the script; `text` is the whole of it."""
+    """The values of a job script; `text` returns the script."""
 
     train: Sequence[str]
     """argv of train, without its Python, `--run-dir` and `--resume`."""
     run_dir: Path
     nodes: str
+    """Number of nodes, or a range: `4`, `2-4`."""
     tasks_per_node: int
     time: str
+    """Time limit, as Slurm writes it."""
     grace: float
     """Seconds from a signal to the end of the run."""
     python: str
     home: Path
-    """Folder in which it runs, and in which paths that are not absolute begin."""
+    """Folder in which the job runs; relative paths start there."""
     gpus_per_node: int = 0
     cpus_per_task: int = 0
-    """0: as Slurm does without."""
+    """0 leaves it to Slurm."""
     name: str = ""
-    """Empty: that of the run folder."""
+    """Name of the job; empty for that of the run folder."""
     partition: str = ""
     account: str = ""
     container: str = ""
+    """An image for pyxis, or the .toml file of an EDF; empty to run without a container."""
     reads: Sequence[Path] = ()
-    """What it needs beside the run folder, for a container."""
+    """Paths besides the run folder that a container must have."""
     environment: str = ""
+    """One of `PRESETS`, or a file of shell commands; empty for neither."""
     restarts: int = 3
+    """How often in a row the job may fail without a new checkpoint."""
     resume: str = "auto"
     newest: int = 0
-    """Step of the newest checkpoint that is there now."""
+    """Step of the newest checkpoint at present."""
     pause: int = PAUSE
+    """Seconds after which a run folder that is in use is tried again."""
     patience: int = PATIENCE
-    """Seconds: a run folder that is in use is tried again after `pause`, and no more after `patience`."""
+    """Seconds after which a run folder that is in use is given up."""
 
     @property
     def logs(self) -> Path:
+        """Folder of the job's logs."""
         return self.run_dir / FOLDER
 
     def text(self) -> str:
-        """The script. Raises `RequestError` where a value cannot be written into it."""
+        """Return the script. Raises `RequestError` if a value cannot be written into it."""
+        python = self.python
+        if self.container:
+            python = "python"
         values = {
             "run": shlex.quote(operand(self.run_dir)),
             "tasks": str(self.tasks_per_node),
             "restarts": f"{self.restarts} # at most so many in a row that bring no new checkpoint",
             "pause": f"{self.pause} # seconds until a run folder that is in use is tried again",
             "patience": f"{self.patience} # seconds for which it is tried again, at most",
-            "srun": _array(self._srun()),
-            "train": _array(["python" if self.container else self.python, "-m", "jaxdist.train", *self.train]),
+            "srun": f"({shlex.join(self._srun())})",
+            "train": f"({shlex.join([python, '-m', 'jaxdist.train', *self.train])})",
         }
         parts = {
             "inherited": " ".join(INHERITED),
             "environment": self._environment(),
-            "meet": MEET if self.container else "",
+            "coordinator": CHOOSE_COORDINATOR if self.container else "",
             "resume": self._resume(),
             "last_words": str(LAST_WORDS),
+            "busy": str(BUSY),
+            "done": str(DONE),
+            "refused": str(REFUSED),
+            "stopped": str(STOPPED),
         }
+        # In one pass, so that what looks like a name within a value is left alone.
         names = "|".join(parts)
-        body = re.sub("{(" + names + ")}", lambda match: parts[match[1]], BODY)  # in one pass: a value is no name
+        body = re.sub("{(" + names + ")}", lambda match: parts[match[1]], BODY)
         return "\n".join(
             [
                 "#!/bin/bash",
-                *(f"#SBATCH --{option}{value and '='}{value}" for option, value in self._directives().items()),
+                *self._directives(),
                 "",
                 "# Written by python -m jaxdist.launch slurm (docs/slurm.md). The folder of the log must exist.",
                 *(f"{name}={value}" for name, value in values.items()),
@@ -124,12 +150,12 @@ class Script:
             ]
         )
 
-    def _directives(self) -> dict[str, str]:
-        """Option -> value of the lines that sbatch reads."""
+    def _directives(self) -> list[str]:
+        """Return the lines of options that sbatch reads."""
         log = str(self.logs).replace("%", "%%") + "/%j.log"
         if "\\" in log:
             raise RequestError(f"run folder {self.run_dir} has a backslash, which Slurm takes away; name another")
-        chosen = {
+        options = {
             "job-name": self.name or self.run_dir.name,
             "partition": self.partition,
             "account": self.account,
@@ -143,43 +169,54 @@ class Script:
             "time": self.time,
             "signal": f"B:USR1@{warning(self.grace)}",
         }
-        return {option: directive(option, value) for option, value in chosen.items() if value} | {"requeue": ""}
+        lines = [f"#SBATCH --{option}={directive(option, value)}" for option, value in options.items() if value]
+        return [*lines, "#SBATCH --requeue"]
 
     def _tasks(self) -> dict[str, str]:
-        """How many on a node; where the nodes are a range, the cores for them: given tasks, Slurm takes no more nodes
-        than the fewest have tasks."""
+        """Return the option for the tasks on a node."""
         fewest, most = node_counts(self.nodes)
         if fewest == most:
             return {"ntasks-per-node": str(self.tasks_per_node)}
+        # For a range of nodes the cores of the tasks are requested: given tasks, Slurm takes no more nodes than the
+        # lower bound needs.
         return {"mincpus": str(self.tasks_per_node * (self.cpus_per_task or 1))}
 
     def _srun(self) -> list[str]:
-        """Its options beside those that all runs have."""
-        options = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []  # srun takes none from sbatch
+        """Return the options of srun beyond those that all runs have."""
+        options = []
+        if self.cpus_per_task:
+            # srun does not take it over from sbatch.
+            options.append(f"--cpus-per-task={self.cpus_per_task}")
         if not self.container:
             return options
-        if self.container.endswith(".toml"):  # CSCS's container engine; it says what is mounted, and where it starts
+        if self.container.endswith(".toml"):
+            # CSCS's container engine: the file says what is mounted, and where the job starts.
             return [*options, f"--environment={Path(self.container).absolute()}"]
-        mounts = self._mounts()
-        if wrong := [path for path in mounts if set(path) & set(",:")]:
+        # The folder in which the job runs, and what it needs outside of it.
+        others = {self.home / path for path in (self.run_dir, *self.reads)}
+        mounts = [str(self.home), *sorted(str(path) for path in others if not path.is_relative_to(self.home))]
+        wrong = [path for path in mounts if set(path) & set(",:")]
+        if wrong:
             raise RequestError(f"{wrong[0]} cannot be mounted in a container: its name has a comma or a colon")
         mounted = ",".join(f"{path}:{path}" for path in mounts)
-        image = [f"--container-image={self.container}", f"--container-mounts={mounted}"]
-        return [*options, *image, f"--container-workdir={self.home}"]
-
-    def _mounts(self) -> list[str]:
-        """The folder in which it runs, and what lies elsewhere."""
-        others = {self.home / path for path in (self.run_dir, *self.reads)}
-        return [str(self.home), *sorted(str(path) for path in others if not path.is_relative_to(self.home))]
+        return [
+            *options,
+            f"--container-image={self.container}",
+            f"--container-mounts={mounted}",
+            f"--container-workdir={self.home}",
+        ]
 
     def _environment(self) -> str:
+        """Return the shell lines that set up the network."""
         if not self.environment:
             return ""
-        if (preset := PRESETS.get(self.environment)) is None:
-            return f". {shlex.quote(str(Path(self.environment).absolute()))} || exit 2\n"
+        preset = PRESETS.get(self.environment)
+        if preset is None:
+            return f". {shlex.quote(str(Path(self.environment).absolute()))} || exit {REFUSED}\n"
         return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in preset.items())
 
     def _resume(self) -> str:
+        """Return the shell lines that choose the checkpoint to resume from."""
         if not self.resume.isdecimal():
             return RESUME[self.resume]
         if int(self.resume) == self.newest:
@@ -188,24 +225,22 @@ class Script:
 
 
 def operand(path: Path) -> str:
-    """A path that no command takes for an option, whatever its name begins with."""
-    return f"./{path}" if str(path).startswith("-") else str(path)
-
-
-def _array(words: Sequence[str]) -> str:
-    return f"({shlex.join(words)})"
+    """Return a path that no command takes for an option, whatever its name begins with."""
+    if str(path).startswith("-"):
+        return f"./{path}"
+    return str(path)
 
 
 def warning(grace: float) -> int:
-    """Seconds before the end of its time at which a job is asked to stop."""
+    """Return how many seconds before its time limit a job is asked to stop."""
     return int(grace) + MARGIN
 
 
 def directive(option: str, value: str) -> str:
-    """A value as sbatch reads it in a line of `#SBATCH`, which is not the shell's way.
+    """Return a value quoted for a `#SBATCH` line, whose syntax differs from the shell's.
 
-    There are quotes, a backslash within and without them, and comments; nothing is expanded. Raises `RequestError` for
-    what no line can hold.
+    sbatch knows quotes, backslashes inside and outside of them, and comments, and expands nothing. Raises
+    `RequestError` for a value that no line can hold.
     """
     if not value.isprintable():
         raise RequestError(f"--{option} of the job would be {value!r}, which does not fit into a line; choose another")
@@ -215,9 +250,9 @@ def directive(option: str, value: str) -> str:
 
 
 def make_logs(folder: Path) -> None:
-    """Make the folder of the logs: Slurm ends a job that has nowhere to write to without a word.
+    """Make the folder of the logs: Slurm silently ends a job that cannot write its log.
 
-    `RunFolder.check_layout` has refused a link in its place. Raises `RequestError` where it cannot be made.
+    `RunFolder.check_layout` has refused a link in its place. Raises `RequestError` if it cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -226,10 +261,11 @@ def make_logs(folder: Path) -> None:
 
 
 def submit(script: str) -> str:
-    """Give a script to sbatch. The number of the job. Raises `RequestError` where Slurm does not take it."""
-    # of an allocation that this may run in, which sbatch would hand on to the job
+    """Submit a script with sbatch, and return the number of the job. Raises `RequestError` if Slurm refuses it."""
+    # sbatch would pass on the variables of an allocation that this process may run in.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    if conf := os.environ.get("SLURM_CONF"):
+    conf = os.environ.get("SLURM_CONF")
+    if conf:
         environment["SLURM_CONF"] = conf
     try:
         done = subprocess.run(
@@ -243,7 +279,7 @@ def submit(script: str) -> str:
 
 
 def check_container(image: str) -> None:
-    """Raise `RequestError` where `--container` is an image of Apptainer's, which pyxis does not take."""
+    """Raise `RequestError` if `--container` is an Apptainer image, which pyxis does not take."""
     if Path(image).suffix == ".sif":
         raise RequestError(
             f"--container '{image}' is an image of Apptainer's, which pyxis does not take: give a .sqsh file (enroot "
@@ -252,10 +288,10 @@ def check_container(image: str) -> None:
 
 
 def check_partition(name: str, nodes: str) -> None:
-    """Raise `RequestError` where a job asks for more nodes than its partition has or allows: it would wait for ever.
+    """Raise `RequestError` if a job asks for more nodes than its partition has or allows: it would wait forever.
 
-    Without a `name` it is the default partition, and of several names, with commas, one is enough. Where Slurm is not,
-    or does not tell, nothing is known.
+    Without a `name` it is the default partition. Of several names, separated by commas, one with enough nodes suffices.
+    If Slurm is not here, or does not say, nothing is refused.
     """
     try:
         command = ["scontrol", "--oneliner", "show", "partition"]
@@ -263,23 +299,27 @@ def check_partition(name: str, nodes: str) -> None:
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return
     rows = [dict(word.partition("=")[::2] for word in line.split()) for line in done.stdout.splitlines()]
-    names = name.split(",")
-    asked = [row for row in rows if (row.get("PartitionName") in names if name else row.get("Default") == "YES")]
-    most = {row["PartitionName"]: _most_nodes(row) for row in asked}
+    if name:
+        requested = [row for row in rows if row.get("PartitionName") in name.split(",")]
+    else:
+        requested = [row for row in rows if row.get("Default") == "YES"]
+    most = {row["PartitionName"]: _most_nodes(row) for row in requested}
     fewest, _ = node_counts(nodes)
     if not most or None in most.values() or max(most.values()) >= fewest:
         return
-    told = ", ".join(f"{partition} takes {count}" for partition, count in most.items())
-    raise RequestError(f"--nodes {nodes} is more than a job can have: partition {told}; ask for fewer, or for another")
+    limits = ", ".join(f"{partition} takes {count}" for partition, count in most.items())
+    raise RequestError(
+        f"--nodes {nodes} is more than a job can have: partition {limits}; ask for fewer, or for another"
+    )
 
 
 def _most_nodes(row: dict[str, str]) -> int | None:
-    """Of a job in a partition, from its line of `scontrol show partition`; None where that does not tell."""
+    """Return the most nodes of a job in a partition, from its row of `scontrol show partition`; None if unknown."""
     counts = [row[key] for key in ("TotalNodes", "MaxNodes") if NUMBER.fullmatch(row.get(key, ""))]
     return min(map(int, counts), default=None)
 
 
 def check_environment(name: str) -> None:
-    """Raise `RequestError` where `--env` names neither a preset nor a file."""
+    """Raise `RequestError` if `--env` names neither a preset nor a file."""
     if name and name not in PRESETS and not Path(name).is_file():
         raise RequestError(f"--env is '{name}', neither a file nor a preset; {nearest(name, PRESETS)}")

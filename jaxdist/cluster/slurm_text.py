@@ -1,7 +1,7 @@
-"""The shell of a Slurm job's script, below the values of the run (`slurm.Script`).
+"""The shell code of a Slurm job script, which follows the values of the run (`slurm.Script`).
 
-Whoever can write into the run folder must gain nothing from it: the files there are read as numbers or not at all, and
-written under new names.
+`slurm.Script` fills in the names in braces. A user who can write to the run folder must gain nothing by it: the files
+there are read as numbers or not at all, and are written under new names.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from jaxdist.cluster.process_env import FIRST_PORT, PORTS
 
 BODY = r"""
-# A task must not take what the login shell had for its own.
+# Variables of the login shell must not reach the tasks.
 unset {inherited}
-{environment}{meet}
-# USR1 comes before the time is over, to this shell alone: Slurm hands it on to the tasks, which save and end with 85.
-# (srun does not: it answers a signal by killing them.) TERM goes to all, when Slurm itself ends or requeues the job.
+{environment}{coordinator}
+# Slurm sends USR1 before the time limit, to this shell only. scancel passes it on to the tasks, which save and end with
+# {stopped}; srun would answer the signal by killing them. TERM goes to all, when Slurm itself ends or requeues the job.
 asked= ended=
 trap 'asked=yes; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
 trap 'ended=yes' TERM
 
 say() { echo "jaxdist.launch: job $SLURM_JOB_ID: $*"; }
 
-# What a file or its name says may be anybody's: the shell would run what stands in `a[$(...)]` where it wants a number.
+# Anybody may have written a file or its name: where bash expects a number, it would run the command in `a[$(...)]`.
 is_number() { [[ $1 =~ ^(0|[1-9][0123456789]{0,9})$ ]]; }
 
-put() { # put FILE WORDS: write a new file, and give it that name. A link that somebody left there is not followed.
+put() { # put FILE WORDS: write a new file and rename it to FILE; a link that somebody left there is not followed.
     local new
     new=$(mktemp "$1.XXXXXX") || return
     if echo "${*:2}" >"$new" && mv -fT "$new" "$1"; then return 0; fi
@@ -31,7 +31,7 @@ put() { # put FILE WORDS: write a new file, and give it that name. A link that s
     return 1
 }
 
-look() { # newest: the step of the newest checkpoint
+look() { # set newest to the step of the newest checkpoint
     newest=0
     for sums in "$run"/checkpoints/sums/*.json; do
         at=${sums##*/} at=${at%.json}
@@ -39,11 +39,11 @@ look() { # newest: the step of the newest checkpoint
     done
 }
 
-if [ -L "$run/slurm" ]; then say "$run/slurm is a symbolic link, which is not followed: remove it"; exit 2; fi
+if [ -L "$run/slurm" ]; then say "$run/slurm is a symbolic link, which is not followed: remove it"; exit {refused}; fi
 mkdir -p "$run/slurm"
 state=$run/slurm/$SLURM_JOB_ID
 
-# How often in a row it has ended without a new checkpoint, and which was the newest then.
+# How often in a row the job has failed without a new checkpoint, and the newest checkpoint at that time.
 look
 failures=0 before=$newest
 if [ -f "$state.failures" ] && [ ! -L "$state.failures" ]; then
@@ -51,10 +51,10 @@ if [ -f "$state.failures" ] && [ ! -L "$state.failures" ]; then
     if ! is_number "$failures" || ! is_number "$before"; then failures=0 before=$newest; fi
 fi
 {resume}
-# --wait, and not --kill-on-bad-exit, which would kill those that still save, and hide the exit code behind its signal.
-# Its exit code goes through a pipe: a signal interrupts bash's `wait`, which may then not tell it.
+# --wait, not --kill-on-bad-exit: that would kill tasks that still save, and hide the exit code behind its signal.
+# The exit code comes through a pipe: a signal interrupts bash's `wait`, which may then lose it.
 exec 3>&1
-start() { # code: the exit code of the run
+start() { # set code to the exit code of the run
     exec 4< <(
         trap : TERM
         srun --ntasks-per-node="$tasks" --export=ALL --kill-on-bad-exit=0 --wait={last_words} "${srun[@]}" \
@@ -67,27 +67,30 @@ start() { # code: the exit code of the run
     is_number "$code" || code=1
 }
 
-# 75: another run is in the folder, often an earlier start of this job that has not quite ended. That is no failure, and
-# the job waits here: if it were requeued, it would wait for its nodes again, perhaps for days.
+# {busy}: another run uses the folder, often an earlier start of this job that has not quite ended. That is no failure.
+# The job waits here: requeued, it would have to wait for its nodes again, perhaps for days.
 start
 since=$SECONDS
-if [ "$code" = 75 ]; then
+if [ "$code" = {busy} ]; then
     say "the run folder is in use, as the message above says; tried again every $pause s, for $patience s at most"
 fi
-while [ "$code" = 75 ]; do
+while [ "$code" = {busy} ]; do
     again=$((SECONDS + pause))
     while [ "$SECONDS" -lt "$again" ] && [ -z "$asked$ended" ]; do sleep 1; done
-    if [ -n "$asked$ended" ]; then say "asked to stop while the run folder was in use"; exit 75; fi
-    if [ "$SECONDS" -ge $((since + patience)) ]; then say "the run folder is still in use: submit it again"; exit 75; fi
+    if [ -n "$asked$ended" ]; then say "asked to stop while the run folder was in use"; exit {busy}; fi
+    if [ "$SECONDS" -ge $((since + patience)) ]; then
+        say "the run folder is still in use: submit it again"
+        exit {busy}
+    fi
     start
 done
 
-if [ "$code" = 0 ]; then say "done"; exit 0; fi
+if [ "$code" = {done} ]; then say "done"; exit {done}; fi
 if [ -n "$ended" ]; then say "ended by Slurm (exit code $code)"; exit "$code"; fi
-if [ "$code" = 2 ]; then say "the request was refused: that is not tried again"; exit 2; fi
+if [ "$code" = {refused} ]; then say "the request was refused: that is not tried again"; exit {refused}; fi
 look
 if [ "$newest" != "$before" ]; then failures=0; fi
-if [ "$newest" = "$before" ] || [ "$code" != 85 ]; then failures=$((failures + 1)); fi
+if [ "$newest" = "$before" ] || [ "$code" != {stopped} ]; then failures=$((failures + 1)); fi
 if [ "$failures" -gt "$restarts" ]; then
     say "exit code $code; given up: $failures times in a row, without a new checkpoint"
     exit "$code"
@@ -97,16 +100,16 @@ if ! put "$state.failures" "$failures $newest"; then
     exit "$code"
 fi
 say "exit code $code; requeued, to go on from $([ "$newest" = 0 ] && echo the beginning || echo "step $newest")"
-scontrol requeue "$SLURM_JOB_ID" && exit 0
+scontrol requeue "$SLURM_JOB_ID" && exit {done}
 case $(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID") in
-PENDING | COMPLETING) exit 0 ;; # Slurm itself has requeued it, as where a node is lost
+PENDING | COMPLETING) exit {done} ;; # Slurm itself has requeued it, as after the loss of a node
 esac
 say "it cannot be requeued: submit it again"
 exit "$code"
 """
 
-MEET = f"""\
-# There may be no scontrol in a container, which tells the tasks what the first node is.
+CHOOSE_COORDINATOR = f"""\
+# The tasks would ask scontrol for the first node, but a container may not have it.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=${{JAX_COORDINATOR_PORT:-$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))}}
 if [ $((SLURM_JOB_NUM_NODES * tasks)) != 1 ]; then export JAX_COORDINATOR_ADDRESS=$first:$port; fi
@@ -114,12 +117,12 @@ if [ $((SLURM_JOB_NUM_NODES * tasks)) != 1 ]; then export JAX_COORDINATOR_ADDRES
 
 RESUME = {
     "auto": "resume=auto\n",
-    "never": "resume=auto # only the first start must find an empty folder\n"
+    "never": "resume=auto # only the first start requires an empty folder\n"
     'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then resume=never; fi\n',
 }
 
 GO_BACK = """
-# Back to step {step}, unless an earlier start of this job did: then what was the newest checkpoint is gone, or new.
+# Go back to step {step}, unless an earlier start of this job did: then the newest checkpoint of before is gone, or new.
 resume=auto
 if [ "${SLURM_RESTART_COUNT:-0}" = 0 ] && ! put "$state.began"; then say "$state.began cannot be written"; exit 1; fi
 old=$run/checkpoints/sums/{newest}.json

@@ -10,25 +10,29 @@ from pydantic_core import PydanticCustomError
 
 
 def node_counts(nodes: str) -> tuple[int, int]:
-    """(fewest, most) of `4` or `2-4`."""
+    """Return the fewest and the most nodes of `4` or `2-4`."""
     fewest, _, most = nodes.partition("-")
     return int(fewest), int(most or fewest)
 
 
 def seconds(time: str) -> int:
-    """Of a time as Slurm writes it: `90` minutes, `90:00`, `12:00:00`, `2-0`, `1-12:00`, `1-12:00:00`."""
+    """Parse a time as Slurm writes it: `90` minutes, `90:00`, `12:00:00`, `2-0`, `1-12:00`, `1-12:00:00`."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash or len(parts) == 3:
         hours, minutes, secs = (parts + [0, 0])[:3]
         return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + secs
-    return 60 * parts[0] + (parts[1] if len(parts) == 2 else 0)
+    # Without hours: minutes, or minutes and seconds.
+    minutes, secs = (parts + [0])[:2]
+    return 60 * minutes + secs
 
 
 def _nodes(text: str) -> str:
-    if not re.fullmatch(r"[1-9]\d{0,5}(-[1-9]\d{0,5})?", text, re.ASCII) or int.__gt__(*node_counts(text)):
-        raise PydanticCustomError("nodes", "must be a number such as 4, or fewest and most such as 2-4")
-    return text
+    if re.fullmatch(r"[1-9]\d{0,5}(-[1-9]\d{0,5})?", text, re.ASCII):
+        fewest, most = node_counts(text)
+        if fewest <= most:
+            return text
+    raise PydanticCustomError("nodes", "must be a number such as 4, or fewest and most such as 2-4")
 
 
 def _time(text: str) -> str:

@@ -38,7 +38,7 @@ class Stop:
         self.where = where
         self.name: str | None = None
         """Name of the signal that stops the run."""
-        self.newest: Callable[[], str] = _default_resume
+        self.newest: Callable[[], str] = faults.start_again
         """Returns a clause that says where the same command resumes."""
         self._lock = threading.Lock()
         self._passed = 0
@@ -126,7 +126,8 @@ class Stop:
         """Agree with the other processes on the stopping point, and start the clock of the grace period."""
         self._deadline = time.monotonic() + self.grace
         self.name = name  # after the deadline: `wait_if_over` reads both in another thread
-        self._timer = threading.Timer(max(self.grace - self._seconds_to_leave(), 0), self._out_of_time)
+        out_of_time = f"the {self.grace:g} s of checkpoint.grace_seconds are over"
+        self._timer = threading.Timer(max(self.grace - self._seconds_to_leave(), 0), self._end, [out_of_time])
         self._timer.daemon = True
         self._timer.start()
         with self._lock:
@@ -158,9 +159,6 @@ class Stop:
             kv_store.post("stop at", str(max(passed) + 1))
         return int(kv_store.read("stop at", seconds))
 
-    def _out_of_time(self) -> None:
-        self._end(f"the {self.grace:g} s of checkpoint.grace_seconds are over")
-
     def _end(self, why: str) -> None:
         """End this process on the spot; the leader says why."""
         self._ending = True
@@ -173,7 +171,3 @@ class Stop:
 
 def _ignore(*_: object) -> None:
     """Handle a signal by doing nothing: the thread reads the byte that C has written."""
-
-
-def _default_resume() -> str:
-    return "the same command starts again"

@@ -43,10 +43,11 @@ class Watchdog:
     def __init__(self, env: ProcessEnv, seconds: float):
         self.env = env
         self.seconds = seconds
-        self.goes_on: Callable[[], str] = _default_resume
+        self.goes_on: Callable[[], str] = faults.start_again
         """Returns a clause that says where the run resumes after the job has ended."""
         self._phase = STARTING
-        self._step = 0
+        self.step = 0
+        """The step that the run is in, or was in last."""
         self._phase_began = time.monotonic()
         self._step_began: float | None = None
         self._phases_seen: set[str] = set()
@@ -58,11 +59,6 @@ class Watchdog:
         self._last_look = time.monotonic()
         """When the heartbeats of the others were last read."""
         self._end = threading.Event()
-
-    @property
-    def step(self) -> int:
-        """The step that the run is in, or was in last."""
-        return self._step
 
     def __enter__(self) -> Watchdog:
         self._thread = threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True)
@@ -99,11 +95,11 @@ class Watchdog:
         self._phase = phase
         self._phase_began = now
         if step is not None:
-            self._step = step
+            self.step = step
 
     def where(self) -> str:
         """Return what the run is doing: `stepping, step 7, for 3 s`."""
-        return f"{self._phase}, step {self._step}, for {time.monotonic() - self._phase_began:.0f} s"
+        return f"{self._phase}, step {self.step}, for {time.monotonic() - self._phase_began:.0f} s"
 
     def limit(self) -> float:
         """Return how many seconds the present phase may take."""
@@ -147,8 +143,11 @@ class Watchdog:
     def _end_job(self) -> None:
         """Report the hang, with the stacks of all threads, and end the job."""
         summary = f"no progress: {self.where()}, more than {self._limit_text()}; the job ends"
-        stragglers = self._describe_stragglers()  # before the others end
+        stragglers = []
         if not self.env.alone:
+            # Before the announcement, which ends the others.
+            if self._heartbeat:
+                stragglers = self._in_time(self._find_stragglers)
             faults.announce(self.env, faults.HANG, FAILED)
         faults.say(self.env, *faults.stacks(), *stragglers, summary)
         faults.leave(self.env, FAILED)
@@ -171,22 +170,17 @@ class Watchdog:
         sentences = []
         for beat in heartbeat.read(self._heartbeat.folder):
             age = time.time() - beat.time
-            if beat.process in self._reported or beat.ended is not None or age <= MISSED * beat.interval:
+            if beat.process in self._reported or beat.ended is not None or age <= MISSED * beat.every:
                 continue
             self._reported.add(beat.process)
             sentences.append(
-                f"{beat.name} is lost or cut off at step {self._step}: no heartbeat for {age:.0f} s; "
+                f"{beat.name} is lost or cut off at step {self.step}: no heartbeat for {age:.0f} s; "
                 f"when the job ends, {self.goes_on()}"
             )
         return sentences
 
-    def _describe_stragglers(self) -> list[str]:
-        """Return a sentence for each process that the others wait for, from the heartbeats."""
-        if not self._heartbeat or self.env.alone:
-            return []
-        return self._in_time(self._find_stragglers)
-
     def _find_stragglers(self) -> list[str]:
+        """Return a sentence for each process that the others wait for, from the heartbeats."""
         beats = heartbeat.read(self._heartbeat.folder)
         names = {beat.process: beat.name for beat in beats}
         waited = heartbeat.waited_for(beats, time.time(), stalled=True)
@@ -210,16 +204,12 @@ class Watchdog:
             processes=self.env.processes,
             host=socket.gethostname(),
             pid=os.getpid(),
-            step=self._step,
+            step=self.step,
             doing=self._phase,
             since=time.monotonic() - self._phase_began,
             step_seconds=_median(self._step_seconds),
             data_seconds=_median(self._data_seconds),
         )
-
-
-def _default_resume() -> str:
-    return "the same command starts again"
 
 
 def _median(seconds: Iterable[float]) -> float | None:

@@ -10,7 +10,7 @@ from jax._src.lib import _jax
 
 from jaxdist.cluster import listening
 from jaxdist.cluster.address import named_loopback
-from jaxdist.cluster.listening import ASKED, bind_address, check_free, next_port
+from jaxdist.cluster.listening import BIND_VARIABLE, bind_address, check_free, next_port
 from jaxdist.cluster.process_env import find
 from jaxdist.config import ClusterConfig, RequestError
 from tests.cluster import sockets
@@ -36,7 +36,7 @@ print("met", file=sys.stderr, flush=True)
 threading.Event().wait()
 """
 
-IPV6 = not listening._refused((socket.AF_INET6, ("::1", 0)))
+IPV6 = not listening._bind_error((socket.AF_INET6, ("::1", 0)))
 needs_ipv6 = pytest.mark.skipif(not IPV6, reason="this host has no IPv6")
 
 NOT_HERE = "203.0.113.9"
@@ -110,11 +110,11 @@ def test_where_the_address_is_not_here_it_listens_everywhere_and_says_so(host, m
 
 
 def test_jax_s_own_variable_comes_first(monkeypatch):
-    assert bind_address("127.0.0.1:7", {ASKED: "127.0.0.2:8"}) == ("127.0.0.2:8", "")
-    assert bind_address("127.0.0.1:7", {ASKED: "[::]:8"}) == ("[::]:8", "")
+    assert bind_address("127.0.0.1:7", {BIND_VARIABLE: "127.0.0.2:8"}) == ("127.0.0.2:8", "")
+    assert bind_address("127.0.0.1:7", {BIND_VARIABLE: "[::]:8"}) == ("[::]:8", "")
     for wrong in ("", "127.0.0.1", "[::1]", "127.0.0.1:0", "127.0.0.1:99999", f"{NOT_HERE}:8", "no-such.invalid:8"):
-        with pytest.raises(RequestError, match=rf"{ASKED} is '.*', which is not HOST:PORT of this host"):
-            bind_address("127.0.0.1:7", {ASKED: wrong})
+        with pytest.raises(RequestError, match=rf"{BIND_VARIABLE} is '.*', which is not HOST:PORT of this host"):
+            bind_address("127.0.0.1:7", {BIND_VARIABLE: wrong})
 
 
 def test_the_second_meeting_is_at_the_next_port():

@@ -345,7 +345,7 @@ def test_a_heart_goes_on_beating_beside_strange_names(folder):
         while not (folder.heartbeats / "0.json").exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert dog._heart._thread.is_alive()
+        assert dog._heartbeat._thread.is_alive()
 
 
 def raising(argv: list[str]) -> int:
