@@ -1,1 +1,1 @@
-"""What is wrong with machines, network and folders before a run, and who is slow or silent in one."""
+"""Check machines, network and folders before a run, and find stragglers and lost processes in one."""

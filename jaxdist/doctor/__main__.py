@@ -1,6 +1,6 @@
-"""`python -m jaxdist.doctor [CONFIG]`: checks machines, network and folders before a run, in all of its processes.
+"""Check machines, network and folders before a run, in all of its processes: `python -m jaxdist.doctor [CONFIG]`.
 
-`python -m jaxdist.doctor RUN`: who is slow or silent in a run.
+`python -m jaxdist.doctor RUN` shows which processes of a run are slow or unresponsive.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from jaxdist.cluster.process_env import ProcessEnv, find
 from jaxdist.config import ClusterConfig, Config, RequestError
@@ -23,17 +24,22 @@ from jaxdist.exit_codes import DONE, REFUSED
 from jaxdist.request import Extra, arguments, run
 from jaxdist.request.options import Scan
 
+if TYPE_CHECKING:
+    import jax
+
 DESCRIPTION = (
-    "Check this machine, or all machines of a run, before it starts: give the options of the run, and start it as the "
-    "run is started, under srun or with --cluster options. With the folder of a RUN in place of CONFIG: who is slow or "
-    "silent in it. Exit code 2 when something is wrong."
+    "Check this machine, or all machines of a run, before it starts: give the options of the run, and start the doctor "
+    "as the run is started, under srun or with --cluster options. With the folder of a RUN in place of CONFIG: show "
+    "which processes are slow or unresponsive. Exit code 2 when something is wrong."
 )
 JSON = Extra("json", False, "Print one JSON object on standard output, and nothing else.")
 
 PATIENCE = 120.0
 """Seconds that devices may take to start, or an all-reduce to come back."""
 
-BEFORE: list[tuple[str, Callable[[Here], Iterable[Finding]]]] = [
+Check = Callable[[Here], Iterable[Finding]]
+
+BEFORE: list[tuple[str, Check]] = [
     ("versions", software.versions),
     ("XLA_FLAGS", software.xla_flags),
     ("memory", software.memory),
@@ -41,138 +47,172 @@ BEFORE: list[tuple[str, Callable[[Here], Iterable[Finding]]]] = [
     ("limits", machine.limits),
     ("cache", machine.caches),
 ]
-"""Checks that need no JAX, and mend the environment of this process so far that it can be used."""
+"""Checks that need no JAX. They unset broken settings in the environment of this process, so that later checks run."""
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Check a run before it starts, or the folder of one that has started, and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     words = Scan.of(argv, [JSON]).positionals
     if words and words[0] and os.path.isfile(os.path.join(words[0], "config.toml")):
-        asked = arguments(argv, "doctor", DESCRIPTION, positional="RUN", extras=[JSON], knobs=())
-        result = watching.watch(Path(words[0]))
-        print(json.dumps(result) if asked.extras["json"] else "\n".join(watching.table(result)))
-        return DONE if result["healthy"] else REFUSED
-    asked = arguments(argv, "doctor", DESCRIPTION, extras=[JSON])
+        return _watch(argv, Path(words[0]))
+    request = arguments(argv, "doctor", DESCRIPTION, extras=[JSON])
+    found = []
     try:
-        place, lost = find(asked.config.cluster), []
+        env = find(request.config.cluster)
     except RequestError as error:
-        place, lost = ProcessEnv(), [wrong("processes", problem, "") for problem in error.problems]
-    config = asked.config.model_copy(update={"cluster": ClusterConfig()})
-    return Doctor(Here(config, place), asked.extras["json"], lost).examine()
+        # The checks of this machine are still worth making.
+        env = ProcessEnv()
+        found = [wrong("processes", problem, "") for problem in error.problems]
+    # `env` stands for these options from here on.
+    config = request.config.model_copy(update={"cluster": ClusterConfig()})
+    return Doctor(Here(config, env), request.extras["json"], found).examine()
+
+
+def _watch(argv: list[str], folder: Path) -> int:
+    """Print the state of the processes of a run."""
+    request = arguments(argv, "doctor", DESCRIPTION, positional="RUN", extras=[JSON], knobs=())
+    result = watching.watch(folder)
+    if request.extras["json"]:
+        print(json.dumps(result))
+    else:
+        print("\n".join(watching.table(result)))
+    return _exit_code(result["healthy"])
+
+
+def _exit_code(healthy: bool) -> int:
+    if healthy:
+        return DONE
+    return REFUSED
 
 
 class Doctor:
-    """The checks of one process, in their order, and the report of all."""
+    """Makes the checks of one process, in order, and prints the report of all processes."""
 
     def __init__(self, here: Here, as_json: bool, found: list[Finding]):
-        self.here, self.as_json, self.found = here, as_json, found
+        """Start with what was `found` wrong with the processes, if anything."""
+        self.here = here
+        self.as_json = as_json
+        self.found = found
         self.host = socket.gethostname()
 
     def examine(self) -> int:
-        """Make all checks that can be made, and print one report. Returns the exit code."""
-        lost = bool(self.found)
+        """Make all checks that can be made, print one report, and return the exit code."""
+        no_processes = bool(self.found)
         for name, check in BEFORE:
-            self.note(name, lambda check=check: check(self.here))
+            self._note(name, check, self.here)
         try:
+            # Imported here, as below, because an installation in which JAX does not start is a finding too.
             from jaxdist.doctor import network
-        except Exception as error:  # JAX itself does not start
+        except Exception as error:
             self.found.append(wrong("jax", f"cannot be imported: {error}".splitlines()[0], "see versions"))
-            return self.tell(self.found)
-        if lost:
+            return self._print(self.found)
+        if no_processes:
             self.found.append(unchecked("network", "the processes do not know who they are"))
-            return self.tell(self.found)
-        for name, check in (
-            ("compiler", software.options),
-            ("proxies", network.proxies),
-            ("own name", network.own_name),
-        ):
-            self.note(name, lambda check=check: check(self.here))
-        if not self.meet():
-            return self.tell(self.found)
+            return self._print(self.found)
+        self._note("compiler", software.options, self.here)
+        self._note("proxies", network.proxies, self.here)
+        self._note("own name", network.own_name, self.here)
+        if not self._meet():
+            return self._print(self.found)
         from jaxdist.cluster import faults, kv_store
 
-        with faults.ending_all(self.here.place):
-            return self.end(self.together(kv_store.gather))
+        with faults.ending_all(self.here.env):
+            return self._end(self._check_together(kv_store.gather))
 
-    def note(self, name: str, check: Callable[[], Iterable[Finding]]) -> None:
-        """Add what a check finds; one that fails itself says so."""
+    def _note(self, name: str, check: Callable[..., Iterable[Finding]], *arguments: object) -> None:
+        """Add what a check finds; a check that fails itself is reported as not made."""
         try:
-            self.found += check()
+            # A check is a generator: it runs here, and what it has yielded before it fails is kept.
+            self.found += check(*arguments)
         except Exception as error:
             self.found.append(unchecked(name, f"the check failed with {type(error).__name__}: {error}"))
 
-    def meet(self) -> bool:
-        """Whether the processes have met."""
+    def _meet(self) -> bool:
+        """Meet the other processes, and return whether that succeeded."""
         from jaxdist.cluster import listening, rendezvous
 
-        place, fault = self.here.place, self.here.config.fault
-        if place.alone:
+        env = self.here.env
+        if env.alone:
             return True
         try:
-            if place.leader:
-                bind, _ = listening.bind_address(place.coordinator)
+            if env.leader:
+                bind, _ = listening.bind_address(env.coordinator)
                 listening.check_free(bind)
         except RequestError as error:
+            # Errors have the form `what is wrong; what to change`.
             self.found.append(wrong("processes", *error.problems[0].split("; ")))
             return False
-        rendezvous.meet_unchecked(place, fault, self.nobody)
-        self.found.append(findings.ok("processes", f"all {place.processes} have met at {place.coordinator}"))
+        # Unchecked, because what `rendezvous.join` refuses is reported by checks of the doctor.
+        rendezvous.meet_unchecked(env, self.here.config.fault, self._end_incomplete)
+        self.found.append(findings.ok("processes", f"all {env.processes} have met at {env.coordinator}"))
         return True
 
-    def nobody(self) -> NoReturn:
-        """The others have not come."""
+    def _end_incomplete(self) -> NoReturn:
+        """End because the other processes have not come to the rendezvous."""
         from jaxdist.cluster import rendezvous
 
-        place, seconds = self.here.place, self.here.config.fault.start_seconds
-        said = f"after {seconds} s not all {place.processes} processes have met at {place.coordinator}"
-        self.give_up(wrong("processes", said, rendezvous.why_incomplete(place)))
+        env = self.here.env
+        seconds = self.here.config.fault.start_seconds
+        text = f"after {seconds} s not all {env.processes} processes have met at {env.coordinator}"
+        self._give_up(wrong("processes", text, rendezvous.why_incomplete(env)))
 
-    def give_up(self, finding: Finding) -> NoReturn:
-        """End with what is known, from a thread, while the main one hangs."""
-        code = self.tell([*self.found, finding])
+    def _give_up(self, finding: Finding) -> NoReturn:
+        """Print what is known, and end the process, from a thread while the main one hangs."""
+        code = self._print([*self.found, finding])
         sys.stdout.flush()
+        # The main thread may hang in C++, where no exception reaches it.
         os._exit(code)
 
-    def together(self, gather: Callable[..., list]) -> list[Finding]:
-        """The checks that all processes make with each other; what each has found."""
+    def _check_together(self, gather: Callable[..., list]) -> list[Finding]:
+        """Make the checks that involve all processes, and return what every process has found."""
         from jaxdist.doctor import network
 
-        here = self.here
-        for name, check in ("hosts", network.hosts), ("clocks", network.clocks):
-            self.note(name, lambda check=check: check(here))
+        self._note("hosts", network.hosts, self.here)
+        self._note("clocks", network.clocks, self.here)
+        # All processes must take the same branch, because the checks of devices are collective.
         bad = any(one.state == findings.WRONG and one.check in ("hosts", "own name") for one in self.found)
         if any(gather("doctor/network", bad)):
             why = "devices could not talk over this network"
-            self.note("run folder", lambda: findings.for_all(network.folder(here, None)))
+            self._note("run folder", self._check_run_folder, None)
             self.found += findings.for_all(unchecked(name, why) for name in ("devices", "all-reduce", "NCCL"))
         else:
-            self.with_devices()
+            self._check_devices()
         everyone = gather("doctor/found", [vars(one) for one in findings.at(self.host, self.found)])
-        gone = (f"process {i} went silent" for i, process in enumerate(everyone) if process is None)
-        silent = [wrong("processes", text, "see what it says itself") for text in gone]
-        told = [Finding(**one) for process in everyone for one in process or ()]
-        return [*told, *findings.at(self.host, silent)]
+        reported = [Finding(**one) for process in everyone for one in process or ()]
+        silent = [
+            wrong("processes", f"process {number} went silent", "see what it says itself")
+            for number, process in enumerate(everyone)
+            if process is None
+        ]
+        return [*reported, *findings.at(self.host, silent)]
 
-    def with_devices(self) -> None:
+    def _check_run_folder(self, size: int | None) -> list[Finding]:
+        from jaxdist.doctor import network
+
+        return findings.for_all(network.folder(self.here, size))
+
+    def _check_devices(self) -> None:
+        """Start the devices, and make the checks that use them."""
         from jaxdist.cluster import kv_store
-        from jaxdist.doctor import devices, network
+        from jaxdist.doctor import devices
 
-        here = self.here
         hosts = kv_store.gather("doctor/host of process", self.host)
-        log = devices.listen_to_nccl(here)
-        with self.patience("devices", "they have not started"):
-            mesh, size = self.mesh()
-        self.note("run folder", lambda: findings.for_all(network.folder(here, size)))
+        # Before the devices start, because NCCL reads its environment then.
+        log = devices.listen_to_nccl(self.here)
+        with self._patience("devices", "they have not started"):
+            mesh, size = self._start_mesh()
+        self._note("run folder", self._check_run_folder, size)
         if mesh is None:
             self.found.append(unchecked("all-reduce", "there is no mesh"))
             return
-        self.note("devices", lambda: devices.seen(here))
-        with self.patience("all-reduce", "it has not come back"):
-            self.note("all-reduce", lambda: devices.reductions(here, mesh, hosts))
-        self.note("NCCL", lambda: devices.nccl(here, log))
+        self._note("devices", devices.seen, self.here)
+        with self._patience("all-reduce", "it has not come back"):
+            self._note("all-reduce", devices.reductions, self.here, mesh, hosts)
+        self._note("NCCL", devices.nccl, self.here, log)
 
-    def mesh(self):
-        """The mesh of the run, and the bytes of a checkpoint; None for both where the request does not fit."""
+    def _start_mesh(self) -> tuple[jax.sharding.Mesh, int] | tuple[None, None]:
+        """Return the mesh of the run and the bytes of a checkpoint; None for both if the request does not fit."""
         import jax
 
         from jaxdist.cluster import runtime
@@ -181,11 +221,13 @@ class Doctor:
         from jaxdist.training.save_policy import checkpoint_bytes
 
         try:
-            asked = self.here.config
-            if asked.mesh == AUTO:  # any mesh of all devices will do
-                asked = asked.model_copy(update={"mesh": Config().mesh})
-            mesh = runtime.start(parse_mesh(asked.mesh))  # of all: a run may have no use for some of them
-            made = Run(asked, batch=False, devices=list(mesh.devices.flat))
+            config = self.here.config
+            if config.mesh == AUTO:
+                # Any mesh of all devices will do.
+                config = config.model_copy(update={"mesh": Config().mesh})
+            # Over all devices, although a run may have no use for some of them.
+            mesh = runtime.start(parse_mesh(config.mesh))
+            made = Run(config, batch=False, devices=list(mesh.devices.flat))
             with jax.set_mesh(mesh):
                 return mesh, checkpoint_bytes(made)
         except RequestError as error:
@@ -194,27 +236,32 @@ class Doctor:
             self.found.append(wrong("devices", f"JAX does not start them: {error}".splitlines()[0], "see driver"))
         return None, None
 
-    def patience(self, name: str, what: str):
-        return Patience(lambda: self.give_up(wrong(name, f"{what} after {PATIENCE:g} s", "see hosts, driver, NCCL")))
+    def _patience(self, name: str, what: str) -> Patience:
+        """Return a context that gives up after `PATIENCE`; `what` says what has not happened by then."""
+        finding = wrong(name, f"{what} after {PATIENCE:g} s", "see hosts, driver, NCCL")
+        return Patience(partial(self._give_up, finding))
 
-    def tell(self, found: list[Finding]) -> int:
-        """Print the report. Returns the exit code."""
-        result = findings.report(findings.at(self.host, found), self.here.place.processes)
-        print(json.dumps(result) if self.as_json else "\n".join(findings.told(result)), flush=True)
-        return DONE if result["healthy"] else REFUSED
-
-    def end(self, found: list[Finding]) -> int:
-        """The first process tells, and all exit alike."""
-        place = self.here.place
-        if place.leader:
-            code = self.tell(found)
+    def _print(self, found: list[Finding]) -> int:
+        """Print the report, and return the exit code."""
+        result = findings.report(findings.at(self.host, found), self.here.env.processes)
+        if self.as_json:
+            print(json.dumps(result), flush=True)
         else:
-            code = DONE if findings.report(found, place.processes)["healthy"] else REFUSED
-        if not place.alone:
+            print("\n".join(findings.as_text(result)), flush=True)
+        return _exit_code(result["healthy"])
+
+    def _end(self, found: list[Finding]) -> int:
+        """Print the report in process 0, and exit with the same code in all processes."""
+        env = self.here.env
+        if env.leader:
+            self._print(found)
+        code = _exit_code(findings.report(found, env.processes)["healthy"])
+        if not env.alone:
             import jax
 
             from jaxdist.cluster import faults
 
+            # The report is printed: an error at the end would say nothing more.
             with suppress(Exception):
                 jax.distributed.shutdown()
             faults.leave(ProcessEnv(), code)
@@ -222,7 +269,7 @@ class Doctor:
 
 
 class Patience:
-    """A context manager that calls `then`, in a thread, where its block takes longer than `PATIENCE`."""
+    """A context manager that calls `then`, in a thread, if its block takes longer than `PATIENCE`."""
 
     def __init__(self, then: Callable[[], None]):
         self._timer = threading.Timer(PATIENCE, then)

@@ -1,4 +1,4 @@
-"""Checks of what JAX sees and how its devices talk: against the driver, and by an all-reduce over each mesh axis."""
+"""Checks of the devices: JAX against the driver, and an all-reduce over each mesh axis."""
 
 from __future__ import annotations
 
@@ -21,53 +21,72 @@ from jaxdist.doctor.software import fraction
 from jaxdist.planning.hardware import known
 from jaxdist.sharding import BATCH, Layout
 
-CPU_BYTES, BYTES = 1 << 20, 64 << 20
-"""That each device gives to an all-reduce: enough to fill a fast link."""
+BYTES = 64 << 20
+"""Bytes that each GPU contributes to an all-reduce: enough to saturate a fast link."""
 
-WARM, REPEATS = 2, 7
+CPU_BYTES = 1 << 20
+"""Bytes that each CPU device contributes to an all-reduce."""
+
+WARM = 2
+"""Calls of a program before it is timed."""
+
+REPEATS = 7
+"""Calls of a program that are timed."""
 
 LEAST = 0.6
 """Part of the expected bandwidth below which to warn."""
 
 
 def seen(here: Here) -> Iterator[Finding]:
-    """The GPUs that the driver shows against those that the processes of this host use. All processes call it."""
-    local, host = jax.local_devices(), socket.gethostname()
+    """Compare the GPUs that the driver shows with those that the processes of this host use. All processes call it."""
+    local = jax.local_devices()
+    host = socket.gethostname()
     mine = [here.gpu(device.local_hardware_id) for device in local if device.platform == "gpu"]
     everyone = kv_store.gather("doctor/devices", [host, mine, fraction(here)])
-    there = [(gpus, part) for name, gpus, part in filter(None, everyone) if name == host]
-    yield judged_use(here, local[0].platform, len({gpu for gpus, _ in there for gpu in gpus}), len(there))
-    yield from shared_memory(there)
+    on_this_host = [(gpus, share) for name, gpus, share in filter(None, everyone) if name == host]
+    used = {gpu for gpus, _ in on_this_host for gpu in gpus}
+    yield judged_use(here, local[0].platform, len(used), len(on_this_host))
+    yield from shared_memory(on_this_host)
 
 
 def judged_use(here: Here, platform: str, used: int, processes: int) -> Finding:
-    """How many GPUs `processes` of this host use, beside those that the driver shows."""
-    asked, hidden = here.environment.get("JAX_PLATFORMS", ""), "CUDA_VISIBLE_DEVICES" in here.environment
-    told = f"{processes} process(es) of this host use {used} of the {here.gpus} GPU(s)" if here.gpus else platform
-    if not here.gpus or used >= here.gpus:
-        return ok("devices", told if here.gpus else f"{platform}, and no GPU is here")
-    if not used and asked and not {"cuda", "gpu"} & set(asked.split(",")):
-        return warning("devices", f"{told}, as JAX_PLATFORMS={asked} says", "unset it to use them")
+    """Return the finding for `processes` of this host that use `used` of the GPUs that the driver shows."""
+    if not here.gpus:
+        return ok("devices", f"{platform}, and no GPU is here")
+    text = f"{processes} process(es) of this host use {used} of the {here.gpus} GPU(s)"
+    if used >= here.gpus:
+        return ok("devices", text)
+    requested = here.environment.get("JAX_PLATFORMS", "")
+    hidden = "CUDA_VISIBLE_DEVICES" in here.environment
+    if not used and requested and not {"cuda", "gpu"} & set(requested.split(",")):
+        return warning("devices", f"{text}, as JAX_PLATFORMS={requested} says", "unset it to use them")
     if not used:
-        remedy = "unset CUDA_VISIBLE_DEVICES, or see driver and versions" if hidden else "see driver and versions"
-        return wrong("devices", f"{told}: JAX uses the {platform}", remedy)
+        remedy = "see driver and versions"
+        if hidden:
+            remedy = f"unset CUDA_VISIBLE_DEVICES, or {remedy}"
+        return wrong("devices", f"{text}: JAX uses the {platform}", remedy)
     if hidden:
-        return ok("devices", f"{told}; CUDA_VISIBLE_DEVICES hides others")
-    return wrong("devices", told, "start a process for each, or give one all of them (--gpus-per-node)")
+        return ok("devices", f"{text}; CUDA_VISIBLE_DEVICES hides others")
+    return wrong("devices", text, "start a process for each, or give one all of them (--gpus-per-node)")
 
 
-def shared_memory(there: list[tuple[list[str], float]]) -> Iterator[Finding]:
-    """`there`: the GPUs of each process of this host, and the part of their memory that it takes."""
-    for gpu in sorted({gpu for ids, _ in there for gpu in ids}):
-        parts = [part for ids, part in there if gpu in ids]
+def shared_memory(processes: list[tuple[list[str], float]]) -> Iterator[Finding]:
+    """Check that processes which share a GPU do not take more memory than it has.
+
+    `processes` are those of this host: the GPUs of each, and the share of their memory that it takes.
+    """
+    for gpu in sorted({gpu for gpus, _ in processes for gpu in gpus}):
+        parts = [share for gpus, share in processes if gpu in gpus]
         if sum(parts) > 1:
-            said = f"{len(parts)} processes take {sum(parts):g} of the memory of GPU {gpu} together"
-            yield wrong("memory", said, f"give each a GPU, or set XLA_CLIENT_MEM_FRACTION to {0.95 / len(parts):.2f}")
+            text = f"{len(parts)} processes take {sum(parts):g} of the memory of GPU {gpu} together"
+            yield wrong("memory", text, f"give each a GPU, or set XLA_CLIENT_MEM_FRACTION to {0.95 / len(parts):.2f}")
 
 
 def reductions(here: Here, mesh: jax.sharding.Mesh, hosts: Sequence[str]) -> Iterator[Finding]:
-    """An all-reduce over each axis of `mesh`: its value, exactly, and its bandwidth as NCCL's tests count it. All
-    processes call it; `hosts` are theirs."""
+    """Check an all-reduce over each axis of `mesh`: that its sum is exact, and its bandwidth as nccl-tests define it.
+
+    All processes call it; `hosts` are the hosts of the processes.
+    """
     axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     if not axes:
         yield unchecked("all-reduce", "the mesh is one device")
@@ -75,21 +94,32 @@ def reductions(here: Here, mesh: jax.sharding.Mesh, hosts: Sequence[str]) -> Ite
         check = f"all-reduce {axis}"
         bad, seconds, size = reduce_over(mesh, axis)
         if bad:
-            said = f"{bad[0]} and {len(bad) - 1} more device(s) have a wrong sum"
-            yield wrong(
-                check, said, "do not train on them: let the administrator test the device, its links and driver"
-            )
-        elif here.place.leader:
+            text = f"{bad[0]} and {len(bad) - 1} more device(s) have a wrong sum"
+            remedy = "do not train on them: let the administrator test the device, its links and driver"
+            yield wrong(check, text, remedy)
+        elif here.env.leader:
             count = mesh.shape[axis]
             line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(count, -1)[:, 0]
             crosses = len({hosts[device.process_index] for device in line}) > 1
-            yield from for_all([judged(check, line[0].device_kind, crosses, 2 * (count - 1) / count * size / seconds)])
+            # The bytes that a ring all-reduce sends per device, per second.
+            rate = 2 * (count - 1) / count * size / seconds
+            yield from for_all([judged(check, line[0].device_kind, crosses, rate)])
 
 
 def reduce_over(mesh: jax.sharding.Mesh, axis: str) -> tuple[list[str], float, int]:
-    """(devices of this process with a wrong sum, seconds, bytes that each device gives)."""
-    length = (CPU_BYTES if mesh.devices.flat[0].platform == "cpu" else BYTES) // 4
-    summed = lambda x: jax.lax.pcast(jax.lax.psum(x, axis), axis, to="varying")
+    """All-reduce over a mesh axis.
+
+    Returns the devices of this process with a wrong sum, the seconds, and the bytes that each device contributes.
+    """
+
+    def summed(x: jax.Array) -> jax.Array:
+        # The sum is the same on all devices of the axis; cast, so that the program returns the copy of each.
+        return jax.lax.pcast(jax.lax.psum(x, axis), axis, to="varying")
+
+    size = BYTES
+    if mesh.devices.flat[0].platform == "cpu":
+        size = CPU_BYTES
+    length = size // 4  # float32
     found, seconds = timed(on_each(mesh, summed), numbered(mesh, length))
     numbers = np.arange(1, mesh.size + 1, dtype=np.float32).reshape(mesh.devices.shape)
     at = mesh.axis_names.index(axis)
@@ -103,24 +133,30 @@ def reduce_over(mesh: jax.sharding.Mesh, axis: str) -> tuple[list[str], float, i
 
 
 def numbered(mesh: jax.sharding.Mesh, length: int) -> jax.Array:
-    """Float32 [devices, length], a row on each device: all 1 on the first, all 2 on the second."""
-    part = lambda index: np.repeat(np.arange(1, mesh.size + 1, dtype=np.float32)[index[0], None], length, axis=1)
+    """Return float32 [devices, length], a row on each device: all 1 on the first, all 2 on the second."""
+    # Whole numbers, whose sum float32 holds exactly, and different ones, so that a sum shows which devices it is of.
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        numbers = np.arange(1, mesh.size + 1, dtype=np.float32)
+        return np.repeat(numbers[index[0], None], length, axis=1)
+
     return jax.make_array_from_callback((mesh.size, length), rows(mesh), part)
 
 
 def on_each(mesh: jax.sharding.Mesh, body: Callable[..., jax.Array]) -> jax.stages.Wrapped:
-    """The program that gives `body` each device's part of arrays [devices, ...], and makes such an array of theirs."""
+    """Return the program that applies `body` on each device to its part of arrays [devices, ...]."""
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=rows(mesh).spec, out_specs=rows(mesh).spec))
 
 
 def rows(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-    """The layout of arrays whose first dim counts the devices."""
+    """Return the layout of arrays whose first dim counts the devices."""
     spec = Layout.on(mesh, {BATCH: mesh.axis_names}, names=[BATCH]).spec([BATCH])
     return jax.sharding.NamedSharding(mesh, spec)
 
 
 def timed(program: Callable[..., jax.Array], *given: jax.Array) -> tuple[jax.Array, float]:
-    """What the program makes, and the median of its seconds, each call waited for."""
+    """Return the result of a program, and the median of its seconds; each call is waited for."""
+    # The first call compiles.
     for _ in range(WARM):
         found = jax.block_until_ready(program(*given))
     times = []
@@ -132,42 +168,50 @@ def timed(program: Callable[..., jax.Array], *given: jax.Array) -> tuple[jax.Arr
 
 
 def judged(check: str, kind: str, crosses: bool, rate: float) -> Finding:
-    """The bandwidth of devices of that `kind` beside what is to be expected, per device, whatever their number."""
-    gpu, over = known(kind), "between hosts" if crosses else "within a host"
-    told = f"right; {rate / 1e9:.3g} GB/s {over}"
+    """Compare the bandwidth of devices of a `kind`, in bytes per second and device, with what is expected.
+
+    `crosses` says that they are on several hosts.
+    """
+    gpu = known(kind)
+    over = "between hosts" if crosses else "within a host"
+    text = f"right; {rate / 1e9:.3g} GB/s {over}"
     if gpu is None:
-        return ok(check, f"{told}; how much to expect of {kind} is not known")
+        return ok(check, f"{text}; how much to expect of {kind} is not known")
+    # Between hosts one network card per GPU is expected, whatever part of the axis lies within a host.
     expected = gpu.network if crosses else gpu.link
-    told += f", {rate / expected:.0%} of {expected / 1e9:.3g}"
+    text += f", {rate / expected:.0%} of {expected / 1e9:.3g}"
     if rate < LEAST * expected:
         remedy = "see which network NCCL uses, its environment, and the topology (nvidia-smi topo -m)"
-        return warning(check, told, remedy)
-    return ok(check, told)
+        return warning(check, text, remedy)
+    return ok(check, text)
 
 
 def listen_to_nccl(here: Here) -> Path | None:
-    """Let NCCL write what it does, from now on, into a file, unless the user has it written elsewhere."""
+    """Let NCCL log to a file from now on, and return it; None if the user has chosen a file."""
     if not here.gpus or "NCCL_DEBUG_FILE" in here.environment:
         return None
+    # A folder of this process alone, because another one on this host logs too.
     file = Path(tempfile.mkdtemp(prefix="jaxdist-nccl-")) / "log"
     os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=str(file))
     return file
 
 
 def nccl(here: Here, file: Path | None, root: Path = Path("/")) -> Iterator[Finding]:
-    """The network that NCCL says it uses between hosts."""
+    """Check the network that NCCL, in its log `file`, says it uses between hosts; `root` is where /sys lies."""
     if not here.gpus:
         yield unchecked("NCCL", "no NVIDIA GPU here")
         return
-    text = file.read_text(errors="replace") if file and file.exists() else ""
+    text = ""
+    if file and file.exists():
+        text = file.read_text(errors="replace")
     if file:
         shutil.rmtree(file.parent)
     found = list(dict.fromkeys(re.findall(r"NCCL INFO Using network (.+)", text)))
     fast = [name for name in ("infiniband", "cxi") if list((root / "sys/class" / name).glob("*"))]
     if not found:
         yield unchecked("NCCL", "it has not said which network it uses: one device, or NCCL_DEBUG_FILE is set")
-    elif "Socket" in found and fast and not here.place.alone:
-        said = f"NCCL uses plain sockets, though this host has {fast[0]}"
-        yield warning("NCCL", said, "install its plug-in for that network, and see NCCL_NET and NCCL_IB_DISABLE")
+    elif "Socket" in found and fast and not here.env.alone:
+        problem = f"NCCL uses plain sockets, though this host has {fast[0]}"
+        yield warning("NCCL", problem, "install its plug-in for that network, and see NCCL_NET and NCCL_IB_DISABLE")
     else:
         yield ok("NCCL", f"uses {', '.join(name.strip() for name in found)}")

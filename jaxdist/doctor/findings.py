@@ -1,4 +1,4 @@
-"""What a check has found, in one process or many, and how it is told."""
+"""Findings of the doctor's checks, in one process or many, and the report made of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,20 @@ from typing import Any
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import Config
 
-OK, WARNING, WRONG, UNCHECKED = "ok", "warning", "wrong", "not checked"
-"""Only what is wrong makes the exit code 2."""
+OK = "ok"
+"""State of a finding: the check passed."""
+
+WARNING = "warning"
+"""State of a finding: a setting costs time or memory."""
+
+WRONG = "wrong"
+"""State of a finding: a run would fail. Only this one makes the exit code 2."""
+
+UNCHECKED = "not checked"
+"""State of a finding: the check could not be made."""
+
+ALL = "all"
+"""Stands for the host where a finding is true of the job as a whole."""
 
 
 @dataclass(frozen=True)
@@ -22,89 +34,100 @@ class Finding:
     check: str
     state: str
     text: str
-    """What is so, or, if anything is wrong, what."""
+    """What was found."""
     remedy: str = ""
-    """What to do."""
+    """What to do about it."""
     host: str = ""
 
 
 @dataclass
 class Here:
-    """This process, and what the checks leave for each other."""
+    """This process, with what the checks leave for each other."""
 
     config: Config
-    place: ProcessEnv = field(default_factory=ProcessEnv)
+    env: ProcessEnv = field(default_factory=ProcessEnv)
     environment: MutableMapping[str, str] = field(default_factory=lambda: os.environ)
     gpus: int = 0
-    """That the driver shows."""
+    """Number of GPUs that the driver shows."""
     buses: tuple[str, ...] = ()
-    """Where those are on the PCI bus, which tells them apart on a host; empty where that is not known."""
+    """Addresses of these GPUs on the PCI bus, which tell them apart on a host; empty if unknown."""
 
     def gpu(self, number: int) -> str:
-        """The name on this host of the GPU that is `number` for CUDA."""
-        visible = self.environment.get("CUDA_VISIBLE_DEVICES")
+        """Return the name, unique on this host, of the GPU that CUDA numbers `number`."""
         known = list(self.buses or map(str, range(self.gpus)))
-        shown = [word.strip() for word in visible.split(",")] if visible else [str(i) for i in range(len(known))]
-        word = shown[number] if number < len(shown) else str(number)
-        return known[int(word)] if word.isdecimal() and int(word) < len(known) else word
+        shown = [str(i) for i in range(len(known))]
+        visible = self.environment.get("CUDA_VISIBLE_DEVICES")
+        if visible:
+            shown = [word.strip() for word in visible.split(",")]
+        word = str(number)
+        if number < len(shown):
+            word = shown[number]
+        if word.isdecimal() and int(word) < len(known):
+            return known[int(word)]
+        return word
 
 
 def ok(check: str, text: str) -> Finding:
+    """Return the finding of a check that passed."""
     return Finding(check, OK, text)
 
 
 def warning(check: str, text: str, remedy: str) -> Finding:
+    """Return a finding that costs time or memory."""
     return Finding(check, WARNING, text, remedy)
 
 
 def wrong(check: str, text: str, remedy: str) -> Finding:
+    """Return a finding that would make a run fail."""
     return Finding(check, WRONG, text, remedy)
 
 
 def unchecked(check: str, why: str) -> Finding:
+    """Return the finding of a check that could not be made."""
     return Finding(check, UNCHECKED, why)
 
 
-ALL = "all"
-"""In place of a host: true of the job as a whole."""
-
-
 def for_all(findings: Iterable[Finding]) -> list[Finding]:
-    """What one process found for all."""
+    """Return the findings of one process as findings about the whole job."""
     return at(ALL, findings)
 
 
 def at(host: str, findings: Iterable[Finding]) -> list[Finding]:
-    """The same, found on that host."""
+    """Return the findings with `host` as theirs, unless they have one."""
     return [replace(finding, host=finding.host or host) for finding in findings]
 
 
 def report(findings: Sequence[Finding], processes: int) -> dict[str, Any]:
-    """All of them as JSON has it: once each, with the hosts on which it is so, in the order of the checks."""
+    """Return all findings as JSON has them: equal ones once, with their hosts, in the order of the checks."""
     order = {name: i for i, name in enumerate(dict.fromkeys(finding.check for finding in findings))}
     hosts: dict[Finding, list[str]] = {}
     for finding in sorted(findings, key=lambda finding: order[finding.check]):
-        there = hosts.setdefault(replace(finding, host=""), [])
-        if finding.host not in there:
-            there.append(finding.host)
-    rows = [asdict(finding) | {"hosts": there} for finding, there in hosts.items()]
-    for row in rows:
+        found_on = hosts.setdefault(replace(finding, host=""), [])
+        if finding.host not in found_on:
+            found_on.append(finding.host)
+    rows = []
+    for finding, found_on in hosts.items():
+        row = asdict(finding)
         del row["host"]
+        row["hosts"] = found_on
+        rows.append(row)
     healthy = not any(finding.state == WRONG for finding in findings)
     return {"healthy": healthy, "processes": processes, "findings": rows}
 
 
-def told(result: Mapping[str, Any], width: int = 120) -> Iterator[str]:
-    """The report for people."""
+def as_text(result: Mapping[str, Any], width: int = 120) -> Iterator[str]:
+    """Yield the lines of the report for people."""
     rows = result["findings"]
     everywhere = {host for row in rows for host in row["hosts"]} - {ALL}
-    name = max((len(row["check"]) for row in rows), default=0)
-    indent = " " * (13 + name + 2)
+    name_width = max((len(row["check"]) for row in rows), default=0)
+    indent = " " * (13 + name_width + 2)
     for row in rows:
         text = "; ".join(part for part in (row["text"], row["remedy"]) if part)
         if ALL not in row["hosts"] and set(row["hosts"]) != everywhere:
             text += f"  [{', '.join(row['hosts'])}]"
-        head = f"{row['state']:<13}{row['check']:<{name}}  "
+        head = f"{row['state']:<13}{row['check']:<{name_width}}  "
         yield textwrap.fill(text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
-    count = sum(row["state"] == WRONG for row in rows)
-    yield "healthy, as far as was checked" if result["healthy"] else f"{count} thing(s) wrong"
+    if result["healthy"]:
+        yield "healthy, as far as was checked"
+    else:
+        yield f"{sum(row['state'] == WRONG for row in rows)} thing(s) wrong"

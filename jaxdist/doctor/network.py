@@ -1,4 +1,4 @@
-"""Checks between the processes: names, connections, clocks, proxies, the run folder. No collective is needed."""
+"""Checks between the processes that need no collective: names, connections, clocks, proxies, the run folder."""
 
 from __future__ import annotations
 
@@ -18,78 +18,91 @@ from jaxdist.config import RequestError
 from jaxdist.doctor.findings import Finding, Here, for_all, ok, unchecked, wrong
 
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""What gRPC, through which processes meet, reads; names in capitals it does not."""
+"""Variables that gRPC, through which processes meet, reads; it ignores their names in capitals."""
 
-CONNECT = 5.0
-"""Seconds in which another host must answer."""
+CONNECT_SECONDS = 5.0
+"""Seconds in which another host must accept a connection."""
 
-SKEW = 2.0
-"""Seconds that clocks may differ."""
+SKEW_SECONDS = 2.0
+"""Seconds by which clocks may differ."""
 
 ROUNDS = 3
-"""Questions for the time; the one that was answered first counts."""
+"""How often a host is asked for its time; the answer that came fastest counts."""
 
 
 def proxies(here: Here) -> Iterator[Finding]:
-    """Behind a proxy the processes would not find each other, even on one host; they do not ask it."""
+    """Report proxies: behind one the processes would not find each other, so jaxdist lets gRPC bypass them."""
     named = [name for name in PROXIES if here.environment.get(name)]
-    yield ok("proxies", f"{', '.join(named)} set: the processes meet past it" if named else "none that gRPC would use")
+    if named:
+        yield ok("proxies", f"{', '.join(named)} set: the processes bypass it")
+    else:
+        yield ok("proxies", "none that gRPC would use")
 
 
 def own_name(here: Here) -> Iterator[Finding]:
-    """That the name of this host is not its loopback, which gloo would tell the others."""
-    if here.place.alone:
-        yield unchecked("own name", "one process, which tells nobody where it is")
-    elif here.place.on_one_host:
-        yield ok("own name", f"all processes are on this host, as they meet at {here.place.coordinator}")
+    """Check that the name of this host is not its loopback, which gloo would give to the others as its address."""
+    if here.env.alone:
+        yield unchecked("own name", "one process, to which no other connects")
+    elif here.env.on_one_host:
+        yield ok("own name", f"all processes are on this host, as they meet at {here.env.coordinator}")
     else:
         try:
             addresses.check_own_name()
         except RequestError as error:
-            said, _, remedy = error.problems[0].partition("; ")
-            yield wrong("own name", said, remedy)
+            # Errors have the form `what is wrong; what to change`.
+            text, _, remedy = error.problems[0].partition("; ")
+            yield wrong("own name", text, remedy)
         else:
             name = socket.gethostname()
             yield ok("own name", f"{name} is {socket.gethostbyname(name)}")
 
 
 def hosts(here: Here) -> Iterator[Finding]:
-    """Every name means the same address everywhere, and what listens there can be reached. All processes call it."""
-    if here.place.alone:
+    """Check that every name means the same address everywhere and that its host can be reached. All processes call it.
+
+    Each process listens at a port, and one process of each host connects to all other hosts.
+    """
+    if here.env.alone:
         yield unchecked("hosts", "one process; start the doctor as the run is started, such as under srun")
         return
     name = socket.gethostname()
     address = _address(name)
+    problems: list[Finding] = []
     with socket.socket() as listening:
-        _bind(listening, "" if here.place.on_one_host else address)
+        _bind(listening, "" if here.env.on_one_host else address)
         listening.listen(1024)
         everyone = kv_store.gather("doctor/hosts", [name, address, listening.getsockname()[1]])
-        yield from _met(everyone)
+        yield from _unanswered(everyone)
         first: dict[str, list] = {}
         for one in filter(None, everyone):
             first.setdefault(one[0], one)
-        others = [one for one in first.values() if one[0] != name and not here.place.on_one_host]
-        speaks = [one[0] if one else None for one in everyone].index(name) == here.place.process
-        problems: list[Finding] = []
-        if speaks:
+        others = [one for one in first.values() if one[0] != name and not here.env.on_one_host]
+        names = [one[0] if one else None for one in everyone]
+        # One process speaks for its host, so that a problem is reported once.
+        is_first_of_host = names.index(name) == here.env.process
+        if is_first_of_host:
             with ThreadPoolExecutor(32) as pool:
                 problems = [problem for found in pool.map(_reach, others) for problem in found]
-        kv_store.gather("doctor/reached", True)  # until then all must listen
+        kv_store.gather("doctor/reached", True)  # until then all processes must listen
     yield from problems
-    if speaks and not problems:
-        there = f"{len(others)} other host(s) found and reached" if others else "all processes are here"
-        yield ok("hosts", there)
+    if is_first_of_host and not problems:
+        if others:
+            yield ok("hosts", f"{len(others)} other host(s) found and reached")
+        else:
+            yield ok("hosts", "all processes are here")
 
 
-def _met(everyone: Sequence[Any]) -> Iterator[Finding]:
-    for process in (i for i, one in enumerate(everyone) if one is None):
-        yield wrong("hosts", f"process {process} does not answer", "see what it says itself")
+def _unanswered(everyone: Sequence[Any]) -> Iterator[Finding]:
+    """Yield a finding for each process that gave no answer."""
+    for process, answer in enumerate(everyone):
+        if answer is None:
+            yield wrong("hosts", f"process {process} does not answer", "see what it says itself")
 
 
 def _bind(listening: socket.socket, address: str) -> None:
-    """Bind to the `address` that the others find this host at, at a free port; to the loopback where there is none.
+    """Bind to a free port at the `address` where the others look for this host; to the loopback if there is none.
 
-    Where it is not on this host, as behind NAT or in a container, bind to all interfaces: it may lead here yet.
+    If the address is not on this host, as behind NAT or in a container, bind to all interfaces: it may still lead here.
     """
     try:
         listening.bind((address or "127.0.0.1", 0))
@@ -98,6 +111,7 @@ def _bind(listening: socket.socket, address: str) -> None:
 
 
 def _address(name: str) -> str:
+    """Return the address of a host, or an empty text if the name is unknown."""
     try:
         return socket.gethostbyname(name)
     except OSError:
@@ -105,80 +119,98 @@ def _address(name: str) -> str:
 
 
 def _reach(other: tuple[str, str, int]) -> list[Finding]:
+    """Check the name, address and port of another host from here."""
     name, address, port = other
     here = _address(name)
     if not address or not here:
-        where = "itself" if not address else socket.gethostname()
+        where = socket.gethostname() if address else "itself"
         return [wrong("hosts", f"the name {name} cannot be found from {where}", "put it into DNS or /etc/hosts")]
     if here != address:
-        said = f"{name} is {here} here, but {address} for itself"
-        return [wrong("hosts", said, "give both the same address in DNS or /etc/hosts")]
+        text = f"{name} is {here} here, but {address} for itself"
+        return [wrong("hosts", text, "give both the same address in DNS or /etc/hosts")]
     try:
-        socket.create_connection((address, port), CONNECT).close()
+        socket.create_connection((address, port), CONNECT_SECONDS).close()
     except OSError as error:
-        said = f"{name} at {address} cannot be reached ({error.strerror or error})"
-        return [wrong("hosts", said, "open the ports above 1024 between the hosts, in firewalls too")]
+        text = f"{name} at {address} cannot be reached ({error.strerror or error})"
+        return [wrong("hosts", text, "open the ports above 1024 between the hosts, in firewalls too")]
     return []
 
 
 def clocks(here: Here) -> Iterator[Finding]:
-    """How much the hosts' clocks differ from that of process 0. All processes call it."""
-    if here.place.alone:
+    """Compare the clocks of the hosts with that of process 0. All processes call it."""
+    if here.env.alone:
         yield unchecked("clocks", "one process")
         return
     names = kv_store.gather("doctor/names", socket.gethostname())
-    asked = [i for i, name in enumerate(names) if name and names.index(name) == i and i > 0]
-    if here.place.process in asked:
+    # The first process of each host answers for it.
+    answering = [i for i, name in enumerate(names) if name and names.index(name) == i and i > 0]
+    if here.env.process in answering:
         for turn in range(ROUNDS):
-            kv_store.read(f"doctor/clock/{here.place.process}/{turn}", 120)
-            kv_store.post(f"doctor/clock/{here.place.process}/{turn}/is", json.dumps(time.time()))
-    if not here.place.leader:
+            kv_store.read(f"doctor/clock/{here.env.process}/{turn}", 120)
+            kv_store.post(f"doctor/clock/{here.env.process}/{turn}/is", json.dumps(time.time()))
+    if not here.env.leader:
         return
     found = []
-    for process in asked:
-        ahead, doubt = min((_ask(process, turn) for turn in range(ROUNDS)), key=lambda one: one[1])
-        if abs(ahead) - doubt > SKEW:
+    for process in answering:
+        answers = [_ask_time(process, turn) for turn in range(ROUNDS)]
+        ahead, uncertainty = min(answers, key=lambda answer: answer[1])
+        # Only what the round trip cannot explain counts.
+        if abs(ahead) - uncertainty > SKEW_SECONDS:
             way = "ahead of" if ahead > 0 else "behind"
-            said = f"the clock of {names[process]} is {abs(ahead):.1f} s {way} that of {names[0]} (to {doubt:.2g} s)"
-            found.append(wrong("clocks", said, "let chrony or ntpd set it"))
-    same = "all processes are on one host" if not asked else f"{len(asked) + 1} hosts agree to {SKEW:g} s"
-    yield from for_all(found or [ok("clocks", same)])
+            text = (
+                f"the clock of {names[process]} is {abs(ahead):.1f} s {way} that of {names[0]} (to {uncertainty:.2g} s)"
+            )
+            found.append(wrong("clocks", text, "let chrony or ntpd set it"))
+    if not found and answering:
+        found.append(ok("clocks", f"{len(answering) + 1} hosts agree to {SKEW_SECONDS:g} s"))
+    elif not found:
+        found.append(ok("clocks", "all processes are on one host"))
+    yield from for_all(found)
 
 
-def _ask(process: int, turn: int) -> tuple[float, float]:
-    """(seconds by which the clock of `process` is ahead, within so many)."""
-    asked = time.time()
+def _ask_time(process: int, turn: int) -> tuple[float, float]:
+    """Return by how many seconds the clock of `process` is ahead, and the uncertainty in seconds."""
+    sent = time.time()
     kv_store.post(f"doctor/clock/{process}/{turn}", "?")
-    told = json.loads(kv_store.read(f"doctor/clock/{process}/{turn}/is", 60))
+    there = json.loads(kv_store.read(f"doctor/clock/{process}/{turn}/is", 60))
     answered = time.time()
-    return told - (asked + answered) / 2, (answered - asked) / 2
+    # The answer was made at some time within the round trip: its middle is right to half its length.
+    return there - (sent + answered) / 2, (answered - sent) / 2
 
 
 def folder(here: Here, size: int | None) -> Iterator[Finding]:
-    """That the run folder can be written, has `size` bytes free if that is known, and is the same for all. All
-    processes call it. A folder that was not there is not there afterwards."""
-    path, told = here.config.run_dir / "checkpoints", None
-    new = [parent for parent in (path, *path.parents) if not parent.exists()]
-    if here.place.leader:
+    """Check that the run folder is writable, has room for `size` bytes if known, and is the same for all processes.
+
+    All processes call it. A folder that did not exist before is removed again.
+    """
+    path = here.config.run_dir / "checkpoints"
+    created = [parent for parent in (path, *path.parents) if not parent.exists()]
+    marker = None
+    if here.env.leader:
         try:
-            told = preflight.write_marker(path, size or 0)
+            marker = preflight.write_marker(path, size or 0)
         except RequestError as error:
-            said, _, remedy = error.problems[0].rpartition("; ")
-            yield wrong("run folder", said, remedy)
-    told = kv_store.gather("doctor/folder", told)[0]
-    seen = told is None or preflight.is_visible(preflight.marker_path(path, told))
+            text, _, remedy = error.problems[0].rpartition("; ")
+            yield wrong("run folder", text, remedy)
+    # Also if process 0 could not write: the others wait for its answer.
+    marker = kv_store.gather("doctor/folder", marker)[0]
+    seen = marker is None or preflight.is_visible(preflight.marker_path(path, marker))
     blind = kv_store.gather("doctor/seen", seen).count(False)
-    if not here.place.leader or told is None:
+    if not here.env.leader or marker is None:
         return
-    preflight.marker_path(path, told).unlink(missing_ok=True)
-    for parent in new:
+    preflight.marker_path(path, marker).unlink(missing_ok=True)
+    for parent in created:
         with suppress(OSError):
             os.rmdir(parent)
     if blind:
-        said = f"{Path(here.config.run_dir)} is another folder on other hosts: {blind} of {here.place.processes} "
-        said += "processes do not see what the first one wrote there"
-        yield wrong("run folder", said, "name a --run-dir on a file system that all hosts share")
-    else:
-        room = f"room for a checkpoint of {preflight.megabytes(size)}" if size is not None else "room not checked"
-        shared = "" if here.place.alone else ", the same for all processes"
-        yield ok("run folder", f"{here.config.run_dir} can be written, {room}{shared}")
+        text = (
+            f"{Path(here.config.run_dir)} is another folder on other hosts: {blind} of {here.env.processes} processes "
+            f"do not see what the first one wrote there"
+        )
+        yield wrong("run folder", text, "name a --run-dir on a file system that all hosts share")
+        return
+    room = "room not checked"
+    if size is not None:
+        room = f"room for a checkpoint of {preflight.megabytes(size)}"
+    shared = "" if here.env.alone else ", the same for all processes"
+    yield ok("run folder", f"{here.config.run_dir} can be written, {room}{shared}")

@@ -1,4 +1,8 @@
-"""Checks of what is installed and set, before JAX is imported: what would kill it is told, and then left out."""
+"""Checks of what is installed and set, before JAX is imported.
+
+A setting that would end the process is reported, and removed from the doctor's own environment, so that the later
+checks still run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -21,32 +25,36 @@ from jaxdist.gpu_memory import FRACTIONS, GPU_SHARE
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 PLUGINS = {cuda: (f"jax-cuda{cuda}-plugin", f"jax-cuda{cuda}-pjrt") for cuda in (12, 13)}
-"""What lets JAX use NVIDIA's GPUs, by the version of CUDA. Each comes in two parts."""
+"""The two packages of JAX's plug-in for NVIDIA GPUs, by the version of CUDA."""
 
 PARSE = "from jaxlib import xla_client; xla_client.CompileOptions()"
-"""The least that reads XLA_FLAGS."""
+"""The shortest program that reads XLA_FLAGS."""
 
 ALLOCATORS = ("default", "platform", "bfc", "cuda_async", "vmm", "address")
 
 
 def versions(here: Here) -> Iterator[Finding]:
-    """Python, JAX and what stands on it: installed, and such as each says that it needs the others."""
+    """Check that Python, JAX and the packages on top of it are installed, and fit what each of them requires."""
     found = {name: installed(name) for name in PACKAGES}
-    for name in (name for name in PACKAGES if not found[name]):
+    missing = [name for name in PACKAGES if not found[name]]
+    for name in missing:
         yield wrong("versions", f"{name} is not installed", f"{sys.executable} -m pip install {name}")
     clashes = [clash for name in ("jaxdist", *PACKAGES) for clash in _clashes(name, found)]
     for clash in clashes:
         yield wrong("versions", clash, "install them together: pip install -U jax jaxlib flax optax orbax-checkpoint")
     plugins = list(_plugins(found["jaxlib"]))
     yield from plugins
-    if all(found.values()) and not clashes and not plugins:
-        cuda = [f"CUDA {one} plug-in {installed(parts[0])}" for one, parts in PLUGINS.items() if installed(parts[0])]
-        names = [f"python {platform.python_version()}", *(f"{name} {found[name]}" for name in PACKAGES), *cuda]
-        yield ok("versions", ", ".join(names))
+    if missing or clashes or plugins:
+        return
+    names = [f"python {platform.python_version()}", *(f"{name} {found[name]}" for name in PACKAGES)]
+    for cuda, parts in PLUGINS.items():
+        if installed(parts[0]):
+            names.append(f"CUDA {cuda} plug-in {installed(parts[0])}")
+    yield ok("versions", ", ".join(names))
 
 
 def installed(name: str) -> str:
-    """The version of a package, empty without it."""
+    """Return the version of a package, or an empty text if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -54,18 +62,24 @@ def installed(name: str) -> str:
 
 
 def _clashes(name: str, found: dict[str, str]) -> Iterator[str]:
+    """Yield the requirements of a package that Python or the packages `found` do not meet."""
     from packaging.requirements import Requirement
 
     if not installed(name):
         return
-    if not _fits(metadata.metadata(name).get("Requires-Python"), platform.python_version()):
-        needed = metadata.metadata(name)["Requires-Python"]
+    needed = metadata.metadata(name).get("Requires-Python")
+    if not _fits(needed, platform.python_version()):
         yield f"{name} {installed(name)} needs Python {needed}, this is {platform.python_version()}"
     for text in metadata.requires(name) or ():
-        need = Requirement(text)
-        there = found.get(need.name)
-        if there and (not need.marker or need.marker.evaluate({"extra": ""})) and not _fits(str(need.specifier), there):
-            yield f"{name} {installed(name)} needs {need.name} {need.specifier}, but {there} is installed"
+        requirement = Requirement(text)
+        version = found.get(requirement.name)
+        if not version:
+            continue
+        # A marker limits a requirement to an extra, a platform or a version of Python.
+        applies = not requirement.marker or requirement.marker.evaluate({"extra": ""})
+        if applies and not _fits(str(requirement.specifier), version):
+            need = f"{requirement.name} {requirement.specifier}"
+            yield f"{name} {installed(name)} needs {need}, but {version} is installed"
 
 
 def _fits(needed: str | None, version: str) -> bool:
@@ -75,131 +89,162 @@ def _fits(needed: str | None, version: str) -> bool:
 
 
 def _plugins(jaxlib: str) -> Iterator[Finding]:
-    there = {name: version for parts in PLUGINS.values() for name in parts if (version := installed(name))}
-    for name, version in there.items():
-        if version != jaxlib:
+    """Check that CUDA plug-ins are as old as jaxlib and complete, and that there is only one."""
+    found = {name: installed(name) for parts in PLUGINS.values() for name in parts}
+    for name, version in found.items():
+        if version and version != jaxlib:
             yield wrong("versions", f"{name} is {version}, jaxlib {jaxlib}", f"pip install {name}=={jaxlib}")
-    halves = [name for parts in PLUGINS.values() if 0 < sum(part in there for part in parts) < 2 for name in parts]
-    for name in halves:
-        if name not in there:
+    present = []
+    for cuda, parts in PLUGINS.items():
+        missing = [name for name in parts if not found[name]]
+        if len(missing) == len(parts):
+            continue
+        present.append(cuda)
+        for name in missing:
             yield wrong("versions", f"half of a CUDA plug-in: {name} is missing", f"pip install {name}=={jaxlib}")
-    if all(any(part in there for part in parts) for parts in PLUGINS.values()):
+    if len(present) == len(PLUGINS):
         yield wrong("versions", "the plug-ins for CUDA 12 and 13 are both installed", "uninstall those for one of them")
 
 
 def xla_flags(here: Here) -> Iterator[Finding]:
-    """XLA_FLAGS as XLA itself reads them, in a child: a flag that it does not know ends a process in C++."""
+    """Check XLA_FLAGS with XLA itself, in a child process: a flag that it does not know ends a process in C++."""
     flags = here.environment.get("XLA_FLAGS", "")
     if not flags.strip():
         yield ok("XLA_FLAGS", "none")
         return
     if not flags.lstrip().startswith("-"):
-        exists = os.path.isfile(flags)
-        note = "is read by XLA as the name of a file" + ("" if exists else ", which does not exist: no flag counts")
-        tell = unchecked("XLA_FLAGS", f"'{flags}' {note}") if exists else None
-        yield tell or wrong("XLA_FLAGS", f"'{flags}' {note}", "write flags as --xla_name=value")
+        yield _flags_file(flags)
         return
     words = flags.split()
-    for word in (word for word in words if not word.startswith("--")):
-        yield warning("XLA_FLAGS", f"'{word}' is no flag, and XLA ignores it", "write flags as --xla_name=value")
+    for word in words:
+        if not word.startswith("--"):
+            yield warning("XLA_FLAGS", f"'{word}' is no flag, and XLA ignores it", "write flags as --xla_name=value")
     if not refused(flags):
         yield ok("XLA_FLAGS", f"{len(words)} flag(s), all known")
         return
-    bad = {word: why for word in dict.fromkeys(words) if (why := refused(word))}
-    for word, why in bad.items():
-        yield _bad_flag(word, why)
-    if not bad:
+    # Each flag in a process of its own, to name those that XLA refuses.
+    reasons = {word: refused(word) for word in dict.fromkeys(words)}
+    bad = {word: reason for word, reason in reasons.items() if reason}
+    for word, reason in bad.items():
+        yield _bad_flag(word, reason)
+    if bad:
+        here.environment["XLA_FLAGS"] = " ".join(word for word in words if word not in bad)
+    else:
         yield wrong("XLA_FLAGS", "XLA refuses these flags together, though none of them alone", "unset XLA_FLAGS")
-    here.environment["XLA_FLAGS"] = " ".join(word for word in words if word not in bad) if bad else ""
+        here.environment["XLA_FLAGS"] = ""
 
 
-def _bad_flag(word: str, why: str) -> Finding:
+def _flags_file(flags: str) -> Finding:
+    """Return the finding for a value of XLA_FLAGS that does not begin with a dash."""
+    text = f"'{flags}' is read by XLA as the name of a file"
+    if os.path.isfile(flags):
+        return unchecked("XLA_FLAGS", text)
+    return wrong("XLA_FLAGS", f"{text}, which does not exist: no flag counts", "write flags as --xla_name=value")
+
+
+def _bad_flag(word: str, reason: str) -> Finding:
+    """Return the finding for a flag that XLA refuses for `reason`."""
     name, _, value = word.removeprefix("--").partition("=")
-    if "Unknown flag" not in why:
-        said = f"{name} cannot be '{value}': every process would end at its first use of XLA"
-        return wrong("XLA_FLAGS", said, "correct the value; the checks below are made without it")
+    if "Unknown flag" not in reason:
+        text = f"{name} cannot be '{value}': every process would end at its first use of XLA"
+        return wrong("XLA_FLAGS", text, "correct the value; the checks below are made without it")
     near = difflib.get_close_matches(name, _known_flags(), n=1)
     hint = f"did you mean --{near[0]}? " if near else ""
-    said = f"--{name} is unknown to jaxlib {installed('jaxlib')}: every process would end at its first use of XLA"
-    return wrong("XLA_FLAGS", said, f"{hint}take it out; the checks below are made without it")
+    text = f"--{name} is unknown to jaxlib {installed('jaxlib')}: every process would end at its first use of XLA"
+    return wrong("XLA_FLAGS", text, f"{hint}remove it; the checks below are made without it")
 
 
 @functools.cache
 def _known_flags() -> set[str]:
-    """Names of flags, and some more: XLA tells them nowhere but in its own code. Empty where that is not found."""
+    """Return the names of XLA's flags, and some other names; empty if jaxlib's library is not found."""
+    # XLA lists its flags nowhere, but their names stand in its compiled code.
     spec = importlib.util.find_spec("jaxlib")
-    code = Path(*spec.submodule_search_locations, "libjax_common.so") if spec else Path()
-    if not code.is_file():
+    if not spec:
         return set()
-    with code.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    library = Path(*spec.submodule_search_locations, "libjax_common.so")
+    if not library.is_file():
+        return set()
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return {name.decode() for name in re.findall(rb"xla_[a-z0-9_]{4,80}(?=\0)", content)}
 
 
 def refused(flags: str) -> str:
-    """What XLA says before it ends over such flags; empty if it takes them."""
+    """Return what XLA prints before it ends over such flags; empty if it accepts them."""
     environment = {**os.environ, "XLA_FLAGS": flags}
     done = subprocess.run(
         [sys.executable, "-c", PARSE], env=environment, capture_output=True, text=True, check=False, timeout=120
     )
-    return (done.stderr or f"exit code {done.returncode}") if done.returncode else ""
+    if not done.returncode:
+        return ""
+    return done.stderr or f"exit code {done.returncode}"
 
 
 def options(here: Here) -> Iterator[Finding]:
-    """What a step on several GPUs is compiled with. Needs JAX."""
+    """Report the compiler options of a step on several GPUs. Needs JAX."""
     from jaxdist.cluster import xla_options
 
-    within, across = (
-        xla_options.as_flags(xla_options.options("gpu", 2, across)) or "no options" for across in (False, True)
-    )
+    within = xla_options.as_flags(xla_options.options("gpu", 2, across=False)) or "no options"
+    across = xla_options.as_flags(xla_options.options("gpu", 2, across=True)) or "no options"
     if xla_options.series() in xla_options.OPTIONS:
         yield ok("compiler", f"a step on several GPUs is compiled with {within}; data across hosts, with {across}")
         return
-    said = f"no options are known for jaxlib {installed('jaxlib')}, and XLA by itself lets little run beside products"
-    tell = "use jax " + ", ".join(xla_options.OPTIONS)
-    yield warning("compiler", said, tell) if here.gpus else ok("compiler", said)
+    text = f"no options are known for jaxlib {installed('jaxlib')}, and XLA's defaults overlap little communication"
+    if here.gpus:
+        yield warning("compiler", text, "use jax " + ", ".join(xla_options.OPTIONS))
+    else:
+        yield ok("compiler", text)
 
 
 def memory(here: Here) -> Iterator[Finding]:
-    """What is said of the part of a GPU's memory that JAX takes."""
-    told = {name: here.environment[name] for name in FRACTIONS if here.environment.get(name)}
+    """Check the settings for the share of a GPU's memory that JAX takes."""
+    environment = here.environment
     found = []
-    if len(told) == 2:
-        said = f"{FRACTIONS[0]} and {FRACTIONS[1]} are both set, over which JAX ends"
-        found.append(wrong("memory", said, f"unset {FRACTIONS[1]}, the old name"))
-        del here.environment[FRACTIONS[1]]
-    for name, text in told.items():
-        if not 0 < _number(text) <= 1:
-            found.append(wrong("memory", f"{name} is '{text}'", "set it to a part of the memory, such as 0.9"))
-            here.environment.pop(name, None)
-    given = here.environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "")
-    if told and given in ("false", "False", "0"):
-        said = (
-            f"{next(iter(told))} is only a bound where XLA_PYTHON_CLIENT_PREALLOCATE is {given}: memory is taken bit "
+    fractions = {name: environment[name] for name in FRACTIONS if environment.get(name)}
+    if len(fractions) == 2:
+        text = f"{FRACTIONS[0]} and {FRACTIONS[1]} are both set, over which JAX ends"
+        found.append(wrong("memory", text, f"unset {FRACTIONS[1]}, the old name"))
+        del environment[FRACTIONS[1]]
+    for name, value in fractions.items():
+        if not 0 < _number(value) <= 1:
+            found.append(wrong("memory", f"{name} is '{value}'", "set it to a part of the memory, such as 0.9"))
+            environment.pop(name, None)
+    if fractions and _is_off(environment):
+        preallocate = environment["XLA_PYTHON_CLIENT_PREALLOCATE"]
+        text = (
+            f"{next(iter(fractions))} is only a bound where XLA_PYTHON_CLIENT_PREALLOCATE is {preallocate}: memory is "
+            "taken piece by piece, and fragmentation wastes more of it"
         )
-        found.append(warning("memory", said + "by bit, and more of it is lost between the pieces", "set one of them"))
-    allocator = here.environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
+        found.append(warning("memory", text, "set one of them"))
+    allocator = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
     if allocator not in ALLOCATORS:
-        valid = ", ".join(ALLOCATORS)
-        said = f"XLA_PYTHON_CLIENT_ALLOCATOR is '{allocator}', over which JAX ends"
-        found.append(wrong("memory", said, f"valid are {valid}"))
-        del here.environment["XLA_PYTHON_CLIENT_ALLOCATOR"]
+        text = f"XLA_PYTHON_CLIENT_ALLOCATOR is '{allocator}', over which JAX ends"
+        found.append(wrong("memory", text, f"valid are {', '.join(ALLOCATORS)}"))
+        del environment["XLA_PYTHON_CLIENT_ALLOCATOR"]
     elif allocator == "platform":
-        said = "XLA_PYTHON_CLIENT_ALLOCATOR is platform: every array is allocated for itself, which is slow"
-        found.append(warning("memory", said, "unset it but to look for a leak"))
+        text = "XLA_PYTHON_CLIENT_ALLOCATOR is platform: every array is allocated separately, which is slow"
+        found.append(warning("memory", text, "unset it, except to look for a leak"))
     yield from found
     if not found:
         yield ok("memory", f"JAX takes {fraction(here):g} of a GPU's memory, if there is one")
 
 
+def _is_off(environment: Mapping[str, str]) -> bool:
+    """Return whether JAX is set not to preallocate a GPU's memory."""
+    return environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") in ("false", "False", "0")
+
+
 def fraction(here: Here) -> float:
-    """The part of a GPU's memory that this process takes at once."""
-    if here.environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") in ("false", "False", "0"):
+    """Return the share of a GPU's memory that this process takes at its start."""
+    if _is_off(here.environment):
         return 0.0
-    given = next((here.environment[name] for name in FRACTIONS if here.environment.get(name)), str(GPU_SHARE))
-    return _number(given)
+    for name in FRACTIONS:
+        if here.environment.get(name):
+            return _number(here.environment[name])
+    return GPU_SHARE
 
 
 def _number(text: str) -> float:
+    """Parse a number; NaN if it is none."""
     try:
         return float(text)
     except ValueError:

@@ -1,28 +1,30 @@
-"""Who is slow, behind or silent in a run, from the heartbeats in its folder."""
+"""Stragglers and lost processes of a run, from the heartbeats in its folder."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxdist import units
 from jaxdist.cluster import heartbeat
+from jaxdist.cluster.heartbeat import Heartbeat
 from jaxdist.config import RequestError
 from jaxdist.exit_codes import OUTCOMES
 from jaxdist.training.run_dir import RunFolder
 
 
 def watch(folder: Path) -> dict[str, Any]:
-    """A row for each process, and what is wrong with the run. Raises `RequestError` without heartbeats."""
+    """Return a row for each process, and what is wrong with the run. Raises `RequestError` without heartbeats."""
     run = RunFolder(folder)
     run.check_layout()
-    beats, now = heartbeat.read(run.heartbeats), time.time()
+    beats = heartbeat.read(run.heartbeats)
+    now = time.time()
     if not beats:
         raise RequestError(f"{folder} has no heartbeats: no process of it has come as far as to make the run folder")
-    waited, slow = heartbeat.waited_for(beats, now), heartbeat.stragglers(beats, now)
-    gone = [beat for beat in beats if beat.silent(now)]
+    slow = heartbeat.stragglers(beats, now)
+    problems = _problems(beats, slow, now)
     rows = [
         {
             "process": beat.process,
@@ -40,39 +42,54 @@ def watch(folder: Path) -> dict[str, Any]:
         }
         for beat in beats
     ]
-    names, problems = {beat.process: beat.name for beat in beats}, []
-    if missing := sorted(set(range(beats[0].processes)) - set(names)):
-        problems.append(f"process {', '.join(map(str, missing))} has not been heard of")
-    problems += [f"the others wait for {names[process]}: {what}" for process, what in waited.items()]
-    problems += [f"{names[process]} is slow or behind: {what}" for process, what in slow.items()]
-    if len(gone) == len(beats):
-        ago = now - max(beat.time for beat in beats)
-        problems.append(f"no process has been heard of for {ago:.0f} s: killed, or cut off from the folder")
-    elif gone and not waited:
-        problems += [f"{beat.name} is silent: {beat.what}" for beat in gone]
-    problems += [f"{beat.name} {beat.what}" for beat in beats if beat.ended not in (None, *OUTCOMES)]
     return {"run": str(folder), "healthy": not problems, "processes": rows, "problems": problems}
 
 
-def _state(beat: heartbeat.Heartbeat, now: float) -> str:
+def _problems(beats: Sequence[Heartbeat], slow: Mapping[int, str], now: float) -> list[str]:
+    """Return a sentence for each thing that is wrong with the run; `slow` are its stragglers."""
+    names = {beat.process: beat.name for beat in beats}
+    waited = heartbeat.waited_for(beats, now)
+    silent = [beat for beat in beats if beat.silent(now)]
+    problems = []
+    missing = sorted(set(range(beats[0].processes)) - set(names))
+    if missing:
+        problems.append(f"process {', '.join(map(str, missing))} has not been heard of")
+    problems += [f"the others wait for {names[process]}: {what}" for process, what in waited.items()]
+    problems += [f"{names[process]} is slow or behind: {what}" for process, what in slow.items()]
+    if len(silent) == len(beats):
+        ago = now - max(beat.time for beat in beats)
+        problems.append(f"no process has been heard of for {ago:.0f} s: killed, or cut off from the folder")
+    elif silent and not waited:
+        problems += [f"{beat.name} is silent: {beat.what}" for beat in silent]
+    problems += [f"{beat.name} {beat.what}" for beat in beats if beat.ended not in (None, *OUTCOMES)]
+    return problems
+
+
+def _state(beat: Heartbeat, now: float) -> str:
     if beat.ended is not None:
         return OUTCOMES.get(beat.ended, "failed")
-    return "silent" if beat.silent(now) else "going"
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else units.duration(value)
+    if beat.silent(now):
+        return "silent"
+    return "going"
 
 
 def table(result: Mapping[str, Any]) -> Iterator[str]:
-    """The result for people."""
+    """Yield the lines of the result for people."""
     rows = [("process", "host", "state", "step", "heard", "now about", "doing", "for", "step takes", "data wait")]
     for row in result["processes"]:
         heard = f"{row['heard_seconds_ago']:.0f} s ago"
-        about = "-" if row["step_now"] is None else f"step {row['step_now']}"
+        about = "-"
+        if row["step_now"] is not None:
+            about = f"step {row['step_now']}"
         times = [_seconds(row[name]) for name in ("for_seconds", "step_seconds", "data_seconds")]
         rows.append((row["process"], row["host"], row["state"], row["step"], heard, about, row["doing"], *times))
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(f"{value!s:<{width}}" for value, width in zip(row, widths, strict=True)).rstrip()
     yield from result["problems"] or ["nothing is wrong with it"]
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return units.duration(value)

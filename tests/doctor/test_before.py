@@ -243,7 +243,7 @@ def test_a_check_that_fails_itself_is_not_ok(monkeypatch, capsys):
 def test_hosts_are_named_where_they_differ():
     rows = [*findings.at("n0", [findings.ok("a", "x")]), *findings.at("n1", [findings.ok("a", "x")])]
     rows += [*findings.at("n1", [findings.wrong("a", "y", "do")]), *findings.for_all([findings.ok("b", "z")])]
-    assert list(findings.told(findings.report(rows, 2))) == [
+    assert list(findings.as_text(findings.report(rows, 2))) == [
         "ok           a  x", "wrong        a  y; do  [n1]", "ok           b  z", "1 thing(s) wrong",
     ]  # fmt: skip
 

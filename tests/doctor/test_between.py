@@ -166,6 +166,6 @@ FAST, SLOW = (0.01, 0.01), (9.0, 1.0)
 def test_clocks_are_compared_within_what_a_round_trip_leaves_open(monkeypatch, ahead, turns, state, sentence):
     far = Far(ahead, turns)
     monkeypatch.setattr(doctor_network, "time", far)
-    monkeypatch.setattr(doctor_network, "board", far)
+    monkeypatch.setattr(doctor_network, "kv_store", far)
     monkeypatch.setattr(doctor_network, "socket", SimpleNamespace(gethostname=lambda: "n0"))
     assert sentence in found(doctor_network.clocks, state, here(ProcessEnv(2, 0, "n0:1")))

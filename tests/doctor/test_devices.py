@@ -42,7 +42,7 @@ def test_drivers_that_do_not_answer(tmp_path, monkeypatch):
     assert "1 device(s) /dev/nvidia*, but neither" in found(machine.driver, WRONG, here(), root=tmp_path)
     (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").touch()
-    assert "1 x NVIDIA, driver of a version that is not told" in found(machine.driver, OK, here(), root=tmp_path)
+    assert "1 x NVIDIA, driver of unknown version" in found(machine.driver, OK, here(), root=tmp_path)
     smi(tmp_path, "Failed to initialize NVML: Driver/library version mismatch", code=18)
     assert "Driver/library version mismatch" in found(machine.driver, WRONG, here(), root=tmp_path)
 
