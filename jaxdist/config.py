@@ -306,7 +306,7 @@ class ProfileConfig(Section):
 
 
 class ClusterConfig(Section):
-    """ProcessEnv of this process in a multi-process job; by default read from the environment (torchrun, mpirun, Slurm)."""
+    """Place of this process in its job; by default read from the environment (torchrun, mpirun, Slurm)."""
 
     coordinator: str = ""
     """HOST:PORT at which all processes reach process 0; empty: from the environment."""

@@ -31,7 +31,6 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.heartbeat import VALIDATING
     from jaxdist.cluster.job import Job
-    from jaxdist.cluster.heartbeat import VALIDATING
     from jaxdist.training.restore import restore
 
     with Job(place, config, enough=Enough(config)) as job:

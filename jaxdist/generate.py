@@ -36,7 +36,6 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.heartbeat import STEPPING
     from jaxdist.cluster.job import Job
-    from jaxdist.cluster.heartbeat import STEPPING
     from jaxdist.training.restore import restore
     from jaxdist.training.run_dir import RunFolder
     from jaxdist.training.sampling import Choice, sample

@@ -38,6 +38,7 @@ from jaxdist.training.startup_checks import check_attention
 from jaxdist.training.step_runner import StepRunner
 from jaxdist.training.summary import beginning, folded, summary
 
+
 class Prepared(NamedTuple):
     """A run that may begin: nothing refuses it any more."""
 

@@ -24,7 +24,7 @@ from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline import schedules
 from jaxdist.planning import pipelines
 from jaxdist.training import run
-from jaxdist.training.forward.decoder import Layered
+from jaxdist.training.forward.decoder import DecoderForward
 
 CACHES = (memory.states, traffic.elements, schedules.make)
 """Functions that keep what they have found in a system that was whole, or broken."""
@@ -93,10 +93,10 @@ def accumulators_are_whole(patch: pytest.MonkeyPatch) -> None:
 def weights_are_gathered_before_the_step(patch: pytest.MonkeyPatch) -> None:
     """At stage 3 too."""
 
-    def gathered(self: Layered, params: Params) -> Params:
+    def gathered(self: DecoderForward, params: Params) -> Params:
         return jax.tree.map(lambda p, w: p.gather(w.astype(self.dtype)), self.places, params)
 
-    patch.setattr(Layered, "weights", gathered)
+    patch.setattr(DecoderForward, "weights", gathered)
 
 
 def stage_0_is_stage_1(patch: pytest.MonkeyPatch) -> None:
@@ -109,13 +109,13 @@ def stage_0_is_stage_1(patch: pytest.MonkeyPatch) -> None:
 
 
 def masters_are_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
-    init = Layered.init
+    init = DecoderForward.init
 
-    def halved(self: Layered, key: jax.Array) -> tuple:
+    def halved(self: DecoderForward, key: jax.Array) -> tuple:
         params, variables = init(self, key)
         return jax.tree.map(lambda w: w.astype(jnp.bfloat16), params), variables
 
-    patch.setattr(Layered, "init", halved)
+    patch.setattr(DecoderForward, "init", halved)
 
 
 def gradients_are_summed_whole_and_then_cut(patch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from jaxdist.planning.hardware import GPUS
 from jaxdist.request.checks import problems
 from jaxdist.request.knobs import KNOBS
 from jaxdist.sharding import Layout, rules
+from jaxdist.units import size
 
 EVERYTHING = 1e15
 """Bytes: room for any step."""
@@ -122,7 +123,7 @@ def test_of_a_knob_one_value_is_taken():
     room, layout = predicted(model__remat="dots", parallel__zero=3), laid(LARGE)
     assert predicted(model__remat="block") < predicted(model__remat="dots")
     told = remedies._together(LARGE, models.build(LARGE.model, layout), layout, room, changes)
-    assert told == [f"model.remat to dots with parallel.zero to 3 ({memory.size(room)} predicted)"]
+    assert told == [f"model.remat to dots with parallel.zero to 3 ({size(room)} predicted)"]
 
 
 def test_a_larger_mesh_is_offered_where_it_is_enough():

@@ -5,9 +5,9 @@ import pytest
 from jaxdist import train
 from jaxdist.config import RequestError
 from jaxdist.request import load
-from jaxdist.training.checkpoint.step_dir import Shelf
+from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.resume_check import differing, lengthened
-from jaxdist.training.run_dir import SHELVES, RunFolder
+from jaxdist.training.run_dir import STEP_DIRS, RunFolder
 from tests.training.curves import lines
 from tests.training.test_step_dir import put
 
@@ -33,13 +33,13 @@ def test_what_follows_from_other_knobs_is_not_compared(old, new, names):
     assert differing(asked(**old), asked(**new)) == names
 
 
-@pytest.mark.parametrize("shelf", SHELVES)
-def test_steps_bind_a_run_to_its_config_wherever_they_lie(tmp_path, shelf):
+@pytest.mark.parametrize("name", STEP_DIRS)
+def test_steps_bind_a_run_to_its_config_wherever_they_lie(tmp_path, name):
     """The newest, the best, and those set aside: without any the run has learned nothing that another config loses."""
     folder, own, other = RunFolder(tmp_path), asked(), asked(optimizer__learning_rate=0.5)
     folder.write(own, None, [], {})
     assert folder.enter(other) == other
-    put(Shelf(tmp_path / shelf), 5)
+    put(StepDir(tmp_path / name), 5)
     assert folder.enter(own) == own
     with pytest.raises(RequestError, match=r"another config: optimizer\.learning_rate"):
         folder.enter(other)

@@ -101,7 +101,7 @@ def test_one_nan_from_a_kernel_is_refused(monkeypatch, place):
     kernel[place] = np.nan
 
     def found(sizes, dtype, device):
-        return [numerics.Difference("attention, d k", numerics._apart(kernel, plain), numerics.BOUNDS["bfloat16"])]
+        return [numerics.Difference("attention, d k", numerics._error(kernel, plain), numerics.BOUNDS["bfloat16"])]
 
     monkeypatch.setattr(startup_checks, "why_not_cudnn", lambda *_, **__: "")
     monkeypatch.setattr(numerics, "attention", found)
