@@ -143,7 +143,7 @@ def test_who_is_slow_or_behind(facts, sentence):
 @pytest.mark.slow
 def test_a_slow_process_and_a_stopped_one_are_named(words, tmp_path, monkeypatch, capsys):
     """What is left of a process that the run no longer has is cleared away; a run that was stopped is well."""
-    monkeypatch.setattr(heartbeat, "EVERY", 0.5)
+    monkeypatch.setattr(heartbeat, "LEAST_INTERVAL", 0.5)
     folder, options = tmp_path / "run", ("--mesh=2x1x1", "--train.steps=100000", "--data.prefetch=1")
     (folder / "heartbeats").mkdir(parents=True)
     (folder / "heartbeats" / "7.json").write_text("{}")
