@@ -80,7 +80,8 @@ def test_speed_up_and_efficiency_follow_from_the_seconds(strong):
 @pytest.mark.slow
 def test_on_a_cpu_no_share_of_communication_is_made_up(strong):
     sent = [one["wire_bytes"] for one in strong.told["measurements"]]
-    assert sent[0] == sent[2] == 0 < sent[1] < sent[3]
+    assert sent[0] == sent[2] == 0
+    assert 0 < sent[1] == sent[3]  # XLA gathers the one layer of ZeRO 3 once for both passes
     assert all(
         one["communication_share"] is one["communication_seconds"] is None for one in strong.told["measurements"]
     )
