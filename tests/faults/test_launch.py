@@ -130,7 +130,7 @@ def test_only_the_failures_of_so_many_minutes_count(job, monkeypatch, apart, cod
         ends.append(clock.now)
         return (None, [0]) if len(ends) == 7 else (0, [1])
 
-    monkeypatch.setattr(made, "_generation", generation)
+    monkeypatch.setattr(made, "_run_processes", generation)
     assert made.run() == code
     assert len(ends) == starts
 
