@@ -93,6 +93,12 @@ def _sends_once_for_all_ticks(row: Row, case: Case) -> bool:
     return _sends_less(row, [one.elements - one.elements // ticks * loops for one in in_ticks], F32)
 
 
+def _sends_once_for_all_ticks_of_one_layer(row: Row, case: Case) -> bool:
+    """As `_sends_once_for_all_ticks`, where a stage is one layer, and so no loop stands between gradients and ticks."""
+    pipe = pipeline_of(case.config, case.layout)
+    return bool(pipe) and pipe.stages.depth == 1 and _sends_once_for_all_ticks(row, case)
+
+
 def _ticks_and_loops(pipe: Pipeline) -> tuple[int, int]:
     """In how many ticks gradients of weights are made, and in how many loops the executor runs these ticks."""
     slot = "W" if pipe.schedule.split else "B"
@@ -144,6 +150,13 @@ KNOWN = (
         "all micro-batches, and reduces them once",
     ),
     Known(
+        "ticks of stages of one layer",
+        platforms=("gpu",),
+        since="0.10",
+        applies=_sends_once_for_all_ticks_of_one_layer,
+        reason="XLA:GPU adds up gradients of a stage's only layer over the ticks of a loop, and reduces them once",
+    ),
+    Known(
         "ticks of a pipeline",
         platforms=("gpu",),
         since="0.11",
@@ -153,9 +166,9 @@ KNOWN = (
     Known(
         "stages of one layer",
         platforms=("gpu",),
-        since="0.11",
+        since="0.10",
         applies=_gathers_once_for_both_products,
-        reason="XLA:GPU since jax 0.11 gathers the residual stream once, where the backward pass of a stage of one "
+        reason="XLA:GPU gathers the residual stream once, where the backward pass of a stage of one "
         "layer needs it twice",
     ),
 )
