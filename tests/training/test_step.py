@@ -157,8 +157,9 @@ def carried(program) -> set:
     found = set()
     for eqn in program.eqns:
         if eqn.primitive.name == "scan":
-            consts, count = eqn.params["num_consts"], eqn.params["num_carry"]
-            found |= {(v.aval.shape, v.aval.dtype) for v in eqn.invars[consts : consts + count]}
+            turn = eqn.params["jaxpr"].jaxpr.outvars  # what is not carried is stacked, over one more dim
+            pairs = zip(eqn.outvars, turn, strict=True)
+            found |= {(v.aval.shape, v.aval.dtype) for v, one in pairs if v.aval.shape == one.aval.shape}
         for inner in jaxprs_in_params(eqn.params):
             found |= carried(inner)
     return found
