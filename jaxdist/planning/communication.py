@@ -19,7 +19,7 @@ from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
 from jaxdist.planning import pipeline_traffic
 from jaxdist.planning.parameter_layout import Placed, compute_width, placed
-from jaxdist.planning.pipeline_traffic import looks_up_positions, scattered_with_vectors
+from jaxdist.planning.pipeline_traffic import gathered, looks_up_positions, scattered_with_vectors
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
@@ -98,14 +98,7 @@ def _gather(config: Config, p: Placed, name: str, layout: Layout, groups: int) -
     if config.parallel.zero == 3:
         times = _gathers(p, layout, groups)
         calls = times * p.layers
-    what = f"weights of {name}"
-    elements = times * p.use
-    width = compute_width(config)
-    if p.place.exchanged:
-        own = elements if p.whole else elements // layout.size(DATA)
-        yield transfer(layout, what, ALL_TO_ALL, layout.split("heads"), calls, own, width)
-    if not p.whole:
-        yield transfer(layout, what, ALL_GATHER, {DATA}, calls, elements, width)
+    yield from gathered(config, p, layout, name, calls, elements=times * p.use)
 
 
 def _gathers(p: Placed, layout: Layout, groups: int) -> int:

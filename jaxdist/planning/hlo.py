@@ -236,17 +236,20 @@ class _Reader:
         if operation == "fusion":
             return self._fusion_work(instruction, names)
         if operation == "custom-call":
-            return Work(matmuls=1) if LIBRARY.search(instruction.rest) else Work(others=1)
+            if LIBRARY.search(instruction.rest):
+                return Work(matmuls=1)
+            return Work(others=1)
         if operation not in ("while", "call", "async", "conditional"):
             # What other operations call runs for each element: it is no kernel of its own.
             return NO_WORK
         callees = [self._computation_work(name) for name in names]
         if operation == "conditional":
             return min(callees, key=sum)
-        times = 1
+        times = None
         if operation == "while":
-            known = trips(self.program.computations, instruction)
-            times = 1 if known is None else known
+            times = trips(self.program.computations, instruction)
+        if times is None:
+            times = 1
         return Work(*(times * sum(part) for part in zip(*callees, strict=True)))
 
     def _fusion_work(self, fusion: Instruction, names: list[str]) -> Work:
@@ -301,7 +304,10 @@ def _axes(kind: str, attributes: str, mesh: Mesh | AbstractMesh) -> tuple[str, .
     """
     permute = kind == "collective-permute"
     # [groups, devices of a group]; HLO numbers the devices by their place in the mesh, row by row, whatever their ids.
-    grouped = pairs(attributes) if permute else groups(attributes, mesh.size)
+    if permute:
+        grouped = pairs(attributes)
+    else:
+        grouped = groups(attributes, mesh.size)
     coordinates = np.stack(np.unravel_index(grouped, tuple(mesh.shape.values())), -1)
     differ = (coordinates != coordinates[:, :1]).any((0, 1))
     axes = tuple(axis for axis, along in zip(mesh.axis_names, differ, strict=True) if along)

@@ -170,7 +170,9 @@ def _decoder(config: Config, layout: Layout, parameters: list[Placed]) -> Memory
         groups = 1
     kept = width * rows * k // groups * sizes.sequence * sizes.layers
     kept *= saved_per_token(sizes, layout, remat)
-    to_host = kept if remat == "offload" else 0
+    to_host = 0
+    if remat == "offload":
+        to_host = kept
     return Memory(
         **at_rest,
         batch=_batch_of_tokens(config, layout),
@@ -184,7 +186,7 @@ def _decoder(config: Config, layout: Layout, parameters: list[Placed]) -> Memory
 
 
 class _AtRest(TypedDict):
-    """The fields of `Memory` that every kind of model computes alike."""
+    """The fields of `Memory` that are the same for every kind of model."""
 
     parameters: int
     optimizer: int
@@ -193,6 +195,7 @@ class _AtRest(TypedDict):
 
 
 def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = None) -> _AtRest:
+    """Return what parameters and optimizer state take between steps."""
     rest = sum(p.rest for p in parameters)
     each = widths(config)
     # The step, the skipped steps, and those skipped in a row; then the optimizer's own counts, which PipeDream's step
@@ -298,9 +301,11 @@ def _gradients(config: Config, parameters: list[Placed]) -> int:
         return shards + (F32 + width) * layer + F32 * table
     if one_micro_batch:
         return width * use
-    # Stage 1 reduces the sum to a shard at the end.
-    shard = F32 * rest if stage == 1 else 0
-    return (F32 + width) * use + shard
+    total = (F32 + width) * use
+    if stage == 1:
+        # The sum is reduced to a shard at the end.
+        total += F32 * rest
+    return total
 
 
 def _gradients_of_layers(config: Config, parameters: list[Placed]) -> int:
@@ -321,7 +326,9 @@ def _weights(config: Config, parameters: list[Placed]) -> int:
     width = compute_width(config)
     rest = sum(p.rest for p in parameters)
     use = sum(p.use for p in parameters)
-    cast = width * rest if config.precision == "bfloat16" else 0
+    cast = 0
+    if config.precision == "bfloat16":
+        cast = width * rest
     if use == rest:
         return cast
     if stage == 3:

@@ -43,6 +43,23 @@ def scattered_with_vectors(layout: Layout) -> bool:
     return layout.platform != "cpu" and layout.split("vocab") == layout.split("residual")
 
 
+def gathered(config: Config, p: Placed, layout: Layout, name: str, calls: int, elements: int) -> Iterator[Transfer]:
+    """Yield the transfers that bring the weights of `name` from how they lie at rest to how they lie in use.
+
+    `elements` are those in use, of all calls.
+    """
+    what = f"weights of {name}"
+    width = compute_width(config)
+    if p.place.exchanged:
+        # The heads are dealt before the all-gather, so each device sends only its own part.
+        own = elements
+        if not p.whole:
+            own = elements // layout.size(DATA)
+        yield transfer(layout, what, ALL_TO_ALL, layout.split("heads"), calls, own, width)
+    if not p.whole:
+        yield transfer(layout, what, ALL_GATHER, {DATA}, calls, elements, width)
+
+
 def predict(config: Config, parameters: list[Placed], layout: Layout, pipe: Pipeline) -> Iterator[Transfer]:
     """Yield every transfer of a step except those of scalars."""
     for p in parameters:
@@ -73,13 +90,7 @@ def _weights(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Itera
         if _read_backward(p, pipe):
             arrays += pipe.ticks("B")
         elements *= arrays
-    what = f"weights of {_name(p)}"
-    width = compute_width(config)
-    if p.place.exchanged:
-        own = elements if p.whole else elements // layout.size(DATA)
-        yield transfer(layout, what, ALL_TO_ALL, layout.split("heads"), arrays, own, width)
-    if not p.whole:
-        yield transfer(layout, what, ALL_GATHER, {DATA}, arrays, elements, width)
+    yield from gathered(config, p, layout, _name(p), arrays, elements)
 
 
 def _read_backward(p: Placed, pipe: Pipeline) -> bool:
@@ -176,7 +187,9 @@ class _Stream:
         forward = depth * self.pipe.ticks("F")
         backward = depth * self.pipe.ticks("B")
         # The gradient of a weight gathers its operand, in W where the schedule splits the backward pass.
-        weights = depth * self.pipe.ticks("W") if self.pipe.schedule.split else backward
+        weights = backward
+        if self.pipe.schedule.split:
+            weights = depth * self.pipe.ticks("W")
         for logical in ("heads", "mlp"):
             reduced = forward + (1 + self._reduced_again(logical)) * backward
             gathered = forward + (1 + self._gathered_again()) * backward + weights

@@ -112,8 +112,10 @@ class Row:
         """The bytes that the program moves beyond the prediction."""
         more = self.payload_bytes - self.predicted_bytes
         packed = WIDEST_SCALAR * (self.elements - self.predicted_elements)
-        # In f32, bfloat16 takes twice the bytes.
-        allowed = packed + self.predicted_bytes if self.widened else packed
+        allowed = packed
+        if self.widened:
+            # In f32, bfloat16 takes twice the bytes.
+            allowed += self.predicted_bytes
         if 0 <= more <= allowed:
             return 0
         return more
