@@ -1,8 +1,8 @@
 """List the expected differences between prediction and compiled program: where, since which jax, and why.
 
-The prediction is exact for jax 0.10. Where a newer compiler does something else that a rule can bound, the rule is
-listed here, and `explain` reports the difference as known. Any other difference is a fault of the prediction or of the
-program.
+The prediction is made for jax 0.10, and is exact except for what is listed here. Where a compiler does something else
+that a rule can bound, the rule is in `KNOWN`, and `explain` reports the difference as known. Any other difference is a
+fault of the prediction or of the program.
 """
 
 from __future__ import annotations
@@ -97,6 +97,13 @@ def _sends_once_for_all_ticks(row: Row, case: Case) -> bool:
     return _sends_less(row, [one.elements - one.elements // ticks * loops for one in in_ticks], F32)
 
 
+def _sends_once_for_all_ticks_of_one_layer(row: Row, case: Case) -> bool:
+    """Return whether a stage is one layer, and gradients are reduced once per loop over ticks, not once per tick."""
+    pipe = pipeline_of(case.config, case.layout)
+    # No loop over layers stands between the gradients and the loop over ticks.
+    return pipe is not None and pipe.stages.depth == 1 and _sends_once_for_all_ticks(row, case)
+
+
 def _ticks_and_loops(pipe: Pipeline) -> tuple[int, int]:
     """Return how many ticks make gradients of weights, and in how many loops the executor runs these ticks."""
     slot = "W" if pipe.schedule.split else "B"
@@ -151,6 +158,13 @@ KNOWN = (
         "all micro-batches, and reduces them once",
     ),
     Known(
+        "ticks of stages of one layer",
+        platforms=("gpu",),
+        since="0.10",
+        applies=_sends_once_for_all_ticks_of_one_layer,
+        reason="XLA:GPU adds up gradients of a stage's only layer over the ticks of a loop, and reduces them once",
+    ),
+    Known(
         "ticks of a pipeline",
         platforms=("gpu",),
         since="0.11",
@@ -160,9 +174,9 @@ KNOWN = (
     Known(
         "stages of one layer",
         platforms=("gpu",),
-        since="0.11",
+        since="0.10",
         applies=_gathers_once_for_both_products,
-        reason="XLA:GPU since jax 0.11 gathers the residual stream once, where the backward pass of a stage of one "
+        reason="XLA:GPU gathers the residual stream once, where the backward pass of a stage of one "
         "layer needs it twice",
     ),
 )

@@ -198,10 +198,12 @@ def test_the_only_layer_of_a_model_is_gathered_once_for_both_passes(gpu, groups)
     assert gathered == groups * models.parameters(report.model)
 
 
+ONE_LAYER = pipeline("2x2x2", zero=2, sequence=True, precision="bfloat16", rows=32, layers=2)
 COMPILED = {
     "micro-batches outside the layers": REPLICAS,
     "ticks of a pipeline": pipeline("2x2x2", zero=2, sequence=True, precision="bfloat16", rows=32),
-    "stages of one layer": pipeline("2x2x2", zero=2, sequence=True, precision="bfloat16", rows=32, layers=2),
+    "ticks of stages of one layer": ONE_LAYER,
+    "stages of one layer": ONE_LAYER,
 }
 """A step for each known difference of a GPU's program."""
 

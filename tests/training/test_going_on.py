@@ -102,21 +102,19 @@ def test_a_run_goes_on_with_the_data_of_its_checkpoint_alone(resume, tmp_path, c
 class Played(trainer.Trainer):
     """The loop of a run of 12 steps, without its program: validations are noted, and no step does anything."""
 
-    def __init__(self, folder: RunFolder, every: int, stopped: bool = False):
-        self.steps, self.folder, self.validated = 12, folder, []
+    def __init__(self, folder: RunFolder, every: int, first: int = 0, stopped: bool = False):
+        self.steps, self.folder, self.first, self.validated = 12, folder, first, []
         self.config = Config(validation=dict(every=every), train=dict(steps=12))
-        self.run = SimpleNamespace(step=SimpleNamespace(late=0), validate=self._loss)
-        self.stop = SimpleNamespace(due=lambda: False, here=lambda: stopped)
-        self.job = SimpleNamespace(stop=self.stop, note=lambda *_: None)
-        self.checkpoints = SimpleNamespace(check=lambda: None)
-        self.saving = SimpleNamespace(due=lambda step: False, save_if_best=lambda step, state, loss: None)
+        self.run = SimpleNamespace(validate=self._loss)
+        self.job = SimpleNamespace(stop=SimpleNamespace(due=lambda: False, here=lambda: stopped), note=lambda *_: None)
+        self.save_policy = SimpleNamespace(due=lambda step: False, save_if_best=lambda step, state, loss: None)
         self.log = SimpleNamespace(metrics=lambda values: self.validated.append(values["step"]))
-        self.check_lock = lambda: None
+        self.prepared = SimpleNamespace(check_lock=lambda: None)
 
     def _loss(self, params, variables, batches, enough):
         return None if enough() else {"loss": 1.0}
 
-    def start(self, found):
+    def start(self):
         return SimpleNamespace(params=None, variables=None)
 
     def compile(self):
@@ -143,15 +141,17 @@ class NoProfile(contextlib.nullcontext):
 @pytest.fixture
 def played(tmp_path, monkeypatch):
     """The validations of a run that goes on from step `first` in a folder whose metrics are these."""
-    idle = SimpleNamespace(catch_up=lambda: None, next=next, paused=contextlib.nullcontext)
+    idle = SimpleNamespace(catch_up=lambda: None, next=next, paused=contextlib.nullcontext, step=None)
     monkeypatch.setattr(trainer, "Meter", lambda run, log: idle)
+    nothing_in_flight = SimpleNamespace(drain=lambda step, state: state)
+    monkeypatch.setattr(trainer, "StepRunner", lambda *_, **__: nothing_in_flight)
     monkeypatch.setattr(trainer, "Profile", lambda *_: NoProfile())
 
     def call(first: int, every: int, metrics: list[dict]) -> list[int]:
         folder = RunFolder(tmp_path)
         folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in metrics))
-        run = Played(folder, every)
-        assert run.train(SimpleNamespace(step=first) if first else None) == trainer.DONE
+        run = Played(folder, every, first)
+        assert run.train() == trainer.DONE
         return run.validated
 
     return call
@@ -185,5 +185,5 @@ def test_a_stop_ends_a_validation_but_the_last_and_leaves_no_line(tmp_path, monk
     """A line of half a validation would be taken for the whole one."""
     run = Played(RunFolder(tmp_path), every=4, stopped=True)
     run.meter = SimpleNamespace(paused=contextlib.nullcontext)
-    run.validate(step, run.start(None))
+    run.validate(step, run.start())
     assert run.validated == wanted
