@@ -54,7 +54,8 @@ def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
                                 ZeRO 2 and 3 keep when nothing is checkpointed
         none                    also the norms and the operands of attention
 
-    What the model axis splits counts by its part; so does the residual stream where it is split along the sequence.
+    An array that the model axis splits counts only by its part on one device; so does the residual stream under
+    sequence parallelism.
     """
     gated = m.family == "llama"
     widths = _widths(m, layout, mlps=2 if gated else 1)
@@ -104,9 +105,9 @@ def in_layer(m: ModelConfig, layout: Layout, rows: int, width: int, remat: str) 
 
 
 def in_loss(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
-    """Return the bytes of one chunk of logits and of what is made of it."""
+    """Return the bytes of one chunk of logits, with its gradient and temporaries."""
     if layout.platform == "cpu":
-        # f32: the logits, their gradient, and what is computed between the two.
+        # In f32: the logits, their gradient, and one temporary.
         bytes_per_logit = 3 * 4
     else:
         # In the compute dtype; the gradient overwrites the logits.
@@ -119,7 +120,7 @@ def flash(m: ModelConfig, layout: Layout, rows: int, width: int) -> bool:
 
     cuDNN need not be installed to answer this.
     """
-    # In a manual region arrays have a device's own rows, elsewhere those of all ranks.
+    # In a manual region an array has the rows of one device, elsewhere the rows of all ranks.
     ranks = 1 if layout.manual else layout.ranks
     queries = (rows * ranks, m.sequence, m.heads, m.embed // m.heads)
     dtype = jnp.float32 if width == 4 else jnp.bfloat16

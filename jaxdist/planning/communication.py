@@ -45,7 +45,7 @@ def unpredicted(config: Config, layout: Layout) -> str:
 
 
 def predict(config: Config, model: Model | Foreign, layout: Layout) -> list[Transfer]:
-    """Return every transfer of a train step except those of scalars.
+    """Return every transfer of a train step, without scalars.
 
     `config.precision` is resolved, no longer `auto`, and `unpredicted` is empty.
     """
@@ -127,7 +127,7 @@ def _reduce(config: Config, p: Placed, name: str, layout: Layout, calls: int, ti
         held = p.use // layout.size(DATA)
     if summed:
         if layout.platform != "cpu" and p.layers == 1 and not p.place.dealt:
-            # What a loop only adds to a sum, XLA:GPU adds up first and sends once.
+            # XLA:GPU moves the all-reduce behind a loop that only adds to a sum.
             calls = 1
             times = 1
         yield transfer(layout, what, ALL_REDUCE, summed, calls, times * held, F32)
@@ -171,7 +171,7 @@ def _stream(config: Config, layout: Layout) -> Iterator[Transfer]:
             yield _streamed(config, layout, what, kind, split or vocab, calls)
     if looks_up_positions(config):
         scatters = 0 if scattered_with_vectors(layout) else 1
-        # What the lookup of the vocabulary gathers in the backward pass serves the positions too.
+        # The backward pass of the vocabulary's lookup gathers the same gradient already.
         gathers = 0 if vocab else 1
         yield _streamed(config, layout, "looked-up positions", REDUCE_SCATTER, split, scatters)
         yield _streamed(config, layout, "looked-up positions", ALL_GATHER, split, gathers)

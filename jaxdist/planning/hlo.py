@@ -3,7 +3,7 @@
 Also read whether they overlap compute: which kernels XLA has scheduled between the start and the done of each. The
 input is the text of `jax.stages.Compiled.as_text()` as jaxlib 0.10 to 0.12 print it, for CPU and for GPU (`hlo_text`
 describes its form). Anything unknown raises `ValueError`: a collective that is left out would let a test of
-communication pass. What a hand-written kernel sends is not in the text.
+communication pass. The text does not show the communication of hand-written kernels.
 """
 
 import math
@@ -31,7 +31,7 @@ from jaxdist.planning.hlo_text import (
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 COMMUNICATION = re.compile(r"all-|reduce-scatter|collective|ragged-all|send|recv")
-"""Operations that move data between devices; those that are not in `KINDS` raise."""
+"""Operations that move data between devices; one that is not in `KINDS` raises `ValueError`."""
 
 SYNCHRONOUS = '"is_sync":true'
 PRODUCTS = ("dot", "convolution")
@@ -48,7 +48,7 @@ class Work(NamedTuple):
     """Compute: the kernels that one pass over a piece of program starts."""
 
     matmuls: int = 0
-    """Matmuls, convolutions and fused attentions, in a kernel of their own or with what is fused to them."""
+    """Matmuls, convolutions and fused attentions, as kernels of their own or inside fusions."""
     others: int = 0
     """Other fusions and library calls."""
 
@@ -240,7 +240,7 @@ class _Reader:
                 return Work(matmuls=1)
             return Work(others=1)
         if operation not in ("while", "call", "async", "conditional"):
-            # What other operations call runs for each element: it is no kernel of its own.
+            # Other operations call a computation for each element, such as the sum of a reduction: no kernel.
             return NO_WORK
         callees = [self._computation_work(name) for name in names]
         if operation == "conditional":

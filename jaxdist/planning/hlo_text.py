@@ -96,7 +96,7 @@ def parse(text: str) -> Program:
 
 
 def _number_after(key: str, header: str) -> int:
-    """Return the number after `key` in a header; XLA leaves out those that are 1."""
+    """Return the number after `key` in a header; XLA leaves out a number of 1."""
     found = re.search(rf"{key}(\d+)", header)
     if found is None:
         return 1
@@ -126,7 +126,7 @@ def trips(computations: Computations, loop: Instruction) -> int | None:
         return int(known[1])
     name = dict(called(computations, loop))["condition"]
     condition = _with_callees(computations, name)
-    # The instructions that compute, without those that only pass values on.
+    # Leave out instructions that only pass values on.
     steps = sorted(one.opcode for one in condition if one.opcode not in ("parameter", "get-tuple-element", "fusion"))
     less = any("direction=LT" in one.rest for one in condition)
     if steps != ["compare", "constant"] or not less:
@@ -139,7 +139,7 @@ def trips(computations: Computations, loop: Instruction) -> int | None:
 
 
 def _with_callees(computations: Computations, name: str) -> list[Instruction]:
-    """Return the instructions of a computation and of those that it calls, such as the bodies of fusions."""
+    """Return the instructions of a computation and of its callees, such as the bodies of fusions."""
     found = []
     for instruction in computations[name]:
         found.append(instruction)

@@ -1,6 +1,6 @@
 """Predict what one device holds during a step, from the configuration and the abstract parameters alone.
 
-What lies on a device between steps is exact: the arguments of a step, leaf by leaf as `zero` places them. In bytes per
+The state between steps is exact: it is the arguments of a step, leaf by leaf as `zero` places them. In bytes per
 parameter, with AdamW, where everything divides by the N devices of the data axis (Rajbhandari et al. 2020, figure 1,
 without its 2 bytes of gradients, which exist only during a step):
 
@@ -9,9 +9,9 @@ without its 2 bytes of gradients, which exist only during a step):
     mixed                      14    2+12/N    2+12/N    14/N
 
 With `parallel.offload optimizer`, 8 of each 12 and 12 of each 14 are in host memory. (ZeRO-Offload, Ren et al. 2021,
-also updates there; here the device updates, and what it reads and writes crosses the link once each way.)
+also updates there; here the device updates, and the state crosses the link once each way.)
 
-What exists only during a step is an estimate: the compiler decides what lives when.
+Arrays that exist only during a step are estimates: the compiler decides how long each of them lives.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def gathered(config: Config, p: Placed, layout: Layout, name: str, calls: int, e
 
 
 def predict(config: Config, parameters: list[Placed], layout: Layout, pipe: Pipeline) -> Iterator[Transfer]:
-    """Yield every transfer of a step except those of scalars."""
+    """Yield every transfer of a step, without scalars."""
     for p in parameters:
         yield from _gradients(config, p, layout, pipe)
         yield from _weights(config, p, layout, pipe)
@@ -103,10 +103,10 @@ def _read_backward(p: Placed, pipe: Pipeline) -> bool:
 def _gathers(p: Placed, layout: Layout, pipe: Pipeline) -> int:
     """Return how often each layer's weight is gathered at stage 3: in F, in B, and where B recomputes the layer.
 
-    Where a chunk is one layer, there is no loop over layers, and XLA merges the gathers of a weight in a tick: those
-    of B, and those of F and B where a rank has no other chunk. In the latter case all ticks are alike, so XLA:CPU
-    gathers once. XLA:GPU gathers in every iteration of a loop over ticks, and once for all segments of a single tick,
-    which are no loops.
+    Where a chunk is one layer, there is no loop over layers, and XLA merges the gathers of a weight within a tick: the
+    two of B; and where a rank has no other chunk, also the one of F. In the latter case nothing differs from tick to
+    tick, so XLA:CPU gathers once. XLA:GPU gathers in every iteration of a loop over ticks, and once for all segments of
+    a single tick, which are no loops.
     """
     stages = pipe.stages
     forward = pipe.ticks("F")
@@ -152,7 +152,7 @@ def _gradients(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Ite
 
 @dataclass(frozen=True)
 class _Stream:
-    """The residual stream [B, S, D] of a micro-batch, and what is made of it at both ends of the pipeline."""
+    """Transfers of the residual stream [B, S, D] of a micro-batch: in the layers, and at both ends of the pipeline."""
 
     config: Config
     layout: Layout

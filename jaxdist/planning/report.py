@@ -35,7 +35,7 @@ Key = tuple[tuple[str, ...], str]
 
 @dataclass(frozen=True)
 class Row:
-    """What one kind of collective moves over one set of axes in one step: predicted and compiled."""
+    """One kind of collective over one set of axes in one step: predicted and compiled."""
 
     axes: tuple[str, ...]
     kind: str
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def as_predicted(self) -> bool:
-        """Whether the program moves what is predicted, to the element and byte, packed scalars aside."""
+        """Whether the program agrees with the prediction, to the element and byte, packed scalars aside."""
         return self.has_prediction and not self._more_elements and not self._more_bytes
 
     @property
@@ -123,7 +123,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """A compiled step, and what is predicted of it."""
+    """A compiled step and its prediction."""
 
     config: Config
     model: Model

@@ -193,7 +193,7 @@ def _totals(report: Report) -> list[str]:
 
 
 def _verdict(report: Report) -> list[str]:
-    """Return whether the program moves what is predicted, and each difference with both numbers."""
+    """Return whether the program agrees with the prediction, and each difference with both numbers."""
     if report.unpredicted:
         return [report.unpredicted]
     if not report.differences:
