@@ -1,4 +1,4 @@
-"""`python -m jaxdist.explain [CONFIG] --mesh ...`: what a step holds and moves, read off the compiled program."""
+"""`python -m jaxdist.explain [CONFIG] --mesh ...`: what a step holds and sends, read from the compiled program."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ if TYPE_CHECKING:
     from jaxdist.planning.report import Report
 
 DESCRIPTION = (
-    "Compile the train step of a configuration, and tell which bytes every device holds, what crosses the mesh, and "
-    "whether that is what theory says. Nothing is run, no data is read, and no device has to be there. The exit code "
-    "is 1 if the program moves something else than predicted, unless the difference is a known one."
+    "Compile the train step of a configuration, and report the bytes that every device holds, the collectives of the "
+    "program, and whether both are as predicted. Nothing is run, no data is read, and no device has to be present. The "
+    "exit code is 1 if the collectives differ from the prediction, unless the difference is a known one."
 )
 EXTRAS = [
-    Extra("target", "", "Compile for this GPU, which need not be here: a100, h100, h200, gh200. Empty: CPU devices."),
-    Extra(
-        "devices", 0, "How many devices, where the mesh has a -1 to be filled; 0: as many as it names.", DevicesOrZero
-    ),
+    Extra("target", "", "Compile for this GPU, present or not: a100, h100, h200 or gh200. Empty: CPU devices."),
+    Extra("devices", 0, "Number of devices, to fill a -1 of the mesh; 0: as many as the mesh names.", DevicesOrZero),
     Extra("json", False, "Print one JSON object on standard output, and nothing else."),
     Extra("picture", "", "Draw the memory as stacked bars into this PNG file.", FileName),
 ]
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = arguments(argv, "explain", DESCRIPTION, extras=EXTRAS, knobs=STEP_KNOBS)
+    """Compile the step and print the report. Return the exit code."""
+    request = arguments(argv, "explain", DESCRIPTION, extras=EXTRAS, knobs=STEP_KNOBS)
     check_alone("explain")
-    extras = asked.extras
+    extras = request.extras
     check_picture(extras["picture"], "memory.png")
-    report = explain(asked.config, extras["target"] or None, extras["devices"])
+    report = explain(request.config, extras["target"] or None, extras["devices"])
 
     from jaxdist.planning.report_text import lines
 
-    print(json.dumps(report.json()) if extras["json"] else "\n".join(lines(report)))
+    if extras["json"]:
+        print(json.dumps(report.json()))
+    else:
+        print("\n".join(lines(report)))
     if extras["picture"]:
         from jaxdist.planning.report_picture import draw
 
@@ -52,8 +54,9 @@ def main(argv: list[str] | None = None) -> int:
 def explain(config: Config, target: str | None = None, devices: int = 0) -> Report:
     """Compile the step of `config` in a process of its own, for CPU devices or a GPU of `planning.hardware.GPUS`.
 
-    Raises `RequestError` for what is wrong with the request or cannot be compiled for here.
+    Raises `RequestError` for a wrong request, and where this machine cannot compile for the target.
     """
+    # Imported late, so that --help and wrong requests answer before jax is imported.
     from jaxdist import models
     from jaxdist.cluster import xla_options
     from jaxdist.cluster.rendezvous import across_hosts
@@ -75,11 +78,15 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     mesh = abstract_mesh(shape)
     layout = Layout.on(mesh, rules(config, shape), gpu or CPU)
     program = compile_apart(partial(lower_step, config), target, mesh.size)
+    if gpu:
+        # Neighbours in the mesh share a host, as in a run.
+        host_of = [number // gpu.per_host for number in range(mesh.size)]
+    else:
+        host_of = [0] * mesh.size
+    options = xla_options.options(layout.platform, mesh.size, across_hosts(mesh, host_of), layout.parts("residual") > 1)
     notes = []
-    host = [number // gpu.per_host for number in range(mesh.size)] if gpu else [0] * mesh.size
-    asked = xla_options.options(layout.platform, mesh.size, across_hosts(mesh, host), layout.parts("residual") > 1)
-    if asked:
-        notes.append(f"compiled with {xla_options.as_flags(asked)}, as train does")
+    if options:
+        notes.append(f"compiled with {xla_options.as_flags(options)}, as train does")
     if config.model.documents == "apart" and gpu:
         notes.append(f"attention runs in blocks of queries, because {NO_DOCUMENTS}")
     program = replace(program, notes=tuple(notes))

@@ -15,7 +15,7 @@ from jaxdist.models.attention import Starts
 from jaxdist.models.foreign import Foreign, Params
 from jaxdist.models.gpt import GPT
 from jaxdist.models.llama import Llama
-from jaxdist.sharding import LAYERS, ONE_DEVICE, Layout
+from jaxdist.sharding import LAYERS, ONE_DEVICE, Layout, name_of
 
 FAMILIES = dict(gpt=GPT, llama=Llama)
 
@@ -34,6 +34,8 @@ class Model:
     """Shape and dtype of every parameter."""
     axes: Params
     """Logical axes of every parameter, one name (or None) for each dim."""
+    forward_only: frozenset[str]
+    """Names of the parameters whose values no gradient needs."""
 
     def init(self, key: Key[Array, ""]) -> Params:
         """Return parameters in f32, with the same bits on every mesh."""
@@ -65,12 +67,25 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
     graph, state = nnx.split(module)
     axes = jax.tree.map(_axes, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
-    return Model(make, graph, nnx.graphdef(module.blocks), nnx.to_pure_dict(state), nnx.to_pure_dict(axes))
+    marks = jax.tree.map(_forward_only, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
+    marked = jax.tree.leaves_with_path(nnx.to_pure_dict(marks))
+    return Model(
+        make,
+        graph,
+        nnx.graphdef(module.blocks),
+        nnx.to_pure_dict(state),
+        nnx.to_pure_dict(axes),
+        frozenset(name_of(path) for path, mark in marked if mark),
+    )
 
 
 def _axes(p: nnx.Variable) -> tuple[str | None, ...]:
     # `vmap` over the blocks has stacked their parameters, in dims before those that are named.
     return (LAYERS,) * (p.ndim - len(p.axes)) + p.axes
+
+
+def _forward_only(p: nnx.Variable) -> bool:
+    return p.get_metadata().get("forward_only", False)
 
 
 def build(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model | Foreign:

@@ -39,9 +39,12 @@ def weight(rngs: nnx.Rngs, shape: Sequence[int], axes: tuple[str | None, ...], s
     return nnx.Param(normal(rngs.params(), shape, scale), axes=axes)
 
 
-def constant(value: float, shape: Sequence[int], axes: tuple[str | None, ...]) -> nnx.Param:
-    """Make a parameter filled with `value` whose dims carry the logical `axes`."""
-    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
+def constant(value: float, shape: Sequence[int], axes: tuple[str | None, ...], forward_only: bool = False) -> nnx.Param:
+    """Make a parameter filled with `value` whose dims carry the logical `axes`.
+
+    `forward_only` marks a parameter whose value no gradient needs; the planner reads it.
+    """
+    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes, forward_only=forward_only)
 
 
 recomputed = partial(jax.checkpoint, prevent_cse=False)
@@ -221,7 +224,8 @@ class MLP(nnx.Module):
         self.up = weight(rngs, (embed, mlp), ("embed", "mlp"))
         self.up_bias = constant(0.0, (mlp,), ("mlp",))
         self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), out_scale)
-        self.down_bias = constant(0.0, (embed,), ("norm",))
+        # It only shifts the output of a block, so ZeRO 3 (FSDP) does not gather it again in the backward pass.
+        self.down_bias = constant(0.0, (embed,), ("norm",), forward_only=True)
 
     def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
         """Return gelu(x up + up_bias) down + down_bias."""

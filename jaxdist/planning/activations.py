@@ -1,8 +1,8 @@
-"""What a layer's forward pass leaves for its backward pass, and what exists for a moment in either."""
+"""Predict the activations of a layer: what the backward pass keeps, and what exists only for a moment."""
 
 from __future__ import annotations
 
-from functools import partial
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -12,62 +12,116 @@ from jaxdist.models.loss import chunk_rows
 from jaxdist.sharding import Layout
 
 
-def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
-    """Values that a layer keeps for each token on one device, after Korthikanti et al. 2022, section 4.1.
+class _Widths(NamedTuple):
+    """Values per token of the arrays in a layer, on one device."""
 
-    With remat block, its input. With dots, the products with weights too: query, key and value, attention's output,
-    the MLP's width (llama's twice). Named, which is all that ZeRO 2 and 3 keep, also what goes into attention's output
-    and each head's log sum exp; with none, also the norms and attention's operands. What the model axis splits counts
-    by its part, the residual stream where it is split along the sequence.
-    """
+    residual: int
+    """The residual stream, which sequence parallelism shards."""
+    heads: int
+    """One value for each query head."""
+    query: int
+    """All query heads; attention's output is as wide."""
+    key_value: int
+    """All heads of keys and of values together."""
+    mlp: int
+    """The hidden layer of the MLP, without a gate."""
+
+
+def _widths(m: ModelConfig, layout: Layout, mlps: int) -> _Widths:
+    """Return the widths of a layer; `mlps` arrays of the MLP's hidden width count as one."""
     size = m.embed // m.heads
-    residual, heads = m.embed // layout.parts("residual"), m.heads // layout.parts("heads")
-    key_values = 2 * max(1, m.key_value_heads // layout.parts("heads"))
-    mlp = (2 if m.family == "llama" else 1) * m.mlp_size // layout.parts("mlp")
-    if remat in ("block", "stage", "offload"):  # without stages the same, but for where it waits
-        return residual
-    dots = 2 * residual + (heads + key_values) * size + mlp
-    named = dots + heads * size + heads
-    return {"dots": dots, "named": named}.get(remat, named + 2 * residual + heads * size)
+    heads = m.heads // layout.parts("heads")
+    # Every device holds at least one key/value head (grouped-query attention).
+    key_value_heads = max(1, m.key_value_heads // layout.parts("heads"))
+    return _Widths(
+        residual=m.embed // layout.parts("residual"),
+        heads=heads,
+        query=heads * size,
+        key_value=2 * key_value_heads * size,
+        mlp=mlps * m.mlp_size // layout.parts("mlp"),
+    )
+
+
+def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
+    """Return how many values a layer keeps for each token on one device (Korthikanti et al. 2022, section 4.1).
+
+    `remat`, the kind of activation checkpointing, decides what is kept:
+
+        block, stage, offload   the input of the layer
+        dots                    also the results of matmuls with weights: query, key and value, attention's output,
+                                the MLP's hidden layer (two for llama)
+        named                   also the input of attention's output matmul, and each head's log sum exp; this is what
+                                ZeRO 2 and 3 keep when nothing is checkpointed
+        none                    also the norms and the operands of attention
+
+    An array that the model axis splits counts only by its part on one device; so does the residual stream under
+    sequence parallelism.
+    """
+    gated = m.family == "llama"
+    widths = _widths(m, layout, mlps=2 if gated else 1)
+    # A layer keeps the same with stage as with block, and with offload it waits in the host's memory.
+    if remat in ("block", "stage", "offload"):
+        return widths.residual
+    dots = 2 * widths.residual + widths.query + widths.key_value + widths.mlp
+    if remat == "dots":
+        return dots
+    named = dots + widths.query + widths.heads
+    if remat == "named":
+        return named
+    return named + 2 * widths.residual + widths.query
 
 
 def stashed_per_token(m: ModelConfig, layout: Layout) -> int:
-    """Values for each token of a layer that a split backward pass (Qi et al. 2024, section 2) leaves for W.
+    """Return how many values for each token of a layer a split backward pass leaves for W (Qi et al. 2024, section 2).
 
-    Both operands of each product with a weight: its input, and the gradient of its output; and what norms need.
+    W needs both operands of each matmul with a weight, its input and the gradient of its output, and what norms need.
     """
-    size = m.embed // m.heads
-    residual, heads = m.embed // layout.parts("residual"), m.heads // layout.parts("heads")
-    key_values = 2 * max(1, m.key_value_heads // layout.parts("heads"))
-    mlp = (3 if m.family == "llama" else 2) * m.mlp_size // layout.parts("mlp")
-    return 6 * residual + (2 * heads + key_values) * size + mlp
+    gated = m.family == "llama"
+    widths = _widths(m, layout, mlps=3 if gated else 2)
+    return 6 * widths.residual + 2 * widths.query + widths.key_value + widths.mlp
 
 
 def working(m: ModelConfig, layout: Layout, rows: int, width: int, remat: str, later: int = 0) -> int:
-    """What exists only for a moment, in the backward pass of a layer or, before it, in the loss.
+    """Return the bytes that exist only for a moment, in the backward pass of a layer or, before it, in the loss.
 
-    `later` are bytes that are counted elsewhere, and not there yet while logits are.
+    `later` are bytes that are counted elsewhere and do not exist yet while logits do.
     """
     return max(in_layer(m, layout, rows, width, remat), in_loss(m, layout, rows, width) - later)
 
 
 def in_layer(m: ModelConfig, layout: Layout, rows: int, width: int, remat: str) -> int:
-    """One layer's backward pass: what it computes again, about as much in gradients as "none" keeps, and attention's
-    scores, three arrays in f32 for a block of queries, none with cuDNN."""
-    kept = partial(saved_per_token, m, layout)
-    layer = width * rows * m.sequence * (max(0, kept("named") - kept(remat)) + kept("none"))
-    scores = 3 * 4 * rows * m.heads // layout.parts("heads") * block_rows(m.sequence) * m.sequence
-    return layer + (0 if flash(m, layout, rows, width) else scores)
+    """Return the bytes that one layer's backward pass needs while it runs.
+
+    It holds what it recomputes, about as much in gradients as remat "none" keeps, and the scores of attention.
+    """
+    recomputed = max(0, saved_per_token(m, layout, "named") - saved_per_token(m, layout, remat))
+    gradients = saved_per_token(m, layout, "none")
+    layer = width * rows * m.sequence * (recomputed + gradients)
+    # cuDNN's attention never writes its scores to memory.
+    if flash(m, layout, rows, width):
+        return layer
+    # Three arrays in f32, for one block of queries.
+    return layer + 3 * 4 * rows * m.heads // layout.parts("heads") * block_rows(m.sequence) * m.sequence
 
 
 def in_loss(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
-    """A chunk of logits: on a GPU of `width`, and their gradient is made in their place; elsewhere in f32, and so are
-    their gradient and what is made on the way."""
-    of_logit = 3 * 4 if layout.platform == "cpu" else width
-    return of_logit * min(chunk_rows(layout), rows * m.sequence) * m.vocab // layout.parts("vocab")
+    """Return the bytes of one chunk of logits, with its gradient and temporaries."""
+    if layout.platform == "cpu":
+        # In f32: the logits, their gradient, and one temporary.
+        bytes_per_logit = 3 * 4
+    else:
+        # In the compute dtype; the gradient overwrites the logits.
+        bytes_per_logit = width
+    return bytes_per_logit * min(chunk_rows(layout), rows * m.sequence) * m.vocab // layout.parts("vocab")
 
 
 def flash(m: ModelConfig, layout: Layout, rows: int, width: int) -> bool:
-    """Whether attention is cuDNN's, which does not keep documents apart; no cuDNN has to be here."""
-    queries = rows * (1 if layout.manual else layout.ranks), m.sequence, m.heads, m.embed // m.heads
-    return not beyond_cudnn(layout, queries, jnp.float32 if width == 4 else jnp.bfloat16, m.documents == "apart")
+    """Return whether cuDNN computes attention, which it does not where documents are kept apart.
+
+    cuDNN need not be installed to answer this.
+    """
+    # In a manual region an array has the rows of one device, elsewhere the rows of all ranks.
+    ranks = 1 if layout.manual else layout.ranks
+    queries = (rows * ranks, m.sequence, m.heads, m.embed // m.heads)
+    dtype = jnp.float32 if width == 4 else jnp.bfloat16
+    return not beyond_cudnn(layout, queries, dtype, m.documents == "apart")

@@ -1,9 +1,11 @@
-"""What waits for other pipeline ranks in a branch that not all of them take: a deadlock, or silently wrong numbers.
+"""Find collectives in branches that not all pipeline ranks take: a deadlock, or silently wrong numbers.
 
-Where each rank of a pipeline goes its own way (zero-bubble schedules: Qi et al. 2024), a collective in a branch is
-legal only if its groups lie within one rank. A collective-permute never is: in one process, XLA:CPU has all devices
-meet for it, whatever its pairs are, and on GPUs it may be one clique of all of them. What jax has traced does not tell,
-as XLA makes permutes of its own and moves operations into branches: so this reads the compiled program.
+In zero-bubble schedules (Qi et al. 2024) each rank of a pipeline takes branches of its own. There a collective is legal
+only if each of its groups lies within one rank. A collective-permute never is: in one process, XLA:CPU makes all
+devices meet for it, whatever its pairs are, and on GPUs it may be one clique of all of them.
+
+This reads the compiled program, because XLA adds permutes of its own and moves operations into branches, which the
+traced program does not show.
 """
 
 from __future__ import annotations
@@ -22,44 +24,52 @@ GROUPED = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-a
 
 
 def across_ranks(program: str, mesh: Mesh | AbstractMesh) -> list[str]:
-    """A sentence for each collective of `program`, the text of a compiled one, that breaks the rule.
+    """Return a sentence for each collective that breaks the rule in `program`, the text of a compiled one.
 
-    A conditional counts as taken differently unless the executor has named it as one that all take alike.
+    Ranks may take the branches of a conditional differently, unless the executor has marked it as shared.
     """
     parsed = parse(program)
-    ranks = np.unravel_index(np.arange(mesh.size), tuple(mesh.shape.values()))[mesh.axis_names.index(PIPELINE)]
-    found = {one.name: told for one in _inside(parsed) if (told := _wrong(one, ranks))}
-    return sorted(found.values())
+    coordinates = np.unravel_index(np.arange(mesh.size), tuple(mesh.shape.values()))
+    ranks = coordinates[mesh.axis_names.index(PIPELINE)]
+    problems = {one.name: _problem(one, ranks) for one in _in_branches(parsed)}
+    return sorted(problem for problem in problems.values() if problem)
 
 
-def _inside(program: Program) -> Iterator[Instruction]:
-    """All instructions that run in branches of conditionals that may be taken differently."""
-    waiting = [
-        name
-        for body in program.computations.values()
-        for one in body
-        if one.opcode == "conditional" and f'{SHARED}/cond"' not in one.rest
-        for _, name in called(program.computations, one)
-    ]
+def _in_branches(program: Program) -> Iterator[Instruction]:
+    """Yield all instructions in branches of conditionals that ranks may take differently."""
+    waiting = []
+    for body in program.computations.values():
+        for one in body:
+            if one.opcode == "conditional" and f'{SHARED}/cond"' not in one.rest:
+                waiting += _callees(program, one)
     seen = set()
     while waiting:
         name = waiting.pop()
-        if name not in seen:
-            seen.add(name)
-            yield from program.computations[name]
-            waiting += [callee for one in program.computations[name] for _, callee in called(program.computations, one)]
+        if name in seen:
+            continue
+        seen.add(name)
+        for one in program.computations[name]:
+            yield one
+            waiting += _callees(program, one)
 
 
-def _wrong(one: Instruction, ranks: np.ndarray) -> str:
-    """What is wrong with an instruction in such a branch, or nothing."""
+def _callees(program: Program, caller: Instruction) -> list[str]:
+    return [name for _, name in called(program.computations, caller)]
+
+
+def _problem(one: Instruction, ranks: np.ndarray) -> str:
+    """Return what is wrong with an instruction in such a branch, or an empty string."""
     kind = one.opcode.removesuffix("-start")
     if kind in PERMUTES:
         return f"{one.name} is a {kind} in a branch that pipeline ranks take differently: all devices meet there"
-    if kind in GROUPED:
-        of = ranks[groups(one.rest, len(ranks))]
-        if (of != of[:, :1]).any():
-            return (
-                f"{one.name} is an {kind} in a branch that pipeline ranks take differently, between devices of ranks "
-                f"{np.unique(of[(of != of[:, :1]).any(1)][0]).tolist()}"
-            )
-    return ""
+    if kind not in GROUPED:
+        return ""
+    # [groups, devices of a group]: the pipeline rank of each device
+    members = ranks[groups(one.rest, len(ranks))]
+    differs = (members != members[:, :1]).any(1)
+    if not differs.any():
+        return ""
+    return (
+        f"{one.name} is an {kind} in a branch that pipeline ranks take differently, between devices of ranks "
+        f"{np.unique(members[differs][0]).tolist()}"
+    )

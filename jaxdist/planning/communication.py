@@ -1,9 +1,9 @@
-"""What crosses the mesh in one step, predicted from the configuration and the abstract parameters alone.
+"""Predict the collectives of one step, from the configuration and the abstract parameters alone.
 
-Over the batch axes go weights and gradients, whose elements per parameter the ZeRO paper counts (Rajbhandari et al.
-2020, section 7); over the model axis the residual stream, as in Shoeybi et al. 2019, section 3, and Korthikanti et al.
-2022, section 4.2.2. Scalars (loss, norm, counts) are left out. Nothing here looks at a program: `tests/communication`
-holds one against the other.
+Over the batch axes move weights and gradients; the ZeRO paper counts their elements per parameter (Rajbhandari et al.
+2020, section 7). Over the model axis moves the residual stream (Shoeybi et al. 2019, section 3; Korthikanti et al.
+2022, section 4.2.2). Scalars (loss, norm, counts) are left out. Nothing here reads a compiled program:
+`tests/communication` compares the two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
 from jaxdist.planning import pipeline_traffic
 from jaxdist.planning.parameter_layout import Placed, compute_width, placed
-from jaxdist.planning.pipeline_traffic import NOT_NEEDED_BACKWARD, looks_up_positions, scattered_with_vectors
+from jaxdist.planning.pipeline_traffic import gathered, looks_up_positions, scattered_with_vectors
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
@@ -34,142 +34,185 @@ from jaxdist.sharding import Layout
 
 
 def unpredicted(config: Config, layout: Layout) -> str:
-    """Why `predict` cannot tell what crosses the mesh; empty where it can."""
+    """Return why `predict` cannot predict the collectives of a step; empty where it can."""
     if layout.ranks == 1 or not config.model.images or images.scope(config.model) == "rows":
         return ""
     return (
-        "what crosses the mesh is not predicted: with dropout a classifier is called with all rows of a micro-batch at "
-        "once, so that its masks are those of one device, and the compiler chooses where gradients and statistics are "
-        "added up; set model.dropout to 0 for one reduction of each"
+        "collectives are not predicted: with dropout a classifier runs all rows of a micro-batch at once, so that its "
+        "dropout masks are those of one device, and the compiler chooses where gradients and statistics are reduced; "
+        "set model.dropout to 0 for one reduction of each"
     )
 
 
 def predict(config: Config, model: Model | Foreign, layout: Layout) -> list[Transfer]:
-    """Every transfer of a train step but those of scalars; `config.precision` is not `auto` any more, and `unpredicted`
-    is empty."""
+    """Return every transfer of a train step, without scalars.
+
+    `config.precision` is resolved, no longer `auto`, and `unpredicted` is empty.
+    """
     assert not unpredicted(config, layout)
     parameters = placed(config, model, layout)
-    if pipe := pipeline_of(config, layout):
-        found = [*pipeline_traffic.predict(config, parameters, layout, pipe)]
+    pipe = pipeline_of(config, layout)
+    if pipe:
+        found = list(pipeline_traffic.predict(config, parameters, layout, pipe))
     else:
-        found = [
-            *_parameters(config, parameters, layout),
-            *(_statistics(config, model, layout) if config.model.images else _decoder(config, layout)),
-        ]
+        found = list(_parameters(config, parameters, layout))
+        if config.model.images:
+            found.append(_statistics(config, model, layout))
+        else:
+            found += _stream(config, layout)
+            found.append(_loss(config, layout))
     return [one for one in found if one.devices > 1 and one.calls]
 
 
 def data_parallel(config: Config, model: Model, layout: Layout) -> float:
-    """Elements that plain data parallelism would send: 2 (N-1)/N for each parameter of a stage and model rank."""
+    """Return the elements that plain data parallelism sends: 2 (N-1)/N for each parameter of a stage and model rank."""
     whole = sum(p.use for p in placed(config, model, layout))
     return 2 * whole * (layout.ranks - 1) / layout.ranks
 
 
 def _parameters(config: Config, parameters: list[Placed], layout: Layout) -> Iterator[Transfer]:
-    """`gather` and `reduce` of `parallel.zero`, for the layers and for what is none."""
-    parallel, k = config.parallel, config.train.accumulation
+    """Yield the transfers of `gather` and `reduce` of `parallel.zero`, for the layers and for all other parameters."""
+    parallel = config.parallel
+    k = config.train.accumulation
+    # At stages 2 and 3, micro-batches outside the layers move everything once for each of them.
     outside = parallel.micro_batches == "outside" or config.model.images
     groups = k if parallel.zero >= 2 and outside else 1
     for p in parameters:
-        calls = groups * (p.layers if parallel.zero >= 2 else 1)
-        name = "layers" if p.stacked else "parameters" if config.model.images else "table and the like"
+        calls = groups
+        if parallel.zero >= 2:
+            calls *= p.layers
+        if p.stacked:
+            name = "layers"
+        elif config.model.images:
+            name = "parameters"
+        else:
+            name = "table and the like"
         yield from _reduce(config, p, name, layout, calls, groups)
         yield from _gather(config, p, name, layout, groups)
 
 
 def _gather(config: Config, p: Placed, name: str, layout: Layout, groups: int) -> Iterator[Transfer]:
-    times, arrays = 1, 1
+    """Yield the transfers that bring a weight from how it lies at rest to how it lies in use."""
+    times = 1
+    calls = 1
     if config.parallel.zero == 3:
-        times, arrays = _gathered(p, layout, groups), p.layers
-    what, calls, moved, width = f"weights of {name}", times * arrays, times * p.use, compute_width(config)
-    if p.place.exchanged:
-        heads, own = layout.split("heads"), moved if p.whole else moved // layout.size(DATA)
-        yield transfer(layout, what, ALL_TO_ALL, heads, calls, own, width)
-    if not p.whole:
-        yield transfer(layout, what, ALL_GATHER, {DATA}, calls, moved, width)
+        times = _gathers(p, layout, groups)
+        calls = times * p.layers
+    yield from gathered(config, p, layout, name, calls, elements=times * p.use)
 
 
-def _gathered(p: Placed, layout: Layout, groups: int) -> int:
-    """How often a step gathers each layer's weight at stage 3, with `groups` of micro-batches one after the other.
+def _gathers(p: Placed, layout: Layout, groups: int) -> int:
+    """Return how often a step gathers each layer's weight at stage 3, with `groups` of micro-batches one by one.
 
-    The loop over layers gathers a weight forward, and again backward where a gradient needs its value. What stands in
-    no such loop, and the only layer of a model, is gathered once for both. Nothing changes that gather from one group
-    to the next, so XLA:CPU moves it out of the loop over groups; XLA:GPU leaves it there.
+    The loop over layers gathers a weight in the forward pass, and again in the backward pass where a gradient needs its
+    value. A parameter outside this loop, or the only layer of a model, is gathered once for both. Nothing changes that
+    gather from one group to the next, so XLA:CPU moves it out of the loop over groups; XLA:GPU leaves it there.
     """
     if p.layers > 1:
-        again = p.name not in NOT_NEEDED_BACKWARD
-        return groups * (2 if again else 1)
+        passes = 1 if p.forward_only else 2
+        return groups * passes
     if layout.platform == "cpu":
         return 1
     return groups
 
 
 def _reduce(config: Config, p: Placed, name: str, layout: Layout, calls: int, times: int) -> Iterator[Transfer]:
-    what, summed, held = f"gradients of {name}", set(p.place.use.reduced), p.use
+    """Yield the transfers that sum a gradient and bring it to how the parameter lies at rest."""
+    what = f"gradients of {name}"
+    summed = set(p.place.use.reduced)
+    held = p.use
     if not p.whole:
         yield transfer(layout, what, REDUCE_SCATTER, {DATA}, calls, times * p.use, F32)
-        summed, held = summed - {DATA}, p.use // layout.size(DATA)
+        summed.discard(DATA)
+        held = p.use // layout.size(DATA)
     if summed:
         if layout.platform != "cpu" and p.layers == 1 and not p.place.dealt:
-            calls = times = 1  # XLA:GPU adds up first, and sends once, what a loop only adds to its sum
+            # XLA:GPU moves the all-reduce behind a loop that only adds to a sum.
+            calls = 1
+            times = 1
         yield transfer(layout, what, ALL_REDUCE, summed, calls, times * held, F32)
-    if p.place.dealt:  # the copies of key/value heads are brought together
-        added = layout.ranks > 1 or config.train.accumulation > 1
-        heads, width = layout.split("heads"), F32 if added else compute_width(config)  # as the product left them
-        kind, parts = (ALL_TO_ALL, 1) if p.place.exchanged else (ALL_GATHER, layout.parts("heads"))
-        yield transfer(layout, what, kind, heads, calls, times * held * parts, width)
+    if p.place.dealt:
+        yield _collect_heads(config, p, what, layout, calls, times * held)
 
 
-def _decoder(config: Config, layout: Layout) -> Iterator[Transfer]:
-    yield from _stream(config, layout)
-    yield from _loss(config, layout)
+def _collect_heads(config: Config, p: Placed, what: str, layout: Layout, calls: int, elements: int) -> Transfer:
+    """Return the transfer that brings the gradients of the copies of key/value heads together."""
+    # A gradient that was added to nothing is still in the dtype of its matmul.
+    added = layout.ranks > 1 or config.train.accumulation > 1
+    width = F32 if added else compute_width(config)
+    heads = layout.split("heads")
+    if p.place.exchanged:
+        return transfer(layout, what, ALL_TO_ALL, heads, calls, elements, width)
+    return transfer(layout, what, ALL_GATHER, heads, calls, elements * layout.parts("heads"), width)
 
 
-def _statistics(config: Config, model: Foreign, layout: Layout) -> Iterator[Transfer]:
-    """Sum and sum of squares of every channel, forward and, of their gradients, backward; then the running ones."""
-    k, channels = config.train.accumulation, sum(a.size for a in jax.tree.leaves(model.variables))
+def _statistics(config: Config, model: Foreign, layout: Layout) -> Transfer:
+    """Return the all-reduces of batch statistics: each channel's sum and sum of squares.
+
+    They are reduced forward; their gradients backward; and then the running ones.
+    """
+    k = config.train.accumulation
+    channels = sum(a.size for a in jax.tree.leaves(model.variables))
     axes = layout.split("batch")
-    yield transfer(layout, "batch statistics", ALL_REDUCE, axes, k, 3 * k * channels, F32)
+    return transfer(layout, "batch statistics", ALL_REDUCE, axes, k, 3 * k * channels, F32)
 
 
 def _stream(config: Config, layout: Layout) -> Iterator[Transfer]:
-    """The residual stream [B, S, D] of k micro-batches, over the axes that split layers, vocabulary and sequence."""
-    split, sizes, width = layout.split("residual"), config.model, compute_width(config)
-    for logical in ("heads", "mlp"):
-        whole = sizes.remat in ("block", "stage", "offload")
-        # then attention's output is computed again, and the MLP's is not needed
-        again = logical == "heads" and whole
-        moves = {REDUCE_SCATTER: 2 + again, ALL_GATHER: 3} if split else {ALL_REDUCE: 2 + again}
-        for kind, calls in moves.items():
-            what, calls = "residual stream of the layers", calls * sizes.layers
-            yield _streamed(config, layout, what, kind, layout.split(logical), calls, width)
+    """Yield the moves of the residual stream [B, S, D], over the axes that split layers, vocabulary and sequence."""
+    yield from _layers(config, layout)
+    split = layout.split("residual")
     vocab = layout.split("vocab")
-    moves = {ALL_REDUCE: 1} if vocab and not split else {ALL_GATHER: bool(split), REDUCE_SCATTER: bool(split and vocab)}
+    if vocab and not split:
+        moves = {ALL_REDUCE: 1}
+    else:
+        moves = {ALL_GATHER: int(bool(split)), REDUCE_SCATTER: int(bool(split and vocab))}
     for what in ("looked-up vectors", "last hidden states"):
         for kind, calls in moves.items():
-            yield _streamed(config, layout, what, kind, split or vocab, calls, width)
-    if looks_up_positions(config):  # what the vocabulary's lookup gathers backward serves theirs too
-        moves = {REDUCE_SCATTER: not scattered_with_vectors(layout), ALL_GATHER: not vocab}
+            yield _streamed(config, layout, what, kind, split or vocab, calls)
+    if looks_up_positions(config):
+        scatters = 0 if scattered_with_vectors(layout) else 1
+        # The backward pass of the vocabulary's lookup gathers the same gradient already.
+        gathers = 0 if vocab else 1
+        yield _streamed(config, layout, "looked-up positions", REDUCE_SCATTER, split, scatters)
+        yield _streamed(config, layout, "looked-up positions", ALL_GATHER, split, gathers)
+
+
+def _layers(config: Config, layout: Layout) -> Iterator[Transfer]:
+    """Yield the moves of the residual stream between a layer's matmuls: tensor and sequence parallelism."""
+    sizes = config.model
+    whole_block = sizes.remat in ("block", "stage", "offload")
+    for logical in ("heads", "mlp"):
+        reductions = 2
+        # With a whole block recomputed, attention's output is computed again; the MLP's is not needed.
+        if logical == "heads" and whole_block:
+            reductions += 1
+        if layout.split("residual"):
+            moves = {REDUCE_SCATTER: reductions, ALL_GATHER: 3}
+        else:
+            moves = {ALL_REDUCE: reductions}
         for kind, calls in moves.items():
-            yield _streamed(config, layout, "looked-up positions", kind, split, calls, width)
+            what = "residual stream of the layers"
+            yield _streamed(config, layout, what, kind, layout.split(logical), calls * sizes.layers)
 
 
-def _streamed(config: Config, layout: Layout, what: str, kind: str, axes, calls: int, width: int) -> Transfer:
-    """`calls` in each micro-batch."""
+def _streamed(config: Config, layout: Layout, what: str, kind: str, axes, calls: int) -> Transfer:
+    """Move the residual stream `calls` times in each micro-batch."""
     calls *= config.train.accumulation
     elements = calls * _tokens(config, layout) * config.model.embed
-    return transfer(layout, what, kind, axes, calls, elements, width)
+    return transfer(layout, what, kind, axes, calls, elements, compute_width(config))
 
 
-def _loss(config: Config, layout: Layout) -> Iterator[Transfer]:
-    """A maximum, a sum and the label's logit for each token, where the vocabulary is split."""
-    tokens, k, sequence = _tokens(config, layout), config.train.accumulation, config.model.sequence
+def _loss(config: Config, layout: Layout) -> Transfer:
+    """Return a maximum, a sum and the label's logit for each token, where the vocabulary is split."""
+    tokens = _tokens(config, layout)
+    k = config.train.accumulation
+    sequence = config.model.sequence
     chunks = sequence // chunk_length(layout, sequence, tokens // sequence)
     axes = layout.split("vocab")
-    yield transfer(layout, "statistics of the loss", ALL_REDUCE, axes, 3 * chunks * k, 3 * tokens * k, F32)
+    return transfer(layout, "statistics of the loss", ALL_REDUCE, axes, 3 * chunks * k, 3 * tokens * k, F32)
 
 
 def _tokens(config: Config, layout: Layout) -> int:
-    """Of a micro-batch, on one device."""
+    """Return the tokens of a micro-batch on one device."""
     train = config.train
     return train.global_batch_size // train.accumulation // layout.ranks * config.model.sequence

@@ -1,9 +1,9 @@
-"""Every collective that one execution of a compiled program runs: over which mesh axes, of what size, how often.
+"""Read the collectives of a compiled program: over which mesh axes they run, of what size, and how often.
 
-And whether it runs beside the compute: what XLA has scheduled between its start and its done. Reads the text of
-`jax.stages.Compiled.as_text()` as jaxlib 0.10 to 0.12 print it, for CPU and for GPU (`hlo_text` says how that is
-written). What it does not know raises `ValueError`: a collective that is left out would let a test of communication
-pass. It cannot see what a hand-written kernel sends.
+Also read whether they overlap compute: which kernels XLA has scheduled between the start and the done of each. The
+input is the text of `jax.stages.Compiled.as_text()` as jaxlib 0.10 to 0.12 print it, for CPU and for GPU (`hlo_text`
+describes its form). Anything unknown raises `ValueError`: a collective that is left out would let a test of
+communication pass. The text does not show the communication of hand-written kernels.
 """
 
 import math
@@ -31,21 +31,24 @@ from jaxdist.planning.hlo_text import (
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 COMMUNICATION = re.compile(r"all-|reduce-scatter|collective|ragged-all|send|recv")
-"""Operations that move data between devices; those that are not in `KINDS` raise."""
+"""Operations that move data between devices; one that is not in `KINDS` raises `ValueError`."""
 
 SYNCHRONOUS = '"is_sync":true'
 PRODUCTS = ("dot", "convolution")
 LIBRARY = re.compile(
     r'custom_call_target="(__cublas\$(gemm|lt\$matmul|lt\$groupedMatmul)|__cudnn\$(fmha|conv)|__triton_gemm)'
 )
+"""Library calls that are matmuls, convolutions or fused attention."""
+
 FUSED = re.compile(r'"kind":"__(triton_\w*gemm\w*|cudnn\$fusion)"')
+"""Fusions around a matmul or fused attention."""
 
 
 class Work(NamedTuple):
-    """Compute: kernels that one pass over a piece of program starts."""
+    """Compute: the kernels that one pass over a piece of program starts."""
 
     matmuls: int = 0
-    """Matrix products, convolutions and fused attentions, in a kernel of their own or with what is fused to them."""
+    """Matmuls, convolutions and fused attentions, as kernels of their own or inside fusions."""
     others: int = 0
     """Other fusions and library calls."""
 
@@ -55,74 +58,81 @@ NO_WORK = Work()
 
 @dataclass(frozen=True)
 class Collective:
-    """One place in the text that runs: so the number of places is the number of these."""
+    """One collective that the program runs, for each place in its text."""
 
     kind: str
     axes: tuple[str, ...]
     """The mesh axes that it runs over, outermost first."""
     devices: int
-    """In one group: the product of the sizes of `axes`."""
+    """Devices in one group: the product of the sizes of `axes`."""
     sizes: tuple[tuple[str, int], ...]
-    """(dtype, elements) of one call, a row for each dtype: what all-gather makes, and what the others are given."""
+    """(dtype, elements) of one call, one row for each dtype: the results of an all-gather, the operands of all other
+    kinds."""
     scalars: tuple[str, ...] = ()
-    """The dtypes of those of its arrays that have one element."""
+    """The dtypes of its arrays that have one element."""
     count: int = 1
     """Calls in one execution of the program: the product of the trip counts of the loops around it."""
     depth: int = 0
     """How many loops are around it."""
     branch: bool = False
-    """In a branch of a conditional, which some devices may not take; counted as if all of them did."""
+    """Whether it is in a branch of a conditional, which some devices may not take; counted as if all of them did."""
     sync: bool = True
-    """The device waits for it. One that is not waited for may still have no compute to run beside."""
+    """Whether the device waits for it. An asynchronous one may still have no compute to overlap."""
     overlapped: Work = NO_WORK
-    """The compute that is scheduled between the start and the done of one call; that in a loop of unknown length counts
-    once, and of a conditional, the branch with the least."""
+    """The compute that is scheduled between the start and the done of one call. Compute in a loop of unknown length
+    counts once; of a conditional, the branch with the least compute counts."""
 
     @property
     def dtypes(self) -> tuple[str, ...]:
+        """The dtypes of its arrays, each once."""
         return tuple(dtype for dtype, _ in self.sizes)
 
     @property
     def elements(self) -> int:
-        """Of one call."""
+        """The elements of one call."""
         return sum(elements for _, elements in self.sizes)
 
     @property
     def array_elements(self) -> int:
-        """Of one call, scalars left out."""
+        """The elements of one call, without scalars."""
         return self.elements - len(self.scalars)
 
     @property
     def payload_bytes(self) -> int:
-        """Of one call."""
+        """The bytes of one call."""
         return sum(elements * bytes_of(dtype) for dtype, elements in self.sizes)
 
     @property
     def array_bytes(self) -> int:
-        """Of one call, scalars left out."""
+        """The bytes of one call, without scalars."""
         return self.payload_bytes - sum(map(bytes_of, self.scalars))
 
     @property
     def wire(self) -> float:
-        """Elements that one device sends in one execution of the program, by the ring algorithms."""
+        """The elements that one device sends in one execution of the program, by the ring algorithms."""
         return self._share * self.elements * self.count
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that one device sends in one execution of the program, by the ring algorithms."""
+        """The bytes that one device sends in one execution of the program, by the ring algorithms."""
         return self._share * self.payload_bytes * self.count
 
     @property
     def _share(self) -> float:
+        """The part of the payload that one device sends."""
+        if self.kind == "collective-permute":
+            return 1
         others = (self.devices - 1) / self.devices
-        return {"all-reduce": 2 * others, "collective-permute": 1}.get(self.kind, others)
+        if self.kind == "all-reduce":
+            return 2 * others
+        return others
 
 
 def collectives(program: str, mesh: Mesh | AbstractMesh) -> list[Collective]:
-    """One for each place in the text that runs, callees in the place of the call; none over a single device.
+    """Return one collective for each place in the text that runs; none over a single device.
 
-    Raises `ValueError` for a program of another number of devices than `mesh`, for communication that is not known
-    here, and for a collective in a loop of unknown length.
+    The collectives of a callee stand where it is called. Raises `ValueError` for a program of another number of devices
+    than `mesh`, for unknown communication, and for a collective in a loop of unknown length.
     """
     parsed = parse(program)
     if parsed.devices != mesh.size:
@@ -131,8 +141,9 @@ def collectives(program: str, mesh: Mesh | AbstractMesh) -> list[Collective]:
 
 
 def summary(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
-    """(kind, axes) -> (calls, elements) of one execution."""
-    calls, elements = Counter(), Counter()
+    """Return (kind, axes) -> (calls, elements) of one execution."""
+    calls = Counter()
+    elements = Counter()
     for one in found:
         calls[one.kind, one.axes] += one.count
         elements[one.kind, one.axes] += one.count * one.elements
@@ -141,24 +152,25 @@ def summary(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tu
 
 @dataclass
 class _Reader:
-    """Walks a program from its entry; remembers what each computation runs."""
+    """Walks a program from its entry, and remembers what each computation runs."""
 
     program: Program
     mesh: Mesh | AbstractMesh
     known: dict[str, list[Collective]] = field(default_factory=dict)
 
     def run(self, name: str) -> list[Collective]:
-        """What one execution of a computation runs."""
+        """Return the collectives of one execution of a computation."""
         if name not in self.known:
             body = self.program.computations[name]
             self.known[name] = [one for place in range(len(body)) for one in self._at(body, place)]
         return self.known[name]
 
     def _at(self, body: list[Instruction], place: int) -> list[Collective]:
-        """What one execution of one instruction runs."""
+        """Return the collectives of one execution of one instruction."""
         instruction = body[place]
         operation = instruction.opcode.removesuffix("-start")
-        if operation.endswith(("-update", "-done")):  # they name what their -start has run
+        if operation.endswith(("-update", "-done")):
+            # Their -start has been counted.
             return []
         if operation in KINDS:
             found = _collective(operation, instruction, self.mesh)
@@ -167,71 +179,98 @@ class _Reader:
         else:
             found = self._callees(instruction)
         if found and operation != instruction.opcode and SYNCHRONOUS not in instruction.rest:
-            under = self._under(body, place)
-            found = [replace(one, sync=False, overlapped=under) for one in found]
+            overlapped = self._overlapped(body, place)
+            found = [replace(one, sync=False, overlapped=overlapped) for one in found]
         return found
 
     def _callees(self, caller: Instruction) -> list[Collective]:
-        """What the computations that an instruction calls run: of a loop, a fusion, a call, an async wrapper."""
-        loop, found = caller.opcode == "while", []
+        """Return the collectives of the computations that a loop, fusion, call or async wrapper calls."""
+        loop = caller.opcode == "while"
+        in_branch = caller.opcode == "conditional"
+        found = []
         for role, name in called(self.program.computations, caller):
+            inside = self.run(name)
+            if not inside:
+                # A loop without collectives may be of any length.
+                continue
             times = 1
-            if loop and self.run(name):  # a loop without collectives may be of any length
+            if loop:
                 times = trips(self.program.computations, caller)
                 if times is None:
                     raise ValueError(f"a collective in a loop of unknown length: {caller.rest[:300]}")
-                times += role == "condition"
-            branch = caller.opcode == "conditional"
-            for one in self.run(name):
-                around = dict(count=one.count * times, depth=one.depth + loop, branch=one.branch or branch)
-                found.append(replace(one, **around))
+                if role == "condition":
+                    # The condition also runs once more, at the end.
+                    times += 1
+            for one in inside:
+                found.append(
+                    replace(one, count=one.count * times, depth=one.depth + int(loop), branch=one.branch or in_branch)
+                )
         return found
 
-    def _under(self, body: list[Instruction], place: int) -> Work:
-        """The compute between a start and its done."""
+    def _overlapped(self, body: list[Instruction], place: int) -> Work:
+        """Return the compute between the start of a collective and its done."""
         if not self.program.scheduled:
             raise ValueError("the program is not scheduled (no is_scheduled=true in its first line)")
-        started, matmuls, others = body[place].name, 0, 0
+        started = body[place].name
+        matmuls = 0
+        others = 0
         for instruction in body[place + 1 :]:
             if first_operand(instruction) == started and instruction.opcode.endswith("-done"):
                 return Work(matmuls, others)
             if first_operand(instruction) == started and instruction.opcode.endswith("-update"):
+                # The done names the last update instead of the start.
                 started = instruction.name
             work = self._work(instruction)
-            matmuls, others = matmuls + work.matmuls, others + work.others
+            matmuls += work.matmuls
+            others += work.others
         raise ValueError(
             f"a collective that is started and not waited for in its computation: {body[place].rest[:300]}"
         )
 
     def _work(self, instruction: Instruction) -> Work:
-        """The compute of one instruction, as `Collective.overlapped` counts it."""
+        """Return the compute of one instruction, as `Collective.overlapped` counts it."""
         operation = instruction.opcode.removesuffix("-start")
         if operation in PRODUCTS:
-            return Work(1, 0)
+            return Work(matmuls=1)
         names = [name for _, name in called(self.program.computations, instruction)]
-        if operation == "fusion" and any(map(self.run, names)):  # a collective with the slicing of its operand
-            return NO_WORK
         if operation == "fusion":
-            return Work(1, 0) if self._multiplies(instruction) else Work(0, 1)
+            return self._fusion_work(instruction, names)
         if operation == "custom-call":
-            return Work(1, 0) if LIBRARY.search(instruction.rest) else Work(0, 1)
-        if operation not in ("while", "call", "async", "conditional"):  # what others call is done for each element
+            if LIBRARY.search(instruction.rest):
+                return Work(matmuls=1)
+            return Work(others=1)
+        if operation not in ("while", "call", "async", "conditional"):
+            # Other operations call a computation for each element, such as the sum of a reduction: no kernel.
             return NO_WORK
-        callees = [self._all_work(name) for name in names]
+        callees = [self._computation_work(name) for name in names]
         if operation == "conditional":
             return min(callees, key=sum)
-        times = trips(self.program.computations, instruction) if operation == "while" else 1
-        times = 1 if times is None else times
+        times = None
+        if operation == "while":
+            times = trips(self.program.computations, instruction)
+        if times is None:
+            times = 1
         return Work(*(times * sum(part) for part in zip(*callees, strict=True)))
 
-    def _all_work(self, name: str) -> Work:
-        """Of one execution of a computation."""
+    def _fusion_work(self, fusion: Instruction, names: list[str]) -> Work:
+        """Return the compute of a fusion that calls the computations `names`."""
+        if any(map(self.run, names)):
+            # A collective, fused with the slicing of its operand.
+            return NO_WORK
+        if self._multiplies(fusion):
+            return Work(matmuls=1)
+        return Work(others=1)
+
+    def _computation_work(self, name: str) -> Work:
+        """Return the compute of one execution of a computation."""
         return Work(*map(sum, zip(*map(self._work, self.program.computations[name]), strict=True)))
 
     def _multiplies(self, fusion: Instruction) -> bool:
-        """Whether a matrix product is in a fusion, or in those inside it."""
+        """Return whether a matmul is in a fusion, or in the fusions inside it."""
+        if FUSED.search(fusion.rest):
+            return True
         inside = [name for _, name in called(self.program.computations, fusion)]
-        return bool(FUSED.search(fusion.rest)) or any(
+        return any(
             one.opcode in PRODUCTS or self._multiplies(one)
             for name in inside
             for one in self.program.computations[name]
@@ -239,27 +278,36 @@ class _Reader:
 
 
 def _collective(kind: str, instruction: Instruction, mesh: Mesh | AbstractMesh) -> list[Collective]:
-    """The collective, unless every device is a group of its own."""
+    """Return the collective in a list, which is empty where every device is a group of its own."""
     axes = _axes(kind, instruction.rest, mesh)
     if not axes:
         return []
     devices = math.prod(mesh.shape[axis] for axis in axes)
-    sizes, scalars = Counter(), []
+    sizes = Counter()
+    scalars = []
     for dtype, elements in results(instruction):
-        bytes_of(dtype)  # raises now, not where the bytes are asked for
-        elements *= devices if kind == "reduce-scatter" else 1
+        # An unknown dtype raises here, and not later, when somebody asks for the bytes.
+        bytes_of(dtype)
+        if kind == "reduce-scatter":
+            # The operand is as large as the results of all devices.
+            elements *= devices
         sizes[dtype] += elements
-        scalars += [dtype] * (elements == 1)
+        if elements == 1:
+            scalars.append(dtype)
     return [Collective(kind, axes, devices, tuple(sorted(sizes.items())), tuple(scalars))]
 
 
 def _axes(kind: str, attributes: str, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ; raises unless every group is all of them.
+    """Return the mesh axes along which the devices of a group differ.
 
-    HLO numbers the devices by their place in the mesh, row by row, whatever their ids are.
+    Raises `ValueError` unless every group has all devices along these axes; the pairs of a permute may leave some out.
     """
-    permute = kind == "collective-permute"  # its pairs may leave devices out
-    grouped = pairs(attributes) if permute else groups(attributes, mesh.size)
+    permute = kind == "collective-permute"
+    # [groups, devices of a group]; HLO numbers the devices by their place in the mesh, row by row, whatever their ids.
+    if permute:
+        grouped = pairs(attributes)
+    else:
+        grouped = groups(attributes, mesh.size)
     coordinates = np.stack(np.unravel_index(grouped, tuple(mesh.shape.values())), -1)
     differ = (coordinates != coordinates[:, :1]).any((0, 1))
     axes = tuple(axis for axis, along in zip(mesh.axis_names, differ, strict=True) if along)

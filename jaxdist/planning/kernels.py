@@ -1,11 +1,12 @@
-"""What one execution of a compiled program computes, and what it reads and writes for it, kernel by kernel.
+"""Count what one execution of a compiled program computes, reads and writes, kernel by kernel.
 
-Reads the text of `jax.stages.Compiled.as_text()` as `hlo` does. Counts are dynamic: a loop's kernels count as often as
-it turns, once where its length is not known; of a conditional, every branch counts.
+Reads the text of `jax.stages.Compiled.as_text()`, as `hlo` does. A loop's kernels count as often as the loop turns, or
+once where that is not known; of a conditional, every branch counts.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -28,55 +29,66 @@ LIBRARY_PRODUCT = re.compile(r'custom_call_target="(__cublas\$|__triton_gemm|__c
 PRODUCTS = ("dot", "convolution")
 
 AROUND = ("while", "call", "conditional", "async-start")
-"""What runs other computations; its own operands and results stay where they are."""
+"""Operations that run other computations; their own operands and results stay where they are."""
 
 NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
-"""What reads and writes no memory."""
+"""Operations that read and write no memory."""
 
 PIECES = ("dynamic-slice", "slice", "gather")
-"""What reads no more of its first operand than it makes."""
+"""Operations that read no more of their first operand than they return."""
 
 STACKS = ("dynamic-slice", "dynamic-update-slice")
+"""Operations that cut a layer's piece out of a stack, or put it into one."""
+
 COPIES = ("copy", "transpose")
 
 SIZELESS = ("token", "opaque")
+"""Types without data."""
+
+Array = tuple[str, tuple[int, ...]]
+"""(dtype, shape)"""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Of one device, in one execution."""
+    """The kernels of one device in one execution."""
 
     flash_forward: int
     """Calls of cuDNN's attention."""
     flash_backward: int
     products: dict[str, int]
-    """Matrix products and convolutions by the dtypes of their operands: `bf16`, or `bf16 x f32`."""
+    """Matmuls and convolutions by the dtypes of their operands: `bf16`, or `bf16 x f32`."""
     bytes: int
-    """What all kernels read and write."""
+    """Bytes that all kernels read and write."""
     copied: int
-    """The part of it that is of copies and transposes: of those that are a kernel, and of fusions without a product
-    that have one in them, which count whole; but for what is `stacked`."""
+    """The part of `bytes` that copies and transposes take. A fusion without a matmul that has one in it counts whole;
+    `stacked` is not included."""
     stacked: int
-    """The part of it that is of kernels that do nothing but cut a layer's piece out of a stack or put it into one."""
+    """The part of `bytes` of kernels that only cut a layer's piece out of a stack or put it into one."""
     largest: str
     """The largest array that is held in memory, arguments included: `bf16[16,8,4096,2,8192]`."""
     largest_bytes: int
 
     def json(self) -> dict[str, object]:
+        """Return the schema of `docs/explain.md`."""
         return asdict(self)
 
 
 def kernels(program: str) -> Kernels:
-    """Raises `ValueError` for a text that cannot be read."""
-    found = _Reader(parse(program))
-    flash, products, moved = Counter(), Counter(), Counter()
-    for instruction, times in found.run():
-        moved[found.purpose(instruction)] += times * found.touched(instruction)
-        if kind := FLASH.search(instruction.rest):
-            flash[kind[1]] += times
-        for dtypes in found.products(instruction):
+    """Count the kernels of a program. Raises `ValueError` for a text that cannot be read."""
+    reader = _Reader(parse(program))
+    flash = Counter()
+    products = Counter()
+    moved = Counter()
+    for instruction, times in reader.run():
+        moved[reader.purpose(instruction)] += times * reader.moved_bytes(instruction)
+        attention = FLASH.search(instruction.rest)
+        if attention:
+            flash[attention[1]] += times
+        for dtypes in reader.products(instruction):
             products[dtypes] += times
-    largest = max(found.held(), key=_size_of)
+    largest = max(reader.held(), key=_size_of)
+    dtype, shape = largest
     return Kernels(
         flash_forward=flash[None],
         flash_backward=flash["Backward"],
@@ -84,61 +96,73 @@ def kernels(program: str) -> Kernels:
         bytes=moved.total(),
         copied=moved["copy"],
         stacked=moved["stack"],
-        largest=_told(largest),
+        largest=f"{dtype}[{','.join(map(str, shape))}]",
         largest_bytes=_size_of(largest),
     )
 
 
-def held(program: str) -> set[tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) of every array that is held in memory: arguments, and what kernels make."""
+def held(program: str) -> set[Array]:
+    """Return every array that is held in memory: arguments, and the results of kernels."""
     return set(_Reader(parse(program)).held())
 
 
 class _Reader:
+    """Walks the kernels of a program."""
+
     def __init__(self, program: Program):
         self.program = program
 
     @cached_property
     def named(self) -> dict[str, Instruction]:
+        """All instructions, by name."""
         return {one.name: one for body in self.program.computations.values() for one in body}
 
     def run(self, name: str | None = None, times: int = 1) -> Iterator[tuple[Instruction, int]]:
-        """Every instruction that is a kernel, or may be, with how often it runs."""
+        """Yield every instruction that may be a kernel, with how often it runs, from the entry or from `name` on."""
         for instruction in self.program.computations[name or self.program.entry]:
             if instruction.opcode in AROUND:
-                turns = trips(self.program.computations, instruction) or 1 if instruction.opcode == "while" else 1
-                for _, callee in called(self.program.computations, instruction):
+                turns = 1
+                if instruction.opcode == "while":
+                    turns = trips(self.program.computations, instruction) or 1
+                for callee in self._callees(instruction):
                     yield from self.run(callee, times * turns)
             elif instruction.opcode not in NOTHING and not instruction.opcode.endswith(("-done", "-update")):
                 yield instruction, times
 
-    def held(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _callees(self, caller: Instruction) -> list[str]:
+        return [name for _, name in called(self.program.computations, caller)]
+
+    def held(self) -> Iterator[Array]:
+        """Yield every array that is held in memory."""
         made = [one for one, _ in self.run()]
         made += [one for one in self.program.computations[self.program.entry] if one.opcode == "parameter"]
         for instruction in made:
             yield from arrays(instruction.type)
 
     def purpose(self, instruction: Instruction) -> str:
-        """`copy`, `stack`, or nothing of the two."""
-        whole = [one for one in [instruction, *self.inside(instruction)] if "[]" not in one.type]
-        done = {one.opcode for one in whole if not self._fills(one)} - {"fusion", "fusion-start", *NOTHING}
+        """Return `copy`, `stack`, or an empty string for a kernel that computes."""
+        # Scalars, such as the place in a stack, and what only fills an array with a number do not count.
+        parts = [one for one in [instruction, *self.inside(instruction)] if "[]" not in one.type]
+        done = {one.opcode for one in parts if not self._fills(one)} - {"fusion", "fusion-start", *NOTHING}
         if done & {*STACKS} and done <= {*STACKS, "copy"}:
             return "stack"
-        return "copy" if done & {*COPIES, "copy-start"} and not done & {*PRODUCTS} else ""
+        if done & {*COPIES, "copy-start"} and not done & {*PRODUCTS}:
+            return "copy"
+        return ""
 
     def _fills(self, instruction: Instruction) -> bool:
-        """Whether it copies one number."""
+        """Return whether an instruction copies one number into a whole array."""
         return instruction.opcode == "copy" and self.named[operands(instruction)[0]].opcode == "broadcast"
 
     def inside(self, fusion: Instruction) -> list[Instruction]:
-        """The instructions of a fusion, those of fusions in it included."""
+        """Return the instructions of a fusion, and of the fusions in it."""
         if fusion.opcode.removesuffix("-start") != "fusion":
             return []
-        own = [one for _, name in called(self.program.computations, fusion) for one in self.program.computations[name]]
+        own = [one for name in self._callees(fusion) for one in self.program.computations[name]]
         return own + [inner for one in own for inner in self.inside(one)]
 
     def products(self, instruction: Instruction) -> list[str]:
-        """The dtypes of the operands of each product in a kernel."""
+        """Return the dtypes of the operands of each matmul in a kernel."""
         if instruction.opcode == "custom-call" and LIBRARY_PRODUCT.search(instruction.rest):
             found = [instruction]
         else:
@@ -146,10 +170,14 @@ class _Reader:
         return [" x ".join(dict.fromkeys(self._dtype(name) for name in operands(one)[:2])) for one in found]
 
     def _dtype(self, name: str) -> str:
-        return arrays(self.named[name].type)[0][0]
+        dtype, _ = arrays(self.named[name].type)[0]
+        return dtype
 
-    def touched(self, instruction: Instruction) -> int:
-        """Bytes read and written. Of a stack that is cut, or written into in place, only the piece counts."""
+    def moved_bytes(self, instruction: Instruction) -> int:
+        """Return the bytes that a kernel reads and writes.
+
+        Of a stack that is cut, or written into in place, only the piece counts.
+        """
         given = operands(instruction)
         if instruction.opcode.removesuffix("-start") == "fusion":
             body = self.program.computations[dict(called(self.program.computations, instruction))["calls"]]
@@ -158,53 +186,58 @@ class _Reader:
             return 2 * self._bytes(instruction.name)
         if instruction.opcode == "dynamic-update-slice":
             return 2 * self._bytes(given[1])
-        if instruction.opcode.endswith("-start"):  # its type has its operands and its results
+        if instruction.opcode.endswith("-start"):
+            # The type of a start has both its operands and its results.
             return self._bytes(instruction.name)
         return self._bytes(instruction.name) + sum(map(self._bytes, given))
 
     def _read(self, body: list[Instruction], given: list[str]) -> int:
-        """Bytes that a fusion reads of what it is given."""
-        users, total = {}, 0
+        """Return the bytes that a fusion reads of its operands, `given`."""
+        users = {}
         for one in body:
             for place, name in enumerate(operands(one)):
                 users.setdefault(name, []).append((one, place))
+        total = 0
         for one in body:
             if one.opcode == "parameter":
-                total += min(self._bytes(given[int(operands(one)[0])]), self._used(one.name, users))
+                number = int(operands(one)[0])
+                total += min(self._bytes(given[number]), self._used(one.name, users))
         return total
 
     def _used(self, name: str, users: dict[str, list[tuple[Instruction, int]]]) -> int:
-        """Bytes of a value in a fusion that its users read."""
+        """Return the bytes of a value in a fusion that its users read; `users` has the place of the operand too."""
         total = 0
         for one, place in users.get(name, []):
             if one.opcode == "bitcast":
                 total += self._used(one.name, users)
             elif place == 0 and one.opcode in PIECES:
                 total += self._bytes(one.name)
-            elif place or one.opcode != "dynamic-update-slice":
+            elif place == 0 and one.opcode == "dynamic-update-slice":
+                # It writes into the value in place, and reads nothing of it.
+                continue
+            else:
                 return self._bytes(name)
         return total
 
     def _written(self, body: list[Instruction], root: Instruction) -> int:
-        """Bytes that a fusion writes."""
+        """Return the bytes that a fusion writes."""
         by_name = {one.name: one for one in body}
         if root.opcode == "tuple":
             return sum(self._written(body, by_name[name]) for name in operands(root))
         if root.opcode == "bitcast" and operands(root)[0] in by_name:
             return self._written(body, by_name[operands(root)[0]])
-        return self._bytes(operands(root)[1] if root.opcode == "dynamic-update-slice" else root.name)
+        if root.opcode == "dynamic-update-slice":
+            # Only the piece is written.
+            return self._bytes(operands(root)[1])
+        return self._bytes(root.name)
 
     def _bytes(self, name: str) -> int:
         return sum(map(_size_of, arrays(self.named[name].type)))
 
 
-def _size_of(array: tuple[str, tuple[int, ...]]) -> int:
+def _size_of(array: Array) -> int:
+    """Return the bytes of an array."""
     dtype, shape = array
-    total = 0 if dtype in SIZELESS else bytes_of(dtype)
-    for size in shape:
-        total *= size
-    return total
-
-
-def _told(array: tuple[str, tuple[int, ...]]) -> str:
-    return f"{array[0]}[{','.join(map(str, array[1]))}]"
+    if dtype in SIZELESS:
+        return 0
+    return bytes_of(dtype) * math.prod(shape)

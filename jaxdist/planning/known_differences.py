@@ -1,7 +1,8 @@
-"""Differences between the prediction and the compiled program that are expected: where, since which jax, and why.
+"""List the expected differences between prediction and compiled program: where, since which jax, and why.
 
-The prediction is exact for jax 0.10. What a newer compiler does otherwise, and can be bounded by a rule, is listed
-here. `explain` reports such a row as known; any other difference is a fault of the prediction or of the program.
+The prediction is made for jax 0.10, and is exact except for what is listed here. Where a compiler does something else
+that a rule can bound, the rule is in `KNOWN`, and `explain` reports the difference as known. Any other difference is a
+fault of the prediction or of the program.
 """
 
 from __future__ import annotations
@@ -22,20 +23,22 @@ if TYPE_CHECKING:
     from jaxdist.planning.report import Row
 
 GRADIENTS_OF_LAYERS = "gradients of layers"
+"""`Transfer.what` of the reductions of the layers' gradients."""
+
 STREAM_OF_LAYERS = "residual stream of the layers"
-"""`Transfer.what` of two purposes."""
+"""`Transfer.what` of tensor and sequence parallelism."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """The step that was compiled."""
+    """A compiled step and its prediction."""
 
     config: Config
     layout: Layout
     jax: str
-    """The version that compiled it."""
+    """The version of jax that compiled it."""
     transfers: Sequence[Transfer]
-    """As predicted."""
+    """The predicted collectives."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,15 @@ class Known:
 
     name: str
     platforms: tuple[str, ...]
-    """Of `Layout.platform`."""
+    """The values of `Layout.platform` where it occurs."""
     since: str
-    """The first version of jax that has it."""
+    """The first version of jax where it occurs."""
     applies: Callable[[Row, Case], bool]
     """Whether a row differs in this way, to the element."""
     reason: str
 
     def explains(self, row: Row, case: Case) -> bool:
+        """Return whether `row` of `case` differs in this way."""
         if case.layout.platform not in self.platforms:
             return False
         if Version(case.jax).release < Version(self.since).release:
@@ -60,19 +64,19 @@ class Known:
 
 
 def reason(row: Row, case: Case) -> str:
-    """Why it is expected that `row` is not as predicted; empty where it is not expected."""
+    """Return why `row` is expected to differ from its prediction; empty where that is not expected."""
     for known in KNOWN:
         if known.explains(row, case):
             return known.reason
     return ""
 
 
-def _is_not_foretold(row: Row, case: Case) -> bool:
-    return not row.foretold
+def _has_no_prediction(row: Row, case: Case) -> bool:
+    return not row.has_prediction
 
 
 def _sends_once_for_all_groups(row: Row, case: Case) -> bool:
-    """Gradients of layers that are predicted once per group of micro-batches go over the axes of `row` once a step."""
+    """Return whether gradients of layers are reduced once per step, not once per group of micro-batches."""
     config = case.config
     in_groups = config.parallel.zero >= 2 and config.parallel.micro_batches == "outside"
     if pipeline_of(config, case.layout) or not in_groups:
@@ -83,7 +87,7 @@ def _sends_once_for_all_groups(row: Row, case: Case) -> bool:
 
 
 def _sends_once_for_all_ticks(row: Row, case: Case) -> bool:
-    """Gradients of layers that are predicted once per tick go over the axes of `row` once per loop over ticks."""
+    """Return whether gradients of layers are reduced once per loop over ticks, not once per tick."""
     pipe = pipeline_of(case.config, case.layout)
     if not pipe:
         return False
@@ -94,21 +98,24 @@ def _sends_once_for_all_ticks(row: Row, case: Case) -> bool:
 
 
 def _sends_once_for_all_ticks_of_one_layer(row: Row, case: Case) -> bool:
-    """As `_sends_once_for_all_ticks`, where a stage is one layer, and so no loop stands between gradients and ticks."""
+    """Return whether a stage is one layer, and gradients are reduced once per loop over ticks, not once per tick."""
     pipe = pipeline_of(case.config, case.layout)
-    return bool(pipe) and pipe.stages.depth == 1 and _sends_once_for_all_ticks(row, case)
+    # No loop over layers stands between the gradients and the loop over ticks.
+    return pipe is not None and pipe.stages.depth == 1 and _sends_once_for_all_ticks(row, case)
 
 
 def _ticks_and_loops(pipe: Pipeline) -> tuple[int, int]:
-    """In how many ticks gradients of weights are made, and in how many loops the executor runs these ticks."""
+    """Return how many ticks make gradients of weights, and in how many loops the executor runs these ticks."""
     slot = "W" if pipe.schedule.split else "B"
     loops = [slots for _, _, slots in pipe.table.segments if slot in slots]
     return pipe.ticks(slot), len(loops)
 
 
 def _gathers_once_for_both_products(row: Row, case: Case) -> bool:
-    """Where a stage is one layer that B computes again, B gathers the residual stream once for that and for gradients
-    of weights."""
+    """Return whether B gathers the residual stream once, both to recompute a layer and for gradients of its weights.
+
+    Only a stage of one layer may differ in this way.
+    """
     pipe = pipeline_of(case.config, case.layout)
     if not pipe or pipe.stages.depth > 1 or pipe.schedule.split or not pipe.recomputes:
         return False
@@ -118,14 +125,15 @@ def _gathers_once_for_both_products(row: Row, case: Case) -> bool:
 
 
 def _predicted(row: Row, case: Case, kind: str, what: str) -> list[Transfer]:
-    """The transfers of this kind and purpose that are predicted in `row`."""
+    """Return the transfers of this kind and purpose that are predicted in `row`."""
     if row.kind != kind:
         return []
     return [one for one in case.transfers if (one.axes, one.kind, one.what) == (row.axes, kind, what)]
 
 
 def _sends_less(row: Row, savings: Iterable[int], width: int) -> bool:
-    """Whether the program leaves out exactly some of `savings`, in elements of `width` bytes: XLA chooses for each."""
+    """Return whether the program leaves out exactly some of `savings`, in elements of `width` bytes."""
+    # XLA decides for each of them by itself, so any sum of some of them is possible.
     sums = {0}
     for saved in savings:
         sums |= {saved + others for others in sums}
@@ -137,7 +145,7 @@ KNOWN = (
         "classifier with dropout",
         platforms=("cpu", "gpu"),
         since="0.10",
-        applies=_is_not_foretold,
+        applies=_has_no_prediction,
         reason="a classifier with dropout runs all rows of a micro-batch at once, so that its masks are those of one "
         "device, and the compiler chooses where gradients and statistics are reduced",
     ),

@@ -1,23 +1,23 @@
-"""What one device holds during a step, predicted from the configuration and the abstract parameters alone.
+"""Predict what one device holds during a step, from the configuration and the abstract parameters alone.
 
-What lies on a device between steps is exact: a step's arguments, leaf by leaf as `zero` places them. In bytes per
-parameter, with AdamW and everything divisible, N devices in `data` (Rajbhandari et al. 2020, figure 1, without its 2 of
-gradients, which exist only during a step):
+The state between steps is exact: it is the arguments of a step, leaf by leaf as `zero` places them. In bytes per
+parameter, with AdamW, where everything divides by the N devices of the data axis (Rajbhandari et al. 2020, figure 1,
+without its 2 bytes of gradients, which exist only during a step):
 
     stage                      0     1         2         3
     float32, bfloat16          12    12/N      12/N      12/N        the f32 parameters are the masters
     mixed                      14    2+12/N    2+12/N    14/N
 
-With `parallel.offload optimizer` 8 of each 12, and 12 of the 14, are in the memory of the host. (Ren et al. 2021,
-ZeRO-Offload, who update there too; here the device does, and what it reads and writes goes once each way.)
+With `parallel.offload optimizer`, 8 of each 12 and 12 of each 14 are in host memory. (ZeRO-Offload, Ren et al. 2021,
+also updates there; here the device updates, and the state crosses the link once each way.)
 
-What a step makes and drops is an estimate: the compiler decides what lives when.
+Arrays that exist only during a step are estimates: the compiler decides how long each of them lives.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import jax
 
@@ -28,7 +28,8 @@ from jaxdist.models.foreign import Foreign
 from jaxdist.planning import pipeline_memory
 from jaxdist.planning.activations import saved_per_token, working
 from jaxdist.planning.parameter_layout import Placed, compute_width, placed
-from jaxdist.planning.pipelines import pipeline_of
+from jaxdist.planning.pipelines import Pipeline, pipeline_of
+from jaxdist.planning.predicted_collectives import F32
 from jaxdist.sharding import Layout
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
@@ -42,42 +43,43 @@ class Memory:
     parameters: int
     optimizer: int
     copy: int
-    """The parameters in the compute dtype, where they are kept between steps: `mixed`."""
+    """The parameters in the compute dtype, where they are kept between steps (precision mixed)."""
     batch: int
     gradients: int
-    """Accumulators in f32, and the micro-batch's own gradients beside them: an estimate."""
+    """Sums in f32, and the gradients of one micro-batch beside them: an estimate."""
     weights: int
-    """What is cast or gathered at the start of a step, or layer by layer: an estimate."""
+    """Weights that are cast or gathered, at the start of a step or layer by layer: an estimate."""
     activations: int
-    """What the forward pass leaves for the backward pass: an estimate."""
+    """Activations that the forward pass leaves for the backward pass: an estimate."""
     working: int
-    """What exists only for a moment in either: an estimate."""
+    """Arrays that exist only for a moment in either pass: an estimate."""
     variables: int = 0
     """Batch statistics, and keys and counts of random numbers."""
     in_flight: int = 0
-    """What an asynchronous pipeline holds between steps: versions of the weights and batches, exactly, and activations,
-    which are an estimate."""
+    """Buffers that an asynchronous pipeline holds between steps: versions of the weights and batches, which are exact,
+    and activations, which are an estimate."""
     host: int = 0
-    """In the host's memory, and not on the device, between steps: moments and masters, exactly."""
+    """Moments and masters that are in host memory between steps, and not on the device: exact."""
     host_activations: int = 0
-    """In the host's memory from the forward pass to the backward pass: inputs of layers, exactly."""
+    """Inputs of layers that are in host memory from the forward pass to the backward pass: exact."""
     host_traffic: int = 0
-    """Sent each way between the device and its host in a step."""
+    """Bytes that cross the link between the device and its host in a step, each way."""
     update: int = 0
-    """Of what comes from the host's memory, what needs more room than is left by then: an estimate."""
+    """Room that the offloaded optimizer state needs in the update beyond what is free by then: an estimate."""
 
     @property
     def arguments(self) -> int:
-        """What lies on the device between steps, exactly; but for `in_flight`."""
+        """The bytes that lie on the device between steps: exact, except for `in_flight`."""
         return sum(self.persistent.values())
 
     @property
     def total(self) -> int:
+        """The most bytes that the device holds during a step."""
         return self.arguments + sum(self.transient.values())
 
     @property
     def persistent(self) -> dict[str, int]:
-        """What lies on the device between steps, by what people call it."""
+        """The bytes that lie on the device between steps, by the usual names."""
         return {
             "parameters": self.parameters,
             "optimizer": self.optimizer,
@@ -89,7 +91,7 @@ class Memory:
 
     @property
     def transient(self) -> dict[str, int]:
-        """What a step makes and drops: estimates."""
+        """The bytes that exist only during a step, by the usual names: estimates."""
         return {
             "gradients": self.gradients,
             "weights in use": self.weights,
@@ -99,139 +101,251 @@ class Memory:
 
 
 def predict(config: Config, model: Model | Foreign, layout: Layout) -> Memory:
-    """For one device of a mesh; `config.precision` is not `auto` any more. Activations of images are not predicted.
+    """Predict the memory of one device of a mesh; `config.precision` is resolved, no longer `auto`.
 
-    XLA:GPU updates one array after the other, when all but the gradients has gone: what comes from the host's memory
-    is there for one parameter at a time, with all its layers.
+    The activations of image classifiers are not predicted.
     """
     parameters = placed(config, model, layout)
-    held = _but_for_the_update(config, model, layout, parameters)
-    at_once = widths(config).host * max(p.rest for p in parameters)
-    gone = held.weights + held.activations + held.working
-    gone += max(0, held.gradients - sum(4 * p.rest for p in parameters))
-    return replace(held, update=max(0, at_once - gone))
-
-
-def _but_for_the_update(config: Config, model: Model | Foreign, layout: Layout, parameters: list[Placed]) -> Memory:
-    rest, each = sum(p.rest for p in parameters), widths(config)
-    train, sizes, k = config.train, config.model, micro_batches(config, dict(layout.axes))
     pipe = pipeline_of(config, layout)
-    rows = train.global_batch_size // k // layout.ranks
-    counts = 1 if config.optimizer.name == "sgd" else 2
-    counters = 4 * (3 + (counts if pipe is None or pipe.flush else 0))  # step, skipped twice; optax's own, if used
-    held = dict(
-        parameters=each.parameters * rest,
-        optimizer=each.optimizer * rest + counters,
-        host=each.host * rest,
-        copy=sum(_copy(config, p, bool(pipe)) for p in parameters),
-        gradients=pipeline_memory.gradients(config, parameters, pipe) if pipe else _gradients(config, parameters),
-        weights=pipeline_memory.weights(config, parameters, pipe) if pipe else _weights(config, parameters),
-    )
     if isinstance(model, Foreign):
-        pixels = sizes.image**2 * sizes.channels
-        variables = sum(_bytes(a) for a in jax.tree.leaves(model.variables))
-        held |= dict(batch=4 * rows * k * (pixels + 1), variables=variables, host_traffic=held["host"])
-        return Memory(**held, activations=0, working=0)
-    arrays = 3 if sizes.documents == "apart" else 2  # tokens, labels, starts of documents
-    batch = 4 * rows * k * (arrays * sizes.sequence + (sizes.dropout > 0))  # and row numbers
-    if pipe:
-        in_flight = 0 if pipe.flush else pipeline_memory.in_flight(config, layout, parameters, pipe, rows)
-        activations = pipeline_memory.activations(config, layout, pipe, rows)
-        return Memory(**held, batch=batch, **activations, in_flight=in_flight, host_traffic=held["host"])
-    inside = config.parallel.zero >= 2 and config.parallel.micro_batches == "inside"
-    remat = "named" if config.parallel.zero >= 2 and sizes.remat == "none" else sizes.remat
-    groups = 1 if inside else k
-    """One after the other, each with activations of its own."""
-    kept = compute_width(config) * rows * k // groups * sizes.sequence * sizes.layers
-    kept *= saved_per_token(sizes, layout, remat)
-    to_host = kept if remat == "offload" else 0
+        held = _classifier(config, model, layout, parameters)
+    elif pipe is not None:
+        held = _pipeline(config, layout, parameters, pipe)
+    else:
+        held = _decoder(config, layout, parameters)
+    return replace(held, update=_update(config, parameters, held))
+
+
+def _classifier(config: Config, model: Foreign, layout: Layout, parameters: list[Placed]) -> Memory:
+    """Return the memory of an image classifier, without the update of offloaded state."""
+    at_rest = _at_rest(config, parameters)
+    sizes = config.model
+    k = micro_batches(config, dict(layout.axes))
+    pixels = sizes.image**2 * sizes.channels
     return Memory(
-        **held,
-        batch=batch,
-        activations=kept - to_host,
-        working=working(sizes, layout, rows, compute_width(config), remat, _after_the_loss(config, parameters)),
-        host_activations=to_host,
-        host_traffic=held["host"] + groups * to_host,
+        **at_rest,
+        batch=F32 * _rows(config, layout) * k * (pixels + 1),
+        variables=sum(_bytes(a) for a in jax.tree.leaves(model.variables)),
+        gradients=_gradients(config, parameters),
+        weights=_weights(config, parameters),
+        activations=0,
+        working=0,
+        host_traffic=at_rest["host"],
     )
 
 
-class Widths(NamedTuple):
-    """Bytes of each element at rest."""
+def _pipeline(config: Config, layout: Layout, parameters: list[Placed], pipe: Pipeline) -> Memory:
+    """Return the memory of a rank of a pipeline, without the update of offloaded state."""
+    at_rest = _at_rest(config, parameters, pipe)
+    rows = _rows(config, layout)
+    in_flight = 0
+    if not pipe.flush:
+        in_flight = pipeline_memory.in_flight(config, layout, parameters, pipe, rows)
+    return Memory(
+        **at_rest,
+        batch=_batch_of_tokens(config, layout),
+        gradients=pipeline_memory.gradients(config, parameters, pipe),
+        weights=pipeline_memory.weights(config, parameters, pipe),
+        **pipeline_memory.activations(config, layout, pipe, rows),
+        in_flight=in_flight,
+        host_traffic=at_rest["host"],
+    )
+
+
+def _decoder(config: Config, layout: Layout, parameters: list[Placed]) -> Memory:
+    """Return the memory of a decoder without a pipeline, without the update of offloaded state."""
+    at_rest = _at_rest(config, parameters)
+    parallel = config.parallel
+    sizes = config.model
+    width = compute_width(config)
+    rows = _rows(config, layout)
+    k = micro_batches(config, dict(layout.axes))
+    # ZeRO 2 and 3 keep only the named arrays of a layer where nothing is checkpointed.
+    remat = sizes.remat
+    if parallel.zero >= 2 and remat == "none":
+        remat = "named"
+    # Groups of micro-batches run one after the other, each with activations of its own.
+    groups = k
+    if parallel.zero >= 2 and parallel.micro_batches == "inside":
+        groups = 1
+    kept = width * rows * k // groups * sizes.sequence * sizes.layers
+    kept *= saved_per_token(sizes, layout, remat)
+    to_host = 0
+    if remat == "offload":
+        to_host = kept
+    return Memory(
+        **at_rest,
+        batch=_batch_of_tokens(config, layout),
+        gradients=_gradients(config, parameters),
+        weights=_weights(config, parameters),
+        activations=kept - to_host,
+        working=working(sizes, layout, rows, width, remat, later=_gradients_of_layers(config, parameters)),
+        host_activations=to_host,
+        host_traffic=at_rest["host"] + groups * to_host,
+    )
+
+
+class _AtRest(TypedDict):
+    """The fields of `Memory` that are the same for every kind of model."""
 
     parameters: int
     optimizer: int
     host: int
-    """What `parallel.offload` moves there, of either."""
+    copy: int
+
+
+def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = None) -> _AtRest:
+    """Return what parameters and optimizer state take between steps."""
+    rest = sum(p.rest for p in parameters)
+    each = widths(config)
+    # The step, the skipped steps, and those skipped in a row; then the optimizer's own counts, which PipeDream's step
+    # does not use.
+    counters = 3
+    if pipe is None or pipe.flush:
+        counters += 1 if config.optimizer.name == "sgd" else 2
+    return {
+        "parameters": each.parameters * rest,
+        "optimizer": each.optimizer * rest + 4 * counters,
+        "host": each.host * rest,
+        "copy": sum(_copy(config, p, pipelined=pipe is not None) for p in parameters),
+    }
+
+
+def _rows(config: Config, layout: Layout) -> int:
+    """Return the rows of a micro-batch on one device."""
+    k = micro_batches(config, dict(layout.axes))
+    return config.train.global_batch_size // k // layout.ranks
+
+
+def _batch_of_tokens(config: Config, layout: Layout) -> int:
+    """Return the bytes of the token batch of a step on one device."""
+    sizes = config.model
+    k = micro_batches(config, dict(layout.axes))
+    # Tokens, labels and, where documents are kept apart, the starts of documents; dropout needs the row's number.
+    arrays = 3 if sizes.documents == "apart" else 2
+    numbers = int(sizes.dropout > 0)
+    return 4 * _rows(config, layout) * k * (arrays * sizes.sequence + numbers)
+
+
+def _update(config: Config, parameters: list[Placed], held: Memory) -> int:
+    """Return the room that offloaded optimizer state needs in the update, beyond what is free by then."""
+    # XLA:GPU updates one array after the other, when everything but the gradients is gone. Offloaded state is therefore
+    # on the device for one parameter at a time, with all its layers.
+    needed = widths(config).host * max(p.rest for p in parameters)
+    free = held.weights + held.activations + held.working
+    free += max(0, held.gradients - sum(F32 * p.rest for p in parameters))
+    return max(0, needed - free)
+
+
+class Widths(NamedTuple):
+    """Bytes of each parameter at rest."""
+
+    parameters: int
+    optimizer: int
+    host: int
+    """Bytes of either that `parallel.offload` moves to host memory."""
 
 
 def widths(config: Config) -> Widths:
-    """f32, and of `mixed` the masters."""
+    """Return the bytes of each parameter at rest, in f32; with precision mixed, of its master."""
     moments = 4 * MOMENTS[config.optimizer.name]
     if config.parallel.offload == "none":
-        return Widths(4, moments, 0)
-    return Widths(0, 0, 4 + moments) if config.precision == "mixed" else Widths(4, 0, moments)
+        return Widths(parameters=4, optimizer=moments, host=0)
+    if config.precision == "mixed":
+        # The device keeps the copy in the compute dtype.
+        return Widths(parameters=0, optimizer=0, host=4 + moments)
+    return Widths(parameters=4, optimizer=0, host=moments)
 
 
 def _bytes(a: jax.ShapeDtypeStruct) -> int:
-    """A key of JAX's usual generator is two words of 32 bits."""
-    return 8 if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) else a.size * a.dtype.itemsize
+    if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+        # A key of JAX's default generator is two words of 32 bits.
+        return 8
+    return a.size * a.dtype.itemsize
 
 
 def state(config: Config, p: Placed, pipelined: bool = False) -> int:
-    """Bytes of one parameter and all that belongs to it, which a device holds between steps."""
+    """Return the bytes that a device holds between steps of one parameter and all that belongs to it."""
     each = widths(config)
     return p.rest * (each.parameters + each.optimizer) + _copy(config, p, pipelined)
 
 
 def _copy(config: Config, p: Placed, pipelined: bool) -> int:
+    """Return the bytes of a parameter's copy in the compute dtype."""
     if config.precision != "mixed":
         return 0
-    at_rest = config.parallel.zero == 3 or pipelined  # whose region gathers them
-    return compute_width(config) * (p.rest if at_rest else p.use)
+    # A pipeline gathers inside its region, so its copy lies as the parameter does at rest.
+    sharded = config.parallel.zero == 3 or pipelined
+    elements = p.rest if sharded else p.use
+    return compute_width(config) * elements
 
 
 def _gradients(config: Config, parameters: list[Placed]) -> int:
-    """Stages 0 and 1 add up whole gradients, and hold a micro-batch's own beside them; 2 and 3 shards, and one layer
-    whole beside the largest table, which the loss adds up in f32.
+    """Return the bytes of gradients, sums included.
 
-    In stage 1 the sum is reduced to a shard at the end. With one micro-batch there is nothing to add to: XLA takes the
-    loop of one turn apart, and f32 comes when activations and weights have gone.
+    Stages 0 and 1 sum whole gradients, and hold the gradients of one micro-batch beside them. Stages 2 and 3 sum
+    shards, and hold one whole layer beside the largest table, which the loss sums in f32.
     """
-    rest, use = (sum(getattr(p, name) for p in parameters) for name in ("rest", "use"))
-    stage, width, alone = config.parallel.zero, compute_width(config), config.train.accumulation == 1
+    stage = config.parallel.zero
+    width = compute_width(config)
+    # With one micro-batch there is nothing to add to: XLA unrolls the loop of one iteration, and gradients become f32
+    # when activations and weights are gone.
+    one_micro_batch = config.train.accumulation == 1
+    rest = sum(p.rest for p in parameters)
+    use = sum(p.use for p in parameters)
     if stage >= 2:
         layer, table = _at_once(parameters)
-        return (1 if alone else 2) * 4 * rest + (4 + width) * layer + 4 * table
-    if alone:
+        shards = F32 * rest
+        if not one_micro_batch:
+            shards *= 2
+        return shards + (F32 + width) * layer + F32 * table
+    if one_micro_batch:
         return width * use
-    return (4 + width) * use + (4 * rest if stage else 0)
+    total = (F32 + width) * use
+    if stage == 1:
+        # The sum is reduced to a shard at the end.
+        total += F32 * rest
+    return total
 
 
-def _after_the_loss(config: Config, parameters: list[Placed]) -> int:
-    """Of `_gradients`, what only the backward pass of the layers makes."""
-    width, (layer, table) = compute_width(config), _at_once(parameters)
+def _gradients_of_layers(config: Config, parameters: list[Placed]) -> int:
+    """Return the part of `_gradients` that only the backward pass of the layers makes, after that of the loss."""
+    width = compute_width(config)
+    layer, table = _at_once(parameters)
     if config.parallel.zero >= 2:
-        return 4 * sum(p.rest for p in parameters) + (4 + width) * layer
-    return max(0, width * sum(p.use for p in parameters) - 4 * table)
+        return F32 * sum(p.rest for p in parameters) + (F32 + width) * layer
+    return max(0, width * sum(p.use for p in parameters) - F32 * table)
 
 
 def _weights(config: Config, parameters: list[Placed]) -> int:
-    """Stage 0 casts, 1 and 2 gather all, 3 one layer and the largest table; `mixed` keeps what stages 0 to 2 use."""
-    rest, use = (sum(getattr(p, name) for p in parameters) for name in ("rest", "use"))
-    stage, width = config.parallel.zero, compute_width(config)
-    cast = width * rest if config.precision == "bfloat16" else 0
+    """Return the bytes of weights that a step casts or gathers.
+
+    Stage 0 casts, stages 1 and 2 gather all weights, and stage 3 gathers one layer and the largest table.
+    """
+    stage = config.parallel.zero
+    width = compute_width(config)
+    rest = sum(p.rest for p in parameters)
+    use = sum(p.use for p in parameters)
+    cast = 0
+    if config.precision == "bfloat16":
+        cast = width * rest
     if use == rest:
         return cast
     if stage == 3:
         return cast + width * sum(_at_once(parameters))
-    return 0 if config.precision == "mixed" else width * use
+    if config.precision == "mixed":
+        # The copy that is kept between steps is what stages 0 to 2 use.
+        return 0
+    return width * use
 
 
 def _at_once(parameters: list[Placed]) -> tuple[int, int]:
-    """Elements in use of one layer, and of the largest parameter that is of none: tables are used one after the other.
+    """Return the elements in use of one layer, and of the largest parameter that belongs to none.
 
-    A model without layers has all of its parameters in use at once.
+    Tables are used one after the other. A model without layers has all its parameters in use at once.
     """
     layer = [p.at_once for p in parameters if p.stacked]
     tables = [p.use for p in parameters if not p.stacked]
-    return (sum(layer), max(tables)) if layer else (sum(tables), 0)
+    if not layer:
+        return sum(tables), 0
+    return sum(layer), max(tables)

@@ -1,13 +1,13 @@
-"""What nothing hides of the bytes that a step sends: read off the schedule of the compiled program.
+"""Measure exposed communication: which collectives overlap compute in the schedule of the compiled program.
 
-XLA orders a program before it runs. What it has put between the start and the done of a collective runs beside it:
+XLA orders a program before it runs. The instructions between the start and the done of a collective overlap it:
 
-    products   a matrix product, a convolution or a fused attention is among it
-    kernels    only smaller ones are
-    exposed    nothing is, or the collective has no start and done: the device waits for it
+    products   there is a matmul, a convolution or a fused attention among them
+    kernels    there are only smaller kernels
+    exposed    there are none, or the collective has no start and done: the device waits for it
 
-A count of bytes, not of time: whether those products take as long as the collective, only the devices tell; and where
-two collectives are in flight at once, the same product stands beside both.
+This counts bytes, not time. Only a run on the devices shows whether the matmuls take as long as the collective. Where
+two collectives are in flight at once, the same matmul counts for both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxdist.units import size
 
 @dataclass
 class Sent:
-    """Bytes that one device sends in a step, by what runs beside them."""
+    """Bytes that one device sends in a step, by what overlaps them."""
 
     products: float = 0
     kernels: float = 0
@@ -30,28 +30,33 @@ class Sent:
 
     @property
     def total(self) -> float:
+        """All bytes that the device sends."""
         return self.products + self.kernels + self.exposed
 
 
 def by_axes(found: Iterable[Collective]) -> dict[str, Sent]:
-    """`replica+data` for what goes over both at once. Calls in loops count as often as they run."""
+    """Return the bytes over each set of axes, such as `replica+data` for collectives over both at once.
+
+    Calls in loops count as often as they run.
+    """
     sent = defaultdict(Sent)
     for one in found:
-        to = sent["+".join(one.axes)]
+        over = sent["+".join(one.axes)]
         if one.sync or not any(one.overlapped):
-            to.exposed += one.wire_bytes
+            over.exposed += one.wire_bytes
         elif one.overlapped.matmuls:
-            to.products += one.wire_bytes
+            over.products += one.wire_bytes
         else:
-            to.kernels += one.wire_bytes
+            over.kernels += one.wire_bytes
     return dict(sent)
 
 
-def told(axes: str, sent: Sent) -> str:
-    """A line."""
+def line(axes: str, sent: Sent) -> str:
+    """Return a line of a report: how much of what goes over `axes` overlaps what."""
     parts = (
-        (sent.products, "beside matrix products"),
-        (sent.kernels, "beside smaller kernels"),
+        (sent.products, "overlap matmuls"),
+        (sent.kernels, "overlap smaller kernels"),
         (sent.exposed, "EXPOSED"),
     )
-    return f"of {size(sent.total)} over {axes}: " + ", ".join(f"{size(count)} {name}" for count, name in parts if count)
+    shares = ", ".join(f"{size(count)} {name}" for count, name in parts if count)
+    return f"of {size(sent.total)} over {axes}: {shares}"

@@ -1,8 +1,9 @@
-"""How every parameter is laid out over the mesh: which elements a device holds, and what could not be split."""
+"""Predict how every parameter is laid out over the mesh: which elements a device holds, and what could not be split."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import jax
@@ -10,6 +11,7 @@ import jax
 from jaxdist.config import Config
 from jaxdist.mesh import DATA, MODEL, micro_batches
 from jaxdist.models import Model
+from jaxdist.models.foreign import Foreign
 from jaxdist.parallel import zero
 from jaxdist.planning import pipelines
 from jaxdist.planning.pipelines import pipeline_of
@@ -20,7 +22,7 @@ STACKED = "blocks"
 """The group of parameters whose first dim counts the layers."""
 
 MUCH = 0.1
-"""From this part of the parameters on, what data leaves whole is worth a warning."""
+"""More than this part of the parameters, left whole by the data axis, is worth a warning."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,18 @@ class Placed:
     use: int
     """Elements that a device holds in use, of all its layers."""
     layers: int = 1
-    """Layers that a device holds, padding included; 1 of what is no layer."""
+    """Layers that a device holds, padding included; 1 for a parameter that belongs to no layer."""
+    forward_only: bool = False
+    """Whether no gradient needs its value, so that the backward pass does not gather it again."""
 
     @property
     def elements(self) -> int:
+        """Elements of the whole parameter."""
         return math.prod(self.shape)
 
     @property
     def at_once(self) -> int:
-        """Elements in use where one layer after the other is."""
+        """Elements in use where the layers are used one after the other."""
         return self.use // self.layers
 
     @property
@@ -54,65 +59,91 @@ class Placed:
 
     @property
     def whole(self) -> bool:
-        """Whether data does not split it."""
+        """Whether the data axis does not split it."""
         return self.place.shard_dim is None
 
 
 def compute_width(config: Config) -> int:
-    """Bytes of a number in the compute dtype; `config.precision` is not `auto` any more."""
+    """Return the bytes of a number in the compute dtype; `config.precision` is resolved, no longer `auto`."""
     return 4 if config.precision == "float32" else 2
 
 
-def placed(config: Config, model: Model, layout: Layout) -> list[Placed]:
-    """Every parameter, in the order in which the model names them. Runs nothing and touches no device.
+def placed(config: Config, model: Model | Foreign, layout: Layout) -> list[Placed]:
+    """Return every parameter, in the order in which the model names them. Runs nothing and touches no device.
 
-    Those of layers are [v, S, depth, ...] in a pipeline, as they are held, padding included.
+    In a pipeline, the parameters of layers are [v, S, depth, ...], as ranks hold them, padding included.
     """
-    abstract, names = model.abstract, model.axes
-    if pipe := pipeline_of(config, layout):
-        abstract, names = pipe.stages.abstract(abstract), pipe.stages.axes(names)
-    return lay_out(layout, names, abstract, zero.placements(layout, names, abstract, config.parallel.zero))
+    abstract = model.abstract
+    axes = model.axes
+    pipe = pipeline_of(config, layout)
+    if pipe:
+        abstract = pipe.stages.abstract(abstract)
+        axes = pipe.stages.axes(axes)
+    places = zero.placements(layout, axes, abstract, config.parallel.zero)
+    forward_only = () if isinstance(model, Foreign) else model.forward_only
+    return lay_out(layout, axes, abstract, places, forward_only)
 
 
-def lay_out(layout: Layout, names, abstract, places) -> list[Placed]:
-    """Every parameter, from the trees of their logical axes, their shapes and their placements."""
-    leaves, axes = jax.tree.leaves_with_path(abstract), jax.tree.leaves(names, is_leaf=zero.is_axes)
-    return [
-        _placed(layout, name_of(path), leaf.shape, names, place)
-        for (path, leaf), names, place in zip(leaves, axes, jax.tree.leaves(places), strict=True)
-    ]
-
-
-def _placed(layout: Layout, name: str, shape: tuple[int, ...], axes, place: zero.Placement) -> Placed:
-    layers = math.prod(n for n, axis in zip(shape, axes, strict=True) if axis == LAYERS)
-    rest = math.prod(shape) // layout.pieces(place.rest)
-    use = math.prod(place.in_use(shape)) // layout.pieces(place.use)
-    return Placed(name, shape, axes, place, rest, use, layers)
+def lay_out(layout: Layout, axes, abstract, places, forward_only: Collection[str] = ()) -> list[Placed]:
+    """Return every parameter, from the trees of their logical axes, their shapes and their placements."""
+    leaves = jax.tree.leaves_with_path(abstract)
+    axes_of = jax.tree.leaves(axes, is_leaf=zero.is_axes)
+    found = []
+    for (path, leaf), names, place in zip(leaves, axes_of, jax.tree.leaves(places), strict=True):
+        found.append(
+            Placed(
+                name=name_of(path),
+                shape=leaf.shape,
+                axes=names,
+                place=place,
+                rest=math.prod(leaf.shape) // layout.pieces(place.rest),
+                use=math.prod(place.in_use(leaf.shape)) // layout.pieces(place.use),
+                layers=math.prod(n for n, axis in zip(leaf.shape, names, strict=True) if axis == LAYERS),
+                forward_only=name_of(path) in forward_only,
+            )
+        )
+    return found
 
 
 def listing(parameters: list[Placed], held: list[int]) -> list[str]:
-    """A table: how each parameter lies, dim by dim, and the bytes of it that a device holds between steps.
+    """Return a table of how each parameter lies, dim by dim, and of the bytes that a device holds between steps.
 
-    `held` are those bytes: see `memory.state`. A `-` is a dim without a logical axis, or one that nothing splits.
+    `held` has these bytes for each parameter (`memory.state`). A `-` is a dim without a logical axis, or one that
+    nothing splits.
     """
     rows = [("parameter", "shape", "logical axes", "at rest", "in use", "bytes per device")]
     for p, count in zip(parameters, held, strict=True):
-        rest, use = _dims(p.place.rest.partitions), _dims(p.place.use.partitions)
+        rest = _dims(p.place.rest.partitions)
+        use = _dims(p.place.use.partitions)
+        if use == rest:
+            use = "same"
         shape = "x".join(map(str, p.shape))
-        rows.append((p.name, shape, _dims(p.axes), rest, "same" if use == rest else use, f"{count:,}"))
+        rows.append((p.name, shape, _dims(p.axes), rest, use, f"{count:,}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    pad = lambda row: [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
-    return ["  ".join([*pad(row), row[-1].rjust(widths[-1])]) for row in rows]
+    lines = []
+    for *cells, count in rows:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths[:-1], strict=True)]
+        lines.append("  ".join([*padded, count.rjust(widths[-1])]))
+    return lines
 
 
 def _dims(names) -> str:
-    """What each dim carries: `- embed heads`; a dim that two axes split has both, joined by +."""
-    return " ".join("-" if not name else name if isinstance(name, str) else "+".join(name) for name in names)
+    """Return the axis of each dim, as `- embed heads`; a dim that two axes split has both, joined by +."""
+    words = []
+    for name in names:
+        if not name:
+            words.append("-")
+        elif isinstance(name, str):
+            words.append(name)
+        else:
+            words.append("+".join(name))
+    return " ".join(words)
 
 
 def notes(config: Config, parameters: list[Placed], layout: Layout) -> list[str]:
-    """A sentence for each thing that was asked to be split and is not."""
-    found, parallel = [], config.parallel
+    """Return a sentence for each split that was requested and does not take place."""
+    found = []
+    parallel = config.parallel
     if parallel.zero and layout.size(DATA) == 1:
         found.append(f"parallel.zero {parallel.zero} splits nothing here, because {DATA} is 1")
     elif parallel.zero and any(p.whole for p in parameters):
@@ -120,23 +151,29 @@ def notes(config: Config, parameters: list[Placed], layout: Layout) -> list[str]
     if parallel.sequence and layout.size(MODEL) == 1:
         found.append(f"parallel.sequence splits nothing here, because {MODEL} is 1")
     pipe = pipeline_of(config, layout)
-    return found + (pipelines.notes(config, layout, pipe) if pipe else [])
+    if pipe:
+        found += pipelines.notes(config, layout, pipe)
+    return found
 
 
 def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str:
-    """Names what no dim lets data split; a warning, with sizes that work, where it is much."""
-    ranks, whole = layout.size(DATA), [p for p in parameters if p.whole]
-    told = left_whole(parameters, whole, ranks)
+    """Name the parameters that the data axis leaves whole; where that is much, warn and offer sizes that work."""
+    ranks = layout.size(DATA)
+    whole = [p for p in parameters if p.whole]
+    message = left_whole(parameters, whole, ranks)
     if part_of(parameters, whole) <= MUCH:
-        return told
+        return message
+    # The rows of a micro-batch must divide among the data ranks.
     rows = config.train.global_batch_size // micro_batches(config, dict(layout.axes)) // (layout.ranks // ranks)
     fitting = [n for n in divisors(rows) if n > 1 and _left(parameters, layout, n) <= MUCH]
-    ways = [_wider(config, ranks), to(DATA, closest(fitting, ranks))]
-    return f"warning: {told}" + ("; " + remedy(*ways) if any(ways) else "")
+    options = [_wider(config, ranks), to(DATA, closest(fitting, ranks))]
+    if any(options):
+        message += "; " + remedy(*options)
+    return f"warning: {message}"
 
 
 def left_whole(parameters: list[Placed], whole: list[Placed], ranks: int, most: int = 3) -> str:
-    """Names at most so many of the parameters in which so many data ranks find no dim to split."""
+    """Name at most `most` of the parameters in which `ranks` data ranks find no dim to split, in a sentence."""
     names = ", ".join(f"{p.name} ({'x'.join(map(str, p.shape))})" for p in whole[:most])
     more = f" and {len(whole) - most} more" if len(whole) > most else ""
     part = part_of(parameters, whole)
@@ -146,36 +183,39 @@ def left_whole(parameters: list[Placed], whole: list[Placed], ranks: int, most: 
 
 
 def part_of(parameters: list[Placed], some: list[Placed]) -> float:
-    """The part of all elements that some parameters have."""
+    """Return the part of all elements that some of the parameters have."""
     return sum(p.elements for p in some) / sum(p.elements for p in parameters)
 
 
-def ranks_that_split(parameters: list[Placed], asked: list[Placed], layout: Layout) -> list[int]:
-    """The numbers of data ranks next to that of `layout` that would not leave much whole of what is asked for."""
+def ranks_that_split(parameters: list[Placed], requested: list[Placed], layout: Layout) -> list[int]:
+    """Return the numbers of data ranks, nearest to that of `layout`, that leave little of `requested` whole."""
     ranks = layout.size(DATA)
     much = MUCH * sum(p.elements for p in parameters)
-    fitting = [n for n in range(2, 2 * ranks + 1) if sum(p.elements for p in _unsplit(asked, layout, n)) <= much]
+    fitting = [n for n in range(2, 2 * ranks + 1) if sum(p.elements for p in _unsplit(requested, layout, n)) <= much]
     return closest(fitting, ranks)
 
 
 def _left(parameters: list[Placed], layout: Layout, ranks: int) -> float:
-    """The part of the parameters that so many data ranks would leave whole."""
+    """Return the part of the parameters that so many data ranks would leave whole."""
     return part_of(parameters, _unsplit(parameters, layout, ranks))
 
 
 def _unsplit(parameters: list[Placed], layout: Layout, ranks: int) -> list[Placed]:
-    """The parameters in which so many data ranks would find no dim to split."""
+    """Return the parameters in which so many data ranks would find no dim to split."""
 
     def free(p: Placed) -> list[int]:
+        # ZeRO splits a dim that no other axis splits, and never the dim of the layers.
         return [n for n, axis in zip(p.shape, p.axes, strict=True) if axis != LAYERS and not layout.split(axis)]
 
     return [p for p in parameters if all(n % ranks for n in free(p))]
 
 
 def _wider(config: Config, ranks: int) -> str:
-    """The next widths of a decoder that divide; a classifier of images has those of its family."""
+    """Offer the next widths of a decoder that divide; an image classifier has the widths of its family."""
     sizes = config.model
     if sizes.images:
         return ""
-    unit = math.lcm(ranks, sizes.heads * (2 if sizes.family == "llama" else 1))  # a head of llama has an even size
+    # Rotary positions pair the values of a head, so a head of llama has an even size.
+    head = 2 if sizes.family == "llama" else 1
+    unit = math.lcm(ranks, sizes.heads * head)
     return to("model.embed", multiples(unit, near=sizes.embed))

@@ -1,8 +1,9 @@
-"""What crosses the mesh in one step of a pipeline, as `communication` tells it of a step without one.
+"""Predict the collectives of one step of a pipeline, as `communication` does for a step without one.
 
-Between neighbours in `pipeline` goes the residual stream, once per tick and way (Narayanan et al. 2021, section 2.2).
-The stages share the vocabulary: what the last one has made goes to all, and what each makes of its part of the
-embedding and of the loss is added up. Over `data` weights and gradients go as `parallel.pipeline.executor` says.
+Neighbours along `pipeline` send each other the residual stream and its gradient, once per tick in each direction
+(Narayanan et al. 2021, section 2.2). The stages share the vocabulary: the result of the last stage goes to all of them,
+and what each makes of its part of the embedding and of the loss is summed. Over `data`, weights and gradients move as
+`parallel.pipeline.executor` describes.
 """
 
 from __future__ import annotations
@@ -28,29 +29,46 @@ from jaxdist.planning.predicted_collectives import (
 )
 from jaxdist.sharding import Layout
 
-NOT_NEEDED_BACKWARD = ("blocks.mlp.down_bias",)
-"""Parameters that only shift a block's output: no gradient needs their value, so none gathers them again."""
-
 
 def looks_up_positions(config: Config) -> bool:
-    """Whether positions are those of each document, looked up in a table that is split as the residual stream is."""
+    """Return whether each document has its own positions, from a table that is split as the residual stream is."""
     return config.model.family == "gpt" and config.model.documents == "apart"
 
 
 def scattered_with_vectors(layout: Layout) -> bool:
-    """Whether positions are added to the tokens' vectors before both are scattered: XLA:GPU makes one of two sums."""
+    """Return whether positions are added to the tokens' vectors before one reduce-scatter of both.
+
+    XLA:GPU merges the two sums into one.
+    """
     return layout.platform != "cpu" and layout.split("vocab") == layout.split("residual")
 
 
+def gathered(config: Config, p: Placed, layout: Layout, name: str, calls: int, elements: int) -> Iterator[Transfer]:
+    """Yield the transfers that bring the weights of `name` from how they lie at rest to how they lie in use.
+
+    `elements` are those in use, of all calls.
+    """
+    what = f"weights of {name}"
+    width = compute_width(config)
+    if p.place.exchanged:
+        # The heads are dealt before the all-gather, so each device sends only its own part.
+        own = elements
+        if not p.whole:
+            own = elements // layout.size(DATA)
+        yield transfer(layout, what, ALL_TO_ALL, layout.split("heads"), calls, own, width)
+    if not p.whole:
+        yield transfer(layout, what, ALL_GATHER, {DATA}, calls, elements, width)
+
+
 def predict(config: Config, parameters: list[Placed], layout: Layout, pipe: Pipeline) -> Iterator[Transfer]:
-    """Every transfer but those of scalars."""
+    """Yield every transfer of a step, without scalars."""
     for p in parameters:
         yield from _gradients(config, p, layout, pipe)
         yield from _weights(config, p, layout, pipe)
     stream = _Stream(config, layout, pipe)
     yield from stream.messages()
     yield from stream.layers()
-    yield from stream.tops()
+    yield from stream.ends()
     yield stream.statistics()
 
 
@@ -59,66 +77,82 @@ def _name(p: Placed) -> str:
 
 
 def _weights(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Iterator[Transfer]:
-    """Once per step; at stage 3 those of a layer whenever a tick runs it: in F, in B, and to compute it again."""
-    arrays, elements = 1, p.use
-    if p.stacked and config.parallel.zero < 3 and not pipe.flush:
-        again = (pipe.recomputes and pipe.stages.depth > 1) or p.name not in NOT_NEEDED_BACKWARD
-        arrays = pipe.ticks("F") + again * pipe.ticks("B")
+    """Yield the gathers of a parameter: once per step; at stage 3, in every tick that runs its layer."""
+    arrays = 1
+    elements = p.use
+    if p.stacked and config.parallel.zero == 3:
+        gathers = _gathers(p, layout, pipe)
+        arrays = gathers * pipe.stages.depth
+        elements = gathers * p.use // pipe.stages.virtual
+    elif p.stacked and not pipe.flush:
+        # Weights change between F and B, so each gathers its own version of the whole stack.
+        arrays = pipe.ticks("F")
+        if _read_backward(p, pipe):
+            arrays += pipe.ticks("B")
         elements *= arrays
-    elif p.stacked and config.parallel.zero == 3:
-        runs = _gathered(p, layout, pipe)
-        arrays, elements = runs * pipe.stages.depth, runs * p.use // pipe.stages.virtual
-    what, width = f"weights of {_name(p)}", compute_width(config)
-    if p.place.exchanged:
-        own = elements if p.whole else elements // layout.size(DATA)
-        yield transfer(layout, what, ALL_TO_ALL, layout.split("heads"), arrays, own, width)
-    if not p.whole:
-        yield transfer(layout, what, ALL_GATHER, {DATA}, arrays, elements, width)
+    yield from gathered(config, p, layout, _name(p), arrays, elements)
 
 
-def _gathered(p: Placed, layout: Layout, pipe: Pipeline) -> int:
-    """How often a layer's weight is gathered at stage 3.
+def _read_backward(p: Placed, pipe: Pipeline) -> bool:
+    """Return whether B of a stack of layers reads the value of a parameter."""
+    # B runs a chunk again, except for its last sum: nobody needs what comes out of a chunk.
+    rerun = pipe.recomputes and pipe.stages.depth > 1
+    return rerun or not p.forward_only
 
-    Where a chunk is one layer, there is no loop over layers, and XLA makes one of all gathers of a weight in a tick:
-    of those of B, and of F and B where a rank has no other chunk. Then ticks do not differ either, and XLA:CPU gathers
-    once; XLA:GPU in each turn of a loop, and once for all segments of a single tick, which are no loops.
+
+def _gathers(p: Placed, layout: Layout, pipe: Pipeline) -> int:
+    """Return how often each layer's weight is gathered at stage 3: in F, in B, and where B recomputes the layer.
+
+    Where a chunk is one layer, there is no loop over layers, and XLA merges the gathers of a weight within a tick: the
+    two of B; and where a rank has no other chunk, also the one of F. In the latter case nothing differs from tick to
+    tick, so XLA:CPU gathers once. XLA:GPU gathers in every iteration of a loop over ticks, and once for all segments of
+    a single tick, which are no loops.
     """
-    stages, forward, backward = pipe.stages, pipe.ticks("F"), pipe.ticks("B")
-    again = p.name not in NOT_NEEDED_BACKWARD
+    stages = pipe.stages
+    forward = pipe.ticks("F")
+    backward = pipe.ticks("B")
+    again = int(not p.forward_only)
     if stages.depth > 1:
         return forward + (pipe.recomputes + again) * backward
     if stages.virtual > 1 or not pipe.flush:
         return forward + again * backward
     if layout.platform == "cpu":
         return 1
-    needing = [(end - first) for first, end, slots in pipe.table.segments if "F" in slots or again]
-    return sum(ticks for ticks in needing if ticks > 1) + (1 in needing)
+    lengths = [end - first for first, end, slots in pipe.table.segments if "F" in slots or again]
+    return sum(ticks for ticks in lengths if ticks > 1) + int(1 in lengths)
 
 
 def _gradients(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Iterator[Transfer]:
-    """Once per step; from stage 2 on those of a layer in each tick that makes them: of B, or of W."""
-    calls, elements, summed = 1, p.use, set(p.place.use.reduced)
+    """Yield the reductions of a gradient: once per step; from stage 2 on, in every tick that makes that of a layer."""
+    calls = 1
+    elements = p.use
+    summed = set(p.place.use.reduced)
     if p.stacked and config.parallel.zero >= 2:
+        # W makes the gradients of weights where the schedule splits the backward pass.
         ticks = pipe.ticks("W" if pipe.schedule.split else "B")
-        calls, elements = ticks * pipe.stages.depth, ticks * p.use // pipe.stages.virtual
+        calls = ticks * pipe.stages.depth
+        elements = ticks * p.use // pipe.stages.virtual
     elif p.stacked and not pipe.flush:
-        calls, elements = pipe.ticks("B"), pipe.ticks("B") * p.use
+        calls = pipe.ticks("B")
+        elements = calls * p.use
     what = f"gradients of {_name(p)}"
     if not p.whole:
         yield transfer(layout, what, REDUCE_SCATTER, {DATA}, calls, elements, F32)
-        summed, elements = summed - {DATA}, elements // layout.size(DATA)
+        summed.discard(DATA)
+        elements //= layout.size(DATA)
     if summed:
         yield transfer(layout, what, ALL_REDUCE, summed, calls, elements, F32)
     if p.place.exchanged:
         yield transfer(layout, what, ALL_TO_ALL, layout.split("heads"), calls, elements, F32)
-    elif p.place.dealt:  # each device puts its heads' gradients where they belong, and all are added up
+    elif p.place.dealt:
+        # Each device puts its heads' gradients where they belong, and all are summed.
         whole = elements * p.elements * layout.parts("heads") // math.prod(p.place.in_use(p.shape))
         yield transfer(layout, what, ALL_REDUCE, layout.split("heads"), calls, whole, F32)
 
 
 @dataclass(frozen=True)
 class _Stream:
-    """The residual stream [B, S, D] of a micro-batch, and what is made of it at both ends."""
+    """Transfers of the residual stream [B, S, D] of a micro-batch: in the layers, and at both ends of the pipeline."""
 
     config: Config
     layout: Layout
@@ -126,10 +160,10 @@ class _Stream:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, on one device."""
-        config, ranks = self.config, self.layout.ranks
-        rows = config.train.global_batch_size // self.pipe.schedule.micro_batches // ranks
-        return rows * config.model.sequence
+        """Tokens of a micro-batch on one device."""
+        batch = self.config.train.global_batch_size
+        rows = batch // self.pipe.schedule.micro_batches // self.layout.ranks
+        return rows * self.config.model.sequence
 
     @property
     def split(self) -> tuple[str, ...]:
@@ -137,50 +171,63 @@ class _Stream:
         return self.layout.split("residual")
 
     def moved(self, what: str, kind: str, axes, calls: int, part: bool = False) -> Transfer:
-        """`calls` times the residual stream, or a device's own part of it."""
-        elements = self.tokens * self.config.model.embed // (self.layout.parts("residual") if part else 1)
+        """Move the residual stream `calls` times, or with `part` only what a device has of it."""
+        parts = self.layout.parts("residual") if part else 1
+        elements = self.tokens * self.config.model.embed // parts
         return transfer(self.layout, what, kind, axes, calls, calls * elements, compute_width(self.config))
 
     def messages(self) -> Iterator[Transfer]:
-        """What neighbours send each other."""
+        """Yield the messages between neighbours."""
         for slot, what in (("F", "residual stream between stages"), ("B", "its gradient between stages")):
             yield self.moved(what, PERMUTE, {PIPELINE}, self.pipe.messages(slot), part=True)
 
     def layers(self) -> Iterator[Transfer]:
-        """As of tensor and sequence parallelism (`communication`), in every tick that runs layers."""
-        what, depth = "residual stream of the layers", self.pipe.stages.depth
-        forward, backward = depth * self.pipe.ticks("F"), depth * self.pipe.ticks("B")
-        weights = depth * self.pipe.ticks("W") if self.pipe.schedule.split else backward  # which gather their operand
+        """Yield the transfers of tensor and sequence parallelism (`communication`), in every tick that runs layers."""
+        depth = self.pipe.stages.depth
+        forward = depth * self.pipe.ticks("F")
+        backward = depth * self.pipe.ticks("B")
+        # The gradient of a weight gathers its operand, in W where the schedule splits the backward pass.
+        weights = backward
+        if self.pipe.schedule.split:
+            weights = depth * self.pipe.ticks("W")
         for logical in ("heads", "mlp"):
-            again, gathered = self._again(logical)
+            reduced = forward + (1 + self._reduced_again(logical)) * backward
+            gathered = forward + (1 + self._gathered_again()) * backward + weights
             if self.split:
-                moves = {REDUCE_SCATTER: forward + (1 + again) * backward}
-                moves |= {ALL_GATHER: forward + (1 + gathered) * backward + weights}
+                moves = {REDUCE_SCATTER: reduced, ALL_GATHER: gathered}
             else:
-                moves = {ALL_REDUCE: forward + (1 + again) * backward}
+                moves = {ALL_REDUCE: reduced}
             for kind, calls in moves.items():
-                yield self.moved(what, kind, self.layout.split(logical), calls)
+                yield self.moved("residual stream of the layers", kind, self.layout.split(logical), calls)
 
-    def _again(self, logical: str) -> tuple[int, int]:
-        """Whether B computes a layer's product again, back onto the residual stream; and whether it gathers for it."""
-        if not self.pipe.recomputes:
-            block = self.config.model.remat == "block"
-            return int(logical == "heads" and block), int(block and self.pipe.schedule.split)  # W gathers for itself
-        last = logical == "mlp" and self.pipe.stages.depth == 1  # nobody needs what comes out of a chunk
-        return int(not last), 1
+    def _reduced_again(self, logical: str) -> int:
+        """Return whether B recomputes a matmul that contracts `logical`, back onto the residual stream."""
+        if self.pipe.recomputes:
+            # Nobody needs what comes out of a chunk, so not the last matmul of a chunk of one layer.
+            last = logical == "mlp" and self.pipe.stages.depth == 1
+            return int(not last)
+        return int(logical == "heads" and self.config.model.remat == "block")
 
-    def tops(self) -> Iterator[Transfer]:
-        """Embedding, the hand-over to the head, and their gradients."""
-        vocab, pipe = self.layout.split("vocab"), self.pipe
+    def _gathered_again(self) -> int:
+        """Return whether B gathers the residual stream once more, to recompute matmuls."""
+        if self.pipe.recomputes:
+            return 1
+        # Without a split, the gather for the gradients of weights serves the recomputation too; W gathers for itself.
+        return int(self.config.model.remat == "block" and self.pipe.schedule.split)
+
+    def ends(self) -> Iterator[Transfer]:
+        """Yield the transfers of the embedding, of the hand-over to the head, and of their gradients."""
+        pipe = self.pipe
+        vocab = self.layout.split("vocab")
+        shared = [axis for axis in vocab if axis not in self.split]
         ends = (
             ("looked-up vectors", pipe.embedded, pipe.unembedded),
             ("last hidden states", pipe.ticks("H"), pipe.ticks("H")),
         )
-        shared = [axis for axis in vocab if axis not in self.split]
-        for what, added, gathered in ends:
+        for what, summed, gathered in ends:
             if self.split and set(self.split) <= set(vocab):
-                yield self.moved(what, REDUCE_SCATTER, self.split, added)
-            yield self.moved(what, ALL_REDUCE, shared, added, part=True)
+                yield self.moved(what, REDUCE_SCATTER, self.split, summed)
+            yield self.moved(what, ALL_REDUCE, shared, summed, part=True)
             yield self.moved(what, ALL_GATHER, self.split, gathered)
         if looks_up_positions(self.config):
             calls = 0 if scattered_with_vectors(self.layout) else pipe.embedded
@@ -189,8 +236,16 @@ class _Stream:
         yield self.moved("gradient of the looked-up vectors", ALL_REDUCE, {PIPELINE}, pipe.unembedded, part=True)
 
     def statistics(self) -> Transfer:
-        """A maximum, a sum and the label's logit for each token, where the vocabulary is split."""
-        sequence, heads = self.config.model.sequence, self.pipe.ticks("H")
-        calls = 3 * heads * (sequence // chunk_length(self.layout, sequence, self.tokens // sequence))
-        axes = self.layout.split("vocab")
-        return transfer(self.layout, "statistics of the loss", ALL_REDUCE, axes, calls, 3 * heads * self.tokens, F32)
+        """Return a maximum, a sum and the label's logit for each token, where the vocabulary is split."""
+        sequence = self.config.model.sequence
+        heads = self.pipe.ticks("H")
+        chunks = sequence // chunk_length(self.layout, sequence, self.tokens // sequence)
+        return transfer(
+            self.layout,
+            "statistics of the loss",
+            ALL_REDUCE,
+            self.layout.split("vocab"),
+            calls=3 * heads * chunks,
+            elements=3 * heads * self.tokens,
+            width=F32,
+        )

@@ -1,7 +1,7 @@
-"""A pipeline as a prediction needs it: how often its ticks run what, how long they wait, and what is in flight.
+"""Describe a pipeline for predictions: how often its ticks run each slot, how long ranks wait, and what is in flight.
 
-All ranks run every slot of a segment of the table, those with nothing to do too. So what a step computes and sends is
-counted in ticks, not in micro-batches.
+All ranks run every slot of a segment of the table, even the ranks that have nothing to do in it. So what a step
+computes and sends is counted in ticks, not in micro-batches.
 """
 
 from __future__ import annotations
@@ -21,36 +21,49 @@ from jaxdist.units import multiples, remedy, to
 
 @dataclass(frozen=True)
 class Pipeline:
+    """A synchronous pipeline: its stages, and the table of its schedule."""
+
     stages: Stages
     table: Table
     remat: str
-    """What the backward pass recomputes, as `config.model.remat`."""
+    """What the backward pass recomputes, as in `config.model.remat`."""
 
     flush = True
-    """Whether weights are the same for a whole step. If not, they are gathered for each F and B, and gradients reduced
-    after each B, at any stage of ZeRO."""
+    """Whether the weights are the same for a whole step. If not, they are gathered for each F and B, and gradients are
+    reduced after each B, at every ZeRO stage."""
 
     @property
     def schedule(self) -> Schedule:
+        """The schedule, by unit and rank."""
         return self.table.schedule
 
     def ticks(self, slot: str) -> int:
-        """In how many all ranks run a slot: "F", "H" (head), "B" or "W"."""
+        """Return in how many ticks all ranks run a slot: "F", "H" (head), "B" or "W"."""
         return sum(end - first for first, end, slots in self.table.segments if slot in slots)
 
     def messages(self, slot: str) -> int:
-        """What F or B sends to a neighbour. XLA drops what nobody is going to read where that is a segment's only tick,
-        and so no loop."""
+        """Return how many messages F or B sends to a neighbour."""
+        count = self.ticks(slot)
         first, end, _ = [segment for segment in self.table.segments if slot in segment[2]][-1]
-        return self.ticks(slot) - (end - first == 1)
+        # XLA drops a message that nobody reads where it is no part of a loop: in a segment of a single tick.
+        if end - first == 1:
+            count -= 1
+        return count
 
     @property
     def embedded(self) -> int:
-        """In how many ticks all ranks embed a micro-batch: those of F, but for a segment's only one in which the first
-        chunk has none; XLA knows then that nobody reads it."""
-        on = self.table.rows.embed.on
-        counts = lambda first, end: end - first if end - first > 1 else int(on[first])
-        return sum(counts(first, end) for first, end, slots in self.table.segments if "F" in slots)
+        """In how many ticks all ranks embed a micro-batch."""
+        needed = self.table.rows.embed.on
+        total = 0
+        for first, end, slots in self.table.segments:
+            if "F" not in slots:
+                continue
+            # A segment of a single tick is no loop: XLA knows whether the first chunk reads the embedding there.
+            if end - first > 1:
+                total += end - first
+            else:
+                total += int(needed[first])
+        return total
 
     @property
     def unembedded(self) -> int:
@@ -59,46 +72,48 @@ class Pipeline:
 
     @property
     def recomputes(self) -> bool:
-        """Whether F keeps the input of a chunk alone, and B runs all of it again."""
+        """Whether F keeps only the input of a chunk, and B runs all of the chunk again."""
         return self.remat == "stage"
 
     @property
     def times(self) -> Times:
-        """The backward pass takes twice as long as the forward pass, or, with that in it again, three times."""
-        return Times(1, 2 if self.remat in ("stage", "block") else 1, 1)
+        """The time of each pass: the backward pass takes twice the forward pass, or three times where it reruns it."""
+        gradient = 2 if self.remat in ("stage", "block") else 1
+        return Times(1, gradient, 1)
 
     @property
     def bubble(self) -> Bubble:
+        """The time of a step, and how much of it a rank waits."""
         return bubble(self.schedule, self.times)
 
     @property
     def in_flight(self) -> list[int]:
-        """Rank -> the most micro-batches times chunks."""
+        """Rank -> the most micro-batches in flight, counted once for each of its chunks."""
         s = self.schedule
         return in_flight(s.name, s.stages, s.micro_batches, s.virtual)
 
     @property
-    def timed(self) -> str:
-        """How long it takes and what it holds, for a person."""
-        schedule = self.schedule
+    def timing(self) -> str:
+        """How long a step takes and what it holds, for a person."""
         what = "micro-batches" if self.stages.virtual == 1 else "chunks of micro-batches"
-        waiting = f"{self.bubble.share:.1%} is waiting ({self.ratio})"
         return (
-            f"{schedule.micro_batches} micro-batch(es) in {schedule.ticks} ticks, of whose time {waiting}; "
+            f"{self.schedule.micro_batches} micro-batch(es) in {self.schedule.ticks} ticks, "
+            f"bubble {self.bubble.share:.1%} of the time ({self.ratio}); "
             f"{what} in flight by rank: {_listed(self.in_flight)}"
         )
 
     @property
     def ratio(self) -> str:
+        """The times of F and B, for a person."""
         return f"F : B as {self.times.F:g} : {self.times.B:g}"
 
     @property
     def padding(self) -> int:
-        """Layers that are none, on all ranks together."""
+        """Layers that are only padding, on all ranks together."""
         return len(self.stages.sizes) * self.stages.depth - sum(self.stages.sizes)
 
     def json(self) -> dict[str, object]:
-        """The schema of `docs/explain.md`."""
+        """Return the schema of `docs/explain.md`."""
         return {
             "schedule": self.schedule.name,
             "stages": self.stages.ranks,
@@ -113,35 +128,42 @@ class Pipeline:
         }
 
 
-class Unflushed(Pipeline):
-    """That of an asynchronous schedule: a round of the program, of whose two ticks a rank runs F in one and B in the
-    other; the program has both in both."""
+class AsynchronousPipeline(Pipeline):
+    """A pipeline that never drains (PipeDream): one round of the program takes in one global batch.
+
+    In a round of two ticks, a rank runs F in one and B in the other; the program has both slots in both ticks.
+    """
 
     flush = False
 
     def ticks(self, slot: str) -> int:
+        """Return in how many ticks of a round the program has a slot."""
         return {"F": 2, "B": 2, "H": 1}[slot]
 
     def messages(self, slot: str) -> int:
+        """Return how many messages F or B sends to a neighbour in a round."""
         return self.ticks(slot)
 
     @property
     def embedded(self) -> int:
+        """In how many ticks all ranks embed a batch."""
         return 1
 
     @property
     def unembedded(self) -> int:
+        """In how many ticks all ranks share the gradient of an embedded batch."""
         return 1
 
     @property
     def bubble(self) -> Bubble:
-        """Of a round: a rank waits where a neighbour's B takes longer than its F."""
-        F, B = self.times.F, self.times.B
+        """The time of a round: a rank waits where a neighbour's B takes longer than its own F."""
+        F = self.times.F
+        B = self.times.B
         return Bubble(F + B, 2 * max(F, B), F + B)
 
     @property
     def in_flight(self) -> list[int]:
-        """Rank -> global batches, and versions of the weights."""
+        """Rank -> global batches in flight, which is also its number of weight versions."""
         return [self.stages.ranks - rank for rank in range(self.stages.ranks)]
 
     @property
@@ -150,14 +172,16 @@ class Unflushed(Pipeline):
         return [batches - 1 for batches in self.in_flight]
 
     @property
-    def timed(self) -> str:
+    def timing(self) -> str:
+        """How long a round takes and what it holds, for a person."""
         return (
-            f"never empty, a global batch in 2 ticks, of whose time {self.bubble.share:.1%} is waiting ({self.ratio}); "
-            f"batches in flight and versions of the weights by rank: {_listed(self.in_flight)}; updates by which a "
-            f"gradient is late: {_listed(self.stale)}, of the head's {self.stages.ranks // 2}"
+            f"never drains, one global batch in 2 ticks, bubble {self.bubble.share:.1%} of the time ({self.ratio}); "
+            f"batches in flight and weight versions by rank: {_listed(self.in_flight)}; "
+            f"gradient delay in updates by rank: {_listed(self.stale)}, of the head {self.stages.ranks // 2}"
         )
 
     def json(self) -> dict[str, object]:
+        """Return the schema of `docs/explain.md`."""
         return super().json() | {"ticks": 2, "stale": self.stale}
 
 
@@ -166,55 +190,64 @@ def _listed(numbers: list[int]) -> str:
 
 
 def pipeline_of(config: Config, layout: Layout) -> Pipeline | None:
-    """None without a pipeline. Raises `ValueError` as `stages_of` does."""
+    """Return the pipeline of `config`, or None without one. Raises `ValueError` as `stages_of` does."""
     shape = {PIPELINE: layout.size(PIPELINE)}
     stages = stages_of(config, shape)
     if stages is None:
         return None
     schedule = make(config.pipeline.schedule, stages.ranks, micro_batches(config, shape), stages.virtual)
-    return (Pipeline if schedule.flush else Unflushed)(stages, make_table(schedule), config.model.remat)
+    kind = Pipeline if schedule.flush else AsynchronousPipeline
+    return kind(stages, make_table(schedule), config.model.remat)
 
 
-def told(pipe: Pipeline) -> str:
-    """For a person, in one line."""
-    stages, schedule = pipe.stages, pipe.schedule
-    sizes = sorted({*stages.sizes})
-    layers = " or ".join(map(str, sizes)) + (" layer" if sizes == [1] else " layers")
-    cut = f"{stages.ranks} stages" + f" x {stages.virtual} virtual stages" * (stages.virtual > 1)
-    return f"{schedule.name}, {cut} of {layers}; {pipe.timed}"
+def describe(pipe: Pipeline) -> str:
+    """Describe a pipeline in one line, for a person."""
+    sizes = sorted({*pipe.stages.sizes})
+    layers = " or ".join(map(str, sizes))
+    layers += " layer" if sizes == [1] else " layers"
+    return f"{pipe.schedule.name}, {_cut(pipe)} of {layers}; {pipe.timing}"
+
+
+def _cut(pipe: Pipeline) -> str:
+    """Return how the layers are cut, as `2 stages x 2 virtual stages`."""
+    cut = f"{pipe.stages.ranks} stages"
+    if pipe.stages.virtual > 1:
+        cut += f" x {pipe.stages.virtual} virtual stages"
+    return cut
 
 
 def notes(config: Config, layout: Layout, pipe: Pipeline) -> list[str]:
-    """A sentence for each thing that stages do not share evenly."""
+    """Return a sentence for each thing that the stages do not share evenly."""
     return [note for note in (_uneven(config, pipe), _vocabulary(config, layout)) if note]
 
 
 def _uneven(config: Config, pipe: Pipeline) -> str:
-    """What padding costs: all ranks hold, and in lockstep take the time of, the longest chunk."""
-    stages, layers = pipe.stages, config.model.layers
+    """Describe the cost of padding: all ranks hold the longest chunk, and in lockstep all take its time."""
+    stages = pipe.stages
     if not stages.padded:
         return ""
+    layers = config.model.layers
     chunks = len(stages.sizes)
-    where = f"{stages.ranks} stages" + f" x {stages.virtual} virtual stages" * (stages.virtual > 1)
     held = chunks * stages.depth
     return (
-        f"model.layers {layers} does not divide by {where}: chunks have {' '.join(map(str, stages.sizes))} layers, and "
-        f"all are held and run as {stages.depth}; {pipe.padding} of {held} are padding, which takes "
-        f"{held / layers - 1:.1%} more memory and time of the layers; "
+        f"model.layers {layers} does not divide by {_cut(pipe)}: chunks have {_listed(stages.sizes)} layers, and each "
+        f"is padded to {stages.depth}; {pipe.padding} of {held} layers are padding, which takes "
+        f"{held / layers - 1:.1%} more memory and time for the layers; "
         + remedy(to("model.layers", multiples(chunks, layers)))
     )
 
 
 def _vocabulary(config: Config, layout: Layout) -> str:
-    """Whether the stages share the vocabulary."""
+    """Describe the cost of a vocabulary that the stages do not share."""
     split = layout.split("vocab")
+    # An empty rule asks for a vocabulary that nothing splits.
     if PIPELINE in split or not config.parallel.rules.vocab:
         return ""
     others = layout.parts("vocab")
     ways = layout.size(PIPELINE) * others
-    by = f"{PIPELINE}={layout.size(PIPELINE)}" + "".join(f" x {axis}={layout.size(axis)}" for axis in split)
+    factors = [f"{axis}={layout.size(axis)}" for axis in (PIPELINE, *split)]
     part = f"1/{others}" if others > 1 else "all"
     return (
-        f"model.vocab {config.model.vocab} does not divide by {by}: every stage holds and computes {part} of the "
-        f"vocabulary, not 1/{ways}; " + remedy(to("model.vocab", multiples(ways, config.model.vocab)))
+        f"model.vocab {config.model.vocab} does not divide by {' x '.join(factors)}: every stage holds and computes "
+        f"{part} of the vocabulary, not 1/{ways}; " + remedy(to("model.vocab", multiples(ways, config.model.vocab)))
     )

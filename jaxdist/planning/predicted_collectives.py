@@ -1,4 +1,4 @@
-"""What one kind of collective moves, as a prediction has it."""
+"""Describe a predicted collective: its kind, its mesh axes, how often it runs, and what it moves."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from jaxdist.mesh import AXES
 from jaxdist.sharding import Layout
 
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
-PERMUTE, ALL_TO_ALL = "collective-permute", "all-to-all"
+ALL_REDUCE = "all-reduce"
+ALL_GATHER = "all-gather"
+REDUCE_SCATTER = "reduce-scatter"
+PERMUTE = "collective-permute"
+ALL_TO_ALL = "all-to-all"
 
 F32 = 4
+"""Bytes of a number in float32."""
 
 
 @dataclass(frozen=True)
@@ -20,36 +24,42 @@ class Transfer:
     """One kind of collective for one purpose: all its calls in a step."""
 
     what: str
+    """The purpose."""
     kind: str
     axes: tuple[str, ...]
     """The mesh axes that it runs over, outermost first."""
     devices: int
-    """In one group."""
+    """Devices in one group."""
     calls: int
     elements: int
-    """Of one device, summed over the calls: what all-gather makes, and what the others are given."""
+    """Elements on one device, summed over the calls: the results of all-gathers, the operands of all other kinds."""
     width: int
     """Bytes of an element."""
 
     @property
     def payload_bytes(self) -> int:
+        """The bytes of `elements`."""
         return self.elements * self.width
 
     @property
     def wire_elements(self) -> float:
-        """What one device sends, by the ring algorithms (Thakur et al. 2005, section 4)."""
+        """The elements that one device sends, by the ring algorithms (Thakur et al. 2005, section 4)."""
         if self.kind == PERMUTE:
             return self.elements
-        return (2 if self.kind == ALL_REDUCE else 1) * self.elements * (self.devices - 1) / self.devices
+        # A ring all-reduce is a reduce-scatter and an all-gather.
+        passes = 2 if self.kind == ALL_REDUCE else 1
+        return passes * self.elements * (self.devices - 1) / self.devices
 
     @property
     def wire_bytes(self) -> float:
+        """The bytes that one device sends, by the ring algorithms."""
         return self.wire_elements * self.width
 
 
 def transfer(
     layout: Layout, what: str, kind: str, axes: Iterable[str], calls: int, elements: int, width: int
 ) -> Transfer:
-    """Over those of `axes` that the mesh has."""
+    """Make a transfer over the axes that the mesh has; an axis of size 1 is left out."""
     axes = tuple(axis for axis in AXES if axis in axes and layout.size(axis) > 1)
-    return Transfer(what, kind, axes, math.prod(layout.size(axis) for axis in axes), calls, elements, width)
+    devices = math.prod(layout.size(axis) for axis in axes)
+    return Transfer(what, kind, axes, devices, calls, elements, width)

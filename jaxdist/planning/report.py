@@ -1,4 +1,4 @@
-"""A compiled step beside its prediction: bytes per device, collectives by axis, and where the two differ."""
+"""Compare a compiled step with its prediction: bytes per device, collectives by axis, and where the two differ."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from jaxdist.planning.target import room, too_large
 from jaxdist.sharding import Layout
 
 PACKED = 32
-"""Elements: more scalars than a step adds up over one set of axes."""
+"""Elements that may be packed scalars: more than a step sums over one set of axes."""
 
 WIDEST_SCALAR = 4
-"""Bytes."""
+"""Bytes of the widest scalar that a step sums."""
 
 Key = tuple[tuple[str, ...], str]
 """(mesh axes, kind) of a collective."""
@@ -35,35 +35,35 @@ Key = tuple[tuple[str, ...], str]
 
 @dataclass(frozen=True)
 class Row:
-    """What is predicted and what the program moves, over one set of axes by one kind of collective, in one step."""
+    """One kind of collective over one set of axes in one step: predicted and compiled."""
 
     axes: tuple[str, ...]
     kind: str
     what: tuple[str, ...]
-    """What it is for, as predicted."""
+    """The predicted purposes."""
     predicted_elements: int
     elements: int
-    """Scalars left out."""
+    """Elements in the program, without scalars."""
     predicted_bytes: int
     payload_bytes: int
-    """Scalars left out."""
+    """Bytes in the program, without scalars."""
     wire_bytes: float
-    """Of one device, by the ring algorithms; scalars included."""
+    """Bytes that one device sends, by the ring algorithms; scalars included."""
     calls: int
     widened: bool
     """Whether the compiler may send f32 for bfloat16, as XLA:CPU does."""
-    foretold: bool = True
+    has_prediction: bool = True
     """Whether there is a prediction at all."""
 
     @property
     def as_predicted(self) -> bool:
-        """To the element and byte; XLA:GPU packs scalars into small vectors, which are told by their size alone."""
-        return self.foretold and not self._more_elements and not self._more_bytes
+        """Whether the program agrees with the prediction, to the element and byte, packed scalars aside."""
+        return self.has_prediction and not self._more_elements and not self._more_bytes
 
     @property
     def remark(self) -> str:
         """Why the two differ; empty where they do not."""
-        if not self.foretold:
+        if not self.has_prediction:
             return "not predicted"
         if self.difference:
             return f"NOT PREDICTED: {self.difference}"
@@ -75,7 +75,7 @@ class Row:
 
     @property
     def difference(self) -> str:
-        """By how much the program differs from what is predicted; empty where it does not."""
+        """By how much the program differs from the prediction; empty where it does not."""
         if self._more_elements:
             return f"{self._more_elements:+,} elements"
         if self._more_bytes:
@@ -84,14 +84,14 @@ class Row:
 
     @property
     def both(self) -> str:
-        """What is predicted, and what the program moves."""
+        """The predicted and the compiled numbers, in words."""
         return (
             f"{self.kind} over {'+'.join(self.axes)}: predicted {self.predicted_elements:,} elements in "
             f"{self.predicted_bytes:,} bytes, compiled {self.elements:,} in {self.payload_bytes:,}"
         )
 
     def without(self, elements: int, width: int) -> Row:
-        """This row with so many elements of `width` bytes less predicted."""
+        """Return this row with `elements` of `width` bytes taken off the prediction."""
         return replace(
             self,
             predicted_elements=self.predicted_elements - elements,
@@ -100,20 +100,31 @@ class Row:
 
     @property
     def _more_elements(self) -> int:
+        """The elements that the program moves beyond the prediction."""
         more = self.elements - self.predicted_elements
-        return 0 if self.kind == ALL_REDUCE and 0 < more <= PACKED else more
+        # XLA:GPU packs scalars into small vectors, which only their size shows to be scalars.
+        if self.kind == ALL_REDUCE and 0 < more <= PACKED:
+            return 0
+        return more
 
     @property
     def _more_bytes(self) -> int:
+        """The bytes that the program moves beyond the prediction."""
         more = self.payload_bytes - self.predicted_bytes
         packed = WIDEST_SCALAR * (self.elements - self.predicted_elements)
-        if self.widened and 0 < more <= self.predicted_bytes + packed:
+        allowed = packed
+        if self.widened:
+            # In f32, bfloat16 takes twice the bytes.
+            allowed += self.predicted_bytes
+        if 0 <= more <= allowed:
             return 0
-        return 0 if 0 <= more <= packed else more
+        return more
 
 
 @dataclass(frozen=True)
 class Report:
+    """A compiled step and its prediction."""
+
     config: Config
     model: Model
     layout: Layout
@@ -125,62 +136,90 @@ class Report:
 
     @cached_property
     def collectives(self) -> list[Collective]:
+        """The collectives of the program."""
         return collectives(self.program.text, self.mesh)
 
     @cached_property
     def kernels(self) -> Kernels | None:
-        """None of a program for CPUs, which are not told from what it runs."""
-        return kernels(self.program.text) if self.gpu else None
+        """The kernels of the program; None for CPU devices, whose text does not show them."""
+        if self.gpu is None:
+            return None
+        return kernels(self.program.text)
 
     @cached_property
     def transfers(self) -> list[Transfer]:
-        """As predicted; none where `unpredicted` says why."""
-        return [] if self.unpredicted else communication.predict(self.config, self.model, self.layout)
+        """The predicted collectives; none where `unpredicted` gives a reason."""
+        if self.unpredicted:
+            return []
+        return communication.predict(self.config, self.model, self.layout)
 
     @property
     def unpredicted(self) -> str:
+        """Why collectives are not predicted; empty where they are."""
         return communication.unpredicted(self.config, self.layout)
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
+        """The pipeline, or None without one."""
         return pipeline_of(self.config, self.layout)
 
     @cached_property
     def memory(self) -> memory.Memory:
+        """The predicted memory."""
         return memory.predict(self.config, self.model, self.layout)
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Outermost axes first; in each, the kinds by name."""
-        moved, predicted = defaultdict(list), defaultdict(list)
+        """One row for each set of axes and kind: outermost axes first; for the same axes, the kinds by name."""
+        moved = defaultdict(list)
         for one in self.collectives:
             moved[one.axes, one.kind].append(one)
+        predicted = defaultdict(list)
         for transfer in self.transfers:
             predicted[transfer.axes, transfer.kind].append(transfer)
-        keys = sorted({*moved, *predicted}, key=lambda key: ([AXES.index(axis) for axis in key[0]], key[1]))
-        told = dict(widened=self.gpu is None, foretold=not self.unpredicted)
-        return [_row(key, predicted[key], moved[key], **told) for key in keys]
+
+        def order(key: Key) -> tuple[list[int], str]:
+            axes, kind = key
+            return [AXES.index(axis) for axis in axes], kind
+
+        return [self._row(key, predicted[key], moved[key]) for key in sorted({*moved, *predicted}, key=order)]
+
+    def _row(self, key: Key, predicted: list[Transfer], moved: list[Collective]) -> Row:
+        axes, kind = key
+        return Row(
+            axes,
+            kind,
+            what=tuple(dict.fromkeys(transfer.what for transfer in predicted)),
+            predicted_elements=sum(transfer.elements for transfer in predicted),
+            elements=sum(one.array_elements * one.count for one in moved),
+            predicted_bytes=sum(transfer.payload_bytes for transfer in predicted),
+            payload_bytes=sum(one.array_bytes * one.count for one in moved),
+            wire_bytes=sum(one.wire_bytes for one in moved),
+            calls=sum(one.count for one in moved),
+            widened=self.gpu is None,
+            has_prediction=not self.unpredicted,
+        )
 
     @property
     def differences(self) -> list[Row]:
-        """Where the program moves other elements or bytes than were predicted, or nothing was."""
+        """The rows where the program moves other elements or bytes than predicted, or that have no prediction."""
         return [row for row in self.rows if not row.as_predicted]
 
     @cached_property
     def known(self) -> dict[Key, str]:
-        """Those of `differences` that are expected, and the reason of each."""
+        """The expected ones among `differences`, with the reason of each."""
         case = known_differences.Case(self.config, self.layout, self.program.jax, self.transfers)
         reasons = {(row.axes, row.kind): known_differences.reason(row, case) for row in self.differences}
         return {key: reason for key, reason in reasons.items() if reason}
 
     @property
     def unknown(self) -> list[Row]:
-        """Those of `differences` that are not expected: a fault of the prediction, or of the program."""
+        """The unexpected ones among `differences`: a fault of the prediction, or of the program."""
         return [row for row in self.differences if (row.axes, row.kind) not in self.known]
 
     @property
     def wire_bytes_per_axis(self) -> dict[str, float]:
-        """`replica+data` for what goes over both at once."""
+        """The bytes that one device sends over each set of axes, such as `replica+data` for both at once."""
         total = defaultdict(float)
         for row in self.rows:
             total["+".join(row.axes)] += row.wire_bytes
@@ -188,74 +227,77 @@ class Report:
 
     @cached_property
     def sent(self) -> dict[str, Sent]:
-        """By axes, as `wire_bytes_per_axis`; empty for CPU devices, whose program lets nothing run beside it."""
-        return by_axes(self.collectives) if self.gpu else {}
+        """The same bytes by what overlaps them; empty for CPU devices, whose program overlaps nothing."""
+        if self.gpu is None:
+            return {}
+        return by_axes(self.collectives)
 
     @property
     def ratio_to_data_parallel(self) -> float | None:
-        """Elements over the batch axes, against those of plain data parallelism on as many devices."""
+        """Elements over the batch axes, relative to plain data parallelism on as many devices; None on one rank."""
         plain = communication.data_parallel(self.config, self.model, self.layout)
-        over = [one for one in self.collectives if set(one.axes) & set(BATCH_AXES)]
-        return sum(one.wire * one.array_elements / one.elements for one in over) / plain if plain else None
+        if not plain:
+            return None
+        over_batch = [one for one in self.collectives if set(one.axes) & set(BATCH_AXES)]
+        return sum(one.wire * one.array_elements / one.elements for one in over_batch) / plain
 
     @property
     def host_seconds(self) -> float | None:
-        """What a step sends each way between a device and its host, at what their link is built for; None on CPU."""
-        return self.memory.host_traffic / self.gpu.host if self.gpu else None
+        """Seconds of a step's traffic between device and host, each way, at the link's peak rate; None on CPU."""
+        if self.gpu is None:
+            return None
+        return self.memory.host_traffic / self.gpu.host
 
     @property
     def notes(self) -> list[str]:
-        """How it was compiled, what is not split evenly or at all, and what is counted more often than it runs."""
+        """How the step was compiled, what is not split (evenly), and what counts more often than it runs."""
         parameters = parameter_layout.placed(self.config, self.model, self.layout)
-        return [
-            *self.program.notes,
-            *parameter_layout.notes(self.config, parameters, self.layout),
-            *self._branches,
-        ]
-
-    @property
-    def _branches(self) -> list[str]:
-        """What is counted more often than it runs."""
-        if not any(one.branch for one in self.collectives):
-            return []
-        return [
-            "collectives in branches, of which a rank takes those where it has something to run, count in all ticks"
-        ]
+        found = [*self.program.notes, *parameter_layout.notes(self.config, parameters, self.layout)]
+        if any(one.branch for one in self.collectives):
+            found.append(
+                "collectives in branches count in every tick, although a rank skips those where it has nothing to run"
+            )
+        return found
 
     @property
     def too_large(self) -> str:
-        """What is wrong where the target has too little memory, and what to change; empty where it fits."""
+        """A sentence where the target has too little memory, with what to change; empty where the step fits."""
         if self.target is None:
             return ""
         needed = self.program.peak_bytes
         if needed <= room(self.target):
             return ""
-        predicted = room(self.target) * self.memory.total / needed  # a prediction as large is compiled to the room
+        # Assume that prediction and program differ by the same factor after a change.
+        predicted = room(self.target) * self.memory.total / needed
         return too_large(needed, self.target, fitting(self.config, self.model, self.layout, predicted))
 
     def json(self) -> dict[str, object]:
-        """The schema of `docs/explain.md`."""
-        program, held = self.program, self.memory
+        """Return the schema of `docs/explain.md`."""
+        program = self.program
+        held = self.memory
+        notes = self.notes
+        if self.unpredicted:
+            notes.append(self.unpredicted)
         return {
             "devices": self.mesh.size,
             "mesh": describe(self.mesh.shape),
             "target": self.target,
             "jax": program.jax,
             "precision": self.config.precision,
-            "pipeline": self.pipeline and self.pipeline.json(),
+            "pipeline": self.pipeline.json() if self.pipeline else None,
             "memory": {
                 "arguments": program.argument_bytes,
                 "temporaries": program.temporary_bytes,
                 "peak": program.peak_bytes,
-                "capacity": self.gpu and self.gpu.memory,
+                "capacity": self.gpu.memory if self.gpu else None,
                 "host_arguments": program.host_argument_bytes,
                 "host_temporaries": program.host_temporary_bytes,
                 "host_seconds": self.host_seconds,
                 "predicted": {**asdict(held), "arguments": held.arguments, "total": held.total},
             },
-            "kernels": self.kernels and self.kernels.json(),
-            "collectives": [_told(one) for one in self.collectives],
-            "predicted_collectives": [_expected(transfer) for transfer in self.transfers],
+            "kernels": self.kernels.json() if self.kernels else None,
+            "collectives": [_compiled(one) for one in self.collectives],
+            "predicted_collectives": [_predicted(transfer) for transfer in self.transfers],
             "wire_bytes_per_axis": self.wire_bytes_per_axis,
             "beside": {axes: asdict(one) for axes, one in self.sent.items()},
             "ratio_to_data_parallel": self.ratio_to_data_parallel,
@@ -263,25 +305,12 @@ class Report:
             "lower_seconds": program.lower_seconds,
             "compile_seconds": program.compile_seconds,
             "too_large": self.too_large,
-            "notes": [*self.notes, *([self.unpredicted] if self.unpredicted else [])],
+            "notes": notes,
         }
 
 
-def _row(key: Key, predicted: list[Transfer], moved: list[Collective], **told: bool) -> Row:
-    return Row(
-        *key,
-        what=tuple(dict.fromkeys(transfer.what for transfer in predicted)),
-        predicted_elements=sum(transfer.elements for transfer in predicted),
-        elements=sum(one.array_elements * one.count for one in moved),
-        predicted_bytes=sum(transfer.payload_bytes for transfer in predicted),
-        payload_bytes=sum(one.array_bytes * one.count for one in moved),
-        wire_bytes=sum(one.wire_bytes for one in moved),
-        calls=sum(one.count for one in moved),
-        **told,
-    )
-
-
-def _told(one: Collective) -> dict[str, object]:
+def _compiled(one: Collective) -> dict[str, object]:
+    """Return a collective of the program as JSON."""
     return {
         "axis": "+".join(one.axes),
         "kind": one.kind,
@@ -296,7 +325,8 @@ def _told(one: Collective) -> dict[str, object]:
     }
 
 
-def _expected(transfer: Transfer) -> dict[str, object]:
+def _predicted(transfer: Transfer) -> dict[str, object]:
+    """Return a predicted collective as JSON."""
     return {
         "axis": "+".join(transfer.axes),
         "kind": transfer.kind,
@@ -309,7 +339,7 @@ def _expected(transfer: Transfer) -> dict[str, object]:
 
 
 def _differing(row: Row, known: str | None) -> dict[str, object]:
-    """`known` is the reason of a difference that is expected."""
+    """Return a difference as JSON; `known` is its reason where it is expected."""
     return {
         "axis": "+".join(row.axes),
         "kind": row.kind,

@@ -1,4 +1,4 @@
-"""The memory of a report as stacked bars."""
+"""Draw the memory of a report as stacked bars."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ GIB = 2**30
 
 
 def draw(report: Report, path: Path) -> None:
-    """Predicted, part by part, beside compiled; a line where the device's memory ends."""
+    """Draw predicted memory, part by part, beside compiled memory; a line marks the memory of the device."""
+    # Matplotlib takes most of a second to import, and only a picture needs it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    held, program = report.memory, report.program
-    compiled = dict(arguments=program.argument_bytes, temporaries=program.peak_bytes - program.argument_bytes)
+    held = report.memory
+    program = report.program
+    columns = {
+        "predicted": {**held.persistent, **held.transient},
+        "compiled": {
+            "arguments": program.argument_bytes,
+            "temporaries": program.peak_bytes - program.argument_bytes,
+        },
+    }
     figure = Figure(figsize=(6, 5), layout="constrained")
     FigureCanvasAgg(figure)
     title = f"{describe(report.mesh.shape)}, ZeRO {report.config.parallel.zero}, {report.config.precision}"
     axes = figure.add_subplot(ylabel="GiB per device", title=title)
-    for column, parts in (("predicted", held.persistent | held.transient), ("compiled", compiled)):
+    for column, parts in columns.items():
         bottom = 0.0
         for name, count in parts.items():
             if count:

@@ -120,7 +120,7 @@ def _training(run: Run, length: str) -> list[Row]:
     ]
     pipe = pipelines.pipeline_of(config, run.layout)
     if pipe:
-        rows.append(("pipeline", pipelines.told(pipe)))
+        rows.append(("pipeline", pipelines.describe(pipe)))
     if run.task.flops:
         rows.append(("arithmetic", f"{run.task.flops:,} FLOPs per token = {FLOPS_FORMULA}"))
     return rows

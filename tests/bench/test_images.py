@@ -39,5 +39,5 @@ def test_bytes_that_are_not_predicted_are_not_made_up(capsys):
     """With dropout the compiler chooses."""
     found = told(capsys, "scaling", "cnn_digits", "--devices=1,2", "--model.dropout=0.3")
     assert [one["wire_bytes"] for one in found["measurements"]] == [0, None]
-    assert any("what crosses the mesh is not predicted: with dropout" in note for note in found["notes"])
+    assert any("collectives are not predicted: with dropout" in note for note in found["notes"])
     assert "unknown" in "\n".join(scaling_text.lines(found))

@@ -63,7 +63,7 @@ def test_a_person_is_told_the_same(report):
 @pytest.mark.slow
 def test_collectives_in_branches_are_told_to_count_in_all_ticks(report):
     """Of zb-h1, whose ranks go their own ways."""
-    note = "collectives in branches, of which a rank takes those where it has something to run, count in all ticks"
+    note = "collectives in branches count in every tick, although a rank skips those where it has nothing to run"
     own_ways = explain.explain(config("1x2x2", "zb-h1", remat="none", layers=2))
     assert f"note        {note}" in report_text.lines(own_ways)
     assert note not in "\n".join(report_text.lines(report))

@@ -9,7 +9,7 @@ from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.planning import target
 from jaxdist.planning.cross_compile import compile_apart
 from jaxdist.planning.hlo import collectives
-from jaxdist.planning.overlap import Sent, by_axes, told
+from jaxdist.planning.overlap import Sent, by_axes, line
 from tests.planning import lowering
 from tests.planning.programs import CUBE, OVER_MODEL, computation, program
 
@@ -45,7 +45,7 @@ def test_loops_count_as_often_as_they_run():
     text = program(START, DONE, loop.replace("condition=%body", "condition=%until"), before=f"{body}\n\n{UNTIL}")
     sent = by_axes(collectives(text, CUBE))
     assert sent == {"model": Sent(products=7 * SENT, exposed=SENT)}
-    assert told("model", sent["model"]) == "of 32 KiB over model: 28 KiB beside matrix products, 4 KiB EXPOSED"
+    assert line("model", sent["model"]) == "of 32 KiB over model: 28 KiB overlap matmuls, 4 KiB EXPOSED"
 
 
 UNTIL = computation("until", "pred[] constant(true)")

@@ -48,7 +48,7 @@ def test_a_pipeline_lists_what_it_is_and_the_bytes_add_up():
 def test_padding_is_told_with_its_cost():
     (note,) = told("1x1x2", layers=5)
     assert note.startswith("model.layers 5 does not divide by 2 stages: chunks have 3 2 layers")
-    assert "1 of 6 are padding, which takes 20.0% more memory and time of the layers" in note
+    assert "1 of 6 layers are padding, which takes 20.0% more memory and time for the layers" in note
     assert note.endswith("set model.layers to 4 or 6")
     (note,) = told("1x1x2", schedule="interleaved", layers=6)
     assert "2 stages x 2 virtual stages" in note
@@ -90,10 +90,10 @@ def test_an_asynchronous_pipeline_tells_its_versions_and_how_late_gradients_are(
         pipe.json()
     )
     assert pipe.bubble.share == pytest.approx(1 / 4)  # of two ticks as long as B a rank works 3 of 4
-    assert pipelines.told(pipe) == (
-        "pipedream, 4 stages of 1 layer; never empty, a global batch in 2 ticks, of whose time 25.0% is waiting "
-        "(F : B as 1 : 2); batches in flight and versions of the weights by rank: 4 3 2 1; updates by which a gradient "
-        "is late: 3 2 1 0, of the head's 2"
+    assert pipelines.describe(pipe) == (
+        "pipedream, 4 stages of 1 layer; never drains, one global batch in 2 ticks, bubble 25.0% of the time "
+        "(F : B as 1 : 2); batches in flight and weight versions by rank: 4 3 2 1; gradient delay in updates by rank: "
+        "3 2 1 0, of the head 2"
     )
 
 
@@ -113,7 +113,7 @@ def test_the_summary_tells_all_of_it(capsys):
     assert train.main([*argv, "--model.remat=stage", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert (
-        "pipeline    1f1b, 2 stages of 2 or 3 layers; 4 micro-batch(es) in 6 ticks, of whose time 20.0% is waiting "
+        "pipeline    1f1b, 2 stages of 2 or 3 layers; 4 micro-batch(es) in 6 ticks, bubble 20.0% of the time "
         "(F : B as 1 : 3); micro-batches in flight by rank: 3 1\n"
     ) in said
     assert "are padding" in said
@@ -153,7 +153,7 @@ def test_remedies_are_legal_with_the_schedule(schedule, told):
 
 def test_a_person_is_told_in_one_line():
     one = config("1x1x2", "interleaved", layers=4)
-    assert pipelines.told(pipeline_of(one, laid(one))) == (
-        "interleaved, 2 stages x 2 virtual stages of 1 layer; 4 micro-batch(es) in 12 ticks, of whose time 11.1% is "
-        "waiting (F : B as 1 : 3); chunks of micro-batches in flight by rank: 5 3"
+    assert pipelines.describe(pipeline_of(one, laid(one))) == (
+        "interleaved, 2 stages x 2 virtual stages of 1 layer; 4 micro-batch(es) in 12 ticks, bubble 11.1% of the time "
+        "(F : B as 1 : 3); chunks of micro-batches in flight by rank: 5 3"
     )

@@ -168,7 +168,7 @@ def test_with_dropout_it_is_told_that_collectives_are_not_predicted():
     found = explain(asked("2x1x1", 0, dropout=0.3))
     text = "\n".join(lines_of(found))
     assert "NOT PREDICTED" not in text
-    assert "what crosses the mesh is not predicted: with dropout" in text
+    assert "collectives are not predicted: with dropout" in text
     assert "as predicted" not in text
     assert found.json()["predicted_collectives"] == []
     (row,) = found.json()["differences"]
