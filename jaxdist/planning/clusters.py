@@ -83,6 +83,7 @@ def cluster(name_or_file: str) -> Cluster:
     problems = list(_problems(given))
     if problems:
         raise RequestError(*(f"{path}: {problem}" for problem in problems))
+    # TOML may write a whole number where a float is meant.
     links = {}
     for side in SIDES:
         links[side] = Link(**{key: float(value) for key, value in given.pop(side).items()})

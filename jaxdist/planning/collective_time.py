@@ -126,6 +126,7 @@ def hierarchical_reduce(group: Group, size: Numbers) -> Numbers:
 
     Every GPU of a host reduces its part with those in its place in the other hosts.
     """
+    # Reduce-scatter in the host, all-reduce of the parts across hosts, all-gather in the host.
     far = group.far()
     part = size / group.inside
     return 2 * ring(group.near(), size) + np.minimum(ring_reduce(far, part), tree_reduce(far, part))
@@ -148,6 +149,7 @@ def send(group: Group, size: Numbers) -> Numbers:
 
 def exchange(group: Group, size: Numbers) -> Numbers:
     """Return the seconds of an all-to-all."""
+    # Each rank sends one part to every other rank.
     near = group.inside - 1
     far = group.ranks - group.inside
     links = group.cluster

@@ -68,6 +68,7 @@ def compile_apart(lower: Lower, name: str | None, count: int) -> Program:
     """
     if name is not None:
         target.check_ready(name, count)
+    # Pickle stores a function by the name of its module, and `__main__` is another module in the worker.
     arguments = pickle.dumps((lower, name, count))
     if b"__main__" in arguments:
         raise ValueError(f"{lower} belongs to the script that runs; put it into a module, which can be imported")

@@ -135,7 +135,7 @@ def peak_flops(device_kind: str, precision: str) -> float | None:
 
     None where they are not known: for float32, CPUs and devices that are not listed. `precision` is that of a run.
     """
-    # Mixed precision computes in bfloat16 too.
+    # Mixed precision computes in bfloat16 too; for float32 no peak is listed.
     if precision not in ("bfloat16", "mixed"):
         return None
     for name, peak in PEAK_BFLOAT16.items():

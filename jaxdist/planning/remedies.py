@@ -50,8 +50,10 @@ def fitting(config: Config, model: Model | Foreign, layout: Layout, room: float)
         total = memory.predict(_with(config, *change), model, layout).total
         if total < now:
             saving.append((total, _to(change), change))
+    # By the memory that the step would need, and by name where that is equal.
     saving.sort(key=lambda row: row[:2])
     found = [_with_total(text, total) for total, text, _ in saving if total <= room][:MOST]
+    # No knob is enough alone.
     if not found:
         found = _together(config, model, layout, room, [change for _, _, change in saving])
     return [*found, *_larger_mesh(config, model, layout, room)]
@@ -81,6 +83,7 @@ def _larger_mesh(config: Config, model: Model | Foreign, layout: Layout, room: f
     here = {axis: layout.size(axis) for axis in AXES}
     times = 2
     while times <= WIDEST:
+        # Data parallelism is the simpler change.
         for axis in (DATA, MODEL):
             shape = here | {axis: here[axis] * times}
             if _divides(config, shape):

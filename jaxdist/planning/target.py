@@ -79,6 +79,7 @@ def devices(name: str, count: int) -> list[jax.Device]:
     # Slices x hosts x GPUs: the GPUs that NVLink joins are one host, as `jax.distributed` finds.
     topology = f"{number}x1x{each}"
     description = topologies.get_topology_desc("", "cuda", target_config=text(gpu_of(name)), topology=topology)
+    # XLA compiles attention for cuDNN, whose library need not be here.
     _assume_cudnn()
     return list(description.devices)
 

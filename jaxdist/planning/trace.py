@@ -117,6 +117,7 @@ def read(path: Path) -> list[Event]:
 def kernels(events: Iterable[Event], program: Program) -> Iterator[Kernel]:
     """Yield the kernels of `program`, and those that do not name their program."""
     names = {(event["pid"], event.get("tid")): event["args"]["name"] for event in events if _gives_name(event)}
+    # Without any GPU, the operations of CPUs are what ran.
     gpus = {pid for (pid, thread), name in names.items() if thread is None and "/device:GPU" in name}
     for event in events:
         details = event.get("args", {})
@@ -169,6 +170,7 @@ def summarize(kernels: Iterable[Kernel], longest: int = 10) -> Summary:
         raise ValueError("the trace holds no kernels of the devices")
     count = len(devices)
     busy = {device: covered(ran) for device, ran in devices.items()}
+    # Averaged over all devices, also those on which a kernel did not run.
     rows = [
         Longest(name, len(times) / count, sum(times) / count / 1e3, sum(times) / sum(busy.values()))
         for name, times in calls.items()

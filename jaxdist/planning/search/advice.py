@@ -75,6 +75,7 @@ def _batches(config: Config, devices: int, where: Cluster) -> list[int]:
     They give each device equally many rows, in 1, 2, 4, ... micro-batches.
     """
     batch = config.train.global_batch_size
+    # Doubling the unit lets the rows of each device be split into twice as many micro-batches.
     unit = devices
     while unit <= 2 * max(batch, devices):
         found = [size for size in multiples(unit, batch) if fits(_with_batch(config, size), devices, where)]
@@ -107,6 +108,7 @@ def _larger_gpus(config: Config, devices: int, where: Cluster) -> str:
 def _shorter_rows(config: Config, devices: int, where: Cluster) -> str:
     """Return the longest rows that fit among a half, a quarter, ... of those of `config`."""
     length = config.model.sequence // 2
+    # Where the shortest rows do not fit, those between need not be tried.
     if length < SHORTEST or not fits(_with_sequence(config, SHORTEST), devices, where):
         return ""
     while length >= SHORTEST:

@@ -53,6 +53,7 @@ def cluster_of(found: Found) -> Cluster:
 
 
 def _same_device(candidate: Cluster, found: Found) -> bool:
+    # The kind of a CPU is just `cpu`.
     if found.platform == "cpu":
         return candidate.gpu == "cpu"
     gpu = known(found.kind)

@@ -85,6 +85,7 @@ class Plan:
     @property
     def rejected(self) -> Counter[str]:
         """The number of rejected candidates by reason: `memory`, or `slower`."""
+        # Candidates that were predicted and fit are not rejected, though not all of them are ranked.
         too_large = int(np.sum(self.rough_memory > ROOM * self.cluster.memory))
         slower = len(self.rough_memory) - too_large - len(self.looked_at)
         unfit = sum(not candidate.fits for candidate in self.looked_at)
@@ -140,6 +141,7 @@ def _predict_best(plan: Plan) -> list[Estimate]:
         if sum(candidate.fits for candidate in found) >= ENOUGH_FIT:
             break
     if not any(candidate.fits for candidate in found):
+        # The rough estimate may be wrong about the smallest ones; the error message also needs them.
         smallest = np.argsort(plan.rough_memory, kind="stable")[:BLOCK]
         found += [plan.predicted(int(row)) for row in smallest]
     return found

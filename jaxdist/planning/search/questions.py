@@ -35,6 +35,7 @@ def why_not(plan: Plan, mesh: str) -> str:
         batch = plan.config.train.global_batch_size
         ranks = shape[DATA] * shape[REPLICA]
         return f"{mesh} is not possible: {ranks} data ranks do not share {batch} rows evenly"
+    # Predicted anew: the search may have predicted none of this mesh.
     candidate = _fastest(plan, rows)
     if candidate is None:
         least = smallest(plan, rows)

@@ -67,6 +67,7 @@ def _less_sharded(plan: Plan, first: Estimate) -> str:
         if not least.fits:
             too_large[stage] = least.memory.total
             continue
+        # It fits, so only its time can have ruled it out; that is known where the search has predicted it.
         times = [plan.slower(candidate) for candidate in plan.fitting if _same_sharding(candidate, least)]
         if times:
             sentences.append(f"ZeRO {stage} takes {min(times):.2f} times as long as the fastest here")

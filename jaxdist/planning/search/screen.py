@@ -55,6 +55,7 @@ class Screen:
 
     def memory(self) -> Column:
         """Return the bytes that each candidate needs on one device."""
+        # What the state reads has few distinct rows. Activations read nearly all columns, but each of their terms few.
         few, kinds = self.distinct(DATA, MODEL, PIPELINE, "zero", "micro", "virtual")
         return (few._states() + few._gradients() + few._weights())[kinds] + self._activations()
 
@@ -68,6 +69,7 @@ class Screen:
         few, kinds = self.distinct(*MESH, "zero", "micro", "outside", "virtual")
         data = few._data_seconds()[kinds]
         updated = few._bytes_updated()[kinds]
+        # Only ZeRO 2 and 3 send layer by layer; overlap slows both down, so that not all of it is hidden.
         overlaps = self.columns["zero"] >= 2
         hidden = np.where(overlaps, np.minimum(data, busy) * (2 - self.cluster.overlap), 0.0)
         return busy + model_and_pipeline + data - hidden + updated / self.cluster.bandwidth
@@ -163,6 +165,7 @@ class Screen:
         width = self.width
         # A single micro-batch has no sum to be added to.
         alone = self.columns["micro"] == 1
+        # One layer is whole beside the shards, and the largest table, which the loss adds up in f32.
         shards = np.where(alone, 1, 2) * F32 * self.at_rest + (F32 + width) * self.layer + F32 * self.table
         sum_and_gradients = (F32 + width) * self.in_use + np.where(zero > 0, F32 * self.at_rest, 0)
         whole = np.where(alone, width * self.in_use, sum_and_gradients)
@@ -182,14 +185,15 @@ class Screen:
         copied = (self.config.precision == "mixed") & ~self.staged
         gathered = (self.shards != 1) & ~copied
         whole = np.where(gathered, self.width * self.in_use, 0)
+        # Tables are used one after the other, but a pipeline gathers all of them.
         outside = np.where(self.staged, self.embeddings, self.table)
         return cast + np.where(self.columns["zero"] == 3, self.width * (self.layer + outside), whole)
 
     def _activations(self) -> Column:
-        """Return the bytes of activations: what is saved for the backward pass, and what one layer or the loss needs.
+        """Return the bytes of activations: those saved for the backward pass, and those of one layer or the loss.
 
-        Saved are, of a pipeline, the slots of its schedule and the stash of a split backward pass; otherwise all
-        layers.
+        A pipeline saves the slots of its schedule and the stash of a split backward pass; without one, all layers
+        are saved.
         """
         c = self.columns
         m = self.config.model
@@ -205,6 +209,8 @@ class Screen:
         chunk = layers_of_chunk * saved
         stream = m.embed / np.where(c["sequence"] == 1, c[MODEL], 1)
         recomputed = self._remat("stage")
+        # A recomputed stage saves its input only, and one chunk at a time is there in full. Three more arrays of the
+        # residual stream are buffers of messages.
         staged = self._by_schedule(residual_slots) * np.where(recomputed, stream, chunk)
         staged = staged + 3 * stream + np.where(recomputed, chunk, 0)
         stashed = self._by_layout(lambda layout: stashed_per_token(m, layout))
@@ -289,12 +295,15 @@ class Screen:
         c = self.columns
         m = self.config.model
         size = self.width * self.rows * m.sequence * m.embed
+        # Attention and the MLP add up once each way (Shoeybi et al. 2019, section 3); recomputing a block repeats only
+        # attention's sum, because the MLP's output is not needed.
         calls_of_layer = 4 + self._remat("block", "stage")
 
         def over_model(kind: str) -> Column:
             inside = inside_of(c[MODEL], 1, self.cluster.per_host)
             return collective_time.seconds(kind, size, c[MODEL], inside, self.cluster)
 
+        # Two more for the vocabulary: the looked-up vectors, and the last hidden states.
         reduces = c["micro"] * (self.layers_held * calls_of_layer + 2)
         whole_sequence = reduces * over_model(ALL_REDUCE)
         scatters = c["micro"] * self.layers_held * calls_of_layer
@@ -329,6 +338,7 @@ class Screen:
         loops = np.where((zero >= 2) & (c["outside"] == 1), c["micro"], 1)
         staged = self.staged & (zero >= 2)
         reduces = np.where(staged, c["micro"] * c["virtual"], loops)
+        # ZeRO 3 gathers weights forward and backward; ZeRO 1 and 2 gather them once per step.
         gathers = np.where(zero == 3, 2 * reduces, zero > 0)
         calls = np.where(zero >= 2, self.layers_held, 1)
 
@@ -357,6 +367,7 @@ class Screen:
         """Return a layout over the model axis alone, in `parts`; `sequence` is 1 where the residual stream is split."""
         mesh = abstract_mesh(dict.fromkeys(AXES, 1) | {MODEL: parts})
         rules = {name: tuple(axis for axis in axes if axis == MODEL) for name, axes in RULES.items()}
+        # With a split sequence, the residual stream is split over the axis that splits the heads.
         rules["residual"] = rules["heads"] if sequence else ()
         return Layout.on(mesh, rules, Device(self.cluster))
 

@@ -75,6 +75,7 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
         yield f"note        {note}"
     yield "times       without kernel launches, input and other jobs: real steps take longer (docs/planning.md)"
     yield f"train       {command(first, base, name)}"
+    # Explain compiles only for GPUs that it has a description of.
     gpu = GPUS.get(cluster.gpu)
     if gpu is not None:
         if gpu.fills_hosts(plan.devices):
