@@ -78,7 +78,10 @@ def _batches(config: Config, devices: int, where: Cluster) -> list[int]:
     # Doubling the unit lets the rows of each device be split into twice as many micro-batches.
     unit = devices
     while unit <= 2 * max(batch, devices):
-        found = [size for size in multiples(unit, batch) if fits(_with_batch(config, size), devices, where)]
+        found = []
+        for size in multiples(unit, batch):
+            if fits(_with(config, "train", global_batch_size=size), devices, where):
+                found.append(size)
         if found:
             return found
         unit *= 2
@@ -109,18 +112,15 @@ def _shorter_rows(config: Config, devices: int, where: Cluster) -> str:
     """Return the longest rows that fit among a half, a quarter, ... of those of `config`."""
     length = config.model.sequence // 2
     # Where the shortest rows do not fit, those between need not be tried.
-    if length < SHORTEST or not fits(_with_sequence(config, SHORTEST), devices, where):
+    if length < SHORTEST or not fits(_with(config, "model", sequence=SHORTEST), devices, where):
         return ""
     while length >= SHORTEST:
-        if fits(_with_sequence(config, length), devices, where):
+        if fits(_with(config, "model", sequence=length), devices, where):
             return f"--model.sequence {length}"
         length //= 2
     return ""
 
 
-def _with_batch(config: Config, rows: int) -> Config:
-    return config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": rows})})
-
-
-def _with_sequence(config: Config, length: int) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update={"sequence": length})})
+def _with(config: Config, section: str, **values: int) -> Config:
+    """Return `config` with other values in one section."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

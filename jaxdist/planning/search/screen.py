@@ -64,7 +64,7 @@ class Screen:
         few, kinds = self.distinct(*MESH, "sequence", "micro", "remat", "virtual")
         work = few._work_seconds()[kinds]
         model_and_pipeline = few._residual_stream_seconds()[kinds]
-        busy = (work + self._stash_seconds()) * (1 + self._bubble_share())
+        busy = (work + self._stash_seconds()) * (1 + self._by_schedule(_bubble_over_work))
 
         few, kinds = self.distinct(*MESH, "zero", "micro", "outside", "virtual")
         data = few._data_seconds()[kinds]
@@ -286,10 +286,6 @@ class Screen:
         splits = np.isin(self.columns["schedule"], SPLIT)
         return splits * self.columns["micro"] * moved / self.cluster.bandwidth
 
-    def _bubble_share(self) -> Column:
-        """Return the time in which a rank of a pipeline waits, over the time in which it works."""
-        return self._by_schedule(_bubble_over_work)
-
     def _residual_stream_seconds(self) -> Column:
         """Return the seconds in which the residual stream crosses `model` and the stages, and those of the loss."""
         c = self.columns
@@ -393,7 +389,10 @@ def _stash_slots(name: str, S: int, M: int, v: int) -> int:
 
 
 def _bubble_over_work(name: str, S: int, M: int, v: int) -> float:
-    """Return the bubble of a schedule over its work, where all units take equally long."""
+    """Return the time in which a rank of a pipeline waits, over the time in which it works.
+
+    All units are taken to last equally long.
+    """
     times = Times()
     bubble = lockstep_bubble(name, S, M, v, times) or 0
     return bubble / (M * (times.F + times.B))
