@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,36 +22,38 @@ if TYPE_CHECKING:
     from jaxdist.planning.search.plan import Plan
 
 DESCRIPTION = (
-    "Rank every way to split the training of a model over so many devices of a cluster, by predicted time and memory. "
-    "Nothing is run or compiled, and no device has to be there."
+    "Rank every way to split the training of a model over the devices of a cluster, by predicted time and memory. "
+    "Nothing is run or compiled, and the devices need not exist."
 )
 Counts = Annotated[str, AfterValidator(numbers("numbers of devices", 1, MOST_DEVICES, "16,32,64"))]
 
 KNOBS = ("precision", "model", "optimizer", "train.global_batch_size")
 EXTRAS = [
-    Extra("devices", 8, "How many devices.", Devices),
+    Extra("devices", 8, "Number of devices.", Devices),
     Extra("cluster", "h100-ndr", "A cluster that jaxdist knows, or a TOML file that describes one.", FileName),
-    Extra("why_not", "", "Tell why this mesh, such as 64x1x1, is not the first."),
+    Extra("why_not", "", "Explain why this mesh, such as 64x1x1, is not the first."),
     Extra("why", False, "Show the formula and the transfers behind each figure of the first."),
     Extra("trade_off", False, "Show what each axis alone would send, and how long devices would wait."),
-    Extra("compare", "", "Plan for these numbers of devices too, such as 16,32,64: throughput and efficiency.", Counts),
+    Extra("compare", "", "Also plan for these numbers of devices, such as 16,32,64: throughput, efficiency.", Counts),
     Extra(
-        "picture", "", "Draw time, memory and --compare into this PNG file, a pipeline's timeline beside it.", FileName
+        "picture", "", "Plot time, memory and --compare into this PNG file, a pipeline's timeline beside it.", FileName
     ),
     Extra("save", "", "Write the first as a configuration for train into this TOML file.", FileName),
-    Extra("json", False, "Print one JSON object, with what --why and --trade-off tell, and nothing else."),
+    Extra("json", False, "Print only one JSON object, which includes the answers of --why and --trade-off."),
 ]
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = arguments(argv, "plan", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
+    """Search for a plan, and print, plot or save it. Returns the exit code."""
+    request = arguments(argv, "plan", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
     check_alone("plan")
-    extras, config = asked.extras, asked.config
-    if picture := extras["picture"]:
-        check_picture(picture, "plan.png")
-        check_output("picture", timeline_beside(Path(picture)), "plan.png")
+    extras = request.extras
+    if extras["picture"]:
+        check_picture(extras["picture"], "plan.png")
+        check_output("picture", timeline_beside(Path(extras["picture"])), "plan.png")
     check_output("--save", extras["save"], "plan.toml")
 
+    # These import jax, which takes seconds: wrong options are reported before.
     from jaxdist.planning.clusters import cluster
     from jaxdist.planning.search import text
     from jaxdist.planning.search.plan import search
@@ -59,17 +62,31 @@ def main(argv: list[str] | None = None) -> int:
     if extras["why_not"]:
         check_why_not(extras["why_not"], extras["devices"])
     where = cluster(extras["cluster"])
-    name = asked.positional or DEFAULT
+    name = request.positional or DEFAULT
     base = load(name, {})
-    plan = search(config, extras["devices"], where)
-    more = scaling(config, as_list(extras["compare"]), where) if extras["compare"] else []
-    reason = why_not(plan, extras["why_not"]) if extras["why_not"] else ""
+    plan = search(request.config, extras["devices"], where)
+    more = []
+    if extras["compare"]:
+        more = scaling(request.config, as_list(extras["compare"]), where)
+    reason = ""
+    if extras["why_not"]:
+        reason = why_not(plan, extras["why_not"])
+
     if extras["json"]:
         print(json.dumps(text.json(plan, base, more, reason)))
     else:
-        shown = [[reason]] * bool(reason) + [text.why(plan)] * extras["why"]
-        shown += [text.trade_off(plan)] * extras["trade_off"] + [text.compared(more)] * bool(more)
-        print("\n\n".join("\n".join(lines) for lines in shown or [text.lines(plan, name, base)]))
+        sections: list[Iterable[str]] = []
+        if reason:
+            sections.append([reason])
+        if extras["why"]:
+            sections.append(text.why(plan))
+        if extras["trade_off"]:
+            sections.append(text.trade_off(plan))
+        if more:
+            sections.append(text.compared(more))
+        if not sections:
+            sections.append(text.lines(plan, name, base))
+        print("\n\n".join("\n".join(lines) for lines in sections))
     if extras["picture"]:
         _draw(plan, more, Path(extras["picture"]))
     if extras["save"]:
@@ -93,7 +110,7 @@ def _draw(plan: Plan, more: list[tuple[int, Estimate | str]], path: Path) -> Non
 
 
 def timeline_beside(path: Path) -> Path:
-    """Where the timeline of a pipeline is drawn, beside the picture of the plan."""
+    """Return where the timeline of a pipeline is drawn, beside the picture of the plan."""
     return path.with_stem(f"{path.stem}-timeline")
 
 

@@ -1,7 +1,7 @@
-"""Clusters: how many GPUs a host has, how fast they compute, and how fast they talk inside a host and across hosts.
+"""Clusters: how many GPUs a host has, how fast they compute, and how fast they communicate in a host and across hosts.
 
-The shipped ones are TOML files (`configs/clusters`), every number with its source beside it; `python -m jaxdist.bench
-collectives --fit FILE` measures a real one and writes such a file.
+The shipped ones are TOML files (`configs/clusters`) with a source beside every number. `python -m jaxdist.bench
+collectives --fit FILE` measures a real cluster and writes such a file.
 """
 
 from __future__ import annotations
@@ -24,48 +24,49 @@ PRESETS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "c
 
 @dataclass(frozen=True)
 class Link:
-    """What one GPU sends over, to the next rank of a ring."""
+    """The link over which one GPU sends to the next rank of a ring."""
 
     bandwidth: float
-    """Bytes per second, one way: as measured where a measurement is cited, else that of the data sheet."""
+    """Bytes per second, one way: measured where a measurement is cited, else from the data sheet."""
     latency: float
     """Seconds of one hop."""
     pair: float = 0.0
-    """Bytes per second from one GPU to one other, where each has links of its own to the others of its host; 0 where a
-    switch lets it reach any of them with all its links."""
+    """Bytes per second from one GPU to one other, where each has separate links to the others of its host; 0 where a
+    switch lets it reach any of them over all its links."""
 
     def within(self, ranks: np.ndarray | float) -> np.ndarray:
-        """Bytes per second that a rank sends in a group of so many of a host: fewer others, fewer links."""
+        """Return the bytes per second that a rank sends in a group of so many in a host."""
+        # Without a switch, a rank uses only its links to the others of the group.
         return np.minimum(self.bandwidth, np.maximum(ranks - 1, 1) * (self.pair or self.bandwidth))
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts of the same GPUs. Sizes in bytes, rates per second."""
+    """Hosts with the same GPUs. Sizes in bytes, rates per second."""
 
     name: str
     gpu: str
     """Its name in `hardware.GPUS`, or any other."""
     per_host: int
     memory: float
-    """Of one GPU, what a program can use: what a run lets JAX take."""
+    """The memory of one GPU that a program can use: as much as a run lets JAX take."""
     peak: float
     """Dense bfloat16 FLOP/s of one GPU."""
     matmul: float
-    """The share of the peak that the best matrix product reaches, 0 to 1."""
+    """The share of the peak that the best matmul reaches, 0 to 1."""
     bandwidth: float
-    """Of a GPU's memory."""
+    """The bandwidth of a GPU's memory."""
     inside: Link
-    """Between the GPUs of a host."""
+    """The link between the GPUs of a host."""
     across: Link
-    """Between hosts: one GPU's share of the network cards."""
+    """The link between hosts: one GPU's share of the network cards."""
     overlap: float
     """Computing and communicating at once takes max + (overlap - 1) x min of the two: 1 hides all, 2 nothing."""
     sources: tuple[str, ...]
 
 
 def cluster(name_or_file: str) -> Cluster:
-    """A shipped cluster, or that of a TOML file.
+    """Return a shipped cluster, or that of a TOML file.
 
     Raises `RequestError` with the nearest name, or with everything that is wrong in the file, a sentence for each key.
     """
@@ -79,23 +80,34 @@ def cluster(name_or_file: str) -> Cluster:
         raise RequestError(f"cluster {path} is not valid TOML: {error}") from error
     except OSError as error:
         raise RequestError(f"cluster {path} cannot be read: {error.strerror or error}") from error
-    if problems := list(_problems(given)):
+    problems = list(_problems(given))
+    if problems:
         raise RequestError(*(f"{path}: {problem}" for problem in problems))
-    links = {side: Link(**{key: float(value) for key, value in given.pop(side).items()}) for side in SIDES}
+    # TOML may write a whole number where a float is meant.
+    links = {}
+    for side in SIDES:
+        links[side] = Link(**{key: float(value) for key, value in given.pop(side).items()})
     sources = tuple(given.pop("sources"))
     numbers = {key: value if key in ("gpu", "per_host") else float(value) for key, value in given.items()}
     return Cluster(name=path.stem, **numbers, **links, sources=sources)
 
 
-def calibrated(one: Cluster) -> bool:
-    """Whether times on it are worth comparing: the shipped cluster of CPUs is one machine, and no other is like it."""
+def calibrated(candidate: Cluster) -> bool:
+    """Return whether predicted times on this cluster are meaningful.
+
+    The shipped cluster of CPUs describes one machine, and other machines differ from it.
+    """
     shipped = cluster("cpu")
-    return (one.gpu, one.peak, one.inside) != (shipped.gpu, shipped.peak, shipped.inside)
+    return (candidate.gpu, candidate.peak, candidate.inside) != (shipped.gpu, shipped.peak, shipped.inside)
 
 
 def how_to_calibrate(devices: int) -> str:
-    """What a plan for CPUs says that nobody measured, and the commands that do; `devices` are those of the plan."""
-    count = min(8, max(2, devices))  # of one device there are no links to measure
+    """Return the note of a plan for CPUs that nobody measured: the commands that measure them.
+
+    `devices` is the number of devices of the plan.
+    """
+    # One device has no links to measure.
+    count = min(8, max(2, devices))
     return (
         f"CPU times are not calibrated: measure this machine with python -m jaxdist.bench collectives --mesh "
         f"{count}x1x1 --fit here.toml, then python -m jaxdist.plan --cluster here.toml"
@@ -114,7 +126,7 @@ BOUNDS = {
     "latency": (0, 10),
     "overlap": (1, 2),
 }
-"""What a number may be; a wrong unit, such as GB for bytes, shows in none of them, and so each key's unit is told."""
+"""The range of each number. A wrong unit, such as GB for bytes, can lie within it: messages therefore name the unit."""
 
 UNITS = {
     "memory": "bytes",
@@ -127,52 +139,64 @@ UNITS = {
 
 
 def _problems(given: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each key of a file that is missing, wrong or not known."""
-    yield from _table(given, [field.name for field in fields(Cluster) if field.name != "name"])
+    """Yield a sentence for each key of a file that is missing, wrong or not known."""
+    yield from _table_problems(given, [field.name for field in fields(Cluster) if field.name != "name"])
     for side in SIDES:
         if isinstance(given.get(side), dict):
-            free = ["pair"] if side == "inside" else []
-            yield from _table(given[side], ["bandwidth", "latency"], f"{side}.", free)
+            optional = ["pair"] if side == "inside" else []
+            yield from _table_problems(given[side], ["bandwidth", "latency"], f"{side}.", optional)
 
 
-def _table(given: Mapping[str, Any], keys: Sequence[str], prefix: str = "", free: Sequence[str] = ()) -> Iterator[str]:
-    """`free` are those that need not be there."""
+def _table_problems(
+    given: Mapping[str, Any], required: Sequence[str], prefix: str = "", optional: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yield a sentence for each key of one table that is missing, wrong or not known."""
+    known = [*required, *optional]
     for key in given:
-        if key not in (*keys, *free):
-            yield f"unknown key '{prefix}{key}'; {nearest(key, [*keys, *free])}"
-    keys = [*keys, *(key for key in free if key in given)]
-    for key in keys:
-        if key not in given:
-            yield f"{prefix}{key} is missing; set it{_in(key)}"
-        elif wrong := _wrong(key, given[key]):
-            yield f"{prefix}{key} is {json.dumps(given[key], default=str)}: {wrong}"
+        if key not in known:
+            yield f"unknown key '{prefix}{key}'; {nearest(key, known)}"
+    for key in known:
+        if key in given:
+            wrong = _wrong(key, given[key])
+            if wrong:
+                yield f"{prefix}{key} is {json.dumps(given[key], default=str)}: {wrong}"
+        elif key in required:
+            yield f"{prefix}{key} is missing; set it{_unit(key)}"
 
 
 def _wrong(key: str, value: Any) -> str:
-    """What is wrong with the value of a key; empty where nothing is."""
+    """Return what is wrong with the value of a key; empty where nothing is."""
     if key in SIDES:
         return "" if isinstance(value, dict) else f"must be a table; write [{key}] with bandwidth and latency"
     if key == "gpu":
         return "" if isinstance(value, str) and value else "must be the name of a GPU, in quotes"
     if key == "sources":
-        fine = isinstance(value, list) and all(isinstance(one, str) for one in value)
-        return "" if fine else 'must be a list of texts, such as ["measured on our machine"]'
-    if isinstance(value, bool) or not isinstance(value, int if key == "per_host" else int | float):
-        return f"must be a {'whole ' * (key == 'per_host')}number{_in(key)}"
+        texts = isinstance(value, list) and all(isinstance(source, str) for source in value)
+        return "" if texts else 'must be a list of texts, such as ["measured on our machine"]'
+    # A bool is an int in Python, not in TOML.
+    if key == "per_host" and (isinstance(value, bool) or not isinstance(value, int)):
+        return f"must be a whole number{_unit(key)}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return f"must be a number{_unit(key)}"
     least, most = BOUNDS[key]
-    return "" if least <= value <= most else f"must be from {least:g} to {most:g}{_in(key)}"
+    if least <= value <= most:
+        return ""
+    return f"must be from {least:g} to {most:g}{_unit(key)}"
 
 
-def _in(key: str) -> str:
+def _unit(key: str) -> str:
+    """Return the unit of a key as the end of a message; empty where it has none."""
     return f", in {UNITS[key]}" if key in UNITS else ""
 
 
 def to_toml(cluster: Cluster, comments: Sequence[str]) -> str:
-    """`cluster` as TOML that `cluster` reads back to an equal one, but for its name; `comments` stand above."""
+    """Return TOML from which `cluster` reads an equal cluster, except for the name; `comments` come first."""
     values = asdict(cluster)
     links = {side: values.pop(side) for side in SIDES}
     lines = [f"# {line}".rstrip() for line in comments]
     lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if key != "name"]
     for side, link in links.items():
-        lines += ["", f"[{side}]", *(f"{key} = {value!r}" for key, value in link.items() if key != "pair" or value)]
+        lines += ["", f"[{side}]"]
+        # Without a value, `pair` is left out: 0 is not in its range.
+        lines += [f"{key} = {value!r}" for key, value in link.items() if key != "pair" or value]
     return "\n".join(lines) + "\n"

@@ -1,11 +1,11 @@
-"""How long collectives take, by algorithm: a latency for each hop and a bandwidth (alpha and beta).
+"""Predict how long collectives take, by algorithm, from a latency for each hop and a bandwidth (alpha and beta).
 
 Sizes are those of the whole array in bytes: what every rank has before an all-reduce, a reduce-scatter or an
 all-to-all, what it has after an all-gather, what it sends in a permute. Sizes and ranks may be arrays of any shapes
-that broadcast: a search asks for all its candidates at once. Times are in seconds.
+that broadcast, so that a search computes all its candidates at once. Times are in seconds.
 
-Formulas: Thakur, Rabenseifner and Gropp 2005, sections 3 and 4; how hops inside a host and across hosts add up: the
-tuning model of NCCL (src/graph/tuning.cc).
+The formulas are those of Thakur, Rabenseifner and Gropp 2005, sections 3 and 4. Hops inside a host and across hosts add
+up as in the tuning model of NCCL (src/graph/tuning.cc).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ START = 8.4e-6
 
 
 def inside_of(ranks: Numbers, stride: Numbers, per_host: Numbers) -> Numbers:
-    """How many ranks of a group share a host, where neighbours in the group are `stride` devices apart."""
+    """Return how many ranks of a group share a host, where neighbours in the group are `stride` devices apart."""
     return np.clip(per_host // np.asarray(stride), 1, ranks)
 
 
 @dataclass(frozen=True)
 class Links:
-    """What of a cluster counts here."""
+    """The part of a `Cluster` that these formulas read."""
 
     inside: Link
     across: Link
@@ -40,8 +40,11 @@ class Links:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk to each other, `inside` of which share a host. The host's other GPUs do the same at that time in
-    groups of their own: each rank has its own share of the network, and no more."""
+    """Ranks that take part in one collective, `inside` of which share a host.
+
+    The host's other GPUs do the same at that time in groups of their own: each rank has its own share of the network,
+    and no more.
+    """
 
     ranks: Numbers
     inside: Numbers
@@ -49,23 +52,27 @@ class Group:
 
     @property
     def hosts(self) -> Numbers:
+        """The number of hosts."""
         return np.ceil(self.ranks / self.inside)
 
     @property
     def rate(self) -> Numbers:
-        """Bytes per second around a ring: all cards of the group's ranks in a host carry what leaves it."""
-        near, far = self.near_rate, self.cluster.across.bandwidth
+        """Bytes per second around a ring."""
+        near = self.near_rate
+        far = self.cluster.across.bandwidth
+        # The network cards of all the group's ranks in a host together carry what leaves it.
         return np.where(self.hosts > 1, np.minimum(near, self.inside * far), near)
 
     @property
     def near_rate(self) -> Numbers:
-        """Bytes per second that a rank sends to the others of its host; where there are none, that binds nothing."""
+        """Bytes per second that a rank sends to the others of its host."""
         link = self.cluster.inside
+        # A rank without others in its host sends nothing there: the full rate then limits nothing.
         return np.where(self.inside > 1, link.within(self.inside), link.bandwidth)
 
     @property
-    def own(self) -> Numbers:
-        """Bytes per second that one rank alone sends to one that is far."""
+    def pair_rate(self) -> Numbers:
+        """Bytes per second that one rank sends to one other, in another host where there are several."""
         return np.where(self.hosts > 1, self.cluster.across.bandwidth, self.cluster.inside.within(2))
 
     @property
@@ -80,59 +87,73 @@ class Group:
         return (self.ranks - 1 - across) * self.cluster.inside.latency + across * self.cluster.across.latency
 
     @property
-    def part(self) -> Numbers:
-        """(n - 1) / n."""
+    def ring_share(self) -> Numbers:
+        """(n - 1) / n: the share of an array that each rank sends around a ring."""
         return (self.ranks - 1) / self.ranks
 
     def near(self) -> Group:
-        """The ranks of one host."""
+        """Return the ranks of one host."""
         return Group(self.inside, self.inside, self.cluster)
 
     def far(self) -> Group:
-        """One rank of each host."""
+        """Return one rank of each host."""
         return Group(self.hosts, np.ones_like(self.inside), self.cluster)
 
 
 def ring(group: Group, size: Numbers) -> Numbers:
-    """Of an all-gather or a reduce-scatter."""
-    return group.around + group.part * size / group.rate
+    """Return the seconds of an all-gather or a reduce-scatter around a ring."""
+    return group.around + group.ring_share * size / group.rate
 
 
 def ring_reduce(group: Group, size: Numbers) -> Numbers:
+    """Return the seconds of an all-reduce: a reduce-scatter and an all-gather around a ring."""
     return 2 * ring(group, size)
 
 
 def tree_reduce(group: Group, size: Numbers) -> Numbers:
-    """A chain in each host, and a tree of hosts."""
+    """Return the seconds of an all-reduce by a chain in each host and a tree of hosts."""
     chain = (group.inside - 1) * group.cluster.inside.latency
     return 2 * (chain + np.ceil(np.log2(group.hosts)) * group.cluster.across.latency) + 2 * size / group.rate
 
 
 def halving_reduce(group: Group, size: Numbers) -> Numbers:
-    return 2 * np.ceil(np.log2(group.ranks)) * group.hop + 2 * group.part * size / group.rate
+    """Return the seconds of an all-reduce by recursive halving and doubling."""
+    return 2 * np.ceil(np.log2(group.ranks)) * group.hop + 2 * group.ring_share * size / group.rate
 
 
 def hierarchical_reduce(group: Group, size: Numbers) -> Numbers:
-    """Every GPU of a host reduces its part with those in its place in the other hosts: all network cards at once."""
-    far, part = group.far(), size / group.inside
+    """Return the seconds of an all-reduce that uses all network cards at once.
+
+    Every GPU of a host reduces its part with those in its place in the other hosts.
+    """
+    # Reduce-scatter in the host, all-reduce of the parts across hosts, all-gather in the host.
+    far = group.far()
+    part = size / group.inside
     return 2 * ring(group.near(), size) + np.minimum(ring_reduce(far, part), tree_reduce(far, part))
 
 
 def server_reduce(group: Group, size: Numbers) -> Numbers:
-    return 2 * group.hop + 2 * group.ranks * size / group.own
+    """Return the seconds of an all-reduce in which one rank, the parameter server, adds up for all."""
+    return 2 * group.hop + 2 * group.ranks * size / group.pair_rate
 
 
 def direct_reduce(group: Group, size: Numbers) -> Numbers:
-    return group.hop + (group.ranks - 1) * size / group.own
+    """Return the seconds of an all-reduce in which each rank sends its whole array to each other one."""
+    return group.hop + (group.ranks - 1) * size / group.pair_rate
 
 
 def send(group: Group, size: Numbers) -> Numbers:
-    return group.hop + size / group.own
+    """Return the seconds of a message from one rank to another."""
+    return group.hop + size / group.pair_rate
 
 
 def exchange(group: Group, size: Numbers) -> Numbers:
-    """What stays in the host and what leaves it go over different links at the same time."""
-    near, far, links = group.inside - 1, group.ranks - group.inside, group.cluster
+    """Return the seconds of an all-to-all."""
+    # Each rank sends one part to every other rank.
+    near = group.inside - 1
+    far = group.ranks - group.inside
+    links = group.cluster
+    # Parts that stay in the host and parts that leave it use different links at the same time.
     sending = np.maximum(near / group.near_rate, far / links.across.bandwidth)
     return near * links.inside.latency + far * links.across.latency + size / group.ranks * sending
 
@@ -143,15 +164,16 @@ class Algorithm:
 
     name: str
     kinds: tuple[str, ...]
+    """The collectives that it does."""
     formula: str
     """n ranks, g of them in a host, N hosts; S bytes; a hop inside a host, A across; b and B their bandwidths."""
     time: Callable[[Group, Numbers], Numbers]
     used: bool = True
-    """Whether NCCL has it; the others are for comparison (`lab all-reduce`), and no time of `seconds` is theirs."""
+    """Whether NCCL has it. The others are for comparison (`lab all-reduce`), and `seconds` does not consider them."""
 
 
 ROUND = "(n-N) a + (N-1) A"
-"""The hops of a ring."""
+"""The hops of a ring, as a part of a formula."""
 
 ALGORITHMS = (
     Algorithm("ring", (ALL_REDUCE,), f"2 [{ROUND}] + 2 (n-1)/n S / min(b, g B)", ring_reduce),
@@ -169,48 +191,58 @@ ALGORITHMS = (
     Algorithm("send", (PERMUTE,), "A + S / B", send),
     Algorithm("exchange", (ALL_TO_ALL,), "(g-1) a + (n-g) A + S/n max((g-1) / b, (n-g) / B)", exchange),
 )
-"""Where the group lies in one host, A is a, and B is b."""
+"""For a group within one host, A is a, and B is b."""
 
 
 def algorithms(kind: str) -> dict[str, Algorithm]:
-    """All that do this kind of collective, by name."""
-    return {one.name: one for one in ALGORITHMS if kind in one.kinds}
+    """Return all algorithms for this kind of collective, by name."""
+    return {algorithm.name: algorithm for algorithm in ALGORITHMS if kind in algorithm.kinds}
+
+
+def _used(kind: str) -> list[Algorithm]:
+    """Return the algorithms that NCCL has for this kind of collective."""
+    return [algorithm for algorithm in ALGORITHMS if kind in algorithm.kinds and algorithm.used]
 
 
 def seconds(kind: str, size: Numbers, ranks: Numbers, ranks_inside: Numbers, cluster: Cluster) -> Numbers:
-    """By the fastest algorithm that NCCL has, in a group of `ranks`, `ranks_inside` of which share a host.
+    """Return the seconds of a collective by the fastest algorithm that NCCL has; zero for a group of one rank.
 
-    Zero for a group of one. Arguments broadcast; the result has their common shape.
+    `ranks_inside` of the `ranks` share a host. Arguments broadcast; the result has their common shape.
     """
-    size, ranks, ranks_inside = (np.asarray(each, float) for each in (size, ranks, ranks_inside))
+    size, ranks, ranks_inside = (np.asarray(argument, float) for argument in (size, ranks, ranks_inside))
     group = Group(ranks, ranks_inside, cluster)
-    times = [one.time(group, size) for one in algorithms(kind).values() if one.used]
+    times = [algorithm.time(group, size) for algorithm in _used(kind)]
     return np.where(ranks > 1, START + np.min(np.broadcast_arrays(*times), axis=0), 0.0)
 
 
 def bus_bandwidth(kind: str, size: Numbers, ranks: Numbers, seconds: Numbers) -> Numbers:
-    """Bytes per second over the links, as NCCL's tests count them: it can be held beside what a link can do."""
+    """Return the bytes per second over the links as NCCL's tests count them, comparable with what a link can do."""
     return wire_share(kind, ranks) * size / seconds
 
 
 def wire_share(kind: str, ranks: Numbers) -> Numbers:
-    """Bytes that a rank sends around a ring, over those of the whole array."""
+    """Return the bytes that a rank sends around a ring, over those of the whole array."""
     if kind == PERMUTE:
         return np.ones_like(ranks, float)
-    return (2 if kind == ALL_REDUCE else 1) * (np.asarray(ranks) - 1) / np.asarray(ranks)
+    rounds = 2 if kind == ALL_REDUCE else 1
+    return rounds * (np.asarray(ranks) - 1) / np.asarray(ranks)
 
 
 def why(kind: str, size: float, ranks: int, ranks_inside: int, cluster: Cluster) -> str:
-    """The time of one collective in a sentence: by which algorithm, with its formula and the numbers in it."""
+    """Return a sentence about the time of one collective: the algorithm, its formula and the numbers in it."""
     group = Group(float(ranks), float(ranks_inside), cluster)
-    took = {one: float(one.time(group, size)) for one in algorithms(kind).values() if one.used}
+    took = {algorithm: float(algorithm.time(group, size)) for algorithm in _used(kind)}
     best = min(took, key=took.__getitem__)
-    near, far = cluster.inside, cluster.across
-    if math.ceil(ranks / ranks_inside) == 1:
-        far = near
+    one_host = math.ceil(ranks / ranks_inside) == 1
+    if one_host:
+        far_latency = cluster.inside.latency
+        far_bandwidth = cluster.inside.within(2)
+    else:
+        far_latency = cluster.across.latency
+        far_bandwidth = cluster.across.bandwidth
     return (
         f"{kind} of {size / 1e6:.4g} MB, n={ranks} ranks, g={ranks_inside} in a host, {best.name}: start + "
         f"{best.formula} = {(START + took[best]) * 1e3:.4g} ms with start {START * 1e6:.3g} us, "
-        f"a={near.latency * 1e6:.3g} us, A={far.latency * 1e6:.3g} us, b={float(group.near_rate) / 1e9:.4g} GB/s, "
-        f"B={(far.within(2) if far is near else far.bandwidth) / 1e9:.4g} GB/s"
+        f"a={cluster.inside.latency * 1e6:.3g} us, A={far_latency * 1e6:.3g} us, "
+        f"b={float(group.near_rate) / 1e9:.4g} GB/s, B={far_bandwidth / 1e9:.4g} GB/s"
     )

@@ -22,22 +22,23 @@ if TYPE_CHECKING:
 
 
 def main(question: str, answer: str) -> None:
+    """Compile for the file `question`, and write the program or the error into the file `answer`."""
     try:
-        result = "program", compiled(*pickle.loads(Path(question).read_bytes()))
+        result = ("program", compiled(*pickle.loads(Path(question).read_bytes())))
+    except RequestError as error:
+        result = ("request", (tuple(error.problems), traceback.format_exc()))
+    except ValueError as error:
+        result = ("value", ((str(error),), traceback.format_exc()))
     except Exception as error:
-        kind, told = "other", (f"{type(error).__name__}: {error}",)
-        if isinstance(error, RequestError):
-            kind, told = "request", tuple(error.problems)
-        elif isinstance(error, ValueError):
-            kind, told = "value", (str(error),)
-        result = kind, (told, traceback.format_exc())
+        result = ("other", ((f"{type(error).__name__}: {error}",), traceback.format_exc()))
+    # Renamed once it is whole: an answer that exists is complete.
     part = Path(answer + ".part")
     part.write_bytes(pickle.dumps(result))
     part.rename(answer)
 
 
 def compiled(lower: Lower, name: str | None, count: int) -> Program:
-    """Compile it in this process."""
+    """Compile in this process; the arguments are those of `cross_compile.compile_apart`."""
     import jax
 
     devices = _cpus(count) if name is None else target.devices(name, count)
@@ -46,19 +47,19 @@ def compiled(lower: Lower, name: str | None, count: int) -> Program:
     middle = time.perf_counter()
     program = lowered.compile()
     end = time.perf_counter()
-    held = program.memory_analysis()
+    memory = program.memory_analysis()
     return Program(
         text=program.as_text(),
-        argument_bytes=held.argument_size_in_bytes,
-        output_bytes=held.output_size_in_bytes,
-        alias_bytes=held.alias_size_in_bytes,
-        temporary_bytes=held.temp_size_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
         lower_seconds=middle - start,
         compile_seconds=end - middle,
-        process_bytes=_most_memory(),
+        process_bytes=_peak_memory(),
         jax=jax.__version__,
-        host_argument_bytes=held.host_argument_size_in_bytes,
-        host_temporary_bytes=held.host_temp_size_in_bytes,
+        host_argument_bytes=memory.host_argument_size_in_bytes,
+        host_temporary_bytes=memory.host_temp_size_in_bytes,
     )
 
 
@@ -71,8 +72,9 @@ def _cpus(count: int) -> list[jax.Device]:
     return jax.devices()
 
 
-def _most_memory() -> int:
-    """Bytes. `getrusage` would tell those of the process that started this one, where they are more."""
+def _peak_memory() -> int:
+    """Return the peak memory of this process in bytes; 0 where the system does not report it."""
+    # `getrusage` would return the peak of the parent process, where that is larger.
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return 1024 * int(line.split()[1])
@@ -80,5 +82,6 @@ def _most_memory() -> int:
 
 
 if __name__ == "__main__":
-    os.dup2(2, 1)  # what XLA writes by itself included
+    # Everything goes to standard error, including what XLA itself prints.
+    os.dup2(2, 1)
     main(*sys.argv[1:])

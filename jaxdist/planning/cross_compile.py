@@ -1,4 +1,4 @@
-"""Compiling in a process of its own, for devices that this one does not have, so that its JAX is left as it is."""
+"""Compile in a process of its own, for devices that this process does not have: its own JAX stays as it is."""
 
 from __future__ import annotations
 
@@ -23,89 +23,106 @@ if TYPE_CHECKING:
     Lower = Callable[[Sequence[jax.Device]], jax.stages.Lowered]
 
 LAST_WORDS = 2000
-"""Characters of what a process said that are told when it dies."""
+"""Characters of a process's output that are reported when it dies."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program, and what it took to compile it. Bytes are those of one device."""
+    """A compiled program, and what compiling it took. Bytes are those of one device."""
 
     text: str
     """HLO after all passes, scheduled."""
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
-    """Of the outputs, those that lie where arguments lay."""
+    """Bytes of outputs that reuse the memory of arguments."""
     temporary_bytes: int
     lower_seconds: float
-    """Tracing, and making StableHLO of it."""
+    """Time for tracing and for lowering to StableHLO."""
     compile_seconds: float
     process_bytes: int
-    """The most memory that the process held, JAX itself included."""
+    """The peak memory of the process, JAX itself included."""
     jax: str
-    """Its version."""
+    """The version of JAX."""
     host_argument_bytes: int = 0
-    """In the memory of the host."""
+    """Bytes of arguments in the memory of the host."""
     host_temporary_bytes: int = 0
+    """Bytes of temporaries in the memory of the host."""
     notes: tuple[str, ...] = ()
-    """What else is to be told of it, a sentence each."""
+    """Notes for the reader of a report, a sentence each."""
 
     @property
     def peak_bytes(self) -> int:
-        """What a device must have for it; what the CPU's own figure leaves out is in it."""
+        """Bytes that a device needs, including those that the CPU backend's own figure leaves out."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
 
 
 def compile_apart(lower: Lower, name: str | None, count: int) -> Program:
-    """Compile `lower(devices)` for `count` GPUs that are called `name` in `GPUS`; None: for as many CPU devices.
+    """Compile `lower(devices)` for `count` GPUs that are called `name` in `GPUS`, or for CPU devices if `name` is None.
 
-    `lower` has to pickle, and comes from a module that can be imported. Under a mesh of absent devices it can trace,
-    but nothing can be computed, not even a random key.
+    `lower` must be picklable and come from a module that can be imported. With a mesh of absent devices it can trace,
+    but it can compute nothing, not even a random key.
 
-    Raises `RequestError` for a target that cannot be had, and `RequestError` or `ValueError` as `lower` does; whatever
-    else goes wrong in the other process is a `RuntimeError`.
+    Raises `RequestError` for a target that is not available, and `RequestError` or `ValueError` as `lower` does; every
+    other failure in the other process is a `RuntimeError`.
     """
     if name is not None:
         target.check_ready(name, count)
-    asked = pickle.dumps((lower, name, count))
-    if b"__main__" in asked:
+    # Pickle stores a function by the name of its module, and `__main__` is another module in the worker.
+    arguments = pickle.dumps((lower, name, count))
+    if b"__main__" in arguments:
         raise ValueError(f"{lower} belongs to the script that runs; put it into a module, which can be imported")
     with tempfile.TemporaryDirectory(prefix="jaxdist-") as folder:
-        question, answer, said = (Path(folder) / name for name in ("question", "answer", "said"))
-        question.write_bytes(asked)
+        question = Path(folder) / "question"
+        answer = Path(folder) / "answer"
+        output = Path(folder) / "output"
+        question.write_bytes(arguments)
         command = [sys.executable, "-P", "-m", "jaxdist.planning.compile_worker", str(question), str(answer)]
-        with said.open("wb") as log:
+        with output.open("wb") as log:
             code = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment()
             ).returncode
         if not answer.exists():
             what = f"{count} x {name or 'CPU device'}"
-            raise RuntimeError(_died(what, code, said.read_text(errors="replace")))
+            raise RuntimeError(_death(what, code, output.read_text(errors="replace")))
         return _result(*pickle.loads(answer.read_bytes()))
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with what JAX reads while it is imported, and the modules that we can import."""
-    flags = re.sub(r"--xla_force_host_platform_device_count=\S+", "", os.environ.get("XLA_FLAGS", ""))
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    # The CUDA plug-in itself would look for a GPU, and fail. A program from a cache would tell no time.
-    own = dict(JAX_PLATFORMS="cpu", JAX_ENABLE_COMPILATION_CACHE="false", XLA_FLAGS=flags, PYTHONPATH=paths)
-    return {**{name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}, **own}
+    """Return the environment of the worker: ours, but for the variables that JAX reads while it is imported."""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    # The CUDA plug-in by itself would look for a GPU, and fail.
+    environment["JAX_PLATFORMS"] = "cpu"
+    # A program from a cache would show no compile time.
+    environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    flags = os.environ.get("XLA_FLAGS", "")
+    environment["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\S+", "", flags)
+    # The worker has to find every module that we can import.
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return environment
 
 
-def _died(what: str, code: int, said: str) -> str:
-    how = f"ended with {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+def _death(what: str, code: int, output: str) -> str:
+    """Return the message for a worker that ended without an answer."""
+    how = f"ended with {code}"
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
     if code == -signal.SIGKILL:
         how += ", as happens where memory runs out"
-    words = said.strip()[-LAST_WORDS:] or "nothing"
-    return f"the process that compiled for {what} {how}; free memory or ask for fewer devices; it said last: {words}"
+    last = output.strip()[-LAST_WORDS:] or "nothing"
+    return f"the process that compiled for {what} {how}; free memory or ask for fewer devices; its last output: {last}"
 
 
 def _result(kind: str, value: object) -> Program:
-    """What the other process made, or the error that it met, with where it was as a note."""
+    """Return the worker's program, or raise its error, with the worker's traceback as a note."""
     if kind == "program":
         return value
-    told, trace = value
-    error = {"request": RequestError, "value": ValueError}.get(kind, RuntimeError)(*told)
+    problems, trace = value
+    if kind == "request":
+        error = RequestError(*problems)
+    elif kind == "value":
+        error = ValueError(*problems)
+    else:
+        error = RuntimeError(*problems)
     error.add_note(f"in the process that compiled:\n{trace}")
     raise error

@@ -1,4 +1,4 @@
-"""What devices can do and how they are built, from their makers' data sheets and what CUDA reports of them."""
+"""GPUs: how they are built and what they can do, from their makers' data sheets and from what CUDA reports."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ class Gpu:
     """One kind of GPU. Sizes in bytes, rates per second."""
 
     kind: str
-    """The name by which CUDA knows it."""
+    """The device name that CUDA reports."""
     capability: tuple[int, int]
     cores: int
     """Streaming multiprocessors."""
     lanes: int
-    """float32 units of each."""
+    """float32 units of each core."""
     clock_ghz: float
     shared: int
-    """Shared memory of a core."""
+    """Bytes of shared memory of a core."""
     cache: int
-    """Of the second level."""
+    """Bytes of the level 2 cache."""
     memory: int
-    """As CUDA reports it: less than on the box, because of error correction and the driver."""
+    """Bytes that CUDA reports: fewer than on the box, because of error correction and the driver."""
     bandwidth: float
-    """Of that memory."""
+    """The bandwidth of that memory."""
     peak: float
     """Dense bfloat16 FLOP/s."""
     link: float
-    """What it sends to its neighbours in the host, over NVLink."""
+    """Bandwidth to its neighbours in the host, over NVLink."""
     network: float
-    """What it sends to other hosts: its share of their network cards as clusters usually have them."""
+    """Bandwidth to other hosts: its share of the network cards that a host usually has."""
     host: float
-    """What goes one way between it and the memory of its host."""
+    """Bandwidth to the memory of its host, one way."""
     per_host: int = 8
-    """GPUs of one host as clusters usually have them."""
+    """The number of GPUs that a host usually has."""
     platform = "gpu"
-    """As JAX calls it."""
+    """The platform, as JAX names it."""
 
     @property
     def device_kind(self) -> str:
-        """As JAX calls it."""
+        """The device kind, as JAX names it."""
         return self.kind
 
     @property
     def compute_capability(self) -> str:
-        """As JAX writes it: `9.0`."""
+        """The CUDA compute capability as JAX writes it, such as `9.0`."""
         return ".".join(map(str, self.capability))
 
     def fills_hosts(self, count: int) -> bool:
-        """Whether so many are a part of one host, or whole hosts."""
+        """Return whether so many GPUs are a part of one host, or whole hosts."""
         return count <= self.per_host or count % self.per_host == 0
 
 
@@ -115,38 +115,44 @@ GPUS = {
         host=64e9,
     ),
 }
-"""By the name that people use: the SXM modules, and GH200 with 96 GB, four to a node as on Alps. gh200 stands before
-h200, whose name it contains. The networks: HDR and NDR InfiniBand, a card for each GPU, and Alps' Slingshot-11. What
-CUDA reports of a B200 is from XLA's own description of one (openxla/xla, target_config/specs/b200.txtpb), its peak and
-links from NVIDIA's data sheet of the DGX B200. The way to the host is that of the data sheets, which no transfer quite
-reaches: PCIe 4.0 x16 of an A100, PCIe 5.0 x16 of the others in the hosts that DGX has, and NVLink-C2C of a GH200."""
+"""The GPUs by their usual names: the SXM modules, and GH200 with 96 GB, four to a node as on Alps. gh200 comes before
+h200, whose name it contains.
+
+The networks are HDR and NDR InfiniBand with a card for each GPU, and Alps' Slingshot-11. The figures of a B200 that
+CUDA reports are from XLA's own description of one (openxla/xla, target_config/specs/b200.txtpb), its peak and links
+from NVIDIA's data sheet of the DGX B200. The bandwidths to the host are those of the data sheets, which no transfer
+quite reaches: PCIe 4.0 x16 for an A100, PCIe 5.0 x16 for the others in DGX hosts, and NVLink-C2C for a GH200."""
 
 MOST = 0.95
-"""Of a GPU's memory, what JAX can take at most: CUDA's context and NCCL's buffers need the rest."""
+"""The largest share of a GPU's memory that JAX can take: CUDA's context and NCCL's buffers need the rest."""
 
 PEAK_BFLOAT16 = {"H100 PCIe": 756e12, "GB200": 2500e12, **{name: gpu.peak for name, gpu in GPUS.items()}}
-"""Dense bfloat16 FLOP/s by a part of the device's name; the first that fits counts."""
+"""Dense bfloat16 FLOP/s by a part of the device's name; the first name that matches counts."""
 
 
 def peak_flops(device_kind: str, precision: str) -> float | None:
-    """FLOP/s of the matrix units, or None when it is not known: float32, CPUs and devices that are not listed.
+    """Return the FLOP/s of the matrix units.
 
-    `precision` is that of a run; mixed computes in bfloat16 too.
+    None where they are not known: for float32, CPUs and devices that are not listed. `precision` is that of a run.
     """
+    # Mixed precision computes in bfloat16 too; for float32 no peak is listed.
     if precision not in ("bfloat16", "mixed"):
         return None
-    return next((peak for name, peak in PEAK_BFLOAT16.items() if name.lower() in device_kind.lower()), None)
+    for name, peak in PEAK_BFLOAT16.items():
+        if name.lower() in device_kind.lower():
+            return peak
+    return None
 
 
 def that_hold(needed: float, share: float) -> list[str]:
-    """The names of the GPUs of which a program gets `needed` bytes, if it gets this share of their memory.
-
-    Least memory first.
-    """
+    """Return the names of the GPUs that fit `needed` bytes into this share of their memory, least memory first."""
     large = [name for name, gpu in GPUS.items() if gpu.memory * share >= needed]
     return sorted(large, key=lambda name: GPUS[name].memory)
 
 
 def known(device_kind: str) -> Gpu | None:
-    """The GPU that CUDA calls so, to the letter: a sister with other links or another memory is not known."""
+    """Return the GPU with exactly this device kind, or None.
+
+    A similar name is not enough: a sister model may have other links or another memory.
+    """
     return next((gpu for gpu in GPUS.values() if gpu.kind == device_kind), None)

@@ -1,4 +1,4 @@
-"""The changes that make a step fit into the memory of a device. Each is predicted before it is offered."""
+"""Changes that make a step fit into the memory of a device. Each is predicted before it is proposed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jaxdist.sharding import Layout, rules
 from jaxdist.units import closest, divisors, remedy
 
 MOST = 3
-"""Changes of one knob that are offered."""
+"""Changes of a single knob that are proposed, at most."""
 
 WIDEST = 64
-"""Times as many devices as there are, up to which a larger mesh is looked for."""
+"""The number of devices of the largest mesh that is tried, over that of the present one."""
 
 NONE = "no other setting is predicted to fit, on up to {} times as many devices; choose a smaller model"
 
@@ -28,56 +28,69 @@ Change = tuple[str, object]
 
 
 def advice(config: Config, model: Model | Foreign, layout: Layout, room: float, others: Sequence[str] = ()) -> str:
-    """`set model.remat to block (3.1 GiB predicted), or ...`: what fits into `room` bytes, `others` behind it."""
+    """Return a sentence such as `set model.remat to block (3.1 GiB predicted), or ...`.
+
+    It names what fits into `room` bytes; `others` come last.
+    """
     ways = [*fitting(config, model, layout, room), *others]
-    return remedy(*ways) if ways else NONE.format(WIDEST)
+    if not ways:
+        return NONE.format(WIDEST)
+    return remedy(*ways)
 
 
 def fitting(config: Config, model: Model | Foreign, layout: Layout, room: float) -> list[str]:
-    """`model.remat to block (3.1 GiB predicted)`: changes with which the step fits into `room` bytes of a device.
+    """Return changes with which the step fits into `room` bytes, such as `model.remat to block (3.1 GiB predicted)`.
 
-    First the knobs that are enough alone, those that save most before the others; where none is, all that save
-    something together. Then the smallest of the larger meshes.
+    First come the knobs that are enough alone, those that save most before the others; where none is, all that save
+    something together. The smallest of the larger meshes comes last.
     """
     now = memory.predict(config, model, layout).total
-    found = [(memory.predict(_with(config, *one), model, layout).total, one) for one in _changes(config, layout)]
-    saving = sorted(((total, _to(one)), one) for total, one in found if total < now)
-    told = [_told(text, total) for (total, text), _ in saving if total <= room][:MOST]
-    if not told:
-        told = _together(config, model, layout, room, [one for _, one in saving])
-    return [*told, *_larger_mesh(config, model, layout, room)]
+    saving = []
+    for change in _changes(config, layout):
+        total = memory.predict(_with(config, *change), model, layout).total
+        if total < now:
+            saving.append((total, _to(change), change))
+    # By the memory that the step would need, and by name where that is equal.
+    saving.sort(key=lambda row: row[:2])
+    found = [_with_total(text, total) for total, text, _ in saving if total <= room][:MOST]
+    # No knob is enough alone.
+    if not found:
+        found = _together(config, model, layout, room, [change for _, _, change in saving])
+    return [*found, *_larger_mesh(config, model, layout, room)]
 
 
 def _together(
     config: Config, model: Model | Foreign, layout: Layout, room: float, changes: Sequence[Change]
 ) -> list[str]:
-    """The changes in this order, each beside those before it where it saves more, until the step fits."""
+    """Apply the changes in order, each only where it saves more, until the step fits; empty if it never does."""
     taken: list[Change] = []
     total = memory.predict(config, model, layout).total
     for name, value in changes:
-        other = _with(config, name, value)
-        smaller = memory.predict(other, model, layout).total
+        changed = _with(config, name, value)
+        smaller = memory.predict(changed, model, layout).total
         if smaller >= total or name in dict(taken):
             continue
-        config, total = other, smaller
+        config = changed
+        total = smaller
         taken.append((name, value))
         if total <= room:
-            return [_told(" with ".join(map(_to, taken)), total)]
+            return [_with_total(" with ".join(map(_to, taken)), total)]
     return []
 
 
 def _larger_mesh(config: Config, model: Model | Foreign, layout: Layout, room: float) -> list[str]:
-    """The first of the meshes with more devices on one axis, fewest devices first, on which the step fits."""
+    """Return the first larger mesh on which the step fits, fewest devices first; only one axis grows."""
     here = {axis: layout.size(axis) for axis in AXES}
     times = 2
     while times <= WIDEST:
+        # Data parallelism is the simpler change.
         for axis in (DATA, MODEL):
             shape = here | {axis: here[axis] * times}
             if _divides(config, shape):
                 wider = Layout.on(abstract_mesh(shape), rules(config, shape), Like(layout))
                 total = memory.predict(config, model, wider).total
                 if total <= room:
-                    return [_told(f"the mesh to {describe(shape).replace(' ', ',')}", total)]
+                    return [_with_total(f"the mesh to {describe(shape).replace(' ', ',')}", total)]
         times *= 2
     return []
 
@@ -92,16 +105,18 @@ def _divides(config: Config, shape: dict[str, int]) -> bool:
 
 @dataclass(frozen=True)
 class Like:
-    """A device like those of `layout`."""
+    """A device of the same kind as those of `layout`."""
 
     layout: Layout
 
     @property
     def platform(self) -> str:
+        """The platform, as JAX names it."""
         return self.layout.platform
 
     @property
     def compute_capability(self) -> str:
+        """The CUDA compute capability, such as `9.0`."""
         return ".".join(map(str, self.layout.capability))
 
 
@@ -110,34 +125,38 @@ def _to(change: Change) -> str:
     return f"{name} to {value}"
 
 
-def _told(text: str, total: int) -> str:
+def _with_total(text: str, total: int) -> str:
     return f"{text} ({units.size(total)} predicted)"
 
 
 def _changes(config: Config, layout: Layout) -> Iterator[Change]:
-    """Knobs and values that are legal here and not asked for yet; all leave the layout of the model as it is."""
-    train, parallel = config.train, config.parallel
+    """Yield legal changes that may save memory; all leave the layout of the model as it is."""
+    parallel = config.parallel
+    sizes = config.model
     pipelined = layout.size(PIPELINE) > 1
-    k = micro_batches(config, dict(layout.axes))
-    rows = train.global_batch_size // (k * layout.ranks)
     schedule = config.pipeline.schedule if pipelined else ""
-    if config.model.remat not in ("block", "stage", "offload") and not config.model.images and schedule != "zb-h1":
+
+    if sizes.remat not in ("block", "stage", "offload") and not sizes.images and schedule != "zb-h1":
         yield "model.remat", "block"
-    if pipelined and config.model.remat != "stage" and schedule not in ("zb-h1", "zb-u"):
+    if pipelined and sizes.remat != "stage" and schedule not in ("zb-h1", "zb-u"):
         yield "model.remat", "stage"
     if schedule == "gpipe":
         yield "pipeline.schedule", "1f1b"
     if parallel.zero < 3 and layout.size(DATA) > 1:
         yield "parallel.zero", 3
-    for times in closest(divisors(rows), 1) if schedule != "pipedream" else ():
-        yield "pipeline.microbatches" if pipelined else "train.accumulation", k * times
-    if pipelined:
-        return
-    outside = parallel.micro_batches == "outside" or config.model.images  # whose layers are not looked into
-    if parallel.zero >= 2 and train.accumulation > 1 and not outside:
+    if schedule != "pipedream":
+        knob = "pipeline.microbatches" if pipelined else "train.accumulation"
+        k = micro_batches(config, dict(layout.axes))
+        rows = config.train.global_batch_size // (k * layout.ranks)
+        for times in closest(divisors(rows), 1):
+            yield knob, k * times
+    # The layers of models of images are not known, so that their micro-batches always run outside.
+    outside = parallel.micro_batches == "outside" or sizes.images
+    if not pipelined and parallel.zero >= 2 and config.train.accumulation > 1 and not outside:
         yield "parallel.micro_batches", "outside"
 
 
 def _with(config: Config, name: str, value: object) -> Config:
+    """Return `config` with one knob changed."""
     section, _, field = name.partition(".")
     return config.model_copy(update={section: getattr(config, section).model_copy(update={field: value})})

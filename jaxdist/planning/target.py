@@ -1,8 +1,8 @@
-"""GPUs that are not there, to compile for: JAX's CUDA plug-in compiles for a description of a device.
+"""Absent GPUs to compile for: JAX's CUDA plug-in compiles for a description of a device.
 
-Such a program has the collectives, the fusions and the memory of the real one, but was tuned on no device: which
-kernels a product gets, and how long it takes, is not that of the real one; nor has cuDNN planned attention, which it
-does on the GPU, and may want a workspace for. It cannot run.
+The compiled program has the collectives, the fusions and the memory of the real one, but it is not autotuned: the
+kernels of matmuls, and their times, differ from those on the device. cuDNN, which plans attention on the GPU and may
+need a workspace for it, has not done so either. The program cannot run.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 CUDNN = (9, 12)
-"""cuDNN's version there: the oldest that JAX's plug-in for CUDA 13 takes."""
+"""The version of cuDNN to assume: the oldest that JAX's plug-in for CUDA 13 accepts."""
 
 NONE_FITS = "no other setting is predicted to fit; choose a smaller model, or a GPU with more memory"
 
 
 def gpu_of(name: str) -> Gpu:
-    """Raises `RequestError` for a name that is not in `GPUS`."""
+    """Return the GPU called `name`. Raises `RequestError` if that is not in `GPUS`."""
     if name not in GPUS:
         raise RequestError(f"target '{name}' is not known; {nearest(name, GPUS)}")
     return GPUS[name]
 
 
 def check_ready(name: str, count: int) -> None:
-    """Raise `RequestError` for what would keep `devices` from making `count` GPUs: before any process is started."""
+    """Raise the errors of `devices` for `count` GPUs, before any process is started."""
     hosts(name, count)
     if not available():
         raise RequestError(
@@ -50,47 +50,56 @@ def available() -> bool:
 
 
 def hosts(name: str, count: int) -> tuple[int, int]:
-    """(hosts, GPUs of each); fewer than a host has are one smaller host.
+    """Return (hosts, GPUs of each); fewer GPUs than a host has are one smaller host.
 
     Raises `RequestError` for a count that leaves a host half full.
     """
-    each = gpu_of(name).per_host
+    gpu = gpu_of(name)
+    each = gpu.per_host
     if count < 1:
         raise RequestError(f"{count} devices were asked for; ask for 1 or more")
-    if not gpu_of(name).fills_hosts(count):
+    if not gpu.fills_hosts(count):
         near = " or ".join(map(str, multiples(each, count)))
         raise RequestError(f"{count} devices do not fill hosts of {each} {name}; ask for {near}")
-    return (1, count) if count < each else (count // each, each)
+    if count < each:
+        return 1, count
+    return count // each, each
 
 
 def devices(name: str, count: int) -> list[jax.Device]:
-    """`count` GPUs that are not there. For a process of its own, whose JAX platform is `cpu`, and whose JAX
-    takes cuDNN to be as it is there from now on.
+    """Return `count` GPUs that are not there.
 
-    Raises `RequestError` where the GPU, the count or the plug-in is not known here.
+    To be called in a process of its own, with `cpu` as JAX's platform, because its JAX assumes cuDNN from then on.
+    Raises `RequestError` where the GPU is not known, the count leaves a host half full, or the plug-in is missing.
     """
     check_ready(name, count)
     from jax.experimental import topologies
 
     number, each = hosts(name, count)
-    topology = f"{number}x1x{each}"  # slices x hosts x GPUs: what NVLink joins is one host, as `jax.distributed` finds
-    there = topologies.get_topology_desc("", "cuda", target_config=text(gpu_of(name)), topology=topology)
-    _have_cudnn()
-    return list(there.devices)
+    # Slices x hosts x GPUs: the GPUs that NVLink joins are one host, as `jax.distributed` finds.
+    topology = f"{number}x1x{each}"
+    description = topologies.get_topology_desc("", "cuda", target_config=text(gpu_of(name)), topology=topology)
+    # XLA compiles attention for cuDNN, whose library need not be here.
+    _assume_cudnn()
+    return list(description.devices)
 
 
-def _have_cudnn() -> None:
-    """JAX asks the library for its version before it writes attention as a call of it, and raises where there is none.
+def _assume_cudnn() -> None:
+    """Let JAX find cuDNN's version without the library.
 
+    JAX asks the library for its version before it writes attention as a call of it, and raises where there is none.
     Nothing else of it is needed: XLA compiles the call from the description.
     """
     from jax._src.cudnn import fused_attention_stablehlo
 
-    fused_attention_stablehlo.check_cudnn_version = lambda: 10_000 * CUDNN[0] + 100 * CUDNN[1]
+    def version() -> int:
+        return 10_000 * CUDNN[0] + 100 * CUDNN[1]
+
+    fused_attention_stablehlo.check_cudnn_version = version
 
 
 def text(gpu: Gpu) -> str:
-    """XLA's description of the device, a `GpuTargetConfigProto` as text."""
+    """Return XLA's description of the device, a `GpuTargetConfigProto` as text."""
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -120,22 +129,28 @@ device_description_str: "{gpu.kind}"
 
 
 def room(name: str) -> float:
-    """Bytes of each of these GPUs that XLA may have: JAX's share of the memory."""
+    """Return the bytes that XLA may use on each of these GPUs: JAX's share of the memory."""
     return gpu_of(name).memory * gpu_share()
 
 
 def too_large(needed: int, name: str, ways: Sequence[str]) -> str:
-    """What is wrong with a step that needs `needed` bytes of each device; empty where it fits.
+    """Return the error message for a step that needs `needed` bytes of each device; empty where it fits.
 
     XLA compiles a program of any size. `ways` are the changes with which the step fits, as `remedies` finds them.
     """
-    there, share = gpu_of(name).memory, gpu_share()
     if needed <= room(name):
         return ""
-    gib = lambda count: f"{count / 2**30:.1f} GiB"
-    part = math.ceil(100 * needed / there) / 100
-    options = [*ways, *([to(FRACTIONS[0], [part])] if part <= MOST else [])]
+    total = gpu_of(name).memory
+    options = list(ways)
+    # Rounded up to whole percents.
+    share_needed = math.ceil(100 * needed / total) / 100
+    if share_needed <= MOST:
+        options.append(to(FRACTIONS[0], [share_needed]))
     return (
-        f"the step needs {gib(needed)} on each {name}, of whose {gib(there)} JAX takes {gib(room(name))} "
-        f"({FRACTIONS[0]} {share:g}); " + (remedy(*options) if options else NONE_FITS)
+        f"the step needs {_gib(needed)} on each {name}, of whose {_gib(total)} JAX takes {_gib(room(name))} "
+        f"({FRACTIONS[0]} {gpu_share():g}); " + (remedy(*options) if options else NONE_FITS)
     )
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB"

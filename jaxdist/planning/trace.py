@@ -1,8 +1,8 @@
-"""What a trace of the devices tells: the longest kernels, and the communication that no computing hides.
+"""Read a profiler trace: the longest kernels, and the communication that no computation hides.
 
 The trace is the one that JAX's profiler writes: JSON in the Trace Event Format, times in microseconds. On GPUs each
-device is a process in it, `/device:GPU:0`, and its streams are threads, `Stream #13(Compute)`; what lies beside them
-(`XLA Ops`, `Steps`) tells the same time again. On CPUs operations lie on threads of the host and tell their device.
+device is a process in it, `/device:GPU:0`, and its streams are threads, `Stream #13(Compute)`; the other threads (`XLA
+Ops`, `Steps`) report the same time again. On CPUs operations are on threads of the host and name their device.
 """
 
 from __future__ import annotations
@@ -21,101 +21,126 @@ import numpy as np
 from jaxdist.planning.hlo import COMMUNICATION
 from jaxdist.planning.hlo_text import Instruction, called, parse
 
-COMPUTE, COLLECTIVE, COPY = "compute", "collective", "copy"
-"""What a kernel is for. A copy keeps a device busy; it hides no communication."""
+COMPUTE = "compute"
+COLLECTIVE = "collective"
+COPY = "copy"
+"""The purposes of a kernel. A copy keeps a device busy, but hides no communication."""
 
 CALLERS = ("while", "conditional", "call")
-"""Operations whose time on a CPU is that of others, which are in the trace too."""
+"""Operations whose time on a CPU is that of other operations, which are in the trace too."""
+
+LONGEST_NAME = 70
+"""Characters of a kernel's name that a table shows."""
 
 Event = Mapping[str, Any]
 
 
 class Program(NamedTuple):
-    """What a trace does not tell of the program that ran."""
+    """The program that ran, as far as a trace does not describe it."""
 
     module: str
     operations: Mapping[str, str]
-    """What each instruction is: the kind of its collective, though it stands in a fusion; of others the opcode."""
+    """Instruction -> the kind of its collective, also where that is inside a fusion; for the others the opcode."""
 
     @classmethod
     def of(cls, text: str) -> Program:
-        """Of a compiled program's text. Raises `ValueError` where it cannot be read."""
+        """Read the text of a compiled program. Raises `ValueError` where it cannot be read."""
         computations = parse(text).computations
 
         @cache
-        def inside(computation: str) -> str:
-            return next(filter(COMMUNICATION.match, map(kind, computations[computation])), "")
+        def collective_in(computation: str) -> str:
+            """Return the kind of the first collective in a computation; empty where it has none."""
+            for instruction in computations[computation]:
+                operation = kind(instruction)
+                if COMMUNICATION.match(operation):
+                    return operation
+            return ""
 
-        def kind(one: Instruction) -> str:
-            if COMMUNICATION.match(one.opcode):
-                return re.sub("-(start|done)$", "", one.opcode)
-            within = () if one.opcode in CALLERS else (name for _, name in called(computations, one))
-            return next(filter(None, map(inside, within)), one.opcode)
+        def kind(instruction: Instruction) -> str:
+            if COMMUNICATION.match(instruction.opcode):
+                return re.sub("-(start|done)$", "", instruction.opcode)
+            # What a loop calls has events of its own.
+            if instruction.opcode in CALLERS:
+                return instruction.opcode
+            for _, computation in called(computations, instruction):
+                collective = collective_in(computation)
+                if collective:
+                    return collective
+            return instruction.opcode
 
         module = re.match(r"HloModule ([^\s,]+)", text)[1]
-        return cls(module, {one.name[1:]: kind(one) for body in computations.values() for one in body})
+        operations = {}
+        for instructions in computations.values():
+            for instruction in instructions:
+                operations[instruction.name[1:]] = kind(instruction)
+        return cls(module, operations)
 
 
 class Kernel(NamedTuple):
-    """A piece of work of a device, in microseconds."""
+    """A piece of work of a device; times in microseconds."""
 
     device: str
     name: str
     use: str
+    """One of `COMPUTE`, `COLLECTIVE` and `COPY`."""
     start: float
     end: float
 
 
 class Longest(NamedTuple):
-    """All calls of one kernel, of a device on average."""
+    """All calls of one kernel, averaged over devices."""
 
     name: str
     calls: float
     milliseconds: float
     share: float
-    """Of the time in which the device is busy: together more than 1 where kernels run side by side."""
+    """The share of the time in which the device is busy; shares add up to more than 1 where kernels overlap."""
 
 
 class Summary(NamedTuple):
-    """Of the devices of a trace, on average."""
+    """Figures of a trace, averaged over devices."""
 
     devices: int
     longest: list[Longest]
     collectives: float
-    """Share of the busy time in which a collective runs."""
+    """The share of the busy time in which a collective runs."""
     exposed: float
-    """Share of the collectives' time in which nothing is computed beside them; 0 where there are none."""
+    """The share of the collectives' time that no computation overlaps; 0 where there are no collectives."""
 
 
 def read(path: Path) -> list[Event]:
-    """The events of a trace."""
+    """Return the events of a trace."""
     with gzip.open(path) as file:
         return json.load(file)["traceEvents"]
 
 
 def kernels(events: Iterable[Event], program: Program) -> Iterator[Kernel]:
-    """What the devices ran of `program`, and what does not say of which program it is."""
-    names = {(one["pid"], one.get("tid")): one["args"]["name"] for one in events if _names(one)}
+    """Yield the kernels of `program`, and those that do not name their program."""
+    names = {(event["pid"], event.get("tid")): event["args"]["name"] for event in events if _gives_name(event)}
+    # Without any GPU, the operations of CPUs are what ran.
     gpus = {pid for (pid, thread), name in names.items() if thread is None and "/device:GPU" in name}
-    for one in events:
-        told = one.get("args", {})
-        if one.get("ph") != "X" or told.get("hlo_module", program.module).split("(")[0] != program.module:
+    for event in events:
+        details = event.get("args", {})
+        module = details.get("hlo_module", program.module).split("(")[0]
+        if event.get("ph") != "X" or module != program.module:
             continue
-        operation = program.operations.get(told.get("hlo_op"), "")
-        if one["pid"] in gpus and names.get((one["pid"], one["tid"]), "").startswith("Stream"):
-            device = names[one["pid"], None]
-        elif not gpus and "hlo_op" in told and operation not in CALLERS:
-            device = told["device_ordinal"]
+        operation = program.operations.get(details.get("hlo_op"), "")
+        if event["pid"] in gpus and names.get((event["pid"], event["tid"]), "").startswith("Stream"):
+            device = names[event["pid"], None]
+        elif not gpus and "hlo_op" in details and operation not in CALLERS:
+            device = details["device_ordinal"]
         else:
             continue
-        use = _use(one["name"], operation)
-        shown = one["name"]
-        if use == COLLECTIVE and operation and operation not in shown:
-            shown += f" ({operation})"  # JAX's name for it, or that of a fusion
-        yield Kernel(device, shown, use, one["ts"], one["ts"] + one["dur"])
+        name = event["name"]
+        use = _use(name, operation)
+        if use == COLLECTIVE and operation and operation not in name:
+            # The event has JAX's name for the collective, or the name of a fusion.
+            name += f" ({operation})"
+        yield Kernel(device, name, use, event["ts"], event["ts"] + event["dur"])
 
 
-def _names(event: Event) -> bool:
+def _gives_name(event: Event) -> bool:
+    """Return whether an event names a process or a thread."""
     return event.get("ph") == "M" and event["name"] in ("process_name", "thread_name")
 
 
@@ -126,46 +151,53 @@ def _use(name: str, operation: str) -> str:
 
 
 def covered(kernels: Iterable[Kernel]) -> float:
-    """Microseconds in which at least one of them runs."""
-    spans = np.array(sorted((one.start, one.end) for one in kernels)).reshape(-1, 2)
+    """Return the microseconds in which at least one of the kernels runs."""
+    spans = np.array(sorted((kernel.start, kernel.end) for kernel in kernels)).reshape(-1, 2)
     reached = np.maximum.accumulate(spans[:, 1])
+    # Of each span, only the part after the end of all earlier ones counts.
     before = np.concatenate([[-np.inf], reached[:-1]])[: len(spans)]
     return float(np.maximum(reached - np.maximum(spans[:, 0], before), 0).sum())
 
 
 def summarize(kernels: Iterable[Kernel], longest: int = 10) -> Summary:
-    """Raises `ValueError` where there are no kernels."""
+    """Return the figures of a trace with its `longest` kernels. Raises `ValueError` where there are no kernels."""
     devices: dict[str, list[Kernel]] = defaultdict(list)
     calls: dict[str, list[float]] = defaultdict(list)
-    for one in kernels:
-        devices[one.device].append(one)
-        calls[one.name].append(one.end - one.start)
+    for kernel in kernels:
+        devices[kernel.device].append(kernel)
+        calls[kernel.name].append(kernel.end - kernel.start)
     if not devices:
         raise ValueError("the trace holds no kernels of the devices")
-    busy, count = {device: covered(ran) for device, ran in devices.items()}, len(devices)
+    count = len(devices)
+    busy = {device: covered(ran) for device, ran in devices.items()}
+    # Averaged over all devices, also those on which a kernel did not run.
     rows = [
         Longest(name, len(times) / count, sum(times) / count / 1e3, sum(times) / sum(busy.values()))
         for name, times in calls.items()
     ]
-    shares, exposed = [], []
-    for device, ran in devices.items():
-        computing = [one for one in ran if one.use == COMPUTE]
-        collectives = [one for one in ran if one.use == COLLECTIVE]
-        time = covered(collectives)
-        shares.append(time / busy[device])
-        if time:
-            exposed.append((covered(computing + collectives) - covered(computing)) / time)
     rows.sort(key=lambda row: row.milliseconds, reverse=True)
+
+    shares = []
+    exposed = []
+    for device, ran in devices.items():
+        computing = [kernel for kernel in ran if kernel.use == COMPUTE]
+        collectives = [kernel for kernel in ran if kernel.use == COLLECTIVE]
+        communicating = covered(collectives)
+        shares.append(communicating / busy[device])
+        if communicating:
+            exposed.append((covered(computing + collectives) - covered(computing)) / communicating)
     return Summary(count, rows[:longest], float(np.mean(shares)), float(np.mean(exposed or [0.0])))
 
 
 def table(found: Summary) -> list[str]:
-    """Lines for people."""
+    """Return the lines that report a trace."""
     lines = ["      total  of busy   calls  kernel"]
     for row in found.longest:
-        name = row.name if len(row.name) <= 70 else row.name[:67] + "..."
+        name = row.name
+        if len(name) > LONGEST_NAME:
+            name = name[: LONGEST_NAME - 3] + "..."
         lines.append(f"{row.milliseconds:8.2f} ms  {row.share:6.1%}  {row.calls:6g}  {name}")
     if not found.collectives:
         return [*lines, "no collectives"]
-    told = f"collectives in {found.collectives:.1%} of the busy time, {found.exposed:.1%} of it exposed"
-    return [*lines, f"{told}: nothing is computed beside them"]
+    share = f"collectives in {found.collectives:.1%} of the busy time"
+    return [*lines, f"{share}, {found.exposed:.1%} of it exposed: no computation overlaps it"]

@@ -154,21 +154,21 @@ class Step:
 
     @property
     def rate(self) -> float:
-        return ours.rate(self.config, self.cluster)
+        return ours.matmul_rate(self.config, self.cluster)
 
     def attention(self) -> tuple[float, float]:
         """Seconds of a layer's attention above jaxdist's: forward, and backward with what is recomputed there."""
         m = self.config.model
         causal = ours.attention_flops(m, self.tokens) / self.t
-        fused = causal / (self.rate * ours.ATTENTION)
+        fused = causal / (self.rate * ours.ATTENTION_RATE)
         again = self.row.remat.startswith(("full", "selective"))
         fused_again = self.row.remat == "full"
         if self.program.attention:
             extra = causal / (self.cluster.peak * self.program.attention[self.cluster.gpu]) - fused
-            return extra, (ours.BACK + fused_again) * extra
+            return extra, (ours.ATTENTION_BACKWARD + fused_again) * extra
         scores = ours.PASSES * KEPT * m.heads * m.sequence * self.tokens / self.t / self.cluster.bandwidth
         forward, backward = 2 * causal / self.rate + scores, 4 * causal / self.rate + scores
-        return forward - fused, backward + again * forward - (ours.BACK + fused_again) * fused
+        return forward - fused, backward + again * forward - (ours.ATTENTION_BACKWARD + fused_again) * fused
 
     @cached_property
     def plain(self) -> ours.Estimate:
@@ -195,11 +195,11 @@ class Step:
     def over_data(self) -> list[Transfer]:
         """Weights and gradients, all 16 bits wide."""
         found = [one for one in self.plain.transfers if set(one.axes) & set(BATCH_AXES)]
-        return ours.together(replace(one, width=2) for one in found)
+        return ours.merge_calls(replace(one, width=2) for one in found)
 
     def gathered_late(self, transfers: Iterable[Transfer]) -> float:
         """Half of the gathers of layers, of which jaxdist's step already has what cannot be hidden."""
-        layers = [one for one in ours.together(transfers) if one.kind == ALL_GATHER and "of layers" in one.what]
+        layers = [one for one in ours.merge_calls(transfers) if one.kind == ALL_GATHER and "of layers" in one.what]
         backward = sum(ours.seconds(one, self.shape, self.cluster) for one in layers) / 2
         return backward * (2 - self.cluster.overlap)
 

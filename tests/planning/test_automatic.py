@@ -31,7 +31,7 @@ def test_the_cluster_is_that_of_the_gpus_with_the_hosts_and_memory_that_are_ther
 
 
 def test_a_gpu_that_no_cluster_has():
-    with pytest.raises(RequestError, match=r"--mesh auto knows NVIDIA A100.*, and here is NVIDIA L4; write a mesh"):
+    with pytest.raises(RequestError, match=r"--mesh auto knows NVIDIA A100.*, but this is NVIDIA L4; write a mesh"):
         cluster_of(Found("NVIDIA L4", "gpu", 8, 8, 0))
 
 

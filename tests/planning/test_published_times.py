@@ -75,7 +75,7 @@ def test_a_program_s_attention_is_its_own(monkeypatch):
     (table,) = [table for table in TABLES if table.title == "A100 80 GB"]
     row = max((one.row for one in table.timed), key=lambda row: row.seq)
     before = Step(row).plain.seconds, sum(Step(row).parts().values())
-    monkeypatch.setattr(estimate, "ATTENTION", estimate.ATTENTION / 2)
+    monkeypatch.setattr(estimate, "ATTENTION_RATE", estimate.ATTENTION_RATE / 2)
     after = Step(row).plain.seconds, sum(Step(row).parts().values())
     assert after[0] > 1.2 * before[0]
     assert after[1] == pytest.approx(before[1], rel=0.01)

@@ -21,7 +21,7 @@ from jaxdist.models import build
 from jaxdist.planning import target
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.search import picture
-from jaxdist.planning.search.candidates import asked, candidates, meshes, row_of
+from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import FORMULAS, estimate, exposed, ranks_inside
 from jaxdist.planning.search.plan import TIE, search
 from jaxdist.planning.search.questions import alone, scaling, why_not
@@ -47,7 +47,7 @@ def every(small):
     """All of its candidates on 8 devices: (rows, exact predictions)."""
     model, columns = build(small.model), candidates(small, meshes(small, 8))
     rows = [row_of(columns, number) for number in range(len(columns["zero"]))]
-    return columns, [estimate(asked(small, row), model, CLUSTER) for row in rows]
+    return columns, [estimate(candidate_config(small, row), model, CLUSTER) for row in rows]
 
 
 @pytest.mark.slow
@@ -100,10 +100,10 @@ def test_a_first_look_computes_once_what_is_the_same(small, unit):
     """Rows that differ in two columns: each pair of values stands once, and every candidate finds its own."""
     columns = candidates(small, meshes(small, 8))
     columns["micro"] *= unit  # numbers for which no table is large enough
-    few, at = Screen(small, build(small.model), CLUSTER, columns).different("micro", "remat")
-    pairs = list(zip(few.c["micro"].tolist(), few.c["remat"].tolist(), strict=True))
+    few, at = Screen(small, build(small.model), CLUSTER, columns).distinct("micro", "remat")
+    pairs = list(zip(few.columns["micro"].tolist(), few.columns["remat"].tolist(), strict=True))
     assert len(pairs) == len({*pairs}) == 16
-    assert all(np.array_equal(few.c[name][at], columns[name]) for name in ("micro", "remat"))
+    assert all(np.array_equal(few.columns[name][at], columns[name]) for name in ("micro", "remat"))
 
 
 def test_every_candidate_is_a_request_that_train_takes(small):
@@ -111,7 +111,7 @@ def test_every_candidate_is_a_request_that_train_takes(small):
     columns = candidates(small, meshes(small, 8))
     some = np.random.default_rng(0).permutation(len(columns["zero"]))[:400]
     for number in some:
-        assert checks.problems(asked(small, row_of(columns, number)), set(KNOBS)) == []
+        assert checks.problems(candidate_config(small, row_of(columns, number)), set(KNOBS)) == []
     assert {name: set(column.tolist()) for name, column in columns.items()} == {
         "replica": {1, 2, 4},
         "data": {1, 2, 4, 8},
@@ -297,7 +297,7 @@ def test_every_question_has_an_answer_in_json_too(capsys):
 def test_a_file_that_splits_tensors_otherwise_is_refused(tmp_path):
     path = tmp_path / "own.toml"
     path.write_text('[parallel.rules]\nmlp = ""\n')
-    with pytest.raises(RequestError, match=r"usual rules, and here parallel.rules.mlp '' is set"):
+    with pytest.raises(RequestError, match=r"default rules, but parallel.rules.mlp '' is set"):
         command.main([str(path)])
 
 
@@ -324,7 +324,7 @@ def test_the_command_for_a_person(capsys):
         (["--devices=0"], "--devices is 0: must be at least 1"),
         (["--cluster=h100-nrd"], "h100-ndr"),
         (["cnn_digits"], "plan knows models of text"),
-        (["--train.global-batch-size=16777216"], "262,144 rows a step at most; lower train.global_batch_size"),
+        (["--train.global-batch-size=16777216"], "262,144 rows per step at most; lower train.global_batch_size"),
         (["--mesh=2x1x1"], "--mesh has no effect on this command"),
         (["--compare=64,32"], "write each of the numbers of devices once, ascending: 32,64"),
         (["--save=nowhere/plan.toml"], "--save 'nowhere/plan.toml'"),

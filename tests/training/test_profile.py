@@ -146,7 +146,7 @@ def test_the_table():
     assert told[1].split() == ["11.00", "ms", "16.7%", "1", "k11"]
     assert told[-1] == "no collectives"
     told = table(summarize([*some, Kernel("0", "nccl" * 30, COLLECTIVE, 0, 500)]))
-    assert told[-1] == "collectives in 0.8% of the busy time, 100.0% of it exposed: nothing is computed beside them"
+    assert told[-1] == "collectives in 0.8% of the busy time, 100.0% of it exposed: no computation overlaps it"
     assert max(map(len, told)) < 110
     with pytest.raises(ValueError, match="no kernels"):
         summarize([])

@@ -1,2 +1,4 @@
-"""Every way to split a training step over a cluster, and which is the best: all candidates, a first look at each, and
-what those that look best hold and take."""
+"""Search for the best way to split a training step over a cluster.
+
+All legal candidates are estimated roughly, and the best of these are predicted exactly and ranked.
+"""

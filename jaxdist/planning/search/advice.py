@@ -1,4 +1,4 @@
-"""What would do where there is no plan. Each proposal is predicted as a plan is before it is made."""
+"""What to change where no plan exists. Each proposal is predicted, as a plan is, before it is made."""
 
 from __future__ import annotations
 
@@ -9,64 +9,79 @@ from jaxdist.config import Config
 from jaxdist.models import build
 from jaxdist.planning.clusters import PRESETS, Cluster, cluster
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.search.candidates import asked, candidates, meshes, row_of
-from jaxdist.planning.search.estimate import Estimate, estimate, told
+from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
+from jaxdist.planning.search.estimate import Estimate, estimate, label
 from jaxdist.planning.search.screen import Screen
 from jaxdist.units import multiples
 
 PREDICTED = 8
-"""Candidates that are predicted parameter by parameter: those that need the least memory at first sight."""
+"""Candidates that are predicted exactly: those that need the least memory in the rough estimate."""
 
 FAR = 2.0
-"""Times the memory of a device: what needs more at first sight is not predicted at all."""
+"""The rough memory over that of a device, beyond which a candidate is not predicted at all."""
 
 SHORTEST = 128
-"""Tokens of a row: shorter ones are not proposed."""
+"""Tokens of the shortest row that is proposed."""
 
 SMALLER_MODEL = "choose a smaller model: neither more devices, nor a known cluster, nor shorter rows are enough"
 
 
 def fits(config: Config, devices: int, where: Cluster) -> bool:
-    """Whether one of the candidates that need the least memory fits: then `search` finds a plan."""
+    """Return whether one of the smallest candidates fits, so that `search` finds a plan."""
     shapes = meshes(config, devices)
     if not shapes:
         return False
-    model, columns = build(config.model), candidates(config, shapes)
+    model = build(config.model)
+    columns = candidates(config, shapes)
     rough = Screen(config, model, where, columns).memory()
     rows = np.argsort(rough, kind="stable")[:PREDICTED]
-    rows = rows[rough[rows] <= FAR * where.memory]
-    return any(estimate(asked(config, row_of(columns, int(row))), model, where).fits for row in rows)
+    for row in rows[rough[rows] <= FAR * where.memory]:
+        if estimate(candidate_config(config, row_of(columns, int(row))), model, where).fits:
+            return True
+    return False
 
 
 def no_mesh(config: Config, devices: int, where: Cluster) -> str:
-    """The sentence where no mesh of so many devices divides the model and the batch."""
+    """Return the error message where no mesh of so many devices divides the model and the batch."""
     batch = config.train.global_batch_size
     ways = []
     fewer = next(count for count in range(min(devices, batch), 0, -1) if meshes(config, count))
     if fits(config, fewer, where):
         ways.append(f"use {fewer} devices")
-    if sizes := _batches(config, devices, where):
+    sizes = _batches(config, devices, where)
+    if sizes:
         ways.append(f"set train.global_batch_size to {' or '.join(map(str, sizes))}")
     return f"no mesh of {devices} device(s) divides this model and a global batch of {batch} rows; " + (
         ", or ".join(ways) or "choose another number of devices"
     )
 
 
-def nothing_fits(config: Config, devices: int, where: Cluster, nearest: Estimate) -> str:
-    """The sentence where meshes divide, and none fits; `nearest` is the candidate that needs the least memory."""
-    ways = [_more_devices(config, devices, where), _larger_gpus(config, devices, where)]
-    ways.append(_shorter_rows(config, devices, where))
+def nothing_fits(config: Config, devices: int, where: Cluster, smallest: Estimate) -> str:
+    """Return the error message where meshes divide and none fits; `smallest` needs the least memory."""
+    ways = [
+        _more_devices(config, devices, where),
+        _larger_gpus(config, devices, where),
+        _shorter_rows(config, devices, where),
+    ]
     return (
-        f"nothing fits {devices} x {where.name} with {units.size(where.memory)} each: the smallest, {told(nearest)}, "
-        f"needs {units.size(nearest.memory.total)}; " + (", or ".join(filter(None, ways)) or SMALLER_MODEL)
+        f"nothing fits {devices} x {where.name} with {units.size(where.memory)} each: the smallest, {label(smallest)}, "
+        f"needs {units.size(smallest.memory.total)}; " + (", or ".join(filter(None, ways)) or SMALLER_MODEL)
     )
 
 
 def _batches(config: Config, devices: int, where: Cluster) -> list[int]:
-    """Global batches next to that of `config` that fit: as many rows for each device, in 1, 2, 4, ... micro-batches."""
-    batch, unit = config.train.global_batch_size, devices
+    """Return the global batches nearest to that of `config` that fit.
+
+    They give each device equally many rows, in 1, 2, 4, ... micro-batches.
+    """
+    batch = config.train.global_batch_size
+    # Doubling the unit lets the rows of each device be split into twice as many micro-batches.
+    unit = devices
     while unit <= 2 * max(batch, devices):
-        found = [size for size in multiples(unit, batch) if fits(_with_batch(config, size), devices, where)]
+        found = []
+        for size in multiples(unit, batch):
+            if fits(_with(config, "train", global_batch_size=size), devices, where):
+                found.append(size)
         if found:
             return found
         unit *= 2
@@ -74,7 +89,7 @@ def _batches(config: Config, devices: int, where: Cluster) -> list[int]:
 
 
 def _more_devices(config: Config, devices: int, where: Cluster) -> str:
-    """The first of the larger powers of two on which a plan fits; empty where no mesh of so many divides."""
+    """Return the first larger power of two on which a plan fits; empty once no mesh of so many devices divides."""
     count = 2 ** devices.bit_length()
     while meshes(config, count):
         if fits(config, count, where):
@@ -84,28 +99,28 @@ def _more_devices(config: Config, devices: int, where: Cluster) -> str:
 
 
 def _larger_gpus(config: Config, devices: int, where: Cluster) -> str:
-    """The known clusters with more memory on which as many devices fit, least memory first."""
-    known = sorted(map(cluster, PRESETS), key=lambda one: one.memory)
-    larger = [one for one in known if one.gpu in GPUS and one.memory > where.memory]
-    names = [one.name for one in larger if fits(config, devices, one)]
-    return f"--cluster {' or '.join(names)}" if names else ""
+    """Return the known clusters with more memory on which as many devices fit, least memory first."""
+    known = sorted(map(cluster, PRESETS), key=lambda candidate: candidate.memory)
+    larger = [candidate for candidate in known if candidate.gpu in GPUS and candidate.memory > where.memory]
+    names = [candidate.name for candidate in larger if fits(config, devices, candidate)]
+    if not names:
+        return ""
+    return f"--cluster {' or '.join(names)}"
 
 
 def _shorter_rows(config: Config, devices: int, where: Cluster) -> str:
-    """Rows half as long, and so on, until a plan fits."""
+    """Return the longest rows that fit among a half, a quarter, ... of those of `config`."""
     length = config.model.sequence // 2
-    if length < SHORTEST or not fits(_with_sequence(config, SHORTEST), devices, where):
+    # Where the shortest rows do not fit, those between need not be tried.
+    if length < SHORTEST or not fits(_with(config, "model", sequence=SHORTEST), devices, where):
         return ""
     while length >= SHORTEST:
-        if fits(_with_sequence(config, length), devices, where):
+        if fits(_with(config, "model", sequence=length), devices, where):
             return f"--model.sequence {length}"
         length //= 2
     return ""
 
 
-def _with_batch(config: Config, rows: int) -> Config:
-    return config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": rows})})
-
-
-def _with_sequence(config: Config, length: int) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update={"sequence": length})})
+def _with(config: Config, section: str, **values: int) -> Config:
+    """Return `config` with other values in one section."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

@@ -1,4 +1,4 @@
-"""`--mesh auto`: the plan for the devices that a run finds, as far as their kind is known."""
+"""`--mesh auto`: plan for the devices that a run finds, if a shipped cluster has the same kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxdist.planning.hardware import GPUS, known
 from jaxdist.planning.search.plan import Plan, search
 
 WHOLE = 0.97
-"""Of the memory that XLA has, what is not lost to fragmentation."""
+"""The share of the memory that XLA has, which is not lost to fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -18,36 +18,43 @@ class Found:
     """The devices of a job: all of one kind."""
 
     kind: str
-    """As JAX calls it."""
+    """The device kind, as JAX names it."""
     platform: str
     count: int
     per_host: int
-    """The most of them in one host."""
+    """The largest number of them in one host."""
     memory: int
-    """Bytes that XLA has of each; 0 where it does not tell."""
+    """Bytes that XLA has of each device; 0 where it does not report them."""
 
 
 def plan(config: Config, found: Found) -> Plan:
-    """Raises `RequestError` for a kind of GPU that no cluster has, and as `search` does."""
+    """Search for the best plan on the devices found.
+
+    Raises `RequestError` for a kind of GPU that no cluster has, and as `search` does.
+    """
     return search(config, found.count, cluster_of(found))
 
 
 def cluster_of(found: Found) -> Cluster:
-    """The shipped cluster of such devices, with the memory and the hosts that are there."""
-    like = next((one for one in map(cluster, PRESETS) if _of(one, found)), None)
+    """Return the shipped cluster with these devices, with the memory and the size of the hosts that were found."""
+    shipped = [cluster(name) for name in PRESETS]
+    like = next((candidate for candidate in shipped if _same_device(candidate, found)), None)
     if like is None:
-        kinds = ", ".join(sorted({GPUS[one.gpu].kind for one in map(cluster, PRESETS) if one.gpu in GPUS}))
+        kinds = ", ".join(sorted({GPUS[candidate.gpu].kind for candidate in shipped if candidate.gpu in GPUS}))
         raise RequestError(
-            f"--mesh auto knows {kinds}, and here is {found.kind}; write a mesh, or measure the cluster (python -m "
+            f"--mesh auto knows {kinds}, but this is {found.kind}; write a mesh, or measure the cluster (python -m "
             f"jaxdist.bench collectives --fit FILE), plan for it (python -m jaxdist.plan --cluster FILE --save "
             f"plan.toml), and train plan.toml"
         )
-    memory = min(like.memory, WHOLE * found.memory) if found.memory else like.memory
+    memory = like.memory
+    if found.memory:
+        memory = min(memory, WHOLE * found.memory)
     return replace(like, per_host=found.per_host, memory=memory)
 
 
-def _of(one: Cluster, found: Found) -> bool:
+def _same_device(candidate: Cluster, found: Found) -> bool:
+    # The kind of a CPU is just `cpu`.
     if found.platform == "cpu":
-        return one.gpu == "cpu"
+        return candidate.gpu == "cpu"
     gpu = known(found.kind)
-    return gpu is not None and GPUS.get(one.gpu) is gpu
+    return gpu is not None and GPUS.get(candidate.gpu) is gpu

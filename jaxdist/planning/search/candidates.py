@@ -1,7 +1,8 @@
-"""Every way to split a training step over so many devices that this trainer has: one row of numbers for each.
+"""All legal ways to split a training step over a number of devices, as columns of numbers with one row per candidate.
 
-The axes `expert` and `context` are not built, and so not proposed; nor is the asynchronous pipeline, which learns
-something else. Replicas are what `data` does not shard over: they matter where it shards, from ZeRO 1 on.
+The axes `expert` and `context` are not built, and so not proposed; neither is the asynchronous pipeline (PipeDream),
+because it learns something else. The `replica` axis holds the ranks over which ZeRO does not shard, so that it makes a
+difference only from ZeRO 1 on.
 """
 
 from __future__ import annotations
@@ -22,58 +23,62 @@ Columns = dict[str, np.ndarray]
 MESH = (REPLICA, DATA, MODEL, PIPELINE)
 
 COLUMNS = (*MESH, "zero", "sequence", "micro", "outside", "remat", "schedule", "virtual")
-"""Sizes of axes; ZeRO's stage; whether the sequence is split; micro-batches, and whether they run outside the layers;
-numbers in `REMATS` and `SCHEDULES`; chunks on each rank."""
+"""The sizes of the mesh axes; ZeRO's stage; whether the sequence is split; the number of micro-batches; whether they
+run outside the loop over layers; indices into `REMATS` and `SCHEDULES`; chunks on each rank."""
 
 REMATS = ("none", "dots", "block", "stage")
-"""What is recomputed: ever more."""
+"""Activation checkpointing, ordered by how much it recomputes."""
 
 SCHEDULES = ("", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-u")
-"""Of a pipeline; the first is for those that are none."""
+"""Pipeline schedules; the first is for candidates without a pipeline."""
 
 SPLIT = [SCHEDULES.index(name) for name in ("zb-h1", "zb-u")]
-"""Those that take the backward pass in two pieces."""
+"""The schedules that split the backward pass in two."""
 
 CHUNKS = {"interleaved": (2, 4), "zb-h1": (1, 2), "zb-u": (1, 2)}
-"""How many on each rank are looked at; one for the others."""
+"""The numbers of chunks on each rank that are tried; 1 for the other schedules."""
 
-CUTS = [(number, v) for number, name in enumerate(SCHEDULES) if name for v in CHUNKS.get(name, (1,))]
-"""(schedule, chunks on each rank) of a pipeline."""
+SCHEDULES_AND_CHUNKS = [(number, v) for number, name in enumerate(SCHEDULES) if name for v in CHUNKS.get(name, (1,))]
+"""The pairs of a schedule's index and chunks on each rank that a pipeline can have."""
 
 
 def meshes(config: Config, devices: int) -> list[MeshShape]:
-    """The meshes of so many devices over which the model and the rows divide."""
-    found, plain = [], at_rest(config)
+    """Return the meshes of so many devices over which the model and the rows of a batch divide."""
+    found = []
+    neutral = neutral_config(config)
     for model, pipeline in product(divisors(devices), repeat=2):
-        for data in divisors(devices // (model * pipeline)) if devices % (model * pipeline) == 0 else []:
-            replica = devices // (model * pipeline * data)
+        if devices % (model * pipeline):
+            continue
+        ranks = devices // (model * pipeline)
+        for data in divisors(ranks):
+            replica = ranks // data
             shape = dict.fromkeys(AXES, 1) | {REPLICA: replica, DATA: data, MODEL: model, PIPELINE: pipeline}
-            if config.train.global_batch_size % (replica * data) == 0 and not _refused(plain, shape):
+            if config.train.global_batch_size % ranks == 0 and not _mesh_problems(neutral, shape):
                 found.append(shape)
     return found
 
 
 def problems(config: Config, shape: MeshShape) -> list[str]:
-    """Why the model does not divide over a mesh, whatever the batch."""
-    return _refused(at_rest(config), shape)
+    """Return why the model does not divide over a mesh, whatever the batch; empty if it does."""
+    return _mesh_problems(neutral_config(config), shape)
 
 
-def _refused(plain: Config, shape: MeshShape) -> list[str]:
+def _mesh_problems(neutral: Config, shape: MeshShape) -> list[str]:
     try:
-        check_mesh_fits(plain, shape, batch=False)
+        check_mesh_fits(neutral, shape, batch=False)
     except RequestError as error:
         return error.problems
     return []
 
 
-def at_rest(config: Config) -> Config:
-    """`config` without what a candidate decides."""
-    plain = Config()
-    parallel = dict(zero=0, sequence=False, micro_batches=plain.parallel.micro_batches, offload="none")
+def neutral_config(config: Config) -> Config:
+    """Return `config` with defaults for everything that a candidate decides."""
+    defaults = Config()
+    parallel = dict(zero=0, sequence=False, micro_batches=defaults.parallel.micro_batches, offload="none")
     return config.model_copy(
         update=dict(
             parallel=config.parallel.model_copy(update=parallel),
-            pipeline=plain.pipeline,
+            pipeline=defaults.pipeline,
             train=config.train.model_copy(update=dict(accumulation=1)),
             model=config.model.model_copy(update=dict(remat="none")),
         )
@@ -81,17 +86,22 @@ def at_rest(config: Config) -> Config:
 
 
 def candidates(config: Config, shapes: list[MeshShape]) -> Columns:
-    """All of them on these meshes; only legal ones."""
+    """Return all legal candidates on these meshes."""
     flat = [shape for shape in shapes if shape[PIPELINE] == 1]
     staged = [shape for shape in shapes if shape[PIPELINE] > 1]
-    blocks = [_columns(config, flat, [(0, 1)]), _columns(config, staged, CUTS)]
+    no_schedule = [(0, 1)]
+    blocks = [_columns(config, flat, no_schedule), _columns(config, staged, SCHEDULES_AND_CHUNKS)]
     return {name: np.concatenate([block[name] for block in blocks]) for name in COLUMNS}
 
 
-def _columns(config: Config, shapes: list[MeshShape], cuts: list[tuple[int, int]]) -> Columns:
-    """A rule looks only at the few values of what it is about: on a grid, of which only legal points become rows."""
-    sizes = np.array([[shape[axis] for axis in MESH] for shape in shapes], int).reshape(-1, 4)
-    cut = np.array(cuts)
+def _columns(config: Config, shapes: list[MeshShape], schedules: list[tuple[int, int]]) -> Columns:
+    """Return the legal combinations of all choices.
+
+    The choices span a grid, one dim each, and columns broadcast over it: a rule of `_legal` is computed only for the
+    combinations of the choices that it reads. Only legal points of the grid become rows.
+    """
+    sizes = np.array([[shape[axis] for axis in MESH] for shape in shapes], int).reshape(-1, len(MESH))
+    schedule_and_chunks = np.array(schedules)
     micro = np.array(list(_powers_of_two(config.train.global_batch_size)))
     choices: list[Columns] = [
         {axis: sizes[:, number] for number, axis in enumerate(MESH)},
@@ -100,26 +110,40 @@ def _columns(config: Config, shapes: list[MeshShape], cuts: list[tuple[int, int]
         {"micro": micro},
         {"outside": np.arange(2)},
         {"remat": np.arange(len(REMATS))},
-        {"schedule": cut[:, 0], "virtual": cut[:, 1]},
+        {"schedule": schedule_and_chunks[:, 0], "virtual": schedule_and_chunks[:, 1]},
     ]
-    along = np.ogrid[tuple(slice(len(next(iter(choice.values())))) for choice in choices)]
-    grid = {name: column[at] for choice, at in zip(choices, along, strict=True) for name, column in choice.items()}
-    kept = np.nonzero(_legal(config, grid))
-    return {name: column[at] for choice, at in zip(choices, kept, strict=True) for name, column in choice.items()}
+    lengths = [len(next(iter(choice.values()))) for choice in choices]
+    grid = _take(choices, np.ogrid[tuple(slice(length) for length in lengths)])
+    return _take(choices, np.nonzero(_legal(config, grid)))
+
+
+def _take(choices: list[Columns], indices: tuple[np.ndarray, ...]) -> Columns:
+    """Return the columns of each choice at its indices."""
+    taken = {}
+    for choice, at in zip(choices, indices, strict=True):
+        for name, column in choice.items():
+            taken[name] = column[at]
+    return taken
 
 
 def _legal(config: Config, c: Columns) -> np.ndarray:
-    """What the request would refuse, or what is the same as a simpler row, is left out."""
-    ranks, staged = c[REPLICA] * c[DATA], c[PIPELINE] > 1
-    splits = np.where(c["sequence"] == 1, (c[MODEL] > 1) & (config.model.sequence % c[MODEL] == 0), True)
-    shards = np.where(c["zero"] > 0, c[DATA] > 1, c[REPLICA] == 1)
+    """Return which rows are legal, and differ from every simpler row."""
+    staged = c[PIPELINE] > 1
+    sequence_divides = (c[MODEL] > 1) & (config.model.sequence % c[MODEL] == 0)
+    sequence = np.where(c["sequence"] == 1, sequence_divides, True)
+    # Sharding over one rank, or replicas of what is not sharded, are plain data parallelism.
+    zero = np.where(c["zero"] > 0, c[DATA] > 1, c[REPLICA] == 1)
     outside = np.where(c["outside"] == 1, (c["zero"] >= 2) & (c["micro"] > 1) & ~staged, True)
-    batch = config.train.global_batch_size % (ranks * c["micro"]) == 0
+    batch = config.train.global_batch_size % (c[REPLICA] * c[DATA] * c["micro"]) == 0
     layers = config.model.layers >= c[PIPELINE] * c["virtual"]
-    stage, block = c["remat"] == REMATS.index("stage"), c["remat"] == REMATS.index("block")
+
+    # Without a pipeline, `stage` is the same as `block`; a request refuses what these schedules cannot recompute.
+    stage = c["remat"] == REMATS.index("stage")
+    block = c["remat"] == REMATS.index("block")
     split = np.isin(c["schedule"], SPLIT)
-    remat = np.where(staged, ~(stage & split) & ~(block & (c["schedule"] == SCHEDULES.index("zb-h1"))), ~stage)
-    return splits & shards & outside & batch & layers & remat
+    zb_h1 = c["schedule"] == SCHEDULES.index("zb-h1")
+    remat = np.where(staged, ~(stage & split) & ~(block & zb_h1), ~stage)
+    return sequence & zero & outside & batch & layers & remat
 
 
 def _powers_of_two(most: int) -> Iterator[int]:
@@ -129,30 +153,33 @@ def _powers_of_two(most: int) -> Iterator[int]:
         number *= 2
 
 
-def asked(config: Config, row: dict[str, int]) -> Config:
-    """The request that a candidate is."""
-    staged = row[PIPELINE] > 1
-    mesh = f"{row[DATA]}x{row[MODEL]}x{row[PIPELINE]}"
-    if row[REPLICA] > 1:
-        mesh = ",".join(f"{axis}={row[axis]}" for axis in MESH if row[axis] > 1)
-    base = at_rest(config)
+def candidate_config(config: Config, row: dict[str, int]) -> Config:
+    """Return `config` with the choices of a candidate."""
+    base = neutral_config(config)
     parallel = dict(zero=row["zero"], sequence=bool(row["sequence"]))
     if row["outside"]:
         parallel["micro_batches"] = "outside"
     update = dict(
-        mesh=mesh,
+        mesh=_mesh_text(row),
         parallel=base.parallel.model_copy(update=parallel),
         model=base.model.model_copy(update=dict(remat=REMATS[row["remat"]])),
     )
-    if staged:
+    if row[PIPELINE] > 1:
+        # 0 is the default: one chunk, but for interleaved, which always has more here.
         virtual = row["virtual"] if row["virtual"] > 1 else 0
-        chosen = dict(schedule=SCHEDULES[row["schedule"]], microbatches=row["micro"], virtual_stages=virtual)
-        update["pipeline"] = base.pipeline.model_copy(update=chosen)
+        pipeline = dict(schedule=SCHEDULES[row["schedule"]], microbatches=row["micro"], virtual_stages=virtual)
+        update["pipeline"] = base.pipeline.model_copy(update=pipeline)
     else:
         update["train"] = base.train.model_copy(update=dict(accumulation=row["micro"]))
     return base.model_copy(update=update)
 
 
+def _mesh_text(row: dict[str, int]) -> str:
+    if row[REPLICA] > 1:
+        return ",".join(f"{axis}={row[axis]}" for axis in MESH if row[axis] > 1)
+    return f"{row[DATA]}x{row[MODEL]}x{row[PIPELINE]}"
+
+
 def row_of(columns: Columns, row: int) -> dict[str, int]:
-    """One candidate: name -> its number."""
+    """Return one candidate: name -> its number."""
     return {name: int(column[row]) for name, column in columns.items()}

@@ -1,19 +1,19 @@
-"""How long a step would take on a cluster, and what it would hold: predicted from the configuration alone.
+"""Predict the time and the memory of a training step on a cluster, from the configuration alone.
 
-A step is its arithmetic, what nobody computes behind of what crosses the mesh, and the optimizer's update:
+The time of a step is the sum of its arithmetic, the communication that nothing overlaps, and the optimizer's update:
 
-    arithmetic    products with weights, in whole rounds of tiles (`products`), and attention's at their rate; what the
-                  others read and write, and a backward pass in two pieces hands on, at the rate of the memory; layers
+    arithmetic    matmuls with weights, in whole waves of tiles (`products`), and attention at its own rate; what other
+                  operations read and write, and what a split backward pass hands on, at the rate of the memory; layers
                   run k times, or in a pipeline as often as the ticks of its schedule
     waiting       ticks in which a rank has nothing to do, and the padding of uneven stages
-    model         over `model`, each layer needs the sum before it goes on
-    pipeline      between stages
-    data          weights and gradients: hidden behind the arithmetic where they go layer by layer (ZeRO 2 and 3), and
-                  behind nothing where they go once a step (0 and 1)
+    model         collectives over `model`: each layer needs their results before it goes on
+    pipeline      messages between stages
+    data          weights and gradients: overlapped with the arithmetic where they are sent layer by layer (ZeRO 2 and
+                  3), and with nothing where they are sent once per step (0 and 1)
     optimizer     reads and writes parameters, moments and gradients once
 
-Bytes and calls of each transfer are those of `communication`, which `explain` holds against the compiled program; the
-times of collectives those of `collective_time`. What is not in here: launches, the input, other jobs on the network.
+`communication` predicts the bytes and calls of each transfer, and `explain` compares them with the compiled program;
+`collective_time` predicts the seconds. Not included: kernel launches, the input, other jobs on the network.
 """
 
 from __future__ import annotations
@@ -40,139 +40,173 @@ from jaxdist.planning.timing import flops_per_token
 from jaxdist.sharding import Layout, rules
 
 PASSES = 2
-"""Each value that a layer keeps is written and read once going forward, and its gradient once going backward."""
+"""Each value that a layer saves is written and read once in the forward pass, and its gradient once in the backward
+pass."""
 
 FORMULAS = {
-    "arithmetic": "micro-batches x (F + B + recomputed + head); F = layers x (2 tokens x (matrices, in whole rounds of "
-    "tiles, + sequence x embed / 0.65) / (model axis x matmul x peak) + 2 x kept bytes / memory bandwidth); "
-    "where B is two passes, 2 x stashed bytes / memory bandwidth too",
-    "waiting": "ticks of the schedule x its slots, less the arithmetic; padding of uneven stages is in it",
-    MODEL: "every collective of the residual stream over the model axis: nothing runs beside it",
-    PIPELINE: "messages between stages, and what all stages share of the vocabulary",
-    DATA: "what goes once; of t that goes layer by layer, max(0, t - arithmetic) + (overlap - 1) x min(t, arithmetic)",
+    "arithmetic": "micro-batches x (F + B + recomputed + head); F = layers x (2 tokens x (matrices, in whole waves of "
+    "tiles, + sequence x embed / 0.65) / (model axis x matmul x peak) + 2 x saved bytes / memory bandwidth); "
+    "a split backward pass adds 2 x stashed bytes / memory bandwidth",
+    "waiting": "ticks of the schedule x their slots, less the arithmetic; includes the padding of uneven stages",
+    MODEL: "every collective of the residual stream over the model axis: nothing overlaps them",
+    PIPELINE: "messages between stages, and collectives of the vocabulary that all stages share",
+    DATA: "all of what is sent once per step; of t sent layer by layer, max(0, t - arithmetic) + (overlap - 1) x "
+    "min(t, arithmetic)",
     "optimizer": "(2 x (parameters + moments) + gradients + copy) / memory bandwidth",
 }
-"""Of the seconds of a step's parts."""
+"""How the seconds of each part of a step are computed."""
 
-ATTENTION = 0.65
-"""Of the rate of a product with weights, what fused attention reaches: on A100 50 to 73 % of the peak (Dao 2023), where
-a product reaches 82 %; on H100, by cuDNN from 2048 tokens on, 49 to 54 % forward and 47 to 52 % backward (Shah et al.
-2024, figures 5 and 6), where a product reaches 80 %."""
+ATTENTION_RATE = 0.65
+"""The rate of fused attention over that of a matmul with weights: on A100 it reaches 50 to 73 % of the peak (Dao 2023),
+where a matmul reaches 82 %; on H100, with cuDNN from 2048 tokens on, 49 to 54 % forward and 47 to 52 % backward (Shah
+et al. 2024, figures 5 and 6), where a matmul reaches 80 %."""
 
-BACK = 2.5
-"""Times its forward pass, what attention's backward pass takes: it makes the scores again (Dao 2023, section 2.3)."""
+ATTENTION_BACKWARD = 2.5
+"""The time of attention's backward pass over that of its forward pass: it computes the scores again (Dao 2023, section
+2.3)."""
 
 UPDATE = 2
-"""What the optimizer holds is read and written."""
+"""The optimizer state is read and written."""
 
 
 @dataclass(frozen=True)
 class Estimate:
+    """A candidate with its predicted memory, transfers and time."""
+
     config: Config
     shape: MeshShape
     cluster: Cluster
     memory: Memory
     transfers: tuple[Transfer, ...]
     parts: Mapping[str, float]
-    """Seconds of a step by what they go to, as above."""
+    """The seconds of a step by part, as listed at the top of this file."""
 
     @cached_property
     def seconds(self) -> float:
+        """The seconds of a step."""
         return sum(self.parts.values())
 
     @property
     def devices(self) -> int:
+        """The number of devices of the mesh."""
         return abstract_mesh(self.shape).size
 
     @property
     def micro(self) -> int:
-        """Micro-batches of a step."""
+        """The number of micro-batches in a step."""
         return micro_batches(self.config, self.shape)
 
     @property
     def tokens_per_second(self) -> float:
+        """The throughput of all devices together."""
         return self.config.train.global_batch_size * self.config.model.sequence / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Of the arithmetic that the model needs, recomputation not counted (PaLM, appendix B)."""
+        """Model FLOPs utilisation: recomputation is not counted (PaLM, appendix B)."""
         flops = flops_per_token(self.config.model) * self.tokens_per_second
         return flops / (self.devices * self.cluster.peak)
 
     @property
     def fits(self) -> bool:
+        """Whether the step fits into the memory of a device."""
         return self.memory.total <= self.cluster.memory
 
     def sent(self, part: str) -> float:
-        """Bytes that a device sends in a step for this part: weights and gradients for `data`."""
-        return sum(one.wire_bytes for one in self.transfers if purpose(one) == part)
+        """Return the bytes that a device sends per step for a part of it: for `data`, weights and gradients."""
+        return sum(transfer.wire_bytes for transfer in self.transfers if purpose(transfer) == part)
 
     def share(self, part: str) -> float:
-        """Of the step's time."""
+        """Return the share of the step's time that a part of it takes."""
         return self.parts[part] / self.seconds
 
 
-def told(one: Estimate) -> str:
-    """A candidate in a few words."""
-    config, zero = one.config, f", ZeRO {one.config.parallel.zero}" if one.config.parallel.zero else ""
-    cut = f", {config.pipeline.schedule}" if one.shape[PIPELINE] > 1 else ""
-    return f"{config.mesh}{zero}{cut}, {one.micro} micro-batch(es), remat {config.model.remat}"
+def label(candidate: Estimate) -> str:
+    """Return a candidate in a few words, such as `8x1x1, ZeRO 2, 4 micro-batch(es), remat none`."""
+    config = candidate.config
+    words = [config.mesh]
+    if config.parallel.zero:
+        words.append(f"ZeRO {config.parallel.zero}")
+    if candidate.shape[PIPELINE] > 1:
+        words.append(config.pipeline.schedule)
+    words += [f"{candidate.micro} micro-batch(es)", f"remat {config.model.remat}"]
+    return ", ".join(words)
 
 
 def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
-    """`config.mesh` names every axis and fits; `config.precision` is not `auto`; `model` is `config.model`'s."""
+    """Predict a step of `config` on `cluster`.
+
+    `config.mesh` names every axis and fits; `config.precision` is not `auto`; `model` is that of `config.model`.
+    """
     shape = parse_mesh(config.mesh)
     layout = layout_of(config, shape, cluster)
     held = memory.predict(config, model, layout)
     transfers = tuple(communication.predict(config, model, layout))
     pipe = pipeline_of(config, layout)
     work, lockstep = _arithmetic(config, layout, pipe, cluster)
-    over, beside = dict.fromkeys((MODEL, PIPELINE, DATA), 0.0), 0.0
-    for one in together(transfers):
-        took = seconds(one, shape, cluster)
-        if _layer_by_layer(one, config, shape):
-            beside += took
+
+    exposed_seconds = dict.fromkeys((MODEL, PIPELINE, DATA), 0.0)
+    overlapping = 0.0
+    for transfer in merge_calls(transfers):
+        took = seconds(transfer, shape, cluster)
+        if _sent_layer_by_layer(transfer, config, shape):
+            overlapping += took
         else:
-            over[purpose(one)] += took
-    if pipe and not pipe.schedule.uniform:  # a rank takes those of its own units, not of every tick
-        over[MODEL] *= pipe.schedule.micro_batches * pipe.schedule.virtual / pipe.ticks("F")
-    over[DATA] += exposed(beside, lockstep, cluster)
-    update = UPDATE * (held.parameters + held.optimizer) + held.parameters + held.copy
-    parts = dict(arithmetic=work, waiting=lockstep - work, **over, optimizer=update / cluster.bandwidth)
+            exposed_seconds[purpose(transfer)] += took
+    if pipe and not pipe.schedule.uniform:
+        # A rank takes part in the collectives of its own units only, not in those of every tick.
+        exposed_seconds[MODEL] *= pipe.schedule.micro_batches * pipe.schedule.virtual / pipe.ticks("F")
+    exposed_seconds[DATA] += exposed(overlapping, lockstep, cluster)
+
+    # The third term is the gradients, which are as large as the parameters.
+    updated = UPDATE * (held.parameters + held.optimizer) + held.parameters + held.copy
+    parts = {
+        "arithmetic": work,
+        "waiting": lockstep - work,
+        **exposed_seconds,
+        "optimizer": updated / cluster.bandwidth,
+    }
     return Estimate(config, shape, cluster, held, transfers, parts)
 
 
 def layout_of(config: Config, shape: MeshShape, cluster: Cluster) -> Layout:
+    """Return the layout of `config` over a mesh of the cluster's devices."""
     return Layout.on(abstract_mesh(shape), rules(config, shape), Device(cluster))
 
 
-def together(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """As the compiler sends them: in one call what goes the same way for the same purpose at the same time."""
-    found: dict[tuple, Transfer] = {}
-    for one in transfers:
-        key = one.axes, one.kind, one.what, one.width
-        if other := found.get(key):
-            one = replace(one, calls=max(one.calls, other.calls), elements=one.elements + other.elements)
-        found[key] = one
-    return list(found.values())
+def merge_calls(transfers: Iterable[Transfer]) -> list[Transfer]:
+    """Merge transfers that the compiler sends in one call: same purpose, same axes, same time."""
+    merged: dict[tuple, Transfer] = {}
+    for transfer in transfers:
+        key = (transfer.axes, transfer.kind, transfer.what, transfer.width)
+        other = merged.get(key)
+        if other is not None:
+            calls = max(transfer.calls, other.calls)
+            transfer = replace(transfer, calls=calls, elements=transfer.elements + other.elements)
+        merged[key] = transfer
+    return list(merged.values())
 
 
 def seconds(transfer: Transfer, shape: Mapping[str, int], cluster: Cluster) -> float:
-    """All calls of it."""
+    """Return the seconds that all calls of a transfer take."""
     inside = ranks_inside(shape, transfer.axes, cluster.per_host)
     size = transfer.payload_bytes / transfer.calls
-    return transfer.calls * _call(transfer.kind, size, transfer.devices, inside, cluster)
+    return transfer.calls * _seconds_of_call(transfer.kind, size, transfer.devices, inside, cluster)
 
 
+# The candidates of a search share most of their calls.
 @lru_cache(maxsize=4096)
-def _call(kind: str, size: float, ranks: int, inside: int, cluster: Cluster) -> float:
-    """The candidates of a search have most of theirs in common."""
+def _seconds_of_call(kind: str, size: float, ranks: int, inside: int, cluster: Cluster) -> float:
     return float(collective_time.seconds(kind, size, ranks, inside, cluster))
 
 
 def ranks_inside(shape: Mapping[str, int], axes: tuple[str, ...], per_host: int) -> int:
-    """How many of a group over these axes share a host: its devices are neighbours, innermost axis first."""
-    found, stride = 1, 1
+    """Return how many ranks of a group over these axes share a host.
+
+    The devices of a host are neighbours in the mesh, innermost axis first.
+    """
+    found = 1
+    stride = 1
     for axis in reversed(AXES):
         if axis in axes:
             found *= int(inside_of(shape[axis], stride, per_host))
@@ -181,82 +215,105 @@ def ranks_inside(shape: Mapping[str, int], axes: tuple[str, ...], per_host: int)
 
 
 def exposed(communication: float, arithmetic: float, cluster: Cluster) -> float:
-    """What is left to wait for of communication that runs beside arithmetic, which slows both down a little."""
+    """Return the seconds by which communication that overlaps arithmetic extends it.
+
+    While both run, they slow each other down a little.
+    """
     behind = min(communication, arithmetic)
     return communication - behind + (cluster.overlap - 1) * behind
 
 
 def attention_flops(m: ModelConfig, tokens: float) -> float:
-    """Of its two products of tokens with tokens, forward; half of each is needed, as it is causal."""
+    """Return the forward FLOPs of attention's two matmuls of tokens with tokens, halved because it is causal."""
     return 2 * tokens * m.sequence * m.embed
 
 
 def head_flops(m: ModelConfig, tokens: float) -> float:
-    """Of the product with the output table: forward, and backward for both of its operands."""
+    """Return the FLOPs of the matmul with the output table: forward, and backward for both of its operands."""
     return 3 * 2 * tokens * m.vocab * m.embed
 
 
-def rate(config: Config, cluster: Cluster) -> float:
-    """FLOP/s of a device: float32 goes through the matrix units of a GPU at half the rate of bfloat16."""
-    half = 0.5 if config.precision == "float32" and cluster.gpu != "cpu" else 1.0
+def matmul_rate(config: Config, cluster: Cluster) -> float:
+    """Return the FLOP/s that matmuls reach on one device."""
+    half = 1.0
+    if config.precision == "float32" and cluster.gpu != "cpu":
+        # The matrix units of a GPU multiply float32 at half the rate of bfloat16.
+        half = 0.5
     return half * cluster.peak * cluster.matmul
 
 
 def stage_times(
     config: Config, layout: Layout, layers: float, tokens: float, cluster: Cluster, split: bool = False
 ) -> Times:
-    """Seconds of so many layers and a micro-batch's tokens on one device. Of a `split` backward pass, B writes what W
-    reads."""
-    sizes, ways, speed = config.model, layout.parts("heads"), rate(config, cluster)
-    moved = compute_width(config) * saved_per_token(sizes, layout, "none") * PASSES * tokens / cluster.bandwidth
-    products, inputs, weights = (float(each) / speed for each in layer_products(sizes, tokens, ways, cluster.gpu))
-    attention = attention_flops(sizes, tokens) / (ways * speed * ATTENTION)
+    """Return the seconds of F, I and W for so many layers and the `tokens` of a micro-batch on one device.
+
+    In a `split` backward pass, B also writes what W reads.
+    """
+    sizes = config.model
+    parts = layout.parts("heads")
+    rate = matmul_rate(config, cluster)
+    width = compute_width(config)
+    moved = width * saved_per_token(sizes, layout, "none") * PASSES * tokens / cluster.bandwidth
+    products, inputs, weights = (float(flops) / rate for flops in layer_products(sizes, tokens, parts, cluster.gpu))
+    attention = attention_flops(sizes, tokens) / (parts * rate * ATTENTION_RATE)
     forward = products + attention + moved
-    again = {"none": 0.0, "dots": attention + moved}.get(sizes.remat, forward)
-    stashed = split * compute_width(config) * stashed_per_token(sizes, layout) * tokens / cluster.bandwidth
-    of_input = inputs + BACK * attention + moved + again + stashed
+    if sizes.remat == "none":
+        recomputed = 0.0
+    elif sizes.remat == "dots":
+        recomputed = attention + moved
+    else:
+        recomputed = forward
+    stashed = 0.0
+    if split:
+        stashed = width * stashed_per_token(sizes, layout) * tokens / cluster.bandwidth
+    of_input = inputs + ATTENTION_BACKWARD * attention + moved + recomputed + stashed
     return Times(layers * forward, layers * of_input, layers * (weights + moved + stashed))
 
 
 def _arithmetic(config: Config, layout: Layout, pipe: Pipeline | None, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of the arithmetic that a device has in a step; and until all have done theirs, waiting for each other."""
-    sizes, k = config.model, micro_batches(config, dict(layout.axes))
+    """Return the seconds of one device's arithmetic in a step, and those until all devices have done theirs."""
+    sizes = config.model
+    k = micro_batches(config, dict(layout.axes))
     tokens = config.train.global_batch_size / (k * layout.ranks) * sizes.sequence
-    head = head_flops(sizes, tokens) / layout.parts("vocab") / rate(config, cluster)
+    head = head_flops(sizes, tokens) / layout.parts("vocab") / matmul_rate(config, cluster)
     if pipe is None:
         times = stage_times(config, layout, sizes.layers, tokens, cluster)
         work = k * (times.F + times.B + head)
         return work, work
-    layers = lambda count: stage_times(config, layout, count, tokens, cluster, pipe.schedule.split)
-    even, held = layers(sizes.layers / pipe.stages.ranks), layers(pipe.stages.depth * pipe.stages.virtual)
-    lockstep = lockstep_time(pipe.schedule, held) + pipe.ticks("H") * head
+    # Work is that of evenly split layers; the schedule runs stages with their padding.
+    split = pipe.schedule.split
+    even = stage_times(config, layout, sizes.layers / pipe.stages.ranks, tokens, cluster, split)
+    padded = stage_times(config, layout, pipe.stages.depth * pipe.stages.virtual, tokens, cluster, split)
+    lockstep = lockstep_time(pipe.schedule, padded) + pipe.ticks("H") * head
     return k * (even.F + even.B + head), lockstep
 
 
 def purpose(transfer: Transfer) -> str:
-    """Which part of a step it belongs to: the part of its outermost axis, and weights and gradients go over `data`."""
+    """Return the part of a step that a transfer belongs to: `data` for weights and gradients, else a mesh axis."""
     if set(transfer.axes) & set(BATCH_AXES):
         return DATA
     return MODEL if MODEL in transfer.axes else PIPELINE
 
 
-def _layer_by_layer(transfer: Transfer, config: Config, shape: Mapping[str, int]) -> bool:
-    """Whether it is of weights or gradients, and goes while other layers are computed."""
-    often = transfer.calls * shape[PIPELINE] >= config.model.layers
-    return purpose(transfer) == DATA and config.parallel.zero >= 2 and often
+def _sent_layer_by_layer(transfer: Transfer, config: Config, shape: Mapping[str, int]) -> bool:
+    """Return whether a transfer carries weights or gradients of a layer while other layers are computed."""
+    once_per_layer = transfer.calls * shape[PIPELINE] >= config.model.layers
+    return purpose(transfer) == DATA and config.parallel.zero >= 2 and once_per_layer
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device of the cluster, as a layout looks at it."""
+    """A device of a cluster, with the attributes that `Layout.on` reads."""
 
     cluster: Cluster
 
     @property
     def platform(self) -> str:
+        """The platform, as JAX names it."""
         return "cpu" if self.cluster.gpu == "cpu" else "gpu"
 
     @property
     def compute_capability(self) -> str:
+        """The CUDA compute capability, such as `9.0`; empty where the GPU is not known."""
         gpu = GPUS.get(self.cluster.gpu)
         return gpu.compute_capability if gpu else ""

@@ -1,5 +1,4 @@
-"""A plan as a picture: where the time and the memory of the best go, how it goes on with more devices, and when a
-pipeline computes what."""
+"""Plot a plan: time and memory of the best candidates, scaling to more devices, and the timeline of a pipeline."""
 
 from __future__ import annotations
 
@@ -18,15 +17,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 GIB = 2**30
-ROWS = 6
-"""Of the ranked ones."""
 
-LANES = 16
-"""Micro-batches of a timeline at most: of more, the middle is like what is drawn."""
+MOST_BARS = 6
+"""Ranked candidates that are drawn."""
+
+MOST_MICRO_BATCHES = 16
+"""Micro-batches of a timeline at most: with more, the middle looks like what is drawn."""
 
 
 def draw(plan: Plan, more: Sequence[tuple[int, Estimate | str]], path: Path) -> None:
-    """A PNG at `path`; `more` are the first of the plans for other numbers of devices, a panel where there are any."""
+    """Write a PNG to `path`.
+
+    `more` holds the best plans for other numbers of devices; they get a panel of their own where there are any.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -34,19 +37,24 @@ def draw(plan: Plan, more: Sequence[tuple[int, Estimate | str]], path: Path) -> 
     figure = Figure(figsize=(4.4 * panels, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     time, held, *scaled = figure.subplots(1, panels)
-    best = plan.ranked[:ROWS]
-    names = [f"{one.config.mesh}\nZeRO {one.config.parallel.zero}" for one in best]
-    _stack(time, names, [one.parts for one in best], 1.0, TIME)
+    best = plan.ranked[:MOST_BARS]
+    names = [f"{candidate.config.mesh}\nZeRO {candidate.config.parallel.zero}" for candidate in best]
+
+    _stack(time, names, [candidate.parts for candidate in best], 1.0, TIME)
     time.set(ylabel="seconds of a step", title="predicted time")
-    _stack(held, names, [one.memory.persistent | one.memory.transient for one in best], GIB, MEMORY)
+
+    memories = [candidate.memory.persistent | candidate.memory.transient for candidate in best]
+    _stack(held, names, memories, GIB, MEMORY)
     held.axhline(plan.cluster.memory / GIB, color=GREY, linestyle="--", linewidth=1, label="usable")
     held.set(ylabel="GiB per device, the same in all stages", title="predicted memory")
+
     for axes in (time, held):
         axes.tick_params(axis="x", labelrotation=30, labelsize="small")
+        # Room for the legend above the bars.
         axes.set_ylim(top=1.35 * axes.get_ylim()[1])
         axes.legend(fontsize="x-small", ncols=2, loc="upper left")
     for axes in scaled:
-        _scaling(axes, more)
+        _draw_scaling(axes, more)
     figure.suptitle(f"{plan.devices} x {plan.cluster.name}: predicted, not measured", fontsize="medium")
     write_picture(path, figure, dpi=130)
 
@@ -54,20 +62,20 @@ def draw(plan: Plan, more: Sequence[tuple[int, Estimate | str]], path: Path) -> 
 def _stack(
     axes: Axes, names: Sequence[str], bars: Sequence[Mapping[str, float]], unit: float, colours: Mapping[str, str]
 ) -> None:
-    """A bar of parts for each name, in `unit`; parts too small to be seen are left out."""
+    """Draw a bar of stacked parts for each name, in `unit`; parts too small to be seen are left out."""
     bottom = [0.0] * len(names)
-    seen = 0.005 * max(sum(bar.values()) for bar in bars) / unit
+    visible = 0.005 * max(sum(bar.values()) for bar in bars) / unit
     for part in bars[0]:
         heights = [bar[part] / unit for bar in bars]
-        if max(heights) > seen:
+        if max(heights) > visible:
             axes.bar(range(len(names)), heights, bottom=bottom, label=part, color=colours[part])
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.set_xticks(range(len(names)), names, ha="right", rotation_mode="anchor")
 
 
-def _scaling(axes: Axes, more: Sequence[tuple[int, Estimate | str]]) -> None:
-    """Throughput over the number of devices at the same batch, beside what the smallest would make of more."""
-    found = [(count, one.tokens_per_second) for count, one in more if isinstance(one, Estimate)]
+def _draw_scaling(axes: Axes, more: Sequence[tuple[int, Estimate | str]]) -> None:
+    """Plot the throughput over the number of devices at the same batch, beside linear scaling of the smallest."""
+    found = [(count, best.tokens_per_second) for count, best in more if isinstance(best, Estimate)]
     axes.set(xlabel="devices", ylabel="tokens per second", xscale="log", yscale="log", title="more devices, same batch")
     if not found:
         return
@@ -84,14 +92,15 @@ def _scaling(axes: Axes, more: Sequence[tuple[int, Estimate | str]]) -> None:
     axes.legend(fontsize="small")
 
 
-def draw_timeline(one: Estimate, path: Path) -> None:
-    """When each stage computes what, as a PNG; none where there are no stages."""
+def draw_timeline(candidate: Estimate, path: Path) -> None:
+    """Write a PNG of when each stage computes what; without a pipeline, write nothing."""
     from jaxdist.parallel.pipeline import timeline
     from jaxdist.parallel.pipeline.schedules import make
 
-    if one.shape[PIPELINE] == 1:
+    if candidate.shape[PIPELINE] == 1:
         return
-    pipe = pipeline_of(one.config, layout_of(one.config, one.shape, one.cluster))
+    pipe = pipeline_of(candidate.config, layout_of(candidate.config, candidate.shape, candidate.cluster))
     schedule = pipe.schedule
-    shown = make(schedule.name, schedule.stages, min(schedule.micro_batches, LANES), schedule.virtual)
+    micro = min(schedule.micro_batches, MOST_MICRO_BATCHES)
+    shown = make(schedule.name, schedule.stages, micro, schedule.virtual)
     timeline.picture(shown, path, pipe.times)

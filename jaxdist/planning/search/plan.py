@@ -1,4 +1,4 @@
-"""The ways to train a model on a cluster, best first, and why the others are not among them."""
+"""Search for the best way to train a model on a cluster, and keep why the other candidates were rejected."""
 
 from __future__ import annotations
 
@@ -13,30 +13,37 @@ from jaxdist.mesh import MODEL, PIPELINE, REPLICA, describe
 from jaxdist.models import Model, build
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.search import advice
-from jaxdist.planning.search.candidates import REMATS, Columns, asked, candidates, meshes, row_of
+from jaxdist.planning.search.candidates import REMATS, Columns, candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import Estimate, estimate
 from jaxdist.planning.search.screen import Screen, best
 
 TIE = 0.05
-"""Times that differ by less are equal: the model is no better than that."""
+"""Times that differ by less count as equal: the model of time is no better than that."""
 
-LOOKED_AT, ENOUGH, MOST = 64, 12, 512
-"""Candidates that are predicted parameter by parameter at a time; how many of them have to fit, before no more are; and
-the most of all."""
+BLOCK = 64
+"""Candidates that are predicted exactly before the search looks again whether enough of them fit."""
+
+ENOUGH_FIT = 12
+"""Candidates that fit, after which no more are predicted."""
+
+MOST_PREDICTED = 512
+"""Candidates that are predicted exactly, at most."""
 
 ROOM = 1.1
-"""How far beyond the memory a first look may be, and the candidate be looked at all the same."""
+"""The rough memory over that of a device, up to which a candidate may still be predicted exactly."""
 
 ZERO_ORDER = (0, 2, 1, 3)
-"""ZeRO's stages, the one to try first before the others: with micro-batches inside the layers, stage 2 moves no more
-than stages 0 and 1, and holds less than stage 1."""
+"""ZeRO's stages, simplest first: with micro-batches inside the layers, stage 2 moves no more than stages 0 and 1, and
+holds less than stage 1."""
 
 MOST_ROWS = 2**18
-"""Of a step: the tables of pipelines grow with their micro-batches, and with these they take 10 seconds."""
+"""Rows of a global batch at most: the tables of pipelines grow with the micro-batches, and take 10 seconds here."""
 
 
 @dataclass(frozen=True)
 class Plan:
+    """The candidates of a search with their rough figures, and the exact predictions of the best ones."""
+
     config: Config
     devices: int
     cluster: Cluster
@@ -45,44 +52,53 @@ class Plan:
     rough_memory: np.ndarray
     rough_seconds: np.ndarray
     looked_at: tuple[Estimate, ...] = ()
-    """Of the candidates that are the fastest at first sight; those that fit, and those that do not."""
+    """The candidates that were predicted exactly: the fastest in the rough estimate, whether they fit or not."""
 
     def predicted(self, row: int) -> Estimate:
-        """A candidate, parameter by parameter."""
-        return estimate(asked(self.config, row_of(self.columns, row)), self.model, self.cluster)
+        """Return the exact prediction of a candidate."""
+        return estimate(candidate_config(self.config, row_of(self.columns, row)), self.model, self.cluster)
 
     @cached_property
     def ranked(self) -> list[Estimate]:
-        """Those that fit: the ties for the best by simplicity, then the others by time; one of each mesh and stage."""
-        tied = [one for one in self.fitting if self.tied(one)]
-        rest = [one for one in self.fitting if not self.tied(one)]
-        return _one_of_each([*sorted(tied, key=complexity), *rest])
+        """The candidates that fit: ties for the fastest by simplicity, then the others by time.
+
+        Each mesh and ZeRO stage appears once.
+        """
+        tied = [candidate for candidate in self.fitting if self.tied(candidate)]
+        others = [candidate for candidate in self.fitting if not self.tied(candidate)]
+        return _first_of_each_kind([*sorted(tied, key=complexity), *others])
 
     @cached_property
     def fitting(self) -> list[Estimate]:
-        """Those that were looked at and fit, the fastest first."""
-        return sorted((one for one in self.looked_at if one.fits), key=lambda one: one.seconds)
+        """The predicted candidates that fit, fastest first."""
+        fitting = (candidate for candidate in self.looked_at if candidate.fits)
+        return sorted(fitting, key=lambda candidate: candidate.seconds)
 
-    def slower(self, one: Estimate) -> float:
-        """Times as long as the fastest."""
-        return one.seconds / self.fitting[0].seconds
+    def slower(self, candidate: Estimate) -> float:
+        """Return the time of a candidate over that of the fastest."""
+        return candidate.seconds / self.fitting[0].seconds
 
-    def tied(self, one: Estimate) -> bool:
-        """Whether it is as fast as the fastest, as far as can be told."""
-        return self.slower(one) <= 1 + TIE
+    def tied(self, candidate: Estimate) -> bool:
+        """Return whether a candidate is as fast as the fastest, within what the model can distinguish."""
+        return self.slower(candidate) <= 1 + TIE
 
     @property
     def rejected(self) -> Counter[str]:
-        """How many candidates were not looked at, by reason."""
-        over = int(np.sum(self.rough_memory > ROOM * self.cluster.memory))
-        slower = len(self.rough_memory) - over - len(self.looked_at)
-        return Counter({"memory": over + sum(not one.fits for one in self.looked_at), "slower": slower})
+        """The number of rejected candidates by reason: `memory`, or `slower`."""
+        # Candidates that were predicted and fit are not rejected, though not all of them are ranked.
+        too_large = int(np.sum(self.rough_memory > ROOM * self.cluster.memory))
+        slower = len(self.rough_memory) - too_large - len(self.looked_at)
+        unfit = sum(not candidate.fits for candidate in self.looked_at)
+        return Counter({"memory": too_large + unfit, "slower": slower})
 
 
 def search(config: Config, devices: int, cluster: Cluster) -> Plan:
-    """Raises `RequestError` for what the predictions leave out, and where nothing fits, with what would."""
-    check_known(config)
-    config = settled(config, cluster.gpu)
+    """Rank the ways to train `config` on so many devices of `cluster`.
+
+    Raises `RequestError` for options that the predictions do not cover, and where nothing fits, with what would.
+    """
+    check_covered(config)
+    config = with_precision(config, cluster.gpu)
     model = build(config.model)
     shapes = meshes(config, devices)
     if not shapes:
@@ -90,65 +106,70 @@ def search(config: Config, devices: int, cluster: Cluster) -> Plan:
     columns = candidates(config, shapes)
     screen = Screen(config, model, cluster, columns)
     plan = Plan(config, devices, cluster, model, columns, screen.memory(), screen.seconds())
-    plan = replace(plan, looked_at=tuple(_look(plan)))
+    plan = replace(plan, looked_at=tuple(_predict_best(plan)))
     if not plan.ranked:
-        raise RequestError(advice.nothing_fits(config, devices, cluster, nearest_to_fit(plan)))
+        smallest = min(plan.looked_at, key=lambda candidate: candidate.memory.total)
+        raise RequestError(advice.nothing_fits(config, devices, cluster, smallest))
     return plan
 
 
-def check_known(config: Config) -> None:
+def check_covered(config: Config) -> None:
+    """Raise `RequestError` for options that the predictions do not cover."""
     if config.model.images:
         raise RequestError(f"plan knows models of text, and model.family is {config.model.family}; use gpt or llama")
-    if (rows := config.train.global_batch_size) > MOST_ROWS:
-        raise RequestError(f"plan looks at {MOST_ROWS:,} rows a step at most; lower train.global_batch_size {rows:,}")
-    if other := [f"parallel.rules.{dim} '{axis}'" for dim, axis in config.parallel.rules if axis != MODEL]:
-        raise RequestError(f"plan splits tensors by the usual rules, and here {', '.join(other)} is set; leave it out")
+    rows = config.train.global_batch_size
+    if rows > MOST_ROWS:
+        raise RequestError(f"plan takes {MOST_ROWS:,} rows per step at most; lower train.global_batch_size {rows:,}")
+    other = [f"parallel.rules.{dim} '{axis}'" for dim, axis in config.parallel.rules if axis != MODEL]
+    if other:
+        raise RequestError(f"plan splits tensors by the default rules, but {', '.join(other)} is set; leave it out")
 
 
-def settled(config: Config, gpu: str) -> Config:
-    """With the precision that `auto` means there."""
+def with_precision(config: Config, gpu: str) -> Config:
+    """Return `config` with the precision that `auto` stands for on this GPU."""
     if config.precision != "auto":
         return config
     return config.model_copy(update={"precision": "float32" if gpu == "cpu" else "bfloat16"})
 
 
-def _look(plan: Plan) -> list[Estimate]:
-    """The fastest at first sight, until enough of them fit; where none does, those that need the least memory."""
+def _predict_best(plan: Plan) -> list[Estimate]:
+    """Predict the fastest candidates of the rough estimate until enough fit; if none does, the smallest ones too."""
     found: list[Estimate] = []
-    order = best(plan.rough_seconds, plan.rough_memory <= ROOM * plan.cluster.memory, MOST)
-    while order and sum(one.fits for one in found) < ENOUGH:
-        block, order = order[:LOOKED_AT], order[LOOKED_AT:]
-        found += [plan.predicted(row) for row in block]
-    if not any(one.fits for one in found):
-        smallest = np.argsort(plan.rough_memory, kind="stable")[:LOOKED_AT]
+    order = best(plan.rough_seconds, plan.rough_memory <= ROOM * plan.cluster.memory, MOST_PREDICTED)
+    for start in range(0, len(order), BLOCK):
+        found += [plan.predicted(row) for row in order[start : start + BLOCK]]
+        if sum(candidate.fits for candidate in found) >= ENOUGH_FIT:
+            break
+    if not any(candidate.fits for candidate in found):
+        # The rough estimate may be wrong about the smallest ones; the error message also needs them.
+        smallest = np.argsort(plan.rough_memory, kind="stable")[:BLOCK]
         found += [plan.predicted(int(row)) for row in smallest]
     return found
 
 
-def complexity(one: Estimate) -> tuple[int, ...]:
-    """What is simplest first, as the lecture advises: data parallelism; ZeRO 2; tensors inside a node; a pipeline."""
-    config, shape = one.config, one.shape
-    zero = ZERO_ORDER.index(config.parallel.zero)
-    remat = REMATS.index(config.model.remat)
+def complexity(candidate: Estimate) -> tuple[int, ...]:
+    """Return a sort key, simplest first in the order of the lecture.
+
+    Data parallelism comes before ZeRO 2, then tensor parallelism inside a node, then a pipeline.
+    """
+    config = candidate.config
+    shape = candidate.shape
+    staged = shape[PIPELINE] > 1
     return (
-        int(shape[PIPELINE] > 1),
+        int(staged),
         int(shape[MODEL] > 1),
         int(shape[REPLICA] > 1),
-        zero,
-        remat,
+        ZERO_ORDER.index(config.parallel.zero),
+        REMATS.index(config.model.remat),
         int(config.parallel.sequence),
-        config.pipeline.virtual if shape[PIPELINE] > 1 else 1,
-        one.micro,
+        config.pipeline.virtual if staged else 1,
+        candidate.micro,
     )
 
 
-def _one_of_each(found: list[Estimate]) -> list[Estimate]:
-    seen: dict[tuple, Estimate] = {}
-    for one in found:
-        seen.setdefault((describe(one.shape), one.config.parallel.zero), one)
-    return list(seen.values())
-
-
-def nearest_to_fit(plan: Plan) -> Estimate:
-    """The candidate that needs the least memory."""
-    return min(plan.looked_at, key=lambda one: one.memory.total)
+def _first_of_each_kind(found: list[Estimate]) -> list[Estimate]:
+    """Return the first candidate of each mesh and ZeRO stage."""
+    kinds: dict[tuple, Estimate] = {}
+    for candidate in found:
+        kinds.setdefault((describe(candidate.shape), candidate.config.parallel.zero), candidate)
+    return list(kinds.values())

@@ -1,4 +1,4 @@
-"""What a person asks of a plan: why not this mesh, what would one axis alone do, what do more devices bring?"""
+"""Answers of a plan: why a mesh is not the first, what one axis alone would do, what more devices bring."""
 
 from __future__ import annotations
 
@@ -11,58 +11,72 @@ from jaxdist.config import Config, RequestError
 from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA, MeshShape, describe, fill, parse_mesh
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.search.candidates import MESH, problems
-from jaxdist.planning.search.estimate import Estimate, told
-from jaxdist.planning.search.plan import LOOKED_AT, ROOM, TIE, Plan, complexity, search
+from jaxdist.planning.search.estimate import Estimate, label
+from jaxdist.planning.search.plan import BLOCK, ROOM, TIE, Plan, complexity, search
 
 LEAST = 4
-"""Candidates that are predicted for the least memory of a mesh."""
+"""Candidates that are predicted exactly to find the least memory of a mesh."""
 
 
 def why_not(plan: Plan, mesh: str) -> str:
-    """Why a mesh, whatever else is chosen with it, is not the first. Raises `RequestError` for what is no mesh."""
+    """Return why a mesh is not the first, whatever else is chosen with it.
+
+    Raises `RequestError` for text that is no mesh of the plan's devices.
+    """
     shape = fill(parse_mesh(mesh), plan.devices)
-    if found := problems(plan.config.model_copy(update={"mesh": mesh}), shape):
-        return f"{mesh} cannot be: " + "; ".join(found)
+    found = problems(plan.config.model_copy(update={"mesh": mesh}), shape)
+    if found:
+        return f"{mesh} is not possible: " + "; ".join(found)
     if shape[DATA] == 1 < shape[REPLICA]:
         plain = f"{DATA}={shape[REPLICA]}"
-        return f"{mesh} cannot be: replicas of what nothing shards are plain data parallelism; ask for {plain}"
+        return f"{mesh} is not possible: with nothing sharded, replicas are plain data parallelism; ask for {plain}"
     rows = rows_of(plan, shape)
     if not len(rows):
-        size = plan.config.train.global_batch_size
-        return f"{mesh} cannot be: {shape[DATA] * shape[REPLICA]} data ranks do not share {size} rows evenly"
-    first, best_one = plan.ranked[0], _best(plan, rows)
-    if best_one is None:
+        batch = plan.config.train.global_batch_size
+        ranks = shape[DATA] * shape[REPLICA]
+        return f"{mesh} is not possible: {ranks} data ranks do not share {batch} rows evenly"
+    # Predicted anew: the search may have predicted none of this mesh.
+    candidate = _fastest(plan, rows)
+    if candidate is None:
         least = smallest(plan, rows)
-        return f"{mesh} does not fit: at least {units.size(least.memory.total)} ({told(least)}): {_held(least)}"
-    if describe(best_one.shape) == describe(first.shape):
-        return f"{mesh} is the first: {told(best_one)}"
-    more = max(best_one.parts, key=lambda part: best_one.parts[part] - first.parts[part])
-    if plan.tied(best_one):
-        simpler = complexity(best_one) < complexity(first)
-        than = "and was overlooked at first sight" if simpler else f"but less simple than {told(first)}"
-        return f"{mesh} is as fast within {TIE:.0%} ({told(best_one)}), {than}"
-    return (
-        f"{mesh} takes {plan.slower(best_one):.2f} times as long as the fastest: {told(best_one)}; most of it {more}, "
-        f"{best_one.parts[more]:.3g} s against {first.parts[more]:.3g} s of {told(first)}"
-    )
+        return f"{mesh} does not fit: at least {units.size(least.memory.total)} ({label(least)}): {_held(least)}"
+    if describe(candidate.shape) == describe(plan.ranked[0].shape):
+        return f"{mesh} is the first: {label(candidate)}"
+    return _why_second(plan, mesh, candidate)
 
 
-def _held(one: Estimate) -> str:
-    parts = (one.memory.persistent | one.memory.transient).items()
+def _why_second(plan: Plan, mesh: str, candidate: Estimate) -> str:
+    """Return why the best candidate of a mesh that fits is not the first."""
+    first = plan.ranked[0]
+    if not plan.tied(candidate):
+        more = max(candidate.parts, key=lambda part: candidate.parts[part] - first.parts[part])
+        return (
+            f"{mesh} takes {plan.slower(candidate):.2f} times as long as the fastest: {label(candidate)}; most of the "
+            f"difference is {more}, {candidate.parts[more]:.3g} s against {first.parts[more]:.3g} s of {label(first)}"
+        )
+    if complexity(candidate) < complexity(first):
+        reason = "and was overlooked in the rough estimate"
+    else:
+        reason = f"but less simple than {label(first)}"
+    return f"{mesh} is as fast within {TIE:.0%} ({label(candidate)}), {reason}"
+
+
+def _held(candidate: Estimate) -> str:
+    parts = (candidate.memory.persistent | candidate.memory.transient).items()
     return ", ".join(f"{name} {units.size(count)}" for name, count in parts if count)
 
 
 def alone(plan: Plan) -> list[tuple[str, Estimate | str]]:
-    """Each way to use all devices on one axis: the best of it, or why there is none.
+    """Return for each axis the best way to use all devices on it alone, or why there is none.
 
-    What fits is not asked: of an axis that needs too much memory the smallest is told.
+    Where nothing fits, that is the candidate with the least memory.
     """
     found: list[tuple[str, Estimate | str]] = []
     for axis in (DATA, MODEL, PIPELINE):
         shape = dict.fromkeys(plan.ranked[0].shape, 1) | {axis: plan.devices}
         rows = rows_of(plan, shape)
         if len(rows):
-            found.append((axis, _best(plan, rows) or smallest(plan, rows)))
+            found.append((axis, _fastest(plan, rows) or smallest(plan, rows)))
         else:
             config = plan.config.model_copy(update={"mesh": f"{axis}={plan.devices}"})
             found.append((axis, "; ".join(problems(config, shape)) or "the batch does not divide"))
@@ -70,7 +84,7 @@ def alone(plan: Plan) -> list[tuple[str, Estimate | str]]:
 
 
 def scaling(config: Config, counts: Sequence[int], cluster: Cluster) -> list[tuple[int, Estimate | str]]:
-    """The first of the plan for each number of devices, at the same global batch; or why there is none."""
+    """Return the best plan for each number of devices at the same global batch, or why there is none."""
     found: list[tuple[int, Estimate | str]] = []
     for count in counts:
         try:
@@ -81,19 +95,20 @@ def scaling(config: Config, counts: Sequence[int], cluster: Cluster) -> list[tup
 
 
 def rows_of(plan: Plan, shape: MeshShape) -> np.ndarray:
-    """Numbers of the candidates with this mesh."""
+    """Return the indices of the candidates with this mesh."""
     return np.flatnonzero(np.all([plan.columns[axis] == shape[axis] for axis in MESH], axis=0))
 
 
-def _best(plan: Plan, rows: np.ndarray) -> Estimate | None:
-    """The fastest of these candidates that fits."""
+def _fastest(plan: Plan, rows: np.ndarray) -> Estimate | None:
+    """Return the fastest of these candidates that fits, or None."""
     order = rows[np.argsort(plan.rough_seconds[rows], kind="stable")]
-    allowed = [row for row in order if plan.rough_memory[row] <= ROOM * plan.cluster.memory][:LOOKED_AT]
-    fitting = [one for one in (plan.predicted(row) for row in allowed) if one.fits]
-    return min(fitting, key=lambda one: one.seconds, default=None)
+    allowed = [row for row in order if plan.rough_memory[row] <= ROOM * plan.cluster.memory][:BLOCK]
+    predicted = (plan.predicted(row) for row in allowed)
+    fitting = [candidate for candidate in predicted if candidate.fits]
+    return min(fitting, key=lambda candidate: candidate.seconds, default=None)
 
 
 def smallest(plan: Plan, rows: np.ndarray) -> Estimate:
-    """The least memory that one of these candidates needs, predicted for those that need least at first sight."""
+    """Return the candidate with the least memory, of those in `rows` that need the least in the rough estimate."""
     order = rows[np.argsort(plan.rough_memory[rows], kind="stable")][:LEAST]
-    return min((plan.predicted(int(row)) for row in order), key=lambda one: one.memory.total)
+    return min((plan.predicted(int(row)) for row in order), key=lambda candidate: candidate.memory.total)

@@ -1,7 +1,8 @@
-"""A first look at all candidates at once: memory and time as `memory` and `estimate` have them, if all divided evenly.
+"""A rough estimate of the memory and time of all candidates at once, as if every size divided evenly.
 
-One array operation for hundreds of thousands of rows, or for those of them that differ in what it reads. It decides
-only who is looked at more closely, with what every parameter really is, and every transfer.
+The formulas are those of `memory` and `estimate`, written as one array operation over hundreds of thousands of rows,
+or over the distinct rows among the columns that a formula reads. The screen decides only which candidates are then
+predicted exactly, with the real layout of every parameter and every transfer.
 """
 
 from __future__ import annotations
@@ -27,290 +28,378 @@ from jaxdist.planning.memory import MOMENTS
 from jaxdist.planning.parameter_layout import STACKED, compute_width
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, PERMUTE, REDUCE_SCATTER
 from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT, Columns
-from jaxdist.planning.search.estimate import ATTENTION, BACK, Device, attention_flops, head_flops, rate
+from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
+from jaxdist.planning.search.estimate import (
+    ATTENTION_BACKWARD,
+    ATTENTION_RATE,
+    Device,
+    attention_flops,
+    head_flops,
+    matmul_rate,
+)
 from jaxdist.planning.search.products import layer_products
 from jaxdist.sharding import RULES, Layout
 
-Column = np.ndarray
-
-LARGEST = 2**24
-"""Entries of a table."""
+SAVED = (*REMATS, "named")
+"""What the forward pass saves, as the functions of `activations` name it; a column holds indices into it."""
 
 
 @dataclass(frozen=True)
 class Screen:
+    """Rough figures of the candidates in `columns`. Elements and bytes are those of one device."""
+
     config: Config
     model: Model
     cluster: Cluster
-    c: Columns
+    columns: Columns
 
     def memory(self) -> Column:
-        """Bytes per device."""
-        few, at = self.different(DATA, MODEL, PIPELINE, "zero", "micro", "virtual")
-        return (few._states() + few._gradients() + few._weights())[at] + self._activations()
+        """Return the bytes that each candidate needs on one device."""
+        # What the state reads has few distinct rows. Activations read nearly all columns, but each of their terms few.
+        few, kinds = self.distinct(DATA, MODEL, PIPELINE, "zero", "micro", "virtual")
+        return (few._states() + few._gradients() + few._weights())[kinds] + self._activations()
 
     def seconds(self) -> Column:
-        """Of a step."""
-        few, at = self.different(*MESH, "sequence", "micro", "remat", "virtual")
-        work, streams = few._work()[at], few._streams()[at]
-        busy = (work + self._stashed()) * (1 + self._waiting())
-        few, at = self.different(*MESH, "zero", "micro", "outside", "virtual")
-        data, state = few._data()[at], few._updated()[at]
-        hidden = np.where(self.c["zero"] >= 2, np.minimum(data, busy) * (2 - self.cluster.overlap), 0.0)
-        return busy + streams + data - hidden + state / self.cluster.bandwidth
+        """Return the seconds of a step of each candidate."""
+        few, kinds = self.distinct(*MESH, "sequence", "micro", "remat", "virtual")
+        work = few._work_seconds()[kinds]
+        model_and_pipeline = few._residual_stream_seconds()[kinds]
+        busy = (work + self._stash_seconds()) * (1 + self._by_schedule(_bubble_over_work))
 
-    def different(self, *names: str) -> tuple[Screen, Column]:
-        """A row for each that is different in these columns, without the others; and which of them each row is."""
-        example, at = _different(*(self.c[name] for name in names))
-        return replace(self, c={name: self.c[name][example] for name in names}), at
+        few, kinds = self.distinct(*MESH, "zero", "micro", "outside", "virtual")
+        data = few._data_seconds()[kinds]
+        updated = few._bytes_updated()[kinds]
+        # Only ZeRO 2 and 3 send layer by layer; overlap slows both down, so that not all of it is hidden.
+        overlaps = self.columns["zero"] >= 2
+        hidden = np.where(overlaps, np.minimum(data, busy) * (2 - self.cluster.overlap), 0.0)
+        return busy + model_and_pipeline + data - hidden + updated / self.cluster.bandwidth
+
+    def distinct(self, *names: str) -> tuple[Screen, Column]:
+        """Return a screen of the distinct rows of these columns alone, and for each row its index in that screen."""
+        examples, kinds = distinct_rows(*(self.columns[name] for name in names))
+        columns = {name: self.columns[name][examples] for name in names}
+        return replace(self, columns=columns), kinds
+
+    # Sizes that several formulas share. Each reads only the columns that `memory` and `seconds` name above.
 
     @cached_property
     def staged(self) -> Column:
-        return self.c[PIPELINE] > 1
+        """Whether the candidate is a pipeline."""
+        return self.columns[PIPELINE] > 1
 
     @cached_property
-    def depth(self) -> Column:
-        """Layers that a rank holds, padding included."""
-        chunks = self.c[PIPELINE] * self.c["virtual"]
-        return -(-self.config.model.layers // chunks) * self.c["virtual"]
+    def layers_held(self) -> Column:
+        """The layers that a rank holds, padding included."""
+        chunks = self.columns[PIPELINE] * self.columns["virtual"]
+        layers_of_chunk = -(-self.config.model.layers // chunks)
+        return layers_of_chunk * self.columns["virtual"]
 
     @cached_property
     def layer(self) -> Column:
-        """Elements of a layer in use."""
+        """The elements of one layer in use."""
         leaves = jax.tree.leaves(self.model.abstract[STACKED])
-        return sum(leaf.size for leaf in leaves) / self.config.model.layers / self.c[MODEL]
+        return sum(leaf.size for leaf in leaves) / self.config.model.layers / self.columns[MODEL]
 
     @cached_property
-    def tops(self) -> Column:
-        """Elements in use of what is no layer."""
-        return sum(leaf.size for leaf in self._outside()) / (self.c[MODEL] * self.c[PIPELINE])
+    def embeddings(self) -> Column:
+        """The elements in use of the parameters outside the layers, nearly all of which are embedding tables."""
+        return sum(leaf.size for leaf in self._leaves_outside()) / (self.columns[MODEL] * self.columns[PIPELINE])
 
     @cached_property
     def table(self) -> Column:
-        """Elements in use of the largest of these."""
-        return max(leaf.size for leaf in self._outside()) / (self.c[MODEL] * self.c[PIPELINE])
+        """The elements in use of the largest parameter outside the layers."""
+        return max(leaf.size for leaf in self._leaves_outside()) / (self.columns[MODEL] * self.columns[PIPELINE])
 
     @cached_property
-    def shared(self) -> Column:
-        """Whether all stages have a part of the vocabulary."""
-        return self.config.model.vocab % (self.c[MODEL] * self.c[PIPELINE]) == 0
+    def vocab_shared(self) -> Column:
+        """Whether each stage holds a part of the vocabulary."""
+        return self.config.model.vocab % (self.columns[MODEL] * self.columns[PIPELINE]) == 0
 
     @cached_property
-    def use(self) -> Column:
-        return self.depth * self.layer + self.tops
+    def in_use(self) -> Column:
+        """The elements of all parameters in use."""
+        return self.layers_held * self.layer + self.embeddings
 
     @cached_property
     def shards(self) -> Column:
-        return np.where(self.c["zero"] > 0, self.c[DATA], 1)
+        """The parts into which ZeRO splits the masters and the optimizer state."""
+        return np.where(self.columns["zero"] > 0, self.columns[DATA], 1)
 
     @cached_property
-    def rest(self) -> Column:
-        return self.use / self.shards
+    def at_rest(self) -> Column:
+        """The elements of all parameters between steps."""
+        return self.in_use / self.shards
 
     @cached_property
     def rows(self) -> Column:
-        """Of a micro-batch, on one device."""
-        return self.config.train.global_batch_size // (self.c["micro"] * self.c[REPLICA] * self.c[DATA])
+        """The rows of a micro-batch on one device."""
+        parts = self.columns["micro"] * self.columns[REPLICA] * self.columns[DATA]
+        return self.config.train.global_batch_size // parts
 
     @property
     def width(self) -> int:
+        """The bytes of an element in the dtype of the computation."""
         return compute_width(self.config)
 
-    def _outside(self) -> list[jax.ShapeDtypeStruct]:
+    def _leaves_outside(self) -> list[jax.ShapeDtypeStruct]:
+        """Return the parameters outside the layers."""
         return jax.tree.leaves({name: tree for name, tree in self.model.abstract.items() if name != STACKED})
 
     def _remat(self, *names: str) -> Column:
-        return np.isin(self.c["remat"], [REMATS.index(name) for name in names])
+        """Return whether the candidate has one of these kinds of activation checkpointing."""
+        return np.isin(self.columns["remat"], [REMATS.index(name) for name in names])
+
+    # Memory, in bytes of one device.
 
     def _states(self) -> Column:
-        copy = np.where((self.c["zero"] == 3) | self.staged, self.rest, self.use)
-        mixed = self.width * copy if self.config.precision == "mixed" else 0
-        return F32 * self.rest * (1 + MOMENTS[self.config.optimizer.name]) + mixed
+        """Return the bytes of the f32 masters, the optimizer state, and in mixed precision the bfloat16 copy."""
+        mixed = 0
+        if self.config.precision == "mixed":
+            sharded = (self.columns["zero"] == 3) | self.staged
+            mixed = self.width * np.where(sharded, self.at_rest, self.in_use)
+        return F32 * self.at_rest * (1 + MOMENTS[self.config.optimizer.name]) + mixed
 
     def _gradients(self) -> Column:
-        zero, width = self.c["zero"], self.width
-        alone = self.c["micro"] == 1
-        shards = np.where(alone, 1, 2) * F32 * self.rest + (F32 + width) * self.layer + F32 * self.table
-        whole = np.where(alone, width * self.use, (F32 + width) * self.use + np.where(zero > 0, F32 * self.rest, 0))
-        layers = self.depth * self.layer
+        """Return the bytes of gradients: the sum over micro-batches, and what one backward pass makes."""
+        zero = self.columns["zero"]
+        width = self.width
+        # A single micro-batch has no sum to be added to.
+        alone = self.columns["micro"] == 1
+        # One layer is whole beside the shards, and the largest table, which the loss adds up in f32.
+        shards = np.where(alone, 1, 2) * F32 * self.at_rest + (F32 + width) * self.layer + F32 * self.table
+        sum_and_gradients = (F32 + width) * self.in_use + np.where(zero > 0, F32 * self.at_rest, 0)
+        whole = np.where(alone, width * self.in_use, sum_and_gradients)
+        flat = np.where(zero >= 2, shards, whole)
+
+        layers = self.layers_held * self.layer
         held = F32 * np.where(zero >= 2, layers / self.shards, layers)
-        staged = 2 * F32 * self.tops + held + (F32 + width) * self.layer
-        return np.where(self.staged, staged, np.where(zero >= 2, shards, whole))
+        staged = 2 * F32 * self.embeddings + held + (F32 + width) * self.layer
+        return np.where(self.staged, staged, flat)
 
     def _weights(self) -> Column:
-        cast = self.width * self.rest if self.config.precision == "bfloat16" else 0
-        kept = (self.config.precision == "mixed") & ~self.staged
-        whole = np.where(self.shards == 1, 0, np.where(kept, 0, self.width * self.use))
-        tops = np.where(self.staged, self.tops, self.table)
-        return cast + np.where(self.c["zero"] == 3, self.width * (self.layer + tops), whole)
+        """Return the bytes of weights that are cast or gathered for use."""
+        cast = 0
+        if self.config.precision == "bfloat16":
+            cast = self.width * self.at_rest
+        # In mixed precision the copy, which `_states` counts, is what is used.
+        copied = (self.config.precision == "mixed") & ~self.staged
+        gathered = (self.shards != 1) & ~copied
+        whole = np.where(gathered, self.width * self.in_use, 0)
+        # Tables are used one after the other, but a pipeline gathers all of them.
+        outside = np.where(self.staged, self.embeddings, self.table)
+        return cast + np.where(self.columns["zero"] == 3, self.width * (self.layer + outside), whole)
 
     def _activations(self) -> Column:
-        m, c, tokens = self.config.model, self.c, self.rows * self.config.model.sequence
-        keeping = (*REMATS, "named")
-        named = np.where((self.c["zero"] >= 2) | self.staged, keeping.index("named"), keeping.index("none"))
-        remat = np.where(self._remat("none") | (self.staged & self._remat("stage")), named, c["remat"])
-        saved = self._by(lambda layout, remat: saved_per_token(m, layout, keeping[remat]), remat)
-        inside = (self.c["zero"] >= 2) & (self.c["outside"] == 0) & ~self.staged
-        flat = np.where(inside, self.c["micro"], 1) * m.layers * saved
-        chunk = self.depth / self.c["virtual"] * saved
-        stream = m.embed / np.where(self.c["sequence"] == 1, self.c[MODEL], 1)
-        slots = self._schedule(residual_slots)
-        stash = self._schedule(lambda name, S, M, v: min(v * M, {"zb-h1": v * S, "zb-u": S}.get(name, 0)))
-        needs = self._by(lambda layout: stashed_per_token(m, layout))
-        again = self._remat("stage")
-        kept = slots * np.where(again, stream, chunk) + 3 * stream + np.where(again, chunk, 0)
-        kept += stash * self.depth / c["virtual"] * needs
-        layer = lambda layout, rows, remat: in_layer(m, layout, rows, self.width, keeping[remat])
-        logits = self._by(lambda layout, rows: in_loss(m, layout, rows, self.width), self.rows)
-        logits /= np.where(self.shared, c[PIPELINE], 1)
-        moment = np.maximum(self._by(layer, self.rows, remat), logits - self._after_the_loss())
-        return self.width * tokens * np.where(self.staged, kept, flat) + moment
+        """Return the bytes of activations: those saved for the backward pass, and those of one layer or the loss.
 
-    def _after_the_loss(self) -> Column:
-        """Of the gradients, what only the backward pass of the layers makes."""
-        shards = F32 * self.rest + (F32 + self.width) * self.layer
-        whole = np.maximum(0, self.width * self.use - F32 * self.table)
-        return np.where(self.staged, 0, np.where(self.c["zero"] >= 2, shards, whole))
+        A pipeline saves the slots of its schedule and the stash of a split backward pass; without one, all layers
+        are saved.
+        """
+        c = self.columns
+        m = self.config.model
+        tokens = self.rows * m.sequence
+        saved_by = self._saved_by()
+        saved = self._by_layout(lambda layout, remat: saved_per_token(m, layout, SAVED[remat]), saved_by)
 
-    def _work(self) -> Column:
-        """Seconds of a device's arithmetic."""
-        products, gradients, attention, moved = self._layers()
+        # The loop over micro-batches lies inside the layers, so that each layer saves those of all.
+        inside = (c["zero"] >= 2) & (c["outside"] == 0) & ~self.staged
+        flat = np.where(inside, c["micro"], 1) * m.layers * saved
+
+        layers_of_chunk = self.layers_held / c["virtual"]
+        chunk = layers_of_chunk * saved
+        stream = m.embed / np.where(c["sequence"] == 1, c[MODEL], 1)
+        recomputed = self._remat("stage")
+        # A recomputed stage saves its input only, and one chunk at a time is there in full. Three more arrays of the
+        # residual stream are buffers of messages.
+        staged = self._by_schedule(residual_slots) * np.where(recomputed, stream, chunk)
+        staged = staged + 3 * stream + np.where(recomputed, chunk, 0)
+        stashed = self._by_layout(lambda layout: stashed_per_token(m, layout))
+        staged = staged + self._by_schedule(_stash_slots) * self.layers_held / c["virtual"] * stashed
+
+        layer = self._by_layout(
+            lambda layout, rows, remat: in_layer(m, layout, rows, self.width, SAVED[remat]), self.rows, saved_by
+        )
+        logits = self._by_layout(lambda layout, rows: in_loss(m, layout, rows, self.width), self.rows)
+        logits = logits / np.where(self.vocab_shared, c[PIPELINE], 1)
+        # The loss and the backward pass of the layers do not overlap: the larger one counts.
+        moment = np.maximum(layer, logits - self._gradients_after_loss())
+        return self.width * tokens * np.where(self.staged, staged, flat) + moment
+
+    def _saved_by(self) -> Column:
+        """Return the index in `SAVED` of what the forward pass of each candidate saves."""
+        # Without activation checkpointing, ZeRO 2 and 3 and pipelines save only the named values of a layer.
+        only_named = (self.columns["zero"] >= 2) | self.staged
+        without_remat = np.where(only_named, SAVED.index("named"), SAVED.index("none"))
+        # While a stage is recomputed, its layers save what they save without activation checkpointing.
+        all_saved = self._remat("none") | (self.staged & self._remat("stage"))
+        return np.where(all_saved, without_remat, self.columns["remat"])
+
+    def _gradients_after_loss(self) -> Column:
+        """Return the bytes of gradients that do not exist yet during the loss: the backward pass makes them."""
+        shards = F32 * self.at_rest + (F32 + self.width) * self.layer
+        whole = np.maximum(0, self.width * self.in_use - F32 * self.table)
+        flat = np.where(self.columns["zero"] >= 2, shards, whole)
+        return np.where(self.staged, 0, flat)
+
+    def _bytes_updated(self) -> Column:
+        """Return the bytes that the optimizer reads and writes."""
+        return F32 * self.at_rest * (2 * (1 + MOMENTS[self.config.optimizer.name]) + 1)
+
+    # Time, in seconds of a step.
+
+    def _work_seconds(self) -> Column:
+        """Return the seconds of a device's arithmetic."""
+        products, gradients, attention, moved = self._layer_seconds()
         forward = products + attention + moved
-        backward = gradients + BACK * attention + 2 * moved
-        again = np.select([self._remat("none"), self._remat("dots")], [0 * forward, attention + moved], forward)
-        return self.c["micro"] * (forward + backward + again + self._head())
+        backward = gradients + ATTENTION_BACKWARD * attention + 2 * moved
+        recomputed = np.select(
+            [self._remat("none"), self._remat("dots")], [0 * forward, attention + moved], default=forward
+        )
+        return self.columns["micro"] * (forward + backward + recomputed + self._head_seconds())
 
-    def _stashed(self) -> Column:
-        """Seconds in which B writes what W reads, and W reads it, where the backward pass is split."""
-        m, tokens = self.config.model, self.rows * self.config.model.sequence
-        needs = self._by(lambda layout: stashed_per_token(m, layout))
-        moved = 2 * self.width * self.depth * tokens * needs
-        return np.isin(self.c["schedule"], SPLIT) * self.c["micro"] * moved / self.cluster.bandwidth
+    def _layer_seconds(self) -> tuple[Column, Column, Column, Column]:
+        """Return the seconds of a device's layers for a micro-batch.
 
-    def _updated(self) -> Column:
-        """Bytes that the optimizer reads and writes."""
-        return F32 * self.rest * (2 * (1 + MOMENTS[self.config.optimizer.name]) + 1)
+        These are the matmuls forward and backward, attention forward, and memory traffic forward.
+        """
+        m = self.config.model
+        tokens = self.rows * m.sequence
+        rate = matmul_rate(self.config, self.cluster) / self.layers_held
+        products, inputs, weights = layer_products(m, tokens, self.columns[MODEL], self.cluster.gpu)
+        attention = attention_flops(m, tokens) / (self.columns[MODEL] * rate * ATTENTION_RATE)
+        saved = self._by_layout(lambda layout: saved_per_token(m, layout, "none"))
+        moved = 2 * self.width * self.layers_held * tokens * saved / self.cluster.bandwidth
+        return products / rate, (inputs + weights) / rate, attention, moved
 
-    def _layers(self) -> tuple[Column, Column, Column, Column]:
-        """Seconds of a device's layers for a micro-batch: products forward and backward; attention, and what the memory
-        moves, forward."""
-        m, tokens = self.config.model, self.rows * self.config.model.sequence
-        speed = rate(self.config, self.cluster) / self.depth
-        products, inputs, weights = layer_products(m, tokens, self.c[MODEL], self.cluster.gpu)
-        attention = attention_flops(m, tokens) / (self.c[MODEL] * speed * ATTENTION)
-        saved = self._by(lambda layout: saved_per_token(m, layout, "none"))
-        moved = 2 * self.width * self.depth * tokens * saved / self.cluster.bandwidth
-        return products / speed, (inputs + weights) / speed, attention, moved
-
-    def _head(self) -> Column:
+    def _head_seconds(self) -> Column:
+        """Return the seconds of the output table's matmuls for a micro-batch."""
         flops = head_flops(self.config.model, self.rows * self.config.model.sequence)
-        return flops / (self.c[MODEL] * self.c[PIPELINE]) / rate(self.config, self.cluster)
+        parts = self.columns[MODEL] * self.columns[PIPELINE]
+        return flops / parts / matmul_rate(self.config, self.cluster)
 
-    def _waiting(self) -> Column:
-        """Over the work."""
-        share = lambda name, S, M, v: (lockstep_bubble(name, S, M, v, Times()) or 0) / (M * (Times().F + Times().B))
-        return self._schedule(share)
+    def _stash_seconds(self) -> Column:
+        """Return the seconds in which B writes what W reads, and W reads it, where the backward pass is split."""
+        m = self.config.model
+        tokens = self.rows * m.sequence
+        stashed = self._by_layout(lambda layout: stashed_per_token(m, layout))
+        moved = 2 * self.width * self.layers_held * tokens * stashed
+        splits = np.isin(self.columns["schedule"], SPLIT)
+        return splits * self.columns["micro"] * moved / self.cluster.bandwidth
 
-    def _streams(self) -> Column:
-        """The residual stream over `model`, and between stages."""
-        m, c = self.config.model, self.c
+    def _residual_stream_seconds(self) -> Column:
+        """Return the seconds in which the residual stream crosses `model` and the stages, and those of the loss."""
+        c = self.columns
+        m = self.config.model
         size = self.width * self.rows * m.sequence * m.embed
-        whole = self._remat("block", "stage")
-        calls = c["micro"] * (self.depth * (4 + whole) + 2)
-        split = c["micro"] * self.depth * (4 + whole)
-        gathers = c["micro"] * self.depth * 6
-        inside = inside_of(c[MODEL], 1, self.cluster.per_host)
-        time = lambda kind: collective_time.seconds(kind, size, c[MODEL], inside, self.cluster)
-        added = calls * time(ALL_REDUCE)
-        moved = split * time(REDUCE_SCATTER) + gathers * time(ALL_GATHER)
-        model = np.where(c["sequence"] == 1, moved, added)
-        neighbours = inside_of(c[PIPELINE], c[MODEL] * c[DATA] * c[REPLICA], self.cluster.per_host)
-        part = size / np.where(c["sequence"] == 1, c[MODEL], 1)
-        hop = collective_time.seconds(PERMUTE, part, c[PIPELINE], neighbours, self.cluster)
-        ticks = c["virtual"] * (c["micro"] + c[PIPELINE])
-        shared = collective_time.seconds(ALL_REDUCE, part, c[PIPELINE], neighbours, self.cluster)
-        between = np.where(self.staged, 2 * ticks * (hop + self.shared * shared) + 2 * c["micro"] * shared, 0.0)
-        return np.where(c[MODEL] > 1, model, 0.0) + between + self._loss()
+        # Attention and the MLP add up once each way (Shoeybi et al. 2019, section 3); recomputing a block repeats only
+        # attention's sum, because the MLP's output is not needed.
+        calls_of_layer = 4 + self._remat("block", "stage")
 
-    def _loss(self) -> Column:
-        """Three numbers for each token, a chunk at a time, over all that share the vocabulary."""
-        c, tokens = self.c, self.rows * self.config.model.sequence
+        def over_model(kind: str) -> Column:
+            inside = inside_of(c[MODEL], 1, self.cluster.per_host)
+            return collective_time.seconds(kind, size, c[MODEL], inside, self.cluster)
+
+        # Two more for the vocabulary: the looked-up vectors, and the last hidden states.
+        reduces = c["micro"] * (self.layers_held * calls_of_layer + 2)
+        whole_sequence = reduces * over_model(ALL_REDUCE)
+        scatters = c["micro"] * self.layers_held * calls_of_layer
+        gathers = c["micro"] * self.layers_held * 6
+        split_sequence = scatters * over_model(REDUCE_SCATTER) + gathers * over_model(ALL_GATHER)
+        model = np.where(c["sequence"] == 1, split_sequence, whole_sequence)
+
+        # Stages are the outermost axis: all other ranks lie between neighbours.
+        inside = inside_of(c[PIPELINE], c[MODEL] * c[DATA] * c[REPLICA], self.cluster.per_host)
+        message = size / np.where(c["sequence"] == 1, c[MODEL], 1)
+        hop = collective_time.seconds(PERMUTE, message, c[PIPELINE], inside, self.cluster)
+        shared = collective_time.seconds(ALL_REDUCE, message, c[PIPELINE], inside, self.cluster)
+        ticks = c["virtual"] * (c["micro"] + c[PIPELINE])
+        between = 2 * ticks * (hop + self.vocab_shared * shared) + 2 * c["micro"] * shared
+        return np.where(c[MODEL] > 1, model, 0.0) + np.where(self.staged, between, 0.0) + self._loss_seconds()
+
+    def _loss_seconds(self) -> Column:
+        """Return the seconds in which the ranks that share the vocabulary add up three numbers for each token."""
+        c = self.columns
+        tokens = self.rows * self.config.model.sequence
         chunks = np.maximum(1, tokens // chunk_rows(self._layout(1, 0)))
-        ranks = c[MODEL] * np.where(self.shared, c[PIPELINE], 1)
+        ranks = c[MODEL] * np.where(self.vocab_shared, c[PIPELINE], 1)
         inside = inside_of(c[MODEL], 1, self.cluster.per_host)
         size = F32 * tokens / chunks
         return 3 * c["micro"] * chunks * collective_time.seconds(ALL_REDUCE, size, ranks, inside, self.cluster)
 
-    def _data(self) -> Column:
-        """Weights and gradients."""
-        c, zero = self.c, self.c["zero"]
-        times = np.where((zero >= 2) & (c["outside"] == 1), c["micro"], 1)
+    def _data_seconds(self) -> Column:
+        """Return the seconds of the collectives of weights and gradients, as if nothing overlapped them."""
+        c = self.columns
+        zero = c["zero"]
+        # Without a pipeline, one loop over the layers serves all micro-batches, unless they run outside it.
+        loops = np.where((zero >= 2) & (c["outside"] == 1), c["micro"], 1)
         staged = self.staged & (zero >= 2)
-        grads = np.where(staged, c["micro"] * c["virtual"], times)
-        weights = np.where(zero == 3, 2 * np.where(staged, c["micro"] * c["virtual"], times), zero > 0)
-        calls = np.where(zero >= 2, self.depth, 1)
-        inside = inside_of(c[DATA], c[MODEL], self.cluster.per_host)
-        over = lambda kind, size, ranks, inside: (
-            calls * collective_time.seconds(kind, size / calls, ranks, inside, self.cluster)
-        )
-        both = c[DATA] * c[REPLICA]
-        near = inside_of(both, c[MODEL], self.cluster.per_host)
-        plain = over(ALL_REDUCE, F32 * self.use, both, near)
-        far = inside_of(c[REPLICA], c[MODEL] * c[DATA], self.cluster.per_host)
-        sharded = grads * over(REDUCE_SCATTER, F32 * self.use, c[DATA], inside)
-        sharded += grads * over(ALL_REDUCE, F32 * self.rest, c[REPLICA], far)
-        sharded += weights * over(ALL_GATHER, self.width * self.use, c[DATA], inside)
+        reduces = np.where(staged, c["micro"] * c["virtual"], loops)
+        # ZeRO 3 gathers weights forward and backward; ZeRO 1 and 2 gather them once per step.
+        gathers = np.where(zero == 3, 2 * reduces, zero > 0)
+        calls = np.where(zero >= 2, self.layers_held, 1)
+
+        def all_calls(kind: str, size: Column, ranks: Column, stride: Column) -> Column:
+            inside = inside_of(ranks, stride, self.cluster.per_host)
+            return calls * collective_time.seconds(kind, size / calls, ranks, inside, self.cluster)
+
+        plain = all_calls(ALL_REDUCE, F32 * self.in_use, c[DATA] * c[REPLICA], c[MODEL])
+        sharded = reduces * all_calls(REDUCE_SCATTER, F32 * self.in_use, c[DATA], c[MODEL])
+        sharded = sharded + reduces * all_calls(ALL_REDUCE, F32 * self.at_rest, c[REPLICA], c[MODEL] * c[DATA])
+        sharded = sharded + gathers * all_calls(ALL_GATHER, self.width * self.in_use, c[DATA], c[MODEL])
         return np.where(zero > 0, sharded, plain)
 
-    def _by(self, value: Callable[..., float], *keys: Column) -> Column:
-        """`value(layout, *keys)`, once for each that is different."""
-        layout = cache(self._layout)
-        of_layout = lambda ways, split, *keys: value(layout(ways, split), *keys)
-        return _each(of_layout, self.c[MODEL], self.c["sequence"], *keys)
+    # Scalar functions of the predictor, applied to columns.
 
-    def _layout(self, ways: int, split: int) -> Layout:
-        """A mesh of the model axis alone."""
-        mesh = abstract_mesh(dict.fromkeys(AXES, 1) | {MODEL: ways})
-        rules = {name: tuple(axis for axis in over if axis == MODEL) for name, over in RULES.items()}
-        rules["residual"] = rules["heads"] if split else ()
+    def _by_layout(self, function: Callable[..., float], *arguments: Column) -> Column:
+        """Return `function(layout, *arguments)` for each row, where the layout splits tensors as the row does."""
+        layout = cache(self._layout)
+
+        def with_layout(parts: int, split: int, *values: float) -> float:
+            return function(layout(parts, split), *values)
+
+        return map_distinct(with_layout, self.columns[MODEL], self.columns["sequence"], *arguments)
+
+    def _layout(self, parts: int, sequence: int) -> Layout:
+        """Return a layout over the model axis alone, in `parts`; `sequence` is 1 where the residual stream is split."""
+        mesh = abstract_mesh(dict.fromkeys(AXES, 1) | {MODEL: parts})
+        rules = {name: tuple(axis for axis in axes if axis == MODEL) for name, axes in RULES.items()}
+        # With a split sequence, the residual stream is split over the axis that splits the heads.
+        rules["residual"] = rules["heads"] if sequence else ()
         return Layout.on(mesh, rules, Device(self.cluster))
 
-    def _schedule(self, value: Callable[..., float]) -> Column:
-        """`value(name, S, M, v)` of a pipeline, 0 of others."""
-        named = lambda number, *sizes: value(SCHEDULES[number], *sizes) if number else 0.0
-        return _each(named, self.c["schedule"], self.c[PIPELINE], self.c["micro"], self.c["virtual"])
+    def _by_schedule(self, function: Callable[[str, int, int, int], float]) -> Column:
+        """Return `function(name, S, M, v)` for each row that is a pipeline, and 0 for the others."""
+
+        def by_name(number: int, *sizes: int) -> float:
+            if not number:
+                return 0.0
+            return function(SCHEDULES[number], *sizes)
+
+        c = self.columns
+        return map_distinct(by_name, c["schedule"], c[PIPELINE], c["micro"], c["virtual"])
 
 
-def _each(value: Callable[..., float], *columns: Column) -> Column:
-    """A scalar function of some columns, called once for each row that is different."""
-    example, at = _different(*columns)
-    rows = zip(*(column[example].tolist() for column in columns), strict=True)
-    return np.array([value(*row) for row in rows], float)[at]
+def _stash_slots(name: str, S: int, M: int, v: int) -> int:
+    """Return the chunks for which a split backward pass keeps, at most, what W still has to read."""
+    if name == "zb-h1":
+        return min(v * M, v * S)
+    if name == "zb-u":
+        return min(v * M, S)
+    return 0
 
 
-def _different(*columns: Column) -> tuple[Column, Column]:
-    """Of columns of whole numbers: where a row of each kind stands, and of which kind each row is."""
-    at, count = np.zeros(len(columns[0]), np.int64), 1
-    for column in columns:
-        values, place = _places(column)
-        count, at = _places(at * values + place)
-    example = np.zeros(count, np.int64)
-    example[at] = np.arange(len(at))
-    return example, at
+def _bubble_over_work(name: str, S: int, M: int, v: int) -> float:
+    """Return the time in which a rank of a pipeline waits, over the time in which it works.
 
-
-def _places(column: Column) -> tuple[int, Column]:
-    """How many values it has, and the place of each row's among them. Sorting takes longer than a table."""
-    if column.max(initial=0) >= LARGEST:
-        values, place = np.unique(column, return_inverse=True)
-        return len(values), place
-    seen = np.zeros(column.max(initial=0) + 1, bool)
-    seen[column] = True
-    return int(seen.sum()), (np.cumsum(seen) - 1)[column]
+    All units are taken to last equally long.
+    """
+    times = Times()
+    bubble = lockstep_bubble(name, S, M, v, times) or 0
+    return bubble / (M * (times.F + times.B))
 
 
 def best(score: Column, fits: Column, count: int) -> list[int]:
-    """The numbers of the rows with the lowest score among those that fit."""
+    """Return the indices of the `count` rows with the lowest score among those that fit, lowest first."""
     allowed = np.flatnonzero(fits)
     order = np.argsort(score[allowed], kind="stable")[:count]
     return allowed[order].tolist()

@@ -1,0 +1,45 @@
+"""Columns of whole numbers with many equal rows: what a scalar function costs is paid once per distinct row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+Column = np.ndarray
+"""One number for each candidate."""
+
+LARGEST_IN_TABLE = 2**24
+"""Numbers below this bound are looked up in a table with an entry for each possible value."""
+
+
+def map_distinct(function: Callable[..., float], *columns: Column) -> Column:
+    """Apply a scalar function to the rows of `columns`, calling it once for each distinct row."""
+    examples, kinds = distinct_rows(*columns)
+    rows = zip(*(column[examples].tolist() for column in columns), strict=True)
+    results = [function(*row) for row in rows]
+    return np.array(results, float)[kinds]
+
+
+def distinct_rows(*columns: Column) -> tuple[Column, Column]:
+    """Return the index of one row of each kind, and for each row its kind: its place among those."""
+    kinds = np.zeros(len(columns[0]), np.int64)
+    count = 1
+    for column in columns:
+        values, ranks = _ranks(column)
+        # Numbered anew after each column, so that the numbers do not grow with the product of all columns.
+        count, kinds = _ranks(kinds * values + ranks)
+    examples = np.zeros(count, np.int64)
+    examples[kinds] = np.arange(len(kinds))
+    return examples, kinds
+
+
+def _ranks(column: Column) -> tuple[int, Column]:
+    """Return how many distinct values a column has, and for each row the rank of its value among them."""
+    if column.max(initial=0) >= LARGEST_IN_TABLE:
+        values, ranks = np.unique(column, return_inverse=True)
+        return len(values), ranks
+    # A table is faster than the sort inside np.unique.
+    seen = np.zeros(column.max(initial=0) + 1, bool)
+    seen[column] = True
+    return int(seen.sum()), (np.cumsum(seen) - 1)[column]
