@@ -90,6 +90,7 @@ class Watch:
     def __init__(self, mesh: jax.sharding.Mesh, scale: Scale, note: Note):
         self.mesh = mesh
         self.scale = scale
+        # Training multiplies in bfloat16 on GPUs, and in float32 on CPUs.
         self.dtype = jnp.bfloat16
         if mesh.devices.flat[0].platform == "cpu":
             self.dtype = jnp.float32
@@ -130,6 +131,7 @@ class Watch:
     def _array(self, kind: str, axis: str, size: int) -> tuple[int, jax.Array]:
         """Return the bytes of the whole array of a collective, and the input that the devices hold."""
         ranks = self.mesh.shape[axis]
+        # The whole array of an all-gather is one piece from each rank; the other kinds start from a whole array.
         piece = max(size // (4 * ranks), 1)  # of float32
         elements = piece if kind == ALL_GATHER else piece * ranks
         return 4 * piece * ranks, numbered(self.mesh, elements)
@@ -137,6 +139,7 @@ class Watch:
     def inside(self, axis: str) -> int:
         """Return how many ranks of a group along `axis` share a host."""
         names = np.array(host_names(self.mesh.devices.flat)).reshape(self.mesh.devices.shape)
+        # The host of each rank of one group; the other groups along the axis lie the same way.
         line = np.moveaxis(names, self.mesh.axis_names.index(axis), 0).reshape(self.mesh.shape[axis], -1)[:, 0]
         return max(int(np.sum(line == name)) for name in set(line))
 
@@ -155,6 +158,7 @@ class Watch:
 
         def factor(shape: tuple[int, ...], scale: float) -> jax.Array:
             def draw(x: jax.Array) -> jax.Array:
+                # Adding 0 x makes the result differ by device, as far as its type knows; shard_map demands that.
                 normal = jax.random.normal(jax.random.key(0), (1, *shape), self.dtype)
                 return normal * jnp.asarray(scale, self.dtype) + 0 * x[:, :, None].astype(self.dtype)
 
@@ -165,6 +169,7 @@ class Watch:
     def copy(self) -> float:
         """Return the bytes per second that a device reads and writes."""
         array = numbered(self.mesh, self.scale.copied // 4)
+        # Each byte is read once and written once.
         return 2 * self.scale.copied / self.seconds(lambda x: (x + 1,), array)
 
     def overlap(self, collectives: Sequence[dict[str, Any]], matmuls: Sequence[dict[str, Any]]) -> float | None:
@@ -177,11 +182,13 @@ class Watch:
             return None
         all_reduce = collectives[0]
         matmul = matmuls[len(matmuls) // 2]
+        # The two overlap for the longest if they take about the same time.
         count = max(1, round(all_reduce["seconds"][-1] / matmul["seconds"]))
         body = step(all_reduce["kind"], all_reduce["axis"], all_reduce["ranks"])
         _, row = self._array(all_reduce["kind"], all_reduce["axis"], self.scale.bytes[-1])
         arrays = (row, *self._factors(*matmul["shape"][:2]))
         both = self.seconds(beside(body, count), *arrays)
+        # The same program without one of the two, so that its other costs are the same.
         collective_alone = self.seconds(beside(body, 0), *arrays)
         matmuls_alone = self.seconds(beside(lambda x: x, count), *arrays)
         longer = max(collective_alone, matmuls_alone)
@@ -221,6 +228,7 @@ def step(kind: str, axis: str, ranks: int) -> Body:
     ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
 
     def all_reduce(x: jax.Array) -> jax.Array:
+        # The mean stays bounded however often it is taken; the cast moves nothing.
         return lax.pcast(lax.psum(x, axis) / ranks, axis, to="varying")
 
     def all_gather(x: jax.Array) -> jax.Array:
@@ -230,6 +238,7 @@ def step(kind: str, axis: str, ranks: int) -> Body:
 
     def reduce_scatter(x: jax.Array) -> jax.Array:
         own = lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True) / ranks
+        # The next round needs a row of the same length; only a part of it is new.
         return lax.dynamic_update_slice_in_dim(x, own, 0, axis=1)
 
     def permute(x: jax.Array) -> jax.Array:

@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     check_file(file)
     env = find(request.config.cluster)
 
+    # Imported here, so that --help and mistakes in the options need no jax.
     from jaxdist.bench.calibration import measure
     from jaxdist.cluster import runtime
     from jaxdist.cluster.consensus import check_request
@@ -80,6 +81,7 @@ def write(measured: Mapping[str, Any], path: Path) -> dict[str, Any]:
     cluster, more_notes = cluster_of(measured, path.stem)
     all_notes = [*measured["notes"], *more_notes]
     wrapped = [line for note in all_notes for line in textwrap.wrap(note, WIDTH - 2)]
+    # Comments above the cluster say how it was measured.
     heading = [cluster.sources[0], "", *wrapped, "", *_table(measured)]
     write_whole(path, to_toml(cluster, heading))
     return {"fit": str(path), "notes": all_notes}
@@ -106,6 +108,7 @@ def notes(measured: Mapping[str, Any]) -> Iterator[str]:
         if inside == row["ranks"]:
             expected = gpu.link
         else:
+            # The network cards of all ranks on a host work together, but no faster than the links inside it.
             expected = min(gpu.link, inside * gpu.network)
         if row["bytes_per_second"] < LEAST * expected:
             yield (

@@ -28,6 +28,7 @@ def fit(kind: str, ranks: int, sizes: Sequence[int], took: Sequence[float]) -> t
     """
     took = np.asarray(took)
     sent = float(wire_share(kind, ranks)) * np.asarray(sizes)
+    # Both sides of the equation are divided by the time, so that all times weigh the same.
     columns = np.stack([1 / took, sent / took], axis=1)
     alpha, inverse = np.linalg.lstsq(columns, np.ones(len(took)), rcond=None)[0]
     if alpha < 0 or inverse <= 0:
@@ -75,6 +76,7 @@ def _memory(measured: Mapping[str, Any], gpu: hardware.Gpu | None) -> tuple[floa
     notes = []
     memory = measured["memory_bytes"]
     if not memory:
+        # XLA takes only a share of the memory on the data sheet.
         memory = 0 if gpu is None else GPU_SHARE * gpu.memory
     if not memory:
         notes.append("the device does not report its memory; set memory, in bytes")
@@ -86,7 +88,7 @@ def _memory(measured: Mapping[str, Any], gpu: hardware.Gpu | None) -> tuple[floa
 def _links(rows: Sequence[Mapping[str, Any]], gpu: hardware.Gpu | None) -> tuple[Link, Link, list[str]]:
     """Return the links inside a host and across hosts, and a note for one that was not measured.
 
-    A link that was not measured has the bandwidth of the data sheet, or else of the other link, and its latency.
+    A link that was not measured has the bandwidth of the data sheet, or else of the other link, and the other's latency.
     """
     near = [row for row in rows if row["ranks_inside"] == row["ranks"]]
     far = [row for row in rows if row["ranks_inside"] < row["ranks"]]
@@ -94,17 +96,22 @@ def _links(rows: Sequence[Mapping[str, Any]], gpu: hardware.Gpu | None) -> tuple
     if inside is not None:
         inside = replace(inside, **_without_switch(near))
     across = _link(far, inside)
-    source = "taken from the other link" if gpu is None else "taken from the data sheet"
+    measured = across or inside
+    if gpu is None:
+        source = "taken from the other link"
+        inside_bandwidth = measured.bandwidth
+        across_bandwidth = measured.bandwidth
+    else:
+        source = "taken from the data sheet"
+        inside_bandwidth = gpu.link
+        across_bandwidth = gpu.network
     notes = []
     if inside is None:
+        inside = Link(inside_bandwidth, measured.latency)
         notes.append(f"inside was not measured: {source}")
     if across is None:
+        across = Link(across_bandwidth, measured.latency)
         notes.append(f"across was not measured: {source}")
-    default = across or inside
-    if inside is None:
-        inside = Link(default.bandwidth if gpu is None else gpu.link, default.latency)
-    if across is None:
-        across = Link(default.bandwidth if gpu is None else gpu.network, default.latency)
     return inside, across, notes
 
 
@@ -113,6 +120,7 @@ def _without_switch(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     Without a switch, two GPUs reach less than `ALIKE` of the bandwidth that larger groups reach.
     """
+    # A permute sends from one GPU to one other, so it counts as a pair in groups of any size.
     most = max(row["ranks"] for row in rows)
     larger = [row["bytes_per_second"] for row in rows if row["ranks"] == most > 2 and row["kind"] != PERMUTE]
     pairs = [row["bytes_per_second"] for row in rows if row["ranks"] == 2 or row["kind"] == PERMUTE]

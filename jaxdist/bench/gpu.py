@@ -83,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     cases = {name: _case(name) for name in options["models"].split(",")}
     if options["out"]:
         check_out(Path(options["out"]))
+    # The command is stored with the result, so that it can be repeated.
     bench = Bench(options, shlex.join(["python", "-m", "jaxdist.bench", "gpu", *(argv or ())]))
     bench.measure(parts, cases)
     return bench.end()
@@ -202,6 +203,7 @@ class Bench:
         if flags:
             inherited = os.environ.get("XLA_FLAGS")
             environment["XLA_FLAGS"] = f"{inherited} {flags}" if inherited else flags
+        # With the rows of the first model, so that the two compare.
         found = self._step(name, base["config"], options, base["rows"], unroll, 0, environment)
         if found:
             self.found["variants"].append({"name": name, "options": options, "flags": flags} | found)
@@ -249,6 +251,7 @@ class Bench:
             "warmup": self.options["warmup"],
             "repeats": self.options["repeats"],
         }
+        # -P keeps the folder of the script out of the module search path, where our modules could hide others.
         command = [sys.executable, "-P", str(Path(__file__).with_name("torch_llama.py"))]
         attempts = (True, False)
         if base["device"] == "cpu":
@@ -315,6 +318,7 @@ def _answer(
         log_file = Path(folder) / "log"
         question_file.write_text(json.dumps(question))
         with log_file.open("wb") as log:
+            # A session of its own makes a process group, which `_kill` ends with all processes in it.
             process = subprocess.Popen(
                 [*command, str(question_file), str(answer_file)],
                 stdin=subprocess.DEVNULL,
@@ -359,6 +363,7 @@ def _environment() -> dict[str, str]:
     if len(visible) > 1:
         own["CUDA_VISIBLE_DEVICES"] = visible[0]
     if not any(os.environ.get(name) for name in FRACTIONS):
+        # Nothing else runs on this GPU, so leave little room.
         own[FRACTIONS[0]] = "0.92"
     return os.environ | own
 

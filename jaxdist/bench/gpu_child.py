@@ -138,6 +138,7 @@ def compiled(config_of: Callable[[int], Config], counts: Sequence[int], unroll: 
         run.forward.unroll = unroll
         available = capacity(run.device)
         predicted = memory.predict(run.config, run.model, run.layout).total
+        # Do not spend minutes on compiling what is predicted not to fit.
         if len(counts) > 1 and available and predicted > SHARE * available:
             continue
         timed = Timed.compile(run)

@@ -50,6 +50,7 @@ def shares(ran: Iterable[Kernel], steps: int, longest: int = 10) -> dict[str, An
     before = 0.0
     for kind in (MATMUL, ATTENTION, OTHER):
         counted += [kernel for kernel in ran if part(kernel.name) == kind]
+        # Time in which any kernel counted so far runs; overlap counts once.
         busy = covered(counted)
         seconds[kind] = (busy - before) / steps / microseconds
         before = busy
@@ -86,6 +87,7 @@ def gap(
     # Forward and backward pass multiply each weight three times, 2 FLOPs each.
     flops = 6 * (model.layers * matrices_per_layer(model) + model.vocab * model.embed) * tokens
     ideal = flops / rate
+    # Tracing slows steps down, so gaps between kernels are what is left of a step without a trace.
     idle = step - sum(kernels.values())
     target = peak and flops_per_token(model) * tokens / (TARGET * peak)
     seconds = (ideal, kernels[MATMUL] - ideal, kernels[ATTENTION], kernels[OTHER], idle, step, target)

@@ -97,6 +97,7 @@ def _models(found: Found) -> list[str]:
     if torch:
         share = mfu(torch["tokens_per_second"], base["flops_per_token"], 1, base["peak_flops"])
         name = "  in torch, compiled" if torch["compiled"] else "  in torch, eager"
+        # Below the first model, which it is compared with.
         rows.insert(2, (name, str(torch["rows"]), *_speed({**torch, "mfu": share}), _bytes(torch["memory_bytes"])))
         ratio = base["tokens_per_second"] / torch["tokens_per_second"]
         losses = f"losses of the last step {base['loss']:.4f} here, {torch['loss']:.4f} there"

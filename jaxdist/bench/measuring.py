@@ -41,6 +41,7 @@ def random_work(run: Run) -> Batch:
         return image_batch(_noise(config, rows.size), rows, run.task.micro_batches, run.mesh, run.layout)
     sequence = config.model.sequence
     ids = np.random.default_rng(0).integers(0, config.model.vocab, rows.size * sequence + 1)
+    # Random tokens have no documents; where the model keeps these apart, token 0 ends one.
     end = 0 if config.model.documents == "apart" else None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
@@ -56,6 +57,7 @@ def _noise(config: Config, rows: int) -> Part:
     rng = np.random.default_rng(0)
     labels = rng.integers(0, sizes.classes, rows, dtype=np.int32)
     images = rng.normal(size=(rows, sizes.image, sizes.image, sizes.channels)).astype(np.float32)
+    # Mean 0 and deviation 1: the noise is normalised already.
     channels = np.ones(sizes.channels, np.float32)
     return Part(images, np.arange(rows), labels, 0 * channels, channels)
 

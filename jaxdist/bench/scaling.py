@@ -75,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 
     env = find(config.cluster)
 
+    # Imported here, so that --help and mistakes in the options need no jax.
     from jaxdist.bench.study import Study, measure
     from jaxdist.cluster import kv_store
     from jaxdist.cluster.consensus import check_request

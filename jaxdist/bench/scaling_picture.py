@@ -26,6 +26,7 @@ CURVE = 50
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Draw two panels over the number of devices, on a logarithmic axis, to a PNG; error bars are quartiles."""
+    # Imported here: matplotlib is optional, and slow to import.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -45,6 +46,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     right.set(ylabel="efficiency", title="efficiency")
     right.set_ylim(bottom=0)
     slowest = min(one["speed_up_quartiles"][0] for one in measurements)
+    # More devices can be slower than the base.
     below_one = [0.5**i for i in range(1, 10) if 0.5**i > slowest]
     ticks = below_one + speed_ups
     left.set_yticks(ticks, [f"{tick:g}" for tick in ticks])

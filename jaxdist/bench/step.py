@@ -27,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     config = request.config
     env = find(config.cluster)
 
+    # Imported here, so that --help and mistakes in the options need no jax.
     from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.job import Job
 

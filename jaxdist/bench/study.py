@@ -66,6 +66,7 @@ def measure(study: Study, note: Note = ignore) -> dict[str, Any] | None:
     counts = ",".join(map(str, study.counts))
     devices = first(study.counts[-1], f"--devices {counts} needs")
     cases = [(stage, count) for stage in study.stages for count in study.counts]
+    # Every run is made before any compiles, so that a mistake in one of them is reported at once.
     runs = [Run(study.config_of(count, stage), devices=devices[:count]) for stage, count in cases]
     computers = all_computers()
     timed = []
@@ -198,6 +199,7 @@ def _compare(measurements: Sequence[dict[str, Any]]) -> None:
         median = one["step_seconds"]
         low, high = one["step_seconds_quartiles"]
         one["speed_up"] = speed_up
+        # A slow step is a low speed-up.
         one["speed_up_quartiles"] = [speed_up * median / high, speed_up * median / low]
         one["ideal"] = ideal
         one["efficiency"] = speed_up / ideal

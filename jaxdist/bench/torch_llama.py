@@ -160,6 +160,7 @@ class Training:
             loss = self.head(chunk, table, labels) / count
             loss.backward()
             total = total + loss.detach()
+        # The gradients of the chunks then go through the layers once.
         hidden.backward(torch.cat([chunk.grad for chunk in chunks]).view_as(hidden))
         self.update()
         return total
@@ -173,6 +174,7 @@ class Training:
                 p.grad = None
         if self.clip:
             nn.utils.clip_grad_norm_(self.masters, self.clip, foreach=True)
+        # The rates are those of jaxdist's schedule.
         rate = next(self.rates)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -190,6 +192,7 @@ def measured(options: SimpleNamespace, rows: int) -> dict:
     seconds = []
     losses = []
     for _ in range(options.warmup + options.repeats):
+        # Kernels run asynchronously, so wait for them before the clock is read.
         if cuda:
             torch.cuda.synchronize()
         began = time.perf_counter()

@@ -100,6 +100,7 @@ def run_lab(name: str, argv: list[str]) -> int:
     chosen = dict(request.extras)
     as_json = chosen.pop("json")
     check_picture(chosen.get("picture", ""), f"{name}.png")
+    # Imported late, so that mistakes in the options are reported before JAX starts.
     lab = importlib.import_module(f"jaxdist.lab.{name.replace('-', '_')}")
     result: Result = lab.measure(**chosen)
     _print(result, as_json)
@@ -140,6 +141,7 @@ def run_all(argv: list[str]) -> int:
         for claim in group:
             report = measure(claim)
             reports.append(report)
+            # All claims take minutes, so print each as soon as it is measured.
             if not as_json:
                 print(f"{report.status:<13}{claim.id:<18}{report.value}", flush=True)
     write_whole(Path(output), page(reports))

@@ -143,6 +143,7 @@ def measure(devices: int, algorithm: str, picture: str) -> Result:
         if not refused[name]:
             sizes.add(devices)
         wanted += [(name, K) for K in sorted(sizes)]
+    # One call for all, because each call of `study` starts a process.
     done = {(run.name, run.K): run for run in study(wanted)}
     reports = []
     for name in names:
@@ -156,6 +157,7 @@ def measure(devices: int, algorithm: str, picture: str) -> Result:
 def _counts(result: Result) -> list[str]:
     """Return what was counted on the requested number of nodes."""
     heading = ("algorithm", "", "rounds", "peak", "total", "most sent", "most received", "sums")
+    # The same for all algorithms that ran; one that cannot run on so many nodes has none.
     size = next(report.here.array_bytes for report in result.reports if report.here is not None)
     rows = [_row(report) for report in result.reports]
     return [

@@ -150,6 +150,7 @@ def claims() -> dict[str, Claim]:
 
 def topics() -> Iterator[tuple[str, list[Claim]]]:
     """Yield each topic with its claims, in the order in which the table first names the topics."""
+    # The table may come back to a topic; its claims belong together all the same.
     order = list(dict.fromkeys(claim.topic for claim in claims().values()))
     ordered = sorted(claims().values(), key=lambda claim: order.index(claim.topic))
     for topic, group in groupby(ordered, key=lambda claim: claim.topic):

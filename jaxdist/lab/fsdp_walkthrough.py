@@ -66,6 +66,7 @@ def in_phases(recorder: Recorder, place: Placement) -> Outcome:
     recorder.free("free layer 2", "W2")
 
     recorder.run("loss", jax.value_and_grad(mean_squared), ["y", "t"], ["loss", "dy"])
+    # Copied to the host before the array is freed.
     loss = recorder.number("loss")
     recorder.free("free the outputs", "y", "t", "loss")
 
@@ -79,6 +80,7 @@ def in_phases(recorder: Recorder, place: Placement) -> Outcome:
     recorder.free("free layer 1", "W1", "G1", "h", "dh", "dx", "x")
 
     grads = [recorder.number("g1"), recorder.number("g2")]
+    # The update comes last, when no phase needs the old weights any more.
     recorder.run("update", update_both, ["w1", "w2", "g1", "g2"], ["w1", "w2"])
     recorder.free("free the gradients", "g1", "g2")
     return Outcome(loss, *grads, recorder.number("w1"), recorder.number("w2"))
@@ -184,6 +186,7 @@ def measure(stage: int = 3) -> Result:
         recorder = Recorder(list(mesh.devices.flat), _arrays(mesh, layout, place), ("w1", "w2"), mesh)
         phased = in_phases(recorder, place)
         outcome, calls, gathers = _run_fused(place, mesh, **_arrays(mesh, layout, place))
+    # Outside of the mesh, where arrays lie on one device.
     one = on_one_device(**draw())
 
     total = calls_on_arrays(move for phase in recorder.phases for move in phase.moves)
@@ -196,6 +199,7 @@ def _arrays(mesh: jax.sharding.Mesh, layout: Layout, place: Placement) -> dict[s
     rows = layout.activation("BD")
     arrays = {}
     for name, value in draw().items():
+        # Weights are sharded as at rest; rows and targets are split over the devices.
         spec = place.rest if name.startswith("w") else rows
         arrays[name] = jax.device_put(value, NamedSharding(mesh, spec))
     return arrays
@@ -209,6 +213,7 @@ def _run_fused(
     lowered = jax.jit(step).lower(w1, w2, x, t)
     program = lowered.compile()
     calls = calls_on_arrays(collectives(program.as_text(), mesh))
+    # The phases compute the gradient of the rows too, which nobody needs; this shows what that costs.
     with_input = jax.jit(jax.grad(loss, argnums=(0, 1))).lower((w1, w2), x, t)
     gathers = Gathers(gathers_asked(with_input), gathers_asked(lowered), calls.get(GATHER, 0))
     return Outcome(*map(np.array, program(w1, w2, x, t))), calls, gathers
@@ -227,6 +232,7 @@ def _phases_text(result: Result) -> list[str]:
     phases = [_row(phase, (shard, rows, whole)) for phase in result.phases]
     updated = sum(phase.initial for phase in result.phases)
     scalars = sum(phase.scalars for phase in result.phases)
+    # Whole weights have capital letters.
     at_once = max(sum(name in phase.alive for name in ("W1", "W2")) for phase in result.phases)
     return [
         f"One step of fully sharded training on {len(first['x'])} CPU devices, seed {SEED}.",

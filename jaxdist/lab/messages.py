@@ -51,6 +51,7 @@ def messages(program: str, mesh: Mesh | AbstractMesh) -> Traffic:
     parsed = parse(program)
     permutes = 0
     for instruction in parsed.computations[parsed.entry]:
+        # What an instruction is made of, by data flow: the permutes that its operands are made of.
         parts = set().union(*(made_of[name] for name in _operands(instruction, made_of)))
         if instruction.opcode.removesuffix("-start") == PERMUTE:
             permutes += 1
@@ -60,8 +61,11 @@ def messages(program: str, mesh: Mesh | AbstractMesh) -> Traffic:
                 round = 1 + max((found[one].round for one in after), default=0)
                 arrived[instruction.name, target] = len(found)
                 found.append(Message(source, target, size, after, round, label))
+            # The result is made of this permute alone: a node that it brings nothing to has zeros there, whatever that
+            # node has received before.
             parts = {instruction.name}
         made_of[instruction.name] = parts
+    # `collectives` counts what loops repeat, and every other kind: nothing may be missing from the messages.
     others = collectives(program, mesh)
     if {one.kind for one in others} - {PERMUTE} or sum(one.count for one in others) != permutes:
         runs = ", ".join(f"{one.count} x {one.kind}" for one in others)

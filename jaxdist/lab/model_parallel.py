@@ -59,6 +59,7 @@ class Result:
         _, first, *rest = self.phases
         chain = [first]
         for phase in rest:
+            # A phase that takes nothing of the one before could start earlier, and so ends the chain.
             if not set(phase.takes) & set(chain[-1].makes):
                 break
             chain.append(phase)
@@ -67,6 +68,7 @@ class Result:
     @property
     def work(self) -> dict[int, int]:
         """Device -> how many phases of the chain it computes; sending does not count."""
+        # A phase of two devices is a send.
         computing = [phase.devices for phase in self.chain if len(phase.devices) == 1]
         return {device: computing.count((device,)) for device in self.phases[0].bytes}
 
@@ -131,6 +133,7 @@ def _role(phase: Phase, device: int) -> str:
 def measure() -> Result:
     """Run the step on two devices and on one, from the same weights and rows."""
     first, second = cpu_mesh("2x1x1").devices.flat
+    # Rows enter at layer 1, and targets are needed where the loss is.
     home = {"w1": first, "x": first, "w2": second, "t": second}
     arrays = {name: jax.device_put(value, home[name]) for name, value in draw().items()}
     recorder = Recorder([first, second], arrays, watched=("w1", "w2"))

@@ -48,6 +48,7 @@ class Fit:
     @property
     def order(self) -> str:
         """The order with the least error; of several without any, the slowest, because all of them fit constants."""
+        # Several orders can fit up to rounding, since a and b are free; they are sorted by growth.
         least = min(self.errors.values())
         return next(name for name, error in self.errors.items() if error <= least + ROUNDING)
 

@@ -95,6 +95,7 @@ def _section(report: Report, shown: set[str]) -> str:
 
 def _picture(report: Report) -> str:
     """Draw the picture of a measurement; returns the PNG in base64."""
+    # Pictures are drawn to files, and inlined because the page is one file.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "picture.png"
         report.outcome.picture(path)

@@ -69,6 +69,7 @@ def calls_on_arrays(moves: Iterable[Collective]) -> dict[str, int]:
     """Return the calls of each kind of collective, sorted by name, without those that move a single number."""
     calls = Counter()
     for move in moves:
+        # A single number, such as the loss, costs no bandwidth.
         if move.array_elements and move.count:
             calls[move.kind] += move.count
     return {kind: calls[kind] for kind in sorted(calls)}
@@ -95,6 +96,7 @@ class Recorder:
         program = jax.jit(function).lower(*taken).compile()
         made = jax.tree.leaves(program(*taken))
         for old in set(makes) & set(self.arrays):
+            # The old array is freed at once, as a trainer does by donating it.
             self.arrays[old].delete()
         self.arrays.update(zip(makes, made, strict=True))
         holders = {device for array in made for device in array.devices()}

@@ -61,6 +61,7 @@ def roofline(path: Path) -> None:
     intensity = np.logspace(-1, 4, 200)
     for number, (name, gpu) in enumerate(GPUS.items()):
         colour = f"C{number}"
+        # From here on, the peak is the limit and not the memory.
         bend = gpu.peak / gpu.bandwidth
         line = np.minimum(gpu.peak, gpu.bandwidth * intensity)
         axes.plot(intensity, line, color=colour, label=f"{name}: bend at {bend:.0f}")
@@ -79,6 +80,7 @@ def cube(path: Path, model: int, layers: Sequence[int], data: int = 2) -> None:
     axes = figure.add_subplot(projection="3d")
     filled = np.ones((len(layers), data, model), bool)
     colours = np.empty(filled.shape, object)
+    # The stages with the most layers set the pace, so they have a colour of their own.
     for stage, count in enumerate(layers):
         colours[stage] = BLUE if count == max(layers) else ORANGE
     axes.voxels(filled, facecolors=colours, edgecolor="white", linewidth=0.2, clip_on=False)

@@ -54,6 +54,7 @@ def grows(expected: str, tolerance: str, algorithm: str, sizes: tuple[int, ...] 
     lines.append(f"sums on every node: {'those of psum' if sums_right else 'NOT those of psum'}")
     value = orders(found)
     picture = partial(draw, [algorithm], {algorithm: runs})
+    # An algorithm that is fast but adds up wrongly must not pass.
     return Outcome(value, value == expected and sums_right, tuple(lines), picture)
 
 
@@ -86,6 +87,7 @@ def server(
     traffic = counted(algorithm, workers)
     array = 4 * workers
     gradient = gradient_bytes()
+    # Counted with a small array; messages are proportional to it.
     into = max(traffic.received.values()) / array * gradient / seconds / GIB
     out = max(traffic.sent.values()) / array * gradient / seconds / GIB
     lines = (
@@ -99,6 +101,7 @@ def server(
 @lru_cache
 def gradient_bytes() -> int:
     """Return the bytes of a gradient of ResNet-50 for 1000 classes, in float32."""
+    # Shapes alone are enough.
     model = nnx.eval_shape(lambda: ResNet(50, 1000, 3, nnx.Rngs(0)))
     return sum(4 * one.size for one in jax.tree.leaves(nnx.state(model, nnx.Param)))
 

@@ -41,6 +41,7 @@ class Network:
 
     def send(self, message: Float[Array, "..."], pairs: Mapping[int, int]) -> Float[Array, "..."]:
         """Send from each source in `pairs` to its target; returns what this node receives, zeros if nothing."""
+        # The scope's name reaches the compiled program, where `reductions_picture` finds what each message carried.
         with jax.named_scope(f"send{len(self.sent)}"):
             self.sent.append(message)
             return lax.ppermute(message, DATA, tuple(pairs.items()))
@@ -48,6 +49,7 @@ class Network:
 
 def star(centre: int, x: Vector, network: Network) -> Vector:
     """Send all arrays to one node, which sends the sum to all: 2 rounds, K - 1 messages into one node."""
+    # One send for each node: a collective-permute allows a target only one source.
     others = [k for k in range(network.K) if k != centre]
     total = reduce(add, [network.send(x, {k: centre}) for k in others], x)
     back = reduce(add, [network.send(total, {centre: k}) for k in others])
@@ -79,6 +81,7 @@ def ring(x: Vector, network: Network) -> Vector:
     K = network.K
     rank = network.rank
     onward = {k: (k + 1) % K for k in range(K)}
+    # The parts in the order in which this node adds them: k, k - 1, k - 2 ...
     own = cut(x, K)[(rank - jnp.arange(K)) % K]
     passing = own[0]
     for s in range(1, K):
@@ -123,6 +126,7 @@ def doubling(x: Vector, network: Network) -> Vector:
 def tree(x: Vector, network: Network) -> Vector:
     """Reduce up a binomial tree to node 0, then broadcast down again (Thakur et al.)."""
     offsets = [1 << level for level in range((network.K - 1).bit_length())]
+    # Offset -> the nodes that send their sum to the node so far below them.
     children = {offset: range(offset, network.K, 2 * offset) for offset in offsets}
     for offset in offsets:
         x = x + network.send(x, {k: k - offset for k in children[offset]})

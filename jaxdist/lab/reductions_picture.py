@@ -63,6 +63,7 @@ def steps(names: Sequence[str], K: int = NODES) -> dict[str, list[Step]]:
 
 
 def _steps(names: Sequence[str], K: int) -> dict[str, list[Step]]:
+    # One more for a server.
     devices = cpus(K + 1)
     return {name: seen(ALGORITHMS[name], K, devices) for name in names}
 
@@ -106,6 +107,7 @@ def _figure(found: dict[str, list[Step]], runs: dict[str, Sequence[Run]], path: 
     height = 4.4 * rows
     grid_rows = rows
     legend = [STEPS_LEGEND]
+    # A row below the steps, for the costs.
     if runs:
         height += 4.2
         grid_rows += 1
@@ -132,6 +134,7 @@ def _draw_steps(axes: Axes, name: str, sent: Sequence[Step]) -> None:
     for node in range(nodes):
         axes.plot([node, node], [0, rounds], color="0.85", linewidth=1, zorder=0)
     for step in sent:
+        # A message with the whole array needs no letters.
         if len(step.parts) == NODES:
             colour = WHOLE
             text = ""
@@ -143,6 +146,7 @@ def _draw_steps(axes: Axes, name: str, sent: Sequence[Step]) -> None:
         width = 2 if len(step.summands) == NODES else 0.8
         arrow = dict(arrowstyle="->", color=colour, shrinkA=0, shrinkB=0, linewidth=width)
         axes.annotate("", end, start, arrowprops=arrow)
+        # Near the source, where arrows do not cross yet.
         where = [a + 0.15 * (b - a) for a, b in zip(start, end, strict=True)]
         axes.text(*where, text, color=colour, fontsize=8, ha="center", va="center", bbox=dict(pad=0.5, fc="w", ec="w"))
     node_names = [str(node) for node in range(NODES)]
@@ -167,6 +171,7 @@ def _draw_costs(axes: Axes, array: str, runs: dict[str, Sequence[Run]]) -> None:
         done = runs.get(name, ())
         counted = [1e3 * scaled(one.traffic, one.array_bytes, size) for one in done]
         axes.plot([one.K for one in done], counted, "o", color=colour, markersize=4)
+    # In the colour of the tree: the same tree, but the array moves in pieces.
     pieces = [1e3 * pipelined_tree(K, size, ALPHA, BETA) for K in curve]
     axes.plot(curve, pieces, "--", color=COLOURS[CURVES.index("tree")], linewidth=1, label="tree, in small pieces")
     axes.set(xscale="log", yscale="log", xlabel="K", ylabel="ms", title=f"an array of {array}")

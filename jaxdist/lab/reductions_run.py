@@ -69,6 +69,7 @@ def lowered(
 
     def node(x: Float[Array, "1 n"]):
         if algorithm is None:
+            # All nodes have the same sum; it is typed as varying to be returned as a row for each.
             return vary(lax.psum(x, DATA), (DATA,)), []
         network = Network(mesh.size, lax.axis_index(DATA))
         total = algorithm.run(x[0], network)
@@ -97,6 +98,7 @@ def run(name: str, K: int, devices: Sequence[jax.Device], size: int = 0) -> Run:
     def sums(compiled: jax.stages.Compiled, x: np.ndarray) -> np.ndarray:
         return np.asarray(compiled(lay(x, mesh))[0])
 
+    # Sums of whole numbers are exact in any order; on noise, each algorithm rounds in an order of its own.
     exact = np.array_equal(sums(program, whole), sums(psum, whole))
     expected = sums(psum, noise)
     difference = np.abs(sums(program, noise) - expected).max() / np.abs(expected).max()
@@ -109,6 +111,7 @@ def draw(algorithm: Algorithm, K: int, size: int) -> tuple[np.ndarray, np.ndarra
     random = np.random.default_rng(SEED)
     whole = random.integers(-LARGEST, LARGEST + 1, (algorithm.nodes(K), size)).astype(np.float32)
     noise = random.normal(size=whole.shape).astype(np.float32)
+    # A server adds nothing of its own.
     whole[K:] = 0
     noise[K:] = 0
     return whole, noise
@@ -121,6 +124,7 @@ def lay(x: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
 
 def apart(function: Callable[..., Answer], *arguments: Any) -> Answer:
     """Return `function(*arguments)` from a new process, whose CPU is not split into devices yet."""
+    # JAX fixes the number of CPU devices when it starts, and a forked process would inherit them.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
@@ -128,6 +132,7 @@ def apart(function: Callable[..., Answer], *arguments: Any) -> Answer:
 Wanted = tuple[str, int]
 """Algorithm and K."""
 
+# Claims and labs share runs, and the largest take many seconds to compile.
 _done: dict[Wanted, Run] = {}
 
 

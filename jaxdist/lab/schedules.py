@@ -179,6 +179,7 @@ def _row(report: ScheduleReport) -> tuple[str, ...]:
 
 def measure(stages: int, microbatches: int, virtual_stages: int, schedule: str, picture: str) -> Result:
     """Count one schedule, or all; `virtual_stages` 0 means 2 for interleaved, 1 for the others."""
+    # Checked before any schedule is made, which would take minutes.
     units = stages * microbatches * max(virtual_stages, 1)
     if units > MOST_UNITS:
         chunks = ""

@@ -89,6 +89,7 @@ def on_one_device(w1: Weight, w2: Weight, x: Rows, t: Rows) -> Outcome:
 
 def largest(differences: dict[str, dict[str, float]]) -> float:
     """Return the largest difference of all ways to run the step; NaN, which is below no tolerance, if any is NaN."""
+    # Python's `max` would ignore a NaN that is not the first.
     return float(np.max([difference for way in differences.values() for difference in way.values()]))
 
 

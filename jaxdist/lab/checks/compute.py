@@ -42,6 +42,7 @@ def flops_per_parameter(backward: bool = True) -> float:
             return y, vjp(dy)
         return y
 
+    # Lowering is enough: XLA counts FLOPs without compiling.
     return jax.jit(step).lower(x, w, dy).cost_analysis()["flops"] / (rows * w.size)
 
 
@@ -67,6 +68,7 @@ def years(expected: str, tolerance: str, gpu: str = "h100") -> Outcome:
     parameters = models.parameters(models.build(GPT3))
     work = flops_per_parameter() * parameters * GPT3_TOKENS
     value = work / plain_rate(on) / YEAR
+    # Beside it, the count with attention, which the rule of 6 FLOPs per parameter leaves out.
     exact = flops_per_token(GPT3) * GPT3_TOKENS
     lines = (
         f"{parameters:,} parameters x {GPT3_TOKENS:.3g} tokens x {flops_per_parameter():g} = {work:.3g} FLOPs; with "

@@ -69,7 +69,9 @@ def readers(hosts: int, seed: int, epoch: int, data: DataConfig) -> list[Int[np.
 
     A sample is recognised by its tokens and labels. A row that is no sample of the file counts as -1.
     """
+    # A host is a data rank here: each reads the rows of its rank.
     run = started(f"{hosts}x1x1", data, seed)
+    # Tokens and labels together: a row whose labels are shifted wrongly is no sample of the file.
     known = {one.tobytes(): sample for sample, one in enumerate(np.concatenate(windows(data.path), axis=1))}
     steps = range(epoch * SAMPLES // BATCH, (epoch + 1) * SAMPLES // BATCH)
     batches = [run.task.batch(global_rows(seed, step, BATCH, run.task.rows), step) for step in steps]
@@ -124,6 +126,7 @@ def validation(expected: str, tolerance: str, meshes: tuple[str, ...] = MESHES) 
     file; only the logits come from the model, on one device.
     """
     with data_set() as data:
+        # All meshes get the same parameters, drawn on one device.
         alone = started("1x1x1", data)
         with jax.set_mesh(alone.mesh):
             params = jax.device_get(jax.jit(alone.forward.init)(jax.random.key(0))[0])
@@ -142,6 +145,7 @@ def plain_loss(run: Run, params: Params, path: Path) -> float:
     tokens, labels = windows(path)
     with jax.set_mesh(run.mesh):
         logits = np.asarray(jax.jit(run.forward.logits)(run.forward.weights(params), tokens), np.float64)
+    # The loss of a token is log sum exp of its logits minus the logit of its label.
     chosen = np.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     return float(np.mean(log_sum_exp(logits) - chosen))
 
@@ -155,6 +159,7 @@ def log_sum_exp(logits: Float[np.ndarray, "... V"]) -> Float[np.ndarray, "..."]:
 def validated(run: Run, params: Params) -> float:
     """Return the validation loss that a run finds for these parameters, over all of its held-out rows."""
     with jax.set_mesh(run.mesh):
+        # As the run places its parameters at rest.
         where = jax.tree.map(lambda place: jax.NamedSharding(run.mesh, place.rest), run.forward.places)
         return run.validate(jax.device_put(params, where), {}, batches=0)["loss"]
 

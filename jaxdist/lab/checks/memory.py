@@ -76,6 +76,7 @@ def states(zero: int, devices: int) -> States:
         train=TrainConfig(global_batch_size=devices),
     )
     run = Run(config, dry=True)
+    # The steps shape only the learning-rate schedule, but the optimizer cannot be made without them.
     run.steps = 1
     with jax.sharding.use_abstract_mesh(run.mesh):
         state = run.abstract()
@@ -96,6 +97,7 @@ def on_one_device(tree: Any, width: int | None = None) -> int:
     """
     count = 0
     for array in jax.tree.leaves(tree):
+        # Scalars, such as the step, are no model states in the paper's sense.
         if array.ndim:
             count += math.prod(array.sharding.shard_shape(array.shape)) * (width or array.dtype.itemsize)
     return count
@@ -116,6 +118,7 @@ def linear(expected: str, tolerance: str, zero: int = 3) -> Outcome:
     """Check whether the factor is exactly the number of devices, at every power of two up to 1024."""
     whole = states(zero, 1).total
     counts = [2**n for n in range(11)]
+    # Fractions compare exactly.
     factors = {n: Fraction(whole, states(zero, n).total) for n in counts}
     value = f"{float(factors[counts[-1]]):.4g} at N=1024"
     if all(found == n for n, found in factors.items()):
@@ -205,6 +208,7 @@ def per_parameter(expected: str, tolerance: str, precision: str = "mixed") -> Ou
     with jax.set_mesh(run.mesh):
         state = run.abstract()
         batch = run.batch()
+        # In float32 there is no copy of the weights besides the masters.
         used = state.weights or jax.eval_shape(run.forward.weights, state.params)
         gradients = jax.eval_shape(jax.grad(loss), used, batch)
     parts = {

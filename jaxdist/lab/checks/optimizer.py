@@ -65,6 +65,7 @@ def _differences(updates: np.ndarray, gradients: np.ndarray, form: str) -> list[
     for t, (update, g) in enumerate(zip(updates, gradients, strict=True), start=1):
         m = b1 * m + (1 - b1) * g
         v = b2 * v + (1 - b2) * g**2
+        # The lecture writes beta for beta^t.
         power = t if form == "power" else 1
         step = -CONFIG.learning_rate * (m / (1 - b1**power)) / (np.sqrt(v / (1 - b2**power)) + EPSILON)
         found.append(float(np.max(np.abs(step - update) / np.abs(update))))

@@ -69,6 +69,7 @@ def bubble_fraction(expected: str, tolerance: str, schedule: str = "gpipe") -> O
     rows = [("S \\ M", *map(str, MICRO_BATCHES))]
     for S in STAGES:
         rows.append((str(S), *(str(counted[S, M]) for M in MICRO_BATCHES)))
+    # Draw the schedule beside the two best-known ones; the dict drops a repeated name.
     drawn = [make(name, 4, 8) for name in dict.fromkeys((schedule, "gpipe", "1f1b"))]
     lines = (f"counted in {len(counted)} schedules:", *table(rows))
     return Outcome(value, not wrong, lines, partial(timeline.picture, drawn))
@@ -98,6 +99,7 @@ def _most(forward: np.ndarray, backward: np.ndarray) -> int:
 
 def stashed(expected: str, tolerance: str, schedule: str = "pipedream") -> Outcome:
     """Measure the weight versions of the first and last of S stages, in pipelines of 2 to 8 over many batches."""
+    # Enough batches for every rank to reach its steady state.
     found = {S: versions(make(schedule, S, 4 * S)) for S in range(2, 9)}
     value = expected
     for S, of in found.items():
@@ -126,6 +128,7 @@ def layer_split(expected: str, tolerance: str, stages: int = 64) -> Outcome:
     for layers, count in counts[1:]:
         value += f" and {count} of {layers}"
     notes = [note for note in pipelines.notes(config, layout, pipe) if note.startswith("model.layers")]
+    # Stages of different sizes are padded, which costs time, and the planner must say so.
     reported = bool(notes) == pipe.stages.padded
     lines = [line for note in notes for line in textwrap.wrap(note, 120)]
     if not lines:

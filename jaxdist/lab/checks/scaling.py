@@ -33,6 +33,7 @@ def strong(
     Times are shown, not judged: virtual devices share the cores of one CPU.
     """
     allowed_work, allowed_loss = (part.strip() for part in tolerance.split("/"))
+    # Split the CPU for the largest mesh, before a smaller one is made.
     cpu_mesh(f"{counts[-1]}x1x1")
     config = load(CONFIG, {"train.global_batch_size": str(batch)})
     study = Study(config, mode, counts, stages=(0, 3), warmup=1, repeats=REPEATS, rows=DIGITS)

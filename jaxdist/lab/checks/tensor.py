@@ -31,6 +31,7 @@ class Block(NamedTuple):
 def block(sequence: bool) -> Block:
     """Compile each pass by itself; `sequence` splits the residual stream along the sequence."""
     mesh = cpu_mesh("1x2x1")
+    # Sequence parallelism replaces the all-reduces by all-gathers and reduce-scatters (Korthikanti et al. 2022).
     layout = Layout.on(mesh, {**RULES, "residual": RULES["mlp"] if sequence else ()})
     x = _abstract(mesh, (2, 8, 16), layout.activation("BsD"))
     up = _abstract(mesh, (16, 32), layout.spec(("embed", "mlp")))
@@ -67,6 +68,7 @@ def column_row(expected: str, tolerance: str, sequence: bool = False) -> Outcome
     forward = found.forward.get(ALL_REDUCE, 0)
     backward = found.backward.get(ALL_REDUCE, 0)
     value = f"{forward} + {backward}"
+    # Nothing but the all-reduces may move, or the count of these means little.
     others = {*found.forward, *found.backward} - {ALL_REDUCE}
     lines = (
         "gelu(x A) B, A split by columns and B by rows over 2 devices, compiled:",
@@ -106,6 +108,7 @@ def split(expected: str, tolerance: str, by: str = "columns", size: int = 4096) 
 
     with jax.set_mesh(mesh):
         found = np.asarray(jax.jit(matmul)(rows, weight))[0]
+    # By numpy, on the whole weight.
     whole = x @ w
     difference = float(np.max(np.abs(found - whole)) / np.max(np.abs(whole)))
     value = " x ".join(map(str, weight.addressable_shards[0].data.shape))

@@ -44,6 +44,7 @@ def elements(zero: int, layers: int, devices: int = 4) -> tuple[float, float]:
         parallel=ParallelConfig(zero=zero),
     )
     run, moves = compiled(config)
+    # XLA may combine scalars with arrays in one collective: count the share of the arrays.
     sent = sum(one.wire * one.array_elements / one.elements for one in moves if DATA in one.axes)
     return sent, communication.data_parallel(run.config, run.model, run.layout)
 
@@ -88,6 +89,7 @@ def two_by_two(expected: str, tolerance: str, micro_batches: int = 4) -> Outcome
         units = {ticks[rank].size for rank in range(2)}
         counts[kind] = "/".join(map(str, sorted(units)))
     summed = sum(one.array_elements * one.count for one in moves if one.kind == ALL_REDUCE and DATA in one.axes)
+    # In units of the parameters that a device uses: 1 means that each gradient is reduced once.
     reductions = summed / sum(p.use for p in placed(run.config, run.model, run.layout))
     value = f"{counts['F']} F + {counts['B']} B + {reductions:g} reduce"
     lines = (
