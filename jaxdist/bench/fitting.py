@@ -88,7 +88,7 @@ def _memory(measured: Mapping[str, Any], gpu: hardware.Gpu | None) -> tuple[floa
 def _links(rows: Sequence[Mapping[str, Any]], gpu: hardware.Gpu | None) -> tuple[Link, Link, list[str]]:
     """Return the links inside a host and across hosts, and a note for one that was not measured.
 
-    A link that was not measured has the bandwidth of the data sheet, or else of the other link, and the other's latency.
+    One that was not measured has the bandwidth of the data sheet, or else of the other link, and the other's latency.
     """
     near = [row for row in rows if row["ranks_inside"] == row["ranks"]]
     far = [row for row in rows if row["ranks_inside"] < row["ranks"]]

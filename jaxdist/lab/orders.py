@@ -6,31 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
 
 
-def constant(K: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-    """Return 0: the fit has the constant term anyway."""
-    return 0 * K
-
-
-def linear(K: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-    """Return K."""
-    return K
-
-
-def log_linear(K: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-    """Return K log K."""
-    return K * np.log2(K)
-
-
-def quadratic(K: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-    """Return K squared."""
-    return K**2
-
-
-ORDERS = {"O(1)": constant, "O(log K)": np.log2, "O(K)": linear, "O(K log K)": log_linear, "O(K^2)": quadratic}
-"""Name -> f, the slowest growth first."""
+ORDERS = ("O(1)", "O(log K)", "O(K)", "O(K log K)", "O(K^2)")
+"""The slowest growth first."""
 
 ROUNDING = 1e-9
 
@@ -59,9 +38,11 @@ def fit(sizes: Sequence[int], counts: Sequence[float]) -> Fit:
         raise ValueError(f"{len(set(sizes))} sizes do not tell the orders apart; give 4 or more")
     K = np.asarray(sizes, float)
     count = np.asarray(counts, float)
+    # O(1) is a alone.
+    growth = (0 * K, np.log2(K), K, K * np.log2(K), K**2)
     errors = {}
-    for name, f in ORDERS.items():
-        terms = np.stack([np.ones_like(K), f(K)], 1)
+    for name, f in zip(ORDERS, growth, strict=True):
+        terms = np.stack([np.ones_like(K), f], 1)
         solution = np.linalg.lstsq(terms, count)[0]
         errors[name] = float(np.linalg.norm(count - terms @ solution) / np.linalg.norm(count))
     return Fit(tuple(sizes), tuple(counts), errors)
