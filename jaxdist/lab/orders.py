@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-
 ORDERS = ("O(1)", "O(log K)", "O(K)", "O(K log K)", "O(K^2)")
 """The slowest growth first."""
 
