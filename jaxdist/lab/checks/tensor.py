@@ -33,9 +33,9 @@ def block(sequence: bool) -> Block:
     mesh = cpu_mesh("1x2x1")
     # Sequence parallelism replaces the all-reduces by all-gathers and reduce-scatters (Korthikanti et al. 2022).
     layout = Layout.on(mesh, {**RULES, "residual": RULES["mlp"] if sequence else ()})
-    x = _abstract(mesh, (2, 8, 16), layout.activation("BsD"))
-    up = _abstract(mesh, (16, 32), layout.spec(("embed", "mlp")))
-    down = _abstract(mesh, (32, 16), layout.spec(("mlp", "embed")))
+    x = _abstract((2, 8, 16), NamedSharding(mesh, layout.activation("BsD")))
+    up = _abstract((16, 32), NamedSharding(mesh, layout.spec(("embed", "mlp"))))
+    down = _abstract((32, 16), NamedSharding(mesh, layout.spec(("mlp", "embed"))))
 
     def forward(x, up, down):
         hidden = einsum(layout, "BSD,DF->BSF", enter(layout, x, "mlp"), up)
@@ -51,10 +51,8 @@ def block(sequence: bool) -> Block:
         )
 
 
-def _abstract(
-    mesh: jax.sharding.Mesh, shape: tuple[int, ...], spec: jax.sharding.PartitionSpec
-) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+def _abstract(shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
 
 def _calls(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh) -> dict[str, int]:
