@@ -1,1 +1,1 @@
-"""Measurements."""
+"""Measurements of train steps, of how they scale, and of the hardware below them."""

@@ -1,5 +1,7 @@
-"""What the devices of a mesh do in a second: collectives over each of its axes, matrix products, copies, and a
-collective beside matrix products. A program does each several times in a row, so that starting it hardly counts."""
+"""Measure the rates of a mesh's devices: collectives over each axis, matmuls, copies, and how well these overlap.
+
+Each program repeats its operation several times in a loop, so that the time to launch it hardly counts.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxdist.bench.fitting import fit
-from jaxdist.bench.measuring import Note
+from jaxdist.bench.measuring import Note, ignore
 from jaxdist.bench.study import all_computers
 from jaxdist.cluster import kv_store
 from jaxdist.cluster.heartbeat import COMPILING, STEPPING
@@ -31,45 +33,50 @@ Body = Callable[[jax.Array], jax.Array]
 
 @dataclass(frozen=True)
 class Scale:
-    """How much to measure with."""
+    """How large the arrays of a measurement are, and how often each operation runs."""
 
     bytes: tuple[int, ...]
-    """Of the array that a collective is of, about: it has to divide by the ranks."""
+    """Sizes of the array of a collective; each is rounded so that it divides by the ranks."""
     shapes: tuple[tuple[int, int], ...]
-    """[rows, width] by [width, width]."""
+    """Matmuls as (rows, width): [rows, width] by [width, width]."""
     copied: int
-    """Bytes: more than caches hold."""
+    """Bytes of a copy, more than caches hold."""
     times: int
-    """In one program."""
+    """Repetitions within one program."""
 
 
 GPU = Scale((1 << 16, 1 << 20, 1 << 24, 1 << 28), ((4096, 4096), (8192, 8192), (16384, 8192)), 1 << 30, 16)
 CPU = Scale((1 << 14, 1 << 18, 1 << 22), ((128, 128), (256, 256), (512, 512)), 1 << 25, 4)
 
 
-def measure(mesh: jax.sharding.Mesh, note: Note = lambda doing: None) -> dict[str, Any]:
-    """All of it, as plain values with the schema of `docs/measure.md`. Bytes and seconds.
+def measure(mesh: jax.sharding.Mesh, note: Note = ignore) -> dict[str, Any]:
+    """Measure everything; returns plain values with the schema of `docs/measure.md`, in bytes and seconds.
 
-    With several processes each of them calls this; the times are those of its own clock.
+    With several processes, every process calls this, and the times are those of its own clock.
     """
-    computers, device = all_computers(), mesh.devices.flat[0]
-    watch = Watch(mesh, CPU if device.platform == "cpu" else GPU, note)
-    collectives = [watch.collective(kind, axis) for axis, n in mesh.shape.items() if n > 1 for kind in KINDS]
+    computers = all_computers()
+    device = mesh.devices.flat[0]
+    on_cpu = device.platform == "cpu"
+    watch = Watch(mesh, CPU if on_cpu else GPU, note)
+    collectives = [watch.collective(kind, axis) for axis, ranks in mesh.shape.items() if ranks > 1 for kind in KINDS]
     matmuls = [watch.matmul(rows, width) for rows, width in watch.scale.shapes]
     hosts = host_names(mesh.devices.flat)
     per_host = max(map(hosts.count, hosts))
-    there = capacity(device)
+    memory = capacity(device)
+    if memory is not None:
+        # The virtual devices of a CPU share the memory of their host.
+        memory = memory / (per_host if on_cpu else 1)
     return {
         "device": device.device_kind,
-        "virtual_devices": device.platform == "cpu",
+        "virtual_devices": on_cpu,
         "devices": mesh.size,
         "per_host": per_host,
         "processes": jax.process_count(),
         "hosts": len(set(hosts)),
-        "cores": computers.cores if device.platform == "cpu" else None,
+        "cores": computers.cores if on_cpu else None,
         "mesh": describe(mesh.shape),
         "jax": version("jax"),
-        "memory_bytes": there and there / (per_host if device.platform == "cpu" else 1),
+        "memory_bytes": memory,
         "collectives": collectives,
         "matmuls": matmuls,
         "copy_bytes_per_second": watch.copy(),
@@ -78,28 +85,36 @@ def measure(mesh: jax.sharding.Mesh, note: Note = lambda doing: None) -> dict[st
 
 
 class Watch:
-    """Times programs on all devices of a mesh at once."""
+    """Times programs that run on all devices of a mesh at once."""
 
     def __init__(self, mesh: jax.sharding.Mesh, scale: Scale, note: Note):
-        self.mesh, self.scale, self._note, self._turns = mesh, scale, note, 0
-        self.dtype = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
+        self.mesh = mesh
+        self.scale = scale
+        # Training multiplies in bfloat16 on GPUs, and in float32 on CPUs.
+        self.dtype = jnp.bfloat16
+        if mesh.devices.flat[0].platform == "cpu":
+            self.dtype = jnp.float32
+        self._note = note
+        self._turns = 0
 
-    def seconds(self, body: Callable[..., Any], *given: jax.Array) -> float:
-        """Of one of the rounds of `body`, the parts that each device has of arrays to parts of the same types."""
+    def seconds(self, body: Callable[..., Any], *arrays: jax.Array) -> float:
+        """Return the seconds of one round of `body`, which maps each device's parts to parts of the same types."""
         self._note(COMPILING)
-        program = on_each(self.mesh, in_a_loop(body, self.scale.times)).lower(*given).compile()
+        program = on_each(self.mesh, in_a_loop(body, self.scale.times)).lower(*arrays).compile()
         self._turns += 1
-        if kv_store.processes() > 1:  # who is late would count as slow
+        if kv_store.processes() > 1:
+            # Without the barrier, the wait for a process that compiles longer would count as time of the program.
             kv_store.barrier(f"collectives, turn {self._turns}", range(kv_store.processes()))
         self._note(STEPPING)
-        return timed(program, *given)[1] / self.scale.times
+        return timed(program, *arrays)[1] / self.scale.times
 
     def collective(self, kind: str, axis: str) -> dict[str, Any]:
-        """Its times at all sizes, and the latency and bandwidth that fit them."""
+        """Measure a collective at all sizes, and fit a latency and a bandwidth to its times."""
         ranks = self.mesh.shape[axis]
+        body = step(kind, axis, ranks)
         arrays = [self._array(kind, axis, size) for size in self.scale.bytes]
         sizes = [size for size, _ in arrays]
-        took = [self.seconds(lambda x: (step(kind, axis, ranks)(x),), given) for _, given in arrays]
+        took = [self.seconds(lambda x: (body(x),), array) for _, array in arrays]
         alpha, bandwidth, error = fit(kind, ranks, sizes, took)
         return {
             "kind": kind,
@@ -114,87 +129,120 @@ class Watch:
         }
 
     def _array(self, kind: str, axis: str, size: int) -> tuple[int, jax.Array]:
-        """(bytes of the whole array, what the devices give)."""
+        """Return the bytes of the whole array of a collective, and the input that the devices hold."""
         ranks = self.mesh.shape[axis]
-        piece = max(size // (4 * ranks), 1)
-        return 4 * piece * ranks, numbered(self.mesh, piece if kind == ALL_GATHER else piece * ranks)
+        # The whole array of an all-gather is one piece from each rank; the other kinds start from a whole array.
+        piece = max(size // (4 * ranks), 1)  # of float32
+        elements = piece if kind == ALL_GATHER else piece * ranks
+        return 4 * piece * ranks, numbered(self.mesh, elements)
 
     def inside(self, axis: str) -> int:
-        """How many ranks of a group along `axis` share a host."""
+        """Return how many ranks of a group along `axis` share a host."""
         names = np.array(host_names(self.mesh.devices.flat)).reshape(self.mesh.devices.shape)
+        # The host of each rank of one group; the other groups along the axis lie the same way.
         line = np.moveaxis(names, self.mesh.axis_names.index(axis), 0).reshape(self.mesh.shape[axis], -1)[:, 0]
         return max(int(np.sum(line == name)) for name in set(line))
 
     def matmul(self, rows: int, width: int) -> dict[str, Any]:
-        """The rate of a product on each device, while all make theirs."""
-        took = self.seconds(lambda a, b: (_product(a, b), b), *self._factors(rows, width))
+        """Measure the rate of a matmul on each device, while all devices run theirs."""
+        took = self.seconds(lambda a, b: (_matmul(a, b), b), *self._factors(rows, width))
         flops = 2 * rows * width**2
         return {"shape": [rows, width, width], "seconds": took, "flops_per_second": flops / took}
 
     def _factors(self, rows: int, width: int) -> tuple[jax.Array, jax.Array]:
-        """Normal [devices, rows, width] and [devices, width, width], whose product is as large as the first."""
+        """Return normal arrays [devices, rows, width] and [devices, width, width].
 
-        def made(x: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
-            normal = jax.random.normal(jax.random.key(0), (1, *shape), self.dtype)
-            return normal * jnp.asarray(scale, self.dtype) + 0 * x[:, :, None].astype(self.dtype)
-
+        Their product is about as large as the first, so that repeated products neither vanish nor overflow.
+        """
         one = numbered(self.mesh, 1)
-        factor = lambda shape, scale: on_each(self.mesh, lambda x: made(x, shape, scale))(one)
+
+        def factor(shape: tuple[int, ...], scale: float) -> jax.Array:
+            def draw(x: jax.Array) -> jax.Array:
+                # Adding 0 x makes the result differ by device, as far as its type knows; shard_map demands that.
+                normal = jax.random.normal(jax.random.key(0), (1, *shape), self.dtype)
+                return normal * jnp.asarray(scale, self.dtype) + 0 * x[:, :, None].astype(self.dtype)
+
+            return on_each(self.mesh, draw)(one)
+
         return factor((rows, width), 1.0), factor((width, width), width**-0.5)
 
     def copy(self) -> float:
-        """Bytes per second that a device reads and writes."""
-        given = numbered(self.mesh, self.scale.copied // 4)
-        return 2 * self.scale.copied / self.seconds(lambda x: (x + 1,), given)
+        """Return the bytes per second that a device reads and writes."""
+        array = numbered(self.mesh, self.scale.copied // 4)
+        # Each byte is read once and written once.
+        return 2 * self.scale.copied / self.seconds(lambda x: (x + 1,), array)
 
     def overlap(self, collectives: Sequence[dict[str, Any]], matmuls: Sequence[dict[str, Any]]) -> float | None:
-        """kappa: a collective beside as many products as take about as long is max + (kappa - 1) x min of the two.
+        """Return the overlap factor kappa, from 1 (the shorter one is hidden) to 2 (nothing is); None if not measured.
 
-        Of the largest all-reduce over the outermost axis; None where there is none. It is bounded to 1..2.
+        A collective and matmuls of about the same duration take max + (kappa - 1) x min of their two times when they
+        run together. The collective is the largest all-reduce over the outermost axis; a mesh of one device has none.
         """
         if not collectives:
             return None
-        first, product = collectives[0], matmuls[len(matmuls) // 2]
-        many = max(1, round(first["seconds"][-1] / product["seconds"]))
-        sum_up = step(first["kind"], first["axis"], first["ranks"])
-        _, row = self._array(first["kind"], first["axis"], self.scale.bytes[-1])
-        given = (row, *self._factors(*product["shape"][:2]))
-        both = self.seconds(beside(sum_up, many), *given)
-        alone = self.seconds(beside(sum_up, 0), *given), self.seconds(beside(lambda x: x, many), *given)
-        return float(np.clip(1 + (both - max(alone)) / min(alone), 1, 2))
+        all_reduce = collectives[0]
+        matmul = matmuls[len(matmuls) // 2]
+        # The two overlap for the longest if they take about the same time.
+        count = max(1, round(all_reduce["seconds"][-1] / matmul["seconds"]))
+        body = step(all_reduce["kind"], all_reduce["axis"], all_reduce["ranks"])
+        _, row = self._array(all_reduce["kind"], all_reduce["axis"], self.scale.bytes[-1])
+        arrays = (row, *self._factors(*matmul["shape"][:2]))
+        both = self.seconds(beside(body, count), *arrays)
+        # The same program without one of the two, so that its other costs are the same.
+        collective_alone = self.seconds(beside(body, 0), *arrays)
+        matmuls_alone = self.seconds(beside(lambda x: x, count), *arrays)
+        longer = max(collective_alone, matmuls_alone)
+        shorter = min(collective_alone, matmuls_alone)
+        return float(np.clip(1 + (both - longer) / shorter, 1, 2))
 
 
 def in_a_loop(body: Callable[..., Any], times: int) -> Callable[..., Any]:
-    """`body`, which takes parts and gives a tuple of parts of the same types, so many times."""
-    return lambda *parts: lax.fori_loop(0, times, lambda _, now: body(*now), parts)
+    """Return a function that applies `body` `times` times; `body` returns a tuple of parts like its arguments."""
+
+    def loop(*parts):
+        return lax.fori_loop(0, times, lambda _, now: body(*now), parts)
+
+    return loop
 
 
-def beside(sum_up: Body, many: int) -> Callable[..., Any]:
-    """A collective of x, and that many products of a with b, neither of which needs the other."""
-    multiply = lambda a, b: lax.fori_loop(0, many, lambda _, now: _product(now, b), a)
-    return lambda x, a, b: (sum_up(x), multiply(a, b), b)
+def beside(collective: Body, count: int) -> Callable[..., Any]:
+    """Return a function of (x, a, b): a collective of x and `count` matmuls of a by b, independent of each other."""
+
+    def both(x, a, b):
+        reduced = collective(x)
+        multiplied = lax.fori_loop(0, count, lambda _, now: _matmul(now, b), a)
+        return reduced, multiplied, b
+
+    return both
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
 
 
 def step(kind: str, axis: str, ranks: int) -> Body:
-    """One collective of a device's row [1, elements], and a row like it for the next one, bounded and hardly moved."""
+    """Return one collective as a function of a device's row [1, elements].
 
-    def gather(x: jax.Array) -> jax.Array:
-        whole = lax.optimization_barrier(lax.all_gather(x, axis, axis=1, tiled=True))  # XLA might make only the part
+    Its result is a row of the same shape and of bounded values, the input of the next round, and is hardly moved.
+    """
+    ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
+
+    def all_reduce(x: jax.Array) -> jax.Array:
+        # The mean stays bounded however often it is taken; the cast moves nothing.
+        return lax.pcast(lax.psum(x, axis) / ranks, axis, to="varying")
+
+    def all_gather(x: jax.Array) -> jax.Array:
+        # Without the barrier, XLA might compute only the part that is used.
+        whole = lax.optimization_barrier(lax.all_gather(x, axis, axis=1, tiled=True))
         return lax.dynamic_slice_in_dim(whole, lax.axis_index(axis) * x.shape[1], x.shape[1], axis=1)
 
-    def scatter(x: jax.Array) -> jax.Array:
+    def reduce_scatter(x: jax.Array) -> jax.Array:
         own = lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True) / ranks
+        # The next round needs a row of the same length; only a part of it is new.
         return lax.dynamic_update_slice_in_dim(x, own, 0, axis=1)
 
-    ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
-    steps = {
-        ALL_REDUCE: lambda x: lax.pcast(lax.psum(x, axis) / ranks, axis, to="varying"),
-        ALL_GATHER: gather,
-        REDUCE_SCATTER: scatter,
-        PERMUTE: lambda x: lax.ppermute(x, axis, ring),
-    }
-    return steps[kind]
+    def permute(x: jax.Array) -> jax.Array:
+        return lax.ppermute(x, axis, ring)
+
+    bodies = {ALL_REDUCE: all_reduce, ALL_GATHER: all_gather, REDUCE_SCATTER: reduce_scatter, PERMUTE: permute}
+    return bodies[kind]

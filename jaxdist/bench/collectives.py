@@ -1,4 +1,4 @@
-"""`python -m jaxdist.bench collectives`: what links, matrix units and memory do, and a file for the planner."""
+"""`python -m jaxdist.bench collectives`: measure links, matrix units and memory, and write a cluster file."""
 
 from __future__ import annotations
 
@@ -20,81 +20,96 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "Measure all-reduce, all-gather, reduce-scatter and permute over each axis of the mesh at several sizes, fit a "
-    "latency and a bandwidth to each, and measure matrix products, memory and how well the two overlap. Start it as a "
-    "run is started, under srun too. No model is read, nothing is saved but --fit."
+    "latency and a bandwidth to each, and measure matmuls, memory and how well communication and matmuls overlap. "
+    "Start it as you start a run, also under srun. It reads no model and saves nothing but --fit."
 )
-FIT = Extra("fit", "", "Write what was measured into this TOML file, a cluster for the planner.", FileName)
+FIT = Extra("fit", "", "Write the measured cluster into this TOML file, for the planner.", FileName)
 KNOBS = ["mesh", *JOB_KNOBS]
 
 WIDTH = 120
-"""Of a line of text."""
+"""Columns of a line of text."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = arguments(argv, "bench collectives", DESCRIPTION, positional=None, extras=[JSON, FIT], knobs=KNOBS)
-    file = asked.extras["fit"]
+    """Run the command; returns the exit code."""
+    request = arguments(argv, "bench collectives", DESCRIPTION, positional=None, extras=[JSON, FIT], knobs=KNOBS)
+    file = request.extras["fit"]
     check_file(file)
-    place = find(asked.config.cluster)
+    env = find(request.config.cluster)
 
+    # Imported here, so that --help and mistakes in the options need no jax.
     from jaxdist.bench.calibration import measure
     from jaxdist.cluster import runtime
     from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.job import Job
     from jaxdist.mesh import parse_mesh
 
-    with Job(place, asked.config) as job:
-        check_request(asked.text)
-        mesh = runtime.start(parse_mesh(asked.config.mesh))
+    with Job(env, request.config) as job:
+        check_request(request.text)
+        mesh = runtime.start(parse_mesh(request.config.mesh))
         check_links(mesh, file)
-        told = measure(mesh, job.note)
+        measured = measure(mesh, job.note)
         if job.env.leader:
-            told["notes"] = list(notes(told))
+            measured["notes"] = list(notes(measured))
             if file:
-                told |= write(told, Path(file))
-            print(json.dumps(told) if asked.extras["json"] else "\n".join(lines(told)), flush=True)
+                measured |= write(measured, Path(file))
+            if request.extras["json"]:
+                print(json.dumps(measured), flush=True)
+            else:
+                print("\n".join(lines(measured)), flush=True)
         return job.end(0)
 
 
 def check_file(file: str) -> None:
-    """Raise `RequestError` where `file` could not be written, before anything is measured."""
+    """Raise `RequestError` if `file` cannot be written, before anything is measured."""
     check_output("--fit", file, "cluster.toml")
     if file and Path(file).suffix != ".toml":
         raise RequestError(f"--fit '{file}' is no TOML file; name it {Path(file).with_suffix('.toml')}")
 
 
 def check_links(mesh: jax.sharding.Mesh, file: str) -> None:
+    """Raise `RequestError` if a cluster file is requested from a mesh that has no links."""
     if file and mesh.size == 1:
         raise RequestError("--fit needs links to measure, but the mesh is one device; give --mesh, such as 4x1x1")
 
 
-def write(told: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Write the cluster. Returns the file's name and what of it was not measured."""
+def write(measured: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Write the cluster file; returns its name, and the notes with those on what was not measured."""
     from jaxdist.bench.fitting import cluster_of
     from jaxdist.planning.clusters import to_toml
 
-    cluster, notes = cluster_of(told, path.stem)
-    told_too = [line for note in (*told["notes"], *notes) for line in textwrap.wrap(note, WIDTH - 2)]
-    heading = [cluster.sources[0], "", *told_too, "", *_table(told)]
+    cluster, more_notes = cluster_of(measured, path.stem)
+    all_notes = [*measured["notes"], *more_notes]
+    wrapped = [line for note in all_notes for line in textwrap.wrap(note, WIDTH - 2)]
+    # Comments above the cluster say how it was measured.
+    heading = [cluster.sources[0], "", *wrapped, "", *_table(measured)]
     write_whole(path, to_toml(cluster, heading))
-    return {"fit": str(path), "notes": [*told["notes"], *notes]}
+    return {"fit": str(path), "notes": all_notes}
 
 
-def notes(told: Mapping[str, Any]) -> Iterator[str]:
-    """What a reader has to know, a sentence each."""
+def notes(measured: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a reader must know to interpret the numbers, one sentence each."""
     from jaxdist.doctor.devices import LEAST
     from jaxdist.planning.hardware import known
 
-    if told["virtual_devices"]:
+    if measured["virtual_devices"]:
         yield (
-            f"these are virtual devices of {told['hosts']} CPU host(s) with {told['cores']} core(s): what shows is how "
-            f"fast memory is copied and threads wait for each other, no link; a plan for GPUs needs a file from there"
+            f"these are virtual devices of {measured['hosts']} CPU host(s) with {measured['cores']} core(s): the times "
+            f"show how fast memory is copied and how threads wait for each other, no link; to plan for GPUs, write the "
+            f"file on GPUs"
         )
-    if not told["collectives"]:
+    if not measured["collectives"]:
         yield "the mesh is one device: there is no link to measure; give --mesh, such as 4x1x1"
-    gpu = known(told["device"])
-    for row in told["collectives"] if gpu else ():
+    gpu = known(measured["device"])
+    if gpu is None:
+        return
+    for row in measured["collectives"]:
         inside = row["ranks_inside"]
-        expected = gpu.link if inside == row["ranks"] else min(gpu.link, inside * gpu.network)
+        if inside == row["ranks"]:
+            expected = gpu.link
+        else:
+            # The network cards of all ranks on a host work together, but no faster than the links inside it.
+            expected = min(gpu.link, inside * gpu.network)
         if row["bytes_per_second"] < LEAST * expected:
             yield (
                 f"{row['kind']} over {row['axis']} reaches {row['bytes_per_second'] / expected:.0%} of the "
@@ -102,39 +117,41 @@ def notes(told: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def lines(told: Mapping[str, Any]) -> list[str]:
-    """For a person."""
-    overlap = "not measured" if told["overlap"] is None else f"{told['overlap']:.3f} (1 hides all, 2 nothing)"
-    rates = [
-        f"{'x'.join(map(str, one['shape'])):<18} {one['flops_per_second'] / 1e12:.4g} TFLOP/s"
-        for one in told["matmuls"]
-    ]
-    return [
-        f"{told['devices']} x {told['device']} on {told['hosts']} host(s), {told['mesh']}, jax {told['jax']}",
-        "",
-        *_table(told),
-        "",
-        *(f"matrix product     {rate}" for rate in rates),
-        f"memory             {told['copy_bytes_per_second'] / 1e9:.4g} GB/s read and written",
-        f"overlap factor     {overlap}",
-        *([f"written to         {told['fit']}"] if "fit" in told else []),
-        "",
-        *(line for note in told["notes"] for line in textwrap.wrap(note, WIDTH)),
-    ]
+def lines(measured: Mapping[str, Any]) -> list[str]:
+    """Return the lines that the command prints."""
+    overlap = "not measured"
+    if measured["overlap"] is not None:
+        overlap = f"{measured['overlap']:.3f} (1 hides all, 2 nothing)"
+    heading = (
+        f"{measured['devices']} x {measured['device']} on {measured['hosts']} host(s), {measured['mesh']}, "
+        f"jax {measured['jax']}"
+    )
+    text = [heading, "", *_table(measured), ""]
+    for one in measured["matmuls"]:
+        shape = "x".join(map(str, one["shape"]))
+        text.append(f"matrix product     {shape:<18} {one['flops_per_second'] / 1e12:.4g} TFLOP/s")
+    text.append(f"memory             {measured['copy_bytes_per_second'] / 1e9:.4g} GB/s read and written")
+    text.append(f"overlap factor     {overlap}")
+    if "fit" in measured:
+        text.append(f"written to         {measured['fit']}")
+    text.append("")
+    for note in measured["notes"]:
+        text += textwrap.wrap(note, WIDTH)
+    return text
 
 
-def _table(told: Mapping[str, Any]) -> list[str]:
-    """A line for each collective and axis."""
+def _table(measured: Mapping[str, Any]) -> list[str]:
+    """Return a table with a line for each collective and axis."""
     from jaxdist.planning.tables import table
     from jaxdist.units import size
 
-    if not told["collectives"]:
+    if not measured["collectives"]:
         return []
-    sizes = told["collectives"][0]["bytes"]
+    sizes = measured["collectives"][0]["bytes"]
     rows = [("collective", "axis", "ranks", "in a host", *map(size, sizes), "alpha", "bandwidth", "fit is off by")]
-    for row in told["collectives"]:
+    for row in measured["collectives"]:
+        group = (row["kind"], row["axis"], str(row["ranks"]), str(row["ranks_inside"]))
         times = [f"{took * 1e6:.0f} us" for took in row["seconds"]]
         fitted = (f"{row['alpha_seconds'] * 1e6:.1f} us", f"{row['bytes_per_second'] / 1e9:.4g} GB/s")
-        place = (row["kind"], row["axis"], str(row["ranks"]), str(row["ranks_inside"]))
-        rows.append((*place, *times, *fitted, f"{row['fit_error']:.0%}"))
+        rows.append((*group, *times, *fitted, f"{row['fit_error']:.0%}"))
     return table(rows, right=True)

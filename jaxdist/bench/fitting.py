@@ -1,4 +1,4 @@
-"""From measured times to the numbers of a cluster: a latency and a bandwidth of each collective, then of each link."""
+"""Turn measured times into the numbers of a cluster: latency and bandwidth of each collective, then of each link."""
 
 from __future__ import annotations
 
@@ -17,89 +17,147 @@ from jaxdist.planning.collective_time import START, wire_share
 from jaxdist.planning.predicted_collectives import ALL_REDUCE, PERMUTE
 
 ALIKE = 0.8
-"""Of a bandwidth: a measured one from here on may be the same."""
+"""Share of a bandwidth: a measured one above this share may be the same."""
 
 
 def fit(kind: str, ranks: int, sizes: Sequence[int], took: Sequence[float]) -> tuple[float, float, float]:
-    """(alpha, bandwidth, error) of t = alpha + share x bytes / bandwidth, in seconds and bytes per second.
+    """Fit t = alpha + share x bytes / bandwidth; returns (alpha, bandwidth, error) in seconds and bytes per second.
 
-    Least squares of what it is off by in relation to each time, so that the short ones count too; alpha is not
-    negative. The error is the root mean square of that.
+    Least squares of the relative error of each time, so that the short ones count too; alpha is not negative. The
+    error returned is the root mean square of the relative errors.
     """
-    took, sent = np.asarray(took), float(wire_share(kind, ranks)) * np.asarray(sizes)
+    took = np.asarray(took)
+    sent = float(wire_share(kind, ranks)) * np.asarray(sizes)
+    # Both sides of the equation are divided by the time, so that all times weigh the same.
     columns = np.stack([1 / took, sent / took], axis=1)
     alpha, inverse = np.linalg.lstsq(columns, np.ones(len(took)), rcond=None)[0]
     if alpha < 0 or inverse <= 0:
-        alpha, inverse = 0.0, columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
+        # The best line without a latency.
+        alpha = 0.0
+        inverse = columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
     error = np.sqrt(np.mean((columns @ [alpha, inverse] - 1) ** 2))
     return float(alpha), float(1 / inverse), float(error)
 
 
-def cluster_of(told: Mapping[str, Any], name: str) -> tuple[Cluster, list[str]]:
-    """The cluster that `calibration.measure` has seen, and what of it was not measured, a sentence each."""
-    gpu = hardware.known(told["device"])
-    rate = max(one["flops_per_second"] for one in told["matmuls"])
-    peak = gpu.peak if gpu else rate
-    rows = told["collectives"]
-    near = [row for row in rows if row["ranks_inside"] == row["ranks"]]
-    inside = _link(near, None)
-    inside = inside and replace(inside, **_without_switch(near))
-    across = _link([row for row in rows if row["ranks_inside"] < row["ranks"]], inside)
-    notes = [] if gpu else [f"the peak of '{told['device']}' is not known: the best product stands for it, matmul is 1"]
-    memory = told["memory_bytes"] or (GPU_SHARE * gpu.memory if gpu else 0)
-    if not memory:
-        notes.append("the device does not tell its memory; set memory, in bytes")
-    if told["virtual_devices"]:
-        notes.append("memory is that of the machine over its devices")
-    for side, link, sheet in ("inside", inside, gpu and gpu.link), ("across", across, gpu and gpu.network):
-        if link is None:
-            notes.append(f"{side} was not measured: " + ("of the data sheet" if sheet else "as the other link"))
-    default = across or inside
-    inside = inside or Link(gpu.link if gpu else default.bandwidth, default.latency)
-    across = across or Link(gpu.network if gpu else default.bandwidth, default.latency)
-    where = f"{told['devices']} x {told['device']} on {told['hosts']} host(s), {told['mesh']}, jax {told['jax']}"
-    made = Cluster(
+def cluster_of(measured: Mapping[str, Any], name: str) -> tuple[Cluster, list[str]]:
+    """Return the cluster that `calibration.measure` measured, and a sentence on each number that it did not."""
+    gpu = hardware.known(measured["device"])
+    rate = max(one["flops_per_second"] for one in measured["matmuls"])
+    notes = []
+    peak = rate
+    if gpu is not None:
+        peak = gpu.peak
+    else:
+        notes.append(f"the peak of '{measured['device']}' is not known: the fastest matmul stands for it, matmul is 1")
+    memory, memory_notes = _memory(measured, gpu)
+    inside, across, link_notes = _links(measured["collectives"], gpu)
+    where = (
+        f"{measured['devices']} x {measured['device']} on {measured['hosts']} host(s), {measured['mesh']}, "
+        f"jax {measured['jax']}"
+    )
+    cluster = Cluster(
         name=name,
-        gpu=next((key for key, known in hardware.GPUS.items() if known == gpu), told["device"]),
-        per_host=told["per_host"],
+        gpu=next((key for key, known in hardware.GPUS.items() if known == gpu), measured["device"]),
+        per_host=measured["per_host"],
         memory=float(memory),
         peak=peak,
         matmul=min(rate / peak, 1.0),
-        bandwidth=told["copy_bytes_per_second"],
+        bandwidth=measured["copy_bytes_per_second"],
         inside=inside,
         across=across,
-        overlap=told["overlap"],
+        overlap=measured["overlap"],
         sources=(f"measured by python -m jaxdist.bench collectives: {where}",),
     )
-    return made, notes
+    return cluster, notes + memory_notes + link_notes
+
+
+def _memory(measured: Mapping[str, Any], gpu: hardware.Gpu | None) -> tuple[float, list[str]]:
+    """Return the bytes of memory of a device (0 where nothing is known), and notes."""
+    notes = []
+    memory = measured["memory_bytes"]
+    if not memory:
+        # XLA takes only a share of the memory on the data sheet.
+        memory = 0 if gpu is None else GPU_SHARE * gpu.memory
+    if not memory:
+        notes.append("the device does not report its memory; set memory, in bytes")
+    if measured["virtual_devices"]:
+        notes.append("memory is the memory of the machine divided by its devices")
+    return memory, notes
+
+
+def _links(rows: Sequence[Mapping[str, Any]], gpu: hardware.Gpu | None) -> tuple[Link, Link, list[str]]:
+    """Return the links inside a host and across hosts, and a note for one that was not measured.
+
+    One that was not measured has the bandwidth of the data sheet, or else of the other link, and the other's latency.
+    """
+    near = [row for row in rows if row["ranks_inside"] == row["ranks"]]
+    far = [row for row in rows if row["ranks_inside"] < row["ranks"]]
+    inside = _link(near, None)
+    if inside is not None:
+        inside = replace(inside, **_without_switch(near))
+    across = _link(far, inside)
+    measured = across or inside
+    if gpu is None:
+        source = "taken from the other link"
+        inside_bandwidth = measured.bandwidth
+        across_bandwidth = measured.bandwidth
+    else:
+        source = "taken from the data sheet"
+        inside_bandwidth = gpu.link
+        across_bandwidth = gpu.network
+    notes = []
+    if inside is None:
+        inside = Link(inside_bandwidth, measured.latency)
+        notes.append(f"inside was not measured: {source}")
+    if across is None:
+        across = Link(across_bandwidth, measured.latency)
+        notes.append(f"across was not measured: {source}")
+    return inside, across, notes
 
 
 def _without_switch(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Both bandwidths of links inside a host where two of its GPUs reach less than `ALIKE` of what larger groups do."""
+    """Return both bandwidths of links inside a host that has no switch, else an empty dict.
+
+    Without a switch, two GPUs reach less than `ALIKE` of the bandwidth that larger groups reach.
+    """
+    # A permute sends from one GPU to one other, so it counts as a pair in groups of any size.
     most = max(row["ranks"] for row in rows)
     larger = [row["bytes_per_second"] for row in rows if row["ranks"] == most > 2 and row["kind"] != PERMUTE]
     pairs = [row["bytes_per_second"] for row in rows if row["ranks"] == 2 or row["kind"] == PERMUTE]
     if not larger or not pairs or statistics.median(pairs) >= ALIKE * statistics.median(larger):
         return {}
-    return dict(bandwidth=statistics.median(larger), pair=statistics.median(pairs))
+    return {"bandwidth": statistics.median(larger), "pair": statistics.median(pairs)}
 
 
 def _link(rows: Sequence[Mapping[str, Any]], inside: Link | None) -> Link | None:
-    """The medians of what the collectives over it say; None for none. `inside`: the link that the other hops go over.
+    """Return the link with the median bandwidth and latency of the collectives over it; None without any.
 
-    What leaves a host is carried by the cards of all ranks of a group there, but in a permute, and each way around a
-    ring has one hop out of each host but the last.
+    `inside` is the link of the hops that stay in a host, where a group spans several hosts.
     """
     if not rows:
         return None
-    rates, latencies = [], []
+    bandwidths = []
+    latencies = []
     for row in rows:
-        n, near = row["ranks"], row["ranks_inside"]
-        leaves = near < n
+        ranks = row["ranks"]
+        near = row["ranks_inside"]
+        leaves = near < ranks
         ways = 2 if row["kind"] == ALL_REDUCE else 1
-        hops = 1 if row["kind"] == PERMUTE else ceil(n / near) - 1 if leaves else n - 1
-        others = 0 if row["kind"] == PERMUTE or not leaves else n - 1 - hops
-        before = START + ways * others * (inside.latency if inside else 0)
-        rates.append(row["bytes_per_second"] / (near if leaves and row["kind"] != PERMUTE else 1))
+        cards = 1
+        hops_inside = 0
+        if row["kind"] == PERMUTE:
+            hops = 1
+        elif leaves:
+            # Each way around a ring has one hop out of each host but the last; the other hops stay in a host. The
+            # network cards of all ranks of the group on a host share what leaves it.
+            hops = ceil(ranks / near) - 1
+            hops_inside = ranks - 1 - hops
+            cards = near
+        else:
+            hops = ranks - 1
+        before = START
+        if inside is not None:
+            before += ways * hops_inside * inside.latency
+        bandwidths.append(row["bytes_per_second"] / cards)
         latencies.append(max(row["alpha_seconds"] - before, 0) / (ways * hops))
-    return Link(statistics.median(rates), statistics.median(latencies))
+    return Link(statistics.median(bandwidths), statistics.median(latencies))

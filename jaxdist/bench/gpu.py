@@ -1,5 +1,8 @@
-"""`python -m jaxdist.bench gpu`: on one GPU, numerics, the step of some models and what it consists of, and what else
-it could be: unrolled, recomputed, compiled with other flags, or written in PyTorch. Each part is a process."""
+"""`python -m jaxdist.bench gpu`: check numerics on one GPU, and measure the step of some models and its parts.
+
+The first model is also measured with unrolled layers, with recomputation, with other compiler flags, and in PyTorch.
+Each part runs in a process of its own, so that running out of memory ends only that part.
+"""
 
 from __future__ import annotations
 
@@ -28,28 +31,28 @@ from jaxdist.request import Extra, arguments, check_output, load
 from jaxdist.values import Count, CountOrZero, FileName, RowsOrZero, WholeSeconds
 
 DESCRIPTION = (
-    "On one GPU: check the fast forms against plain float32, measure the step of some Llamas and what it consists of, "
-    "and compare the first of them unrolled, with recomputation, with other compiler flags, and in PyTorch."
+    "On one GPU: check the fast kernels against plain float32, measure the step of some Llamas and its parts, and "
+    "compare the first of them unrolled, with recomputation, with other compiler flags, and in PyTorch."
 )
 PARTS = ("numerics", "models", "torch", "layers", "remat", "flags")
 
 MODELS = Extra("models", "llama_1b-128,llama_3b,llama_1b", "Shipped configs or TOML files; only the first is compared.")
-WANTED = Extra("parts", ",".join(PARTS), "What to do, in the order of its importance.")
+WANTED = Extra("parts", ",".join(PARTS), "Which parts to run; the most important run first.")
 ROWS = Extra("rows", 0, "Rows of a step; 0: as many as the device holds, at most 16.", RowsOrZero)
 WARMUP = Extra("warmup", 3, "Steps before a measurement.", CountOrZero)
 REPEATS = Extra("repeats", 10, "Steps that are measured, each one waited for.", Count)
 SECONDS = Extra(
-    "seconds", 460, "When to end: what has not begun by then is left out, and what runs is ended.", WholeSeconds
+    "seconds", 460, "Seconds after which a part that runs is ended and the others are skipped.", WholeSeconds
 )
 OUT = Extra(
-    "out", "", "Write the result into this JSON file, after every part, and the tables beside it as .txt.", FileName
+    "out", "", "Write the result into this JSON file after every part, and the tables beside it as .txt.", FileName
 )
 
 SHAPES = {"llama_1b-128": ("llama_1b", {"model.heads": "16"})}
-"""By name: the 1B with heads of 128, of which flash attention makes more than of the published 64."""
+"""Name -> (CONFIG, options): the 1B with heads of 128, where flash attention is faster than with the published 64."""
 
 ALIKE = {"mesh": "1x1x1", "model.remat": "none", "train.accumulation": "1"}
-"""How every model is measured, if not told otherwise."""
+"""Options of every measurement, unless a measurement overrides them."""
 
 REMATS = ("dots", "block")
 
@@ -59,33 +62,35 @@ FLAGS = {
     "no recomputation by XLA": "--xla_disable_hlo_passes=rematerialization",
     "no command buffers": "--xla_gpu_enable_command_buffer=",
 }
-"""Compiler flags that recipes of others set, each alone."""
+"""Compiler flags that published recipes set; each is measured alone."""
 
 PART_SECONDS = 200
-"""The most that a part may take."""
+"""Seconds after which a part is ended."""
 
 LEAST_SECONDS = 20
-"""Fewer are left for nothing."""
+"""A part is not started with fewer seconds left."""
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
     check_alone("bench gpu")
     extras = [JSON, MODELS, WANTED, ROWS, WARMUP, REPEATS, SECONDS, OUT]
-    asked = arguments(argv, "bench gpu", DESCRIPTION, positional=None, extras=extras, knobs=[])
-    options = asked.extras
-    parts, models = options["parts"].split(","), options["models"].split(",")
-    if wrong := [part for part in parts if part not in PARTS]:
-        raise RequestError(f"--parts: there is no part '{wrong[0]}'; {nearest(wrong[0], PARTS)}")
-    cases = {name: _case(name) for name in models}
+    options = arguments(argv, "bench gpu", DESCRIPTION, positional=None, extras=extras, knobs=[]).extras
+    parts = options["parts"].split(",")
+    for part in parts:
+        if part not in PARTS:
+            raise RequestError(f"--parts: there is no part '{part}'; {nearest(part, PARTS)}")
+    cases = {name: _case(name) for name in options["models"].split(",")}
     if options["out"]:
         check_out(Path(options["out"]))
+    # The command is stored with the result, so that it can be repeated.
     bench = Bench(options, shlex.join(["python", "-m", "jaxdist.bench", "gpu", *(argv or ())]))
     bench.measure(parts, cases)
     return bench.end()
 
 
 def check_out(path: Path) -> None:
-    """Raise `RequestError` where the result, or the tables beside it, could not be written to `path`."""
+    """Raise `RequestError` if the result, or the tables beside it, cannot be written to `path`."""
     check_output("--out", path, "gpu.json")
     if path.suffix != ".json":
         raise RequestError(f"--out '{path}' is no JSON file; name it {path.stem}.json")
@@ -93,7 +98,7 @@ def check_out(path: Path) -> None:
 
 
 def _case(name: str) -> tuple[str, dict[str, str]]:
-    """(CONFIG, options) of a model. Raises `RequestError` where there is none."""
+    """Return CONFIG and options of a model; raises `RequestError` if there is none."""
     config, options = SHAPES.get(name, (name, {}))
     options = {**ALIKE, **options}
     try:
@@ -106,10 +111,11 @@ def _case(name: str) -> tuple[str, dict[str, str]]:
 
 
 class Bench:
-    """The parts, one process after the other, and what has been found."""
+    """Runs the parts, one process after the other, and collects the results."""
 
     def __init__(self, options: dict[str, Any], command: str):
-        self.options, self.began = options, time.monotonic()
+        self.options = options
+        self.began = time.monotonic()
         self.found: dict[str, Any] = {
             "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             "command": command,
@@ -127,32 +133,41 @@ class Bench:
         }
 
     def measure(self, parts: list[str], cases: dict[str, tuple[str, dict[str, str]]]) -> None:
-        """In the order of importance; models after the first come behind what tells of the first."""
+        """Run the parts in the order of their importance; the first model comes before the others."""
         first, *others = cases
         if "numerics" in parts:
             self._device()
-        base = self._model(first, *cases[first]) if set(parts) - {"numerics"} else None
-        if "torch" in parts and base:
-            self._torch(base)
-        if "layers" in parts and base:
-            self._variant("unrolled layers", base, unroll=True)
-        for name in others[:1] if "models" in parts else ():
+        base = None
+        if set(parts) - {"numerics"}:
+            base = self._model(first, *cases[first])
+        if "models" not in parts:
+            others = []
+        if base is not None:
+            if "torch" in parts:
+                self._torch(base)
+            if "layers" in parts:
+                self._variant("unrolled layers", base, unroll=True)
+        # The second model matters more than the other comparisons of the first, the remaining models less.
+        for name in others[:1]:
             self._model(name, *cases[name])
-        for remat in REMATS if "remat" in parts and base else ():
-            self._variant(f"remat {remat}", base, {"model.remat": remat})
-        for name, flags in FLAGS.items() if "flags" in parts and base else ():
-            if refused(flags):
-                self.found["notes"].append(f"{flags} is unknown to this jaxlib, and left out")
-            else:
-                self._variant(name, base, flags=flags)
-        for name in others[1:] if "models" in parts else ():
+        if base is not None:
+            if "remat" in parts:
+                for remat in REMATS:
+                    self._variant(f"remat {remat}", base, {"model.remat": remat})
+            if "flags" in parts:
+                self._flags(base)
+        for name in others[1:]:
             self._model(name, *cases[name])
 
     def _device(self) -> None:
+        """Check numerics, and measure matmuls and copies."""
         from jaxdist.bench.gpu_text import off
 
-        self.found["device"] = found = self._jax("numerics", {"part": "device"})
-        for one in found["numerics"] if found else ():
+        found = self._jax("numerics", {"part": "device"})
+        self.found["device"] = found
+        if not found:
+            return
+        for one in found["numerics"]:
             if not one["fine"]:
                 self._problem(
                     f"numerics: {one['what']} is off by {off(one['error'])} of its largest value from plain float32, "
@@ -160,20 +175,35 @@ class Bench:
                 )
 
     def _model(self, name: str, config: str, options: dict[str, str]) -> dict[str, Any] | None:
+        """Measure a model and trace some of its steps; returns what is found, or None."""
         found = self._step(name, config, options, self.options["rows"], traced=3)
-        if found:
-            case = {"name": name, "config": config, "options": options}
-            self.found["models"].append(case | found)
-            if problem := found.get("trace_problem"):
-                self._problem(f"{name}: the parts of the step are not told: {problem}")
-        return found and self.found["models"][-1]
+        if not found:
+            return None
+        model = {"name": name, "config": config, "options": options} | found
+        self.found["models"].append(model)
+        trace_problem = found.get("trace_problem")
+        if trace_problem:
+            self._problem(f"{name}: the parts of the step are not known: {trace_problem}")
+        return model
+
+    def _flags(self, base: dict[str, Any]) -> None:
+        """Measure the first model with each compiler flag that this jaxlib knows."""
+        for name, flags in FLAGS.items():
+            if refused(flags):
+                self.found["notes"].append(f"{flags} is unknown to this jaxlib, and left out")
+            else:
+                self._variant(name, base, flags=flags)
 
     def _variant(
         self, name: str, base: dict[str, Any], more: dict[str, str] | None = None, unroll: bool = False, flags: str = ""
     ) -> None:
-        """The first model with one thing changed, and fewer steps."""
-        options, given = base["options"] | (more or {}), " ".join(filter(None, [os.environ.get("XLA_FLAGS"), flags]))
-        environment = {"XLA_FLAGS": given} if flags else {}
+        """Measure the first model with one thing changed, with fewer steps."""
+        options = base["options"] | (more or {})
+        environment = {}
+        if flags:
+            inherited = os.environ.get("XLA_FLAGS")
+            environment["XLA_FLAGS"] = f"{inherited} {flags}" if inherited else flags
+        # With the rows of the first model, so that the two compare.
         found = self._step(name, base["config"], options, base["rows"], unroll, 0, environment)
         if found:
             self.found["variants"].append({"name": name, "options": options, "flags": flags} | found)
@@ -188,46 +218,66 @@ class Bench:
         traced: int = 0,
         environment: dict[str, str] | None = None,
     ) -> dict[str, Any] | None:
-        repeats = self.options["repeats"] if traced else max(1, self.options["repeats"] // 2)
-        asked = dict(config=config, overrides=options, rows=rows, unroll=unroll, traced=traced)
-        asked |= dict(part="step", warmup=self.options["warmup"], repeats=repeats)
-        return self._jax(name, asked, environment)
+        """Measure the step of a configuration, and trace `traced` steps; without a trace, half of the repeats do."""
+        repeats = self.options["repeats"]
+        if not traced:
+            repeats = max(1, repeats // 2)
+        question = {
+            "part": "step",
+            "config": config,
+            "overrides": options,
+            "rows": rows,
+            "unroll": unroll,
+            "warmup": self.options["warmup"],
+            "repeats": repeats,
+            "traced": traced,
+        }
+        return self._jax(name, question, environment)
 
     def _torch(self, base: dict[str, Any]) -> None:
-        """The same model, with compilation, or else without."""
+        """Measure the same model in PyTorch: compiled, or eager if compilation fails."""
         if not base["torch"]:
             self.found["notes"].append(
-                f"torch: {base['name']} is no tied Llama with AdamW, and has no counterpart there"
+                f"torch: {base['name']} is not a Llama with tied embeddings and AdamW, so it has no counterpart there"
             )
             return
         if importlib.util.find_spec("torch") is None:
-            self.found["notes"].append("torch is not installed, and so not compared: pip install 'jaxdist[torch]'")
+            self.found["notes"].append("torch is not installed, so it is not compared: pip install 'jaxdist[torch]'")
             return
-        counts = dict(warmup=self.options["warmup"], repeats=self.options["repeats"])
-        asked = dict(**base["torch"], rows=base["rows"], weights="", **counts)
+        question = {
+            **base["torch"],
+            "rows": base["rows"],
+            "weights": "",
+            "warmup": self.options["warmup"],
+            "repeats": self.options["repeats"],
+        }
+        # -P keeps the folder of the script out of the module search path, where our modules could hide others.
         command = [sys.executable, "-P", str(Path(__file__).with_name("torch_llama.py"))]
-        for compiled in (False,) if base["device"] == "cpu" else (True, False):
-            if found := self._child("torch", command, asked | {"compile": compiled}):
+        attempts = (True, False)
+        if base["device"] == "cpu":
+            attempts = (False,)
+        for compiled in attempts:
+            found = self._child("torch", command, question | {"compile": compiled})
+            if found:
                 self.found["torch"] = found
                 return
 
-    def _jax(self, name: str, asked: dict[str, Any], environment: dict[str, str] | None = None) -> dict | None:
-        return self._child(name, [sys.executable, "-P", "-m", "jaxdist.bench.gpu_child"], asked, environment)
+    def _jax(self, name: str, question: dict[str, Any], environment: dict[str, str] | None = None) -> dict | None:
+        return self._child(name, [sys.executable, "-P", "-m", "jaxdist.bench.gpu_child"], question, environment)
 
     def _child(
-        self, name: str, command: list[str], asked: dict[str, Any], environment: dict[str, str] | None = None
+        self, name: str, command: list[str], question: dict[str, Any], environment: dict[str, str] | None = None
     ) -> dict[str, Any] | None:
-        """What a process answers; None, and a sentence among the problems, where it does not."""
+        """Return what a process answers; None if it fails or is not started, with a sentence on why."""
         spent = time.monotonic() - self.began
         limit = min(PART_SECONDS, self.options["seconds"] - spent)
         if limit < LEAST_SECONDS:
-            self.found["notes"].append(
-                f"{name}: left out, {spent:.0f} s are spent; give --seconds more, or fewer --parts"
-            )
+            self.found["notes"].append(f"{name}: left out after {spent:.0f} s; raise --seconds, or give fewer --parts")
             return None
         print(f"[{spent:4.0f} s] {name}", file=sys.stderr, flush=True)
+        # Write after each part, so that a bench that is killed leaves its results so far.
         self._write()
-        value, problem = _answer(command, asked, {**_environment(), **(environment or {})}, limit)
+        value, problem = _answer(command, question, {**_environment(), **(environment or {})}, limit)
         if problem:
             self._problem(f"{name}: {problem}")
         self.found["seconds"] = round(time.monotonic() - self.began, 1)
@@ -238,6 +288,7 @@ class Bench:
         print(f"problem: {text}", file=sys.stderr, flush=True)
 
     def _write(self) -> None:
+        """Write the results so far to --out, and the tables beside it."""
         from jaxdist.bench.gpu_text import lines
 
         if self.options["out"]:
@@ -246,70 +297,84 @@ class Bench:
             write_whole(path.with_suffix(".txt"), "\n".join(lines(self.found)) + "\n")
 
     def end(self) -> int:
-        """Tell all of it; 1 where anything is missing or wrong."""
+        """Write and print all results; returns exit code 1 if anything is missing or wrong."""
         from jaxdist.bench.gpu_text import lines
 
         self._write()
-        print(json.dumps(self.found) if self.options["json"] else "\n".join(lines(self.found)), flush=True)
+        if self.options["json"]:
+            print(json.dumps(self.found), flush=True)
+        else:
+            print("\n".join(lines(self.found)), flush=True)
         return 1 if self.found["problems"] else 0
 
 
 def _answer(
-    command: list[str], asked: dict[str, Any], environment: dict[str, str], limit: float
+    command: list[str], question: dict[str, Any], environment: dict[str, str], limit: float
 ) -> tuple[dict[str, Any] | None, str]:
-    """(what the process answers, what is wrong); one of them is empty."""
+    """Run a process for at most `limit` seconds; returns its answer and the problem, one of which is empty."""
     with tempfile.TemporaryDirectory(prefix="jaxdist-") as folder:
-        question, answer, said = (Path(folder) / name for name in ("question", "answer", "said"))
-        question.write_text(json.dumps(asked))
-        with said.open("wb") as log:
+        question_file = Path(folder) / "question"
+        answer_file = Path(folder) / "answer"
+        log_file = Path(folder) / "log"
+        question_file.write_text(json.dumps(question))
+        with log_file.open("wb") as log:
+            # A session of its own makes a process group, which `_kill` ends with all processes in it.
             process = subprocess.Popen(
-                [*command, str(question), str(answer)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
-            )  # fmt: skip
+                [*command, str(question_file), str(answer_file)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
             try:
                 code = process.wait(limit)
             except subprocess.TimeoutExpired:
                 return None, f"ended after {limit:.0f} s"
             finally:
                 _kill(process)
-        if answer.exists():
-            told = json.loads(answer.read_text())
-            return told.get("value"), told.get("problem", "")
-        how = f"ended with {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        return None, f"its process {how}; it said last: {_last_words(said.read_text(errors='replace'))}"
+        if answer_file.exists():
+            answer = json.loads(answer_file.read_text())
+            return answer.get("value"), answer.get("problem", "")
+        how = f"ended with {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        return None, f"its process {how}; its last words: {_last_words(log_file.read_text(errors='replace'))}"
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """With all that it has started."""
+    """Kill a process with every process that it has started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _last_words(said: str) -> str:
-    """The error that a traceback ends with, or else the last line."""
-    texts = [line.strip() for line in said.splitlines() if line.strip()]
+def _last_words(log: str) -> str:
+    """Return the error at the end of a traceback, or else the last line of a log."""
+    texts = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in texts if re.match(r"[\w.]+(Error|Exception|Interrupt): ", line)]
     return (errors or texts or ["nothing"])[-1][:300]
 
 
 def _environment() -> dict[str, str]:
-    """Ours, for one GPU of which most of the memory is for the taking, and with the modules that we can import."""
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    own = dict(PYTHONPATH=paths)
-    if len(there := gpus.visible()) > 1:
-        own["CUDA_VISIBLE_DEVICES"] = there[0]
+    """Return this process's environment with one GPU, a large share of its memory, and our module search path."""
+    own = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    visible = gpus.visible()
+    if len(visible) > 1:
+        own["CUDA_VISIBLE_DEVICES"] = visible[0]
     if not any(os.environ.get(name) for name in FRACTIONS):
+        # Nothing else runs on this GPU, so leave little room.
         own[FRACTIONS[0]] = "0.92"
     return os.environ | own
 
 
 def _driver() -> dict[str, str] | None:
-    """What NVIDIA's own tool tells of the first GPU."""
+    """Return what nvidia-smi reports of the first GPU; None without it."""
     names = ("name", "driver_version", "power.limit", "clocks.max.sm", "memory.total")
     command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return dict(zip(names, map(str.strip, told.splitlines()[0].split(",")), strict=False))
+    values = output.splitlines()[0].split(",")
+    return dict(zip(names, map(str.strip, values), strict=False))

@@ -1,6 +1,6 @@
-"""One part of `bench gpu` in a process of its own: `python -m jaxdist.bench.gpu_child QUESTION ANSWER`, JSON files.
+"""One part of `bench gpu` in its own process: `python -m jaxdist.bench.gpu_child QUESTION ANSWER`, both JSON files.
 
-What goes wrong in one, memory that runs out included, is lost with its process and takes no other part with it.
+A failure, also running out of memory, ends this process and no other part.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
     from jaxdist.bench.measuring import Timed
 
 ROWS = (16, 8, 4, 2, 1)
-"""Rows of a step that are tried, the first whose predicted memory fits."""
+"""Rows of a step to try: the first number that fits into memory is used."""
 
 SHARE = 0.9
-"""Of the memory that XLA has, what a prediction may take."""
+"""Share of XLA's memory that the predicted bytes may take."""
 
 
 def main(question: str, answer: str) -> None:
-    asked = json.loads(Path(question).read_text())
+    """Read the question, run its part, and write a value or a problem as the answer."""
+    options = json.loads(Path(question).read_text())
+    part = PARTS[options.pop("part")]
     try:
-        result = {"value": PARTS[asked.pop("part")](**asked)}
+        result = {"value": part(**options)}
     except RequestError as error:
         result = {"problem": "; ".join(error.problems)}
     except Exception as error:
@@ -43,28 +45,31 @@ def main(question: str, answer: str) -> None:
 
 
 def device() -> dict[str, Any]:
-    """What is there, the numerics of the fast forms, and the rate of products and copies."""
+    """Return the device and its versions, the numerics of the fast kernels, and the rates of matmuls and copies."""
     import jax
     import jax.numpy as jnp
 
     from jaxdist.bench import calibration
+    from jaxdist.bench.measuring import ignore
     from jaxdist.cluster.runtime import capacity, start
     from jaxdist.mesh import parse_mesh
     from jaxdist.models.numerics import Sizes, attention, everything
 
     mesh = start(parse_mesh("1x1x1"))
     here = mesh.devices.flat[0]
-    on_cpu = here.platform == "cpu"
-    dtype, sequence = jnp.dtype(jnp.float32 if on_cpu else jnp.bfloat16), 64 if on_cpu else 2048
+    if here.platform == "cpu":
+        dtype = jnp.dtype(jnp.float32)
+        sequence = 64
+        scale = calibration.CPU
+    else:
+        dtype = jnp.dtype(jnp.bfloat16)
+        sequence = 2048
+        scale = calibration.GPU
     wide = Sizes(2, sequence, heads=6, kv_heads=2, size=128, mlp=8 * sequence, vocab=16 * sequence)
     narrow = Sizes(2, sequence, heads=8, kv_heads=2, size=64)
-    found = [*everything(wide, dtype, here), *attention(narrow, dtype, here)]
-    names = [one.what for one in found[:-4]] + [f"{one.what}, heads of 64" for one in found[-4:]]
-    rows = [
-        {"what": name, "error": one.error if isfinite(one.error) else None, "bound": one.bound, "fine": one.fine}
-        for name, one in zip(names, found, strict=True)
-    ]
-    watch = calibration.Watch(mesh, calibration.CPU if on_cpu else calibration.GPU, lambda doing: None)
+    rows = [_accuracy(one, one.what) for one in everything(wide, dtype, here)]
+    rows += [_accuracy(one, f"{one.what}, heads of 64") for one in attention(narrow, dtype, here)]
+    watch = calibration.Watch(mesh, scale, ignore)
     return {
         "device": here.device_kind,
         "platform": here.platform,
@@ -79,24 +84,32 @@ def device() -> dict[str, Any]:
     }
 
 
+def _accuracy(one, name: str) -> dict[str, Any]:
+    """Return one comparison with plain float32; JSON cannot express an error that is not finite."""
+    error = one.error if isfinite(one.error) else None
+    return {"what": name, "error": error, "bound": one.bound, "fine": one.fine}
+
+
 def step(
     config: str, overrides: Mapping[str, str], rows: int, unroll: bool, warmup: int, repeats: int, traced: int
 ) -> dict[str, Any]:
-    """The train step of a configuration, timed as `bench step` does, then `traced` steps of it.
+    """Time the train step of a configuration as `bench step` does, then trace `traced` steps of it.
 
-    With 0 `rows`, as many as a device holds.
+    `rows` 0 takes as many rows as the device holds.
     """
     from jaxdist.bench.measuring import measure_together
-    from jaxdist.bench.step import told
+    from jaxdist.bench.step import report
     from jaxdist.models.attention import attention_kernel
     from jaxdist.planning import memory
     from jaxdist.training.startup_checks import queries
 
-    asked = lambda rows: load(config, {**overrides, "train.global_batch_size": str(rows)})
-    timed = compiled(asked, (rows,) if rows else ROWS, unroll)
+    def config_of(rows: int) -> Config:
+        return load(config, {**overrides, "train.global_batch_size": str(rows)})
+
+    timed = compiled(config_of, (rows,) if rows else ROWS, unroll)
     measure_together([timed], warmup, repeats)
     run = timed.run
-    found = told(timed) | {
+    found = report(timed) | {
         "rows": run.config.train.global_batch_size,
         "remat": run.config.model.remat,
         "layers": "unrolled" if unroll else "scan",
@@ -105,66 +118,71 @@ def step(
         "sizes": run.config.model.model_dump(),
         "torch": _for_torch(run.config, warmup + repeats),
     }
-    return found | _traced(timed, traced) if traced else found
+    if traced:
+        found |= _traced(timed, traced)
+    return found
 
 
-def compiled(asked: Callable[[int], Config], counts: Sequence[int], unroll: bool) -> Timed:
-    """The step with the first of these numbers of rows that a device holds, as predicted and then as compiled.
+def compiled(config_of: Callable[[int], Config], counts: Sequence[int], unroll: bool) -> Timed:
+    """Return the step with the first of these numbers of rows that fits, as predicted and then as compiled.
 
-    One number alone is taken as it is. Raises `RequestError` where none of several fits."""
+    A single number is taken as it is. Raises `RequestError` if none of several fits.
+    """
     from jaxdist.bench.measuring import Timed
     from jaxdist.cluster.runtime import capacity
     from jaxdist.planning import memory
     from jaxdist.training.run import Run
 
     for rows in counts:
-        run = Run(asked(rows))
+        run = Run(config_of(rows))
         run.forward.unroll = unroll
-        there, predicted = capacity(run.device), memory.predict(run.config, run.model, run.layout).total
-        if len(counts) > 1 and there and predicted > SHARE * there:
+        available = capacity(run.device)
+        predicted = memory.predict(run.config, run.model, run.layout).total
+        # Do not spend minutes on compiling what is predicted not to fit.
+        if len(counts) > 1 and available and predicted > SHARE * available:
             continue
         timed = Timed.compile(run)
-        held = timed.program.memory_analysis()
-        needed = held.argument_size_in_bytes + held.temp_size_in_bytes  # the state is given back where it lay
-        if len(counts) == 1 or not there or needed <= there:
+        planned = timed.program.memory_analysis()
+        # The state is donated, so that the new one takes no memory of its own.
+        needed = planned.argument_size_in_bytes + planned.temp_size_in_bytes
+        if len(counts) == 1 or not available or needed <= available:
             return timed
-    raise RequestError(f"one row needs {units.size(predicted)}, and this device has {units.size(there)}")
+    raise RequestError(f"one row needs {units.size(predicted)}, and this device has {units.size(available)}")
 
 
 def _for_torch(config: Config, steps: int) -> dict[str, Any]:
-    """The model and its first updates in the words of `torch_llama`; nothing where that has no such model."""
+    """Return the model and its optimizer as `torch_llama` reads them; nothing if it has no such model."""
     from jaxdist.training.forward.optimizer import schedule
 
-    m, rule = config.model, config.optimizer
-    if m.family != "llama" or not m.tied or rule.name != "adamw":
+    model = config.model
+    optimizer = config.optimizer
+    if model.family != "llama" or not model.tied or optimizer.name != "adamw":
         return {}
-    names = ("layers", "embed", "heads", "vocab", "sequence", "rope_theta")
-    sizes = {name: getattr(m, name) for name in names} | {"kv_heads": m.key_value_heads, "mlp": m.mlp_size}
-    rate = schedule(rule, max(config.train.steps, 1))
-    update = {name: getattr(rule, name) for name in ("beta1", "beta2", "weight_decay", "clip")}
-    return {
-        "model": sizes,
-        "optimizer": update | {"rates": [float(rate(n)) for n in range(steps)]},
-        "precision": config.precision,
-    }
+    sizes = {name: getattr(model, name) for name in ("layers", "embed", "heads", "vocab", "sequence", "rope_theta")}
+    sizes |= {"kv_heads": model.key_value_heads, "mlp": model.mlp_size}
+    update = {name: getattr(optimizer, name) for name in ("beta1", "beta2", "weight_decay", "clip")}
+    rate = schedule(optimizer, max(config.train.steps, 1))
+    update["rates"] = [float(rate(n)) for n in range(steps)]
+    return {"model": sizes, "optimizer": update, "precision": config.precision}
 
 
 def _traced(timed: Timed, steps: int) -> dict[str, Any]:
-    """Seconds of the parts of a step, and its longest kernels; a sentence where the trace tells none."""
+    """Return seconds of the parts of a step, and its longest kernels; or a problem where the trace has none."""
     import jax
 
     from jaxdist.bench import gpu_parts
+    from jaxdist.bench.measuring import ignore
     from jaxdist.planning.trace import Program, kernels, read
     from jaxdist.training.profile import begin_trace, newest_trace
 
-    quiet = lambda doing: None
-    timed.place(quiet)
-    timed.advance(quiet)
+    timed.place(ignore)
+    # The first step sets things up, so it is not traced.
+    timed.advance(ignore)
     with tempfile.TemporaryDirectory() as folder:
         begin_trace(Path(folder))
         try:
             for _ in range(steps):
-                timed.advance(quiet)
+                timed.advance(ignore)
         finally:
             jax.profiler.stop_trace()
         events = read(newest_trace(Path(folder)))
@@ -178,5 +196,6 @@ def _traced(timed: Timed, steps: int) -> dict[str, Any]:
 PARTS = {"device": device, "step": step}
 
 if __name__ == "__main__":
-    os.dup2(2, 1)  # what libraries print by themselves included
+    # Standard output goes to standard error, also what C++ libraries print.
+    os.dup2(2, 1)
     main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""What a step on a GPU consists of: the time of its kernels by what they are for, and the gap to a good one."""
+"""Split the time of a step on a GPU by what its kernels are for, and compare it with the time of a good step."""
 
 from __future__ import annotations
 
@@ -10,44 +10,59 @@ from jaxdist.config import ModelConfig
 from jaxdist.planning.timing import flops_per_token, matrices_per_layer
 from jaxdist.planning.trace import Kernel, covered
 
-ATTENTION, MATMUL, OTHER = "attention", "matmul", "other"
+ATTENTION = "attention"
+MATMUL = "matmul"
+OTHER = "other"
 
 NAMES = {
     ATTENTION: re.compile("sdpa|fmha|flash|attention|compute_dot_do_o|convert_dq", re.IGNORECASE),
     MATMUL: re.compile(r"gemm|gemv|nvjet|xmma|cutlass|cublas|matmul|split_?k|(^|_)dot(_|\.|$)", re.IGNORECASE),
 }
-"""Of kernels, the first that fits: cuDNN's flash attention and its helpers; products of cuBLAS, Triton and CPUs."""
+"""Patterns of kernel names, the first match counts.
+
+They are those of cuDNN's flash attention and its helpers, and of matmuls of cuBLAS, Triton and CPUs.
+"""
 
 TARGET = 0.65
 """MFU that a step should reach."""
 
 
 def part(name: str) -> str:
-    """What a kernel of this name is for."""
-    return next((one for one, names in NAMES.items() if names.search(name)), OTHER)
+    """Return what a kernel of this name is for."""
+    for kind, names in NAMES.items():
+        if names.search(name):
+            return kind
+    return OTHER
 
 
 def shares(ran: Iterable[Kernel], steps: int, longest: int = 10) -> dict[str, Any]:
-    """Seconds of a step in which a product runs, else attention, else another kernel; and the longest kernels.
+    """Return seconds of a step by part, and the `longest` kernels, from the kernels that `ran` in `steps` steps.
 
-    Of one device, on which these kernels `ran` in so many steps. Raises `ValueError` where there are none.
+    The kernels are those of one device. Where kernels overlap, the time counts as matmul first, then as attention, so
+    that the parts add up to the busy time. Raises `ValueError` if there are no kernels.
     """
     ran = list(ran)
     if not ran:
         raise ValueError("the trace holds no kernels of the device")
-    calls: dict[str, list[float]] = {}
-    for one in ran:
-        calls.setdefault(one.name, []).append(one.end - one.start)
-    seconds, seen, before = {}, [], 0.0
+    microseconds = 1e6
+    seconds = {}
+    counted = []
+    before = 0.0
     for kind in (MATMUL, ATTENTION, OTHER):
-        seen += [one for one in ran if part(one.name) == kind]
-        seconds[kind], before = covered(seen) - before, covered(seen)
-    rows = [
-        {"name": name, "part": part(name), "calls": len(times) / steps, "seconds": sum(times) / steps / 1e6}
-        for name, times in calls.items()
-    ]
+        counted += [kernel for kernel in ran if part(kernel.name) == kind]
+        # Time in which any kernel counted so far runs; overlap counts once.
+        busy = covered(counted)
+        seconds[kind] = (busy - before) / steps / microseconds
+        before = busy
+    calls: dict[str, list[float]] = {}
+    for kernel in ran:
+        calls.setdefault(kernel.name, []).append(kernel.end - kernel.start)
+    rows = []
+    for name, times in calls.items():
+        each_step = sum(times) / steps / microseconds
+        rows.append({"name": name, "part": part(name), "calls": len(times) / steps, "seconds": each_step})
     rows.sort(key=lambda row: row["seconds"], reverse=True)
-    return {"seconds": {kind: time / steps / 1e6 for kind, time in seconds.items()}, "longest": rows[:longest]}
+    return {"seconds": seconds, "longest": rows[:longest]}
 
 
 PARTS_OF_A_STEP = (
@@ -64,13 +79,16 @@ PARTS_OF_A_STEP = (
 def gap(
     model: ModelConfig, tokens: int, step: float, kernels: Mapping[str, float], rate: float, peak: float | None
 ) -> dict[str, float | None]:
-    """Seconds of `PARTS_OF_A_STEP` of so many `tokens`: all but the last two add up to `step`, that of one without a
-    trace.
+    """Return the seconds of `PARTS_OF_A_STEP` of a step of `tokens`.
 
-    `rate` is that of a product alone, in FLOP/s; the last, of a step as it should be, is None without a `peak`.
+    All but the last two add up to `step`, the seconds of a step without a trace. `rate` is that of a matmul alone, in
+    FLOP/s. The last, the seconds of a step at the target MFU, is None without a `peak`.
     """
-    weights = 6 * (model.layers * matrices_per_layer(model) + model.vocab * model.embed) * tokens
-    ideal, good = weights / rate, peak and flops_per_token(model) * tokens / (TARGET * peak)
+    # Forward and backward pass multiply each weight three times, 2 FLOPs each.
+    flops = 6 * (model.layers * matrices_per_layer(model) + model.vocab * model.embed) * tokens
+    ideal = flops / rate
+    # Tracing slows steps down, so gaps between kernels are what is left of a step without a trace.
     idle = step - sum(kernels.values())
-    found = ideal, kernels[MATMUL] - ideal, kernels[ATTENTION], kernels[OTHER], idle, step, good
-    return dict(zip(PARTS_OF_A_STEP, found, strict=True))
+    target = peak and flops_per_token(model) * tokens / (TARGET * peak)
+    seconds = (ideal, kernels[MATMUL] - ideal, kernels[ATTENTION], kernels[OTHER], idle, step, target)
+    return dict(zip(PARTS_OF_A_STEP, seconds, strict=True))

@@ -1,4 +1,4 @@
-"""A compiled train step and its times: what the measurements share. No data is read, nothing is saved."""
+"""Compile a train step and time it on random batches; all measurements share this. Nothing is read or saved."""
 
 from __future__ import annotations
 
@@ -22,34 +22,44 @@ from jaxdist.data.tokens import Tokens, TokenWriter
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run import Run
 
+Note = Callable[[str], None]
+"""Takes the phase that a process enters, for the watchdog: `Job.note`."""
+
+
+def ignore(phase: str) -> None:
+    """Take a note and do nothing, where no watchdog runs."""
+
 
 def random_work(run: Run) -> Batch:
-    """A global batch of random tokens or images, by the way that real ones take; a smaller batch is the beginning of a
-    larger."""
-    config, sequence = run.config, run.config.model.sequence
+    """Return a global batch of random tokens or images, made by the data loader as a real one is.
+
+    A smaller batch is the beginning of a larger one.
+    """
+    config = run.config
     rows = np.arange(config.train.global_batch_size)
     if config.model.images:
         return image_batch(_noise(config, rows.size), rows, run.task.micro_batches, run.mesh, run.layout)
+    sequence = config.model.sequence
     ids = np.random.default_rng(0).integers(0, config.model.vocab, rows.size * sequence + 1)
+    # Random tokens have no documents; where the model keeps these apart, token 0 ends one.
+    end = 0 if config.model.documents == "apart" else None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
         with TokenWriter(path, "uint32") as writer:
             writer.write(ids)
-        tokens = replace(Tokens.open(path, "uint32"), end=0 if config.model.documents == "apart" else None)
+        tokens = replace(Tokens.open(path, "uint32"), end=end)
         return train_batch(tokens, rows, sequence, run.task.micro_batches, run.mesh, run.layout)
 
 
 def _noise(config: Config, rows: int) -> Part:
-    """That many images of normal noise with labels."""
-    sizes, rng = config.model, np.random.default_rng(0)
+    """Return `rows` images of normal noise, with labels."""
+    sizes = config.model
+    rng = np.random.default_rng(0)
     labels = rng.integers(0, sizes.classes, rows, dtype=np.int32)
     images = rng.normal(size=(rows, sizes.image, sizes.image, sizes.channels)).astype(np.float32)
+    # Mean 0 and deviation 1: the noise is normalised already.
     channels = np.ones(sizes.channels, np.float32)
     return Part(images, np.arange(rows), labels, 0 * channels, channels)
-
-
-Note = Callable[[str], None]
-"""Gets what is being done: `Job.note`."""
 
 
 @dataclass
@@ -59,18 +69,19 @@ class Timed:
     run: Run
     program: jax.stages.Compiled
     compile_seconds: float
-    """Tracing and lowering included."""
+    """Seconds to trace, lower and compile."""
     seconds: list[float] = field(default_factory=list)
     loss: float | None = None
-    """Of the last step; None where it is not finite, which JSON cannot say."""
+    """Loss of the last step; None if it is not finite, which JSON cannot express."""
     _turns: int = 0
     _state: TrainState | None = None
     _batch: Batch | None = None
 
     @classmethod
     def compile(cls, run: Run) -> Timed:
-        """Nothing is placed on the devices yet."""
-        run.steps = max(run.config.train.steps, 1)  # of the schedule alone: no data tells how many rows an epoch has
+        """Compile the step of `run`; nothing is placed on the devices yet."""
+        # The steps shape only the learning-rate schedule: without data, the rows of an epoch are not known.
+        run.steps = max(run.config.train.steps, 1)
         started = time.perf_counter()
         with jax.set_mesh(run.mesh):
             program = run.compile()
@@ -78,7 +89,7 @@ class Timed:
 
     @property
     def processes(self) -> list[int]:
-        """Those that have devices of the mesh, and alone compile the step and make it."""
+        """The processes that have devices of the mesh; only they compile and run the step."""
         return processes_of(self.run.mesh)
 
     @property
@@ -93,31 +104,39 @@ class Timed:
         return float(low), float(median), float(high)
 
     def place(self, note: Note) -> None:
-        self._wait_for_the_others(note)  # gloo and NCCL give up on who compiles for longer than they wait
+        """Initialise the state and a batch on the devices."""
+        # gloo and NCCL time out while they wait for a process that still compiles, so wait for it here.
+        self._wait_for_the_others(note)
         note(STARTING)
         with jax.set_mesh(self.run.mesh):
-            self._state, self._batch = self.run.init(), random_work(self.run)
+            self._state = self.run.init()
+            self._batch = random_work(self.run)
         jax.block_until_ready((self._state, self._batch))
 
     def drop(self) -> None:
-        self._state = self._batch = None
+        """Free the state and the batch."""
+        self._state = None
+        self._batch = None
 
     def advance(self, note: Note) -> float:
-        """One step, waited for; its seconds. Its processes begin it together."""
+        """Run one step to its end, and return its seconds; the processes of the mesh start it together."""
         self._wait_for_the_others(note)
         note(STEPPING)
         with jax.set_mesh(self.run.mesh):
-            if len(self.processes) > 1:  # a sum over the devices: they go on closer together than messages bring them
+            if len(self.processes) > 1:
+                # After a sum over the devices, processes continue closer together than after a barrier of messages.
                 jax.block_until_ready(_sum(self._batch["rows"]))
             started = time.perf_counter()
             self._state, metrics = self.program(self._state, self._batch)
             jax.block_until_ready(self._state)
             seconds = time.perf_counter() - started
-        self.loss = float(metrics.loss) if np.isfinite(metrics.loss) else None
+        self.loss = None
+        if np.isfinite(metrics.loss):
+            self.loss = float(metrics.loss)
         return seconds
 
     def _wait_for_the_others(self, note: Note) -> None:
-        """Who measures more than another process comes later; meanwhile that one's devices are not kept busy."""
+        """Wait in a barrier, idle: a process with more measurements than another one arrives later."""
         if len(self.processes) > 1:
             self._turns += 1
             name = f"zero {self.run.config.parallel.zero} on {self.run.mesh.size} devices, turn {self._turns}"
@@ -129,22 +148,29 @@ _sum = jax.jit(jnp.sum)
 
 
 def processes_of(mesh: jax.sharding.Mesh) -> list[int]:
-    """Those whose devices are in the mesh. The others cannot compute on it, nor hold its arrays."""
+    """Return the processes that have devices of the mesh; only they can compute on it and hold its arrays."""
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
-def measure_together(timed: Sequence[Timed], warmup: int, repeats: int, note: Note = lambda doing: None) -> None:
-    """Fill in `seconds` and `loss`: `warmup` + `repeats` rounds, in each of which every program makes a step.
+def measure_together(timed: Sequence[Timed], warmup: int, repeats: int, note: Note = ignore) -> None:
+    """Fill in `seconds` and `loss`: run `warmup` + `repeats` rounds, in each of which every program makes a step.
 
-    What else a shared machine does, and how it drifts, then hits all of them alike; and as every round goes the other
-    way round, none always finds the caches as the same other has left them. Their states lie on the devices at the same
-    time, and are gone afterwards. Each process gives those of `timed` that it has devices of, in the order that all of
-    them have.
+    The states of all programs lie on the devices at the same time, and are freed at the end. Each process passes the
+    programs that it has devices of, in the order that all processes have.
     """
     for one in timed:
         one.place(note)
-    there, back = list(timed), list(reversed(timed))
-    rounds = [[one.advance(note) for one in (there, back)[turn % 2]] for turn in range(warmup + repeats)]
+    # Rounds make other load and the drift of a shared machine hit all programs alike. Every other round runs backwards,
+    # so that no program always finds the caches as the same other program left them.
+    forwards = list(timed)
+    backwards = list(reversed(timed))
+    rounds = []
+    for turn in range(warmup + repeats):
+        order = forwards if turn % 2 == 0 else backwards
+        rounds.append([one.advance(note) for one in order])
     for place, one in enumerate(timed):
-        one.seconds = [seconds[place if turn % 2 == 0 else -1 - place] for turn, seconds in enumerate(rounds)][warmup:]
+        own = []
+        for turn, seconds in enumerate(rounds):
+            own.append(seconds[place if turn % 2 == 0 else -1 - place])
+        one.seconds = own[warmup:]
         one.drop()

@@ -1,4 +1,4 @@
-"""`python -m jaxdist.bench scaling [CONFIG] --devices 1,2,4,8 --mode strong`: how a train step scales."""
+"""`python -m jaxdist.bench scaling [CONFIG] --devices 1,2,4,8 --mode strong`: measure how a train step scales."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from jaxdist.values import MOST_DEVICES, CountOrZero, FileName
 DESCRIPTION = (
     "Measure the train step of a configuration on several numbers of devices, all of them data ranks, on random "
     "tokens: speed-up and efficiency against the smallest number, the serial fraction of Amdahl's or Gustafson's law, "
-    "and what is sent. The numbers take turns, so that a machine that drifts does so for all. Nothing is read or saved."
+    "and the bytes sent. The numbers take turns, so that a drift of the machine affects all alike. Nothing is read or "
+    "saved."
 )
 KNOBS = [
     "precision",
@@ -35,7 +36,7 @@ KNOBS = [
     "train.seed",
     *JOB_KNOBS,
 ]
-"""Those of `bench step`, but for what `--devices` and `--zero` say, and for what needs a `model` axis."""
+"""The knobs of `bench step` without those that `--devices` and `--zero` set, or that need a `model` axis."""
 
 MOST_STAGE = 3
 
@@ -43,9 +44,7 @@ Counts = Annotated[str, AfterValidator(numbers("numbers of devices", 1, MOST_DEV
 Stages = Annotated[str, AfterValidator(numbers("ZeRO stages", 0, MOST_STAGE, "0,3"))]
 
 EXTRAS = [
-    Extra(
-        "devices", "1,2,4,8", "Numbers of devices to compare, ascending; the first is what speed-up is against.", Counts
-    ),
+    Extra("devices", "1,2,4,8", "Numbers of devices to compare, ascending; speed-up is relative to the first.", Counts),
     Extra(
         "mode",
         "strong",
@@ -53,7 +52,7 @@ EXTRAS = [
         Literal["strong", "weak"],
     ),
     Extra("zero", "", "ZeRO stages to compare, such as 0,3; empty: that of the configuration.", Stages),
-    Extra("rows", 0, "Rows of an epoch, to tell its seconds too; 0: not known.", CountOrZero),
+    Extra("rows", 0, "Rows of an epoch, to report its seconds; 0: not known.", CountOrZero),
     JSON,
     Extra("picture", "", "Draw speed-up and efficiency into this PNG file.", FileName),
     WARMUP,
@@ -62,51 +61,64 @@ EXTRAS = [
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = arguments(argv, "bench scaling", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
-    config, extras = asked.config, asked.extras
+    """Run the command; returns the exit code."""
+    request = arguments(argv, "bench scaling", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
+    config = request.config
+    extras = request.extras
     counts = as_list(extras["devices"])
-    stages = as_list(extras["zero"]) if extras["zero"] else [config.parallel.zero]
-    if found := list(_problems(config, extras["mode"], counts, stages, extras["picture"])):
-        raise RequestError(*found)
+    stages = [config.parallel.zero]
+    if extras["zero"]:
+        stages = as_list(extras["zero"])
+    mistakes = list(_problems(config, extras["mode"], counts, stages, extras["picture"]))
+    if mistakes:
+        raise RequestError(*mistakes)
 
-    place = find(config.cluster)
+    env = find(config.cluster)
 
-    from jaxdist.bench.study import Study, result
+    # Imported here, so that --help and mistakes in the options need no jax.
+    from jaxdist.bench.study import Study, measure
     from jaxdist.cluster import kv_store
     from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.job import Job
 
     rows = extras["rows"] or None
     study = Study(config, extras["mode"], counts, stages, extras["warmup"], extras["repeats"], rows)
-    with Job(place, config) as job:
-        check_request(asked.text)
-        found = result(study, job.note)
-        if found:
-            tell({"config": Path(asked.positional or DEFAULT).stem, **found}, extras["json"], extras["picture"])
+    with Job(env, config) as job:
+        check_request(request.text)
+        result = measure(study, job.note)
+        if result is not None:
+            name = Path(request.positional or DEFAULT).stem
+            report({"config": name, **result}, extras["json"], extras["picture"])
         if not job.env.alone:
-            kv_store.barrier("the study has been told", range(job.env.processes))
+            # Processes that have no result stay in the job until process 0 has drawn the picture.
+            kv_store.barrier("the study has been reported", range(job.env.processes))
         return job.end(0)
 
 
-def tell(told: Mapping[str, Any], as_json: bool, picture: str) -> None:
+def report(result: Mapping[str, Any], as_json: bool, picture: str) -> None:
+    """Print the result of a study, and draw it if a `picture` is requested."""
     from jaxdist.bench.scaling_text import lines
 
-    print(json.dumps(told) if as_json else "\n".join(lines(told)), flush=True)
+    if as_json:
+        print(json.dumps(result), flush=True)
+    else:
+        print("\n".join(lines(result)), flush=True)
     if picture:
         from jaxdist.bench.scaling_picture import draw
 
-        draw(told, Path(picture))
+        draw(result, Path(picture))
 
 
 def _problems(config: Config, mode: str, counts: Sequence[int], stages: Sequence[int], picture: str) -> Iterator[str]:
-    """A sentence for each mistake that the options alone do not show. Nothing is compiled, and no device looked for."""
+    """Yield a sentence for each mistake that no single option shows; nothing is compiled, and no device is used."""
     if config.mesh != Config().mesh:
         yield (
             f"mesh {config.mesh} is set, but bench scaling makes its own meshes, of --devices data ranks each; leave "
             f"mesh out, or measure that one mesh with bench step"
         )
-    highest = {"zero": max(stages)}  # the one that may use what lower ones do not
-    staged = config.model_copy(update={"parallel": config.parallel.model_copy(update=highest)})
+    # Check the highest stage, which uses every knob that a lower one uses.
+    highest = config.parallel.model_copy(update={"zero": max(stages)})
+    staged = config.model_copy(update={"parallel": highest})
     yield from problems(staged, ("parallel.zero", "parallel.micro_batches"))
     yield from _batch(config, mode, counts)
     try:
@@ -116,9 +128,9 @@ def _problems(config: Config, mode: str, counts: Sequence[int], stages: Sequence
 
 
 def _batch(config: Config, mode: str, counts: Sequence[int]) -> Iterator[str]:
-    """Every device needs as many rows as any other, in each micro-batch."""
-    size, accumulation = config.train.global_batch_size, config.train.accumulation
-    micro = f" x train.accumulation {accumulation}" * (accumulation > 1)
+    """Yield a sentence if the rows of a micro-batch do not divide evenly over the devices."""
+    size = config.train.global_batch_size
+    accumulation = config.train.accumulation
     if mode == "weak":
         if size % accumulation:
             near = " or ".join(map(str, multiples(accumulation, size)))
@@ -126,10 +138,16 @@ def _batch(config: Config, mode: str, counts: Sequence[int]) -> Iterator[str]:
                 f"train.global_batch_size {size}, in weak scaling the rows of one device, does not divide by "
                 f"train.accumulation {accumulation}; set it to {near}"
             )
-    elif bad := [n for n in counts if size % (n * accumulation)]:
-        unit = math.lcm(*counts) * accumulation
-        near = " or ".join(map(str, multiples(unit, size)))
-        yield (
-            f"train.global_batch_size {size} does not divide by {' or '.join(map(str, bad))} devices{micro}; for "
-            f"--devices {','.join(map(str, counts))} set it to {near}, or leave these counts out"
-        )
+        return
+    bad = [n for n in counts if size % (n * accumulation)]
+    if not bad:
+        return
+    micro = ""
+    if accumulation > 1:
+        micro = f" x train.accumulation {accumulation}"
+    unit = math.lcm(*counts) * accumulation
+    near = " or ".join(map(str, multiples(unit, size)))
+    yield (
+        f"train.global_batch_size {size} does not divide by {' or '.join(map(str, bad))} devices{micro}; for "
+        f"--devices {','.join(map(str, counts))} set it to {near}, or leave these counts out"
+    )

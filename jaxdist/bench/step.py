@@ -1,4 +1,4 @@
-"""`python -m jaxdist.bench step [CONFIG]`: time, throughput, MFU and memory of the compiled train step."""
+"""`python -m jaxdist.bench step [CONFIG]`: measure time, throughput, MFU and memory of the compiled train step."""
 
 from __future__ import annotations
 
@@ -22,24 +22,30 @@ REPEATS = Extra("repeats", 20, "Steps that are measured, each one waited for.", 
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = arguments(argv, "bench step", DESCRIPTION, extras=[JSON, WARMUP, REPEATS], knobs=KNOBS)
-    place = find(asked.config.cluster)
+    """Run the command; returns the exit code."""
+    request = arguments(argv, "bench step", DESCRIPTION, extras=[JSON, WARMUP, REPEATS], knobs=KNOBS)
+    config = request.config
+    env = find(config.cluster)
 
+    # Imported here, so that --help and mistakes in the options need no jax.
     from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.job import Job
 
-    with Job(place, asked.config, enough=Enough(asked.config)) as job:
-        check_request(asked.text)
-        timed = compile_and_time(asked.config, asked.extras["warmup"], asked.extras["repeats"], job.note)
+    with Job(env, config, enough=Enough(config)) as job:
+        check_request(request.text)
+        timed = compile_and_time(config, request.extras["warmup"], request.extras["repeats"], job.note)
         if job.env.leader:
-            result = told(timed)
-            lines = [f"{name:<22} {for_people(name, value)}" for name, value in result.items()]
-            print(json.dumps(result) if asked.extras["json"] else "\n".join(lines))
+            result = report(timed)
+            if request.extras["json"]:
+                print(json.dumps(result))
+            else:
+                lines = [f"{name:<22} {for_people(name, value)}" for name, value in result.items()]
+                print("\n".join(lines))
         return job.end(0)
 
 
 def for_people(name: str, value: object) -> str:
-    """One of the results with its unit, as long as a person reads it; JSON has all digits."""
+    """Return a value of the report with its unit and rounded for a person; JSON has all digits."""
     from jaxdist.units import duration, size
 
     if value is None:
@@ -56,11 +62,13 @@ def for_people(name: str, value: object) -> str:
         return f"{value:.1%}"
     if name == "loss":
         return f"{value:.4f} nats"
-    return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
+    if isinstance(value, int | float):
+        return f"{value:,.0f}"
+    return str(value)
 
 
 def compile_and_time(config: Config, warmup: int, repeats: int, note: Callable[[str], None]) -> Timed:
-    """`note` gets what is being done, as the watchdog wants to know it."""
+    """Compile the step of `config` and measure it; `note` takes the current phase, for the watchdog."""
     from jaxdist.bench.measuring import Timed, measure_together
     from jaxdist.cluster.heartbeat import COMPILING
     from jaxdist.training.run import Run
@@ -71,8 +79,8 @@ def compile_and_time(config: Config, warmup: int, repeats: int, note: Callable[[
     return timed
 
 
-def told(timed: Timed) -> dict[str, object]:
-    """Step seconds (median, quartiles), tokens or images per second, MFU and bytes per device, and on what."""
+def report(timed: Timed) -> dict[str, object]:
+    """Return seconds of a step, tokens or images per second, MFU and bytes per device, and what it ran on."""
     from importlib.metadata import version
 
     from jaxdist.cluster.runtime import peak_bytes
@@ -81,13 +89,14 @@ def told(timed: Timed) -> dict[str, object]:
     from jaxdist.planning.timing import FLOPS_FORMULA, mfu
 
     run = timed.run
-    device, count = run.device, run.mesh.size
     low, median, high = timed.quartiles
-    unit, flops, peak = run.task.unit, run.task.flops, peak_flops(device.device_kind, run.config.precision)
+    unit = run.task.unit
+    flops = run.task.flops
+    peak = peak_flops(run.device.device_kind, run.config.precision)
     planned = timed.program.memory_analysis()
     return {
-        "device": device.device_kind,
-        "devices": count,
+        "device": run.device.device_kind,
+        "devices": run.mesh.size,
         "processes": len(timed.processes),
         "mesh": describe(run.mesh.shape),
         "precision": run.config.precision,
@@ -101,8 +110,8 @@ def told(timed: Timed) -> dict[str, object]:
         f"flops_per_{unit}": flops,
         "flops_formula": flops and FLOPS_FORMULA,
         "peak_flops": peak,
-        "mfu": mfu(timed.units / median, flops, count, peak),
-        "memory_bytes": peak_bytes(device),
+        "mfu": mfu(timed.units / median, flops, run.mesh.size, peak),
+        "memory_bytes": peak_bytes(run.device),
         "argument_bytes": planned.argument_size_in_bytes,
         "temporary_bytes": planned.temp_size_in_bytes,
         "loss": timed.loss,

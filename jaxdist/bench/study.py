@@ -1,4 +1,4 @@
-"""A scaling study: the same step on several numbers of devices and ZeRO stages, as one table of plain values."""
+"""Measure a scaling study: the same step on several numbers of devices and ZeRO stages, as plain values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 
 from jaxdist import __version__, models
 from jaxdist.bench.laws import Fit, fit_amdahl, fit_gustafson
-from jaxdist.bench.measuring import Note, Timed, measure_together, processes_of
+from jaxdist.bench.measuring import Note, Timed, ignore, measure_together, processes_of
 from jaxdist.cluster import kv_store
 from jaxdist.cluster.consensus import from_leader, leader
 from jaxdist.cluster.heartbeat import COMPILING, IDLE
@@ -25,7 +25,7 @@ from jaxdist.planning.timing import bandwidth
 from jaxdist.training.run import Run
 
 ROOM = 0.8
-"""Part of a device's memory that the states of all counts together may take, and the working memory of one."""
+"""Share of a device's memory that the states of all measurements and the temporaries of one may take together."""
 
 
 @dataclass(frozen=True)
@@ -37,53 +37,61 @@ class Study:
     counts: Sequence[int]
     """Numbers of devices, ascending."""
     stages: Sequence[int]
-    """Of ZeRO."""
+    """ZeRO stages."""
     warmup: int
     repeats: int
     rows: int | None = None
-    """Of an epoch, where that is known."""
+    """Rows of an epoch, where known."""
 
     def config_of(self, count: int, stage: int) -> Config:
-        """That of one measurement: `count` data ranks, and in weak scaling as many batches."""
-        config, size = self.config, self.config.train.global_batch_size
+        """Return the configuration of one measurement: `count` data ranks, and in weak scaling `count` batches."""
+        size = self.config.train.global_batch_size
         if self.mode == "weak":
             size *= count
-        parts = dict(
-            parallel=config.parallel.model_copy(update={"zero": stage}),
-            train=config.train.model_copy(update={"global_batch_size": size}),
-        )
-        return config.model_copy(update={"mesh": f"{count}x1x1", **parts})
+        update = {
+            "mesh": f"{count}x1x1",
+            "parallel": self.config.parallel.model_copy(update={"zero": stage}),
+            "train": self.config.train.model_copy(update={"global_batch_size": size}),
+        }
+        return self.config.model_copy(update=update)
 
 
-def result(study: Study, note: Note = lambda doing: None) -> dict[str, Any] | None:
-    """Measure, and tell it with the schema of `docs/scaling.md`. `note` gets what is being done.
+def measure(study: Study, note: Note = ignore) -> dict[str, Any] | None:
+    """Measure the study; returns a result with the schema of `docs/scaling.md`. `note` takes the current phase.
 
-    With several processes each of them calls this, and measures on the meshes that it has devices of. Process 0 has
-    devices of all, and alone gets the result. Raises `RequestError` where there are fewer devices than asked for,
-    before anything compiles.
+    With several processes, every process calls this, and measures on the meshes that it has devices of. Process 0 has
+    devices of every mesh; it returns the result, the others None. Raises `RequestError` if there are fewer devices than
+    requested, before anything compiles.
     """
     counts = ",".join(map(str, study.counts))
     devices = first(study.counts[-1], f"--devices {counts} needs")
-    places = [(stage, count) for stage in study.stages for count in study.counts]
-    runs = [Run(study.config_of(count, stage), devices=devices[:count]) for stage, count in places]
+    cases = [(stage, count) for stage in study.stages for count in study.counts]
+    # Every run is made before any compiles, so that a mistake in one of them is reported at once.
+    runs = [Run(study.config_of(count, stage), devices=devices[:count]) for stage, count in cases]
     computers = all_computers()
     timed = []
-    for (stage, count), run in zip(places, runs, strict=True):
+    for (stage, count), run in zip(cases, runs, strict=True):
         if jax.process_index() in processes_of(run.mesh):
             note(COMPILING)
             timed.append(Timed.compile(run))
             _progress(f"compiled ZeRO {stage} on {count} device(s) in {timed[-1].compile_seconds:.1f} s")
     note(IDLE)
+    # The leader decides for all: the processes must measure in the same order.
     together = bool(from_leader(_fit_together(timed) if leader() else False))
     _progress(f"measuring {len(timed)} steps {study.warmup} + {study.repeats} times")
-    for group in [timed] if together else [[one] for one in timed]:
-        measure_together(group, study.warmup, study.repeats, note)
+    if together:
+        measure_together(timed, study.warmup, study.repeats, note)
+    else:
+        for one in timed:
+            measure_together([one], study.warmup, study.repeats, note)
     note(IDLE)
     if not leader():
         return None
-    measurements = [_told(one, study) for one in timed]
+    measurements = [_measurement(one, study) for one in timed]
     _compare(measurements)
-    fits = [_fit(study.mode, stage, measurements) for stage in study.stages] if len(study.counts) > 1 else []
+    fits = []
+    if len(study.counts) > 1:
+        fits = [_fit(study.mode, stage, measurements) for stage in study.stages]
     return {
         **_setting(study, runs[0], computers),
         "interleaved": together,
@@ -94,30 +102,33 @@ def result(study: Study, note: Note = lambda doing: None) -> dict[str, Any] | No
 
 
 def _progress(line: str) -> None:
-    """To standard error: a study takes minutes, and standard output is for its result."""
+    """Print progress on standard error: a study takes minutes, and standard output is for its result."""
     if leader():
         print(line, file=sys.stderr, flush=True)
 
 
 class Computers(NamedTuple):
-    """Those whose CPUs the processes of the job run on."""
+    """The computers whose CPUs the processes of the job run on."""
 
     hosts: int
     cores: int
-    """That the processes may use, in all."""
+    """Cores that the processes may use, in all."""
 
 
 def all_computers() -> Computers:
-    """Those of all processes; every one calls it."""
+    """Return the computers of all processes; every process must call it."""
     cores: dict[str, set[int]] = {}
-    for name, numbers in kv_store.gather("computers", [socket.gethostname(), sorted(core_numbers())], kv_store.WEEK):
+    own = [socket.gethostname(), sorted(core_numbers())]
+    for name, numbers in kv_store.gather("computers", own, kv_store.WEEK):
+        # Processes on one host may share cores, so take the union.
         cores[name] = cores.get(name, set()) | set(numbers)
     return Computers(len(cores), sum(map(len, cores.values())))
 
 
 def _setting(study: Study, run: Run, computers: Computers) -> dict[str, Any]:
-    """On what, and what of, the study was taken."""
-    config, virtual = run.config, run.device.platform == "cpu"
+    """Return what the study measured, and on which devices."""
+    config = run.config
+    virtual = run.device.platform == "cpu"
     return {
         "mode": study.mode,
         "device": run.device.device_kind,
@@ -139,14 +150,20 @@ def _setting(study: Study, run: Run, computers: Computers) -> dict[str, Any]:
     }
 
 
-def _told(one: Timed, study: Study) -> dict[str, Any]:
-    """One measurement by itself. Seconds and bytes; `wire_bytes` is what one device sends in a step, predicted."""
-    config, mesh = one.run.config, one.run.mesh
+def _measurement(one: Timed, study: Study) -> dict[str, Any]:
+    """Return one measurement in seconds and bytes; `wire_bytes` is predicted, as sent by one device in a step."""
+    config = one.run.config
+    mesh = one.run.mesh
     low, median, high = one.quartiles
     rows = config.train.global_batch_size
-    foretold, gpu = not communication.unpredicted(config, one.run.layout), hardware.known(one.run.device.device_kind)
-    transfers = communication.predict(config, one.run.model, one.run.layout) if foretold else []
-    sending = sum(t.wire_bytes / bandwidth(gpu, mesh.shape, t.axes) for t in transfers) if gpu and foretold else None
+    gpu = hardware.known(one.run.device.device_kind)
+    wire_bytes = None
+    sending = None
+    if not communication.unpredicted(config, one.run.layout):
+        transfers = communication.predict(config, one.run.model, one.run.layout)
+        wire_bytes = sum(t.wire_bytes for t in transfers)
+        if gpu is not None:
+            sending = sum(t.wire_bytes / bandwidth(gpu, mesh.shape, t.axes) for t in transfers)
     return {
         "devices": mesh.size,
         "processes": len(one.processes),
@@ -158,7 +175,7 @@ def _told(one: Timed, study: Study) -> dict[str, Any]:
         "rows_per_second": rows / median,
         f"{one.run.task.unit}s_per_second": one.units / median,
         "epoch_seconds": study.rows / rows * median if study.rows else None,
-        "wire_bytes": sum(t.wire_bytes for t in transfers) if foretold else None,
+        "wire_bytes": wire_bytes,
         "communication_seconds": sending,
         "communication_share": None if sending is None else sending / median,
         "argument_bytes": one.program.memory_analysis().argument_size_in_bytes,
@@ -169,82 +186,100 @@ def _told(one: Timed, study: Study) -> dict[str, Any]:
 
 
 def _compare(measurements: Sequence[dict[str, Any]]) -> None:
-    """Add speed-up, ideal and efficiency, against the smallest number of devices of the same ZeRO stage.
+    """Add speed-up, ideal and efficiency, relative to the smallest number of devices of the same ZeRO stage.
 
-    Speed-up is the ratio of rows per second: with a fixed batch the ratio of times, with one for each device the
-    scaled speed-up of Gustafson. Its quartiles are those of the step's own seconds, the base's median held fixed.
+    Speed-up is the ratio of rows per second: with a fixed batch the ratio of step times, with one batch per device
+    Gustafson's scaled speed-up. Its quartiles are those of the step's own seconds over the base's median.
     """
-    base = {}
+    bases = {}
     for one in measurements:
-        start = base.setdefault(one["zero"], one)
-        ideal, median = one["devices"] / start["devices"], one["step_seconds"]
-        speed_up = one["rows_per_second"] / start["rows_per_second"]
+        base = bases.setdefault(one["zero"], one)
+        ideal = one["devices"] / base["devices"]
+        speed_up = one["rows_per_second"] / base["rows_per_second"]
+        median = one["step_seconds"]
         low, high = one["step_seconds_quartiles"]
-        one["speed_up"], one["speed_up_quartiles"] = speed_up, [speed_up * median / high, speed_up * median / low]
-        one["ideal"], one["efficiency"] = ideal, speed_up / ideal
+        one["speed_up"] = speed_up
+        # A slow step is a low speed-up.
+        one["speed_up_quartiles"] = [speed_up * median / high, speed_up * median / low]
+        one["ideal"] = ideal
+        one["efficiency"] = speed_up / ideal
 
 
 def _fit(mode: str, stage: int, measurements: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """N is counted in units of the smallest number of devices."""
+    """Fit the law of the mode to one ZeRO stage; N is counted in units of the smallest number of devices."""
     points = [(one["ideal"], one["speed_up"]) for one in measurements if one["zero"] == stage]
-    fit: Fit = fit_amdahl(points) if mode == "strong" else fit_gustafson(points)
-    of = "1/S" if mode == "strong" else "S"
+    fit: Fit
+    if mode == "strong":
+        fit = fit_amdahl(points)
+        residual_of = "1/S"
+    else:
+        fit = fit_gustafson(points)
+        residual_of = "S"
     return {
         "zero": stage,
         "law": fit.name,
         "serial_fraction": fit.serial,
         "residual": fit.residual,
-        "residual_of": of,
+        "residual_of": residual_of,
         "at_bound": fit.bounded,
     }
 
 
 def _fit_together(timed: Sequence[Timed]) -> bool:
-    """Whether the states of all fit beside each other, as planned by the compiler. The first device is in every mesh;
-    what a CPU is split into shares its memory."""
+    """Return whether the states of all measurements fit into memory together, as the compiler plans them."""
+    # The first device is in every mesh, so it holds the most.
     device = timed[0].run.device
-    there, needed, working = capacity(device), 0, 0
+    available = capacity(device)
+    states = 0
+    temporaries = 0
     for one in timed:
-        planned, sharers = one.program.memory_analysis(), one.run.mesh.size if device.platform == "cpu" else 1
-        needed += planned.argument_size_in_bytes * sharers
-        working = max(working, planned.temp_size_in_bytes * sharers)
-    return there is None or needed + working <= ROOM * there
+        planned = one.program.memory_analysis()
+        # The virtual devices of a CPU share its memory.
+        sharers = one.run.mesh.size if device.platform == "cpu" else 1
+        states += planned.argument_size_in_bytes * sharers
+        temporaries = max(temporaries, planned.temp_size_in_bytes * sharers)
+    return available is None or states + temporaries <= ROOM * available
 
 
 def _virtual(study: Study, computers: Computers) -> str:
-    """What devices that a CPU is split into can show."""
-    hosts, number = computers
+    """Return a sentence on what virtual devices of a CPU can show."""
     if jax.process_count() > 1:
         return (
-            f"these are virtual devices of {jax.process_count()} processes on {hosts} host(s), which have {number} "
-            f"core(s) in all and share them: a device brings computing power only where its process brings cores that "
-            f"fewer devices left idle; how real devices scale, this does not show"
+            f"these are virtual devices of {jax.process_count()} processes on {computers.hosts} host(s), which have "
+            f"{computers.cores} core(s) in all and share them: a device brings computing power only where its process "
+            f"brings cores that fewer devices left idle; how real devices scale, this does not show"
         )
-    fixed, growing = "a speed-up near 1", "N devices have N times the work, and an efficiency near 1/N"
+    expected = "a speed-up near 1"
+    if study.mode == "weak":
+        expected = "N devices have N times the work, and an efficiency near 1/N"
     return (
-        f"these are virtual devices of one CPU: they share its {number} core(s) and bring no computing power, so "
-        f"{fixed if study.mode == 'strong' else growing} is all that can be expected; less is what splitting "
-        f"costs, more is a core that fewer devices left idle; how real devices scale, this does not show"
+        f"these are virtual devices of one CPU: they share its {computers.cores} core(s) and bring no computing power, "
+        f"so {expected} is all that can be expected; less is what splitting costs, more is a core that fewer devices "
+        f"left idle; how real devices scale, this does not show"
     )
 
 
 def _notes(
     study: Study, runs: Sequence[Run], computers: Computers, together: bool, fits: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """What a reader has to know, a sentence each."""
-    notes, run, largest = [], runs[0], max(runs, key=lambda run: run.mesh.size)
-    if run.device.platform == "cpu":
+    """Return what a reader must know to interpret the numbers, one sentence each."""
+    notes = []
+    device = runs[0].device
+    largest = max(runs, key=lambda run: run.mesh.size)
+    if device.platform == "cpu":
         notes.append(_virtual(study, computers))
-    if idle := jax.process_count() - len(processes_of(largest.mesh)):
+    idle = jax.process_count() - len(processes_of(largest.mesh))
+    if idle:
         notes.append(
             f"the largest number of devices leaves {idle} of the {jax.process_count()} processes without any: they "
-            f"have waited"
+            f"only waited"
         )
-    if unpredicted := communication.unpredicted(largest.config, largest.layout):
+    unpredicted = communication.unpredicted(largest.config, largest.layout)
+    if unpredicted:
         notes.append(unpredicted)
-    elif hardware.known(run.device.device_kind) is None:
+    elif hardware.known(device.device_kind) is None:
         notes.append(
-            f"the bandwidth between devices of kind '{run.device.device_kind}' is not known, so the share of "
+            f"the bandwidth between devices of kind '{device.device_kind}' is not known, so the share of "
             f"communication is left open; the bytes that a device sends are predicted"
         )
     if not together:

@@ -1,8 +1,8 @@
 """The train step of a Llama in plain PyTorch, for `bench gpu`: `python torch_llama.py QUESTION ANSWER`, JSON files.
 
-What a careful user would write: `torch.compile`, fused causal attention, query heads in groups, the logits in chunks so
-that they never are whole, bfloat16 weights with float32 masters, fused AdamW. No jaxdist here, nor jax: it is run by
-its path. Names and shapes of weights that are given are jaxdist's, and so are the tokens.
+It is written as a careful user would write it: `torch.compile`, fused causal attention, grouped query heads, logits in
+chunks so that they never exist as a whole, bfloat16 weights with float32 masters, and fused AdamW. It imports neither
+jaxdist nor jax, and runs by its path. Weights that are given have jaxdist's names and shapes; tokens are the same.
 """
 
 from __future__ import annotations
@@ -24,34 +24,41 @@ CHUNK = 8192
 
 
 class Block(nn.Module):
+    """A layer: attention with grouped query heads, then SwiGLU, each with a norm before and a residual around."""
+
     def __init__(self, m):
         super().__init__()
-        d, self.size = m.embed, m.embed // m.heads
-        linear = lambda rows, columns: nn.Linear(rows, columns, bias=False)
-        self.norm1, self.norm2 = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
+        self.size = m.embed // m.heads
         self.shared = m.heads // m.kv_heads
-        self.qkv, self.out = linear(d, (m.heads + 2 * m.kv_heads) * self.size), linear(d, d)
-        self.gate_up, self.down = linear(d, 2 * m.mlp), linear(m.mlp, d)
+        self.norm1 = nn.RMSNorm(m.embed, eps=1e-5)
+        self.norm2 = nn.RMSNorm(m.embed, eps=1e-5)
+        self.qkv = nn.Linear(m.embed, (m.heads + 2 * m.kv_heads) * self.size, bias=False)
+        self.out = nn.Linear(m.embed, m.embed, bias=False)
+        self.gate_up = nn.Linear(m.embed, 2 * m.mlp, bias=False)
+        self.down = nn.Linear(m.mlp, m.embed, bias=False)
 
     def forward(self, x, cos, sin):
+        """Apply the layer to [B, S, D], with the cosines and sines of rotary positions."""
         rows, sequence, _ = x.shape
+        # As in jaxdist, each key/value head lies with the query heads that share it.
         qkv = self.qkv(self.norm1(x)).view(rows, sequence, -1, self.shared + 2, self.size)
         q, k, v = (a.flatten(2, 3).transpose(1, 2) for a in qkv.split((self.shared, 1, 1), dim=3))
-        q, k = turn(q, cos, sin), turn(k, cos, sin)
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         x = x + self.out(a.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
 
-def turn(x, cos, sin):
-    """Rotary positions: dims i and i + H/2 by the angle of their position."""
+def rotate(x, cos, sin):
+    """Apply rotary positions: rotate dims i and i + H/2 by the angle of their position, in float32."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 class Llama(nn.Module):
-    """Tokens to what the output table multiplies; the table is the embedding too."""
+    """Maps tokens to the input of the output table; the table is the embedding too."""
 
     def __init__(self, m):
         super().__init__()
@@ -60,10 +67,11 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(m.embed, eps=1e-5)
         size = m.embed // m.heads
         angles = np.arange(m.sequence)[:, None] * m.rope_theta ** -(np.arange(0, size, 2) / size)[None]
-        for name, a in (("cos", np.cos(angles)), ("sin", np.sin(angles))):
-            self.register_buffer(name, torch.tensor(a, dtype=torch.float32), persistent=False)
+        self.register_buffer("cos", torch.tensor(np.cos(angles), dtype=torch.float32), persistent=False)
+        self.register_buffer("sin", torch.tensor(np.sin(angles), dtype=torch.float32), persistent=False)
 
     def forward(self, tokens):
+        """Return the normalised residual stream [B, S, D] of tokens [B, S]."""
         x = self.table(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
@@ -71,105 +79,134 @@ class Llama(nn.Module):
 
 
 def nll(x, table, labels):
-    """Cross-entropy in nats, summed over a chunk of tokens."""
+    """Return the cross-entropy in nats, summed over a chunk of tokens."""
     return F.cross_entropy(F.linear(x, table).float(), labels, reduction="sum")
 
 
 @torch.no_grad()
-def begin(model: Llama, weights: str) -> None:
-    """Normal weights of deviation 0.02, or those of an .npz file with jaxdist's names."""
+def initialise(model: Llama, weights: str) -> None:
+    """Draw normal weights of deviation 0.02, or load those of an .npz file with jaxdist's names."""
     for name, p in model.named_parameters():
         if p.ndim > 1:
-            last = name.endswith(("out.weight", "down.weight"))
-            nn.init.normal_(p, std=0.02 / (2 * len(model.blocks)) ** 0.5 if last else 0.02)
+            deviation = 0.02
+            if name.endswith(("out.weight", "down.weight")):
+                # Scaled for the number of residual branches (GPT-2).
+                deviation = 0.02 / (2 * len(model.blocks)) ** 0.5
+            nn.init.normal_(p, std=deviation)
     if not weights:
         return
-    given = {name: torch.from_numpy(a) for name, a in np.load(weights).items()}
-    model.table.weight.copy_(given["table"])
-    model.norm.weight.copy_(given["norm.scale"])
+    arrays = {name: torch.from_numpy(a) for name, a in np.load(weights).items()}
+    model.table.weight.copy_(arrays["table"])
+    model.norm.weight.copy_(arrays["norm.scale"])
     for index, block in enumerate(model.blocks):
-        of = lambda name: given[f"blocks.{name}"][index]  # noqa: B023
-        block.norm1.weight.copy_(of("norm1.scale"))
-        block.norm2.weight.copy_(of("norm2.scale"))
-        block.qkv.weight.copy_(of("attention.qkv").flatten(1).T)
-        block.out.weight.copy_(of("attention.out").flatten(0, 1).T)
-        block.gate_up.weight.copy_(of("mlp.gate_up").flatten(1).T)
-        block.down.weight.copy_(of("mlp.down").T)
+        own = {name.removeprefix("blocks."): a[index] for name, a in arrays.items() if name.startswith("blocks.")}
+        block.norm1.weight.copy_(own["norm1.scale"])
+        block.norm2.weight.copy_(own["norm2.scale"])
+        block.qkv.weight.copy_(own["attention.qkv"].flatten(1).T)
+        block.out.weight.copy_(own["attention.out"].flatten(0, 1).T)
+        block.gate_up.weight.copy_(own["mlp.gate_up"].flatten(1).T)
+        block.down.weight.copy_(own["mlp.down"].T)
 
 
 class Training:
-    """A model, its update, and a batch of random tokens that every step takes again."""
+    """A model, its optimizer, and a batch of random tokens that every step trains on."""
 
-    def __init__(self, asked: SimpleNamespace, rows: int, device: str):
-        m, rule = SimpleNamespace(**asked.model), asked.optimizer
+    def __init__(self, options: SimpleNamespace, rows: int, device: str):
+        m = SimpleNamespace(**options.model)
         with torch.device(device):
             self.model = Llama(m)
-        begin(self.model, asked.weights)
+        initialise(self.model, options.weights)
         self.parameters = list(self.model.parameters())
-        self.rates = iter(rule["rates"])
-        self.masters, self.clip = self.parameters, rule["clip"]
-        if asked.precision != "float32":
+        self.masters = self.parameters
+        if options.precision != "float32":
             self.masters = [p.detach().clone().requires_grad_() for p in self.parameters]
-            cos, sin = self.model.cos, self.model.sin
+            cos = self.model.cos
+            sin = self.model.sin
             self.model.to(torch.bfloat16)
-            self.model.cos, self.model.sin = cos, sin  # the angles stay in float32
-        groups = [
-            dict(params=[p for p in self.masters if (p.ndim > 1) is matrix], weight_decay=rule["weight_decay"] * matrix)
-            for matrix in (True, False)
-        ]
-        self.update = torch.optim.AdamW(groups, betas=(rule["beta1"], rule["beta2"]), fused=True)
+            # The angles stay in float32.
+            self.model.cos = cos
+            self.model.sin = sin
+        self.rates = iter(options.optimizer["rates"])
+        self.clip = options.optimizer["clip"]
+        self.optimizer = self._adamw(options.optimizer)
         ids = torch.from_numpy(np.random.default_rng(0).integers(0, m.vocab, rows * m.sequence + 1)).to(device)
-        self.tokens, self.labels = ids[:-1].view(rows, m.sequence), ids[1:]
-        compiled = (lambda f: torch.compile(f, dynamic=False)) if asked.compile else lambda f: f
-        self.body, self.head = compiled(self.model), compiled(nll)
+        self.tokens = ids[:-1].view(rows, m.sequence)
+        self.labels = ids[1:]
+        self.body = self.model
+        self.head = nll
+        if options.compile:
+            self.body = torch.compile(self.model, dynamic=False)
+            self.head = torch.compile(nll, dynamic=False)
+
+    def _adamw(self, options: dict) -> torch.optim.AdamW:
+        """Return AdamW over the masters; only matrices decay."""
+        matrices = [p for p in self.masters if p.ndim > 1]
+        vectors = [p for p in self.masters if p.ndim <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": options["weight_decay"]},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, betas=(options["beta1"], options["beta2"]), fused=True)
 
     def step(self) -> torch.Tensor:
-        """The mean loss of the batch, before the update."""
-        hidden, table = self.body(self.tokens), self.model.table.weight
+        """Train on the batch; returns its mean loss before the update."""
+        hidden = self.body(self.tokens)
+        table = self.model.table.weight
+        count = self.labels.numel()
+        total = 0.0
+        # Each chunk runs forward and backward to its hidden states, so that only its own logits exist.
         chunks = [chunk.detach().requires_grad_() for chunk in hidden.flatten(0, 1).split(CHUNK)]
-        total, count = 0.0, self.labels.numel()
         for chunk, labels in zip(chunks, self.labels.split(CHUNK), strict=True):
             loss = self.head(chunk, table, labels) / count
             loss.backward()
             total = total + loss.detach()
+        # The gradients of the chunks then go through the layers once.
         hidden.backward(torch.cat([chunk.grad for chunk in chunks]).view_as(hidden))
-        self.learn()
+        self.update()
         return total
 
-    def learn(self) -> None:
-        if self.masters is not self.parameters:
+    def update(self) -> None:
+        """Clip the gradients, update the masters, and copy them to the parameters."""
+        mixed = self.masters is not self.parameters
+        if mixed:
             for master, p in zip(self.masters, self.parameters, strict=True):
-                master.grad, p.grad = p.grad.float(), None
+                master.grad = p.grad.float()
+                p.grad = None
         if self.clip:
             nn.utils.clip_grad_norm_(self.masters, self.clip, foreach=True)
+        # The rates are those of jaxdist's schedule.
         rate = next(self.rates)
-        for group in self.update.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.update.step()
-        self.update.zero_grad(set_to_none=True)
-        if self.masters is not self.parameters:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if mixed:
             with torch.no_grad():
                 torch._foreach_copy_(self.parameters, self.masters)
 
 
-def measured(asked: SimpleNamespace, rows: int) -> dict:
+def measured(options: SimpleNamespace, rows: int) -> dict:
+    """Train for warm-up and measured steps with this number of rows, and return times, memory and losses."""
     cuda = torch.cuda.is_available()
-    wait = torch.cuda.synchronize if cuda else lambda: None
-    training = Training(asked, rows, "cuda" if cuda else "cpu")
-    seconds, losses = [], []
-    for _ in range(asked.warmup + asked.repeats):
-        wait()
+    training = Training(options, rows, "cuda" if cuda else "cpu")
+    seconds = []
+    losses = []
+    for _ in range(options.warmup + options.repeats):
+        # Kernels run asynchronously, so wait for them before the clock is read.
+        if cuda:
+            torch.cuda.synchronize()
         began = time.perf_counter()
         losses.append(training.step())
-        wait()
+        if cuda:
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    low, median, high = np.percentile(seconds[asked.warmup :], [25, 50, 75]).tolist()
+    low, median, high = np.percentile(seconds[options.warmup :], [25, 50, 75]).tolist()
     tokens = training.tokens.numel()
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "compiled": asked.compile,
+        "compiled": options.compile,
         "rows": rows,
         "first_step_seconds": seconds[0],
         "step_seconds": median,
@@ -181,15 +218,16 @@ def measured(asked: SimpleNamespace, rows: int) -> dict:
     }
 
 
-def fitting(asked: SimpleNamespace) -> dict:
-    """With as many rows as asked for, or half of them again and again until they fit."""
-    rows = asked.rows
+def fitting(options: SimpleNamespace) -> dict:
+    """Measure with the requested rows; halve them while memory runs out."""
+    rows = options.rows
     while True:
         try:
-            return measured(asked, rows)
+            return measured(options, rows)
         except torch.OutOfMemoryError:
             if rows == 1:
                 raise
+        # Outside of the handler, so that the exception no longer keeps tensors alive.
         rows //= 2
         gc.collect()
         torch._dynamo.reset()
@@ -197,8 +235,9 @@ def fitting(asked: SimpleNamespace) -> dict:
 
 
 def main(question: str, answer: str) -> None:
-    asked = SimpleNamespace(**json.loads(Path(question).read_text()))
-    Path(answer).write_text(json.dumps({"value": fitting(asked)}))
+    """Read the question, measure, and write the answer."""
+    options = SimpleNamespace(**json.loads(Path(question).read_text()))
+    Path(answer).write_text(json.dumps({"value": fitting(options)}))
 
 
 if __name__ == "__main__":

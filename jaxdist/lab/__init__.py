@@ -1,4 +1,5 @@
-"""What the lectures tell, run: small programs that show every number they claim, read from the devices.
+"""The lecture's claims as small programs, which read every number that they show from the devices.
 
-They run on CPU devices, also where there are GPUs: the same numbers on every machine, and products in full float32.
+They run on CPU devices, even where there are GPUs: the numbers are the same on every machine, and matmuls are in full
+float32.
 """

@@ -1,4 +1,4 @@
-"""`python -m jaxdist.lab NAME`: run a lab, or one of the lecture's claims; `--all`: every claim; else list them."""
+"""`python -m jaxdist.lab NAME`: run a lab, or check a claim of the lecture; `--all`: check all; else list them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import RequestError, nearest
 from jaxdist.files import write_whole
-from jaxdist.lab.claims import DEVICES, Claim, claims, look, topics
+from jaxdist.lab.claims import DEVICES, Claim, claims, measure, topics
 from jaxdist.request import Extra, arguments, check_output, check_picture, run
 from jaxdist.values import Count, CountOrZero, FileName, MicroBatches, Stages
 
@@ -21,46 +21,52 @@ LABS = {
     "model-parallel": "one layer on each of two devices: the same result, and a device that always waits",
     "schedules": "pipeline schedules drawn, and their bubble and memory beside the formulas",
 }
-"""Name -> what it shows. Its module, of the same name, has a `measure` of its options that returns a `Result`."""
+"""Name -> what the lab shows. The module of that name has `measure`, which takes its options and returns a `Result`."""
 
 OPTIONS = {
     "all-reduce": (
         Extra("devices", 8, "Nodes, K.", Count),
-        Extra("algorithm", "all", "Which one: naive, direct, ring, halving, doubling, tree, parameter-server, or all."),
-        Extra("picture", "", "Draw their steps on four nodes, and their cost over K, into this PNG file.", FileName),
+        Extra("algorithm", "all", "One of naive, direct, ring, halving, doubling, tree, parameter-server, or all."),
+        Extra("picture", "", "Draw the steps on four nodes, and the cost over K, into this PNG file.", FileName),
     ),
     "schedules": (
-        Extra("schedule", "all", "Which one: gpipe, 1f1b, interleaved, zb-h1, zb-u, or all of them."),
+        Extra("schedule", "all", "One of gpipe, 1f1b, interleaved, zb-h1, zb-u, or all."),
         Extra("stages", 4, "Stages, S.", Stages),
         Extra("microbatches", 8, "Micro-batches, M.", MicroBatches),
         Extra("virtual_stages", 0, "Chunks on each rank, v; 0: 2 for interleaved, 1 for the others.", CountOrZero),
         Extra("picture", "", "Draw the timelines into this PNG file.", FileName),
     ),
 }
-"""Name -> its options, where it has more than --json. They are here, so that help imports no lab."""
+"""Name -> options of the lab besides --json. They stand here, so that --help imports no lab."""
 
 JSON = Extra("json", False, "Print one JSON object on standard output, and nothing else.")
-OF_CLAIM = [JSON, Extra("picture", "", "Draw what there is to see into this PNG file.", FileName)]
+CLAIM_OPTIONS = [JSON, Extra("picture", "", "Draw the measurement into this PNG file.", FileName)]
 OUTPUT = "lab.html"
-OF_ALL = [JSON, Extra("output", OUTPUT, "Write the page with all claims and pictures here.", FileName)]
+ALL_OPTIONS = [JSON, Extra("output", OUTPUT, "Write the page with all claims and pictures to this file.", FileName)]
 
 USAGE = """usage: python -m jaxdist.lab NAME [--json] [--help]
        python -m jaxdist.lab --all [--output FILE.html] [--json]"""
 
 
 class Result(Protocol):
-    passed: bool
-    """Whether everything that the lab claims was seen."""
+    """What a lab has measured."""
 
-    def json(self) -> dict[str, Any]: ...
+    passed: bool
+    """Whether everything that the lab claims was observed."""
+
+    def json(self) -> dict[str, Any]:
+        """Return the result as one JSON object."""
+        ...
 
     def lines(self) -> list[str]:
-        """The same for a person."""
+        """Return the result as lines of text."""
         ...
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+    """Run the command; returns 0 if what was claimed was observed, else 1."""
+    if argv is None:
+        argv = sys.argv[1:]
     if not argv or argv[0] in ("-h", "--help"):
         print("\n".join(listing()))
         return 0
@@ -75,64 +81,86 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def listing() -> list[str]:
-    """The labs, then the claims by topic. Nothing is run."""
-    lines = [USAGE, "", "labs:", *(f"  {name:<18}{line}" for name, line in LABS.items())]
+    """Return the list of labs, then of claims by topic, without running any."""
+    lines = [USAGE, "", "labs:"]
+    for name, about in LABS.items():
+        lines.append(f"  {name:<18}{about}")
     for topic, group in topics():
-        lines += ["", f"claims, {topic}:", *(f"  {claim.id:<18}{claim.claim}" for claim in group)]
+        lines += ["", f"claims, {topic}:"]
+        for claim in group:
+            lines.append(f"  {claim.id:<18}{claim.claim}")
     return lines
 
 
 def run_lab(name: str, argv: list[str]) -> int:
-    extras = [JSON, *OPTIONS.get(name, ())]
-    asked = arguments(argv, f"lab {name}", f"Shows {LABS[name]}.", positional=None, extras=extras, knobs=())
+    """Run a lab and print its result; returns the exit code."""
+    options = [JSON, *OPTIONS.get(name, ())]
+    request = arguments(argv, f"lab {name}", f"Shows {LABS[name]}.", positional=None, extras=options, knobs=())
     check_alone("lab")
-    chosen = dict(asked.extras)
+    chosen = dict(request.extras)
     as_json = chosen.pop("json")
     check_picture(chosen.get("picture", ""), f"{name}.png")
-    result: Result = importlib.import_module(f"jaxdist.lab.{name.replace('-', '_')}").measure(**chosen)
-    print(json.dumps(result.json()) if as_json else "\n".join(result.lines()))
+    # Imported late, so that mistakes in the options are reported before JAX starts.
+    lab = importlib.import_module(f"jaxdist.lab.{name.replace('-', '_')}")
+    result: Result = lab.measure(**chosen)
+    _print(result, as_json)
     return 0 if result.passed else 1
 
 
 def run_claim(claim: Claim, argv: list[str]) -> int:
-    what = f"Measures a claim of the lecture: {claim.claim}."
-    asked = arguments(argv, f"lab {claim.id}", what, positional=None, extras=OF_CLAIM, knobs=())
-    picture = asked.extras["picture"]
+    """Measure a claim and print the report; returns the exit code."""
+    about = f"Measures a claim of the lecture: {claim.claim}."
+    request = arguments(argv, f"lab {claim.id}", about, positional=None, extras=CLAIM_OPTIONS, knobs=())
+    picture = request.extras["picture"]
     check_picture(picture, f"{claim.id}.png")
     check_alone("lab")
     _split_cpu()
-    told = look(claim)
-    if picture and not (told.outcome and told.outcome.picture):
-        raise RequestError(f"{claim.id} has no picture; leave --picture out")
+    report = measure(claim)
     if picture:
-        told.outcome.picture(Path(picture))
-    print(json.dumps(told.json()) if asked.extras["json"] else "\n".join(told.lines()))
-    return 0 if told.passed else 1
+        if report.outcome is None or report.outcome.picture is None:
+            raise RequestError(f"{claim.id} has no picture; leave --picture out")
+        report.outcome.picture(Path(picture))
+    _print(report, request.extras["json"])
+    return 0 if report.passed else 1
 
 
 def run_all(argv: list[str]) -> int:
-    """Every claim, and a page of all of them. Exits with 0 if all have passed: one that is not checked has not."""
-    what = "Measures every claim of the lecture, and writes one HTML page, which needs no network."
-    asked = arguments(argv, "lab --all", what, positional=None, extras=OF_ALL, knobs=())
-    output, as_json = asked.extras["output"] or OUTPUT, asked.extras["json"]
+    """Measure every claim and write a page; returns 0 if all have passed. A claim that is not checked has not."""
+    about = "Measures every claim of the lecture, and writes one HTML page, which needs no network."
+    request = arguments(argv, "lab --all", about, positional=None, extras=ALL_OPTIONS, knobs=())
+    output = request.extras["output"] or OUTPUT
+    as_json = request.extras["json"]
     check_output("--output", output, OUTPUT)
     check_alone("lab")
 
     from jaxdist.lab.page import page, summary
 
     _split_cpu()
-    told = []
-    for claim in (claim for _, group in topics() for claim in group):
-        told.append(look(claim))
-        if not as_json:
-            print(f"{told[-1].status:<13}{claim.id:<18}{told[-1].value}", flush=True)
-    write_whole(Path(output), page(told))
-    print(json.dumps({"claims": [one.json() for one in told]}) if as_json else f"\n{summary(told)}: {output}")
-    return 0 if all(one.passed for one in told) else 1
+    reports = []
+    for _, group in topics():
+        for claim in group:
+            report = measure(claim)
+            reports.append(report)
+            # All claims take minutes, so print each as soon as it is measured.
+            if not as_json:
+                print(f"{report.status:<13}{claim.id:<18}{report.value}", flush=True)
+    write_whole(Path(output), page(reports))
+    if as_json:
+        print(json.dumps({"claims": [report.json() for report in reports]}))
+    else:
+        print(f"\n{summary(reports)}: {output}")
+    return 0 if all(report.passed for report in reports) else 1
+
+
+def _print(result: Result, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result.json()))
+    else:
+        print("\n".join(result.lines()))
 
 
 def _split_cpu() -> None:
-    """Before a claim asks JAX for fewer devices, or for others."""
+    """Split the CPU for all claims, before one of them asks JAX for fewer devices."""
     from jaxdist.lab.phases import cpu_mesh
 
     cpu_mesh(f"{DEVICES}x1x1")

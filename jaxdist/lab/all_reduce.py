@@ -1,7 +1,7 @@
-"""`python -m jaxdist.lab all-reduce`: the algorithms of all-reduce run, their messages counted, and how they grow.
+"""`python -m jaxdist.lab all-reduce`: run algorithms of all-reduce, count their messages, and fit how these grow.
 
-Everything is counted in the compiled programs: which node sends how many bytes to which, and after what it has
-received. `reductions_algorithms` has the algorithms, `messages` the counting, `orders` the fit.
+Everything is counted in the compiled programs: which node sends how many bytes to which, and after receiving what.
+`reductions_algorithms` has the algorithms, `messages` counts, and `orders` fits.
 """
 
 from __future__ import annotations
@@ -21,38 +21,49 @@ from jaxdist.planning.tables import table
 
 
 def lecture() -> dict[str, str]:
-    """Algorithm -> the orders that the lecture claims for it."""
-    return {name: claims()[f"allreduce-{name}"].expected for name in ALGORITHMS if f"allreduce-{name}" in claims()}
+    """Return the orders that the lecture claims, by algorithm."""
+    claimed = {}
+    for name in ALGORITHMS:
+        claim = claims().get(f"allreduce-{name}")
+        if claim is not None:
+            claimed[name] = claim.expected
+    return claimed
 
 
 @dataclass(frozen=True)
-class Look:
-    """An algorithm looked at."""
+class AlgorithmReport:
+    """What was counted of an algorithm."""
 
     name: str
     here: Run | None
-    """On as many nodes as were asked for."""
+    """The run on as many nodes as were requested, if the algorithm can run on so many."""
     refused: str
-    """Why it was not run on so many."""
+    """Why it cannot run on so many."""
     runs: tuple[Run, ...]
-    """On each K of `SIZES`."""
+    """The runs on each K of `SIZES`."""
 
     @property
     def fits(self) -> dict[str, Fit]:
+        """How each count grows with K."""
         return fits(self.runs)
 
     @property
     def orders(self) -> str:
+        """The orders of growth that were found."""
         return orders(self.fits)
 
     @property
     def claimed(self) -> str:
+        """The orders of growth that the lecture claims; empty if it claims none."""
         return lecture().get(self.name, "")
 
     @property
     def wrong(self) -> str:
-        """What is not as it should be; empty where nothing is."""
-        bad = [run.K for run in (*self.runs, *([self.here] if self.here else [])) if not right(run)]
+        """What is wrong, as a sentence; empty if nothing is."""
+        runs = list(self.runs)
+        if self.here is not None:
+            runs.append(self.here)
+        bad = [run.K for run in runs if not right(run)]
         if bad:
             return f"{self.name} does not make the sums of psum on {' '.join(map(str, bad))} nodes"
         if self.claimed and self.orders != self.claimed:
@@ -60,11 +71,12 @@ class Look:
         return ""
 
     def json(self) -> dict[str, Any]:
+        """Return the report as a JSON object."""
         return {
             "name": self.name,
             "passed": not self.wrong,
             "refused": self.refused,
-            "here": _json(self.here) if self.here else None,
+            "here": None if self.here is None else _json(self.here),
             "runs": [_json(run) for run in self.runs],
             "errors": {what: found.errors for what, found in self.fits.items()},
             "orders": self.orders,
@@ -88,26 +100,30 @@ def _json(run: Run) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Result:
+    """The reports of all algorithms that were requested."""
+
     devices: int
-    looks: list[Look]
+    reports: list[AlgorithmReport]
 
     @property
     def passed(self) -> bool:
-        return not any(look.wrong for look in self.looks)
+        """Whether all sums are right, and all orders as claimed."""
+        return not any(report.wrong for report in self.reports)
 
     def json(self) -> dict[str, Any]:
-        claimed = [look for look in self.looks if look.claimed]
+        """Return the result as a JSON object."""
+        claimed = [report for report in self.reports if report.claimed]
         return {
             "id": "all-reduce",
             "passed": self.passed,
-            "value": {look.name: look.orders for look in claimed},
-            "expected": {look.name: look.claimed for look in claimed},
+            "value": {report.name: report.orders for report in claimed},
+            "expected": {report.name: report.claimed for report in claimed},
             "devices": self.devices,
-            "algorithms": [look.json() for look in self.looks],
+            "algorithms": [report.json() for report in self.reports],
         }
 
     def lines(self) -> list[str]:
-        """Under 60 of them, of at most 120 columns."""
+        """Return fewer than 60 lines of at most 120 columns."""
         return [*_counts(self), "", *_growth(self), "", *_verdict(self)]
 
 
@@ -121,55 +137,63 @@ def measure(devices: int, algorithm: str, picture: str) -> Result:
     refused = {name: ALGORITHMS[name].refusal(devices) for name in names}
     if all(refused.values()):
         raise RequestError(*refused.values())
-    done = {(run.name, run.K): run for run in study(_wanted(refused, devices))}
-    looks = [
-        Look(name, done.get((name, devices)), refused[name], tuple(done[name, K] for K in SIZES)) for name in names
-    ]
+    wanted = []
+    for name in names:
+        sizes = set(SIZES)
+        if not refused[name]:
+            sizes.add(devices)
+        wanted += [(name, K) for K in sorted(sizes)]
+    # One call for all, because each call of `study` starts a process.
+    done = {(run.name, run.K): run for run in study(wanted)}
+    reports = []
+    for name in names:
+        runs = tuple(done[name, K] for K in SIZES)
+        reports.append(AlgorithmReport(name, done.get((name, devices)), refused[name], runs))
     if picture:
-        draw(names, {look.name: look.runs for look in looks}, picture)
-    return Result(devices, looks)
-
-
-def _wanted(refused: dict[str, str], devices: int) -> list[tuple[str, int]]:
-    """Each algorithm on each K of `SIZES`, and on `devices` nodes where it is not refused."""
-    return [(name, K) for name, no in refused.items() for K in sorted({*SIZES, *([] if no else [devices])})]
-
-
-# The same for a person.
+        draw(names, {report.name: report.runs for report in reports}, picture)
+    return Result(devices, reports)
 
 
 def _counts(result: Result) -> list[str]:
+    """Return what was counted on the requested number of nodes."""
     heading = ("algorithm", "", "rounds", "peak", "total", "most sent", "most received", "sums")
-    size = next(look.here.array_bytes for look in result.looks if look.here)
-    rows = [_row(look) for look in result.looks]
+    # The same for all algorithms that ran; one that cannot run on so many nodes has none.
+    size = next(report.here.array_bytes for report in result.reports if report.here is not None)
+    rows = [_row(report) for report in result.reports]
     return [
         f"All-reduce on K = {result.devices} CPU devices, arrays of S = {size} bytes; counted in compiled programs.",
         "rounds: a message is one round after the last that it is made of. peak: most messages into one node in one",
         "round. total: bytes of all messages, in S. most: bytes of the busiest device. A parameter server is one more.",
         "",
         *table([heading, *rows]),
-        *(look.refused for look in result.looks if look.refused),
+        *(report.refused for report in result.reports if report.refused),
     ]
 
 
-def _row(look: Look) -> Sequence[str]:
-    about = ALGORITHMS[look.name].about
-    if not look.here:
-        return (look.name, about, *["-"] * 6)
-    counts, traffic = look.here.counts, look.here.traffic
-    sent, received = (f"{max(of.values())} B" for of in (traffic.sent, traffic.received))
-    sums = "as psum" if right(look.here) else "WRONG"
-    return (look.name, about, *(f"{counts[what]:g}" for what in WHAT), sent, received, sums)
+def _row(report: AlgorithmReport) -> Sequence[str]:
+    about = ALGORITHMS[report.name].about
+    if report.here is None:
+        return (report.name, about, *["-"] * 6)
+    counts = [f"{report.here.counts[what]:g}" for what in WHAT]
+    sent = f"{max(report.here.traffic.sent.values())} B"
+    received = f"{max(report.here.traffic.received.values())} B"
+    sums = "as psum" if right(report.here) else "WRONG"
+    return (report.name, about, *counts, sent, received, sums)
 
 
 def _growth(result: Result) -> list[str]:
+    """Return how the counts grow with K, and how well each order fits them."""
     rows = [("algorithm", "", "counts", *ORDERS, "so", "lecture")]
-    for look in result.looks:
-        claims = look.claimed.split("/") if look.claimed else [""] * len(WHAT)
+    for report in result.reports:
+        claims = [""] * len(WHAT)
+        if report.claimed:
+            claims = report.claimed.split("/")
         for what, claim in zip(WHAT, claims, strict=True):
-            found, name = look.fits[what], look.name if what == WHAT[0] else ""
+            name = report.name if what == WHAT[0] else ""
+            found = report.fits[what]
+            counts = " ".join(f"{count:g}" for count in found.counts)
             errors = [f"{100 * error:.1f}" for error in found.errors.values()]
-            rows.append((name, what, " ".join(f"{count:g}" for count in found.counts), *errors, found.order, claim))
+            rows.append((name, what, counts, *errors, found.order, claim))
     sizes = " ".join(map(str, SIZES))
     return [
         f"How they grow over K = {sizes}: least squares of a + b f(K), and what each f leaves of the counts",
@@ -185,4 +209,4 @@ def _verdict(result: Result) -> list[str]:
             "PASSED: on every node and at every K the sums are those of psum, of whole numbers to the last bit and of",
             f"noise to {NOISE:g}; the orders are those of the lecture, where it has one.",
         ]
-    return ["NOT AS CLAIMED:", *(look.wrong for look in result.looks if look.wrong)]
+    return ["NOT AS CLAIMED:", *(report.wrong for report in result.reports if report.wrong)]

@@ -1,4 +1,4 @@
-"""What stands behind a claim of the lecture: how it is measured, and what makes it fail."""
+"""How a claim of the lecture is measured, and a setting with which it must fail."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a measurement has come to."""
+    """The result of a measurement."""
 
     value: Any
-    """A number, or a text, as JSON can say it."""
+    """A number or a text, as in JSON."""
     passed: bool
-    """Whether it is what the lecture expects."""
+    """Whether the value is what the lecture expects."""
     lines: tuple[str, ...] = ()
-    """What else there is to see, for a person."""
+    """Lines of text on how the value came about."""
     picture: Callable[[pathlib.Path], None] | None = None
-    """Writes a PNG."""
+    """A function that draws the measurement into a PNG file, if there is one."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A claim's measurement. Nothing that is expected is written in it."""
+    """The measurement of a claim. It knows no expected value: that is passed in."""
 
     measure: Callable[..., Outcome]
-    """`measure(expected: str, tolerance: str, **settings)`, the first two as `claims.csv` has them; every setting has a
-    default, with which the claim is to hold."""
+    """Called as `measure(expected: str, tolerance: str, **settings)`, where expected value and tolerance are those of
+    `claims.csv`. Every setting has a default, with which the claim must hold."""
     control: dict[str, Any] = field(default_factory=dict)
-    """One changed setting, with which the claim must fail. Empty where there is no such setting."""
+    """One changed setting, with which the claim must fail; empty if there is no such setting."""

@@ -1,6 +1,6 @@
 """The lecture's claims, `claims.csv`, joined with the checks that measure them.
 
-A claim that no module checks is told as "not checked": it has not passed.
+A claim that no module checks is reported as "not checked", and has not passed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ TABLE = Path(__file__).parent / "claims.csv"
 
 TOPICS = ("memory", "compute", "optimizer", "pipelines", "traffic", "tensor", "data", "scaling")
 MODULES = ("jaxdist.lab.reductions", *(f"jaxdist.lab.checks.{topic}" for topic in TOPICS))
-"""Each has `CHECKS`, from a claim's id to its `Check`."""
+"""Each module has `CHECKS`, a dict from a claim's id to its `Check`."""
 
 DEVICES = 8
-"""CPU devices that all claims together need: a process can split its CPU once."""
+"""The most CPU devices that a claim needs; they are made at the start, since a process can split its CPU only once."""
 
 WRONG = "shown as wrong"
-"""In the notes of a claim that corrects the lecture."""
+"""Words in the notes of a claim that corrects the lecture."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,12 @@ class Claim:
 
     @property
     def command(self) -> str:
+        """The command that measures the claim."""
         return f"python -m jaxdist.lab {self.id}"
 
     @property
     def wanted(self) -> str:
-        """`16.6 (GB), within 1%`."""
+        """Expected value, unit and tolerance: `16.6 (GB), within 1%`."""
         unit = "" if self.unit == "-" else f" ({self.unit})"
         how = "exactly" if self.tolerance == "exact" else f"within {self.tolerance}"
         return f"{self.expected}{unit}, {how}"
@@ -62,50 +63,61 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Told:
-    """A claim after it was looked at."""
+class Report:
+    """A claim and what was measured of it."""
 
     claim: Claim
     outcome: Outcome | None
-    """None: nothing checks it here."""
+    """None if the claim was not checked."""
     reason: str = ""
-    """Why not."""
+    """Why it was not checked."""
 
     @property
     def passed(self) -> bool:
+        """Whether the claim was checked and holds."""
         return self.outcome is not None and self.outcome.passed
 
     @property
     def status(self) -> str:
-        return "not checked" if self.outcome is None else "passed" if self.passed else "FAILED"
+        """`passed`, `FAILED` or `not checked`."""
+        if self.outcome is None:
+            return "not checked"
+        if self.outcome.passed:
+            return "passed"
+        return "FAILED"
 
     @property
     def value(self) -> str:
-        """For a person."""
+        """The measured value as text."""
         if self.outcome is None:
             return ""
         value = self.outcome.value
         if isinstance(value, bool):
             return str(value).lower()
-        return f"{value:.5g}" if isinstance(value, float) else str(value)
+        if isinstance(value, float):
+            return f"{value:.5g}"
+        return str(value)
 
     def json(self) -> dict[str, Any]:
-        claim = self.claim
+        """Return id, verdict, measured and expected value."""
         value = None if self.outcome is None else self.outcome.value
-        return {"id": claim.id, "passed": self.passed, "value": value, "expected": plain(claim.expected)}
+        return {"id": self.claim.id, "passed": self.passed, "value": value, "expected": plain(self.claim.expected)}
 
     def lines(self) -> list[str]:
+        """Return the report as lines of text."""
         claim = self.claim
-        head = [f"{claim.id} ({claim.topic}): {claim.claim}", f"expected  {claim.wanted}"]
+        lines = [f"{claim.id} ({claim.topic}): {claim.claim}", f"expected  {claim.wanted}"]
         if self.outcome is None:
-            return [*head, f"NOT CHECKED: {self.reason}"]
-        wrong = [f"The lecture is wrong here: {claim.notes}."] if claim.corrects else []
-        verdict = "PASSED" if self.passed else "NOT AS CLAIMED"
-        return [*head, f"value     {self.value}", "", *self.outcome.lines, *wrong, verdict]
+            return [*lines, f"NOT CHECKED: {self.reason}"]
+        lines += [f"value     {self.value}", "", *self.outcome.lines]
+        if claim.corrects:
+            lines.append(f"The lecture is wrong here: {claim.notes}.")
+        lines.append("PASSED" if self.passed else "NOT AS CLAIMED")
+        return lines
 
 
 def plain(text: str) -> float | bool | str:
-    """What is expected, as JSON has it."""
+    """Return an expected value of the table as JSON has it."""
     if text in ("true", "false"):
         return text == "true"
     try:
@@ -115,11 +127,13 @@ def plain(text: str) -> float | bool | str:
 
 
 def within(value: float, expected: str, tolerance: str) -> bool:
-    """Whether they are as near as the table asks: `exact`, a part of what is expected (`1%`), or a number (`1e-5`).
+    """Return whether a value is as near to the expected one as the table asks.
 
-    What follows in the tolerance, as in `1% at N=1024`, says with which settings.
+    A tolerance is `exact`, a share of the expected value (`1%`), or a number (`1e-5`). The words after it, as in
+    `1% at N=1024`, say with which settings.
     """
-    target, allowed = float(expected), tolerance.split()[0]
+    target = float(expected)
+    allowed = tolerance.split()[0]
     if allowed == "exact":
         return value == target
     if allowed.endswith("%"):
@@ -129,13 +143,14 @@ def within(value: float, expected: str, tolerance: str) -> bool:
 
 @cache
 def claims() -> dict[str, Claim]:
-    """Every claim by its id, as the table orders them."""
+    """Return every claim by its id, in the order of the table."""
     with TABLE.open(newline="") as file:
         return {row["id"]: Claim(**row) for row in csv.DictReader(file)}
 
 
 def topics() -> Iterator[tuple[str, list[Claim]]]:
-    """The claims topic by topic; one that the table comes back to stands where it has it first."""
+    """Yield each topic with its claims, in the order in which the table first names the topics."""
+    # The table may come back to a topic; its claims belong together all the same.
     order = list(dict.fromkeys(claim.topic for claim in claims().values()))
     ordered = sorted(claims().values(), key=lambda claim: order.index(claim.topic))
     for topic, group in groupby(ordered, key=lambda claim: claim.topic):
@@ -144,21 +159,23 @@ def topics() -> Iterator[tuple[str, list[Claim]]]:
 
 @cache
 def checks() -> dict[str, Check]:
-    """Every check by the id of its claim. Imports JAX."""
+    """Import all checks, and JAX with them; returns them by the id of their claim."""
     found: dict[str, Check] = {}
     for module in MODULES:
         found |= importlib.import_module(module).CHECKS
-    if unknown := found.keys() - claims().keys():
+    unknown = found.keys() - claims().keys()
+    if unknown:
         raise ValueError(f"checks of claims that the table does not have: {', '.join(sorted(unknown))}")
     return found
 
 
-def look(claim: Claim, **settings: Any) -> Told:
-    """Measure it, with other settings than its own where they are given."""
+def measure(claim: Claim, **settings: Any) -> Report:
+    """Measure a claim; `settings` replace the defaults of its check."""
     check = checks().get(claim.id)
     if check is None:
-        return Told(claim, None, "nothing here measures it yet")
+        return Report(claim, None, "nothing here measures it yet")
     try:
-        return Told(claim, check.measure(claim.expected, claim.tolerance, **settings))
-    except RequestError as error:  # of what this machine lacks
-        return Told(claim, None, "; ".join(error.problems))
+        return Report(claim, check.measure(claim.expected, claim.tolerance, **settings))
+    except RequestError as error:
+        # This machine lacks something that the check needs.
+        return Report(claim, None, "; ".join(error.problems))

@@ -1,8 +1,9 @@
-"""The messages of a compiled program: who sends how much to whom, after which others, and how long that takes.
+"""Read the messages of a compiled program: who sends how many bytes to whom, after which others, and how long it takes.
 
-A collective-permute is one message for each of its pairs. A message waits for those that its source has received and
-that it is made of; what other nodes do with the same instruction does not hold it up. Its round is one more than the
-last of those: so several collective-permutes, each of which allows a target one source only, can make one round.
+A collective-permute is one message for each of its pairs. A message waits for the messages that its source has received
+and that its data is made of; what other nodes do with the same instruction does not delay it. Its round is one more
+than the last round of those messages. So several collective-permutes can form one round, although each of them allows
+a target only one source.
 """
 
 from __future__ import annotations
@@ -24,103 +25,118 @@ LABEL = re.compile(r'op_name="([^"]*)"')
 
 
 class Message(NamedTuple):
+    """One message between two devices, which are counted by their place in the mesh."""
+
     source: int
-    """Of the devices, by their place in the mesh."""
     target: int
     bytes: int
     after: tuple[int, ...]
     """The messages that it waits for, by their place in the program."""
     round: int
-    """From 1."""
+    """Counted from 1."""
     label: str
     """What JAX calls the operation, with the scopes that it is in."""
 
 
 def messages(program: str, mesh: Mesh | AbstractMesh) -> Traffic:
-    """Of one execution, in the order of the program.
+    """Return the messages of one execution of a compiled program, in the order of the program.
 
-    Raises `ValueError` where there is communication of another kind, or in a loop: it would be left out.
+    Raises `ValueError` if the program communicates in another way, or in a loop, which would not be counted.
     """
     found: list[Message] = []
-    arrived: dict[tuple[str, int], int] = {}  # (permute, target) -> message
-    made_of: dict[str, set[str]] = {}  # instruction -> the permutes whose results it can contain
+    # (permute, target) -> the message that it brought.
+    arrived: dict[tuple[str, int], int] = {}
+    # Instruction -> the permutes whose results it can contain.
+    made_of: dict[str, set[str]] = {}
     parsed = parse(program)
     permutes = 0
     for instruction in parsed.computations[parsed.entry]:
+        # What an instruction is made of, by data flow: the permutes that its operands are made of.
         parts = set().union(*(made_of[name] for name in _operands(instruction, made_of)))
         if instruction.opcode.removesuffix("-start") == PERMUTE:
             permutes += 1
             size, label = _carried(instruction)
             for source, target in pairs(instruction.rest).tolist():
                 after = tuple(sorted(arrived[part, source] for part in parts if (part, source) in arrived))
-                turn = 1 + max((found[one].round for one in after), default=0)
+                round = 1 + max((found[one].round for one in after), default=0)
                 arrived[instruction.name, target] = len(found)
-                found.append(Message(source, target, size, after, turn, label))
+                found.append(Message(source, target, size, after, round, label))
+            # The result is made of this permute alone: a node that it brings nothing to has zeros there, whatever that
+            # node has received before.
             parts = {instruction.name}
         made_of[instruction.name] = parts
-    there = collectives(program, mesh)
-    if {one.kind for one in there} - {PERMUTE} or sum(one.count for one in there) != permutes:
-        told = ", ".join(f"{one.count} x {one.kind}" for one in there)
-        raise ValueError(f"{permutes} {PERMUTE}s can be told in messages, but the program runs {told}")
+    # `collectives` counts what loops repeat, and every other kind: nothing may be missing from the messages.
+    others = collectives(program, mesh)
+    if {one.kind for one in others} - {PERMUTE} or sum(one.count for one in others) != permutes:
+        runs = ", ".join(f"{one.count} x {one.kind}" for one in others)
+        raise ValueError(f"{permutes} {PERMUTE}s can be read as messages, but the program runs {runs}")
     return Traffic(tuple(found))
 
 
 def _operands(instruction: Instruction, known: Mapping[str, object]) -> list[str]:
-    """Those in the same computation; what only must come first is none."""
+    """Return the operands that are `known`; an instruction that only has to run first is no operand."""
     return [name for name in NAME.findall(CALLS.sub("", instruction.rest)) if name in known]
 
 
 def _carried(permute: Instruction) -> tuple[int, str]:
-    """Bytes of each of its messages, and its label."""
+    """Return the bytes of each message of a permute, and its label."""
+    size = sum(elements * bytes_of(dtype) for dtype, elements in results(permute))
     label = LABEL.search(permute.rest)
-    return sum(elements * bytes_of(dtype) for dtype, elements in results(permute)), label[1] if label else ""
+    return size, "" if label is None else label[1]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """All messages of a program, counted."""
+    """All messages of a program, and what is counted of them."""
 
     messages: tuple[Message, ...]
 
     @property
     def rounds(self) -> int:
+        """The rounds that the messages take."""
         return max(message.round for message in self.messages)
 
     @property
     def peak(self) -> int:
-        """Most messages into one node in one round."""
+        """The most messages into one node in one round."""
         return max(Counter((message.target, message.round) for message in self.messages).values())
 
     @property
     def bytes(self) -> int:
+        """The bytes of all messages."""
         return sum(message.bytes for message in self.messages)
 
     @cached_property
     def sent(self) -> Counter[int]:
-        """Node -> bytes."""
-        return self._bytes("source")
+        """Node -> bytes that it sends."""
+        count = Counter()
+        for message in self.messages:
+            count[message.source] += message.bytes
+        return count
 
     @cached_property
     def received(self) -> Counter[int]:
-        """Node -> bytes."""
-        return self._bytes("target")
-
-    def _bytes(self, end: str) -> Counter[int]:
+        """Node -> bytes that it receives."""
         count = Counter()
         for message in self.messages:
-            count[getattr(message, end)] += message.bytes
+            count[message.target] += message.bytes
         return count
 
     def seconds(self, alpha: float, beta: float) -> float:
-        """Until the last message has arrived, in the alpha-beta model (Hockney 1994; Thakur et al. 2005).
+        """Return when the last message arrives, in the alpha-beta model (Hockney 1994; Thakur et al. 2005).
 
-        `alpha` is the latency in seconds, `beta` the seconds of a byte. A node can send and receive at the same time,
-        but only one message each way: those of a round share its port, not their latency. Adding costs nothing.
+        `alpha` is the latency of a message in seconds, `beta` the seconds of a byte. Adding up costs nothing.
         """
-        sends, receives, there = defaultdict(float), defaultdict(float), []
+        # A node can send and receive at the same time, but only one message each way. Messages that leave in one round
+        # share its port, one after the other; their latencies pass together.
+        sends = defaultdict(float)
+        receives = defaultdict(float)
+        arrivals = []
         for message in self.messages:
-            ready = max((there[one] for one in message.after), default=0.0)
+            ready = max((arrivals[one] for one in message.after), default=0.0)
             start = max(ready, sends[message.source], receives[message.target])
-            sends[message.source] = receives[message.target] = start + beta * message.bytes
-            there.append(start + alpha + beta * message.bytes)
-        return max(there)
+            end = start + beta * message.bytes
+            sends[message.source] = end
+            receives[message.target] = end
+            arrivals.append(start + alpha + beta * message.bytes)
+        return max(arrivals)

@@ -1,4 +1,4 @@
-"""Which order counts grow by: least squares of a + b f(K) for each f, and the one that leaves the least."""
+"""Find the order in which counts grow: fit a + b f(K) for each f by least squares, and take the one that fits best."""
 
 from __future__ import annotations
 
@@ -7,42 +7,41 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ORDERS = {
-    "O(1)": lambda K: 0 * K,
-    "O(log K)": np.log2,
-    "O(K)": lambda K: K,
-    "O(K log K)": lambda K: K * np.log2(K),
-    "O(K^2)": lambda K: K**2,
-}
-"""Name -> f, the slowest growth first."""
+ORDERS = ("O(1)", "O(log K)", "O(K)", "O(K log K)", "O(K^2)")
+"""The slowest growth first."""
 
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Fit:
+    """Counts over K, and how well each order fits them."""
+
     sizes: tuple[int, ...]
-    """K."""
+    """The values of K."""
     counts: tuple[float, ...]
     errors: dict[str, float]
-    """Order -> what a + b f(K) leaves of the counts at best: root mean square, as a share of that of the counts."""
+    """Order -> root mean square error of the best a + b f(K), relative to the root mean square of the counts."""
 
     @property
     def order(self) -> str:
-        """The one that leaves the least; of several that leave nothing, the slowest: constants fit all of them."""
+        """The order with the least error; of several without any, the slowest, because all of them fit constants."""
+        # Several orders can fit up to rounding, since a and b are free; they are sorted by growth.
         least = min(self.errors.values())
         return next(name for name, error in self.errors.items() if error <= least + ROUNDING)
 
 
 def fit(sizes: Sequence[int], counts: Sequence[float]) -> Fit:
-    """Raises `ValueError` for fewer sizes than tell a line from a curve."""
+    """Fit every order to the counts; raises `ValueError` for fewer than four different sizes."""
     if len(set(sizes)) < 4:
         raise ValueError(f"{len(set(sizes))} sizes do not tell the orders apart; give 4 or more")
-    K, count = np.asarray(sizes, float), np.asarray(counts, float)
-    errors = {name: _left(np.stack([np.ones_like(K), f(K)], 1), count) for name, f in ORDERS.items()}
+    K = np.asarray(sizes, float)
+    count = np.asarray(counts, float)
+    # O(1) is a alone.
+    growth = (0 * K, np.log2(K), K, K * np.log2(K), K**2)
+    errors = {}
+    for name, f in zip(ORDERS, growth, strict=True):
+        terms = np.stack([np.ones_like(K), f], 1)
+        solution = np.linalg.lstsq(terms, count)[0]
+        errors[name] = float(np.linalg.norm(count - terms @ solution) / np.linalg.norm(count))
     return Fit(tuple(sizes), tuple(counts), errors)
-
-
-def _left(terms: np.ndarray, count: np.ndarray) -> float:
-    solution = np.linalg.lstsq(terms, count)[0]
-    return float(np.linalg.norm(count - terms @ solution) / np.linalg.norm(count))

@@ -1,7 +1,7 @@
-"""A training step told in phases: each a program of its own, with what moved in it and what every device holds after.
+"""Run a training step in phases, and record the collectives of each and the arrays on every device after it.
 
-Nothing is computed from formulas: collectives are read from the program that XLA compiled for the phase, shapes and
-bytes from the arrays that are alive.
+Each phase is a program of its own. Nothing is computed from formulas: collectives are read from the program that XLA
+compiled for the phase, shapes and bytes from the arrays that are alive.
 """
 
 from __future__ import annotations
@@ -23,32 +23,35 @@ Shape = tuple[int, ...]
 
 
 def cpu_mesh(text: str) -> jax.sharding.Mesh:
-    """The mesh of `text`, such as "4x1x1", over CPU devices; raises `RequestError` where the CPU is split otherwise."""
+    """Return the mesh of `text`, such as "4x1x1", over CPU devices; raises `RequestError` if the CPU has others."""
     jax.config.update("jax_platforms", "cpu")
     return start(parse_mesh(text))
 
 
 @dataclass(frozen=True)
 class Phase:
+    """One phase of a step, and the arrays that are alive after it."""
+
     name: str
     takes: tuple[str, ...]
     makes: tuple[str, ...]
     devices: tuple[int, ...]
-    """Those that took part: on which lies what the phase made. Of a `send`, where from and where to."""
+    """The devices that hold what the phase made; for a `send`, its source and its target."""
     moves: tuple[Collective, ...]
     alive: dict[str, dict[int, Shape]]
     """Array -> device -> shape of its piece there, after the phase."""
     bytes: dict[int, int]
-    """Device -> bytes of what is alive there, after the phase."""
+    """Device -> bytes of the arrays that are alive there, after the phase."""
     initial: bool
-    """Whether every watched array still has, bit for bit, the values that it began with."""
+    """Whether every watched array still has its initial values, bit for bit."""
 
     @property
     def scalars(self) -> int:
-        """Collectives that move nothing but a single number."""
+        """Collectives that move only a single number."""
         return sum(move.count for move in self.moves if not move.array_elements)
 
     def json(self) -> dict[str, Any]:
+        """Return the phase as a JSON object."""
         return {
             "name": self.name,
             "takes": list(self.takes),
@@ -63,16 +66,18 @@ class Phase:
 
 
 def calls_on_arrays(moves: Iterable[Collective]) -> dict[str, int]:
-    """Kind of collective -> calls, in the order of their names; those that move a single number are left out."""
+    """Return the calls of each kind of collective, sorted by name, without those that move a single number."""
     calls = Counter()
     for move in moves:
-        calls[move.kind] += move.count if move.array_elements else 0
-    return {kind: calls[kind] for kind in sorted(calls) if calls[kind]}
+        # A single number, such as the loss, costs no bandwidth.
+        if move.array_elements and move.count:
+            calls[move.kind] += move.count
+    return {kind: calls[kind] for kind in sorted(calls)}
 
 
 @dataclass
-class Story:
-    """Arrays by name, and the phases that they have gone through. `watched` are those that should not change yet."""
+class Recorder:
+    """Runs phases on named arrays and records them; `watched` arrays are compared with their initial values."""
 
     devices: Sequence[jax.Device]
     arrays: dict[str, Array]
@@ -86,33 +91,36 @@ class Story:
         self._note("at rest")
 
     def run(self, name: str, function: Callable, takes: Sequence[str], makes: Sequence[str]) -> None:
-        """Compile `function` for itself and run it. A name in `makes` that was there is replaced, and freed."""
+        """Compile `function` by itself and run it; an existing array named in `makes` is replaced and freed."""
         taken = [self.arrays[one] for one in takes]
         program = jax.jit(function).lower(*taken).compile()
         made = jax.tree.leaves(program(*taken))
         for old in set(makes) & set(self.arrays):
+            # The old array is freed at once, as a trainer does by donating it.
             self.arrays[old].delete()
         self.arrays.update(zip(makes, made, strict=True))
-        devices = {device for array in made for device in array.devices()}
-        moves = collectives(program.as_text(), self.mesh) if self.mesh else ()
-        self._note(name, takes, makes, [device for device in self.devices if device in devices], moves)
+        holders = {device for array in made for device in array.devices()}
+        devices = [device for device in self.devices if device in holders]
+        moves = ()
+        if self.mesh is not None:
+            moves = collectives(program.as_text(), self.mesh)
+        self._note(name, takes, makes, devices, moves)
 
     def send(self, name: str, array: str, device: jax.Device, arrives: str) -> None:
-        """Copy an array of one device to another, where it is called `arrives`."""
+        """Copy an array of one device to another, under the name `arrives`."""
         (here,) = self.arrays[array].devices()
         self.arrays[arrives] = jax.device_put(self.arrays[array], device)
         (there,) = self.arrays[arrives].devices()
         self._note(name, [array], [arrives], [here, there])
 
     def free(self, name: str, *arrays: str) -> None:
-        """Give the memory of these arrays back."""
-        gone = [self.arrays.pop(array) for array in arrays]
-        for array in gone:
-            array.delete()
+        """Free the memory of these arrays."""
+        for array in arrays:
+            self.arrays.pop(array).delete()
         self._note(name)
 
     def number(self, name: str) -> Float[np.ndarray, "..."]:
-        """The whole array, on the host."""
+        """Return a whole array on the host."""
         return np.array(self.arrays[name])
 
     def _note(
@@ -123,22 +131,25 @@ class Story:
         devices: Sequence[jax.Device] = (),
         moves: Sequence[Collective] = (),
     ) -> None:
-        place = {device: index for index, device in enumerate(self.devices)}
-        pieces = {array: of.addressable_shards for array, of in self.arrays.items()}
-        alive = {array: {place[one.device]: one.data.shape for one in of} for array, of in pieces.items()}
-        bytes = dict.fromkeys(place.values(), 0)
-        for one in (one for of in pieces.values() for one in of):
-            bytes[place[one.device]] += one.data.nbytes
+        """Record a phase, with what is alive now."""
+        number = {device: index for index, device in enumerate(self.devices)}
+        alive = {}
+        bytes = dict.fromkeys(number.values(), 0)
+        for array, value in self.arrays.items():
+            pieces = value.addressable_shards
+            alive[array] = {number[piece.device]: piece.data.shape for piece in pieces}
+            for piece in pieces:
+                bytes[number[piece.device]] += piece.data.nbytes
         initial = all(np.array_equal(_bits(self.arrays[array]), bits) for array, bits in self._start.items())
-        took_part = tuple(place[device] for device in devices)
+        took_part = tuple(number[device] for device in devices)
         self.phases.append(Phase(name, tuple(takes), tuple(makes), took_part, tuple(moves), alive, bytes, initial))
 
 
 def _bits(array: Float[Array, "..."]) -> np.ndarray:
-    """To compare exactly: -0.0 is not 0.0, and a NaN is itself."""
+    """Return the bits of floats, to compare exactly: -0.0 is not 0.0, and a NaN equals itself."""
     return np.array(array).view(np.uint32)
 
 
 def shape_text(shape: Shape) -> str:
-    """`3x4`."""
+    """Return a shape as `3x4`."""
     return "x".join(map(str, shape))

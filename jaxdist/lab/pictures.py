@@ -1,7 +1,8 @@
-"""The lecture's pictures that no other module draws. matplotlib is imported where something is drawn."""
+"""Draw pictures of the lecture that no other module draws. matplotlib is imported only where something is drawn."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ DPI = 110
 
 
 def blank(width: float, height: float) -> Figure:
-    """In inches."""
+    """Return an empty figure of this size in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -30,10 +31,11 @@ def blank(width: float, height: float) -> Figure:
 
 
 def bars(columns: Mapping[str, Mapping[str, float]], unit: str, title: str, path: Path) -> None:
-    """A stacked bar for each column, of the parts that all of them have."""
+    """Draw a stacked bar for each column, of the parts that all columns have."""
     figure = blank(7, 4.2)
     axes = figure.add_subplot(ylabel=unit, title=title)
-    names, bottom = list(columns), np.zeros(len(columns))
+    names = list(columns)
+    bottom = np.zeros(len(columns))
     parts = dict.fromkeys(part for column in columns.values() for part in column)
     for part, colour in zip(parts, (BLUE, ORANGE, GREEN, RED), strict=False):
         heights = np.array([column[part] for column in columns.values()])
@@ -47,7 +49,7 @@ def bars(columns: Mapping[str, Mapping[str, float]], unit: str, title: str, path
 
 
 def roofline(path: Path) -> None:
-    """What GPUs reach at how many FLOPs for each byte of their memory (Williams et al. 2009)."""
+    """Draw the FLOP/s that GPUs reach over the FLOPs for each byte of memory (Williams et al. 2009)."""
     figure = blank(7, 4.2)
     axes = figure.add_subplot(
         xscale="log",
@@ -59,6 +61,7 @@ def roofline(path: Path) -> None:
     intensity = np.logspace(-1, 4, 200)
     for number, (name, gpu) in enumerate(GPUS.items()):
         colour = f"C{number}"
+        # From here on, the peak is the limit and not the memory.
         bend = gpu.peak / gpu.bandwidth
         line = np.minimum(gpu.peak, gpu.bandwidth * intensity)
         axes.plot(intensity, line, color=colour, label=f"{name}: bend at {bend:.0f}")
@@ -72,28 +75,28 @@ def roofline(path: Path) -> None:
 
 
 def cube(path: Path, model: int, layers: Sequence[int], data: int = 2) -> None:
-    """A box for each device of data x model x pipeline; `layers` are those of each stage."""
+    """Draw a box for each device of data x model x pipeline; `layers` are the layers of each stage."""
     figure = blank(10, 4.6)
     axes = figure.add_subplot(projection="3d")
-    most = max(layers)
     filled = np.ones((len(layers), data, model), bool)
     colours = np.empty(filled.shape, object)
+    # The stages with the most layers set the pace, so they have a colour of their own.
     for stage, count in enumerate(layers):
-        colours[stage] = BLUE if count == most else ORANGE
+        colours[stage] = BLUE if count == max(layers) else ORANGE
     axes.voxels(filled, facecolors=colours, edgecolor="white", linewidth=0.2, clip_on=False)
     axes.set_box_aspect((6, 1.2, 2), zoom=1.4)
     axes.set(ylabel=f"data: {data}", zlabel=f"model: {model}")
     axes.set_xlabel(f"pipeline: {len(layers)} stages", labelpad=20)
     axes.set_yticks(range(data + 1))
     axes.view_init(elev=22, azim=-62)
-    kinds = sorted({*layers}, reverse=True)
-    told = ", ".join(f"{list(layers).count(count)} stages of {count}" for count in kinds)
-    axes.set_title(f"{filled.size} devices, {sum(layers)} layers: {told} (blue: the most layers)", fontsize=10)
+    stages = Counter(layers)
+    split = ", ".join(f"{stages[count]} stages of {count}" for count in sorted(stages, reverse=True))
+    axes.set_title(f"{filled.size} devices, {sum(layers)} layers: {split} (blue: the most layers)", fontsize=10)
     write_picture(path, figure, dpi=DPI)
 
 
 def column_row(path: Path, forward: int, backward: int) -> None:
-    """Megatron's two products on two devices, with the all-reduces that were counted in the compiled program."""
+    """Draw Megatron's two matmuls on two devices, with the all-reduces counted in the compiled program."""
     figure = blank(9, 3.6)
     axes = figure.add_subplot(xlim=(0, 9), ylim=(0, 4))
     axes.set_axis_off()

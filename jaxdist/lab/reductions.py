@@ -1,4 +1,4 @@
-"""What the lecture claims of all-reduces, measured: how rounds, peak and total grow, and two examples."""
+"""Measure what the lecture claims of all-reduces: how rounds, peak and total grow, and two examples."""
 
 from __future__ import annotations
 
@@ -16,51 +16,53 @@ from jaxdist.lab.reductions_run import Run, counted, study, total
 from jaxdist.models.resnet import ResNet
 
 SIZES = (2, 4, 8, 16, 32, 64)
-"""K."""
+"""The values of K."""
 
 WHAT = ("rounds", "peak", "total")
-"""In the order in which the lecture claims them: time, peak bandwidth, total bandwidth."""
+"""The counts in the order in which the lecture claims them: time, peak bandwidth, total bandwidth."""
 
 NOISE = 1e-6
-"""How far sums of noise may be from those of `psum`, as a share of the largest."""
+"""The largest difference of sums of noise from those of `psum`, relative to the largest sum."""
 
 GIB = 2**30
 
 
 def right(run: Run) -> bool:
-    """Whether every node has the sum that `psum` makes."""
+    """Return whether every node has the sum that `psum` makes."""
     return run.exact and run.difference < NOISE
 
 
 def fits(runs: Sequence[Run]) -> dict[str, Fit]:
-    """What -> how it grows with K."""
+    """Return how each count grows with K."""
     sizes = [run.K for run in runs]
     return {what: fit(sizes, [run.counts[what] for run in runs]) for what in WHAT}
 
 
 def orders(found: dict[str, Fit]) -> str:
-    """`O(K)/O(1)/O(K)`."""
+    """Return the orders of all counts as the lecture writes them: `O(K)/O(1)/O(K)`."""
     return "/".join(found[what].order for what in WHAT)
 
 
 def grows(expected: str, tolerance: str, algorithm: str, sizes: tuple[int, ...] = SIZES) -> Outcome:
-    """The orders of an algorithm, from the programs that were compiled and run for each K of `sizes`."""
+    """Measure the orders of an algorithm, from programs that are compiled and run for each K of `sizes`."""
     runs = study((algorithm, K) for K in sizes)
     found = fits(runs)
-    lines = (
-        f"{algorithm} on {' '.join(map(str, sizes))} nodes: counts, and what a + b f(K) leaves of them at best",
-        *(f"{what:<7}{told(found[what])}" for what in WHAT),
-        f"sums on every node: {'those of psum' if all(map(right, runs)) else 'NOT those of psum'}",
-    )
+    sums_right = all(map(right, runs))
+    lines = [f"{algorithm} on {' '.join(map(str, sizes))} nodes: counts, and what a + b f(K) leaves of them at best"]
+    for what in WHAT:
+        lines.append(f"{what:<7}{_fit_text(found[what])}")
+    lines.append(f"sums on every node: {'those of psum' if sums_right else 'NOT those of psum'}")
     value = orders(found)
-    drawn = partial(draw, [algorithm], {algorithm: runs})
-    return Outcome(value, value == expected and all(map(right, runs)), lines, drawn)
+    picture = partial(draw, [algorithm], {algorithm: runs})
+    # An algorithm that is fast but adds up wrongly must not pass.
+    return Outcome(value, value == expected and sums_right, tuple(lines), picture)
 
 
-def told(found: Fit) -> str:
-    """`2 6 14: O(1) 81 %, ...; O(K)`."""
-    left = ", ".join(f"{name} {100 * error:.1f} %" for name, error in found.errors.items())
-    return f"{' '.join(f'{count:g}' for count in found.counts)}: {left}; so {found.order}"
+def _fit_text(found: Fit) -> str:
+    """Return counts, errors and order as text: `2 6 14: O(1) 81 %, ...; so O(K)`."""
+    counts = " ".join(f"{count:g}" for count in found.counts)
+    errors = ", ".join(f"{name} {100 * error:.1f} %" for name, error in found.errors.items())
+    return f"{counts}: {errors}; so {found.order}"
 
 
 def example(
@@ -69,7 +71,7 @@ def example(
     algorithm: str = "tree",
     rows: Sequence[Sequence[float]] = ((5, 1), (2, 3), (7, 8), (4, 2)),
 ) -> Outcome:
-    """The element-wise sum of a row for each rank."""
+    """Measure the element-wise sum of one row for each rank."""
     value = " and ".join(f"{one:g}" for one in total(algorithm, rows))
     return Outcome(value, value == expected, tuple(f"rank {rank}: {row}" for rank, row in enumerate(rows)))
 
@@ -81,21 +83,25 @@ def server(
     workers: int = 256,
     seconds: float = 1 / 3,
 ) -> Outcome:
-    """GiB/s into the busiest node, and out of it, where each worker has a gradient of ResNet-50 each `seconds`."""
-    traffic, array = counted(algorithm, workers), 4 * workers
+    """Measure GiB/s into and out of the busiest node; each worker has a gradient of ResNet-50 every `seconds`."""
+    traffic = counted(algorithm, workers)
+    array = 4 * workers
     gradient = gradient_bytes()
-    into, out = (max(count.values()) / array * gradient / seconds / GIB for count in (traffic.received, traffic.sent))
+    # Counted with a small array; messages are proportional to it.
+    into = max(traffic.received.values()) / array * gradient / seconds / GIB
+    out = max(traffic.sent.values()) / array * gradient / seconds / GIB
     lines = (
         f"a gradient of ResNet-50 has {gradient:,} bytes, {gradient / 2**20:.1f} MiB; {workers} workers, {algorithm}:",
         f"into the busiest node {into:.1f} GiB/s, out of it {out:.1f} GiB/s",
     )
-    near = all(within(rate, expected, tolerance) for rate in (into, out))
+    near = within(into, expected, tolerance) and within(out, expected, tolerance)
     return Outcome(round(into, 2), near, lines)
 
 
 @lru_cache
 def gradient_bytes() -> int:
-    """Of ResNet-50 for 1000 classes, in float32."""
+    """Return the bytes of a gradient of ResNet-50 for 1000 classes, in float32."""
+    # Shapes alone are enough.
     model = nnx.eval_shape(lambda: ResNet(50, 1000, 3, nnx.Rngs(0)))
     return sum(4 * one.size for one in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
@@ -108,4 +114,4 @@ CHECKS = {
     "reduce-example": Check(example, {"rows": ((5, 1), (2, 3), (7, 8), (0, 0))}),
     "resnet50-ps": Check(server, {"algorithm": "halving"}),
 }
-"""By the ids of claims.csv. The control of halving sends whole arrays in place of halves: O(K log K) in all."""
+"""Claim -> check. The control of halving sends whole arrays in place of halves: O(K log K) in all."""

@@ -1,11 +1,11 @@
-"""All-reduce as messages: every node has an array, and in the end each has the sum of all of them.
+"""All-reduce algorithms as messages: every node has an array, and in the end each has the sum of all arrays.
 
-Each function is what one node does, with nothing but `Network` between it and the others; all nodes run the same
-program. K nodes (p in the papers), arrays of n numbers or S bytes, `alpha` the latency of a message, `beta` the seconds
-of a byte. The papers: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in
-MPICH"; Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"; Rabenseifner
-2004, "Optimization of collective reduction operations"; for the server, Li et al. 2014, "Scaling distributed machine
-learning with the parameter server".
+Each function is the program of one node, which reaches the others only through `Network`; all nodes run the same
+program. There are K nodes (p in the papers), arrays of n numbers or S bytes; `alpha` is the latency of a message,
+`beta` the seconds of a byte. The papers: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication
+operations in MPICH"; Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations";
+Rabenseifner 2004, "Optimization of collective reduction operations"; for the server, Li et al. 2014, "Scaling
+distributed machine learning with the parameter server".
 """
 
 from __future__ import annotations
@@ -35,19 +35,21 @@ class Network:
 
     K: int
     rank: Int[Array, ""]
-    """Which of 0 ... K-1 this node is."""
+    """The number of this node, 0 ... K-1."""
     sent: list[Float[Array, "..."]] = field(default_factory=list)
-    """What this node has offered to each `send` so far."""
+    """What this node has passed to each `send` so far."""
 
     def send(self, message: Float[Array, "..."], pairs: Mapping[int, int]) -> Float[Array, "..."]:
-        """From each source in `pairs` to its target; what this node receives, zeros where nobody sends to it."""
+        """Send from each source in `pairs` to its target; returns what this node receives, zeros if nothing."""
+        # The scope's name reaches the compiled program, where `reductions_picture` finds what each message carried.
         with jax.named_scope(f"send{len(self.sent)}"):
             self.sent.append(message)
             return lax.ppermute(message, DATA, tuple(pairs.items()))
 
 
 def star(centre: int, x: Vector, network: Network) -> Vector:
-    """All send to one node, which adds, and sends the sum to all: 2 rounds, K - 1 messages into one node."""
+    """Send all arrays to one node, which sends the sum to all: 2 rounds, K - 1 messages into one node."""
+    # One send for each node: a collective-permute allows a target only one source.
     others = [k for k in range(network.K) if k != centre]
     total = reduce(add, [network.send(x, {k: centre}) for k in others], x)
     back = reduce(add, [network.send(total, {centre: k}) for k in others])
@@ -60,64 +62,71 @@ def naive(x: Vector, network: Network) -> Vector:
 
 
 def parameter_server(x: Vector, network: Network) -> Vector:
-    """Workers push to a server and pull the sum: the last node is no worker, and has zeros to add."""
+    """Push to a server and pull the sum: the last node is no worker, and has zeros to add."""
     return star(network.K - 1, x, network)
 
 
 def direct(x: Vector, network: Network) -> Vector:
-    """Everyone to everyone, at once; every node adds in an order of its own."""
+    """Send every array to every node at once; every node adds in an order of its own."""
     K = network.K
     return reduce(add, [network.send(x, {k: (k + d) % K for k in range(K)}) for d in range(1, K)], x)
 
 
 def ring(x: Vector, network: Network) -> Vector:
-    """Reduce-scatter, then all-gather, round a ring and one of K parts at a time (Patarasuk and Yuan).
+    """Reduce-scatter, then all-gather, around a ring and one of K parts at a time (Patarasuk and Yuan).
 
-    In step s node k adds its own part k - s to the sum that node k - 1 has sent, and sends it on; so it ends with the
-    whole sum of part k + 1. Then the sums go round.
+    In step s, node k adds its own part k - s to the sum that node k - 1 has sent, and sends it on; so it ends with the
+    whole sum of part k + 1. Then the sums go around.
     """
-    K, rank = network.K, network.rank
+    K = network.K
+    rank = network.rank
     onward = {k: (k + 1) % K for k in range(K)}
+    # The parts in the order in which this node adds them: k, k - 1, k - 2 ...
     own = cut(x, K)[(rank - jnp.arange(K)) % K]
     passing = own[0]
     for s in range(1, K):
         passing = own[s] + network.send(passing, onward)
-    sums = [passing]  # of the parts k + 1, k, k - 1 ...
+    # The sums of the parts k + 1, k, k - 1 ...
+    sums = [passing]
     for _ in range(1, K):
         sums.append(network.send(sums[-1], onward))
     return jnp.stack(sums)[(rank + 1 - jnp.arange(K)) % K].reshape(-1)[: x.size]
 
 
 def halving(x: Vector, network: Network) -> Vector:
-    """Recursive halving, then doubling: with the neighbour at offset 1, 2, 4 ... swap halves of what is left to add.
+    """Reduce-scatter by recursive halving, then all-gather by recursive doubling; K must be a power of two.
 
-    Reduce-scatter by vector halving and distance doubling, all-gather the same way back (Rabenseifner; Thakur et al.
-    begin with the farthest neighbour, which sends the same bytes). For K a power of two.
+    With the neighbours at offset 1, 2, 4 ... nodes swap halves of what is left to add, then the same way back
+    (Rabenseifner). Thakur et al. begin with the farthest neighbour, which sends the same bytes.
     """
     mine = cut(x, network.K).reshape(-1)
     offsets = powers(network.K)
     for offset in offsets:
         swap = {k: k ^ offset for k in range(network.K)}
-        upper, (low, high) = network.rank & offset != 0, jnp.split(mine, 2)
-        keep, give = jnp.where(upper, high, low), jnp.where(upper, low, high)
+        upper = network.rank & offset != 0
+        low, high = jnp.split(mine, 2)
+        keep = jnp.where(upper, high, low)
+        give = jnp.where(upper, low, high)
         mine = keep + network.send(give, swap)
     for offset in reversed(offsets):
         swap = {k: k ^ offset for k in range(network.K)}
-        upper, other = network.rank & offset != 0, network.send(mine, swap)
+        upper = network.rank & offset != 0
+        other = network.send(mine, swap)
         mine = jnp.where(upper, jnp.concatenate([other, mine]), jnp.concatenate([mine, other]))
     return mine[: x.size]
 
 
 def doubling(x: Vector, network: Network) -> Vector:
-    """Recursive doubling, or butterfly: the whole array to the neighbour at offset 1, 2, 4 ... For K a power of two."""
+    """Swap whole arrays at offset 1, 2, 4 ... (recursive doubling, or butterfly); K must be a power of two."""
     for offset in powers(network.K):
         x = x + network.send(x, {k: k ^ offset for k in range(network.K)})
     return x
 
 
 def tree(x: Vector, network: Network) -> Vector:
-    """Up a binomial tree to node 0, then down again (the binomial reduce and broadcast of Thakur et al.)."""
+    """Reduce up a binomial tree to node 0, then broadcast down again (Thakur et al.)."""
     offsets = [1 << level for level in range((network.K - 1).bit_length())]
+    # Offset -> the nodes that send their sum to the node so far below them.
     children = {offset: range(offset, network.K, 2 * offset) for offset in offsets}
     for offset in offsets:
         x = x + network.send(x, {k: k - offset for k in children[offset]})
@@ -128,41 +137,47 @@ def tree(x: Vector, network: Network) -> Vector:
 
 
 def cut(x: Vector, K: int) -> Float[Array, "K part"]:
-    """In K parts of the same size, the last ones filled up with zeros."""
+    """Cut an array into K parts of the same size, the last ones padded with zeros."""
     return jnp.pad(x, (0, -x.size % K)).reshape(K, -1)
 
 
 def powers(K: int) -> list[int]:
-    """1, 2, 4 ... K/2."""
+    """Return 1, 2, 4 ... K/2."""
     assert K & (K - 1) == 0, K
     return [1 << level for level in range(K.bit_length() - 1)]
 
 
+Seconds = Callable[[float, float, float, float], float]
+"""(K, S, alpha, beta) -> seconds by the formula of an algorithm."""
+
+
 @dataclass(frozen=True)
 class Algorithm:
+    """An algorithm, and the formula for its time."""
+
     name: str
     run: Callable[[Vector, Network], Vector]
     about: str
-    seconds: Callable[[float, float, float, float], float]
-    """(K, S, alpha, beta) -> the time by its formula."""
+    seconds: Seconds
     server: bool = False
     """Whether there is one more node, which has nothing of its own to add."""
     pairs: bool = False
     """Whether it pairs the nodes off, so that K must be a power of two."""
 
     def nodes(self, K: int) -> int:
-        return K + self.server
+        """Return the number of nodes, the server included."""
+        return K + 1 if self.server else K
 
     def refusal(self, K: int) -> str:
-        """Why it cannot do with K nodes; empty where it can."""
-        below = 1 << K.bit_length() - 1
+        """Return why the algorithm cannot run on K nodes; empty if it can."""
         if not self.pairs or K & (K - 1) == 0:
             return ""
+        below = 1 << K.bit_length() - 1
         return f"{self.name} pairs the nodes off in each step, which {K} cannot; ask for {below} or {2 * below} devices"
 
 
-def of_planner(time: Callable[[collective_time.Group, float], Any]) -> Callable[[float, float, float, float], float]:
-    """The planner's formula, for nodes that are a host each."""
+def of_planner(time: Callable[[collective_time.Group, float], Any]) -> Seconds:
+    """Return the planner's formula, for nodes that are one host each."""
 
     def seconds(K: float, S: float, alpha: float, beta: float) -> float:
         link = Link(1 / beta, alpha)
@@ -171,8 +186,23 @@ def of_planner(time: Callable[[collective_time.Group, float], Any]) -> Callable[
     return seconds
 
 
+def naive_seconds(K: float, S: float, alpha: float, beta: float) -> float:
+    """Return the time of `naive`: the arrays go through node 0's port one after the other."""
+    return 2 * (alpha + (K - 1) * S * beta)
+
+
+def doubling_seconds(K: float, S: float, alpha: float, beta: float) -> float:
+    """Return the time of `doubling`: a whole array in each of log K rounds."""
+    return log2(K) * (alpha + S * beta)
+
+
+def tree_seconds(K: float, S: float, alpha: float, beta: float) -> float:
+    """Return the time of `tree`: a whole array on each of log K levels, up and down."""
+    return 2 * log2(K) * (alpha + S * beta)
+
+
 _TABLE = (
-    Algorithm("naive", naive, "reduce to one node, then broadcast", lambda K, S, a, b: 2 * (a + (K - 1) * S * b)),
+    Algorithm("naive", naive, "reduce to one node, then broadcast", naive_seconds),
     Algorithm("direct", direct, "every node to every node", of_planner(collective_time.direct_reduce)),
     Algorithm("ring", ring, "parts go round a ring", of_planner(collective_time.ring_reduce)),
     Algorithm(
@@ -182,8 +212,8 @@ _TABLE = (
         of_planner(collective_time.halving_reduce),
         pairs=True,
     ),
-    Algorithm("doubling", doubling, "whole arrays, pairwise", lambda K, S, a, b: log2(K) * (a + S * b), pairs=True),
-    Algorithm("tree", tree, "up a binomial tree, then down", lambda K, S, a, b: 2 * log2(K) * (a + S * b)),
+    Algorithm("doubling", doubling, "whole arrays, pairwise", doubling_seconds, pairs=True),
+    Algorithm("tree", tree, "up a binomial tree, then down", tree_seconds),
     Algorithm(
         "parameter-server",
         parameter_server,
@@ -197,4 +227,4 @@ ALGORITHMS = {one.name: one for one in _TABLE}
 
 
 pipelined_tree = of_planner(collective_time.tree_reduce)
-"""Of a double binary tree that sends the array in many small pieces, as NCCL does: never run here."""
+"""The time of a double binary tree that sends the array in many small pieces, as NCCL does; it is never run here."""

@@ -1,4 +1,4 @@
-"""All-reduces drawn: who sends which part to whom in each round, and what each algorithm costs over K."""
+"""Draw all-reduces: who sends which part to whom in each round, and what each algorithm costs over K."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NODES = 4
-"""Of the steps that are drawn."""
+"""Nodes of the steps that are drawn."""
 
 WHOLE = "#555555"
 COLOURS = (BLUE, RED, GREEN, PINK)
-"""Of the parts; told apart by colour-blind eyes too (Okabe & Ito 2008)."""
+"""Colours of the parts, which colour-blind readers can distinguish (Okabe & Ito 2008)."""
 
 ALPHA = 14e-6
-"""Seconds: a hop between hosts in NCCL's model of a ring (tuning.cc, protocol Simple)."""
+"""Seconds of a hop between hosts in NCCL's model of a ring (tuning.cc, protocol Simple)."""
 
 BETA = 1 / GPUS["h100"].network
-"""Seconds of a byte: an H100's share of its host's network cards."""
+"""Seconds of a byte over an H100's share of its host's network cards."""
 
 CURVES = ("ring", "tree", "halving", "parameter-server")
-LEGEND = (
-    "steps on 4 nodes, as they ran: a b c d are the parts of the array, grey is all of it; thick: the sum of all nodes",
-    f"costs: latency {1e6 * ALPHA:g} us, {1e-9 / BETA:g} GB/s each way; lines: formulas, points: messages as counted",
+STEPS_LEGEND = (
+    "steps on 4 nodes, as they ran: a b c d are the parts of the array, grey is all of it; thick: the sum of all nodes"
+)
+COSTS_LEGEND = (
+    f"costs: latency {1e6 * ALPHA:g} us, {1e-9 / BETA:g} GB/s each way; lines: formulas, points: messages as counted"
 )
 
 ARRAYS = {"64 KiB": 2**16, "97.5 MiB": 97.5 * 2**20}
@@ -50,98 +52,126 @@ class Step(NamedTuple):
     source: int
     target: int
     parts: tuple[int, ...]
-    """Of K parts of the array."""
+    """The parts of the array, of K."""
     summands: tuple[int, ...]
     """The nodes whose arrays are added up in it."""
 
 
 def steps(names: Sequence[str], K: int = NODES) -> dict[str, list[Step]]:
-    """Algorithm -> its messages on K nodes, as they were when it ran."""
+    """Return the messages of each algorithm on K nodes, as they were when it ran."""
     return apart(_steps, tuple(names), K)
 
 
 def _steps(names: Sequence[str], K: int) -> dict[str, list[Step]]:
+    # One more for a server.
     devices = cpus(K + 1)
     return {name: seen(ALGORITHMS[name], K, devices) for name in names}
 
 
 def seen(algorithm: Algorithm, K: int, devices: Sequence[jax.Device]) -> list[Step]:
-    """The messages of K nodes. Part j of node k is 2^k + j 2^(K+1): a sum of such numbers tells part and summands."""
-    base, mesh = 2 << K, line_of(devices[: algorithm.nodes(K)])
+    """Run an algorithm on K nodes, and return its messages with what they carry."""
+    # Part j of node k is the number 2^k + j 2^(K+1): a sum of such numbers shows its summands and its part.
+    base = 2 << K
+    mesh = line_of(devices[: algorithm.nodes(K)])
     x = np.zeros((mesh.size, K), np.float32)
     x[:K] = 2 ** np.arange(K)[:, None] + base * np.arange(K)
-    program = lowered(algorithm, mesh, K, tell=True).compile()
+    program = lowered(algorithm, mesh, K, return_sent=True).compile()
     _, sent = program(lay(x, mesh))
-    told = []
+    steps = []
     for message in messages(program.as_text(), mesh).messages:
         number = int(re.search(r"\bsend(\d+)", message.label)[1])
-        told.append(_read(message, np.asarray(sent[number])[message.source].astype(int), base))
-    return told
+        payload = np.asarray(sent[number])[message.source].astype(int)
+        steps.append(_read(message, payload, base))
+    return steps
 
 
 def _read(message: Message, payload: np.ndarray, base: int) -> Step:
+    """Return parts and summands of a message from the numbers in it."""
     summands = tuple(k for k in range(base.bit_length()) if payload[0] % base >> k & 1)
     parts = tuple(int(number) // base // len(summands) for number in payload)
     return Step(message.round, message.source, message.target, parts, summands)
 
 
 def draw(names: Sequence[str], runs: dict[str, Sequence[Run]], path: Path | str) -> None:
-    """A PNG with the steps of these algorithms, and the cost over K: formulas as lines, `runs` as points."""
+    """Draw the steps of these algorithms, and the cost over K, into a PNG: formulas as lines, `runs` as points."""
     _figure(steps(names), runs, path)
 
 
-def _figure(told: dict[str, list[Step]], runs: dict[str, Sequence[Run]], path: Path | str) -> None:
+def _figure(found: dict[str, list[Step]], runs: dict[str, Sequence[Run]], path: Path | str) -> None:
+    """Draw a panel of steps for each algorithm, and below them the costs if there are `runs`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = min(4, max(len(told), 2 if runs else 1))
-    rows = -(-len(told) // columns)
-    figure = Figure(figsize=(3.6 * columns, 4.4 * rows + 4.2 * bool(runs)), layout="constrained")
+    columns = min(4, max(len(found), 2 if runs else 1))
+    rows = -(-len(found) // columns)
+    height = 4.4 * rows
+    grid_rows = rows
+    legend = [STEPS_LEGEND]
+    # A row below the steps, for the costs.
+    if runs:
+        height += 4.2
+        grid_rows += 1
+        legend.append(COSTS_LEGEND)
+    figure = Figure(figsize=(3.6 * columns, height), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(rows + bool(runs), 2 * columns)
-    for place, (name, seen) in enumerate(told.items()):
-        at = 2 * (place % columns)
-        _steps_of(figure.add_subplot(grid[place // columns, at : at + 2]), name, seen)
-    for place, array in enumerate(ARRAYS if runs else ()):
-        _costs(figure.add_subplot(grid[rows, place * columns : (place + 1) * columns]), array, runs)
-    legend = "\n".join(textwrap.fill(line, 50 * columns) for line in LEGEND[: 1 + bool(runs)])
-    figure.supxlabel(legend, fontsize=8, color="0.3")
+    grid = figure.add_gridspec(grid_rows, 2 * columns)
+    for place, (name, sent) in enumerate(found.items()):
+        left = 2 * (place % columns)
+        _draw_steps(figure.add_subplot(grid[place // columns, left : left + 2]), name, sent)
+    if runs:
+        for place, array in enumerate(ARRAYS):
+            _draw_costs(figure.add_subplot(grid[rows, place * columns : (place + 1) * columns]), array, runs)
+    text = "\n".join(textwrap.fill(line, 50 * columns) for line in legend)
+    figure.supxlabel(text, fontsize=8, color="0.3")
     write_picture(path, figure, dpi=130)
 
 
-def _steps_of(axes: Axes, name: str, told: Sequence[Step]) -> None:
-    """Nodes side by side, rounds from top to bottom; an arrow for each message, its parts as letters."""
-    nodes, rounds = ALGORITHMS[name].nodes(NODES), max(step.round for step in told)
+def _draw_steps(axes: Axes, name: str, sent: Sequence[Step]) -> None:
+    """Draw nodes side by side, rounds from top to bottom, and an arrow for each message with its parts as letters."""
+    algorithm = ALGORITHMS[name]
+    nodes = algorithm.nodes(NODES)
+    rounds = max(step.round for step in sent)
     for node in range(nodes):
         axes.plot([node, node], [0, rounds], color="0.85", linewidth=1, zorder=0)
-    for step in told:
-        whole = len(step.parts) == NODES
-        colour = WHOLE if whole else COLOURS[step.parts[0]]
-        start, end = (step.source, step.round - 0.9), (step.target, step.round - 0.1)
+    for step in sent:
+        # A message with the whole array needs no letters.
+        if len(step.parts) == NODES:
+            colour = WHOLE
+            text = ""
+        else:
+            colour = COLOURS[step.parts[0]]
+            text = "".join("abcd"[part] for part in step.parts)
+        start = (step.source, step.round - 0.9)
+        end = (step.target, step.round - 0.1)
         width = 2 if len(step.summands) == NODES else 0.8
         arrow = dict(arrowstyle="->", color=colour, shrinkA=0, shrinkB=0, linewidth=width)
         axes.annotate("", end, start, arrowprops=arrow)
-        text = "" if whole else "".join("abcd"[part] for part in step.parts)
+        # Near the source, where arrows do not cross yet.
         where = [a + 0.15 * (b - a) for a, b in zip(start, end, strict=True)]
         axes.text(*where, text, color=colour, fontsize=8, ha="center", va="center", bbox=dict(pad=0.5, fc="w", ec="w"))
-    servers = ["server"] * ALGORITHMS[name].server
+    node_names = [str(node) for node in range(NODES)]
+    if algorithm.server:
+        node_names.append("server")
     axes.set(xlim=(-0.4, nodes - 0.6), ylim=(rounds, 0), yticks=[one + 0.5 for one in range(rounds)])
     axes.set_yticklabels([str(one + 1) for one in range(rounds)])
-    axes.set_xticks(range(nodes), [*map(str, range(NODES)), *servers])
+    axes.set_xticks(range(nodes), node_names)
     axes.xaxis.tick_top()
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
     axes.set_ylabel("round")
-    axes.set_title(f"{name}: {ALGORITHMS[name].about}", fontsize=9)
+    axes.set_title(f"{name}: {algorithm.about}", fontsize=9)
 
 
-def _costs(axes: Axes, array: str, runs: dict[str, Sequence[Run]]) -> None:
-    size, curve = ARRAYS[array], 2 ** np.linspace(1, 6, 60)
+def _draw_costs(axes: Axes, array: str, runs: dict[str, Sequence[Run]]) -> None:
+    """Draw the milliseconds of an all-reduce over K, by formula and by the messages that were counted."""
+    size = ARRAYS[array]
+    curve = 2 ** np.linspace(1, 6, 60)
     for name, colour in zip(CURVES, COLOURS, strict=True):
         cost = [1e3 * ALGORITHMS[name].seconds(K, size, ALPHA, BETA) for K in curve]
         axes.plot(curve, cost, color=colour, linewidth=1, label=name)
         done = runs.get(name, ())
         counted = [1e3 * scaled(one.traffic, one.array_bytes, size) for one in done]
         axes.plot([one.K for one in done], counted, "o", color=colour, markersize=4)
+    # In the colour of the tree: the same tree, but the array moves in pieces.
     pieces = [1e3 * pipelined_tree(K, size, ALPHA, BETA) for K in curve]
     axes.plot(curve, pieces, "--", color=COLOURS[CURVES.index("tree")], linewidth=1, label="tree, in small pieces")
     axes.set(xscale="log", yscale="log", xlabel="K", ylabel="ms", title=f"an array of {array}")
@@ -152,5 +182,5 @@ def _costs(axes: Axes, array: str, runs: dict[str, Sequence[Run]]) -> None:
 
 
 def scaled(traffic: Traffic, array_bytes: int, size: float) -> float:
-    """Seconds that the messages would take, were the array one of `size` bytes."""
+    """Return the seconds that the messages would take if the array had `size` bytes."""
     return traffic.seconds(ALPHA, BETA * size / array_bytes)

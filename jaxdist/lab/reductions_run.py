@@ -1,4 +1,4 @@
-"""The all-reduce algorithms compiled, run beside `psum`, and counted: in a process that has the devices for them."""
+"""Compile the all-reduce algorithms, run them beside `psum`, and count, in a process that has enough devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PART = 4
 """Numbers in one of K parts of an array."""
 
 LARGEST = 1000
-"""Whole numbers up to this: sums over 64 nodes are exact in float32, in any order."""
+"""The largest of the whole numbers that are summed: sums over 64 nodes are exact in float32, in any order."""
 
 SEED = 0
 
@@ -42,70 +42,89 @@ class Run:
     """S."""
     traffic: Traffic
     exact: bool
-    """Whether sums of whole numbers are those of `psum`, on every node and to the last bit."""
+    """Whether sums of whole numbers equal those of `psum`, on every node and to the last bit."""
     difference: float
-    """From `psum` on noise: the largest on any node, as a share of the largest sum."""
+    """Largest difference from `psum` on noise, on any node, relative to the largest sum."""
 
     @property
     def counts(self) -> dict[str, float]:
-        """`total` in units of the array."""
+        """Rounds, peak and total; `total` is in units of the array."""
         total = self.traffic.bytes / self.array_bytes
         return {"rounds": self.traffic.rounds, "peak": self.traffic.peak, "total": total}
 
 
 def line_of(devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    """The devices as one axis, the data axis."""
+    """Return a mesh of these devices along the data axis."""
     return make_mesh({**dict.fromkeys(AXES, 1), DATA: len(devices)}, devices)
 
 
-def lowered(algorithm: Algorithm | None, mesh: jax.sharding.Mesh, size: int, tell: bool = False) -> jax.stages.Lowered:
-    """For arrays of `size` numbers, one row for each node; None is `psum`.
+def lowered(
+    algorithm: Algorithm | None, mesh: jax.sharding.Mesh, size: int, return_sent: bool = False
+) -> jax.stages.Lowered:
+    """Return the program of an algorithm, or of `psum` (None), for arrays of `size` numbers, one row for each node.
 
-    With `tell` the program also returns what each node has offered to each send, a row for each node.
+    With `return_sent` the program also returns what each node has passed to each send, a row for each node.
     """
-    layout = Layout.on(mesh)
-    rows = layout.activation("BD")
+    rows = Layout.on(mesh).activation("BD")
 
     def node(x: Float[Array, "1 n"]):
         if algorithm is None:
+            # All nodes have the same sum; it is typed as varying to be returned as a row for each.
             return vary(lax.psum(x, DATA), (DATA,)), []
         network = Network(mesh.size, lax.axis_index(DATA))
         total = algorithm.run(x[0], network)
-        return total[None], [sent[None] for sent in network.sent if tell]
+        sent = []
+        if return_sent:
+            sent = [message[None] for message in network.sent]
+        return total[None], sent
 
     shape = jax.ShapeDtypeStruct((mesh.size, size), np.float32, sharding=jax.NamedSharding(mesh, rows))
     return jax.jit(jax.shard_map(node, mesh=mesh, in_specs=rows, out_specs=rows)).lower(shape)
 
 
 def run(name: str, K: int, devices: Sequence[jax.Device], size: int = 0) -> Run:
-    """Compile, count, and compare with `psum`; arrays of `size` numbers, by default `PART` for each of K parts."""
-    algorithm, size = ALGORITHMS[name], size or K * PART
+    """Compile an algorithm, count its messages, and compare its sums with `psum`.
+
+    Arrays have `size` numbers, by default `PART` for each of K parts.
+    """
+    algorithm = ALGORITHMS[name]
+    if not size:
+        size = K * PART
     mesh = line_of(devices[: algorithm.nodes(K)])
-    program, psum = lowered(algorithm, mesh, size).compile(), lowered(None, mesh, size).compile()
+    program = lowered(algorithm, mesh, size).compile()
+    psum = lowered(None, mesh, size).compile()
     whole, noise = draw(algorithm, K, size)
-    sums = [[np.asarray(one(lay(x, mesh))[0]) for one in (program, psum)] for x in (whole, noise)]
-    (got, expected), (got_noise, expected_noise) = sums
-    difference = np.abs(got_noise - expected_noise).max() / np.abs(expected_noise).max()
+
+    def sums(compiled: jax.stages.Compiled, x: np.ndarray) -> np.ndarray:
+        return np.asarray(compiled(lay(x, mesh))[0])
+
+    # Sums of whole numbers are exact in any order; on noise, each algorithm rounds in an order of its own.
+    exact = np.array_equal(sums(program, whole), sums(psum, whole))
+    expected = sums(psum, noise)
+    difference = np.abs(sums(program, noise) - expected).max() / np.abs(expected).max()
     traffic = messages(program.as_text(), mesh)
-    return Run(name, K, 4 * size, traffic, bool(np.array_equal(got, expected)), float(difference))
+    return Run(name, K, 4 * size, traffic, bool(exact), float(difference))
 
 
 def draw(algorithm: Algorithm, K: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """([nodes, size] whole numbers, [nodes, size] noise): zeros for a server."""
+    """Return whole numbers and noise, [nodes, size] each; a server has zeros."""
     random = np.random.default_rng(SEED)
     whole = random.integers(-LARGEST, LARGEST + 1, (algorithm.nodes(K), size)).astype(np.float32)
     noise = random.normal(size=whole.shape).astype(np.float32)
-    whole[K:] = noise[K:] = 0
+    # A server adds nothing of its own.
+    whole[K:] = 0
+    noise[K:] = 0
     return whole, noise
 
 
 def lay(x: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
-    """[nodes, size], a row on each node."""
+    """Put [nodes, size] on the devices, a row on each node."""
     return jax.device_put(x, jax.NamedSharding(mesh, Layout.on(mesh).activation("BD")))
 
 
 def apart(function: Callable[..., Answer], *arguments: Any) -> Answer:
-    """`function(*arguments)` in a process of its own, where the CPU has not been split into devices yet."""
+    """Return `function(*arguments)` from a new process, whose CPU is not split into devices yet."""
+    # JAX fixes the number of CPU devices when it starts, and a forked process would inherit them.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
@@ -113,13 +132,15 @@ def apart(function: Callable[..., Answer], *arguments: Any) -> Answer:
 Wanted = tuple[str, int]
 """Algorithm and K."""
 
+# Claims and labs share runs, and the largest take many seconds to compile.
 _done: dict[Wanted, Run] = {}
 
 
 def study(wanted: Iterable[Wanted]) -> list[Run]:
-    """`run` of each, once in the life of this process."""
+    """Return `run` of each; each runs only once in the life of this process."""
     wanted = list(wanted)
-    if missing := [one for one in wanted if one not in _done]:
+    missing = [one for one in wanted if one not in _done]
+    if missing:
         _done.update(apart(_study, missing))
     return [_done[one] for one in wanted]
 
@@ -130,13 +151,14 @@ def _study(wanted: list[Wanted]) -> dict[Wanted, Run]:
 
 
 def cpus(count: int) -> list[jax.Device]:
+    """Return that many CPU devices."""
     jax.config.update("jax_platforms", "cpu")
     return first(count, "all-reduce needs")
 
 
 @lru_cache
 def counted(name: str, K: int) -> Traffic:
-    """Of an algorithm that is compiled for K nodes and not run; `Traffic.bytes` are of an array of 4 K bytes."""
+    """Return the traffic of an algorithm that is compiled for K nodes but not run, with arrays of 4 K bytes."""
     return apart(_counted, name, K)
 
 
@@ -146,13 +168,14 @@ def _counted(name: str, K: int) -> Traffic:
 
 
 def total(name: str, rows: Sequence[Sequence[float]]) -> list[float]:
-    """The sum of `rows`, one for each node, as node 0 has it."""
+    """Return the sum of `rows`, one for each node, as node 0 has it."""
     return apart(_total, name, np.asarray(rows, np.float32))
 
 
 def _total(name: str, rows: np.ndarray) -> list[float]:
     nodes = ALGORITHMS[name].nodes(len(rows))
-    mesh, x = line_of(cpus(nodes)), np.zeros((nodes, rows.shape[1]), np.float32)
+    mesh = line_of(cpus(nodes))
+    x = np.zeros((nodes, rows.shape[1]), np.float32)
     x[: len(rows)] = rows
     summed, _ = lowered(ALGORITHMS[name], mesh, rows.shape[1]).compile()(lay(x, mesh))
     return np.asarray(summed)[0].tolist()

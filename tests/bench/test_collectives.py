@@ -73,7 +73,11 @@ def test_the_file_is_a_cluster(measured):
     assert read.memory == pytest.approx(told["memory_bytes"])
     assert read.across == read.inside
     text = measured.file.read_text()
-    for sentence in [*notes, "across was not measured: as the other link", "no link; a plan for GPUs needs a file"]:
+    for sentence in [
+        *notes,
+        "across was not measured: taken from the other link",
+        "no link; to plan for GPUs, write the file on GPUs",
+    ]:
         assert sentence in text.replace("\n#", "")
     assert text.count("# all-reduce ") == 2
 
@@ -208,11 +212,11 @@ def test_hosts_without_a_switch_are_told_from_others(name, pair):
 
 def test_what_was_not_measured_is_of_the_data_sheet():
     made, notes = cluster_of(made_up((8, 8)), "own")
-    assert notes == ["across was not measured: of the data sheet"]
+    assert notes == ["across was not measured: taken from the data sheet"]
     assert made.across.bandwidth == 50e9
     assert made.inside.bandwidth == pytest.approx(370e9, rel=1e-3)
     made, notes = cluster_of(made_up((8, 1)), "own")
-    assert notes == ["inside was not measured: of the data sheet"]
+    assert notes == ["inside was not measured: taken from the data sheet"]
     assert made.inside.bandwidth == 450e9
 
 
@@ -221,7 +225,7 @@ def test_memory_that_a_device_does_not_tell():
     assert cluster_of(told, "own")[0].memory == pytest.approx(cluster("h100-ndr").memory, rel=1e-3)
     made, notes = cluster_of({**told, "device": "new"}, "own")
     assert (made.gpu, made.memory, made.matmul) == ("new", 0, 1)
-    assert "the device does not tell its memory; set memory, in bytes" in notes
+    assert "the device does not report its memory; set memory, in bytes" in notes
 
 
 def test_links_that_are_far_slower_than_their_data_sheet_are_told():

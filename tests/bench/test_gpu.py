@@ -229,9 +229,9 @@ def test_parts_end_in_time_and_one_that_dies_takes_no_other_with_it(monkeypatch)
     run = lambda code, limit=60: gpu._answer([sys.executable, "-c", code], {"n": 3}, dict(gpu.os.environ), limit)
     assert run("import time; time.sleep(60)", limit=0.5) == (None, "ended after 0 s")
     assert run("raise ValueError('no such thing')") == (
-        None, "its process ended with 1; it said last: ValueError: no such thing",
+        None, "its process ended with 1; its last words: ValueError: no such thing",
     )  # fmt: skip
-    killed = "its process was killed by SIGKILL; it said last: nothing"
+    killed = "its process was killed by SIGKILL; its last words: nothing"
     assert run("import os; os.kill(os.getpid(), 9)") == (None, killed)
     good = (
         "import json, sys; n = json.load(open(sys.argv[1]))['n']; json.dump({'value': n + 1}, open(sys.argv[2], 'w'))"
@@ -243,7 +243,7 @@ def test_what_does_not_begin_in_time_is_left_out(monkeypatch, capsys):
     told_by(monkeypatch, {})
     assert outcome(bench.main, ["gpu", "--seconds=1", "--parts=numerics,models"]) == 0
     out = capsys.readouterr().out
-    assert "numerics: left out, 0 s are spent; give --seconds more, or fewer --parts" in out
+    assert "numerics: left out after 0 s; raise --seconds, or give fewer --parts" in out
     assert "llama_3b: left out" in out
 
 
@@ -259,7 +259,7 @@ def test_without_torch_the_rest_runs(monkeypatch, capsys):
     told_by(monkeypatch, {"step": played})
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
     assert outcome(bench.main, ["gpu", "--parts=models,torch", "--models=llama_3b"]) == 0
-    assert "torch is not installed, and so not compared: pip install 'jaxdist[torch]'" in capsys.readouterr().out
+    assert "torch is not installed, so it is not compared: pip install 'jaxdist[torch]'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

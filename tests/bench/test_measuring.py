@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxdist.bench.measuring import Timed, measure_together
-from jaxdist.bench.step import told
+from jaxdist.bench.step import report
 from jaxdist.config import Config
 from jaxdist.planning import hardware
 from jaxdist.training.run import Run
@@ -60,7 +60,7 @@ def test_a_step_has_the_tokens_of_all_its_micro_batches(timed):
 
 def test_bench_step_tells_the_median_and_the_share_of_the_peak_of_all_devices(timed, monkeypatch):
     monkeypatch.setattr(hardware, "peak_flops", lambda kind, precision: 1e9)
-    result = told(timed)
+    result = report(timed)
     tokens = 8 * timed.run.config.model.sequence
     assert result["step_seconds"] == 4.0
     assert result["step_seconds_quartiles"] == [2.0, 8.0]

@@ -120,7 +120,7 @@ def test_weak_scaling_grows_the_batch(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "known", lambda kind: hardware.GPUS["h100"])
     monkeypatch.setattr(study, "capacity", lambda device: 1)
     config = Config(model=SMALL, train=TrainConfig(global_batch_size=4))
-    told = study.result(study.Study(config, "weak", [2, 4], [0], warmup=0, repeats=2, rows=1000))
+    told = study.measure(study.Study(config, "weak", [2, 4], [0], warmup=0, repeats=2, rows=1000))
     assert {"config", *told} == KEYS
     assert all(set(one) == MEASURED for one in told["measurements"])
     assert [one["global_batch_size"] for one in told["measurements"]] == [8, 16]

@@ -29,13 +29,13 @@ SMALLER = {"strong-scaling": {"counts": (1, 2), "batch": 8}}
 def test_a_claim_holds_and_fails_with_its_control(id):
     """A control changes one setting; a claim without one fails with a fault of the system."""
     claim, control = claims.claims()[id], CHECKS[id].control
-    told = claims.look(claim, **SMALLER.get(id, {}))
+    told = claims.measure(claim, **SMALLER.get(id, {}))
     assert told.passed, "\n".join(told.lines())
     if not control:
         assert id in {fault.id for fault in FAULTS}
         return
     assert len(control) == 1
-    wrong = claims.look(claim, **control)
+    wrong = claims.measure(claim, **control)
     assert wrong.status == "FAILED"
     assert told.outcome.value != wrong.outcome.value
 
@@ -61,7 +61,7 @@ def broken(monkeypatch):
 def test_a_claim_fails_where_the_system_is_broken(fault, broken):
     """The check itself is left as it is."""
     fault.system(broken)
-    told = claims.look(claims.claims()[fault.id], **fault.settings)
+    told = claims.measure(claims.claims()[fault.id], **fault.settings)
     assert told.status == "FAILED", "\n".join(told.lines())
 
 
@@ -189,7 +189,9 @@ def test_the_exit_code_is_0_when_all_have_passed(checks, capsys, tmp_path):
 
 
 def test_the_page_needs_no_network_and_has_the_pictures():
-    told = [claims.look(claims.claims()[id]) for id in ("zero-7p5b-2", "gpt3-years", "adam-bias", "fsdp-walkthrough")]
+    told = [
+        claims.measure(claims.claims()[id]) for id in ("zero-7p5b-2", "gpt3-years", "adam-bias", "fsdp-walkthrough")
+    ]
     html = page.page(told)
     words, pictures = re.subn(r'<img alt="[^"]+" src="data:image/png;base64,[^"]+">', "", html)
     assert pictures == sum(one.outcome.picture is not None for one in told) == 2
@@ -206,4 +208,4 @@ def test_labs_keep_their_names():
 
 
 def test_the_page_for_students_shows_what_is_printed():
-    assert_pasted(claims.look(claims.claims()["zero-7p5b-2"]).lines(), "lab.md")
+    assert_pasted(claims.measure(claims.claims()["zero-7p5b-2"]).lines(), "lab.md")

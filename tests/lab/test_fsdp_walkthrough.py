@@ -8,7 +8,7 @@ import pytest
 
 from jaxdist.lab import fsdp_walkthrough as lab
 from jaxdist.lab.__main__ import main
-from jaxdist.lab.phases import Story, cpu_mesh
+from jaxdist.lab.phases import Recorder, cpu_mesh
 from jaxdist.lab.two_layers import draw
 from jaxdist.planning.hlo import collectives, summary
 from jaxdist.sharding import Layout
@@ -100,27 +100,27 @@ def test_freed_is_freed():
     (device,) = cpu_mesh("1x1x1").devices.flat
     array = jax.device_put(np.ones((64, 64), np.float32), device)
     piece = array.addressable_shards[0].data
-    story = Story([device], {"a": array, "b": jax.device_put(np.ones(4, np.float32), device)}, watched=("b",))
-    story.free("free", "a")
+    recorder = Recorder([device], {"a": array, "b": jax.device_put(np.ones(4, np.float32), device)}, watched=("b",))
+    recorder.free("free", "a")
     assert array.is_deleted()
     assert piece.is_deleted()
-    assert [one.bytes[0] for one in story.phases] == [64 * 64 * FLOAT + 4 * FLOAT, 4 * FLOAT]
+    assert [one.bytes[0] for one in recorder.phases] == [64 * 64 * FLOAT + 4 * FLOAT, 4 * FLOAT]
 
 
 def test_what_is_told_to_be_alive_is_all_that_jax_keeps_alive(monkeypatch):
     """Also while the phase is noted, and with arrays that nobody has named."""
     others = jax.live_arrays()
     before = {id(array) for array in others}
-    kept, note = [], Story._note
+    kept, note = [], Recorder._note
 
-    def spy(story, *told):
-        note(story, *told)
+    def spy(recorder, *told):
+        note(recorder, *told)
         new = [array for array in jax.live_arrays() if id(array) not in before and not array.is_deleted()]
         pieces = [piece.data for array in new for piece in array.addressable_shards]
         buffers = {(piece.device, piece.unsafe_buffer_pointer()): piece.nbytes for piece in pieces}
         kept.append(sum(buffers.values()))
 
-    monkeypatch.setattr(Story, "_note", spy)
+    monkeypatch.setattr(Recorder, "_note", spy)
     result = lab.measure()
     assert kept == [sum(one.bytes.values()) for one in result.phases]
     assert list(result.phases[-1].alive) == ["w1", "w2"]
@@ -136,19 +136,19 @@ def test_weights_are_untouched_until_the_backward_pass_has_ended(result):
 
 def test_an_early_update_is_seen():
     (device,) = cpu_mesh("1x1x1").devices.flat
-    story = Story([device], {"w": jax.device_put(np.zeros(2, np.float32), device)}, watched=("w",))
-    story.run("nothing", lambda w: w + 0, ["w"], ["w"])
-    story.run("the sign of zero", lambda w: -w, ["w"], ["w"])
-    assert [one.initial for one in story.phases] == [True, True, False]
+    recorder = Recorder([device], {"w": jax.device_put(np.zeros(2, np.float32), device)}, watched=("w",))
+    recorder.run("nothing", lambda w: w + 0, ["w"], ["w"])
+    recorder.run("the sign of zero", lambda w: -w, ["w"], ["w"])
+    assert [one.initial for one in recorder.phases] == [True, True, False]
 
 
 @pytest.mark.parametrize("early", ["v", "w"])
 def test_an_early_update_of_one_weight_of_several_is_seen(early):
     (device,) = cpu_mesh("1x1x1").devices.flat
     arrays = {name: jax.device_put(np.ones(2, np.float32), device) for name in ("v", "w")}
-    story = Story([device], arrays, watched=("v", "w"))
-    story.run("early", lambda a: 2 * a, [early], [early])
-    assert [one.initial for one in story.phases] == [True, False]
+    recorder = Recorder([device], arrays, watched=("v", "w"))
+    recorder.run("early", lambda a: 2 * a, [early], [early])
+    assert [one.initial for one in recorder.phases] == [True, False]
 
 
 def test_it_is_the_step_of_one_device(result):

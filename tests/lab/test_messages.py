@@ -77,7 +77,7 @@ def test_a_message_in_a_loop_is_not_left_out():
     turn = lambda i, x: jax.lax.ppermute(x, "data", [(k, (k + 1) % 4) for k in range(4)])
     loop = jax.shard_map(lambda x: jax.lax.fori_loop(0, 3, turn, x), mesh=mesh, in_specs=spec, out_specs=spec)
     compiled = jax.jit(loop).lower(jax.ShapeDtypeStruct((4,), "float32")).compile()
-    with pytest.raises(ValueError, match="0 collective-permutes can be told in messages, but the program runs 3 x"):
+    with pytest.raises(ValueError, match="0 collective-permutes can be read as messages, but the program runs 3 x"):
         messages(compiled.as_text(), mesh)
 
 

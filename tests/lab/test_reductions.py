@@ -169,9 +169,9 @@ def test_the_command(monkeypatch, tmp_path, capsys):
 
 def test_a_wrong_sum_fails_the_command(runs):
     wrong = replace(runs["ring"], exact=False)
-    look = all_reduce.Look("ring", wrong, "", (runs["ring"],) * 4)
-    assert look.wrong == "ring does not make the sums of psum on 4 nodes"
-    assert not all_reduce.Result(4, [look]).passed
+    report = all_reduce.AlgorithmReport("ring", wrong, "", (runs["ring"],) * 4)
+    assert report.wrong == "ring does not make the sums of psum on 4 nodes"
+    assert not all_reduce.Result(4, [report]).passed
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_up_to_64_nodes(tmp_path):
 
     six = all_reduce.measure(6, "all", "")
     assert six.passed
-    assert [look.name for look in six.looks if look.refused] == ["halving", "doubling"]
+    assert [report.name for report in six.reports if report.refused] == ["halving", "doubling"]
     assert any(line.startswith("doubling pairs the nodes off") for line in six.lines())
 
 

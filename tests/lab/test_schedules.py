@@ -19,9 +19,9 @@ def measure(stages=4, microbatches=8, virtual_stages=0, schedule="all", picture=
 def test_all():
     result = measure()
     assert result.passed
-    assert [look.schedule.name for look in result.looks] == list(SCHEDULES)
-    assert [look.schedule.virtual for look in result.looks] == [1, 1, 2, 1, 1, 1]
-    assert [look.schedule.virtual for look in measure(virtual_stages=3).looks] == [1, 1, 3, 3, 3, 1]
+    assert [report.schedule.name for report in result.reports] == list(SCHEDULES)
+    assert [report.schedule.virtual for report in result.reports] == [1, 1, 2, 1, 1, 1]
+    assert [report.schedule.virtual for report in measure(virtual_stages=3).reports] == [1, 1, 3, 3, 3, 1]
     assert_pasted(result.lines(), "pipelines.md")
     assert max(map(len, result.lines())) <= 120
 
@@ -50,13 +50,13 @@ def test_a_wrong_schedule_fails_the_command(monkeypatch, capsys):
 
 
 def test_a_wrong_unit_and_a_wrong_number_fail_by_themselves(monkeypatch):
-    right = lab.Look.at(make("1f1b", 2, 3))
+    right = lab.ScheduleReport.at(make("1f1b", 2, 3))
     assert right.passed
     assert not replace(right, wrong="F(1,0) is not after F(0,0)").passed  # with the numbers of the formulas
     for name in right.counted:
         with monkeypatch.context() as patch:
-            patch.setattr(lab.Look, "counted", right.counted | {name: -1})
-            assert not lab.Look.at(right.schedule).passed
+            patch.setattr(lab.ScheduleReport, "counted", right.counted | {name: -1})
+            assert not lab.ScheduleReport.at(right.schedule).passed
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""How each claim is measured, topic by topic. No expected value is written here: they are in `claims.csv`."""
+"""The measurement of each claim, topic by topic. Expected values are not here: they are in `claims.csv`."""

@@ -1,4 +1,4 @@
-"""What training costs in arithmetic, how much text a model wants, and what a node's network cards send."""
+"""The arithmetic cost of training, the tokens that a model needs, and the bandwidth of a node's network cards."""
 
 from __future__ import annotations
 
@@ -29,19 +29,25 @@ OPTIMAL = Path(__file__).parents[1] / "chinchilla.csv"
 
 
 def flops_per_parameter(backward: bool = True) -> float:
-    """FLOPs for one weight and one token, counted by XLA in a product with a matrix, and in its two gradients."""
-    rows, width = 8, 16
-    x, w, dy = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, width), (width, width), (rows, width)))
+    """Return the FLOPs of one weight and one token, as XLA counts them in a matmul and in its two gradients."""
+    rows = 8
+    width = 16
+    x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    w = jax.ShapeDtypeStruct((width, width), jnp.float32)
+    dy = jax.ShapeDtypeStruct((rows, width), jnp.float32)
 
     def step(x, w, dy):
         y, vjp = jax.vjp(jnp.matmul, x, w)
-        return (y, vjp(dy)) if backward else y
+        if backward:
+            return y, vjp(dy)
+        return y
 
+    # Lowering is enough: XLA counts FLOPs without compiling.
     return jax.jit(step).lower(x, w, dy).cost_analysis()["flops"] / (rows * w.size)
 
 
 def training(expected: str, tolerance: str, parameters: float, tokens: float, backward: bool = True) -> Outcome:
-    """FLOPs to train so many parameters on so many tokens."""
+    """Measure the FLOPs to train so many parameters on so many tokens."""
     each = flops_per_parameter(backward)
     value = each * parameters * tokens
     lines = (
@@ -52,15 +58,17 @@ def training(expected: str, tolerance: str, parameters: float, tokens: float, ba
 
 
 def plain_rate(gpu: Gpu) -> float:
-    """FLOP/s of its float32 units, each of which multiplies and adds in a cycle."""
+    """Return the FLOP/s of a GPU's float32 units, each of which multiplies and adds in every cycle."""
     return 2 * gpu.cores * gpu.lanes * gpu.clock_ghz * 1e9
 
 
 def years(expected: str, tolerance: str, gpu: str = "h100") -> Outcome:
-    """How long one GPU takes for GPT-3, without its matrix units."""
-    on, parameters = GPUS[gpu], models.parameters(models.build(GPT3))
+    """Measure how long one GPU takes to train GPT-3 without its matrix units."""
+    on = GPUS[gpu]
+    parameters = models.parameters(models.build(GPT3))
     work = flops_per_parameter() * parameters * GPT3_TOKENS
     value = work / plain_rate(on) / YEAR
+    # Beside it, the count with attention, which the rule of 6 FLOPs per parameter leaves out.
     exact = flops_per_token(GPT3) * GPT3_TOKENS
     lines = (
         f"{parameters:,} parameters x {GPT3_TOKENS:.3g} tokens x {flops_per_parameter():g} = {work:.3g} FLOPs; with "
@@ -72,17 +80,19 @@ def years(expected: str, tolerance: str, gpu: str = "h100") -> Outcome:
 
 
 def tokens_per_parameter(expected: str, tolerance: str, quantile: float = 0.5) -> Outcome:
-    """The median over the published compute-optimal models."""
+    """Measure the median of tokens per parameter over the published compute-optimal models."""
     with OPTIMAL.open(newline="") as file:
-        rows = [(float(row["parameters"]), float(row["tokens"])) for row in csv.DictReader(file)]
-    ratios = [tokens / parameters for parameters, tokens in rows]
+        published = [(float(row["parameters"]), float(row["tokens"])) for row in csv.DictReader(file)]
+    ratios = [tokens / parameters for parameters, tokens in published]
     value = float(np.quantile(ratios, quantile))
-    told = [(f"{p:.3g}", f"{t:.3g}", f"{ratio:.2f}") for (p, t), ratio in zip(rows, ratios, strict=True)]
-    return Outcome(value, within(value, expected, tolerance), tuple(table([("parameters", "tokens", "ratio"), *told])))
+    rows = [("parameters", "tokens", "ratio")]
+    for (parameters, tokens), ratio in zip(published, ratios, strict=True):
+        rows.append((f"{parameters:.3g}", f"{tokens:.3g}", f"{ratio:.2f}"))
+    return Outcome(value, within(value, expected, tolerance), tuple(table(rows)))
 
 
 def network(expected: str, tolerance: str, preset: str = "alps-gh200") -> Outcome:
-    """GB/s that one GPU of a cluster sends to other nodes."""
+    """Return the GB/s that one GPU of a cluster sends to other nodes, as the planner has them."""
     found = cluster(preset)
     value = found.across.bandwidth / 1e9
     lines = (

@@ -1,4 +1,4 @@
-"""Who reads which sample, and a validation loss that no mesh changes: both from batches as a run makes them."""
+"""Which rank reads which sample, and a validation loss that no mesh changes, both from batches as a run makes them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,14 @@ from jaxdist.models import Params
 from jaxdist.planning.tables import table
 from jaxdist.training.run import Run
 
-SAMPLES, HELD_OUT, BATCH = 96, 38, 16
-"""Rows to train on, rows to validate on (the last batch of which is not full), and rows of a global batch."""
+SAMPLES = 96
+"""Rows to train on."""
+
+HELD_OUT = 38
+"""Rows to validate on; the last batch of them is not full."""
+
+BATCH = 16
+"""Rows of a global batch."""
 
 HOSTS = (1, 2, 4, 8)
 MODEL = ModelConfig(layers=2, embed=16, heads=2, vocab=64, sequence=8)
@@ -31,7 +37,7 @@ MESHES = ("1x1x1", "4x1x1", "2x2x1")
 
 @contextmanager
 def data_set() -> Iterator[DataConfig]:
-    """Token files of `SAMPLES` and `HELD_OUT` rows of random tokens, no two of them alike."""
+    """Make token files of `SAMPLES` and `HELD_OUT` rows of random tokens, no two of them alike."""
     random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         paths = []
@@ -44,7 +50,7 @@ def data_set() -> Iterator[DataConfig]:
 
 
 def windows(path: Path) -> tuple[Int[np.ndarray, "rows S"], Int[np.ndarray, "rows S"]]:
-    """The tokens of every row of a file, and the tokens that follow them: read and cut by numpy alone."""
+    """Return tokens and labels of every row of a file, read and cut by numpy alone."""
     ids = np.fromfile(path, "<u2").astype(np.int32)
     rows = (ids.size - 1) // MODEL.sequence
     used = rows * MODEL.sequence
@@ -52,18 +58,20 @@ def windows(path: Path) -> tuple[Int[np.ndarray, "rows S"], Int[np.ndarray, "row
 
 
 def started(mesh: str, data: DataConfig, seed: int = 0) -> Run:
-    """A run of the small model over CPU devices."""
+    """Return a run of the small model over CPU devices."""
     train = TrainConfig(global_batch_size=BATCH, steps=SAMPLES // BATCH, seed=seed)
     config = Config(mesh=mesh, precision="float32", model=MODEL, data=data, train=train)
     return Run(config, devices=list(cpu_mesh(mesh).devices.flat))
 
 
 def readers(hosts: int, seed: int, epoch: int, data: DataConfig) -> list[Int[np.ndarray, " n"]]:
-    """For each data rank, the samples that lie on it in the batches of an epoch, in order; a host has one rank.
+    """Return for each data rank the samples of an epoch that lie on it, in order; each host has one rank.
 
-    A sample is recognised by its tokens and labels. A row that is none of the file's samples counts as -1.
+    A sample is recognised by its tokens and labels. A row that is no sample of the file counts as -1.
     """
+    # A host is a data rank here: each reads the rows of its rank.
     run = started(f"{hosts}x1x1", data, seed)
+    # Tokens and labels together: a row whose labels are shifted wrongly is no sample of the file.
     known = {one.tobytes(): sample for sample, one in enumerate(np.concatenate(windows(data.path), axis=1))}
     steps = range(epoch * SAMPLES // BATCH, (epoch + 1) * SAMPLES // BATCH)
     batches = [run.task.batch(global_rows(seed, step, BATCH, run.task.rows), step) for step in steps]
@@ -75,7 +83,7 @@ def readers(hosts: int, seed: int, epoch: int, data: DataConfig) -> list[Int[np.
 
 
 def rows_on(device: jax.Device, batch: Batch) -> Int[np.ndarray, "rows 2*S"]:
-    """The rows of a batch that lie on a device: the tokens of each, then its labels."""
+    """Return the rows of a batch that lie on a device: the tokens of each, then its labels."""
     parts = []
     for name in ("tokens", "labels"):
         (here,) = (shard.data for shard in batch[name].addressable_shards if shard.device == device)
@@ -84,20 +92,23 @@ def rows_on(device: jax.Device, batch: Batch) -> Int[np.ndarray, "rows 2*S"]:
 
 
 def unique(expected: str, tolerance: str) -> Outcome:
-    """Two epochs of a small data set, read by one host and by several, one of them again, and with another seed."""
+    """Check that an epoch reads each sample once, on any number of hosts, in an order that epoch and seed determine."""
     with data_set() as data:
-        first = {hosts: readers(hosts, 0, 0, data) for hosts in HOSTS}
-        again, second, other = (readers(4, seed, epoch, data) for seed, epoch in ((0, 0), (0, 1), (1, 0)))
-    once = {hosts: _each_once(read) for hosts, read in first.items()}
+        first = {hosts: readers(hosts, seed=0, epoch=0, data=data) for hosts in HOSTS}
+        again = readers(4, seed=0, epoch=0, data=data)
+        second = readers(4, seed=0, epoch=1, data=data)
+        other = readers(4, seed=1, epoch=0, data=data)
+    once = [_each_once(first[hosts]) for hosts in HOSTS]
     new_order = not np.array_equal(first[4], second) and _each_once(second)
     repeats = np.array_equal(first[4], again) and not np.array_equal(first[4], other)
-    value = all(once.values()) and new_order and repeats
-    rows = [
-        (f"each of {SAMPLES} samples read once by {' '.join(map(str, HOSTS))} hosts", *map(_yes, once.values())),
-        ("a new order in a new epoch", _yes(new_order)),
-        ("the same order with the same seed only", _yes(repeats)),
-    ]
-    return Outcome(value, str(value).lower() == expected, tuple("  ".join(row) for row in rows))
+    value = all(once) and new_order and repeats
+    hosts = " ".join(map(str, HOSTS))
+    lines = (
+        f"each of {SAMPLES} samples read once by {hosts} hosts  " + "  ".join(map(_yes, once)),
+        f"a new order in a new epoch  {_yes(new_order)}",
+        f"the same order with the same seed only  {_yes(repeats)}",
+    )
+    return Outcome(value, str(value).lower() == expected, lines)
 
 
 def _each_once(read: list[Int[np.ndarray, " n"]]) -> bool:
@@ -109,42 +120,46 @@ def _yes(true: bool) -> str:
 
 
 def validation(expected: str, tolerance: str, meshes: tuple[str, ...] = MESHES) -> Outcome:
-    """The largest relative difference of a mesh's validation loss from a plain sum over all held-out rows.
+    """Measure the largest relative difference of a mesh's validation loss from a plain sum over all held-out rows.
 
-    The parameters are those before the first step. The sum is taken by numpy, in float64, over rows that numpy cut out
-    of the file; it has only the logits from the model, on one device.
+    The parameters are those before the first step. numpy takes the sum, in float64, over rows that numpy cut out of the
+    file; only the logits come from the model, on one device.
     """
     with data_set() as data:
+        # All meshes get the same parameters, drawn on one device.
         alone = started("1x1x1", data)
         with jax.set_mesh(alone.mesh):
             params = jax.device_get(jax.jit(alone.forward.init)(jax.random.key(0))[0])
         wanted = plain_loss(alone, params, data.validation_path)
         found = {mesh: validated(started(mesh, data), params) for mesh in meshes}
-    apart = {mesh: abs(loss - wanted) / wanted for mesh, loss in found.items()}
-    value = max(apart.values())
-    rows = [(mesh, f"{loss:.7f}", f"{apart[mesh]:.1e}") for mesh, loss in found.items()]
-    plain = (f"plain sum over {HELD_OUT} rows", f"{wanted:.7f}", "")
-    lines = table([("mesh", "loss", "from the plain sum"), plain, *rows])
-    return Outcome(value, within(value, expected, tolerance), tuple(lines))
+    differences = {mesh: abs(loss - wanted) / wanted for mesh, loss in found.items()}
+    value = max(differences.values())
+    rows = [("mesh", "loss", "from the plain sum"), (f"plain sum over {HELD_OUT} rows", f"{wanted:.7f}", "")]
+    for mesh, loss in found.items():
+        rows.append((mesh, f"{loss:.7f}", f"{differences[mesh]:.1e}"))
+    return Outcome(value, within(value, expected, tolerance), tuple(table(rows)))
 
 
 def plain_loss(run: Run, params: Params, path: Path) -> float:
-    """Mean cross-entropy in nats of every token of a file but its first, a row at a time as the model reads it."""
+    """Return the mean cross-entropy in nats of every token of a file but its first, cut into the rows of the model."""
     tokens, labels = windows(path)
     with jax.set_mesh(run.mesh):
         logits = np.asarray(jax.jit(run.forward.logits)(run.forward.weights(params), tokens), np.float64)
+    # The loss of a token is log sum exp of its logits minus the logit of its label.
     chosen = np.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     return float(np.mean(log_sum_exp(logits) - chosen))
 
 
 def log_sum_exp(logits: Float[np.ndarray, "... V"]) -> Float[np.ndarray, "..."]:
+    """Return the logarithm of the sum of exponentials over the vocabulary, without overflow."""
     largest = logits.max(axis=-1)
     return largest + np.log(np.exp(logits - largest[..., None]).sum(axis=-1))
 
 
 def validated(run: Run, params: Params) -> float:
-    """The validation loss that a run finds for these parameters, over all of its held-out rows."""
+    """Return the validation loss that a run finds for these parameters, over all of its held-out rows."""
     with jax.set_mesh(run.mesh):
+        # As the run places its parameters at rest.
         where = jax.tree.map(lambda place: jax.NamedSharding(run.mesh, place.rest), run.forward.places)
         return run.validate(jax.device_put(params, where), {}, batches=0)["loss"]
 

@@ -1,4 +1,4 @@
-"""Model states by ZeRO stage, and what it takes to hold the large models: from abstract arrays, on no device."""
+"""Model states by ZeRO stage, and the devices that hold the large models, from abstract arrays without any device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxdist.planning.tables import table
 from jaxdist.training.run import Run
 
 GB = 10**9
-SEVEN = ModelConfig(family="llama", layers=36, embed=4096, heads=32, mlp=11008, vocab=51200, sequence=1024)
+LLAMA_7B = ModelConfig(family="llama", layers=36, embed=4096, heads=32, mlp=11008, vocab=51200, sequence=1024)
 """About 7.5 billion parameters, all of which 1024 devices can split."""
 
 GPT2 = ModelConfig(layers=48, embed=1600, heads=25, vocab=50257, sequence=1024)
@@ -33,45 +33,50 @@ GPT2 = ModelConfig(layers=48, embed=1600, heads=25, vocab=50257, sequence=1024)
 GPT3 = ModelConfig(layers=96, embed=12288, heads=96, vocab=50257, sequence=2048)
 """GPT-3 175B (Brown et al. 2020, table 2.1)."""
 
-PALM, PALM_EXACT = 540_000_000_000, 540_350_000_000
-"""Parameters, as its name has them and as Chowdhery et al. 2022, table 1, count them. Its layers, of two parts side by
-side, are none that this system has."""
+# PaLM is given by its number of parameters: its layers, of two parts side by side, do not exist here.
+PALM = 540_000_000_000
+"""Parameters by PaLM's name."""
+
+PALM_EXACT = 540_350_000_000
+"""Parameters as counted by Chowdhery et al. 2022, table 1."""
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes that one device holds of the model's states."""
+    """Bytes of the model's states that one device holds."""
 
     parameters: int
-    """Elements, of the whole model."""
+    """Elements of the whole model."""
     weights: int
     gradients: int
-    """Split where the accumulators of the run are, and of the 2 bytes that the paper counts."""
+    """As the run shards its gradient accumulators, but at the 2 bytes that the paper counts."""
     optimizer: int
     """Masters and moments, in float32."""
     within_step: int
-    """What the planner predicts for gradients while a step runs: reduced ones in float32, one layer's whole."""
+    """The planner's prediction of gradients while a step runs: reduced ones in float32, and one layer's whole."""
 
     @property
     def total(self) -> int:
+        """Weights, gradients, masters and moments."""
         return self.weights + self.gradients + self.optimizer
 
 
 @cache
 def states(zero: int, devices: int) -> States:
-    """Of data parallelism over so many devices at this ZeRO stage, with AdamW; none of them has to be there.
+    """Return the states of data parallelism over so many devices at this ZeRO stage, with AdamW, without devices.
 
-    Measured on the shards of the state that the run begins with, and of the accumulators of its gradients.
+    They are measured on the shards of the state that the run begins with, and of its gradient accumulators.
     """
     config = Config(
         mesh=f"{devices}x1x1",
         precision="mixed",
-        model=SEVEN,
+        model=LLAMA_7B,
         parallel=ParallelConfig(zero=zero),
         optimizer=OptimizerConfig(warmup=0),
         train=TrainConfig(global_batch_size=devices),
     )
     run = Run(config, dry=True)
+    # The steps shape only the learning-rate schedule, but the optimizer cannot be made without them.
     run.steps = 1
     with jax.sharding.use_abstract_mesh(run.mesh):
         state = run.abstract()
@@ -86,71 +91,83 @@ def states(zero: int, devices: int) -> States:
 
 
 def on_one_device(tree: Any, width: int | None = None) -> int:
-    """Bytes of the arrays of `tree` that lie on one device, scalars left out; `width` is that of an element, if not
-    its own."""
+    """Return the bytes of the arrays of `tree` that lie on one device, without scalars.
+
+    `width` is the bytes of an element, by default those of its dtype.
+    """
     count = 0
     for array in jax.tree.leaves(tree):
+        # Scalars, such as the step, are no model states in the paper's sense.
         if array.ndim:
             count += math.prod(array.sharding.shard_shape(array.shape)) * (width or array.dtype.itemsize)
     return count
 
 
 def factor(expected: str, tolerance: str, zero: int, devices: int = 1024) -> Outcome:
-    """How many times less a device holds than without partitioning."""
+    """Measure how many times less a device holds than without partitioning."""
     whole = states(0, 1).total
-    counts = [n for n in (4, 64, 256) if n < devices] + [devices]
-    rows = [(str(n), f"{states(zero, n).total / GB:.2f} GB", f"{whole / states(zero, n).total:.3f}") for n in counts]
+    rows = [("devices", "states", "factor")]
+    for n in [n for n in (4, 64, 256) if n < devices] + [devices]:
+        total = states(zero, n).total
+        rows.append((str(n), f"{total / GB:.2f} GB", f"{whole / total:.3f}"))
     value = whole / states(zero, devices).total
-    return Outcome(value, within(value, expected, tolerance), tuple(table([("devices", "states", "factor"), *rows])))
+    return Outcome(value, within(value, expected, tolerance), tuple(table(rows)))
 
 
 def linear(expected: str, tolerance: str, zero: int = 3) -> Outcome:
-    """Whether the factor is the number of devices, exactly, at every power of two."""
-    whole, counts = states(zero, 1).total, [2**n for n in range(11)]
+    """Check whether the factor is exactly the number of devices, at every power of two up to 1024."""
+    whole = states(zero, 1).total
+    counts = [2**n for n in range(11)]
+    # Fractions compare exactly.
     factors = {n: Fraction(whole, states(zero, n).total) for n in counts}
-    value = "N" if all(found == n for n, found in factors.items()) else f"{float(factors[counts[-1]]):.4g} at N=1024"
+    value = f"{float(factors[counts[-1]]):.4g} at N=1024"
+    if all(found == n for n, found in factors.items()):
+        value = "N"
     lines = table([("N", "factor"), *((str(n), f"{float(found):g}") for n, found in factors.items())])
     return Outcome(value, value == expected, tuple(lines))
 
 
 def gigabytes(expected: str, tolerance: str, zero: int, devices: int = 64) -> Outcome:
-    """Of a model of 7.5 billion parameters."""
+    """Measure the GB that a device holds of the states of a model of 7.5 billion parameters."""
     held = states(zero, devices)
     value = held.total / GB
-    parts = {"weights": held.weights, "gradients": held.gradients, "masters and moments": held.optimizer}
     lines = [
         f"{held.parameters:,} parameters, {devices} devices, ZeRO {zero}; one device holds",
-        *table([(name, f"{count / GB:8.3f} GB") for name, count in parts.items()]),
+        *table([(name, f"{count:8.3f} GB") for name, count in _in_gigabytes(held).items()]),
         *_gradients(held, zero),
     ]
     return Outcome(value, within(value, expected, tolerance), tuple(lines), partial(_bars, devices=devices))
 
 
+def _in_gigabytes(held: States) -> dict[str, float]:
+    """Return the parts of the states in GB."""
+    parts = {"weights": held.weights, "gradients": held.gradients, "masters and moments": held.optimizer}
+    return {name: count / GB for name, count in parts.items()}
+
+
 def _gradients(held: States, zero: int) -> list[str]:
-    """What differs from the paper."""
-    told = "The paper counts gradients of 2 bytes. Here they exist only while a step runs: "
-    told += f"{held.within_step / GB:.3f} GB are predicted"
+    """Return how gradients differ from the paper."""
+    predicted = f"{held.within_step / GB:.3f} GB are predicted"
+    text = f"The paper counts gradients of 2 bytes. Here they exist only while a step runs: {predicted}"
     if zero < 2:
-        return [f"{told}."]
+        return [f"{text}."]
     return [
-        f"{told},",
+        f"{text},",
         "one layer and the table whole at a time, and each shard, once it is reduced, in float32: 4 bytes.",
     ]
 
 
 def _bars(path: Path, devices: int) -> None:
-    columns = {}
-    for zero in range(4):
-        held = states(zero, devices)
-        parts = {"weights": held.weights, "gradients": held.gradients, "masters and moments": held.optimizer}
-        columns[f"ZeRO {zero}"] = {name: count / GB for name, count in parts.items()}
+    """Draw the states of every ZeRO stage."""
+    columns = {f"ZeRO {zero}": _in_gigabytes(states(zero, devices)) for zero in range(4)}
     title = f"model states of {states(0, 1).parameters / 1e9:.2f} billion parameters on {devices} devices"
     pictures.bars(columns, "GB per device", title, path)
 
 
 def weights(expected: str, tolerance: str, dtype: str = "bfloat16") -> Outcome:
-    """GB of GPT-3's parameters."""
-    count, width = models.parameters(models.build(GPT3)), jnp.dtype(dtype).itemsize
+    """Measure the GB of GPT-3's parameters."""
+    count = models.parameters(models.build(GPT3))
+    width = jnp.dtype(dtype).itemsize
     value = count * width / GB
     return Outcome(value, within(value, expected, tolerance), (f"{count:,} parameters of {width} bytes",))
 
@@ -158,11 +175,20 @@ def weights(expected: str, tolerance: str, dtype: str = "bfloat16") -> Outcome:
 def devices(
     expected: str, tolerance: str, of: ModelConfig | int, dtype: str = "bfloat16", room: int = 8, exactly: int = 0
 ) -> Outcome:
-    """How many of `room` GB hold the parameters of a model, given by its sizes or as a number, which `exactly` is what
-    it stands for."""
+    """Measure how many devices of `room` GB hold the parameters of a model.
+
+    The model is given by its configuration or by a number of parameters; `exactly` is the number that a rounded one
+    stands for.
+    """
     width = jnp.dtype(dtype).itemsize
-    needed = lambda count: math.ceil(count * width / (room * GB))
-    count = of if isinstance(of, int) else models.parameters(models.build(of))
+
+    def needed(count: int) -> int:
+        return math.ceil(count * width / (room * GB))
+
+    if isinstance(of, int):
+        count = of
+    else:
+        count = models.parameters(models.build(of))
     lines = [f"{count:,} parameters of {width} bytes are {count * width / GB:.2f} GB; a device has {room} GB"]
     if exactly:
         lines.append(f"of {exactly:,}, which the number stands for, it takes {needed(exactly)}")
@@ -170,27 +196,32 @@ def devices(
 
 
 def per_parameter(expected: str, tolerance: str, precision: str = "mixed") -> Outcome:
-    """Bytes of the train state by the dtypes that it has, and of the gradients that the backward pass makes."""
+    """Measure the bytes per parameter of the train state, and of the gradients that the backward pass makes."""
     sizes = ModelConfig(layers=1, embed=16, heads=2, vocab=32, sequence=8)
-    optimizer = OptimizerConfig(warmup=0)
-    run = Run(
-        Config(precision=precision, model=sizes, optimizer=optimizer), devices=list(cpu_mesh("1x1x1").devices.flat)
-    )
+    config = Config(precision=precision, model=sizes, optimizer=OptimizerConfig(warmup=0))
+    run = Run(config, devices=list(cpu_mesh("1x1x1").devices.flat))
     run.steps = 1
+
+    def loss(weights, batch):
+        return run.forward.loss(weights, None, {}, batch, None)[0]
+
     with jax.set_mesh(run.mesh):
-        state, batch = run.abstract(), run.batch()
+        state = run.abstract()
+        batch = run.batch()
+        # In float32 there is no copy of the weights besides the masters.
         used = state.weights or jax.eval_shape(run.forward.weights, state.params)
-        loss = lambda weights, batch: run.forward.loss(weights, None, {}, batch, None)[0]
         gradients = jax.eval_shape(jax.grad(loss), used, batch)
-    elements = models.parameters(run.model)
     parts = {
         "weights": state.weights or {},
         "gradients": gradients,
         "master weights": state.params,
         "moments": [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim],
     }
-    held = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-    each = {name: Fraction(held(tree), elements) for name, tree in parts.items()}
+    elements = models.parameters(run.model)
+    each = {}
+    for name, tree in parts.items():
+        held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+        each[name] = Fraction(held, elements)
     value = f"{each['weights']} + {each['gradients']} + {each['master weights'] + each['moments']}"
     lines = table([(name, f"{bytes} bytes") for name, bytes in each.items()])
     return Outcome(value, value == expected, (f"per parameter, {precision}:", *lines))

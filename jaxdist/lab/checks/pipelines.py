@@ -1,4 +1,4 @@
-"""Schedules counted unit by unit, weight versions, uneven stages, and pipelines beside tensor parallelism."""
+"""Bubbles counted unit by unit, weight versions, uneven stages, and pipelines compared with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -27,25 +27,30 @@ from jaxdist.planning.tables import table
 from jaxdist.sharding import Layout, rules
 from jaxdist.units import size
 
+# Of a stage and a micro-batch: B takes twice as long as F. They are fractions, so that sums are exact.
 TIMES = Times(Fraction(1), Fraction(1), Fraction(1))
-"""Of a stage and a micro-batch: B takes twice as long as F. Fractions, so that what is equal is equal."""
+
+STAGES = (1, 2, 3, 4, 8)
+MICRO_BATCHES = (1, 2, 4, 5, 8, 32)
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def formula(text: str, **values: int) -> Fraction:
-    """What a formula of the table comes to: names, whole numbers, + - * / and parentheses."""
+    """Return the value of a formula of the table: names, whole numbers, + - * / and parentheses."""
 
-    def of(node: ast.expr) -> Fraction:
+    def value(node: ast.expr) -> Fraction:
         if isinstance(node, ast.BinOp):
-            return OPERATIONS[type(node.op)](of(node.left), of(node.right))
-        return Fraction(values[node.id] if isinstance(node, ast.Name) else node.value)
+            return OPERATIONS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.Name):
+            return Fraction(values[node.id])
+        return Fraction(node.value)
 
-    return of(ast.parse(text, mode="eval").body)
+    return value(ast.parse(text, mode="eval").body)
 
 
 def speed_up(expected: str, tolerance: str, stages: int = 4, micro_batches: int = 1) -> Outcome:
-    """Of a pipeline over one device, which runs all stages one after the other."""
+    """Measure the speed-up of a pipeline over one device that runs all stages one after the other."""
     schedule = make("gpipe", stages, micro_batches)
     cost = bubble(schedule, TIMES)
     value = float(stages * cost.work / cost.lockstep)
@@ -54,21 +59,27 @@ def speed_up(expected: str, tolerance: str, stages: int = 4, micro_batches: int 
 
 
 def bubble_fraction(expected: str, tolerance: str, schedule: str = "gpipe") -> Outcome:
-    """The share of time that a rank waits, in every pipeline of up to 8 stages and 32 micro-batches."""
-    cases = [(S, M) for S in (1, 2, 3, 4, 8) for M in (1, 2, 4, 5, 8, 32)]
-    counted = {(S, M): bubble(make(schedule, S, M), TIMES).share for S, M in cases}
-    wrong = [case for case in cases if counted[case] != formula(expected, S=case[0], M=case[1])]
-    rows = [(f"{S}", *(str(counted[S, M]) for M in (1, 2, 4, 5, 8, 32))) for S in (1, 2, 3, 4, 8)]
-    value = expected if not wrong else f"{counted[wrong[0]]} at S, M = {wrong[0][0]}, {wrong[0][1]}"
-    lines = table([("S \\ M", "1", "2", "4", "5", "8", "32"), *rows])
+    """Check the share of time that a rank waits, in every pipeline of up to 8 stages and 32 micro-batches."""
+    counted = {(S, M): bubble(make(schedule, S, M), TIMES).share for S in STAGES for M in MICRO_BATCHES}
+    wrong = [(S, M) for (S, M), share in counted.items() if share != formula(expected, S=S, M=M)]
+    value = expected
+    if wrong:
+        S, M = wrong[0]
+        value = f"{counted[S, M]} at S, M = {S}, {M}"
+    rows = [("S \\ M", *map(str, MICRO_BATCHES))]
+    for S in STAGES:
+        rows.append((str(S), *(str(counted[S, M]) for M in MICRO_BATCHES)))
+    # Draw the schedule beside the two best-known ones; the dict drops a repeated name.
     drawn = [make(name, 4, 8) for name in dict.fromkeys((schedule, "gpipe", "1f1b"))]
-    return Outcome(value, not wrong, (f"counted in {len(cases)} schedules:", *lines), partial(timeline.picture, drawn))
+    lines = (f"counted in {len(counted)} schedules:", *table(rows))
+    return Outcome(value, not wrong, lines, partial(timeline.picture, drawn))
 
 
 def versions(schedule: Schedule) -> list[int]:
-    """Rank -> the most versions of its weights that it needs at a time, its newest among them.
+    """Return for each rank the most versions of its weights that it needs at a time, the newest included.
 
-    A rank of a pipeline without a flush is updated after each B; the F of a micro-batch and its B want the same ones.
+    A rank of a pipeline without a flush is updated after each B, and the F and B of a micro-batch use the same version
+    (weight stashing).
     """
     if not schedule.flush:
         return [_most(F, B) for F, B in zip(schedule.forward, schedule.backward, strict=True)]
@@ -76,59 +87,81 @@ def versions(schedule: Schedule) -> list[int]:
 
 
 def _most(forward: np.ndarray, backward: np.ndarray) -> int:
-    """Of one rank, whose F and B of each micro-batch are in these ticks."""
+    """Return the most versions of one rank, from the ticks of F and B of each micro-batch."""
+    # The version that a micro-batch uses is the number of updates before its F.
     used = [int(np.sum(backward < tick)) for tick in forward]
-    ticks = range(int(backward.max()) + 1)
-    wanted = ({u for u, f, b in zip(used, forward, backward, strict=True) if f <= t <= b} for t in ticks)
-    return max(map(len, wanted))
+    most = 0
+    for tick in range(int(backward.max()) + 1):
+        wanted = {u for u, f, b in zip(used, forward, backward, strict=True) if f <= tick <= b}
+        most = max(most, len(wanted))
+    return most
 
 
 def stashed(expected: str, tolerance: str, schedule: str = "pipedream") -> Outcome:
-    """From the first to the last of S stages, in pipelines of 2 to 8 that go on for many batches."""
+    """Measure the weight versions of the first and last of S stages, in pipelines of 2 to 8 over many batches."""
+    # Enough batches for every rank to reach its steady state.
     found = {S: versions(make(schedule, S, 4 * S)) for S in range(2, 9)}
-    told = {S: f"{of[0]}..{of[-1]}" for S, of in found.items()}
-    wrong = [S for S in found if told[S] != expected.replace("S", str(S))]
-    value = f"{told[wrong[0]]} of {wrong[0]} stages" if wrong else expected
+    value = expected
+    for S, of in found.items():
+        span = f"{of[0]}..{of[-1]}"
+        if span != expected.replace("S", str(S)):
+            value = f"{span} of {S} stages"
+            break
     rows = [(str(S), " ".join(map(str, of))) for S, of in found.items()]
-    drawn = partial(timeline.picture, make(schedule, 4, 8))
-    return Outcome(value, not wrong, tuple(table([("S", "versions by rank"), *rows])), drawn)
+    lines = tuple(table([("S", "versions by rank"), *rows]))
+    return Outcome(value, value == expected, lines, partial(timeline.picture, make(schedule, 4, 8)))
 
 
 def planned(config: Config) -> tuple[Layout, models.Model, pipelines.Pipeline | None]:
-    """What follows from a configuration on devices that need not be there."""
+    """Return layout, model and pipeline of a configuration, without its devices."""
     shape = parse_mesh(config.mesh)
     layout = Layout.on(abstract_mesh(shape), rules(config, shape), CPU)
     return layout, models.build(config.model, layout), pipelines.pipeline_of(config, layout)
 
 
 def layer_split(expected: str, tolerance: str, stages: int = 64) -> Outcome:
-    """How many stages have how many layers, with the sentence that tells what this costs."""
+    """Measure how many stages have how many layers, and whether the planner's note says what an uneven split costs."""
     config = Config(mesh=f"1x8x{stages}", precision="mixed", model=GPT3, pipeline=PipelineConfig(microbatches=stages))
     layout, _, pipe = planned(config)
     counts = sorted(Counter(pipe.stages.sizes).items(), reverse=True)
-    value = f"{counts[0][1]} stages of {counts[0][0]}" + "".join(f" and {n} of {layers}" for layers, n in counts[1:])
+    value = f"{counts[0][1]} stages of {counts[0][0]}"
+    for layers, count in counts[1:]:
+        value += f" and {count} of {layers}"
     notes = [note for note in pipelines.notes(config, layout, pipe) if note.startswith("model.layers")]
+    # Stages of different sizes are padded, which costs time, and the planner must say so.
     reported = bool(notes) == pipe.stages.padded
-    lines = tuple(line for note in notes for line in textwrap.wrap(note, 120)) or ("all stages are alike",)
+    lines = [line for note in notes for line in textwrap.wrap(note, 120)]
+    if not lines:
+        lines = ["all stages are alike"]
     drawn = partial(pictures.cube, model=8, layers=pipe.stages.sizes)
-    return Outcome(value, value == expected and reported, lines, drawn)
+    return Outcome(value, value == expected and reported, tuple(lines), drawn)
 
 
 def inter_intra(expected: str, tolerance: str, inter: str = "1x1x4", intra: str = "1x4x1") -> Outcome:
-    """A pipeline and tensor parallelism on as many devices: what one device sends in a step, and how long it waits."""
+    """Compare a pipeline with tensor parallelism on as many devices: bytes sent per device and step, and idle time."""
     sizes = ModelConfig(family="llama", layers=16, embed=2048, heads=16, vocab=32000, sequence=2048)
     train = TrainConfig(global_batch_size=32, accumulation=8)
-    rows, found = [("", "sent per device and step", "idle")], {}
+    rows = [("", "sent per device and step", "idle")]
+    sent = {}
+    idle = {}
     for name, mesh in (("PP", inter), ("TP", intra)):
         config = Config(mesh=mesh, precision="mixed", model=sizes, train=train)
         layout, model, pipe = planned(config)
-        sent = sum(one.wire_bytes for one in communication.predict(config, model, layout))
-        found[name] = sent, pipe.bubble.share if pipe else 0
-        rows.append((f"{name}, {mesh}", size(sent), f"{found[name][1]:.1%}"))
-    sign = lambda i: "<" if found["PP"][i] < found["TP"][i] else ">" if found["PP"][i] > found["TP"][i] else "="
-    value = f"bytes: PP {sign(0)} TP; idle: PP {sign(1)} TP"
+        sent[name] = sum(one.wire_bytes for one in communication.predict(config, model, layout))
+        idle[name] = 0 if pipe is None else pipe.bubble.share
+        rows.append((f"{name}, {mesh}", size(sent[name]), f"{idle[name]:.1%}"))
+    value = f"bytes: PP {_sign(sent)} TP; idle: PP {_sign(idle)} TP"
     about = f"{sizes.layers} layers of {sizes.embed}; 8 micro-batches of 4 rows of {sizes.sequence}:"
     return Outcome(value, value == expected, (about, *table(rows)))
+
+
+def _sign(of: dict[str, float]) -> str:
+    """Return how PP compares with TP: `<`, `>` or `=`."""
+    if of["PP"] < of["TP"]:
+        return "<"
+    if of["PP"] > of["TP"]:
+        return ">"
+    return "="
 
 
 CHECKS = {

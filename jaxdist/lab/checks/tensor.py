@@ -1,4 +1,4 @@
-"""Tensor parallelism (Shoeybi et al. 2019, section 3) as the models write it: what is split, and what moves."""
+"""Tensor parallelism (Shoeybi et al. 2019, section 3) as the models write it: the shards, and what is communicated."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from jaxdist.sharding import RULES, Layout
 
 
 class Block(NamedTuple):
-    """A column-parallel product and a row-parallel one, on 2 devices."""
+    """Collectives of a column-parallel matmul and a row-parallel one, on 2 devices."""
 
     forward: dict[str, int]
     """Kind of collective -> calls."""
     backward: dict[str, int]
-    """From the gradient of what the second has made to those of input and weights."""
+    """Kind of collective -> calls, from the gradient of the output to the gradients of input and weights."""
 
 
 def block(sequence: bool) -> Block:
-    """Compiled, each pass for itself. `sequence` splits the residual stream along the sequence."""
+    """Compile each pass by itself; `sequence` splits the residual stream along the sequence."""
     mesh = cpu_mesh("1x2x1")
+    # Sequence parallelism replaces the all-reduces by all-gathers and reduce-scatters (Korthikanti et al. 2022).
     layout = Layout.on(mesh, {**RULES, "residual": RULES["mlp"] if sequence else ()})
-    place = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-    x = place((2, 8, 16), layout.activation("BsD"))
-    up, down = place((16, 32), layout.spec(("embed", "mlp"))), place((32, 16), layout.spec(("mlp", "embed")))
+    x = _abstract((2, 8, 16), NamedSharding(mesh, layout.activation("BsD")))
+    up = _abstract((16, 32), NamedSharding(mesh, layout.spec(("embed", "mlp"))))
+    down = _abstract((32, 16), NamedSharding(mesh, layout.spec(("mlp", "embed"))))
 
     def forward(x, up, down):
         hidden = einsum(layout, "BSD,DF->BSF", enter(layout, x, "mlp"), up)
@@ -44,51 +45,73 @@ def block(sequence: bool) -> Block:
         return jax.vjp(forward, x, up, down)[1](dy)
 
     with jax.set_mesh(mesh):
-        programs = jax.jit(forward).lower(x, up, down), jax.jit(backward).lower(x, up, down, x)
-        return Block(*(calls_on_arrays(collectives(one.compile().as_text(), mesh)) for one in programs))
+        return Block(
+            _calls(jax.jit(forward).lower(x, up, down), mesh),
+            _calls(jax.jit(backward).lower(x, up, down, x), mesh),
+        )
+
+
+def _abstract(shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+
+def _calls(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh) -> dict[str, int]:
+    """Compile a program; returns the calls of each kind of collective on arrays."""
+    return calls_on_arrays(collectives(lowered.compile().as_text(), mesh))
 
 
 def column_row(expected: str, tolerance: str, sequence: bool = False) -> Outcome:
-    """All-reduces of the forward pass and of the backward pass; nothing else may move."""
+    """Measure the all-reduces of the forward and the backward pass; there may be no other collective."""
     found = block(sequence)
-    forward, backward = (calls.get(ALL_REDUCE, 0) for calls in found)
+    forward = found.forward.get(ALL_REDUCE, 0)
+    backward = found.backward.get(ALL_REDUCE, 0)
     value = f"{forward} + {backward}"
+    # Nothing but the all-reduces may move, or the count of these means little.
     others = {*found.forward, *found.backward} - {ALL_REDUCE}
     lines = (
         "gelu(x A) B, A split by columns and B by rows over 2 devices, compiled:",
-        f"forward   {_told(found.forward)}",
-        f"backward  {_told(found.backward)}",
+        f"forward   {_calls_text(found.forward)}",
+        f"backward  {_calls_text(found.backward)}",
     )
     drawn = partial(pictures.column_row, forward=forward, backward=backward)
     return Outcome(value, value == expected and not others, lines, drawn)
 
 
-def _told(calls: dict[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in calls.items()) or "nothing moves"
+def _calls_text(calls: dict[str, int]) -> str:
+    if not calls:
+        return "nothing moves"
+    return ", ".join(f"{count} {kind}" for kind, count in calls.items())
 
 
 def split(expected: str, tolerance: str, by: str = "columns", size: int = 4096) -> Outcome:
-    """A square weight over 2 devices: the shard of one, and the product beside that of the whole weight."""
+    """Measure the shard of a square weight over 2 devices, and compare the matmul with that of the whole weight."""
     mesh = cpu_mesh("1x2x1")
-    layout, random = Layout.on(mesh), np.random.default_rng(0)
-    x, w = (random.standard_normal((rows, size)).astype(np.float32) for rows in (4, size))
-    columns = by == "columns"
-    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
-    weight = put(w, layout.spec(("embed", "mlp") if columns else ("mlp", "embed")))
-    rows = put(x[None], layout.activation("BSD" if columns else "BSF"))
+    layout = Layout.on(mesh)
+    random = np.random.default_rng(0)
+    x = random.standard_normal((4, size)).astype(np.float32)
+    w = random.standard_normal((size, size)).astype(np.float32)
+    if by == "columns":
+        weight_spec = layout.spec(("embed", "mlp"))
+        row_spec = layout.activation("BSD")
+    else:
+        weight_spec = layout.spec(("mlp", "embed"))
+        row_spec = layout.activation("BSF")
+    weight = jax.device_put(w, NamedSharding(mesh, weight_spec))
+    rows = jax.device_put(x[None], NamedSharding(mesh, row_spec))
 
-    def product(x, w):
-        if columns:
+    def matmul(x, w):
+        if by == "columns":
             return einsum(layout, "BSD,DF->BSF", enter(layout, x, "mlp"), w)
         return einsum(layout, "BSF,FD->BsD", x, w)
 
     with jax.set_mesh(mesh):
-        found = np.asarray(jax.jit(product)(rows, weight))[0]
+        found = np.asarray(jax.jit(matmul)(rows, weight))[0]
+    # By numpy, on the whole weight.
     whole = x @ w
-    apart = float(np.max(np.abs(found - whole)) / np.max(np.abs(whole)))
+    difference = float(np.max(np.abs(found - whole)) / np.max(np.abs(whole)))
     value = " x ".join(map(str, weight.addressable_shards[0].data.shape))
-    lines = (f"the product differs from that of the whole weight by {apart:.1e} of its largest element",)
-    return Outcome(value, value == expected and apart <= float(tolerance), lines)
+    lines = (f"the product differs from that of the whole weight by {difference:.1e} of its largest element",)
+    return Outcome(value, value == expected and difference <= float(tolerance), lines)
 
 
 CHECKS = {
