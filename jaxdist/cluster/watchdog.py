@@ -58,6 +58,7 @@ class Watchdog:
         """Processes that have been reported as lost."""
         self._last_look = time.monotonic()
         """When the heartbeats of the others were last read."""
+        self._reporter: threading.Thread | None = None
         self._end = threading.Event()
 
     def __enter__(self) -> Watchdog:
@@ -160,24 +161,25 @@ class Watchdog:
         now = time.monotonic()
         if min(now - self._phase_began, now - self._last_look) < heartbeat.LEAST_INTERVAL:
             return
+        if self._reporter is not None and self._reporter.is_alive():
+            return
         self._last_look = now
-        sentences = self._in_time(self._find_lost)
-        if sentences:
-            faults.say(self.env, *sentences)
+        # In a thread of its own: the file system may be slow, or be what hangs.
+        self._reporter = threading.Thread(target=self._look_for_lost, name="jaxdist-look", daemon=True)
+        self._reporter.start()
 
-    def _find_lost(self) -> list[str]:
-        """Return a sentence for each process whose heartbeats are missing and that was not reported yet."""
-        sentences = []
+    def _look_for_lost(self) -> None:
+        """Report each process whose heartbeats are missing and that was not reported yet."""
         for beat in heartbeat.read(self._heartbeat.folder):
             age = time.time() - beat.time
             if beat.process in self._reported or beat.ended is not None or age <= MISSED * beat.every:
                 continue
             self._reported.add(beat.process)
-            sentences.append(
+            faults.say(
+                self.env,
                 f"{beat.name} is lost or cut off at step {self.step}: no heartbeat for {age:.0f} s; "
-                f"when the job ends, {self.goes_on()}"
+                f"when the job ends, {self.goes_on()}",
             )
-        return sentences
 
     def _find_stragglers(self) -> list[str]:
         """Return a sentence for each process that the others wait for, from the heartbeats."""

@@ -97,10 +97,10 @@ def test_what_hangs_is_ended_and_shows_where(words, tmp_path, processes):
 @pytest.mark.parametrize("who", [0, 1])
 def test_killed_without_a_launcher_the_others_notice(words, tmp_path, who):
     """In a step a closed connection tells; in a barrier, as of a save, only that nothing is heard, as in the next."""
-    with job(train(words(*LONG, "--fault.heartbeat-seconds=25"), 2)) as running:
+    with job(train(words(*LONG, "--fault.heartbeat-seconds=60"), 2)) as running:
         until(lambda: saved(tmp_path / "run") >= 5, running)
         running[who].kill()
-        codes = ends(running, 60)
+        codes = ends(running, 90)
         said = running[1 - who].said()
     assert codes[who] == -signal.SIGKILL
     assert codes[1 - who] not in (0, 85)
@@ -118,11 +118,14 @@ def test_killed_without_a_launcher_the_others_notice(words, tmp_path, who):
 
 @pytest.mark.slow
 def test_a_process_that_is_not_heard_of_is_named_before_the_job_ends(words, tmp_path):
-    """As when its host is cut off: no connection is closed, and JAX ends the job with a trace of C++ in the end."""
-    with job(train(words(*LONG, "--fault.heartbeat-seconds=25"), 2)) as running:
+    """As when its host is cut off: no connection is closed, and JAX ends the job with a trace of C++ in the end.
+
+    JAX may count from half of its time before the stop: the limit leaves room for this.
+    """
+    with job(train(words(*LONG, "--fault.heartbeat-seconds=60"), 2)) as running:
         until(lambda: saved(tmp_path / "run") >= 5, running)
         running[1].send_signal(signal.SIGSTOP)
-        assert ends(running[:1], 60) != [0]
+        until(lambda: "is lost or cut off" in running[0].said(), running, 30)
         named = [line for line in running[0].said().splitlines() if "is lost or cut off" in line]
     sentence = rf"process 1 on {socket.gethostname()} is lost or cut off at step \d+: no heartbeat for 1\d s; when "
     assert len(named) == 1
