@@ -1,4 +1,4 @@
-"""Published rows against the closed forms of `planning.theory`, by source, and published times against the planner's.
+"""Published rows against the forms of `tests.planning.theory`, by source, and published times against ours.
 
     python -m benchmarks.planning [times]
     python -m benchmarks.planning alternatives results_intra_ablation_ref.tsv

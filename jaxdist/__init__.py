@@ -25,7 +25,7 @@ if _is_a_command() and signal.getsignal(signal.SIGINT) is signal.default_int_han
 
 
 def __getattr__(name: str) -> object:
-    """The library is imported when it is asked for, so that `--help` of a command needs no jax."""
+    """Import the library when it is asked for, so that `--help` of a command needs no jax."""
     if name not in __all__:
         raise AttributeError(f"module 'jaxdist' has no attribute '{name}'")
     from jaxdist import api

@@ -18,7 +18,7 @@ READERS = [
 """What reads or makes a compiled program: a prediction is not read off the program."""
 
 PREDICTIONS = ["memory", "activations", "communication", "predicted_collectives", "parameter_layout"]
-PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic", "clusters", "collective_time", "search", "theory"]
+PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic", "clusters", "collective_time", "search"]
 
 FORBIDDEN = {
     "values": ["jaxdist", "jax", "flax", "numpy"],

@@ -1,4 +1,4 @@
-"""How each published value follows from its row: by the forms of `planning.theory`, and sizes that rows leave out."""
+"""How each published value follows from its row: by the forms of `tests.planning.theory`, and sizes left out."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from jaxdist.planning.clusters import Link
 from jaxdist.planning.collective_time import START, Group, Links, wire_share
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.predicted_collectives import ALL_GATHER
-from jaxdist.planning.theory import activations, flops, sizes, states
 from jaxdist.planning.timing import mfu
 from tests.planning.published import AS_PRINTED, Entry, Row, Tolerance, beside, like, points, rows, within
+from tests.planning.theory import activations, flops, sizes, states
 
 GIB = 2**30
 V5P = 459e12

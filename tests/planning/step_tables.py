@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean, median
 
-from jaxdist.planning.theory import flops
 from tests.planning.published import Entry, Row, rows
 from tests.planning.steps import Step
+from tests.planning.theory import flops
 
 
 def of_rate(row: Row) -> float:

@@ -1,15 +1,15 @@
-"""Published rows against the forms of `planning.theory`: each is judged, or named with a reason."""
+"""Published rows against the forms of `tests.planning.theory`: each is judged, or named with a reason."""
 
 from collections import Counter
 from statistics import mean
 
 import pytest
 
-from jaxdist.planning.theory import sizes
 from tests.planning import judges
 from tests.planning.judges import FORMULAS, JUDGES, LLAMA3, Verdict, all_verdicts, verdicts
 from tests.planning.published import NOT_JUDGED, rows
 from tests.planning.step_tables import TABLES
+from tests.planning.theory import sizes
 
 BY_ENTRY = [(kind, judge) for kind, entries in JUDGES.items() for judge in entries]
 

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ModelConfig
-from jaxdist.planning.theory import activations, flops, sizes, states
 from jaxdist.planning.timing import flops_per_token, matrices_per_layer
 from jaxdist.request import load
+from tests.planning.theory import activations, flops, sizes, states
 
 GIB = 2**30
 
 
 def test_needs_no_jax():
     names = "activations, flops, sizes, states"
-    code = f"import sys; from jaxdist.planning.theory import {names}; sys.exit('jax' in sys.modules)"
+    code = f"import sys; from tests.planning.theory import {names}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxdist.parallel.pipeline import formulas
-from jaxdist.planning.theory import Number
+from tests.planning.theory import Number
 
 LOGIT = 10
 """Bytes of a logit when the loss is not fused: float32, its 16-bit form, and a gradient in float32."""

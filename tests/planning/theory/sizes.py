@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist.planning.theory import Number
+from tests.planning.theory import Number
 
 
 def gpt_layer(h: Number) -> Number:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxdist.planning.theory import Number
+from tests.planning.theory import Number
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,10 @@ def states(N: Number, recipe: Recipe, stage: Number, d: Number) -> Number:
 
     Rajbhandari et al. 2020, section 5 and figure 1; d counts all ranks that share them: data times context.
     """
-    part = lambda size, since: size / np.where(np.asarray(stage) >= since, d, 1)
+
+    def part(size: int, since: int) -> Number:
+        return size / np.where(np.asarray(stage) >= since, d, 1)
+
     gradients = recipe.gradient + recipe.accumulator
     return N * (part(recipe.optimizer, 1) + part(gradients, 2) + part(recipe.parameter + recipe.copy, 3))
 

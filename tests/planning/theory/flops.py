@@ -7,7 +7,7 @@ model FLOPs; and a causal model needs one half of attention's products, which so
 
 from __future__ import annotations
 
-from jaxdist.planning.theory import Number
+from tests.planning.theory import Number
 
 DAY = 86_400
 
