@@ -23,7 +23,7 @@ DESCRIPTION = (
     "exit code is 1 if the collectives differ from the prediction, unless the difference is a known one."
 )
 EXTRAS = [
-    Extra("target", "", "Compile for this GPU, present or not: a100, h100, h200 or gh200. Empty: CPU devices."),
+    Extra("target", "", "Compile for this GPU, present or not: a100, h100, h200, gh200 or b200. Empty: CPU devices."),
     Extra("devices", 0, "Number of devices, to fill a -1 of the mesh; 0: as many as the mesh names.", DevicesOrZero),
     Extra("json", False, "Print one JSON object on standard output, and nothing else."),
     Extra("picture", "", "Draw the memory as stacked bars into this PNG file.", FileName),
@@ -62,6 +62,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     from jaxdist.cluster.rendezvous import across_hosts
     from jaxdist.mesh import abstract_mesh, devices_asked, fill, parse_mesh
     from jaxdist.models.attention import NO_DOCUMENTS
+    from jaxdist.planning.clusters import of_gpu
     from jaxdist.planning.cross_compile import compile_apart
     from jaxdist.planning.report import Report
     from jaxdist.planning.target import gpu_of
@@ -80,7 +81,8 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     program = compile_apart(partial(lower_step, config), target, mesh.size)
     if gpu:
         # Neighbours in the mesh share a host, as in a run.
-        host_of = [number // gpu.per_host for number in range(mesh.size)]
+        per_host = of_gpu(target).per_host
+        host_of = [number // per_host for number in range(mesh.size)]
     else:
         host_of = [0] * mesh.size
     options = xla_options.options(layout.platform, mesh.size, across_hosts(mesh, host_of), layout.parts("residual") > 1)

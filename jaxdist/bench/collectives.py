@@ -90,7 +90,8 @@ def write(measured: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def notes(measured: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a reader must know to interpret the numbers, one sentence each."""
     from jaxdist.doctor.devices import LEAST
-    from jaxdist.planning.hardware import known
+    from jaxdist.planning.clusters import of_kind
+    from jaxdist.planning.collective_time import Group
 
     if measured["virtual_devices"]:
         yield (
@@ -100,20 +101,15 @@ def notes(measured: Mapping[str, Any]) -> Iterator[str]:
         )
     if not measured["collectives"]:
         yield "the mesh is one device: there is no link to measure; give --mesh, such as 4x1x1"
-    gpu = known(measured["device"])
-    if gpu is None:
+    shipped = of_kind(measured["device"])
+    if shipped is None:
         return
     for row in measured["collectives"]:
-        inside = row["ranks_inside"]
-        if inside == row["ranks"]:
-            expected = gpu.link
-        else:
-            # The network cards of all ranks on a host work together, but no faster than the links inside it.
-            expected = min(gpu.link, inside * gpu.network)
+        expected = float(Group(row["ranks"], row["ranks_inside"], shipped).rate)
         if row["bytes_per_second"] < LEAST * expected:
             yield (
                 f"{row['kind']} over {row['axis']} reaches {row['bytes_per_second'] / expected:.0%} of the "
-                f"{expected / 1e9:.4g} GB/s of the data sheets; run python -m jaxdist.doctor"
+                f"{expected / 1e9:.4g} GB/s of {shipped.name}; run python -m jaxdist.doctor"
             )
 
 

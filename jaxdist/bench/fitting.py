@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.gpu_memory import GPU_SHARE
-from jaxdist.planning import hardware
-from jaxdist.planning.clusters import Cluster, Link
+from jaxdist.planning.clusters import Cluster, Link, of_kind
 from jaxdist.planning.collective_time import START, wire_share
 from jaxdist.planning.predicted_collectives import ALL_REDUCE, PERMUTE
 
@@ -41,23 +39,23 @@ def fit(kind: str, ranks: int, sizes: Sequence[int], took: Sequence[float]) -> t
 
 def cluster_of(measured: Mapping[str, Any], name: str) -> tuple[Cluster, list[str]]:
     """Return the cluster that `calibration.measure` measured, and a sentence on each number that it did not."""
-    gpu = hardware.known(measured["device"])
+    shipped = of_kind(measured["device"])
     rate = max(one["flops_per_second"] for one in measured["matmuls"])
     notes = []
     peak = rate
-    if gpu is not None:
-        peak = gpu.peak
+    if shipped is not None:
+        peak = shipped.peak
     else:
         notes.append(f"the peak of '{measured['device']}' is not known: the fastest matmul stands for it, matmul is 1")
-    memory, memory_notes = _memory(measured, gpu)
-    inside, across, link_notes = _links(measured["collectives"], gpu)
+    memory, memory_notes = _memory(measured, shipped)
+    inside, across, link_notes = _links(measured["collectives"], shipped)
     where = (
         f"{measured['devices']} x {measured['device']} on {measured['hosts']} host(s), {measured['mesh']}, "
         f"jax {measured['jax']}"
     )
     cluster = Cluster(
         name=name,
-        gpu=next((key for key, known in hardware.GPUS.items() if known == gpu), measured["device"]),
+        gpu=measured["device"] if shipped is None else shipped.gpu,
         per_host=measured["per_host"],
         memory=float(memory),
         peak=peak,
@@ -71,13 +69,12 @@ def cluster_of(measured: Mapping[str, Any], name: str) -> tuple[Cluster, list[st
     return cluster, notes + memory_notes + link_notes
 
 
-def _memory(measured: Mapping[str, Any], gpu: hardware.Gpu | None) -> tuple[float, list[str]]:
+def _memory(measured: Mapping[str, Any], shipped: Cluster | None) -> tuple[float, list[str]]:
     """Return the bytes of memory of a device (0 where nothing is known), and notes."""
     notes = []
     memory = measured["memory_bytes"]
     if not memory:
-        # XLA takes only a share of the memory on the data sheet.
-        memory = 0 if gpu is None else GPU_SHARE * gpu.memory
+        memory = 0 if shipped is None else shipped.memory
     if not memory:
         notes.append("the device does not report its memory; set memory, in bytes")
     if measured["virtual_devices"]:
@@ -85,10 +82,10 @@ def _memory(measured: Mapping[str, Any], gpu: hardware.Gpu | None) -> tuple[floa
     return memory, notes
 
 
-def _links(rows: Sequence[Mapping[str, Any]], gpu: hardware.Gpu | None) -> tuple[Link, Link, list[str]]:
+def _links(rows: Sequence[Mapping[str, Any]], shipped: Cluster | None) -> tuple[Link, Link, list[str]]:
     """Return the links inside a host and across hosts, and a note for one that was not measured.
 
-    One that was not measured has the bandwidth of the data sheet, or else of the other link, and the other's latency.
+    One that was not measured is that of the shipped cluster with the same GPU, or else the other link.
     """
     near = [row for row in rows if row["ranks_inside"] == row["ranks"]]
     far = [row for row in rows if row["ranks_inside"] < row["ranks"]]
@@ -97,21 +94,14 @@ def _links(rows: Sequence[Mapping[str, Any]], gpu: hardware.Gpu | None) -> tuple
         inside = replace(inside, **_without_switch(near))
     across = _link(far, inside)
     measured = across or inside
-    if gpu is None:
-        source = "taken from the other link"
-        inside_bandwidth = measured.bandwidth
-        across_bandwidth = measured.bandwidth
-    else:
-        source = "taken from the data sheet"
-        inside_bandwidth = gpu.link
-        across_bandwidth = gpu.network
+    source = "the other link" if shipped is None else shipped.name
     notes = []
     if inside is None:
-        inside = Link(inside_bandwidth, measured.latency)
-        notes.append(f"inside was not measured: {source}")
+        inside = measured if shipped is None else shipped.inside
+        notes.append(f"inside was not measured: taken from {source}")
     if across is None:
-        across = Link(across_bandwidth, measured.latency)
-        notes.append(f"across was not measured: {source}")
+        across = measured if shipped is None else shipped.across
+        notes.append(f"across was not measured: taken from {source}")
     return inside, across, notes
 
 

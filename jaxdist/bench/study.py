@@ -20,8 +20,8 @@ from jaxdist.cluster.heartbeat import COMPILING, IDLE
 from jaxdist.cluster.runtime import capacity, core_numbers, first
 from jaxdist.config import Config
 from jaxdist.mesh import describe
-from jaxdist.planning import communication, hardware
-from jaxdist.planning.timing import bandwidth
+from jaxdist.planning import clusters, communication
+from jaxdist.planning.collective_time import group_over
 from jaxdist.training.run import Run
 
 ROOM = 0.8
@@ -156,14 +156,14 @@ def _measurement(one: Timed, study: Study) -> dict[str, Any]:
     mesh = one.run.mesh
     low, median, high = one.quartiles
     rows = config.train.global_batch_size
-    gpu = hardware.known(one.run.device.device_kind)
+    cluster = clusters.of_kind(one.run.device.device_kind)
     wire_bytes = None
     sending = None
     if not communication.unpredicted(config, one.run.layout):
         transfers = communication.predict(config, one.run.model, one.run.layout)
         wire_bytes = sum(t.wire_bytes for t in transfers)
-        if gpu is not None:
-            sending = sum(t.wire_bytes / bandwidth(gpu, mesh.shape, t.axes) for t in transfers)
+        if cluster is not None:
+            sending = sum(t.wire_bytes / float(group_over(mesh.shape, t.axes, cluster).rate) for t in transfers)
     return {
         "devices": mesh.size,
         "processes": len(one.processes),
@@ -277,7 +277,7 @@ def _notes(
     unpredicted = communication.unpredicted(largest.config, largest.layout)
     if unpredicted:
         notes.append(unpredicted)
-    elif hardware.known(device.device_kind) is None:
+    elif clusters.of_kind(device.device_kind) is None:
         notes.append(
             f"the bandwidth between devices of kind '{device.device_kind}' is not known, so the share of "
             f"communication is left open; the bytes that a device sends are predicted"

@@ -18,7 +18,7 @@ import numpy as np
 from jaxdist.cluster import kv_store
 from jaxdist.doctor.findings import Finding, Here, for_all, ok, unchecked, warning, wrong
 from jaxdist.doctor.software import fraction
-from jaxdist.planning.hardware import known
+from jaxdist.planning import clusters
 from jaxdist.sharding import BATCH, Layout
 
 BYTES = 64 << 20
@@ -172,14 +172,15 @@ def judged(check: str, kind: str, crosses: bool, rate: float) -> Finding:
 
     `crosses` says that they are on several hosts.
     """
-    gpu = known(kind)
+    cluster = clusters.of_kind(kind)
     over = "between hosts" if crosses else "within a host"
     text = f"right; {rate / 1e9:.3g} GB/s {over}"
-    if gpu is None:
+    if cluster is None:
         return ok(check, f"{text}; how much to expect of {kind} is not known")
     # Between hosts one network card per GPU is expected, whatever part of the axis lies within a host.
-    expected = gpu.network if crosses else gpu.link
-    text += f", {rate / expected:.0%} of {expected / 1e9:.3g}"
+    link = cluster.across if crosses else cluster.inside
+    expected = link.bandwidth
+    text += f", {rate / expected:.0%} of {expected / 1e9:.3g} as on {cluster.name}"
     if rate < LEAST * expected:
         remedy = "see which network NCCL uses, its environment, and the topology (nvidia-smi topo -m)"
         return warning(check, text, remedy)

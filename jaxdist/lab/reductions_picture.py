@@ -15,7 +15,7 @@ from jaxdist.files import write_picture
 from jaxdist.lab.messages import Message, Traffic, messages
 from jaxdist.lab.reductions_algorithms import ALGORITHMS, Algorithm, pipelined_tree
 from jaxdist.lab.reductions_run import Run, apart, cpus, lay, line_of, lowered
-from jaxdist.planning.hardware import GPUS
+from jaxdist.planning.clusters import cluster
 
 if TYPE_CHECKING:
     import jax
@@ -28,10 +28,11 @@ WHOLE = "#555555"
 COLOURS = (BLUE, RED, GREEN, PINK)
 """Colours of the parts, which colour-blind readers can distinguish (Okabe & Ito 2008)."""
 
-ALPHA = 14e-6
-"""Seconds of a hop between hosts in NCCL's model of a ring (tuning.cc, protocol Simple)."""
+LINK = cluster("h100-ndr").across
+ALPHA = LINK.latency
+"""Seconds of a hop between hosts of H100s."""
 
-BETA = 1 / GPUS["h100"].network
+BETA = 1 / LINK.bandwidth
 """Seconds of a byte over an H100's share of its host's network cards."""
 
 CURVES = ("ring", "tree", "halving", "parameter-server")

@@ -17,6 +17,8 @@ import numpy as np
 
 from jaxdist.config import RequestError, nearest
 from jaxdist.files import read_toml
+from jaxdist.gpu_memory import GPU_SHARE
+from jaxdist.planning.hardware import GPUS
 
 PRESETS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs" / "clusters").glob("*.toml"))}
 """The clusters inside the package, by name."""
@@ -64,6 +66,20 @@ class Cluster:
     """Computing and communicating at once takes max + (overlap - 1) x min of the two: 1 hides all, 2 nothing."""
     sources: tuple[str, ...]
 
+    def fills_hosts(self, count: int) -> bool:
+        """Return whether so many GPUs are a part of one host, or whole hosts."""
+        return count <= self.per_host or count % self.per_host == 0
+
+
+def of_gpu(name: str) -> Cluster | None:
+    """Return the shipped cluster of the GPU that is called `name` in `hardware.GPUS`; None for another name."""
+    return next((found for found in map(cluster, PRESETS) if found.gpu == name), None)
+
+
+def of_kind(device_kind: str) -> Cluster | None:
+    """Return the shipped cluster of the GPU with exactly this device kind, or None."""
+    return next((of_gpu(name) for name, gpu in GPUS.items() if gpu.kind == device_kind), None)
+
 
 def cluster(name_or_file: str) -> Cluster:
     """Return a shipped cluster, or that of a TOML file.
@@ -80,6 +96,7 @@ def cluster(name_or_file: str) -> Cluster:
         raise RequestError(f"cluster {path} is not valid TOML: {error}") from error
     except OSError as error:
         raise RequestError(f"cluster {path} cannot be read: {error.strerror or error}") from error
+    given = {**_known_of_gpu(given.get("gpu")), **given}
     problems = list(_problems(given))
     if problems:
         raise RequestError(*(f"{path}: {problem}" for problem in problems))
@@ -112,6 +129,14 @@ def how_to_calibrate(devices: int) -> str:
         f"CPU times are not calibrated: measure this machine with python -m jaxdist.bench collectives --mesh "
         f"{count}x1x1 --fit here.toml, then python -m jaxdist.plan --cluster here.toml"
     )
+
+
+def _known_of_gpu(name: Any) -> dict[str, float]:
+    """Return what a file may leave out, because it is known of this GPU."""
+    if not isinstance(name, str) or name not in GPUS:
+        return {}
+    gpu = GPUS[name]
+    return {"memory": GPU_SHARE * gpu.memory, "peak": gpu.peak, "bandwidth": gpu.bandwidth}
 
 
 SIDES = ("inside", "across")

@@ -11,11 +11,12 @@ up as in the tuning model of NCCL (src/graph/tuning.cc).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from jaxdist.mesh import AXES
 from jaxdist.planning.clusters import Cluster, Link
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 
@@ -28,6 +29,20 @@ START = 8.4e-6
 def inside_of(ranks: Numbers, stride: Numbers, per_host: Numbers) -> Numbers:
     """Return how many ranks of a group share a host, where neighbours in the group are `stride` devices apart."""
     return np.clip(per_host // np.asarray(stride), 1, ranks)
+
+
+def ranks_inside(shape: Mapping[str, int], axes: Collection[str], per_host: int) -> int:
+    """Return how many ranks of a group over these axes share a host.
+
+    The devices of a host are neighbours in the mesh, innermost axis first.
+    """
+    found = 1
+    stride = 1
+    for axis in reversed(AXES):
+        if axis in axes:
+            found *= int(inside_of(shape[axis], stride, per_host))
+        stride *= shape[axis]
+    return found
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,12 @@ class Group:
     def far(self) -> Group:
         """Return one rank of each host."""
         return Group(self.hosts, np.ones_like(self.inside), self.cluster)
+
+
+def group_over(shape: Mapping[str, int], axes: Collection[str], cluster: Cluster) -> Group:
+    """Return the group of a device over these axes of a mesh of this `shape`."""
+    ranks = math.prod(shape[axis] for axis in axes)
+    return Group(float(ranks), float(ranks_inside(shape, axes, cluster.per_host)), cluster)
 
 
 def ring(group: Group, size: Numbers) -> Numbers:

@@ -27,14 +27,8 @@ class Gpu:
     """The bandwidth of that memory."""
     peak: float
     """Dense bfloat16 FLOP/s."""
-    link: float
-    """Bandwidth to its neighbours in the host, over NVLink."""
-    network: float
-    """Bandwidth to other hosts: its share of the network cards that a host usually has."""
     host: float
     """Bandwidth to the memory of its host, one way."""
-    per_host: int = 8
-    """The number of GPUs that a host usually has."""
     platform = "gpu"
     """The platform, as JAX names it."""
 
@@ -48,12 +42,8 @@ class Gpu:
         """The CUDA compute capability as JAX writes it, such as `9.0`."""
         return ".".join(map(str, self.capability))
 
-    def fills_hosts(self, count: int) -> bool:
-        """Return whether so many GPUs are a part of one host, or whole hosts."""
-        return count <= self.per_host or count % self.per_host == 0
 
-
-_HOPPER = dict(capability=(9, 0), cores=132, lanes=128, clock_ghz=1.98, shared=228 * 2**10, peak=989e12, link=450e9)
+_HOPPER = dict(capability=(9, 0), cores=132, lanes=128, clock_ghz=1.98, shared=228 * 2**10, peak=989e12)
 
 GPUS = {
     "a100": Gpu(
@@ -67,8 +57,6 @@ GPUS = {
         memory=85_100_068_864,
         bandwidth=2.039e12,
         peak=312e12,
-        link=300e9,
-        network=25e9,
         host=32e9,
     ),
     "gh200": Gpu(
@@ -77,9 +65,7 @@ GPUS = {
         cache=60 * 2**20,
         memory=96_768 * 2**20,
         bandwidth=4.0e12,
-        network=25e9,
         host=450e9,
-        per_host=4,
     ),
     "h100": Gpu(
         "NVIDIA H100 80GB HBM3",
@@ -87,7 +73,6 @@ GPUS = {
         cache=50 * 2**20,
         memory=84_942_979_072,
         bandwidth=3.352e12,
-        network=50e9,
         host=64e9,
     ),
     "h200": Gpu(
@@ -96,7 +81,6 @@ GPUS = {
         cache=60 * 2**20,
         memory=143_156 * 2**20,
         bandwidth=4.8e12,
-        network=50e9,
         host=64e9,
     ),
     "b200": Gpu(
@@ -110,18 +94,17 @@ GPUS = {
         memory=191_514_411_008,
         bandwidth=7.672e12,
         peak=2250e12,
-        link=900e9,
-        network=50e9,
         host=64e9,
     ),
 }
-"""The GPUs by their usual names: the SXM modules, and GH200 with 96 GB, four to a node as on Alps. gh200 comes before
-h200, whose name it contains.
+"""The GPUs by their usual names: the SXM modules, and GH200 with 96 GB, which comes before the h200 in its name.
 
-The networks are HDR and NDR InfiniBand with a card for each GPU, and Alps' Slingshot-11. The figures of a B200 that
-CUDA reports are from XLA's own description of one (openxla/xla, target_config/specs/b200.txtpb), its peak and links
-from NVIDIA's data sheet of the DGX B200. The bandwidths to the host are those of the data sheets, which no transfer
-quite reaches: PCIe 4.0 x16 for an A100, PCIe 5.0 x16 for the others in DGX hosts, and NVLink-C2C for a GH200."""
+Peaks are those of NVIDIA's data sheets, without sparsity, and so are bandwidths, but for H100 and B200: theirs, and
+what else CUDA reports of a B200, are from XLA's own descriptions of them (openxla/xla, target_config/specs). The
+bandwidths to the host are those of the data sheets, which no transfer quite reaches: PCIe 4.0 x16 for an A100, PCIe
+5.0 x16 for the others in DGX hosts, and NVLink-C2C for a GH200.
+
+How many share a host and what links them is not the GPU's: `configs/clusters` has it."""
 
 MOST = 0.95
 """The largest share of a GPU's memory that JAX can take: CUDA's context and NCCL's buffers need the rest."""

@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh
 from jaxdist.config import Config
 from jaxdist.mesh import AXES, BATCH_AXES, describe
 from jaxdist.models import Model
-from jaxdist.planning import communication, known_differences, memory, parameter_layout
+from jaxdist.planning import clusters, communication, known_differences, memory, parameter_layout
+from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.cross_compile import Program
 from jaxdist.planning.hardware import Gpu
 from jaxdist.planning.hlo import Collective, collectives
@@ -240,6 +241,13 @@ class Report:
             return None
         over_batch = [one for one in self.collectives if set(one.axes) & set(BATCH_AXES)]
         return sum(one.wire * one.array_elements / one.elements for one in over_batch) / plain
+
+    @cached_property
+    def cluster(self) -> Cluster | None:
+        """The shipped cluster of the GPU, whose links carry the collectives; None on CPU."""
+        if self.target is None:
+            return None
+        return clusters.of_gpu(self.target)
 
     @property
     def host_seconds(self) -> float | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from jaxdist import models
 from jaxdist.mesh import describe, micro_batches
 from jaxdist.planning import overlap, pipelines
+from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.report import Report, Row
 from jaxdist.planning.tables import table
-from jaxdist.planning.timing import bandwidth
 from jaxdist.units import size
 
 BAR = 60
@@ -174,8 +174,8 @@ def _totals(report: Report) -> list[str]:
     found = []
     for axes, sent in report.wire_bytes_per_axis.items():
         time = ""
-        if report.gpu:
-            rate = bandwidth(report.gpu, report.mesh.shape, axes.split("+"))
+        if report.cluster:
+            rate = float(group_over(report.mesh.shape, axes.split("+"), report.cluster).rate)
             time = f", {1e3 * sent / rate:,.1f} ms at {rate / 1e9:g} GB/s"
         found.append(f"sent over {axes}: {size(sent)} per device and step{time}")
     traffic = report.memory.host_traffic

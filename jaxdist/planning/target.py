@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from jaxdist.config import RequestError, nearest
 from jaxdist.gpu_memory import FRACTIONS, gpu_share
+from jaxdist.planning.clusters import of_gpu
 from jaxdist.planning.hardware import GPUS, MOST, Gpu
 from jaxdist.units import multiples, remedy, to
 
@@ -54,11 +55,12 @@ def hosts(name: str, count: int) -> tuple[int, int]:
 
     Raises `RequestError` for a count that leaves a host half full.
     """
-    gpu = gpu_of(name)
-    each = gpu.per_host
+    gpu_of(name)  # refuses a name that is not known
+    cluster = of_gpu(name)
+    each = cluster.per_host
     if count < 1:
         raise RequestError(f"{count} devices were asked for; ask for 1 or more")
-    if not gpu.fills_hosts(count):
+    if not cluster.fills_hosts(count):
         near = " or ".join(map(str, multiples(each, count)))
         raise RequestError(f"{count} devices do not fill hosts of {each} {name}; ask for {near}")
     if count < each:

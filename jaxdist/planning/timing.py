@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
 from jaxdist.config import ModelConfig
-from jaxdist.mesh import AXES
-from jaxdist.planning.hardware import Gpu
 
 FLOPS_FORMULA = "6 x matrix parameters (output table included) + 6 x layers x sequence x embed (causal attention)"
 
@@ -28,18 +24,6 @@ def matrices_per_layer(model: ModelConfig) -> int:
     arrays = 3 if model.family == "llama" else 2
     mlp = arrays * model.embed * model.mlp_size
     return 2 * model.embed**2 + key_value + mlp
-
-
-def bandwidth(gpu: Gpu, shape: Mapping[str, int], axes: Collection[str]) -> float:
-    """Return the bytes per second that a GPU sends over these mesh axes: NVLink's where a group lies within a host."""
-    # The devices of a host are neighbours in the mesh, so a group reaches as far as its outermost axis does.
-    reach = 1
-    inside = 1
-    for axis in reversed(AXES):
-        inside *= shape[axis]
-        if axis in axes and shape[axis] > 1:
-            reach = inside
-    return gpu.link if reach <= gpu.per_host else gpu.network
 
 
 def mfu(tokens_per_second: float, flops: int | None, devices: int, peak: float | None) -> float | None:

@@ -12,7 +12,7 @@ from jaxdist.bench import scaling, scaling_picture, scaling_text, study
 from jaxdist.cluster import kv_store, runtime
 from jaxdist.cluster.rendezvous import Member
 from jaxdist.config import Config, ModelConfig, RequestError, TrainConfig
-from jaxdist.planning import hardware
+from jaxdist.planning import clusters
 from jaxdist.request import outcome
 
 SMALL = ModelConfig(layers=1, embed=16, heads=2, vocab=300, sequence=16)
@@ -117,7 +117,8 @@ def test_each_number_of_devices_is_compared_with_the_smallest_of_its_stage():
 
 def test_weak_scaling_grows_the_batch(monkeypatch, tmp_path):
     """And on devices whose link is known, too small for the states of all together, and with the rows of an epoch."""
-    monkeypatch.setattr(hardware, "known", lambda kind: hardware.GPUS["h100"])
+    h100 = clusters.cluster("h100-ndr")
+    monkeypatch.setattr(clusters, "of_kind", lambda kind: h100)
     monkeypatch.setattr(study, "capacity", lambda device: 1)
     config = Config(model=SMALL, train=TrainConfig(global_batch_size=4))
     told = study.measure(study.Study(config, "weak", [2, 4], [0], warmup=0, repeats=2, rows=1000))
@@ -127,7 +128,9 @@ def test_weak_scaling_grows_the_batch(monkeypatch, tmp_path):
     assert [one["ideal"] for one in told["measurements"]] == [1, 2]
     for one in told["measurements"]:
         assert one["epoch_seconds"] == pytest.approx(1000 / one["rows_per_second"])
-        assert one["communication_seconds"] == pytest.approx(one["wire_bytes"] / hardware.GPUS["h100"].link)
+        assert one["communication_seconds"] == pytest.approx(
+            one["wire_bytes"] / h100.inside.bandwidth
+        )
         assert one["communication_share"] == pytest.approx(one["communication_seconds"] / one["step_seconds"])
     first, second = told["measurements"]
     assert second["efficiency"] == pytest.approx(first["step_seconds"] / second["step_seconds"])
@@ -205,10 +208,15 @@ def test_real_devices_are_not_made_up(monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", None), ("NVIDIA GH200 120GB", "gh200"), ("cpu", None)],
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-ndr"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA GH200 120GB", "alps-gh200"),
+        ("cpu", None),
+    ],
 )
-def test_only_links_of_the_data_sheets_are_known(kind, name):
-    assert hardware.known(kind) == (hardware.GPUS[name] if name else None)
+def test_only_links_of_shipped_clusters_are_known(kind, name):
+    assert clusters.of_kind(kind) == (clusters.cluster(name) if name else None)
 
 
 def test_the_list_and_the_help_name_it(capsys):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxdist.config import RequestError
 from jaxdist.gpu_memory import GPU_SHARE
-from jaxdist.planning.clusters import PRESETS, Cluster, Link, cluster, to_toml
+from jaxdist.planning.clusters import PRESETS, Cluster, Link, cluster, of_gpu, of_kind, to_toml
 from jaxdist.planning.hardware import GPUS
 
 OWN = Cluster(
@@ -48,6 +48,16 @@ def own(tmp_path):
     return told
 
 
+DATA_SHEETS = {
+    "a100": (300e9, 25e9),
+    "gh200": (450e9, 25e9),
+    "h100": (450e9, 50e9),
+    "h200": (450e9, 50e9),
+    "b200": (900e9, 50e9),
+}
+"""Bytes per second of NVLink one way, and of the network card of each GPU."""
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_shipped_cluster_is_that_of_its_gpu(name):
     """And within 60 % to 100 % of the data sheets' links, all its numbers with a source."""
@@ -57,10 +67,13 @@ def test_every_shipped_cluster_is_that_of_its_gpu(name):
     gpu = GPUS.get(one.gpu)
     assert (gpu is None) == (name in ("cpu", "v100-nvlink"))
     if gpu:
-        assert (one.peak, one.per_host, one.bandwidth) == (gpu.peak, gpu.per_host, gpu.bandwidth)
-        assert one.memory == pytest.approx(GPU_SHARE * gpu.memory, rel=1e-3)
-        assert 0.6 * gpu.link <= one.inside.bandwidth <= gpu.link
-        assert 0.6 * gpu.network <= one.across.bandwidth <= gpu.network
+        assert of_gpu(one.gpu) == of_kind(gpu.kind) == one
+        assert (one.peak, one.bandwidth) == (gpu.peak, gpu.bandwidth)
+        assert one.memory == pytest.approx(GPU_SHARE * gpu.memory)
+        assert one.per_host == (4 if one.gpu == "gh200" else 8)
+        link, network = DATA_SHEETS[one.gpu]
+        assert 0.6 * link <= one.inside.bandwidth <= link
+        assert 0.6 * network <= one.across.bandwidth <= network
     lines = PRESETS[name].read_text().splitlines()
     for before, line in pairwise(lines):
         if re.match(r"(per_host|memory|peak|matmul|bandwidth|pair|overlap|latency) =", line):

@@ -8,8 +8,9 @@ import pytest
 from jaxdist import explain, models
 from jaxdist.config import Config, ModelConfig, ParallelConfig, RequestError, TrainConfig
 from jaxdist.mesh import parse_mesh
-from jaxdist.planning import communication, report_text, timing
-from jaxdist.planning.hardware import GPUS
+from jaxdist.planning import communication, report_text
+from jaxdist.planning.clusters import cluster
+from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.parameter_layout import placed
 from jaxdist.planning.report import Report, Row
 from jaxdist.request import outcome
@@ -133,13 +134,14 @@ def test_mistakes_are_told_before_anything_compiles(argv, sentence, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("axes", "rate"),
-    [(("model",), "link"), (("data",), "network"), (("model", "data"), "network"), (("replica",), "network")],
+    ("axes", "cards"), [(["model"], None), (["data"], 2), (["model", "data"], None), (["replica"], 1)]
 )
-def test_axes_inside_a_host_are_fast(axes, rate):
-    shape, gpu = parse_mesh("replica=2,data=4,model=4"), GPUS["h100"]
-    assert timing.bandwidth(gpu, shape, axes) == getattr(gpu, rate)
-    assert timing.bandwidth(gpu, parse_mesh("4x2x1"), axes) == gpu.link
+def test_axes_inside_a_host_are_fast(axes, cards):
+    """Across hosts the network cards of the group's ranks in a host work together, up to what NVLink carries."""
+    h100 = cluster("h100-ndr")
+    rate = group_over(parse_mesh("replica=2,data=4,model=4"), axes, h100).rate
+    assert rate == (cards * h100.across.bandwidth if cards else h100.inside.bandwidth)
+    assert group_over(parse_mesh("4x2x1"), axes, h100).rate == h100.inside.bandwidth
 
 
 def test_an_unknown_knob_is_refused():

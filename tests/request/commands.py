@@ -31,9 +31,9 @@ WORK = (
     "jaxdist.cluster.local.Supervisor.run",
     "jaxdist.cluster.slurm.make_logs",
     "jaxdist.bench.gpu.Bench.measure",
-    "jaxdist.lab.__main__.look",
+    "jaxdist.lab.__main__.measure",
     "jaxdist.lab.all_reduce.study",
-    "jaxdist.lab.schedules.Look.at",
+    "jaxdist.lab.schedules.ScheduleReport.at",
     "jaxdist.lab.fsdp_walkthrough.measure",
     "jaxdist.lab.model_parallel.measure",
 )

@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from jaxdist.config import Config, ModelConfig
-from jaxdist.mesh import AXES, BATCH_AXES, DATA, MODEL, PIPELINE, MeshShape, abstract_mesh, micro_batches, parse_mesh
+from jaxdist.mesh import BATCH_AXES, DATA, MODEL, PIPELINE, MeshShape, abstract_mesh, micro_batches, parse_mesh
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
 from jaxdist.planning import collective_time, communication, memory
 from jaxdist.planning.activations import saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.collective_time import inside_of
+from jaxdist.planning.collective_time import ranks_inside
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.parameter_layout import compute_width
@@ -198,20 +198,6 @@ def seconds(transfer: Transfer, shape: Mapping[str, int], cluster: Cluster) -> f
 @lru_cache(maxsize=4096)
 def _seconds_of_call(kind: str, size: float, ranks: int, inside: int, cluster: Cluster) -> float:
     return float(collective_time.seconds(kind, size, ranks, inside, cluster))
-
-
-def ranks_inside(shape: Mapping[str, int], axes: tuple[str, ...], per_host: int) -> int:
-    """Return how many ranks of a group over these axes share a host.
-
-    The devices of a host are neighbours in the mesh, innermost axis first.
-    """
-    found = 1
-    stride = 1
-    for axis in reversed(AXES):
-        if axis in axes:
-            found *= int(inside_of(shape[axis], stride, per_host))
-        stride *= shape[axis]
-    return found
 
 
 def exposed(communication: float, arithmetic: float, cluster: Cluster) -> float:

@@ -9,8 +9,9 @@ from typing import Any
 from jaxdist.config import Config, leaves
 from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA
 from jaxdist.models import Model, parameters
-from jaxdist.planning import collective_time, parameter_layout
+from jaxdist.planning import clusters, collective_time, parameter_layout
 from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
+from jaxdist.planning.collective_time import ranks_inside
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.estimate import (
     FORMULAS,
@@ -18,7 +19,6 @@ from jaxdist.planning.search.estimate import (
     label,
     layout_of,
     merge_calls,
-    ranks_inside,
     seconds,
 )
 from jaxdist.planning.search.plan import Plan
@@ -76,12 +76,12 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     yield "times       without kernel launches, input and other jobs: real steps take longer (docs/planning.md)"
     yield f"train       {command(first, base, name)}"
     # Explain compiles only for GPUs that it has a description of.
-    gpu = GPUS.get(cluster.gpu)
-    if gpu is not None:
-        if gpu.fills_hosts(plan.devices):
+    compiled_for = clusters.of_gpu(cluster.gpu)
+    if cluster.gpu in GPUS:
+        if compiled_for.fills_hosts(plan.devices):
             yield f"verify      {verification(first, base, name)}"
         else:
-            yield f"verify      not possible: explain compiles for whole hosts of {gpu.per_host} {cluster.gpu}"
+            yield f"verify      not possible: explain compiles for whole hosts of {compiled_for.per_host} {cluster.gpu}"
     yield f"run         {run_time(plan)}"
 
 
