@@ -64,6 +64,9 @@ FLAGS = {
 }
 """Compiler flags that published recipes set; each is measured alone."""
 
+TORCH = Path(__file__).parents[2] / "benchmarks" / "torch_llama.py"
+"""The same step in PyTorch, which belongs to the benchmarks of the repository and not to the package."""
+
 PART_SECONDS = 200
 """Seconds after which a part is ended."""
 
@@ -241,6 +244,12 @@ class Bench:
                 f"torch: {base['name']} is not a Llama with tied embeddings and AdamW, so it has no counterpart there"
             )
             return
+        if not TORCH.exists():
+            self.found["notes"].append(
+                "torch is not compared: benchmarks/torch_llama.py is not part of the installed package; run from a "
+                "clone of jaxdist's repository that is installed with pip install -e"
+            )
+            return
         if importlib.util.find_spec("torch") is None:
             self.found["notes"].append("torch is not installed, so it is not compared: pip install 'jaxdist[torch]'")
             return
@@ -252,7 +261,7 @@ class Bench:
             "repeats": self.options["repeats"],
         }
         # -P keeps the folder of the script out of the module search path, where our modules could hide others.
-        command = [sys.executable, "-P", str(Path(__file__).with_name("torch_llama.py"))]
+        command = [sys.executable, "-P", str(TORCH)]
         attempts = (True, False)
         if base["device"] == "cpu":
             attempts = (False,)

@@ -255,6 +255,13 @@ def test_wrong_numerics_are_told(monkeypatch, capsys):
     assert told in " ".join(capsys.readouterr().out.split())
 
 
+def test_outside_of_the_repository_it_says_where_the_part_in_torch_is(monkeypatch, capsys, tmp_path):
+    told_by(monkeypatch, {"step": played})
+    monkeypatch.setattr(gpu, "TORCH", tmp_path / "torch_llama.py")
+    assert outcome(bench.main, ["gpu", "--parts=models,torch", "--models=llama_3b"]) == 0
+    assert "benchmarks/torch_llama.py is not part of the installed package" in capsys.readouterr().out
+
+
 def test_without_torch_the_rest_runs(monkeypatch, capsys):
     told_by(monkeypatch, {"step": played})
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)

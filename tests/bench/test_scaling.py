@@ -128,9 +128,7 @@ def test_weak_scaling_grows_the_batch(monkeypatch, tmp_path):
     assert [one["ideal"] for one in told["measurements"]] == [1, 2]
     for one in told["measurements"]:
         assert one["epoch_seconds"] == pytest.approx(1000 / one["rows_per_second"])
-        assert one["communication_seconds"] == pytest.approx(
-            one["wire_bytes"] / h100.inside.bandwidth
-        )
+        assert one["communication_seconds"] == pytest.approx(one["wire_bytes"] / h100.inside.bandwidth)
         assert one["communication_share"] == pytest.approx(one["communication_seconds"] / one["step_seconds"])
     first, second = told["measurements"]
     assert second["efficiency"] == pytest.approx(first["step_seconds"] / second["step_seconds"])

@@ -13,7 +13,7 @@ from jaxdist.request import load
 from jaxdist.sharding import name_of
 from jaxdist.training.run import Run
 
-torch_llama = pytest.importorskip("torch") and pytest.importorskip("jaxdist.bench.torch_llama")
+torch_llama = pytest.importorskip("torch") and pytest.importorskip("benchmarks.torch_llama")
 
 pytestmark = pytest.mark.slow
 
