@@ -1,7 +1,7 @@
 """`python -m jaxdist.lab all-reduce`: run algorithms of all-reduce, count their messages, and fit how these grow.
 
 Everything is counted in the compiled programs: which node sends how many bytes to which, and after receiving what.
-`reductions_algorithms` has the algorithms, `messages` counts, and `orders` fits.
+In `lab/reductions`, `algorithms` has the algorithms, `messages` counts, and `orders` fits.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from jaxdist.config import RequestError, nearest
 from jaxdist.lab.claims import claims
-from jaxdist.lab.orders import ORDERS, Fit
-from jaxdist.lab.reductions import NOISE, SIZES, WHAT, fits, orders, right
-from jaxdist.lab.reductions_algorithms import ALGORITHMS
-from jaxdist.lab.reductions_picture import draw
-from jaxdist.lab.reductions_run import Run, study
+from jaxdist.lab.reductions.algorithms import ALGORITHMS
+from jaxdist.lab.reductions.checks import NOISE, SIZES, WHAT, fits, orders, right
+from jaxdist.lab.reductions.execute import Run, study
+from jaxdist.lab.reductions.orders import ORDERS, Fit
+from jaxdist.lab.reductions.picture import draw
 from jaxdist.planning.tables import table
 
 

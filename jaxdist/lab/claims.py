@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TABLE = Path(__file__).parent / "claims.csv"
 
 TOPICS = ("memory", "compute", "optimizer", "pipelines", "traffic", "tensor", "data", "scaling")
-MODULES = ("jaxdist.lab.reductions", *(f"jaxdist.lab.checks.{topic}" for topic in TOPICS))
+MODULES = ("jaxdist.lab.reductions.checks", *(f"jaxdist.lab.checks.{topic}" for topic in TOPICS))
 """Each module has `CHECKS`, a dict from a claim's id to its `Check`."""
 
 DEVICES = 8

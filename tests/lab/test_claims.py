@@ -7,9 +7,10 @@ import re
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.lab import claims, page, reductions
+from jaxdist.lab import claims, page
 from jaxdist.lab.__main__ import LABS, main
 from jaxdist.lab.claim import Check, Outcome
+from jaxdist.lab.reductions.checks import CHECKS as REDUCTIONS
 from tests.lab.faults import CACHES, FAULTS
 from tests.lab.pages import assert_pasted
 
@@ -17,7 +18,7 @@ CHECKS = claims.checks()
 SLOW = {"strong-scaling", "val-reduce", "pipeline-2x2", "zero-comm-1", "zero-comm-2", "zero-comm-3"}
 """Those that compile for seconds."""
 
-IDS = [pytest.param(id, marks=pytest.mark.slow if id in SLOW else ()) for id in CHECKS if id not in reductions.CHECKS]
+IDS = [pytest.param(id, marks=pytest.mark.slow if id in SLOW else ()) for id in CHECKS if id not in REDUCTIONS]
 """Those of the reductions have tests of their own, which share their programs."""
 
 

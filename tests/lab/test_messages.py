@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxdist.lab.messages import Message, Traffic, messages
+from jaxdist.lab.reductions.messages import Message, Traffic, messages
 from jaxdist.mesh import AXES, abstract_mesh
 
 MESH = abstract_mesh({**dict.fromkeys(AXES, 1), "data": 4})

@@ -9,14 +9,15 @@ import jax
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.lab import all_reduce, reductions
+from jaxdist.lab import all_reduce
 from jaxdist.lab.__main__ import main
 from jaxdist.lab.claims import claims
-from jaxdist.lab.orders import fit
-from jaxdist.lab.reductions import CHECKS, SIZES, WHAT, orders, right
-from jaxdist.lab.reductions_algorithms import ALGORITHMS, star
-from jaxdist.lab.reductions_picture import Step, seen
-from jaxdist.lab.reductions_run import Run, run, study
+from jaxdist.lab.reductions import checks
+from jaxdist.lab.reductions.algorithms import ALGORITHMS, star
+from jaxdist.lab.reductions.checks import CHECKS, SIZES, WHAT, orders, right
+from jaxdist.lab.reductions.execute import Run, run, study
+from jaxdist.lab.reductions.orders import fit
+from jaxdist.lab.reductions.picture import Step, seen
 from tests.lab.pages import assert_pasted
 
 COUNTS = {
@@ -99,7 +100,7 @@ def test_an_algorithm_that_adds_up_wrongly_fails_its_claim(monkeypatch, wrong):
     """On one number of nodes alone, with the rounds and messages that are claimed."""
     counts = {K: dict(zip(WHAT, COUNTS["ring"](K), strict=False)) for K in SIZES}
     runs = [SimpleNamespace(K=K, counts=counts[K], exact=True, difference=0.0) for K in SIZES]
-    monkeypatch.setattr(reductions, "study", lambda asked: runs)
+    monkeypatch.setattr(checks, "study", lambda asked: runs)
     claim = claims()["allreduce-ring"]
     assert CHECKS[claim.id].measure(claim.expected, claim.tolerance).passed
     vars(runs[-1]).update(wrong)
@@ -139,11 +140,11 @@ def test_what_is_drawn_is_what_was_sent():
 
 def test_bytes_into_a_server(monkeypatch):
     """Of 4 workers with 2 GiB each, three times a second."""
-    monkeypatch.setattr(reductions, "gradient_bytes", lambda: 2 * 2**30)
-    outcome = reductions.server("24.2", "1%", workers=4)
+    monkeypatch.setattr(checks, "gradient_bytes", lambda: 2 * 2**30)
+    outcome = checks.server("24.2", "1%", workers=4)
     assert (outcome.value, outcome.passed) == (24, True)
-    monkeypatch.setattr(reductions, "gradient_bytes", lambda: 1.98 * 2**30)
-    assert not reductions.server("24.2", "1%", workers=4).passed
+    monkeypatch.setattr(checks, "gradient_bytes", lambda: 1.98 * 2**30)
+    assert not checks.server("24.2", "1%", workers=4).passed
 
 
 def test_the_command(monkeypatch, tmp_path, capsys):

@@ -20,9 +20,10 @@ from jaxdist.explain import explain
 from jaxdist.models import build
 from jaxdist.planning import target
 from jaxdist.planning.clusters import cluster
+from jaxdist.planning.collective_time import ranks_inside
 from jaxdist.planning.search import picture
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
-from jaxdist.planning.search.estimate import FORMULAS, estimate, exposed, ranks_inside
+from jaxdist.planning.search.estimate import FORMULAS, estimate, exposed
 from jaxdist.planning.search.plan import TIE, search
 from jaxdist.planning.search.questions import alone, scaling, why_not
 from jaxdist.planning.search.screen import Screen

@@ -10,9 +10,9 @@ from flax import nnx
 
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
-from jaxdist.lab.orders import Fit, fit
-from jaxdist.lab.reductions_picture import draw
-from jaxdist.lab.reductions_run import Run, counted, study, total
+from jaxdist.lab.reductions.execute import Run, counted, study, total
+from jaxdist.lab.reductions.orders import Fit, fit
+from jaxdist.lab.reductions.picture import draw
 from jaxdist.models.resnet import ResNet
 
 SIZES = (2, 4, 8, 16, 32, 64)

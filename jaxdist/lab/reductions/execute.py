@@ -15,8 +15,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxdist.cluster.runtime import first
-from jaxdist.lab.messages import Traffic, messages
-from jaxdist.lab.reductions_algorithms import ALGORITHMS, Algorithm, Network
+from jaxdist.lab.reductions.algorithms import ALGORITHMS, Algorithm, Network
+from jaxdist.lab.reductions.messages import Traffic, messages
 from jaxdist.mesh import AXES, DATA, make_mesh
 from jaxdist.parallel.region import vary
 from jaxdist.sharding import Layout

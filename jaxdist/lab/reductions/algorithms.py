@@ -41,7 +41,7 @@ class Network:
 
     def send(self, message: Float[Array, "..."], pairs: Mapping[int, int]) -> Float[Array, "..."]:
         """Send from each source in `pairs` to its target; returns what this node receives, zeros if nothing."""
-        # The scope's name reaches the compiled program, where `reductions_picture` finds what each message carried.
+        # The scope's name reaches the compiled program, where `picture` finds what each message carried.
         with jax.named_scope(f"send{len(self.sent)}"):
             self.sent.append(message)
             return lax.ppermute(message, DATA, tuple(pairs.items()))

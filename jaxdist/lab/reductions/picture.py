@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxdist.colours import BLUE, GREEN, PINK, RED
 from jaxdist.files import write_picture
-from jaxdist.lab.messages import Message, Traffic, messages
-from jaxdist.lab.reductions_algorithms import ALGORITHMS, Algorithm, pipelined_tree
-from jaxdist.lab.reductions_run import Run, apart, cpus, lay, line_of, lowered
+from jaxdist.lab.reductions.algorithms import ALGORITHMS, Algorithm, pipelined_tree
+from jaxdist.lab.reductions.execute import Run, apart, cpus, lay, line_of, lowered
+from jaxdist.lab.reductions.messages import Message, Traffic, messages
 from jaxdist.planning.clusters import cluster
 
 if TYPE_CHECKING:
