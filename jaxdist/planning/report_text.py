@@ -196,6 +196,8 @@ def _verdict(report: Report) -> list[str]:
     """Return whether the program agrees with the prediction, and each difference with both numbers."""
     if report.unpredicted:
         return [report.unpredicted]
+    if not report.rows:
+        return []
     if not report.differences:
         return ["every collective is as predicted, to the element; scalars are left out"]
     found = []

@@ -20,7 +20,10 @@ FREE_ON_RESUME = (
     "cluster",
     "fault",
 )
-"""Keys (or whole sections) that may differ when a run is resumed: they do not change what is learned."""
+"""Keys (or whole sections) that may differ when a run is resumed: they do not change what is learned.
+
+PipeDream's updates depend on stages and on when the pipeline is drained. There, `pipeline`, and how often a run
+validates or saves, change what is learned."""
 
 STEPS = "train.steps"
 WARMUP = "optimizer.warmup"

@@ -166,7 +166,7 @@ def where_it_resumes(folder: RunFolder) -> str:
     """Return where the run in `folder` resumes, by the files there."""
     steps = StepDir(folder.checkpoints).sealed()
     if steps:
-        return f"the same command goes on from step {max(steps)}"
+        return f"the same command continues from step {max(steps)}"
     return "the same command starts from the beginning"
 
 
@@ -266,7 +266,7 @@ class Trainer:
         """
         self.save(step, self.runner.drain(step, state))
         self.checkpoints.wait()
-        self.log.say(f"stopped by {self.job.stop.name}: step {step} is saved; the same command goes on")
+        self.log.say(f"stopped by {self.job.stop.name}: step {step} is saved; the same command continues")
         return STOPPED
 
     def validation_due(self, step: int) -> bool:

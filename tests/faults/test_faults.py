@@ -129,7 +129,7 @@ def test_a_process_that_is_not_heard_of_is_named_before_the_job_ends(words, tmp_
         named = [line for line in running[0].said().splitlines() if "is lost or cut off" in line]
     sentence = rf"process 1 on {socket.gethostname()} is lost or cut off at step \d+: no heartbeat for 1\d s; when "
     assert len(named) == 1
-    assert re.search(sentence + "the job ends, the same command goes on from step ", named[0])
+    assert re.search(sentence + "the job ends, the same command continues from step ", named[0])
 
 
 def launched(words: list[str], processes: int, *more: str) -> list[list[str]]:

@@ -70,7 +70,7 @@ def check_saved(folder, running, name: str) -> None:
     """The last step that was taken is on disk, is what is told, and nobody else told anything."""
     step = step_of(folder)
     assert saved(folder) == step > 0
-    assert running[0].said().splitlines()[-1] == f"stopped by {name}: step {step} is saved; the same command goes on"
+    assert running[0].said().splitlines()[-1] == f"stopped by {name}: step {step} is saved; the same command continues"
     steps = [line["step"] for line in metrics(folder) if "loss" in line]
     assert steps == list(range(1, step + 1))
     assert all("loss" not in process.said() for process in running[1:])
@@ -152,7 +152,7 @@ def test_when_the_grace_is_over_it_ends_unsaved(words, tmp_path):
         assert signalled(running, to=1) == [85, 85]
         assert time.monotonic() - began < 10
         last = running[0].said().splitlines()[-1]
-    assert "the 6 s of checkpoint.grace_seconds are over; the same command goes on from step 10" in last
+    assert "the 6 s of checkpoint.grace_seconds are over; the same command continues from step 10" in last
 
 
 class Board:

@@ -125,7 +125,7 @@ def test_a_signal_ends_with_85_only_where_a_finite_state_was_saved(start, spoilt
     found, folder, said = start("--checkpoint.every=2")
     assert found == code
     if code == 85:
-        assert said.endswith("stopped by SIGTERM: step 3 is saved; the same command goes on\n")
+        assert said.endswith("stopped by SIGTERM: step 3 is saved; the same command continues\n")
         assert steps(folder) == [2, 3]
     else:
         assert said.endswith("after step 4, which is not saved; the last good checkpoint is that of step 2\n")
