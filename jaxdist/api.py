@@ -82,8 +82,7 @@ def parallelize(
     * `"device"` is `"rows"` with batch statistics of each device's own rows, as in torch's DDP: the loss curve depends
       on the number of devices.
 
-    With the last two, an `nnx.BatchStat` of floats is averaged over the devices, and any other variable that depends on
-    the rows is refused.
+    With the last two, `nnx.BatchStat` floats are averaged over devices; other variables that depend on rows raise.
 
     ZeRO leaves parameters whole that have fewer than `shard` elements, or for which `shard(name, array)` is false.
     `precision` "bfloat16" casts parameters and the batch's floats before use; "mixed" also keeps the cast parameters

@@ -230,6 +230,8 @@ def _list_scheduling(at: Places) -> tuple[Ticks, Ticks, Ticks]:
                 W[backwards[rank][w]] = t
                 done[rank][2] = w + 1
         t += 1
+        # A tick in which no rank runs a unit would be followed by the same tick for ever.
+        assert sum(map(sum, done)) >= t, f"{done} units have run by tick {t}, and no rank can run another"
     return F, B, W
 
 
