@@ -15,6 +15,7 @@ from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.training.run_dir import RunFolder
 from tests.faults.jobs import ends, job, metrics, saved, step_of, told, train, until
+from tests.tiers import exhaustive
 
 LONG = ("--mesh=2x1x1", "--train.steps=100000")
 
@@ -78,7 +79,8 @@ def test_an_exception_in_one_process_alone_is_a_traceback(words):
     assert lines[-1] == "ValueError: sector 5 is unreadable"
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_what_hangs_is_ended_and_shows_where(words, tmp_path, processes):
     commands = train(words(*LONG, "--fault.hang-seconds=12"), processes, STUCK.format(who=processes - 1))
     with job(commands) as running:
@@ -156,10 +158,9 @@ def children(process) -> list[int]:
     ("who", "number"),
     [
         (1, signal.SIGKILL),
-        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
         pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
-    ],
+        *exhaustive([(0, signal.SIGKILL), (1, signal.SIGSTOP)]),
+    ],  # the launcher sees either in the same way
 )
 def test_launched_it_is_started_again_and_saves_when_asked(words, tmp_path, who, number):
     folder = tmp_path / "run"

@@ -94,7 +94,7 @@ def test_while_it_steps(words, tmp_path, processes, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_while_it_compiles_nothing_is_lost(words, tmp_path, processes):
     mesh = f"--mesh={max(2, processes)}x1x1"
     with job(train(words(mesh), processes, SLOW_COMPILE)) as running:
@@ -109,7 +109,7 @@ def test_while_it_compiles_nothing_is_lost(words, tmp_path, processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_while_it_validates_the_rest_is_left_for_later(words, tmp_path, processes):
     folder = tmp_path / "run"
     options = (f"--mesh={max(2, processes)}x1x1", "--train.steps=12", "--validation.every=7", "--validation.batches=0")
@@ -124,7 +124,7 @@ def test_while_it_validates_the_rest_is_left_for_later(words, tmp_path, processe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_while_it_saves_a_second_signal_spoils_nothing(words, tmp_path, processes):
     folder = tmp_path / "run"
     with job(train(words(*LONG, f"--mesh={max(2, processes)}x1x1"), processes, SLOW_SAVE)) as running:

@@ -11,6 +11,7 @@ from jaxdist.explain import explain
 from jaxdist.planning import target
 from jaxdist.planning.report import Report
 from jaxdist.request import load
+from tests.tiers import exhaustive
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,13 +28,12 @@ LESS = pytest.mark.xfail(
     ("zero", "remat", "accumulation", "rows"),
     [
         (0, "none", 1, 2),
-        (0, "block", 1, 2),
-        (0, "block", 1, 8),
         (1, "block", 4, 2),
         pytest.param(3, "none", 1, 2, marks=LESS),
-        pytest.param(3, "block", 1, 2, marks=LESS),
         (3, "block", 1, 32),
-    ],
+        *exhaustive([(0, "block", 1, 2), (0, "block", 1, 8)]),
+        pytest.param(3, "block", 1, 2, marks=[LESS, pytest.mark.exhaustive]),
+    ],  # parameters whole and split, with and without recomputation, of few rows and many
 )
 def test_temporary_bytes_of_llama_1b_on_eight_h100s(zero, remat, accumulation, rows):
     found = llama_1b(zero, remat, accumulation, rows)

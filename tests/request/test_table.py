@@ -143,12 +143,27 @@ def test_each_value_is_refused_or_legal(command, values):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS, ids=IDS)
-def test_a_process_refuses_them_with_2_and_without_a_traceback(command, values, tmp_path):
+PARTS = 3
+
+PROCESSES = [
+    pytest.param(
+        command,
+        part,
+        id=f"{name}-{part}",
+        marks=pytest.mark.slow if place % PARTS == part else pytest.mark.exhaustive,
+    )
+    for place, (command, name) in enumerate(zip(COMMANDS, IDS, strict=True))
+    for part in range(PARTS)
+]
+"""A third of the classes for each command, each class for a third of the commands: their sentences are judged above,
+and how a process ends with them is the same code for all."""
+
+
+@pytest.mark.parametrize(("command", "part"), PROCESSES)
+def test_a_process_refuses_them_with_2_and_without_a_traceback(command, part, values, tmp_path):
     """All options of a class together, in one process: the sentences of what is found first are told together."""
     names = [name for name in names_of(command) if name not in ("CONFIG", "RUN")]
-    for kind, value in values.items():
+    for kind, value in list(values.items())[part::PARTS]:
         refused = [name for name in names if kind not in legal(command, name)]
         if kind == "nul" or not refused:  # no process can be given a NUL
             continue
