@@ -1,6 +1,5 @@
 """Eight CPU devices stand for a node; caches live in a folder of the test session."""
 
-import gc
 import os
 from importlib.metadata import version
 
@@ -35,13 +34,6 @@ def pytest_collection_modifyitems(config, items):
     chosen = [item for item in items if ("exhaustive" in item.keywords) == wanted]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
-
-
-def pytest_collection_finish():
-    """What is imported and collected stays: looking through it again and again takes a twentieth of the time."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,7 +15,6 @@ from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.training.run_dir import RunFolder
 from tests.faults.jobs import ends, job, metrics, saved, step_of, told, train, until
-from tests.tiers import exhaustive
 
 LONG = ("--mesh=2x1x1", "--train.steps=100000")
 
@@ -158,9 +157,10 @@ def children(process) -> list[int]:
     ("who", "number"),
     [
         (1, signal.SIGKILL),
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
         pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
-        *exhaustive([(0, signal.SIGKILL), (1, signal.SIGSTOP)]),
-    ],  # the launcher sees either in the same way
+    ],
 )
 def test_launched_it_is_started_again_and_saves_when_asked(words, tmp_path, who, number):
     folder = tmp_path / "run"

@@ -34,7 +34,7 @@ ROWS = [
 ]
 
 
-COMPILED = [ROWS[place] for place in (1, 2, 3, 5, 6)]
+COMPILED = [ROWS[place] for place in (1, 2, 3, 4, 5, 6)]
 """Each stage, precision and axis of a host."""
 
 
