@@ -17,7 +17,7 @@ READERS = [
 ]
 """What reads or makes a compiled program: a prediction is not read off the program."""
 
-PREDICTIONS = ["memory", "activations", "communication", "predicted_collectives", "parameter_layout"]
+PREDICTIONS = ["memory", "activations", "communication", "predicted_collectives", "parameter_layout", "step_bytes"]
 PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic", "clusters", "collective_time", "search"]
 
 FORBIDDEN = {

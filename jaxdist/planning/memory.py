@@ -25,11 +25,12 @@ from jaxdist.config import Config
 from jaxdist.mesh import micro_batches
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
-from jaxdist.planning import pipeline_memory
+from jaxdist.planning import pipeline_memory, step_bytes
 from jaxdist.planning.activations import saved_per_token, working
 from jaxdist.planning.parameter_layout import Placed, compute_width, placed
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.predicted_collectives import F32
+from jaxdist.planning.step_bytes import Elements
 from jaxdist.sharding import Layout
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
@@ -122,12 +123,15 @@ def _classifier(config: Config, model: Foreign, layout: Layout, parameters: list
     sizes = config.model
     k = micro_batches(config, dict(layout.axes))
     pixels = sizes.image**2 * sizes.channels
+    elements = _elements(parameters)
+    zero = config.parallel.zero
+    width = compute_width(config)
     return Memory(
         **at_rest,
         batch=F32 * _rows(config, layout) * k * (pixels + 1),
         variables=sum(_bytes(a) for a in jax.tree.leaves(model.variables)),
-        gradients=_gradients(config, parameters),
-        weights=_weights(config, parameters),
+        gradients=int(step_bytes.gradients(zero, width, elements, config.train.accumulation == 1)),
+        weights=int(step_bytes.weights(zero, width, elements, config.precision)),
         activations=0,
         working=0,
         host_traffic=at_rest["host"],
@@ -144,7 +148,7 @@ def _pipeline(config: Config, layout: Layout, parameters: list[Placed], pipe: Pi
     return Memory(
         **at_rest,
         batch=_batch_of_tokens(config, layout),
-        gradients=pipeline_memory.gradients(config, parameters, pipe),
+        gradients=pipeline_memory.gradients(config, parameters),
         weights=pipeline_memory.weights(config, parameters, pipe),
         **pipeline_memory.activations(config, layout, pipe, rows),
         in_flight=in_flight,
@@ -155,31 +159,34 @@ def _pipeline(config: Config, layout: Layout, parameters: list[Placed], pipe: Pi
 def _decoder(config: Config, layout: Layout, parameters: list[Placed]) -> Memory:
     """Return the memory of a decoder without a pipeline, without the update of offloaded state."""
     at_rest = _at_rest(config, parameters)
+    elements = _elements(parameters)
     parallel = config.parallel
+    zero = parallel.zero
     sizes = config.model
     width = compute_width(config)
     rows = _rows(config, layout)
     k = micro_batches(config, dict(layout.axes))
     # ZeRO 2 and 3 keep only the named arrays of a layer where nothing is checkpointed.
     remat = sizes.remat
-    if parallel.zero >= 2 and remat == "none":
+    if zero >= 2 and remat == "none":
         remat = "named"
     # Groups of micro-batches run one after the other, each with activations of its own.
     groups = k
-    if parallel.zero >= 2 and parallel.micro_batches == "inside":
+    if zero >= 2 and parallel.micro_batches == "inside":
         groups = 1
     kept = width * rows * k // groups * sizes.sequence * sizes.layers
     kept *= saved_per_token(sizes, layout, remat)
     to_host = 0
     if remat == "offload":
         to_host = kept
+    later = int(step_bytes.gradients_of_layers(zero, width, elements))
     return Memory(
         **at_rest,
         batch=_batch_of_tokens(config, layout),
-        gradients=_gradients(config, parameters),
-        weights=_weights(config, parameters),
+        gradients=int(step_bytes.gradients(zero, width, elements, config.train.accumulation == 1)),
+        weights=int(step_bytes.weights(zero, width, elements, config.precision)),
         activations=kept - to_host,
-        working=working(sizes, layout, rows, width, remat, later=_gradients_of_layers(config, parameters)),
+        working=working(sizes, layout, rows, width, remat, later=later),
         host_activations=to_host,
         host_traffic=at_rest["host"] + groups * to_host,
     )
@@ -274,78 +281,19 @@ def _copy(config: Config, p: Placed, pipelined: bool) -> int:
     """Return the bytes of a parameter's copy in the compute dtype."""
     if config.precision != "mixed":
         return 0
-    # A pipeline gathers inside its region, so its copy lies as the parameter does at rest.
-    sharded = config.parallel.zero == 3 or pipelined
-    elements = p.rest if sharded else p.use
-    return compute_width(config) * elements
+    return int(step_bytes.copy(config.parallel.zero, compute_width(config), p.rest, p.use, pipelined))
 
 
-def _gradients(config: Config, parameters: list[Placed]) -> int:
-    """Return the bytes of gradients, sums included.
-
-    Stages 0 and 1 sum whole gradients, and hold the gradients of one micro-batch beside them. Stages 2 and 3 sum
-    shards, and hold one whole layer beside the largest table, which the loss sums in f32.
-    """
-    stage = config.parallel.zero
-    width = compute_width(config)
-    # With one micro-batch there is nothing to add to: XLA unrolls the loop of one iteration, and gradients become f32
-    # when activations and weights are gone.
-    one_micro_batch = config.train.accumulation == 1
-    rest = sum(p.rest for p in parameters)
-    use = sum(p.use for p in parameters)
-    if stage >= 2:
-        layer, table = _at_once(parameters)
-        shards = F32 * rest
-        if not one_micro_batch:
-            shards *= 2
-        return shards + (F32 + width) * layer + F32 * table
-    if one_micro_batch:
-        return width * use
-    total = (F32 + width) * use
-    if stage == 1:
-        # The sum is reduced to a shard at the end.
-        total += F32 * rest
-    return total
-
-
-def _gradients_of_layers(config: Config, parameters: list[Placed]) -> int:
-    """Return the part of `_gradients` that only the backward pass of the layers makes, after that of the loss."""
-    width = compute_width(config)
-    layer, table = _at_once(parameters)
-    if config.parallel.zero >= 2:
-        return F32 * sum(p.rest for p in parameters) + (F32 + width) * layer
-    return max(0, width * sum(p.use for p in parameters) - F32 * table)
-
-
-def _weights(config: Config, parameters: list[Placed]) -> int:
-    """Return the bytes of weights that a step casts or gathers.
-
-    Stage 0 casts, stages 1 and 2 gather all weights, and stage 3 gathers one layer and the largest table.
-    """
-    stage = config.parallel.zero
-    width = compute_width(config)
-    rest = sum(p.rest for p in parameters)
-    use = sum(p.use for p in parameters)
-    cast = 0
-    if config.precision == "bfloat16":
-        cast = width * rest
-    if use == rest:
-        return cast
-    if stage == 3:
-        return cast + width * sum(_at_once(parameters))
-    if config.precision == "mixed":
-        # The copy that is kept between steps is what stages 0 to 2 use.
-        return 0
-    return width * use
-
-
-def _at_once(parameters: list[Placed]) -> tuple[int, int]:
-    """Return the elements in use of one layer, and of the largest parameter that belongs to none.
+def _elements(parameters: list[Placed]) -> Elements:
+    """Return the elements of all parameters; the largest of those outside the layers counts as there at once.
 
     Tables are used one after the other. A model without layers has all its parameters in use at once.
     """
     layer = [p.at_once for p in parameters if p.stacked]
     tables = [p.use for p in parameters if not p.stacked]
-    if not layer:
-        return sum(tables), 0
-    return sum(layer), max(tables)
+    return Elements(
+        rest=sum(p.rest for p in parameters),
+        use=sum(p.use for p in parameters),
+        layer=sum(layer) if layer else sum(tables),
+        outside=max(tables) if layer else 0,
+    )

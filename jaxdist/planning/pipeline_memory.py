@@ -7,68 +7,41 @@ in 1F1B.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from jaxdist.config import Config
+from jaxdist.planning import step_bytes
 from jaxdist.planning.activations import saved_per_token, stashed_per_token, working
 from jaxdist.planning.parameter_layout import Placed, compute_width
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import F32
+from jaxdist.planning.step_bytes import Elements
 from jaxdist.sharding import Layout
 
 
-class _Elements(NamedTuple):
-    """Elements of a group of parameters on one device."""
-
-    rest: int
-    use: int
-    at_once: int
-    """Elements in use of one layer."""
-
-
-def _elements(parameters: list[Placed], stacked: bool) -> _Elements:
+def _elements(parameters: list[Placed], stacked: bool) -> Elements:
     """Return the elements of the layers, or of the parameters that belong to none."""
     group = [p for p in parameters if p.stacked == stacked]
-    return _Elements(
+    return Elements(
         rest=sum(p.rest for p in group),
         use=sum(p.use for p in group),
-        at_once=sum(p.at_once for p in group),
+        layer=sum(p.at_once for p in group) if stacked else 0,
+        outside=0 if stacked else sum(p.use for p in group),
     )
 
 
-def gradients(config: Config, parameters: list[Placed], pipe: Pipeline) -> int:
-    """Return the bytes of gradients: f32 sums, and beside them what the head, or the backward pass of a layer, makes.
-
-    From stage 2 on the sums of the layers are shards. In stage 1 they are reduced to shards at the end.
-    """
+def gradients(config: Config, parameters: list[Placed]) -> int:
+    """Return the bytes of gradients: f32 sums, and what the head or the backward pass of a layer makes."""
     layers = _elements(parameters, stacked=True)
     shared = _elements(parameters, stacked=False)
-    sums = layers.rest if config.parallel.zero >= 2 else layers.use
-    return 2 * F32 * shared.use + F32 * sums + (F32 + compute_width(config)) * layers.at_once
+    return int(step_bytes.pipeline_gradients(config.parallel.zero, compute_width(config), layers, shared))
 
 
 def weights(config: Config, parameters: list[Placed], pipe: Pipeline) -> int:
     """Return the bytes of weights that are cast or gathered, once per step; at stage 3 one layer at a time."""
     layers = _elements(parameters, stacked=True)
     shared = _elements(parameters, stacked=False)
+    zero = config.parallel.zero
     width = compute_width(config)
-    virtual = pipe.stages.virtual
-    rest = layers.rest + shared.rest
-    use = layers.use + shared.use
-    total = 0
-    if config.precision == "bfloat16":
-        total += width * rest
-    if config.parallel.zero == 3:
-        total += width * (shared.use + layers.at_once)
-        if virtual > 1:
-            # One of several chunks is cut out of the stack before it is used.
-            total += width * (layers.rest // virtual)
-        return total
-    if virtual > 1:
-        total += width * layers.use // virtual
-    if use != rest:
-        total += width * use
-    return total
+    return int(step_bytes.pipeline_weights(zero, width, layers, shared, pipe.stages.virtual, config.precision))
 
 
 def activations(config: Config, layout: Layout, pipe: Pipeline, rows: int) -> dict[str, int]:

@@ -22,6 +22,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+import numpy as np
+
 from jaxdist.config import Config, ModelConfig
 from jaxdist.mesh import BATCH_AXES, DATA, MODEL, PIPELINE, MeshShape, abstract_mesh, micro_batches, parse_mesh
 from jaxdist.models import Model
@@ -29,7 +31,7 @@ from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
 from jaxdist.planning import collective_time, communication, memory
 from jaxdist.planning.activations import saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.collective_time import ranks_inside
+from jaxdist.planning.collective_time import Numbers, ranks_inside
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.parameter_layout import compute_width
@@ -228,6 +230,34 @@ def matmul_rate(config: Config, cluster: Cluster) -> float:
     return half * cluster.peak * cluster.matmul
 
 
+def layer_times(
+    config: Config,
+    cluster: Cluster,
+    tokens: Numbers,
+    parts: Numbers,
+    saved: Numbers,
+    stashed: Numbers,
+    recomputes_attention: Numbers,
+    recomputes_all: Numbers,
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Return the seconds of F, I and W for one layer and the `tokens` of a micro-batch on one of `parts` devices.
+
+    `saved` values for each token go through the memory in each pass; a split backward pass leaves `stashed` values for
+    W, otherwise 0. Arguments broadcast.
+    """
+    sizes = config.model
+    rate = matmul_rate(config, cluster)
+    seconds_per_value = compute_width(config) * tokens / cluster.bandwidth
+    moved = PASSES * saved * seconds_per_value
+    products, inputs, weights = (flops / rate for flops in layer_products(sizes, tokens, parts, cluster.gpu))
+    attention = attention_flops(sizes, tokens) / (parts * rate * ATTENTION_RATE)
+    forward = products + attention + moved
+    recomputed = np.where(recomputes_all, forward, np.where(recomputes_attention, attention + moved, 0.0))
+    # B writes what W reads.
+    stash = stashed * seconds_per_value
+    return forward, inputs + ATTENTION_BACKWARD * attention + moved + recomputed + stash, weights + moved + stash
+
+
 def stage_times(
     config: Config, layout: Layout, layers: float, tokens: float, cluster: Cluster, split: bool = False
 ) -> Times:
@@ -236,24 +266,12 @@ def stage_times(
     In a `split` backward pass, B also writes what W reads.
     """
     sizes = config.model
-    parts = layout.parts("heads")
-    rate = matmul_rate(config, cluster)
-    width = compute_width(config)
-    moved = width * saved_per_token(sizes, layout, "none") * PASSES * tokens / cluster.bandwidth
-    products, inputs, weights = (float(flops) / rate for flops in layer_products(sizes, tokens, parts, cluster.gpu))
-    attention = attention_flops(sizes, tokens) / (parts * rate * ATTENTION_RATE)
-    forward = products + attention + moved
-    if sizes.remat == "none":
-        recomputed = 0.0
-    elif sizes.remat == "dots":
-        recomputed = attention + moved
-    else:
-        recomputed = forward
-    stashed = 0.0
-    if split:
-        stashed = width * stashed_per_token(sizes, layout) * tokens / cluster.bandwidth
-    of_input = inputs + ATTENTION_BACKWARD * attention + moved + recomputed + stashed
-    return Times(layers * forward, layers * of_input, layers * (weights + moved + stashed))
+    saved = saved_per_token(sizes, layout, "none")
+    stashed = stashed_per_token(sizes, layout) if split else 0
+    attention = sizes.remat == "dots"
+    everything = sizes.remat not in ("none", "dots")
+    units = layer_times(config, cluster, tokens, layout.parts("heads"), saved, stashed, attention, everything)
+    return Times(*(layers * float(seconds) for seconds in units))
 
 
 def _arithmetic(config: Config, layout: Layout, pipe: Pipeline | None, cluster: Cluster) -> tuple[float, float]:

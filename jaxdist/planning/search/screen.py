@@ -1,8 +1,9 @@
 """A rough estimate of the memory and time of all candidates at once, as if every size divided evenly.
 
-The formulas are those of `memory` and `estimate`, written as one array operation over hundreds of thousands of rows,
-or over the distinct rows among the columns that a formula reads. The screen decides only which candidates are then
-predicted exactly, with the real layout of every parameter and every transfer.
+The formulas of bytes and of arithmetic are those of the exact prediction (`step_bytes`, `activations`, `layer_times`),
+applied to hundreds of thousands of rows at once, or to the distinct rows among the columns that a formula reads. Only
+the transfers and the buffers of a pipeline have rough forms of their own. The screen decides only which candidates are
+then predicted exactly, with the real layout of every parameter and every transfer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jaxdist.models import Model
 from jaxdist.models.loss import chunk_rows
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
 from jaxdist.parallel.pipeline.simulate import Times
-from jaxdist.planning import collective_time
+from jaxdist.planning import collective_time, step_bytes
 from jaxdist.planning.activations import in_layer, in_loss, saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import inside_of
@@ -30,14 +31,12 @@ from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, 
 from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT, Columns
 from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
 from jaxdist.planning.search.estimate import (
-    ATTENTION_BACKWARD,
-    ATTENTION_RATE,
     Device,
-    attention_flops,
     head_flops,
+    layer_times,
     matmul_rate,
 )
-from jaxdist.planning.search.products import layer_products
+from jaxdist.planning.step_bytes import Elements
 from jaxdist.sharding import RULES, Layout
 
 SAVED = (*REMATS, "named")
@@ -57,14 +56,14 @@ class Screen:
         """Return the bytes that each candidate needs on one device."""
         # What the state reads has few distinct rows. Activations read nearly all columns, but each of their terms few.
         few, kinds = self.distinct(DATA, MODEL, PIPELINE, "zero", "micro", "virtual")
-        return (few._states() + few._gradients() + few._weights())[kinds] + self._activations()
+        return (few._states() + few._gradients_and_weights())[kinds] + self._activations()
 
     def seconds(self) -> Column:
         """Return the seconds of a step of each candidate."""
+        few, kinds = self.distinct(*MESH, "sequence", "micro", "remat", "schedule", "virtual")
+        busy = few._work_seconds()[kinds] * (1 + self._by_schedule(_bubble_over_work))
         few, kinds = self.distinct(*MESH, "sequence", "micro", "remat", "virtual")
-        work = few._work_seconds()[kinds]
         model_and_pipeline = few._residual_stream_seconds()[kinds]
-        busy = (work + self._stash_seconds()) * (1 + self._by_schedule(_bubble_over_work))
 
         few, kinds = self.distinct(*MESH, "zero", "micro", "outside", "virtual")
         data = few._data_seconds()[kinds]
@@ -151,43 +150,35 @@ class Screen:
 
     # Memory, in bytes of one device.
 
+    @cached_property
+    def elements(self) -> Elements:
+        """The elements of all parameters."""
+        return Elements(rest=self.at_rest, use=self.in_use, layer=self.layer, outside=self.table)
+
     def _states(self) -> Column:
         """Return the bytes of the f32 masters, the optimizer state, and in mixed precision the bfloat16 copy."""
-        mixed = 0
+        copy = 0
         if self.config.precision == "mixed":
-            sharded = (self.columns["zero"] == 3) | self.staged
-            mixed = self.width * np.where(sharded, self.at_rest, self.in_use)
-        return F32 * self.at_rest * (1 + MOMENTS[self.config.optimizer.name]) + mixed
+            copy = step_bytes.copy(self.columns["zero"], self.width, self.at_rest, self.in_use, self.staged)
+        return F32 * self.at_rest * (1 + MOMENTS[self.config.optimizer.name]) + copy
 
-    def _gradients(self) -> Column:
-        """Return the bytes of gradients: the sum over micro-batches, and what one backward pass makes."""
+    def _gradients_and_weights(self) -> Column:
+        """Return the bytes of gradients, sums included, and of weights that are cast or gathered for use."""
         zero = self.columns["zero"]
         width = self.width
-        # A single micro-batch has no sum to be added to.
+        precision = self.config.precision
         alone = self.columns["micro"] == 1
-        # One layer is whole beside the shards, and the largest table, which the loss adds up in f32.
-        shards = np.where(alone, 1, 2) * F32 * self.at_rest + (F32 + width) * self.layer + F32 * self.table
-        sum_and_gradients = (F32 + width) * self.in_use + np.where(zero > 0, F32 * self.at_rest, 0)
-        whole = np.where(alone, width * self.in_use, sum_and_gradients)
-        flat = np.where(zero >= 2, shards, whole)
+        flat = step_bytes.gradients(zero, width, self.elements, alone)
+        flat = flat + step_bytes.weights(zero, width, self.elements, precision)
 
         layers = self.layers_held * self.layer
-        held = F32 * np.where(zero >= 2, layers / self.shards, layers)
-        staged = 2 * F32 * self.embeddings + held + (F32 + width) * self.layer
+        of_layers = Elements(rest=layers / self.shards, use=layers, layer=self.layer, outside=0)
+        shared = Elements(rest=self.embeddings / self.shards, use=self.embeddings, layer=0, outside=self.embeddings)
+        staged = step_bytes.pipeline_gradients(zero, width, of_layers, shared)
+        staged = staged + step_bytes.pipeline_weights(
+            zero, width, of_layers, shared, self.columns["virtual"], precision
+        )
         return np.where(self.staged, staged, flat)
-
-    def _weights(self) -> Column:
-        """Return the bytes of weights that are cast or gathered for use."""
-        cast = 0
-        if self.config.precision == "bfloat16":
-            cast = self.width * self.at_rest
-        # In mixed precision the copy, which `_states` counts, is what is used.
-        copied = (self.config.precision == "mixed") & ~self.staged
-        gathered = (self.shards != 1) & ~copied
-        whole = np.where(gathered, self.width * self.in_use, 0)
-        # Tables are used one after the other, but a pipeline gathers all of them.
-        outside = np.where(self.staged, self.embeddings, self.table)
-        return cast + np.where(self.columns["zero"] == 3, self.width * (self.layer + outside), whole)
 
     def _activations(self) -> Column:
         """Return the bytes of activations: those saved for the backward pass, and those of one layer or the loss.
@@ -236,10 +227,8 @@ class Screen:
 
     def _gradients_after_loss(self) -> Column:
         """Return the bytes of gradients that do not exist yet during the loss: the backward pass makes them."""
-        shards = F32 * self.at_rest + (F32 + self.width) * self.layer
-        whole = np.maximum(0, self.width * self.in_use - F32 * self.table)
-        flat = np.where(self.columns["zero"] >= 2, shards, whole)
-        return np.where(self.staged, 0, flat)
+        later = step_bytes.gradients_of_layers(self.columns["zero"], self.width, self.elements)
+        return np.where(self.staged, 0, later)
 
     def _bytes_updated(self) -> Column:
         """Return the bytes that the optimizer reads and writes."""
@@ -249,42 +238,25 @@ class Screen:
 
     def _work_seconds(self) -> Column:
         """Return the seconds of a device's arithmetic."""
-        products, gradients, attention, moved = self._layer_seconds()
-        forward = products + attention + moved
-        backward = gradients + ATTENTION_BACKWARD * attention + 2 * moved
-        recomputed = np.select(
-            [self._remat("none"), self._remat("dots")], [0 * forward, attention + moved], default=forward
-        )
-        return self.columns["micro"] * (forward + backward + recomputed + self._head_seconds())
-
-    def _layer_seconds(self) -> tuple[Column, Column, Column, Column]:
-        """Return the seconds of a device's layers for a micro-batch.
-
-        These are the matmuls forward and backward, attention forward, and memory traffic forward.
-        """
         m = self.config.model
-        tokens = self.rows * m.sequence
-        rate = matmul_rate(self.config, self.cluster) / self.layers_held
-        products, inputs, weights = layer_products(m, tokens, self.columns[MODEL], self.cluster.gpu)
-        attention = attention_flops(m, tokens) / (self.columns[MODEL] * rate * ATTENTION_RATE)
-        saved = self._by_layout(lambda layout: saved_per_token(m, layout, "none"))
-        moved = 2 * self.width * self.layers_held * tokens * saved / self.cluster.bandwidth
-        return products / rate, (inputs + weights) / rate, attention, moved
+        splits = np.isin(self.columns["schedule"], SPLIT)
+        units = layer_times(
+            self.config,
+            self.cluster,
+            tokens=self.rows * m.sequence,
+            parts=self.columns[MODEL],
+            saved=self._by_layout(lambda layout: saved_per_token(m, layout, "none")),
+            stashed=splits * self._by_layout(lambda layout: stashed_per_token(m, layout)),
+            recomputes_attention=self._remat("dots"),
+            recomputes_all=self._remat("block", "stage"),
+        )
+        return self.columns["micro"] * (self.layers_held * sum(units) + self._head_seconds())
 
     def _head_seconds(self) -> Column:
         """Return the seconds of the output table's matmuls for a micro-batch."""
         flops = head_flops(self.config.model, self.rows * self.config.model.sequence)
         parts = self.columns[MODEL] * self.columns[PIPELINE]
         return flops / parts / matmul_rate(self.config, self.cluster)
-
-    def _stash_seconds(self) -> Column:
-        """Return the seconds in which B writes what W reads, and W reads it, where the backward pass is split."""
-        m = self.config.model
-        tokens = self.rows * m.sequence
-        stashed = self._by_layout(lambda layout: stashed_per_token(m, layout))
-        moved = 2 * self.width * self.layers_held * tokens * stashed
-        splits = np.isin(self.columns["schedule"], SPLIT)
-        return splits * self.columns["micro"] * moved / self.cluster.bandwidth
 
     def _residual_stream_seconds(self) -> Column:
         """Return the seconds in which the residual stream crosses `model` and the stages, and those of the loss."""

@@ -1,0 +1,100 @@
+"""The bytes of states, gradients and weights of a step, as formulas of elements and ZeRO's stage (`zero`, 0 to 3).
+
+Numbers or numpy arrays go in, which broadcast. `memory` and `pipeline_memory` apply the formulas to the real layout of
+every parameter, and `search.screen` to all candidates of a search, as if every size divided evenly.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxdist.planning.predicted_collectives import F32
+
+Numbers = np.ndarray | float
+
+
+class Elements(NamedTuple):
+    """Elements of the parameters on one device."""
+
+    rest: Numbers
+    """Between steps."""
+    use: Numbers
+    """While they are used: gathered from the ranks over which ZeRO shards them."""
+    layer: Numbers
+    """Those of one layer in use."""
+    outside: Numbers
+    """Those in use outside the layers that are there at the same time."""
+
+
+def copy(zero: Numbers, width: int, rest: Numbers, use: Numbers, pipelined: Numbers) -> Numbers:
+    """Return the bytes of the copy in the compute dtype that mixed precision keeps between steps.
+
+    `rest` and `use` are the elements at rest and in use.
+    """
+    # A pipeline gathers inside its region, so its copy lies as the parameter does at rest.
+    sharded = (np.asarray(zero) == 3) | pipelined
+    return width * np.where(sharded, rest, use)
+
+
+def gradients(zero: Numbers, width: int, elements: Elements, one_micro_batch: Numbers) -> Numbers:
+    """Return the bytes of gradients, sums included.
+
+    Stages 0 and 1 sum whole gradients, and hold the gradients of one micro-batch beside them. Stages 2 and 3 sum
+    shards, and hold one whole layer beside the largest table, which the loss sums in f32.
+    """
+    rest, use, layer, table = elements
+    # With one micro-batch there is nothing to add to: XLA unrolls the loop of one iteration, and gradients become f32
+    # when activations and weights are gone.
+    shards = np.where(one_micro_batch, 1, 2) * F32 * rest + (F32 + width) * layer + F32 * table
+    # Stage 1 reduces the sum to a shard at the end.
+    shard_of_sum = np.where(np.asarray(zero) == 1, F32 * rest, 0)
+    whole = np.where(one_micro_batch, width * use, (F32 + width) * use + shard_of_sum)
+    return np.where(np.asarray(zero) >= 2, shards, whole)
+
+
+def gradients_of_layers(zero: Numbers, width: int, elements: Elements) -> Numbers:
+    """Return the part of `gradients` that only the backward pass of the layers makes, after that of the loss."""
+    rest, use, layer, table = elements
+    shards = F32 * rest + (F32 + width) * layer
+    whole = np.maximum(0, width * use - F32 * table)
+    return np.where(np.asarray(zero) >= 2, shards, whole)
+
+
+def weights(zero: Numbers, width: int, elements: Elements, precision: str) -> Numbers:
+    """Return the bytes of weights that a step casts or gathers.
+
+    Stage 0 casts, stages 1 and 2 gather all weights, and stage 3 gathers one layer and the largest table.
+    """
+    rest, use, layer, table = elements
+    cast = width * rest if precision == "bfloat16" else 0
+    # In mixed precision, the copy that is kept between steps is what stages 0 to 2 use.
+    gathered = 0 if precision == "mixed" else width * use
+    split = np.where(np.asarray(zero) == 3, cast + width * (layer + table), gathered)
+    return np.where(np.asarray(use) == rest, cast, split)
+
+
+def pipeline_gradients(zero: Numbers, width: int, layers: Elements, shared: Elements) -> Numbers:
+    """Return the bytes of gradients of a pipeline rank; `shared` are the parameters that belong to no layer.
+
+    They are f32 sums, and beside them what the head, or the backward pass of a layer, makes. From stage 2 on the sums
+    of the layers are shards. In stage 1 they are reduced to shards at the end.
+    """
+    sums = np.where(np.asarray(zero) >= 2, layers.rest, layers.use)
+    return 2 * F32 * shared.use + F32 * sums + (F32 + width) * layers.layer
+
+
+def pipeline_weights(
+    zero: Numbers, width: int, layers: Elements, shared: Elements, virtual: Numbers, precision: str
+) -> Numbers:
+    """Return the bytes of weights that a rank casts or gathers, once per step; at stage 3 one layer at a time."""
+    cast = width * (layers.rest + shared.rest) if precision == "bfloat16" else 0
+    # One of several chunks is cut out of the stack before it is used.
+    several = np.asarray(virtual) > 1
+    cut_of_shards = np.where(several, width * (layers.rest // virtual), 0)
+    cut_of_whole = np.where(several, width * layers.use // virtual, 0)
+    by_layer = width * (shared.use + layers.layer) + cut_of_shards
+    gathered = np.asarray(layers.use + shared.use) != layers.rest + shared.rest
+    at_once = cut_of_whole + np.where(gathered, width * (layers.use + shared.use), 0)
+    return cast + np.where(np.asarray(zero) == 3, by_layer, at_once)
