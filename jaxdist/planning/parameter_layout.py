@@ -13,13 +13,11 @@ from jaxdist.mesh import DATA, MODEL, micro_batches
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel import zero
+from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.planning import pipelines
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.sharding import LAYERS, Layout, name_of
 from jaxdist.units import closest, divisors, multiples, remedy, to
-
-STACKED = "blocks"
-"""The group of parameters whose first dim counts the layers."""
 
 MUCH = 0.1
 """More than this part of the parameters, left whole by the data axis, is worth a warning."""
@@ -55,7 +53,7 @@ class Placed:
     @property
     def stacked(self) -> bool:
         """Whether the first dim counts the layers."""
-        return self.name.partition(".")[0] == STACKED
+        return self.name.partition(".")[0] == BLOCKS
 
     @property
     def whole(self) -> bool:

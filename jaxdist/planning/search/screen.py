@@ -21,12 +21,13 @@ from jaxdist.models import Model
 from jaxdist.models.loss import chunk_rows
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
 from jaxdist.parallel.pipeline.simulate import Times
+from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.planning import collective_time, step_bytes
 from jaxdist.planning.activations import in_layer, in_loss, saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import inside_of
 from jaxdist.planning.memory import MOMENTS
-from jaxdist.planning.parameter_layout import STACKED, compute_width
+from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, PERMUTE, REDUCE_SCATTER
 from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT, Columns
 from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
@@ -96,7 +97,7 @@ class Screen:
     @cached_property
     def layer(self) -> Column:
         """The elements of one layer in use."""
-        leaves = jax.tree.leaves(self.model.abstract[STACKED])
+        leaves = jax.tree.leaves(self.model.abstract[BLOCKS])
         return sum(leaf.size for leaf in leaves) / self.config.model.layers / self.columns[MODEL]
 
     @cached_property
@@ -142,7 +143,7 @@ class Screen:
 
     def _leaves_outside(self) -> list[jax.ShapeDtypeStruct]:
         """Return the parameters outside the layers."""
-        return jax.tree.leaves({name: tree for name, tree in self.model.abstract.items() if name != STACKED})
+        return jax.tree.leaves({name: tree for name, tree in self.model.abstract.items() if name != BLOCKS})
 
     def _remat(self, *names: str) -> Column:
         """Return whether the candidate has one of these kinds of activation checkpointing."""
