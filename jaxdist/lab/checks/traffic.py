@@ -108,7 +108,7 @@ def walkthrough(expected: str, tolerance: str, zero: int = 3) -> Outcome:
     phases = Counter(result.calls["phases"])
     fused = Counter(result.calls["fused"])
     value = (
-        f"{phases[gather]} {gather}s + {phases[scatter]} {scatter}s told as phases; "
+        f"{phases[gather]} {gather}s + {phases[scatter]} {scatter}s counted as phases; "
         f"{fused[gather]} + {fused[scatter]} in the fused step"
     )
     first = result.phases[0].alive
