@@ -33,10 +33,10 @@ def test_three_tasks_cannot_have_four_devices(cluster, words):
     assert "4 devices, which do not divide by 3 processes; start 1, 2, 4 processes" in said
 
 
-@pytest.mark.parametrize(("nodes", "host"), [(1, "127.0.0.1"), (2, "n0")])
+@pytest.mark.parametrize(("nodes", "host"), [("n1", "127.0.0.1"), ("n1,n2", "n1")])
 def test_tasks_of_one_node_meet_on_its_loopback(cluster, nodes, host):
     program = "from jaxdist.cluster.process_env import *; print(find(ClusterConfig()).coordinator)"
-    said = cluster.run("srun", f"-N{nodes}", "-n2", PYTHON, "-c", program)
+    said = cluster.run("srun", f"--nodelist={nodes}", "-n2", PYTHON, "-c", program)
     assert [line.partition(":")[0] for line in said.split()] == [host, host]
 
 
