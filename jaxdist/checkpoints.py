@@ -10,8 +10,9 @@ from typing import Any
 
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import RequestError
+from jaxdist.files import WRONG_CONTENT
 from jaxdist.request import Extra, arguments, check_output, run
-from jaxdist.training.checkpoint.step_dir import UNREADABLE_SEAL, UNSEALED, WRONG_CONTENT, StepDir
+from jaxdist.training.checkpoint.step_dir import UNREADABLE_SEAL, UNSEALED, StepDir
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.values import Checkpoint, FileName
 
@@ -72,20 +73,20 @@ def listing(folder: Path, thorough: bool) -> Iterator[dict[str, Any]]:
     Its `state` is `whole` (its checksums match, if `thorough`), `complete` (its sizes match, if not `thorough`),
     `damaged`, or `unsealed` (it has no checksums).
     """
-    for shelf, kind in shelves(folder):
-        for step in shelf.steps():
-            damage = shelf.damage(step, thorough)
+    for step_dir, kind in step_dirs(folder):
+        for step in step_dir.steps():
+            damage = step_dir.damage(step, thorough)
             yield {
                 "step": step,
                 "kind": kind,
-                "bytes": _size(shelf, step),
+                "bytes": _size(step_dir, step),
                 "state": _state(damage, thorough),
                 "damage": damage,
-                **_facts(shelf, step),
+                **_facts(step_dir, step),
             }
 
 
-def shelves(folder: Path) -> list[tuple[StepDir, str]]:
+def step_dirs(folder: Path) -> list[tuple[StepDir, str]]:
     """Return the folders that hold the steps of a run, each with the kind of its steps."""
     run = RunFolder(folder).identity()
     return [(StepDir(folder / "checkpoints" / name, run), kind) for name, kind in KINDS.items()]
@@ -99,22 +100,22 @@ def _state(damage: str | None, thorough: bool) -> str:
     return "whole" if thorough else "complete"
 
 
-def _size(shelf: StepDir, step: int) -> int | None:
+def _size(step_dir: StepDir, step: int) -> int | None:
     """Return the bytes on disk, or None if the files cannot be listed."""
     try:
-        return shelf.size(step)
+        return step_dir.size(step)
     except OSError:
         return None
 
 
-def _facts(shelf: StepDir, step: int) -> dict[str, Any]:
+def _facts(step_dir: StepDir, step: int) -> dict[str, Any]:
     """Return when, and on which mesh, a step was saved; None for each that the step does not record."""
     # The facts of a damaged step may be missing or wrong; the listing shows "?" for them.
     try:
-        facts = shelf.facts(step)
+        facts = step_dir.facts(step)
     except WRONG_CONTENT:
         facts = {}
-    if shelf.wrong_facts(step):
+    if step_dir.wrong_facts(step):
         facts = {}
     return {name: facts.get(name) for name in ("time", "mesh", "processes")}
 
@@ -157,28 +158,32 @@ def prune(folder: Path, newest: int, every: int) -> dict[str, Any]:
     removed: list[Path] = []
     left: dict[str, str] = {}
     with RunFolder(folder).locked():
-        steps = [(shelf, kind, step, shelf.damage(step)) for shelf, kind in shelves(folder) for step in shelf.steps()]
+        steps = [
+            (step_dir, kind, step, step_dir.damage(step))
+            for step_dir, kind in step_dirs(folder)
+            for step in step_dir.steps()
+        ]
         intact = [step for _, kind, step, damage in steps if kind != "aside" and damage is None]
         furthest = max(intact, default=-1)
-        for shelf, kind, step, damage in steps:
+        for step_dir, kind, step, damage in steps:
             if kind != "aside" and damage is None:
                 continue
             superseded = step <= furthest if kind == "aside" else step < furthest
             if not superseded:
-                left[str(shelf.path(step))] = f"{damage or 'it is set aside'}, and no later step is whole"
+                left[str(step_dir.path(step))] = f"{damage or 'it is set aside'}, and no later step is whole"
             elif kind != "aside" and damage in (UNSEALED, UNREADABLE_SEAL):
                 # Without checksums it may still be intact.
-                left[str(shelf.path(step))] = f"{damage}; a run that resumes from it reads it back"
+                left[str(step_dir.path(step))] = f"{damage}; a run that resumes from it reads it back"
             else:
-                shelf.remove(step)
-                removed.append(shelf.path(step))
-        for shelf, kind in shelves(folder):
+                step_dir.remove(step)
+                removed.append(step_dir.path(step))
+        for step_dir, kind in step_dirs(folder):
             # Remove what a process that died while saving has left.
-            shelf.clear()
+            step_dir.clear()
             if kind == "newest":
-                removed += [shelf.path(step) for step in shelf.keep(newest, every)]
+                removed += [step_dir.path(step) for step in step_dir.keep(newest, every)]
             if kind == "best":
-                removed += [shelf.path(step) for step in shelf.keep(1)]
+                removed += [step_dir.path(step) for step in step_dir.keep(1)]
     return {"removed": [str(path) for path in removed], "left": left}
 
 

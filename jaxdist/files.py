@@ -23,6 +23,9 @@ import xxhash
 BLOCK = 1 << 19
 """Bytes read at a time: few enough to still be in a cache when their checksum is computed."""
 
+WRONG_CONTENT = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError)
+"""What reading JSON may raise for a file that is missing, damaged or not ours: no JSON, or JSON of another form."""
+
 LARGEST_TOML = 1 << 20
 """Bytes of the largest TOML file that is read. A configuration has a few thousand."""
 
@@ -45,7 +48,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace the file at `path` atomically by one with this content; text is UTF-8. Raises `OSError`."""
+    """Replace the file at `path` atomically by one with this content; text is UTF-8. Raises `OSError`.
+
+    Whoever reads meanwhile finds the old content or the new, never a part of one.
+    """
     if isinstance(content, str):
         content = content.encode("utf-8")
     with replacing(path) as temporary:

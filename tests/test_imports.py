@@ -176,3 +176,27 @@ def test_no_jax_before_the_request_is_read(module):
 def test_files_tell_one_story():
     """At most 500 lines each."""
     assert {name(p): n for p in FILES if (n := len(p.read_text().splitlines())) > 500} == {}
+
+
+def test_training_has_seven_levels_and_no_circle():
+    """Each of its files, and each of its folders as a whole, stands above what it imports."""
+    below = {}
+    for path in (PACKAGE / "training").rglob("*.py"):
+        own = unit(name(path))
+        found = {unit(module.removeprefix("jaxdist.")) for module in imports(path, everywhere=False)}
+        below.setdefault(own, set()).update(found - {own, None})
+
+    levels = {}
+    while below.keys() - levels.keys():
+        ready = [own for own in below.keys() - levels.keys() if below[own] <= levels.keys()]
+        assert ready, f"a circle among {sorted(below.keys() - levels.keys())}"
+        for own in ready:
+            levels[own] = 1 + max((levels[other] for other in below[own]), default=0)
+    assert max(levels.values()) <= 7
+    assert levels["trainer"] == max(levels.values())
+
+
+def unit(module: str) -> str | None:
+    """The file or the folder of `training` that a module belongs to, such as `forward` for training.forward.step."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "training" and len(parts) > 1 else None

@@ -45,7 +45,10 @@ class Screen:
             self._print(f"{text}  {time_of_day()}")
 
     def line(self, text: str) -> None:
-        """Print as `say_with_time`, but nothing on a terminal, where the bar shows it."""
+        """Print as `say_with_time`, but nothing on a terminal, where the bar shows it.
+
+        The text goes to log.txt in both cases.
+        """
         self.log.write(text)
         if not self.is_terminal:
             self._print(f"{text}  {time_of_day()}")
@@ -62,7 +65,10 @@ class Screen:
         self._progress.update(self._task, completed=completed, description=figures)
 
     def pause(self) -> None:
-        """Leave the bar as it is and free the terminal."""
+        """Leave the bar as it is and free the terminal.
+
+        The next update of the progress draws a new bar below.
+        """
         if self._progress:
             self._progress.stop()
             self._progress = None

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxdist.files import read_regular, write_whole
-from jaxdist.training.checkpoint.step_dir import WRONG_CONTENT
+from jaxdist.files import WRONG_CONTENT, read_regular, write_whole
 
 VALIDATED = "validation_loss"
 """The key that only lines of a validation have."""

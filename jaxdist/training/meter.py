@@ -42,7 +42,7 @@ class Meter:
         self.unit = run.task.unit
         self.per_step = config.train.global_batch_size * run.task.units
         """Tokens, or images, of a step."""
-        self.learning_rate = schedule(config.optimizer, run.steps)
+        self.learning_rate = jax.jit(schedule(config.optimizer, run.steps))
         self.flops = run.task.flops
         self.peak = peak_flops(self.device.device_kind, config.precision)
         self.pending: tuple[int, Metrics] | None = None
@@ -99,7 +99,10 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time in the block out of the step times: validating, saving."""
+        """Leave the time in the block out of the step times: validating, saving.
+
+        The steps before it are waited for first, so that none of their time falls into the block.
+        """
         self.flush()
         started = time.perf_counter()
         yield

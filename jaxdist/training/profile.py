@@ -25,7 +25,10 @@ ON_CPU = "devices of a CPU are threads that share its cores: a collective mostly
 
 
 def begin_trace(folder: Path) -> None:
-    """Trace the devices of this process until `jax.profiler.stop_trace`."""
+    """Trace the devices of this process until `jax.profiler.stop_trace`.
+
+    `folder` then holds the trace for TensorBoard and for Perfetto.
+    """
     options = jax.profiler.ProfileOptions()
     # Otherwise each call of a Python function would be an event.
     options.python_tracer_level = 0

@@ -83,7 +83,10 @@ class Run:
 
     @cached_property
     def steps(self) -> int:
-        """The number of steps of the whole run."""
+        """The number of steps of the whole run.
+
+        Where `train.epochs` is given, the last step may have rows of a further epoch: a step always has a whole batch.
+        """
         train = self.config.train
         if train.epochs:
             return math.ceil(train.epochs * self.task.rows / train.global_batch_size)
@@ -117,7 +120,8 @@ class Run:
 
     def init(self) -> TrainState:
         """Return the state before the first step; call under `jax.set_mesh`."""
-        return jax.jit(self.step.init)(jax.random.key(self.config.train.seed))
+        options = xla_options.options_for_init(self.layout.platform)
+        return jax.jit(self.step.init, compiler_options=options)(jax.random.key(self.config.train.seed))
 
     def abstract(self) -> TrainState:
         """Return shapes, dtypes and shardings of the state; call under `jax.set_mesh`."""

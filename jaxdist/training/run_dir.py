@@ -18,18 +18,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tokenizers import Tokenizer
 
 from jaxdist import __version__
 from jaxdist.config import Config, RequestError
-from jaxdist.files import read_regular, write_whole
+from jaxdist.files import write_whole
 from jaxdist.request import load, to_toml
 from jaxdist.streams import clock
 from jaxdist.training import history
-from jaxdist.training.checkpoint.step_dir import STEP, WRONG_CONTENT, StepDir
+from jaxdist.training.checkpoint.step_dir import STEP, StepDir
 from jaxdist.training.resume_check import differing, lengthened, refusal, with_warmup
+from jaxdist.training.run_facts import FILE, run_facts, run_id
 from jaxdist.training.run_lock import LIMIT, RunLock
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -78,7 +79,7 @@ class RunFolder:
         self.environment = self.path / "environment.json"
         self.tokenizer = self.path / "tokenizer.json"
         self.metrics = self.path / "metrics.jsonl"
-        self.run = self.path / "run.json"
+        self.run = self.path / FILE
         self.log = self.path / "log.txt"
         self.checkpoints = self.path / "checkpoints"
         self.heartbeats = self.path / "heartbeats"
@@ -173,26 +174,17 @@ class RunFolder:
 
     def identity(self) -> str | None:
         """Return the random id of the run; None where it has none, or none that can be read."""
-        found = self._run_facts().get("id")
-        return found if isinstance(found, str) else None
+        return run_id(self.path)
 
     def wandb_id(self) -> str:
         """Return the id of the run at Weights & Biases; the first call makes it. Raises `OSError`."""
-        facts = self._run_facts()
+        facts = run_facts(self.path)
         found = facts.get("wandb")
         if isinstance(found, str) and re.fullmatch("[A-Za-z0-9_-]{1,64}", found):
             return found
         facts["wandb"] = secrets.token_hex(8)
         write_whole(self.run, json.dumps(facts) + "\n")
         return facts["wandb"]
-
-    def _run_facts(self) -> dict[str, Any]:
-        """Return what run.json holds; {} where it is missing or damaged."""
-        try:
-            facts = json.loads(read_regular(self.run))
-        except WRONG_CONTENT:
-            return {}
-        return facts if isinstance(facts, dict) else {}
 
     def identify(self) -> None:
         """Give the run an id, if it has none: the one in the seals of its steps, where run.json was lost, or a new one.

@@ -48,7 +48,7 @@ def sample(
     each token, as a sign of life. Raises `RequestError` for an empty prompt.
     """
     if not prompt:
-        raise RequestError("--prompt is empty; give at least one character to go on from")
+        raise RequestError("--prompt is empty; give at least one character to continue")
     forward = trained.run.forward
     layout = trained.run.layout
     sequence = trained.run.config.model.sequence

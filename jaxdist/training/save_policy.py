@@ -97,7 +97,10 @@ class SavePolicy:
         return self.run.step.resume(self.checkpoints.restore(self.run.abstract_logical(), found))
 
     def due(self, step: int) -> bool:
-        """Return whether to save after `step`; every process asks at every step, and all get the same answer."""
+        """Return whether to save after `step`; every process asks at every step, and all get the same answer.
+
+        The reasons are `checkpoint.every`, the last step, the end of an epoch, and the time since the last save.
+        """
         if self.config.every > 0 and step % self.config.every == 0:
             return True
         return step == self.run.steps or self._end_of_epoch(step) or self._overdue(step)

@@ -69,7 +69,10 @@ class ImageTask(Task):
 
     @property
     def augment(self) -> Augment | None:
-        """What every step does to the images of its own rows."""
+        """What every step does to the images of its own rows; None where `data.augment` is "none".
+
+        Images are shifted by at most 1/8 of their width, at least one pixel, as is usual for CIFAR (4 of 32 pixels).
+        """
         augment = self.config.data.augment
         if augment == "none":
             return None
@@ -81,7 +84,10 @@ class ImageTask(Task):
         return image_batch(self.data.train, rows, self.micro_batches, self.mesh, self.layout, self.augment, step)
 
     def abstract(self, rows: int, accumulation: int) -> Batch:
-        """Return shapes and shardings of a batch of that many images."""
+        """Return shapes and shardings of a batch of that many images.
+
+        Images are float32 [accumulation, rows, H, W, C], and labels int32.
+        """
         sizes = self.config.model
         shape = (sizes.image, sizes.image, sizes.channels)
         return abstract_image_batch(rows, shape, accumulation, self.mesh, self.layout)

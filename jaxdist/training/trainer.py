@@ -163,7 +163,10 @@ def open_data(run: Run, job: Job, screen: Screen) -> bool:
 
 
 def where_it_resumes(folder: RunFolder) -> str:
-    """Return where the run in `folder` resumes, by the files there."""
+    """Return where the run in `folder` resumes, by the files there.
+
+    A step with a seal counts. Its arrays are not read back here, since this is printed while a run ends.
+    """
     steps = StepDir(folder.checkpoints).sealed()
     if steps:
         return f"the same command continues from step {max(steps)}"
@@ -231,7 +234,10 @@ class Trainer:
         return self.save_policy.begin(say)
 
     def compile(self) -> jax.stages.Compiled:
-        """Compile the train step, and say how long that took."""
+        """Compile the train step, and say how long that took.
+
+        While it compiles the heartbeats say so: the watchdog has more patience then.
+        """
         self.job.note(COMPILING)
         started = time.perf_counter()
         program = self.run.compile()

@@ -186,8 +186,8 @@ def test_a_run_that_has_saved_never_starts_from_the_beginning(folder):
         checkpoints.set_aside(after=0)
         with pytest.raises(RequestError, match=r"are all set aside \(step 5, 10\); copy the missing files back"):
             checkpoints.find_start("auto")
-    for shelf in (folder / "checkpoints").iterdir():
-        shutil.rmtree(shelf)
+    for step_dir in (folder / "checkpoints").iterdir():
+        shutil.rmtree(step_dir)
     with Checkpoints(folder, keep=3) as checkpoints:
         assert checkpoints.find_start("auto") is None
 
@@ -296,7 +296,7 @@ def test_the_old_go_only_when_the_new_is_sealed(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(
                 "jaxdist.training.checkpoint.step_dir.StepDir.seal",
-                lambda shelf, step: shelf.path("no such thing").stat(),
+                lambda step_dir, step: step_dir.path("no such thing").stat(),
             )
             checkpoints.save(10, state(10), facts(10))
             with pytest.raises(SaveFailed, match="step 10 could not be saved: no such file"):
@@ -312,12 +312,12 @@ def test_a_save_that_fails_never_contradicts_the_last_good_checkpoint(tmp_path, 
     """Step 5 is sealed in both failures: of the best one, and of what is done when a step has its seal."""
     seal = StepDir.seal
 
-    def no_best(shelf, step):
-        if shelf.folder.name == "best":
+    def no_best(step_dir, step):
+        if step_dir.folder.name == "best":
             raise OSError(errno.EIO, "Input/output error")
-        seal(shelf, step)
+        seal(step_dir, step)
 
-    def no_permission(shelf, *_):
+    def no_permission(step_dir, *_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with Checkpoints(tmp_path / "a", keep=1) as checkpoints:

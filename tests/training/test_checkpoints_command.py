@@ -193,12 +193,12 @@ def test_prune_removes_whole_steps_that_were_set_aside_once_the_run_has_come_as_
     """Checksums do not keep them: the run went back behind them on purpose."""
     newest, best = StepDir(tmp_path / "checkpoints"), StepDir(tmp_path / "checkpoints" / "best")
     aside, best_aside = StepDir(newest.folder / "aside"), StepDir(newest.folder / "aside" / "best")
-    for shelf, steps in ((newest, (10, 20)), (best, (10,)), (aside, (15, 20, 25)), (best_aside, (15,))):
+    for step_dir, steps in ((newest, (10, 20)), (best, (10,)), (aside, (15, 20, 25)), (best_aside, (15,))):
         for step in steps:
-            put(shelf, step)
+            put(step_dir, step)
     found = checkpoints.prune(tmp_path, newest=3, every=0)
     assert found["removed"] == [str(aside.path(15)), str(aside.path(20)), str(best_aside.path(15))]
     assert found["left"] == {str(aside.path(25)): "it is set aside, and no later step is whole"}
-    left = [shelf.steps() for shelf in (newest, best, aside, best_aside)]
+    left = [step_dir.steps() for step_dir in (newest, best, aside, best_aside)]
     assert left == [[10, 20], [10], [25], []]
-    assert [shelf.sealed() for shelf in (newest, best, aside, best_aside)] == left
+    assert [step_dir.sealed() for step_dir in (newest, best, aside, best_aside)] == left

@@ -14,32 +14,32 @@ from jaxdist.training.checkpoint.step_dir import StepDir
 from tests.training.conftest import facts
 
 
-def put(shelf: StepDir, step: int, seal: bool = True) -> None:
-    path = shelf.path(step)
+def put(step_dir: StepDir, step: int, seal: bool = True) -> None:
+    path = step_dir.path(step)
     (path / "params" / "d").mkdir(parents=True)
     (path / "params" / "d" / "array").write_bytes(bytes(range(256)) * step)
     (path / "params" / "empty").touch()
     (path / "facts").mkdir()
     (path / "facts" / "metadata").write_text(json.dumps(facts(step)))
     if seal:
-        shelf.seal(step)
+        step_dir.seal(step)
 
 
 @pytest.fixture
-def shelf(tmp_path) -> StepDir:
+def step_dir(tmp_path) -> StepDir:
     return StepDir(tmp_path / "checkpoints")
 
 
-def test_a_step_counts_when_it_has_checksums(shelf):
-    assert shelf.steps() == []
-    put(shelf, 10)
-    put(shelf, 9)
-    put(shelf, 20, seal=False)
-    assert shelf.steps() == [9, 10, 20]
-    assert shelf.sealed() == [9, 10]
-    assert shelf.damage(10) is None
-    assert shelf.damage(20) == "it has no checksums"
-    assert shelf.facts(10) == facts(10)
+def test_a_step_counts_when_it_has_checksums(step_dir):
+    assert step_dir.steps() == []
+    put(step_dir, 10)
+    put(step_dir, 9)
+    put(step_dir, 20, seal=False)
+    assert step_dir.steps() == [9, 10, 20]
+    assert step_dir.sealed() == [9, 10]
+    assert step_dir.damage(10) is None
+    assert step_dir.damage(20) == "it has no checksums"
+    assert step_dir.facts(10) == facts(10)
 
 
 UNREADABLE_SEALS = [
@@ -82,19 +82,19 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("told", DAMAGES)
-def test_damage_is_named(shelf, told):
-    put(shelf, 10)
-    DAMAGES[told](shelf.path(10))
-    assert shelf.damage(10) == told
-    assert (shelf.damage(10, thorough=False) is None) == ("differs" in told)
+def test_damage_is_named(step_dir, told):
+    put(step_dir, 10)
+    DAMAGES[told](step_dir.path(10))
+    assert step_dir.damage(10) == told
+    assert (step_dir.damage(10, thorough=False) is None) == ("differs" in told)
 
 
 @pytest.mark.parametrize("content", UNREADABLE_SEALS, ids=range(len(UNREADABLE_SEALS)))
-def test_a_seal_that_cannot_be_read_is_said(shelf, content):
-    put(shelf, 10)
-    seal_of(shelf.path(10)).write_text(content)
-    assert shelf.damage(10) == "its checksums cannot be read"
-    assert shelf.keep(1) == []
+def test_a_seal_that_cannot_be_read_is_said(step_dir, content):
+    put(step_dir, 10)
+    seal_of(step_dir.path(10)).write_text(content)
+    assert step_dir.damage(10) == "its checksums cannot be read"
+    assert step_dir.keep(1) == []
 
 
 WRONG_FACTS = {
@@ -106,16 +106,16 @@ WRONG_FACTS = {
 
 
 @pytest.mark.parametrize("told", WRONG_FACTS)
-def test_facts_of_a_wrong_type_are_damage(shelf, told):
-    put(shelf, 10, seal=False)
+def test_facts_of_a_wrong_type_are_damage(step_dir, told):
+    put(step_dir, 10, seal=False)
     content = {name: value for name, value in {**facts(10), **WRONG_FACTS[told]}.items() if value is not None}
-    (shelf.path(10) / "facts" / "metadata").write_text(json.dumps(content | {"best": None}))
-    shelf.seal(10)
-    assert shelf.damage(10) == f"facts/metadata {told}"
+    (step_dir.path(10) / "facts" / "metadata").write_text(json.dumps(content | {"best": None}))
+    step_dir.seal(10)
+    assert step_dir.damage(10) == f"facts/metadata {told}"
 
 
-def test_a_folder_that_cannot_be_listed_is_damage_and_not_empty(shelf, monkeypatch):
-    put(shelf, 10)
+def test_a_folder_that_cannot_be_listed_is_damage_and_not_empty(step_dir, monkeypatch):
+    put(step_dir, 10)
 
     def scandir(path):
         if str(path).endswith("params"):
@@ -124,28 +124,28 @@ def test_a_folder_that_cannot_be_listed_is_damage_and_not_empty(shelf, monkeypat
 
     before = os.scandir
     monkeypatch.setattr("os.scandir", scandir)
-    assert "params cannot be read (Too many open files)" in shelf.damage(10)
+    assert "params cannot be read (Too many open files)" in step_dir.damage(10)
 
 
-def as_once(shelf: StepDir, step: int) -> None:
+def as_once(step_dir: StepDir, step: int) -> None:
     """Give a step a seal of the first format: checksums alone."""
-    sums = shelf.folder / "sums" / f"{step}.json"
+    sums = step_dir.folder / "sums" / f"{step}.json"
     sums.write_text(json.dumps({"xxh3_64": json.loads(sums.read_text())["xxh3_64"]}))
 
 
-def test_a_seal_of_the_first_format_is_read(shelf):
-    put(shelf, 10)
-    as_once(shelf, 10)
-    assert shelf.damage(10) is None
-    seal = shelf.seal_of(10)
+def test_a_seal_of_the_first_format_is_read(step_dir):
+    put(step_dir, 10)
+    as_once(step_dir, 10)
+    assert step_dir.damage(10) is None
+    seal = step_dir.seal_of(10)
     assert (seal.step, seal.run, seal.finite) == (None, None, False)
-    shutil.copytree(shelf.path(10), shelf.path(15))
-    shutil.copy(shelf.folder / "sums/10.json", shelf.folder / "sums/15.json")
-    assert shelf.damage(15) == "it is a copy of step 10"
+    shutil.copytree(step_dir.path(10), step_dir.path(15))
+    shutil.copy(step_dir.folder / "sums/10.json", step_dir.folder / "sums/15.json")
+    assert step_dir.damage(15) == "it is a copy of step 10"
 
 
-def test_a_step_under_another_number_or_of_another_run_is_refused(shelf, tmp_path):
-    mine = StepDir(shelf.folder, run="a1")
+def test_a_step_under_another_number_or_of_another_run_is_refused(step_dir, tmp_path):
+    mine = StepDir(step_dir.folder, run="a1")
     put(mine, 10)
     shutil.copytree(mine.path(10), mine.path(15))
     shutil.copy(mine.folder / "sums/10.json", mine.folder / "sums/15.json")
@@ -157,80 +157,80 @@ def test_a_step_under_another_number_or_of_another_run_is_refused(shelf, tmp_pat
     assert StepDir(moved.folder).damage(10) is None
 
 
-def test_a_file_of_many_blocks_is_read_to_its_end(shelf):
-    put(shelf, 1, seal=False)
-    large = shelf.path(1) / "params" / "large"
+def test_a_file_of_many_blocks_is_read_to_its_end(step_dir):
+    put(step_dir, 1, seal=False)
+    large = step_dir.path(1) / "params" / "large"
     large.write_bytes(b"\7" * (2 * BLOCK + 5))
-    shelf.seal(1)
-    assert shelf.damage(1) is None
+    step_dir.seal(1)
+    assert step_dir.damage(1) is None
     with large.open("r+b") as file:
         file.seek(2 * BLOCK + 4)
         file.write(b"\6")
-    assert shelf.damage(1) == "params/large differs from its checksum"
+    assert step_dir.damage(1) == "params/large differs from its checksum"
 
 
 @pytest.mark.parametrize(
     ("newest", "every", "left"),
     [(1, 0, [50, 60]), (2, 0, [40, 50, 60]), (1, 20, [20, 40, 50, 60]), (1, 30, [30, 50, 60]), (9, 0, None)],
 )
-def test_the_newest_and_every_mth_are_kept(shelf, newest, every, left):
+def test_the_newest_and_every_mth_are_kept(step_dir, newest, every, left):
     """30 has no seal, and goes only where it would go with one; 60 is newer than all that have one."""
     for step in (10, 20, 30, 40, 50, 60):
-        put(shelf, step, seal=step not in (30, 60))
-    before = shelf.steps()
-    removed = shelf.keep(newest, every)
-    assert shelf.steps() == (left or [10, 20, 30, 40, 50, 60])
-    assert sorted(removed + shelf.steps()) == before
-    assert not [sums for sums in (shelf.folder / "sums").iterdir() if int(sums.stem) in removed]
+        put(step_dir, step, seal=step not in (30, 60))
+    before = step_dir.steps()
+    removed = step_dir.keep(newest, every)
+    assert step_dir.steps() == (left or [10, 20, 30, 40, 50, 60])
+    assert sorted(removed + step_dir.steps()) == before
+    assert not [sums for sums in (step_dir.folder / "sums").iterdir() if int(sums.stem) in removed]
 
 
-def test_half_written_steps_are_cleared_away_and_committed_ones_never(shelf, tmp_path):
-    put(shelf, 10)
-    put(shelf, 20, seal=False)
-    (shelf.folder / "30.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
+def test_half_written_steps_are_cleared_away_and_committed_ones_never(step_dir, tmp_path):
+    put(step_dir, 10)
+    put(step_dir, 20, seal=False)
+    (step_dir.folder / "30.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
     (tmp_path / "outside").mkdir()
-    (shelf.folder / "40.orbax-checkpoint-tmp").symlink_to(tmp_path / "outside")
-    shelf.clear()
-    assert sorted(path.name for path in shelf.folder.iterdir()) == ["10", "20", "sums"]
+    (step_dir.folder / "40.orbax-checkpoint-tmp").symlink_to(tmp_path / "outside")
+    step_dir.clear()
+    assert sorted(path.name for path in step_dir.folder.iterdir()) == ["10", "20", "sums"]
     assert (tmp_path / "outside").is_dir()
 
 
-def test_only_folders_with_a_plain_number_are_steps(shelf, tmp_path):
-    put(shelf, 10)
+def test_only_folders_with_a_plain_number_are_steps(step_dir, tmp_path):
+    put(step_dir, 10)
     put(StepDir(tmp_path / "other"), 5)
     for name in ("²", "٣", "9" * 30, "007", "+7", "-7", "7 ", "1e1"):
-        (shelf.folder / name).mkdir()
-    (shelf.folder / "6").write_text("a file")
-    (shelf.folder / "5").symlink_to(tmp_path / "other" / "5")
-    assert shelf.steps() == [10]
+        (step_dir.folder / name).mkdir()
+    (step_dir.folder / "6").write_text("a file")
+    (step_dir.folder / "5").symlink_to(tmp_path / "other" / "5")
+    assert step_dir.steps() == [10]
 
 
-def test_pruning_leaves_the_newest_step_that_was_seen_finite(shelf):
+def test_pruning_leaves_the_newest_step_that_was_seen_finite(step_dir):
     """Seals of the first format do not say so."""
     for step in (10, 20, 30):
-        put(shelf, step)
+        put(step_dir, step)
     for step in (20, 30):
-        as_once(shelf, step)
-    assert shelf.keep(1) == [20]
-    assert shelf.steps() == [10, 30]
+        as_once(step_dir, step)
+    assert step_dir.keep(1) == [20]
+    assert step_dir.steps() == [10, 30]
 
 
-def test_a_step_moves_with_its_checksums_in_place_of_another(shelf, tmp_path):
+def test_a_step_moves_with_its_checksums_in_place_of_another(step_dir, tmp_path):
     other = StepDir(tmp_path / "checkpoints" / "aside")
-    put(shelf, 10)
-    shelf.move(10, other)
-    put(shelf, 10)
-    (shelf.path(10) / "more").touch()
-    shelf.seal(10)
-    shelf.move(10, other)
-    assert shelf.steps() == []
+    put(step_dir, 10)
+    step_dir.move(10, other)
+    put(step_dir, 10)
+    (step_dir.path(10) / "more").touch()
+    step_dir.seal(10)
+    step_dir.move(10, other)
+    assert step_dir.steps() == []
     assert (other.path(10) / "more").exists()
     assert other.damage(10) is None
 
 
-def test_checksums_are_those_of_other_tools(shelf):
-    put(shelf, 3)
-    files = json.loads((shelf.folder / "sums" / "3.json").read_text())["xxh3_64"]
+def test_checksums_are_those_of_other_tools(step_dir):
+    put(step_dir, 3)
+    files = json.loads((step_dir.folder / "sums" / "3.json").read_text())["xxh3_64"]
     content = bytes(range(256)) * 3
     assert files["params/d/array"] == [len(content), xxhash.xxh3_64_hexdigest(content)]
     assert files["params/empty"] == [0, "2d06800538d394c2"]  # of nothing, in the algorithm's specification
@@ -242,19 +242,19 @@ def test_looking_at_checkpoints_needs_no_jax():
 
 
 @pytest.mark.parametrize("gone", ["params/d/array", "facts/metadata"])
-def test_a_step_whose_removal_was_killed_does_not_look_whole(shelf, monkeypatch, gone):
+def test_a_step_whose_removal_was_killed_does_not_look_whole(step_dir, monkeypatch, gone):
     """The seal goes before the first file."""
 
     def killed(path) -> None:
         (path / gone).unlink()
         raise KeyboardInterrupt
 
-    put(shelf, 10)
-    put(shelf, 20)
+    put(step_dir, 10)
+    put(step_dir, 20)
     with monkeypatch.context() as patch:
         patch.setattr("jaxdist.training.checkpoint.step_dir.shutil.rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            shelf.remove(20)
-    assert shelf.steps() == [10, 20]
-    assert shelf.sealed() == [10]
-    assert shelf.damage(20) == "it has no checksums"
+            step_dir.remove(20)
+    assert step_dir.steps() == [10, 20]
+    assert step_dir.sealed() == [10]
+    assert step_dir.damage(20) == "it has no checksums"

@@ -22,7 +22,7 @@ from jaxdist.training.checkpoint.orbax_writer import OrbaxWriter, SaveFailed, ar
 from jaxdist.training.checkpoint.readback import unreadable
 from jaxdist.training.checkpoint.step_dir import STEP, UNSEALED, StepDir
 from jaxdist.training.forward.step import TrainState
-from jaxdist.training.run_dir import RunFolder
+from jaxdist.training.run_facts import run_id
 
 LATEST = "latest"
 BEST = "best"
@@ -52,7 +52,7 @@ class Checkpoints:
         reads, and changes nothing on disk.
         """
         folder = Path(run_dir).resolve() / "checkpoints"
-        run = RunFolder(run_dir).identity()
+        run = run_id(Path(run_dir))
         self._newest = OrbaxWriter(StepDir(folder, run), keep or 1, every)
         self._best = OrbaxWriter(StepDir(folder / BEST, run), 1, kind=BEST)
         self._aside = [StepDir(folder / ASIDE, run), StepDir(folder / ASIDE / BEST, run)]

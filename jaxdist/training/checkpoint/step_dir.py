@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxdist.files import checksum, read_regular, write_whole
+from jaxdist.files import WRONG_CONTENT, checksum, read_regular, write_whole
 
 TORN = ".orbax-checkpoint-tmp"
 """Part of a folder's name while Orbax writes it."""
@@ -40,9 +40,6 @@ READERS = 4
 
 Checksum = tuple[int, str]
 """Size in bytes, and XXH3 in hexadecimal."""
-
-WRONG_CONTENT = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError)
-"""What reading JSON may raise for a file that is missing, damaged or not ours: no JSON, or JSON of another form."""
 
 NUMBER = (int, float)
 
@@ -210,7 +207,10 @@ class StepDir:
         self._sums(step).unlink(missing_ok=True)
 
     def remove(self, step: int) -> None:
-        """Remove a step."""
+        """Remove a step, from its seal to its arrays. Raises `OSError`.
+
+        A kill in the middle leaves a step without a seal, which does not count as complete.
+        """
         # The seal goes first: a step that is half removed must not look complete.
         self.unseal(step)
         shutil.rmtree(self.path(step))

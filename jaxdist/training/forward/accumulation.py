@@ -37,14 +37,21 @@ class AccumulatingForward(ForwardBase, ABC):
         """
 
     def weights(self, params: Params) -> Params:
-        """Return the parameters in the compute dtype. Below stage 3 they are gathered here, once per step."""
+        """Return the parameters in the compute dtype. Below stage 3 they are gathered here, once per step.
+
+        At stage 3 each layer gathers its own weights when it runs, and again in the backward pass.
+        """
         cast = self.cast(params)
         if self.stage == 3:
             return cast
         return jax.tree.map(lambda p, w: p.gather(w), self.places, cast)
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
-        """Return loss and gradients, summed over all micro-batches and devices."""
+        """Return loss and gradients, summed over all micro-batches and devices.
+
+        Below stage 2 gradients are reduced once, after the last micro-batch; from stage 2 on in every layer's backward
+        pass.
+        """
         if self.stage < 2:
             return self._reduce_at_the_end(weights, variables, batch, step)
         return self._reduce_in_layers(weights, variables, batch, step)

@@ -86,7 +86,10 @@ class DecoderForward(AccumulatingForward):
         return self.model.loss(self.cast(weights), x, parts["labels"]), variables, {}
 
     def logits(self, weights: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
-        """Return the logits of the next tokens, without dropout."""
+        """Return the logits of the next tokens, without dropout.
+
+        `weights` are those that `accumulation.weights` returns; at stage 3 they are gathered here.
+        """
         weights = self._gather_tops(weights, None)
         cast = self.cast(weights)
         x = self.hidden(weights, None, tokens[None], None)[0]

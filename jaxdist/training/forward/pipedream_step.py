@@ -53,7 +53,10 @@ class PipeDreamStep(Step):
         self.pipe = forward.asynchronous(update)
 
     def derived(self, state: TrainState) -> dict[str, Any]:
-        """Return an empty pipeline: a state is saved only when nothing is in flight."""
+        """Return an empty pipeline: a state is saved only when nothing is in flight.
+
+        Its arrays are zeros of the shapes of one batch, laid out as the step keeps them.
+        """
         # Only the shapes of this batch matter.
         batch = jax.tree.map(lambda a: reshard(jnp.zeros(a.shape, a.dtype), a.sharding.spec), self.shapes)
         return {"in_flight": self.pipe.empty(state.params, self.forward.with_keys(batch, state.step))}

@@ -76,7 +76,10 @@ class PipelineForward(ForwardBase):
         return self.cast(params)
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
-        """Return (summed loss, its gradient in f32, variables, further sums)."""
+        """Return (summed loss, its gradient in f32, variables, further sums).
+
+        The last two are empty: a pipeline has neither batch statistics nor further sums.
+        """
         batch = self.with_keys(batch, step)
         loss, grads = self.executor(batch).gradients(weights, batch)
         return loss, grads, variables, {}
@@ -168,7 +171,10 @@ class PipelineForward(ForwardBase):
         return tops | {BLOCKS: self.model.abstract[BLOCKS]}
 
     def with_keys(self, batch: Batch, step: Int[Array, ""]) -> Batch:
-        """Return the batch with each row's dropout key, if there is dropout, in the place of its number."""
+        """Return the batch with each row's dropout key, if there is dropout, in the place of its number.
+
+        The key depends on the row's global number and the step alone.
+        """
         others = {name: a for name, a in batch.items() if name != "rows"}
         if not self.dropout:
             return others

@@ -141,20 +141,30 @@ class Step:
         return self.at_rest(state._replace(**self.derived(state)))
 
     def at_rest(self, state: TrainState) -> TrainState:
-        """Return the state with each part in the memory where it waits for the next step."""
+        """Return the state with each part in the memory where it waits for the next step.
+
+        With offload that is the host's memory for the optimizer state, and for the float32 parameters where bfloat16
+        weights are kept on the device.
+        """
         if not self.offload:
             return state
         params = to_host(state.params) if self.keep else state.params
         return state._replace(params=params, optimizer=to_host(state.optimizer))
 
     def derived(self, state: TrainState) -> dict[str, Any]:
-        """Return the fields of a state that follow from the others, and that a checkpoint does not hold."""
+        """Return the fields of a state that follow from the others, and that a checkpoint does not hold.
+
+        These are the weights in the compute dtype, where the step keeps them from one step to the next.
+        """
         if not self.keep:
             return {}
         return {"weights": self.forward.weights(to_device(state.params))}
 
     def logical(self, state: TrainState) -> TrainState:
-        """Return the state as a checkpoint holds it: layers as [L, ...], whatever the mesh."""
+        """Return the state as a checkpoint holds it: layers as [L, ...], whatever the mesh.
+
+        What `derived` can make again is left out.
+        """
         state = state._replace(weights=None, in_flight=None)
         if self.forward.stages is None:
             return state
@@ -167,7 +177,10 @@ class Step:
         return jax.jit(lambda state: self.at_rest(stages.unfolded(to_device(state))))
 
     def folded(self, tree: Any) -> Any:
-        """Return parameters of a checkpoint, or a tree that has their names, as a step holds them."""
+        """Return parameters of a checkpoint, or a tree that has their names, as a step holds them.
+
+        With stages, layers [L, ...] become [v, S, depth, ...], with padding where the layers do not divide.
+        """
         stages = self.forward.stages
         if stages is None:
             return tree
