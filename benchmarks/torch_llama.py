@@ -85,7 +85,7 @@ def nll(x, table, labels):
 
 @torch.no_grad()
 def initialise(model: Llama, weights: str) -> None:
-    """Draw normal weights of deviation 0.02, or load those of an .npz file with jaxdist's names."""
+    """Draw normal weights of deviation 0.02, or load weights from an .npz file with jaxdist's names."""
     for name, p in model.named_parameters():
         if p.ndim > 1:
             deviation = 0.02
@@ -174,7 +174,7 @@ class Training:
                 p.grad = None
         if self.clip:
             nn.utils.clip_grad_norm_(self.masters, self.clip, foreach=True)
-        # The rates are those of jaxdist's schedule.
+        # The learning rates follow jaxdist's schedule.
         rate = next(self.rates)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
