@@ -33,7 +33,7 @@ def test_the_count_of_failures_is_a_number_or_begins_anew(played, content):
     script = made(restarts=1).text()
     assert played.run(script, "exit 1") == (
         0,
-        "jaxdist.launch: job 7: exit code 1; requeued, to go on from the beginning\n",
+        "jaxdist.launch: job 7: exit code 1; requeued, to continue from the beginning\n",
     )
     assert failures().read_text() == "1 0\n"
     assert "given up: 2 times in a row" in played.run(script, "exit 1")[1]
@@ -43,7 +43,7 @@ def test_the_count_of_failures_is_a_number_or_begins_anew(played, content):
 def test_a_count_without_end_is_not_read_to_its_end(played):
     with failures().open("w") as file:
         file.truncate(2**33)  # zeros that take no space
-    assert "requeued, to go on from the beginning" in played.run(made().text(), "exit 1")[1]
+    assert "requeued, to continue from the beginning" in played.run(made().text(), "exit 1")[1]
 
 
 @pytest.mark.parametrize("name", [COMMAND, HUGE, "1e3", "0x10", "-5", "007", "²", "٣", "5\n6", "*"])
@@ -51,7 +51,7 @@ def test_the_name_of_a_checkpoint_is_a_number_or_is_passed_over(played, name):
     save(20, 3)
     Path(f"runs/a/checkpoints/sums/{name}.json").touch()
     status, written = played.run(made().text(), "exit 1")
-    assert (status, written) == (0, "jaxdist.launch: job 7: exit code 1; requeued, to go on from step 20\n")
+    assert (status, written) == (0, "jaxdist.launch: job 7: exit code 1; requeued, to continue from step 20\n")
     assert failures().read_text() == "1 20\n"
     assert ran() == []
 
@@ -64,7 +64,7 @@ def test_nothing_is_written_through_a_link(played, name, target):
     link.symlink_to(Path(target).absolute())
     save(20, 60)
     script = made(resume="20", newest=60).text()
-    assert "exit code 1; requeued, to go on from step 60" in played.run(script, "exit 1")[1]
+    assert "exit code 1; requeued, to continue from step 60" in played.run(script, "exit 1")[1]
     assert played.calls("srun")[0][-1] == "--resume=20"
     assert Path("mine").read_text() == "1 0\n"
     assert not Path("absent").exists()
@@ -105,7 +105,7 @@ def test_a_run_folder_is_no_option(played, name):
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     assert played.run(script, "exit 1") == (
         0,
-        "jaxdist.launch: job 7: exit code 1; requeued, to go on from the beginning\n",
+        "jaxdist.launch: job 7: exit code 1; requeued, to continue from the beginning\n",
     )
     [arguments] = played.calls("srun")
     assert f"--run-dir=./{name}" in arguments

@@ -66,7 +66,7 @@ def test_a_job_that_runs_out_of_time_is_requeued_loses_a_node_and_is_cancelled(c
         cluster.run("scontrol", "update", f"jobid={number}", f"TimeLimit={60 * hours + minutes + 2}")  # it is over soon
         newest = requeued(1)
         assert f"stopped by SIGUSR1: step {newest} is saved" in said()
-        assert f"requeued, to go on from step {newest}" in said()
+        assert f"requeued, to continue from step {newest}" in said()
 
         assert starts(2) == newest
         cluster.run("scontrol", "requeue", number)

@@ -104,7 +104,7 @@ def test_85_with_a_new_checkpoint_is_requeued_however_often(played):
         )
         assert played.run(script, save_it) == (
             0,
-            f"jaxdist.launch: job 7: exit code 85; requeued, to go on from step {step}\n",
+            f"jaxdist.launch: job 7: exit code 85; requeued, to continue from step {step}\n",
         )
         assert played.calls("scontrol")[-1] == ["requeue", "7"]
 
@@ -126,10 +126,10 @@ def test_a_new_checkpoint_begins_the_count_again(played):
     script = made(restarts=1).text()
     assert played.run(script, "exit 1") == (
         0,
-        "jaxdist.launch: job 7: exit code 1; requeued, to go on from step 10\n",
+        "jaxdist.launch: job 7: exit code 1; requeued, to continue from step 10\n",
     )
     save(9, 100)
-    assert "requeued, to go on from step 100" in played.run(script, "exit 1")[1]
+    assert "requeued, to continue from step 100" in played.run(script, "exit 1")[1]
     assert "given up: 2 times in a row" in played.run(script, "exit 1")[1]
     assert "requeued" in played.run(script, "exit 1", SLURM_JOB_ID="8")[1]  # a person has submitted it again
 

@@ -71,6 +71,17 @@ def test_only_steps_for_several_gpus_have_options():
     assert xla_options.options("gpu", 1, across=False) == xla_options.options("cpu", 8, across=True) == {}
 
 
+def test_the_initial_state_is_compiled_with_little_optimization_on_a_cpu_alone(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    options = xla_options.options_for_init("cpu")
+    made = jax.jit(lambda key: jax.random.normal(key, (4,)), compiler_options=options)(jax.random.key(0))
+    assert options
+    assert (made == jax.random.normal(jax.random.key(0), (4,))).all()
+    assert xla_options.options_for_init("gpu") == {}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    assert xla_options.options_for_init("cpu") == {}
+
+
 @pytest.mark.parametrize(
     ("text", "sequence", "ahead"),
     [

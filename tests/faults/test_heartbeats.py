@@ -5,10 +5,11 @@ import re
 import signal
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from jaxdist.cluster import heartbeat, watchdog
+from jaxdist.cluster import faults, heartbeat, watchdog
 from jaxdist.cluster.heartbeat import (
     COMPILING,
     STEPPING,
@@ -199,6 +200,30 @@ def test_a_file_system_that_hangs_holds_nobody_up(tmp_path, monkeypatch):
     heart, began = HeartbeatWriter(tmp_path, lambda: beat(0)), time.monotonic()
     heart.stop(0)
     assert time.monotonic() - began < 8  # 4 times the 2 s that it waits
+
+
+def test_a_slow_file_system_loses_no_report(tmp_path, monkeypatch, capfd):
+    """The look takes longer than the watchdog waits for a straggler; the process is reported once, and it ticks on."""
+    looks = []
+
+    def slow(folder):
+        looks.append(folder)
+        time.sleep(1.5)
+        return [beat(0, ago=0.0), beat(1, ago=105.0)]
+
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(time=lambda: NOW, monotonic=time.monotonic))
+    monkeypatch.setattr(heartbeat, "LEAST_INTERVAL", 0.1)
+    monkeypatch.setattr(faults, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(heartbeat, "read", slow)
+    dog = Watchdog(ProcessEnv(processes=2), 0.4)  # looks at the clock ten times a second
+    dog.goes_on = lambda: "it starts again"
+    dog._heartbeat = SimpleNamespace(folder=tmp_path, stop=lambda code: None)
+    monkeypatch.setattr(dog, "_end_job", lambda: None)
+    with dog:
+        time.sleep(4)
+    dog._reporter.join()  # before the clock is put back
+    assert capfd.readouterr().err.count("process 1 on n1 is lost or cut off at step 0: no heartbeat for 105 s") == 1
+    assert len(looks) >= 2
 
 
 def test_without_heartbeats_it_says_so(tmp_path):

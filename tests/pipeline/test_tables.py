@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxdist.parallel.pipeline import schedules
 from jaxdist.parallel.pipeline.formulas import residual_slots
 from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.parallel.pipeline.table import MOST_SEGMENTS, Table, make_table
@@ -132,6 +133,12 @@ def test_what_is_told_of_a_wrong_entry():
         check_table(replace(table, segments=((0, 1, {"F"}), (1, 4, {"F", "B"}), (4, 5, {"B"}))))
     with pytest.raises(AssertionError, match="segments end at tick 4 of 5"):
         check_table(replace(table, segments=table.segments[:-1]))
+
+
+def test_a_schedule_in_which_nothing_can_run_is_an_error(monkeypatch):
+    monkeypatch.setattr(schedules, "_neighbour_is_done", lambda *unit: False)
+    with pytest.raises(AssertionError, match="no rank can run another"):
+        schedules.zb_h1(3, 4)
 
 
 @pytest.mark.parametrize(("name", "v"), NAMES)

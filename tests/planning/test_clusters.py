@@ -141,3 +141,19 @@ def test_only_gpus_of_a_host_may_lack_a_switch(own):
         "inside.pair is -1: must be from 1 to 1e+18, in bytes per second",
         "unknown key 'across.pair'; valid names are bandwidth, latency",
     ]
+
+
+def test_what_is_known_of_a_gpu_may_be_left_out(own, tmp_path):
+    gpu, separator, links = to_toml(OWN, []).partition("[inside]")
+    kept = re.sub("^(memory|peak|bandwidth) = .*\n", "", gpu, flags=re.MULTILINE) + separator + links
+    path = tmp_path / "short.toml"
+    path.write_text(kept)
+    found = cluster(str(path))
+    assert (found.memory, found.peak, found.bandwidth) == (
+        GPU_SHARE * GPUS["h100"].memory,
+        GPUS["h100"].peak,
+        GPUS["h100"].bandwidth,
+    )
+    path.write_text(kept.replace('"h100"', '"h1000"'))
+    missing = [f"{path}: {key} is missing" for key in ("memory", "peak", "bandwidth")]
+    assert [problem.partition(";")[0] for problem in refused(str(path))] == missing
