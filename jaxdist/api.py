@@ -145,9 +145,13 @@ class Parallel:
         return f"{text}; {self._note}" if self._note else text
 
     def init(self, seed: int) -> TrainState:
-        """Return the state before the first step; each device makes its own shards."""
+        """Return the state before the first step; each device makes its own shards.
+
+        The same seed gives the same weights on every mesh.
+        """
+        options = xla_options.options_for_init(self.layout.platform)
         with jax.set_mesh(self.mesh):
-            return jax.jit(self._step.init)(jax.random.key(seed))
+            return jax.jit(self._step.init, compiler_options=options)(jax.random.key(seed))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take one optimizer step, compiled at the first call. `state` is donated: its memory is used again.
@@ -196,7 +200,10 @@ class Parallel:
         return jax.tree.map(lambda a: a.sharding, self._abstract)
 
     def save(self, folder: Path | str, state: TrainState) -> None:
-        """Write a checkpoint that does not depend on the mesh into `folder`, in place of those of earlier steps."""
+        """Write a checkpoint that does not depend on the mesh into `folder`, in place of those of earlier steps.
+
+        It returns when the checkpoint is complete on disk. Raises `ValueError` for a state that a step has used up.
+        """
         self._check_state(state)
         with jax.set_mesh(self.mesh), Checkpoints(Path(folder), keep=1) as checkpoints:
             checkpoints.save(int(state.step), self._step.logical(state), {"step": int(state.step)})
@@ -217,7 +224,10 @@ class Parallel:
             return self._step.resume(state)
 
     def module(self, state: TrainState) -> nnx.Module:
-        """Return the module with the trained parameters, on one device, in evaluation mode: to call or to export."""
+        """Return the module with the trained parameters, on one device, in evaluation mode: to call or to export.
+
+        Raises `ValueError` if a later step has used the memory of `state` again.
+        """
         self._check_state(state)
         with jax.set_mesh(self.mesh):
             state = self._step.logical(state)
@@ -225,7 +235,11 @@ class Parallel:
         return self.model.merge(params, variables, train=False)
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
-        """Lower the train step, its state donated, for a batch of these shapes; the devices need not be there."""
+        """Lower the train step, its state donated, for a batch of these shapes; the devices need not be there.
+
+        The leaves of `batch` need only a shape and a dtype. Raises `ValueError` for a batch that the mesh does not
+        divide.
+        """
         with jax.set_mesh(self.mesh):
             parts = jax.tree.map(self._abstract_part, self._checked(batch))
             return self._train.lower(self._abstract, parts)

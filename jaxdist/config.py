@@ -176,14 +176,20 @@ class PipelineConfig(Section):
 
     @property
     def micro(self) -> int:
-        """Micro-batches per step (M), with the default filled in."""
+        """Micro-batches per step (M), with the default filled in.
+
+        PipeDream needs none, since it fills the pipeline with whole batches; the other schedules get 8.
+        """
         if self.microbatches:
             return self.microbatches
         return 1 if self.asynchronous else 8
 
     @property
     def virtual(self) -> int:
-        """Virtual stages on each device (v), with the default filled in."""
+        """Virtual stages on each device (v), with the default filled in.
+
+        Only the interleaved schedule has more than one by default.
+        """
         if self.virtual_stages:
             return self.virtual_stages
         return 2 if self.schedule == "interleaved" else 1
@@ -298,7 +304,10 @@ class ProfileConfig(Section):
 
     @property
     def numbers(self) -> range:
-        """Numbers of the steps to trace, counted from 1."""
+        """Numbers of the steps to trace, counted from 1.
+
+        `steps` is "" for none, "7" for one step, or "5-8", which includes both ends.
+        """
         first, _, last = self.steps.partition("-")
         if not first:
             return range(0)

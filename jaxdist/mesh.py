@@ -117,7 +117,10 @@ def _shape_problems(text: str, shape: MeshShape) -> list[str]:
 
 
 def requested(text: str) -> MeshShape:
-    """Read a mesh as `parse_mesh` does, before the devices are known; `auto` is all of them in `data`."""
+    """Read a mesh as `parse_mesh` does, before the devices are known; `auto` is all of them in `data`.
+
+    An axis of size -1 stays -1 until `fill` knows the number of devices. Raises `RequestError` as `parse_mesh` does.
+    """
     if text == AUTO:
         text = f"{DATA}={FILL}"
     return parse_mesh(text)
@@ -186,7 +189,10 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> jax.sh
 
 
 def abstract_mesh(shape: Mapping[str, int]) -> jax.sharding.AbstractMesh:
-    """Return the mesh of `shape` without devices, which is enough to compute every layout."""
+    """Return the mesh of `shape` without devices, which is enough to compute every layout.
+
+    `shape` has a size for each of `AXES`, all of them at least 1. JAX is imported here, not before.
+    """
     import jax
 
     sizes = tuple(shape[axis] for axis in AXES)

@@ -127,7 +127,10 @@ class Layout:
         return self.parts("batch")
 
     def own_rows(self, batch: int) -> int:
-        """Return how many of the `batch` rows of an activation a device holds."""
+        """Return how many of the `batch` rows of an activation a device holds.
+
+        Inside a manual region shapes are those of one device already.
+        """
         if self.manual:
             return batch
         return batch // self.ranks

@@ -18,7 +18,10 @@ def size(count: float) -> str:
 
 
 def rounded(number: int) -> str:
-    """Return a count as `238.6 k`, `8.3 M` or `1.2 G`; below 1,000 exactly."""
+    """Return a count as `238.6 k`, `8.3 M` or `1.2 G`; below 1,000 exactly.
+
+    The units are powers of 1,000. Negative numbers are returned as they are.
+    """
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= unit:
             return f"{number / unit:.1f} {name}"
@@ -50,7 +53,10 @@ def remedy(*options: str) -> str:
 
 
 def to(name: str, sizes: Iterable[int]) -> str:
-    """Return `model.heads to 4 or 8`, or an empty string if there are no sizes."""
+    """Return `model.heads to 4 or 8`, or an empty string if there are no sizes.
+
+    It is the end of an advice, such as "set model.heads to 4 or 8".
+    """
     text = " or ".join(str(size) for size in sizes)
     if not text:
         return ""
@@ -64,14 +70,20 @@ def multiples(unit: int, near: int) -> list[int]:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of `number`, ascending."""
+    """Return the divisors of `number`, ascending.
+
+    `number` is at least 1; 1 and itself are among them. It takes sqrt(number) divisions.
+    """
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     large = [number // n for n in small]
     return sorted({*small, *large})
 
 
 def closest(sizes: Iterable[int], size: int) -> list[int]:
-    """Return the neighbours of `size` among `sizes`, which ascend: the next smaller one and the next larger one."""
+    """Return the neighbours of `size` among `sizes`, which ascend: the next smaller one and the next larger one.
+
+    At the ends of `sizes` there is only one; `size` itself is left out.
+    """
     sizes = list(sizes)
     below = [n for n in sizes if n < size]
     above = [n for n in sizes if n > size]

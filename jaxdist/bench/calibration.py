@@ -52,7 +52,7 @@ CPU = Scale((1 << 14, 1 << 18, 1 << 22), ((128, 128), (256, 256), (512, 512)), 1
 def measure(mesh: jax.sharding.Mesh, note: Note = ignore) -> dict[str, Any]:
     """Measure everything; returns plain values with the schema of `docs/measure.md`, in bytes and seconds.
 
-    With several processes, every process calls this, and the times are those of its own clock.
+    With several processes, every process calls this and measures with its own clock.
     """
     computers = all_computers()
     device = mesh.devices.flat[0]
@@ -137,14 +137,20 @@ class Watch:
         return 4 * piece * ranks, numbered(self.mesh, elements)
 
     def inside(self, axis: str) -> int:
-        """Return how many ranks of a group along `axis` share a host."""
+        """Return how many ranks of a group along `axis` share a host.
+
+        Where hosts have different numbers of them, it is the largest.
+        """
         names = np.array(host_names(self.mesh.devices.flat)).reshape(self.mesh.devices.shape)
         # The host of each rank of one group; the other groups along the axis lie the same way.
         line = np.moveaxis(names, self.mesh.axis_names.index(axis), 0).reshape(self.mesh.shape[axis], -1)[:, 0]
         return max(int(np.sum(line == name)) for name in set(line))
 
     def matmul(self, rows: int, width: int) -> dict[str, Any]:
-        """Measure the rate of a matmul on each device, while all devices run theirs."""
+        """Measure the rate of a matmul on each device, while all devices run theirs.
+
+        It multiplies [rows, width] by [width, width]. The rate is in FLOP/s of one device.
+        """
         took = self.seconds(lambda a, b: (_matmul(a, b), b), *self._factors(rows, width))
         flops = 2 * rows * width**2
         return {"shape": [rows, width, width], "seconds": took, "flops_per_second": flops / took}
@@ -167,7 +173,10 @@ class Watch:
         return factor((rows, width), 1.0), factor((width, width), width**-0.5)
 
     def copy(self) -> float:
-        """Return the bytes per second that a device reads and writes."""
+        """Return the bytes per second that a device reads and writes.
+
+        All devices copy at once: CPU devices share the memory of one machine.
+        """
         array = numbered(self.mesh, self.scale.copied // 4)
         # Each byte is read once and written once.
         return 2 * self.scale.copied / self.seconds(lambda x: (x + 1,), array)

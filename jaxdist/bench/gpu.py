@@ -320,7 +320,7 @@ class Bench:
 def _answer(
     command: list[str], question: dict[str, Any], environment: dict[str, str], limit: float
 ) -> tuple[dict[str, Any] | None, str]:
-    """Run a process for at most `limit` seconds; returns its answer and the problem, one of which is empty."""
+    """Run a process for at most `limit` seconds, and return (answer, problem): one of the two is empty."""
     with tempfile.TemporaryDirectory(prefix="jaxdist-") as folder:
         question_file = Path(folder) / "question"
         answer_file = Path(folder) / "answer"

@@ -18,9 +18,9 @@ NAMES = {
     ATTENTION: re.compile("sdpa|fmha|flash|attention|compute_dot_do_o|convert_dq", re.IGNORECASE),
     MATMUL: re.compile(r"gemm|gemv|nvjet|xmma|cutlass|cublas|matmul|split_?k|(^|_)dot(_|\.|$)", re.IGNORECASE),
 }
-"""Patterns of kernel names, the first match counts.
+"""Patterns of kernel names; the first match counts.
 
-They are those of cuDNN's flash attention and its helpers, and of matmuls of cuBLAS, Triton and CPUs.
+They match cuDNN's flash attention and its helpers, and the matmuls of cuBLAS, Triton and CPUs.
 """
 
 TARGET = 0.65
@@ -28,7 +28,10 @@ TARGET = 0.65
 
 
 def part(name: str) -> str:
-    """Return what a kernel of this name is for."""
+    """Return the part of the step, such as `MATMUL`, that a kernel of this name belongs to.
+
+    `NAMES` is searched in its order, and the first kind that matches counts; `OTHER` if none does.
+    """
     for kind, names in NAMES.items():
         if names.search(name):
             return kind

@@ -117,7 +117,10 @@ def _answers(process: int) -> bool:
 
 
 def error_lines(error: BaseException) -> list[str]:
-    """Return the lines that report `error`: the sentences of a `RequestError`, else a traceback."""
+    """Return the lines that report `error`: the sentences of a `RequestError`, else a traceback.
+
+    A mistake of the user's needs no traceback; every other error does.
+    """
     if isinstance(error, RequestError):
         return error.problems
     return "".join(traceback.format_exception(error)).splitlines()

@@ -91,7 +91,10 @@ class Heartbeat:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The step and the position of the phase within it: processes compare by it."""
+        """The step and the position of the phase within it: processes compare by it.
+
+        The pair grows while a process works, so that the smallest one belongs to the process that the others wait for.
+        """
         if self.doing not in PHASES:
             return self.step, 0
         return self.step, PHASES.index(self.doing)
@@ -133,7 +136,10 @@ class HeartbeatWriter:
         self._thread.start()
 
     def stop(self, code: int) -> None:
-        """Write the outcome of the run, and stop; later calls are ignored."""
+        """Write the outcome of the run, and stop; later calls are ignored.
+
+        It waits at most 2 s for the file: a file system that hangs does not keep the process alive.
+        """
         if not self._ended.is_set():
             self._code = code
             self._ended.set()

@@ -19,14 +19,20 @@ WEEK = 7 * 24 * 3600.0
 
 
 def processes() -> int:
-    """Return how many processes have joined; unlike `jax.process_count`, this does not start JAX's devices."""
+    """Return how many processes have joined; unlike `jax.process_count`, this does not start JAX's devices.
+
+    It is 1 for a process that runs alone.
+    """
     if global_state.client is None:
         return 1
     return global_state.num_processes
 
 
 def process() -> int:
-    """Return the number of this process, without starting JAX's devices."""
+    """Return the number of this process, without starting JAX's devices.
+
+    It is 0 for a process that runs alone.
+    """
     if global_state.client is None:
         return 0
     return global_state.process_id
@@ -55,7 +61,10 @@ def post(name: str, text: str) -> bool:
 
 
 def read(name: str, seconds: float = WEEK) -> str:
-    """Return the text stored under `name`, and wait for it. Raises `TimeoutError`."""
+    """Return the text stored under `name`, and wait for it. Raises `TimeoutError`.
+
+    The error is raised after `seconds`, and as soon as the coordinator cannot be reached.
+    """
     try:
         return global_state.client.blocking_key_value_get(f"jaxdist/{name}", int(seconds * 1000))
     except Exception as error:  # the name of jaxlib's class differs between versions

@@ -56,7 +56,10 @@ def next_port(address: str) -> str:
 
 
 def format_address(host: str, port: int) -> str:
-    """Return HOST:PORT, with an IPv6 address in brackets."""
+    """Return HOST:PORT, with an IPv6 address in brackets.
+
+    `host_and_port` reads it back.
+    """
     if ":" in host:
         return f"[{host}]:{port}"
     return f"{host}:{port}"

@@ -268,7 +268,10 @@ def shares(processes: int) -> list[Share]:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free on the loopback."""
+    """Return a TCP port that is free on the loopback.
+
+    The kernel chooses it. It is released again: another program may take it before the caller does.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

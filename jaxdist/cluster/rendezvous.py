@@ -130,7 +130,10 @@ def host_names(devices: Iterable[jax.Device]) -> list[str]:
 def across_hosts(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, hosts: Sequence[object], axis: str = DATA
 ) -> bool:
-    """Return whether a mesh axis spans hosts; `hosts` has the host of each device of the mesh, in its order."""
+    """Return whether a mesh axis spans hosts; `hosts` has the host of each device of the mesh, in its order.
+
+    One group along the axis that has devices of two hosts is enough. An axis of size 1 spans none.
+    """
     host = np.reshape(hosts, tuple(mesh.shape.values()))
     return bool(np.any(host != np.take(host, [0], axis=mesh.axis_names.index(axis))))
 

@@ -257,14 +257,20 @@ def _split_cpu(count: int) -> None:
 
 
 def capacity(device: jax.Device) -> int | None:
-    """Return the bytes of memory that a device has; all CPU devices share those of the machine."""
+    """Return the bytes of memory that a device has; all CPU devices share those of the machine.
+
+    For a GPU it is what JAX may take of it; None where the backend does not say.
+    """
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def core_numbers() -> set[int]:
-    """Return the CPU cores that this process may use, which all its CPU devices share."""
+    """Return the CPU cores that this process may use, which all its CPU devices share.
+
+    taskset, Slurm and containers may allow fewer than the machine has.
+    """
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))

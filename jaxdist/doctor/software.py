@@ -54,7 +54,10 @@ def versions(here: Here) -> Iterator[Finding]:
 
 
 def installed(name: str) -> str:
-    """Return the version of a package, or an empty text if it is not installed."""
+    """Return the version of a package, or an empty text if it is not installed.
+
+    The package is not imported: `name` is that of the distribution, such as `orbax-checkpoint`.
+    """
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

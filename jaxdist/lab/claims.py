@@ -51,7 +51,10 @@ class Claim:
 
     @property
     def wanted(self) -> str:
-        """Expected value, unit and tolerance: `16.6 (GB), within 1%`."""
+        """Expected value, unit and tolerance: `16.6 (GB), within 1%`.
+
+        The unit `-` stands for a number without one and is left out.
+        """
         unit = "" if self.unit == "-" else f" ({self.unit})"
         how = "exactly" if self.tolerance == "exact" else f"within {self.tolerance}"
         return f"{self.expected}{unit}, {how}"
@@ -79,7 +82,10 @@ class Report:
 
     @property
     def status(self) -> str:
-        """`passed`, `FAILED` or `not checked`."""
+        """`passed`, `FAILED` or `not checked`.
+
+        Only a failure is in capitals, so that it is found in a long list.
+        """
         if self.outcome is None:
             return "not checked"
         if self.outcome.passed:

@@ -107,14 +107,20 @@ class Recorder:
         self._note(name, takes, makes, devices, moves)
 
     def send(self, name: str, array: str, device: jax.Device, arrives: str) -> None:
-        """Copy an array of one device to another, under the name `arrives`."""
+        """Copy an array of one device to another, under the name `arrives`.
+
+        The sender keeps its own; `free` releases it.
+        """
         (here,) = self.arrays[array].devices()
         self.arrays[arrives] = jax.device_put(self.arrays[array], device)
         (there,) = self.arrays[arrives].devices()
         self._note(name, [array], [arrives], [here, there])
 
     def free(self, name: str, *arrays: str) -> None:
-        """Free the memory of these arrays."""
+        """Free the memory of these arrays.
+
+        Raises `KeyError` for a name that no array has, or has no longer.
+        """
         for array in arrays:
             self.arrays.pop(array).delete()
         self._note(name)

@@ -44,13 +44,19 @@ class Model:
     def embed(
         self, params: Params, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts = None
     ) -> Float[Array, "B s D"]:
-        """Return the residual stream before the first block; `keys` are those of dropout, one a row."""
+        """Return the residual stream before the first block; `keys` are those of dropout, one a row.
+
+        `s` is the part of the sequence that this device holds: S without sequence parallelism.
+        """
         return nnx.merge(self.graph, params).embed(tokens, keys, starts)
 
     def block(
         self, layer: Params, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None, starts: Starts = None
     ) -> Float[Array, "B s D"]:
-        """Return the residual stream after one layer; `layer` is a slice of `params["blocks"]`."""
+        """Return the residual stream after one layer; `layer` is a slice of `params["blocks"]`.
+
+        `keys` are those of this layer's dropout, one a row; None without dropout.
+        """
         return nnx.merge(self.block_graph, layer)(x, keys, starts)
 
     def loss(self, params: Params, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:

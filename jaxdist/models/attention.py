@@ -262,7 +262,10 @@ def _blocks(sequence: int, group: int) -> list[tuple[slice, slice]]:
 
 
 def block_rows(sequence: int) -> int:
-    """Return how many queries blocked attention works on at a time."""
+    """Return how many queries blocked attention works on at a time.
+
+    There are at most 8 blocks, since each is traced and compiled by itself, and all are equally long.
+    """
     blocks = min(8, sequence // BLOCK)
     while blocks > 1 and sequence % blocks:
         blocks -= 1

@@ -151,7 +151,10 @@ def _decide_modes(module: nnx.Module) -> None:
 
 
 def synchronise(module: nnx.Module, axes: tuple[str, ...]) -> None:
-    """Make batch norm take its statistics over the devices of these mesh axes, where each has its own rows."""
+    """Make batch norm take its statistics over the devices of these mesh axes, where each has its own rows.
+
+    The module is changed in place. Without it, the statistics of one device alone would depend on the mesh.
+    """
     for _, part in nnx.iter_modules(module):
         if isinstance(part, nnx.BatchNorm) and axes:
             part.axis_name = axes

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.models.attention import Starts, causal_attention
 from jaxdist.parallel import region
@@ -27,9 +27,13 @@ def normal(key: Key[Array, ""], shape: Sequence[int], scale: float) -> Float[Arr
     """
     n = 8
     bits = 16
-    # Each 32-bit word holds two of the integers.
-    words = [jax.random.bits(k, shape, jnp.uint32) for k in jax.random.split(key, n // 2)]
-    total = sum(((w >> bits) + (w & (2**bits - 1))).astype(jnp.int32) for w in words)
+
+    def add(total: Int[Array, "..."], key: Key[Array, ""]) -> tuple[Int[Array, "..."], None]:
+        word = jax.random.bits(key, shape, jnp.uint32)  # two of the integers
+        return total + ((word >> bits) + (word & (2**bits - 1))).astype(jnp.int32), None
+
+    # A loop over the keys, because the generator is compiled anew for each parameter.
+    total, _ = jax.lax.scan(add, jnp.zeros(shape, jnp.int32), jax.random.split(key, n // 2))
     deviation = 2**bits * math.sqrt(n / 12)
     return (2 * total - n * (2**bits - 1)).astype(jnp.float32) * jnp.float32(scale / deviation / 2)
 

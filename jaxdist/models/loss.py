@@ -115,7 +115,10 @@ def chunk_rows(layout: Layout) -> int:
 
 
 def chunk_length(layout: Layout, sequence: int, rows: int) -> int:
-    """Return how many tokens a chunk takes from each of a device's `rows`: with all rows about `chunk_rows`."""
+    """Return how many tokens a chunk takes from each of a device's `rows`: with all rows about `chunk_rows`.
+
+    The length divides `sequence`, so that all chunks are equally long; it is at least 1.
+    """
     length = max(1, min(sequence, chunk_rows(layout) // rows))
     while sequence % length:
         length -= 1

@@ -159,7 +159,10 @@ def residual(x: Float[Array, "B H W C"], branch: nnx.List, shortcut: ConvNorm | 
 
 
 def projection(inputs: int, outputs: int, stride: int, rngs: nnx.Rngs) -> ConvNorm | None:
-    """Make the 1x1 shortcut where the shape changes (option B of He et al. 2016, section 3.3); None: the identity."""
+    """Make the 1x1 shortcut where the shape changes (option B of He et al. 2016, section 3.3); None: the identity.
+
+    `inputs` and `outputs` are numbers of channels; `stride` is that of the whole block.
+    """
     if stride == 1 and inputs == outputs:
         return None
     return ConvNorm(inputs, outputs, 1, rngs, stride=stride)

@@ -24,7 +24,10 @@ class Program(NamedTuple):
     constants: Sequence[Any]
 
     def equals(self, other: Program) -> bool:
-        """Return whether both read the same inputs and compute the same from them."""
+        """Return whether both read the same inputs and compute the same from them.
+
+        Constants are compared by value, since two traces of one function hold different arrays.
+        """
         if (self.inputs, self.text) != (other.inputs, other.text):
             return False
         return all(_equal(a, b) for a, b in zip(self.constants, other.constants, strict=True))

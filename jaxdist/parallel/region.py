@@ -27,7 +27,10 @@ def varying(*arrays: jax.Array) -> frozenset[str]:
 
 
 def vary(x: jax.Array, axes: Axes) -> jax.Array:
-    """Give each device along `axes` its own copy of `x`; the gradient of `x` is summed over them."""
+    """Give each device along `axes` its own copy of `x`; the gradient of `x` is summed over them.
+
+    No data moves forwards. Axes over which `x` varies already are left as they are.
+    """
     missing = tuple(a for a in axes if a not in varying(x))
     if not missing:
         return x
@@ -46,7 +49,10 @@ def zeros_like(a: jax.Array | jax.ShapeDtypeStruct, lead: tuple[int, ...] = ()) 
 
 
 def add_up(x: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
-    """All-reduce over those of `axes` over which `x` varies; the result is the same on all of their devices."""
+    """All-reduce over those of `axes` over which `x` varies; the result is the same on all of their devices.
+
+    Over the other axes `x` is the same already: adding it up would count it once per device.
+    """
     axes = tuple(a for a in axes if a in varying(x))
     if not axes:
         return x
@@ -69,7 +75,10 @@ def after(x: jax.Array, *earlier: Float[Array, "..."]) -> jax.Array:
 
 
 def own(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Return this device's part of `x` along `dim`, where `axes`, outermost first, split it."""
+    """Return this device's part of `x` along `dim`, where `axes`, outermost first, split it.
+
+    The size of `dim` must be a multiple of the number of devices along `axes`. Nothing is sent.
+    """
     if not axes:
         return x
     size = x.shape[dim] // lax.axis_size(axes)

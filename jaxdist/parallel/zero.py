@@ -69,13 +69,19 @@ class Placement:
 
     @property
     def shard_dim(self) -> int | None:
-        """The dim that the data axis splits at rest, or None."""
+        """The dim that the data axis splits at rest, or None.
+
+        None means that every rank along data holds all of the parameter: at ZeRO 0, or where no dim divides.
+        """
         if DATA not in self.rest.partitions:
             return None
         return self.rest.partitions.index(DATA)
 
     def in_use(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape in use of a parameter of `shape`."""
+        """Return the shape in use of a parameter of `shape`.
+
+        It differs from the shape at rest only where key and value heads are repeated for the ranks of the model axis.
+        """
         if self.deal is None:
             return shape
         return heads.dealt(shape, self.deal.dim, self.deal.parts)

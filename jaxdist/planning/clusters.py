@@ -72,12 +72,15 @@ class Cluster:
 
 
 def of_gpu(name: str) -> Cluster | None:
-    """Return the shipped cluster of the GPU that is called `name` in `hardware.GPUS`; None for another name."""
+    """Return the shipped cluster of the GPU `name`, such as h100; None where there is none."""
     return next((found for found in map(cluster, PRESETS) if found.gpu == name), None)
 
 
 def of_kind(device_kind: str) -> Cluster | None:
-    """Return the shipped cluster of the GPU with exactly this device kind, or None."""
+    """Return the shipped cluster of the GPU with exactly this device kind, or None.
+
+    A similar name is not enough: a sister model may have other links or another memory.
+    """
     return next((of_gpu(name) for name, gpu in GPUS.items() if gpu.kind == device_kind), None)
 
 

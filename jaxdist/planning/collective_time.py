@@ -80,7 +80,10 @@ class Group:
 
     @property
     def near_rate(self) -> Numbers:
-        """Bytes per second that a rank sends to the others of its host."""
+        """Bytes per second that a rank sends to the others of its host.
+
+        Pairs of GPUs without a switch have a link of their own each, and more of them send at once.
+        """
         link = self.cluster.inside
         # A rank without others in its host sends nothing there: the full rate then limits nothing.
         return np.where(self.inside > 1, link.within(self.inside), link.bandwidth)
@@ -242,7 +245,10 @@ def bus_bandwidth(kind: str, size: Numbers, ranks: Numbers, seconds: Numbers) ->
 
 
 def wire_share(kind: str, ranks: Numbers) -> Numbers:
-    """Return the bytes that a rank sends around a ring, over those of the whole array."""
+    """Return the bytes that a rank sends around a ring, over those of the whole array.
+
+    (n - 1)/n for an all-gather or a reduce-scatter over n ranks, and twice that for an all-reduce, which is both.
+    """
     if kind == PERMUTE:
         return np.ones_like(ranks, float)
     rounds = 2 if kind == ALL_REDUCE else 1

@@ -131,11 +131,3 @@ def that_hold(needed: float, share: float) -> list[str]:
     """Return the names of the GPUs that fit `needed` bytes into this share of their memory, least memory first."""
     large = [name for name, gpu in GPUS.items() if gpu.memory * share >= needed]
     return sorted(large, key=lambda name: GPUS[name].memory)
-
-
-def known(device_kind: str) -> Gpu | None:
-    """Return the GPU with exactly this device kind, or None.
-
-    A similar name is not enough: a sister model may have other links or another memory.
-    """
-    return next((gpu for gpu in GPUS.values() if gpu.kind == device_kind), None)

@@ -149,7 +149,10 @@ def _with_callees(computations: Computations, name: str) -> list[Instruction]:
 
 
 def first_operand(instruction: Instruction) -> str | None:
-    """Return the name of the first operand, or None without operands."""
+    """Return the name of the first operand, or None without operands.
+
+    The name keeps the `%` in front, as in the text of the program.
+    """
     name = NAME.search(instruction.rest)
     if name is None:
         return None
@@ -221,7 +224,10 @@ def bytes_of(dtype: str) -> int:
 
 
 def pairs(attributes: str) -> np.ndarray:
-    """Return [pairs, 2]: the source and the target of each message."""
+    """Return [pairs, 2]: the source and the target of each message.
+
+    `attributes` are those of a collective-permute. Raises `ValueError` where its pairs cannot be read.
+    """
     match = PAIRS.search(attributes)
     if match is None:
         raise ValueError(f"no source_target_pairs that can be read: {attributes[:300]}")

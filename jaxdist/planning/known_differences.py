@@ -55,7 +55,10 @@ class Known:
     reason: str
 
     def explains(self, row: Row, case: Case) -> bool:
-        """Return whether `row` of `case` differs in this way."""
+        """Return whether `row` of `case` differs in this way.
+
+        The platform, the jax version and the condition on the request must all match.
+        """
         if case.layout.platform not in self.platforms:
             return False
         if Version(case.jax).release < Version(self.since).release:
@@ -64,7 +67,10 @@ class Known:
 
 
 def reason(row: Row, case: Case) -> str:
-    """Return why `row` is expected to differ from its prediction; empty where that is not expected."""
+    """Return why `row` is expected to differ from its prediction; empty where that is not expected.
+
+    An unexpected difference makes `explain` exit with 1.
+    """
     for known in KNOWN:
         if known.explains(row, case):
             return known.reason

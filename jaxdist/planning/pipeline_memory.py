@@ -29,14 +29,20 @@ def _elements(parameters: list[Placed], stacked: bool) -> Elements:
 
 
 def gradients(config: Config, parameters: list[Placed]) -> int:
-    """Return the bytes of gradients: f32 sums, and what the head or the backward pass of a layer makes."""
+    """Return the bytes of gradients: f32 sums, and what the head or the backward pass of a layer makes.
+
+    `step_bytes.pipeline_gradients` has the equation.
+    """
     layers = _elements(parameters, stacked=True)
     shared = _elements(parameters, stacked=False)
     return int(step_bytes.pipeline_gradients(config.parallel.zero, compute_width(config), layers, shared))
 
 
 def weights(config: Config, parameters: list[Placed], pipe: Pipeline) -> int:
-    """Return the bytes of weights that are cast or gathered, once per step; at stage 3 one layer at a time."""
+    """Return the bytes of weights that are cast or gathered, once per step; at stage 3 one layer at a time.
+
+    `step_bytes.pipeline_weights` has the equation.
+    """
     layers = _elements(parameters, stacked=True)
     shared = _elements(parameters, stacked=False)
     zero = config.parallel.zero

@@ -160,7 +160,10 @@ class _Stream:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one device."""
+        """Tokens of a micro-batch on one device.
+
+        Sequence parallelism does not change it: it splits the activations of these tokens, not the rows.
+        """
         batch = self.config.train.global_batch_size
         rows = batch // self.pipe.schedule.micro_batches // self.layout.ranks
         return rows * self.config.model.sequence

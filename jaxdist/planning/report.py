@@ -92,7 +92,10 @@ class Row:
         )
 
     def without(self, elements: int, width: int) -> Row:
-        """Return this row with `elements` of `width` bytes taken off the prediction."""
+        """Return this row with `elements` of `width` bytes taken off the prediction.
+
+        The numbers of the compiled program stay.
+        """
         return replace(
             self,
             predicted_elements=self.predicted_elements - elements,
@@ -142,7 +145,10 @@ class Report:
 
     @cached_property
     def kernels(self) -> Kernels | None:
-        """The kernels of the program; None for CPU devices, whose text does not show them."""
+        """The kernels of the program; None for CPU devices, whose text does not show them.
+
+        They are those that the compiler chose without autotuning where the GPU is not present.
+        """
         if self.gpu is None:
             return None
         return kernels(self.program.text)
@@ -220,7 +226,10 @@ class Report:
 
     @property
     def wire_bytes_per_axis(self) -> dict[str, float]:
-        """The bytes that one device sends over each set of axes, such as `replica+data` for both at once."""
+        """The bytes that one device sends over each set of axes, such as `replica+data` for both at once.
+
+        They are those of the compiled program, counted by the ring algorithms.
+        """
         total = defaultdict(float)
         for row in self.rows:
             total["+".join(row.axes)] += row.wire_bytes

@@ -18,7 +18,10 @@ def flops_per_token(model: ModelConfig) -> int:
 
 
 def matrices_per_layer(model: ModelConfig) -> int:
-    """Return the parameters of a layer's matrices: query and output, key and value, and the two or three of the MLP."""
+    """Return the parameters of a layer's matrices: query and output, key and value, and the two or three of the MLP.
+
+    Biases and norms are left out, since no matmul reads them.
+    """
     key_value = 2 * model.embed**2 * model.key_value_heads // model.heads
     # llama's MLP has a gate.
     arrays = 3 if model.family == "llama" else 2

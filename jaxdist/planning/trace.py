@@ -151,7 +151,10 @@ def _use(name: str, operation: str) -> str:
 
 
 def covered(kernels: Iterable[Kernel]) -> float:
-    """Return the microseconds in which at least one of the kernels runs."""
+    """Return the microseconds in which at least one of the kernels runs.
+
+    Kernels of several streams may overlap; the time in which they do counts once.
+    """
     spans = np.array(sorted((kernel.start, kernel.end) for kernel in kernels)).reshape(-1, 2)
     reached = np.maximum.accumulate(spans[:, 1])
     # Of each span, only the part after the end of all earlier ones counts.

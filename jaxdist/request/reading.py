@@ -49,7 +49,10 @@ def load(config: str | None, overrides: Mapping[str, str], knobs: Collection[str
 
 
 def usual_warmup(steps: int, epochs: float) -> int:
-    """Return `optimizer.warmup` when the user does not set it: the default, capped at a fifth of a run of `steps`."""
+    """Return `optimizer.warmup` when the user does not set it: the default, capped at a fifth of a run of `steps`.
+
+    A run that is given in `epochs` gets the default, since its steps are known only when the data is.
+    """
     default = KNOBS["optimizer.warmup"].default
     if epochs:
         return default

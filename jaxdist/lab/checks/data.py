@@ -50,7 +50,10 @@ def data_set() -> Iterator[DataConfig]:
 
 
 def windows(path: Path) -> tuple[Int[np.ndarray, "rows S"], Int[np.ndarray, "rows S"]]:
-    """Return tokens and labels of every row of a file, read and cut by numpy alone."""
+    """Return tokens and labels of every row of a file, read and cut by numpy alone.
+
+    Labels are the tokens one place later. What does not fill a last row is left out.
+    """
     ids = np.fromfile(path, "<u2").astype(np.int32)
     rows = (ids.size - 1) // MODEL.sequence
     used = rows * MODEL.sequence

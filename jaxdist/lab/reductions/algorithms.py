@@ -117,7 +117,10 @@ def halving(x: Vector, network: Network) -> Vector:
 
 
 def doubling(x: Vector, network: Network) -> Vector:
-    """Swap whole arrays at offset 1, 2, 4 ... (recursive doubling, or butterfly); K must be a power of two."""
+    """Swap whole arrays at offset 1, 2, 4 ... (recursive doubling, or butterfly); K must be a power of two.
+
+    log2(K) rounds, in each of which every node sends all of its array: few messages and many bytes.
+    """
     for offset in powers(network.K):
         x = x + network.send(x, {k: k ^ offset for k in range(network.K)})
     return x

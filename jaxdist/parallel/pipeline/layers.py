@@ -84,7 +84,10 @@ def take_apart(pullback: Callable, available: Tree) -> tuple[VJP, list[jax.Array
 
 
 def rebuild(vjp: VJP, kept: list[jax.Array], available: Tree) -> Callable:
-    """Return the pullback that `take_apart` has taken apart, from arrays kept and available."""
+    """Return the pullback that `take_apart` has taken apart, from arrays kept and available.
+
+    `kept` are in the order of `take_apart`; the others are leaves of `available`, such as weights, which need no copy.
+    """
     kept = iter(kept)
     leaves = jax.tree.leaves(available)
     arrays = [next(kept) if source is None else leaves[source] for source in vjp.sources]

@@ -196,7 +196,10 @@ class Round(Device):
         return Unit(0, weights, *self.numbers(0), part)
 
     def arrive(self, carry: Carry, number: jax.Array, count: jax.Array) -> Carry:
-        """Take in a batch, in the slot of the one that came through in the round before."""
+        """Take in a batch, in the slot of the one that came through in the round before.
+
+        `number` is the number of the batch, and `count` what its summed loss is divided by.
+        """
         slot = self.slot_of(carry["round"])
         new = {"batches": self.batch, "numbers": number, "counts": count}
         return carry | {name: put(carry[name], a, slot) for name, a in new.items()}

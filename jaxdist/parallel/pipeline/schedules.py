@@ -68,7 +68,10 @@ class Schedule:
 
     @property
     def paired(self) -> bool:
-        """Whether some rank runs F and B in one tick."""
+        """Whether some rank runs F and B in one tick.
+
+        Such a tick lasts as long as both together.
+        """
         F = self.forward.reshape(self.virtual, self.stages, -1)
         B = self.backward.reshape(self.virtual, self.stages, -1)
         return any(np.intersect1d(F[:, rank], B[:, rank]).size for rank in range(self.stages))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jaxdist.config import Config, RequestError
-from jaxdist.planning.clusters import PRESETS, Cluster, cluster
-from jaxdist.planning.hardware import GPUS, known
+from jaxdist.planning.clusters import PRESETS, Cluster, cluster, of_kind
+from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.plan import Plan, search
 
 WHOLE = 0.97
@@ -37,10 +37,11 @@ def plan(config: Config, found: Found) -> Plan:
 
 def cluster_of(found: Found) -> Cluster:
     """Return the shipped cluster with these devices, with the memory and the size of the hosts that were found."""
-    shipped = [cluster(name) for name in PRESETS]
-    like = next((candidate for candidate in shipped if _same_device(candidate, found)), None)
+    # The kind of a CPU is just `cpu`.
+    like = cluster("cpu") if found.platform == "cpu" else of_kind(found.kind)
     if like is None:
-        kinds = ", ".join(sorted({GPUS[candidate.gpu].kind for candidate in shipped if candidate.gpu in GPUS}))
+        shipped = [cluster(name) for name in PRESETS]
+        kinds = ", ".join(sorted({GPUS[one.gpu].kind for one in shipped if one.gpu in GPUS}))
         raise RequestError(
             f"--mesh auto knows {kinds}, but this is {found.kind}; write a mesh, or measure the cluster (python -m "
             f"jaxdist.bench collectives --fit FILE), plan for it (python -m jaxdist.plan --cluster FILE --save "
@@ -50,11 +51,3 @@ def cluster_of(found: Found) -> Cluster:
     if found.memory:
         memory = min(memory, WHOLE * found.memory)
     return replace(like, per_host=found.per_host, memory=memory)
-
-
-def _same_device(candidate: Cluster, found: Found) -> bool:
-    # The kind of a CPU is just `cpu`.
-    if found.platform == "cpu":
-        return candidate.gpu == "cpu"
-    gpu = known(found.kind)
-    return gpu is not None and GPUS.get(candidate.gpu) is gpu

@@ -14,7 +14,10 @@ LARGEST_IN_TABLE = 2**24
 
 
 def map_distinct(function: Callable[..., float], *columns: Column) -> Column:
-    """Apply a scalar function to the rows of `columns`, calling it once for each distinct row."""
+    """Apply a scalar function to the rows of `columns`, calling it once for each distinct row.
+
+    Columns with few distinct values make few calls, whatever their length.
+    """
     examples, kinds = distinct_rows(*columns)
     rows = zip(*(column[examples].tolist() for column in columns), strict=True)
     results = [function(*row) for row in rows]

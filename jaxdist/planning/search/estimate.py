@@ -222,7 +222,10 @@ def head_flops(m: ModelConfig, tokens: float) -> float:
 
 
 def matmul_rate(config: Config, cluster: Cluster) -> float:
-    """Return the FLOP/s that matmuls reach on one device."""
+    """Return the FLOP/s that matmuls reach on one device.
+
+    It is the peak times `cluster.matmul`, the share of it that large matmuls reach.
+    """
     half = 1.0
     if config.precision == "float32" and cluster.gpu != "cpu":
         # The matrix units of a GPU multiply float32 at half the rate of bfloat16.

@@ -126,7 +126,10 @@ def check_covered(config: Config) -> None:
 
 
 def with_precision(config: Config, gpu: str) -> Config:
-    """Return `config` with the precision that `auto` stands for on this GPU."""
+    """Return `config` with the precision that `auto` stands for on this GPU.
+
+    A plan is made for GPUs that need not be here, so that it cannot ask the devices.
+    """
     if config.precision != "auto":
         return config
     return config.model_copy(update={"precision": "float32" if gpu == "cpu" else "bfloat16"})

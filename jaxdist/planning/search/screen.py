@@ -89,7 +89,10 @@ class Screen:
 
     @cached_property
     def layers_held(self) -> Column:
-        """The layers that a rank holds, padding included."""
+        """The layers that a rank holds, padding included.
+
+        Every chunk has as many places as the largest one has layers.
+        """
         chunks = self.columns[PIPELINE] * self.columns["virtual"]
         layers_of_chunk = -(-self.config.model.layers // chunks)
         return layers_of_chunk * self.columns["virtual"]
@@ -372,7 +375,10 @@ def _bubble_over_work(name: str, S: int, M: int, v: int) -> float:
 
 
 def best(score: Column, fits: Column, count: int) -> list[int]:
-    """Return the indices of the `count` rows with the lowest score among those that fit, lowest first."""
+    """Return the indices of the `count` rows with the lowest score among those that fit, lowest first.
+
+    Ties keep the order of the rows; there are fewer than `count` if fewer fit.
+    """
     allowed = np.flatnonzero(fits)
     order = np.argsort(score[allowed], kind="stable")[:count]
     return allowed[order].tolist()

@@ -38,7 +38,7 @@ MEMORY_FORMULAS = {
     "optimizer": "4 x elements at rest x moments of the update rule",
     "their bfloat16 copy": "2 x elements in use, at ZeRO 3 at rest",
     "batch": "4 x (tokens + labels) of all micro-batches",
-    "gradients": "f32 sums and those of one micro-batch; from ZeRO 2 on shards, and one layer whole",
+    "gradients": "f32 sums and the gradients of one micro-batch; from ZeRO 2 on, shards and one whole layer",
     "weights in use": "cast or gathered: all, or at ZeRO 3 one layer",
     "activations": "bytes that a layer saves per token x tokens in flight x layers, and one layer's temporaries",
 }
@@ -76,8 +76,8 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     yield "times       without kernel launches, input and other jobs: real steps take longer (docs/planning.md)"
     yield f"train       {command(first, base, name)}"
     # Explain compiles only for GPUs that it has a description of.
-    compiled_for = clusters.of_gpu(cluster.gpu)
     if cluster.gpu in GPUS:
+        compiled_for = clusters.of_gpu(cluster.gpu)
         if compiled_for.fills_hosts(plan.devices):
             yield f"verify      {verification(first, base, name)}"
         else:

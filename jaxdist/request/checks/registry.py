@@ -42,7 +42,10 @@ def problems(config: Config, good: Collection[str]) -> list[str]:
 
 
 def unused(config: Config, name: str, because: str) -> Iterator[str]:
-    """Refuse a value of the knob `name` that differs from its default; `because` is what does not use it."""
+    """Refuse a value of the knob `name` that differs from its default; `because` is what does not use it.
+
+    Yields one sentence, or none.
+    """
     value = value_of(config, name)
     default = KNOBS[name].default
     if value != default:
