@@ -15,7 +15,7 @@ UNTRIED = re.compile(
     r"(?:has|have|was|were|is|are) (?:not|never)(?: yet)?(?: been)? (?:tried|tested|run|measured|opened)(?: yet)?\b"
     r"|never (?:ran|run|tried|tested)|untested|untried|unmeasured"
     r"|no (?:GPU|trace of a GPU) has|only (?:a GPU|GPUs) can|no GPU (?:was|to)\b|none (?:was there|has been available)"
-    r"|no \w+ has been (?:run|tried|tested|measured|started)|shows? nothing about GPUs",
+    r"|no \w+ has been (?:run|tried|tested|measured|started)|shows? nothing about GPUs|nothing could be measured",
     re.IGNORECASE,
 )
 """What a sentence says about something that has not run where it is meant to."""
