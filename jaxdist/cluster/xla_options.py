@@ -78,7 +78,7 @@ OPTIONS = {
     "0.12": Choice((NO_SCATTER_NOW,), (GATHER,)),
 }
 """Options by series of jaxlib. Other series get none, because a name that jaxlib does not know would end the
-compilation. One GPU gets none either: nothing could be measured on one."""
+compilation. One GPU gets none either: docs/status.md says what was measured."""
 
 
 def series() -> str:
