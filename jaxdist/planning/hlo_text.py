@@ -5,11 +5,16 @@ types, and the groups of devices in each of their notations. Text that cannot be
 guessed.
 """
 
+from __future__ import annotations
+
 import math
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import jax
 
 COMPUTATION = re.compile(r"(ENTRY )?(%[\w.\-]+) .*\{$")
 """The first line of a computation: whether it is the entry, and its name."""
@@ -41,6 +46,13 @@ AXIS = re.compile(r"'?([^',=:]+)'?(?:=(\d+)|:\((\d+)\)(\d+))?(?:,|$)")
 BYTES = {f"{kind}{8 * size}": size for kind in "suf" for size in (1, 2, 4, 8)}
 BYTES |= {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
 """Bytes of an element of each dtype."""
+
+
+def text_of(program: jax.stages.Compiled) -> str:
+    """Return the text of a compiled program, which the backends of CPUs and GPUs have."""
+    text = program.as_text()
+    assert text is not None
+    return text
 
 
 class Instruction(NamedTuple):
