@@ -290,8 +290,16 @@ class Parallel:
         """
         if not isinstance(state, TrainState):
             raise ValueError(f"state is {type(state).__name__}; give what init, step or restore returned")
+        # A copy in NumPy, or on one device by itself, lies on no mesh.
+        if not isinstance(state.step, jax.Array):
+            raise ValueError(f"this state holds {type(state.step).__name__}; give what init, step or restore returned")
         if state.step.is_deleted():
             raise ValueError("this state was donated to a previous step; use the state that it returned")
+        if not isinstance(state.step.sharding, jax.sharding.NamedSharding):
+            raise ValueError(
+                f"this state lies on no mesh, but on {', '.join(sorted(map(str, state.step.devices())))}; give what "
+                f"init, step or restore returned, or put it back by jax.device_put(state, parallel.shardings)"
+            )
         mesh = state.step.sharding.mesh
         if mesh != self.mesh:
             raise ValueError(
