@@ -148,5 +148,5 @@ def peak_in_flight(schedule: Schedule) -> list[int]:
         change = np.zeros(schedule.ticks + 1, int)
         np.add.at(change, schedule.forward[rank :: schedule.stages].ravel(), 1)
         np.add.at(change, schedule.last[rank :: schedule.stages].ravel() + 1, -1)
-        peaks.append(int(change.cumsum().max()))
+        peaks.append(int(np.max(change.cumsum())))
     return peaks

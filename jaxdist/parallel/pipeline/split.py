@@ -144,7 +144,7 @@ def _inlined(closed: core.ClosedJaxpr, arrays: Arrays) -> Arrays:
     for equation in program.eqns:
         values = [read(v) for v in equation.invars]
         if equation.primitive.name in CALLS:
-            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            inner = equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
             if not isinstance(inner, core.ClosedJaxpr):
                 inner = core.ClosedJaxpr(inner, [])
             made = _inlined(inner, values)
