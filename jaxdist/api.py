@@ -32,8 +32,8 @@ from jaxdist.models import Params, foreign
 from jaxdist.models.foreign import Foreign, LossFunction
 from jaxdist.models.stacked import scan, stack
 from jaxdist.parallel.foreign import on_shards
+from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hlo import Collective, collectives
-from jaxdist.planning.hlo_text import text_of
 from jaxdist.sharding import Layout, Rules, on_devices
 from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.forward.module import ModuleForward, Scope

@@ -104,6 +104,11 @@ def build(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model | Foreign:
     """Build the model that `config` asks for, laid out by `layout`."""
     if config.images:
         return images.build(config, layout)
+    return build_decoder(config, layout)
+
+
+def build_decoder(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
+    """Build the decoder that `config` asks for, laid out by `layout`."""
     return describe(lambda rngs: FAMILIES[config.family](config, layout, rngs))
 
 

@@ -15,6 +15,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxdist.sharding import Layout, wide
@@ -48,7 +49,7 @@ def causal_attention(
     return _cudnn_attention(layout, q, k, v)
 
 
-def attention_kernel(layout: Layout, shape: tuple[int, ...], dtype: jnp.dtype, apart: bool = False) -> str:
+def attention_kernel(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False) -> str:
     """Describe which attention runs for queries of `shape` [B, S, N, H] on the whole mesh, and why.
 
     `apart`: documents of a row do not see each other.
@@ -62,12 +63,12 @@ def attention_kernel(layout: Layout, shape: tuple[int, ...], dtype: jnp.dtype, a
     return f"causal attention{within} in {blocks} block(s) of queries, because {reason}"
 
 
-def why_not_cudnn(layout: Layout, shape: tuple[int, ...], dtype: jnp.dtype, apart: bool = False) -> str:
+def why_not_cudnn(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False) -> str:
     """Return why cuDNN attention cannot run for queries of `shape` [B, S, N, H] on the whole mesh; empty if it can."""
     return beyond_cudnn(layout, shape, dtype, apart) or cudnn_missing()
 
 
-def beyond_cudnn(layout: Layout, shape: tuple[int, ...], dtype: jnp.dtype, apart: bool = False) -> str:
+def beyond_cudnn(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False) -> str:
     """Return the same as `why_not_cudnn`, for devices that have cuDNN.
 
     The limits are those that jax.nn.dot_product_attention checks, and two that it does not: flash attention begins with

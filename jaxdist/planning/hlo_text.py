@@ -5,16 +5,11 @@ types, and the groups of devices in each of their notations. Text that cannot be
 guessed.
 """
 
-from __future__ import annotations
-
 import math
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import jax
 
 COMPUTATION = re.compile(r"(ENTRY )?(%[\w.\-]+) .*\{$")
 """The first line of a computation: whether it is the entry, and its name."""
@@ -46,13 +41,6 @@ AXIS = re.compile(r"'?([^',=:]+)'?(?:=(\d+)|:\((\d+)\)(\d+))?(?:,|$)")
 BYTES = {f"{kind}{8 * size}": size for kind in "suf" for size in (1, 2, 4, 8)}
 BYTES |= {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
 """Bytes of an element of each dtype."""
-
-
-def text_of(program: jax.stages.Compiled) -> str:
-    """Return the text of a compiled program, which the backends of CPUs and GPUs have."""
-    text = program.as_text()
-    assert text is not None
-    return text
 
 
 class Instruction(NamedTuple):
@@ -88,7 +76,7 @@ def parse(text: str) -> Program:
     header = text.partition("\n")[0]
     if _number_after("replica_count=", header) != 1:
         raise ValueError(f"the program is for several replicas, which jax.jit does not make: {header[:100]!r}")
-    computations = {}
+    computations: Computations = {}
     entries = []
     for line in text.splitlines():
         opening = COMPUTATION.match(line)
@@ -257,7 +245,7 @@ def groups(attributes: str, devices: int) -> np.ndarray:
     if listed:
         found = [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
         # An empty list is one group of all devices.
-        return np.asarray(found or [range(devices)])
+        return np.asarray(found or [list(range(devices))])
     shaped = SHAPED.match(notation)
     if shaped:
         shape, counted, order = shaped.groups()
@@ -282,8 +270,8 @@ def _named(axes: str, ids: str | None, grouped: str) -> np.ndarray:
     The mesh is XLA's own, whose axis names need not be ours. `'b':(2)4` is the part of axis b, seen as 2 x 4 x the
     rest, that has size 4.
     """
-    names, sizes, _, _ = zip(*AXIS.findall(axes), strict=True)
-    sizes = [int(size) for size in sizes]
+    names, texts, _, _ = zip(*AXIS.findall(axes), strict=True)
+    sizes = [int(size) for size in texts]
     # Coordinates of each device outside its group: along an axis of the group, only the part that the group leaves.
     outside = np.indices(sizes).reshape(len(sizes), -1)
     members = 1

@@ -10,7 +10,7 @@ import jax
 from jaxdist.cluster.consensus import leader
 from jaxdist.cluster.heartbeat import SAVING
 from jaxdist.cluster.job import Job
-from jaxdist.planning.hlo_text import text_of
+from jaxdist.planning.compiled import text_of
 from jaxdist.planning.trace import Program, kernels, read, summarize, table
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.meter import Meter

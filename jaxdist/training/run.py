@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jaxdist import models
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.config import Config, RequestError
-from jaxdist.data.batches import Batch
+from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.mesh import PIPELINE, make_mesh, parse_mesh
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning.branch_check import across_ranks
+from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hardware import Gpu
-from jaxdist.planning.hlo_text import text_of
 from jaxdist.request import Enough, check_mesh_fits
 from jaxdist.sharding import Layout, on_devices, rules
 from jaxdist.training.forward.optimizer import optimizer
@@ -141,7 +141,7 @@ class Run:
         # The key is made here, inside what is traced: nothing can be computed on devices that are not there.
         return self.step.init(jax.random.key(self.config.train.seed))
 
-    def batch(self) -> Batch:
+    def batch(self) -> AbstractBatch:
         """Return shapes and shardings of a global batch of training."""
         return self.task.abstract_batch()
 
@@ -181,7 +181,7 @@ class Run:
         return jax.jit(self.step.evaluate)
 
     def validate(
-        self, params: Params, variables: Params, batches: int, enough: Callable[[], bool] = lambda: False
+        self, params: Params, variables: Params, batches: int, enough: Callable[[], object] = lambda: False
     ) -> dict[str, float] | None:
         """Return the mean loss in nats, and further means by name, over the held-out part.
 
