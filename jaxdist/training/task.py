@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxdist.config import Config, RequestError
-from jaxdist.data.batches import Batch
+from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.images import Images
 from jaxdist.data.progress import Progress, unseen
@@ -81,7 +81,7 @@ class Task(ABC, Generic[ModelT]):
         """Return these rows of the training part, as they are in this step."""
 
     @abstractmethod
-    def abstract(self, rows: int, accumulation: int) -> Batch:
+    def abstract(self, rows: int, accumulation: int) -> AbstractBatch:
         """Return shapes and shardings of a batch of that many rows."""
 
     @abstractmethod
@@ -126,6 +126,6 @@ class Task(ABC, Generic[ModelT]):
             )
         return rows
 
-    def abstract_batch(self) -> Batch:
+    def abstract_batch(self) -> AbstractBatch:
         """Return shapes and shardings of the batch of one training step."""
         return self.abstract(self.config.train.global_batch_size, self.micro_batches)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from jaxdist.config import RequestError
-from jaxdist.data.batches import Batch
+from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batch, image_validation_batches
 from jaxdist.data.images import Images, open_images
 from jaxdist.models import images
@@ -84,7 +84,7 @@ class ImageTask(Task[Foreign]):
         """Return these rows, cropped and mirrored as in this step alone."""
         return image_batch(self.data.train, rows, self.micro_batches, self.mesh, self.layout, self.augment, step)
 
-    def abstract(self, rows: int, accumulation: int) -> Batch:
+    def abstract(self, rows: int, accumulation: int) -> AbstractBatch:
         """Return shapes and shardings of a batch of that many images.
 
         Images are float32 [accumulation, rows, H, W, C], and labels int32.

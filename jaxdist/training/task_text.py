@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxdist.config import DataConfig
-from jaxdist.data.batches import Batch, abstract_batch, train_batch, validation_batches
+from jaxdist.data.batches import AbstractBatch, Batch, abstract_batch, train_batch, validation_batches
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of
@@ -97,7 +97,7 @@ class TextTask(Task[Model]):
         """Return these rows, which are the same in every step."""
         return train_batch(self.data.train, rows, self.units, self.micro_batches, self.mesh, self.layout)
 
-    def abstract(self, rows: int, accumulation: int) -> Batch:
+    def abstract(self, rows: int, accumulation: int) -> AbstractBatch:
         """Return shapes and shardings of a batch of that many rows."""
         apart = self.config.model.documents == "apart"
         return abstract_batch(rows, self.units, accumulation, self.mesh, self.layout, apart)
