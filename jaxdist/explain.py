@@ -79,7 +79,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     mesh = abstract_mesh(shape)
     layout = Layout.on(mesh, rules(config, shape), gpu or CPU)
     program = compile_apart(partial(lower_step, config), target, mesh.size)
-    if gpu:
+    if target:
         # Neighbours in the mesh share a host, as in a run.
         per_host = of_gpu(target).per_host
         host_of = [number // per_host for number in range(mesh.size)]

@@ -69,7 +69,7 @@ def local(argv: list[str]) -> int:
     from jaxdist.training.checkpoint.step_dir import StepDir
     from jaxdist.training.run_dir import RunFolder
 
-    folder = RunFolder(config.run_dir)
+    folder = RunFolder(config.folder)
     # Its problems are reported once here, instead of by each process.
     folder.enter(config)
 
@@ -192,7 +192,7 @@ def slurm_script(request: Request) -> Script:
 
     config = request.config
     extras = request.extras
-    folder = RunFolder(config.run_dir)
+    folder = RunFolder(config.folder)
     # Problems of the folder are reported here, and not after the job has waited in the queue.
     folder.enter(config)
     check_unfinished(folder, config)
@@ -214,7 +214,7 @@ def slurm_script(request: Request) -> Script:
     return Script(
         train=words(request.positional, options),
         reads=[path for path in inputs if path],
-        run_dir=config.run_dir,
+        run_dir=config.folder,
         nodes=extras["nodes"],
         tasks_per_node=tasks,
         gpus_per_node=extras["gpus_per_node"],

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from jaxdist.training.run_dir import RunFolder
 
-    folder = RunFolder(config.run_dir)
+    folder = RunFolder(config.folder)
     place = find(config.cluster)
     if place.alone:
         # Problems of the folder are reported before jax is imported, and long before anything compiles.

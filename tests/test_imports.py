@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ COMMANDS = {"train", "evaluate", "generate", "explain", "plan", "checkpoints", "
 
 READERS = [
     f"jaxdist.planning.{name}"
-    for name in ("hlo", "hlo_text", "target", "cross_compile", "compile_worker", "branch_check")
+    for name in ("hlo", "hlo_text", "compiled", "target", "cross_compile", "compile_worker", "branch_check")
 ]
 """What reads or makes a compiled program: a prediction is not read off the program."""
 
@@ -171,6 +172,14 @@ def test_axis_names_are_spelled_in_mesh_only():
 def test_no_jax_before_the_request_is_read(module):
     code = f"import sys, jaxdist.{module}; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_wheel_says_that_it_has_types():
+    """PEP 561. The wheel takes the folder of the package as it is."""
+    with (PACKAGE.parent / "pyproject.toml").open("rb") as file:
+        wheel = tomllib.load(file)["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": [PACKAGE.name]}
+    assert (PACKAGE / "py.typed").is_file()
 
 
 def test_files_tell_one_story():

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import TypedDict
 
 import jax
 
@@ -58,7 +59,17 @@ def start(shape: Mapping[str, int], enough: DeviceUse = USE_ALL) -> jax.sharding
     return make_mesh(mesh_shape, devices)
 
 
-def found() -> dict[str, str | int]:
+class FoundDevices(TypedDict):
+    """All devices of a job, as `found` describes them."""
+
+    kind: str
+    platform: str
+    count: int
+    per_host: int
+    memory: int
+
+
+def found() -> FoundDevices:
     """Describe the devices of all processes, for planning; the result is the same in each process.
 
     Keys: `kind`, `platform`, `count`, `per_host` (the most on one host), and `memory`, the bytes that XLA has of one
@@ -217,7 +228,7 @@ def _devices() -> list[jax.Device]:
     """
     xla_options.take_memory()
     logger = logging.getLogger("jax._src.xla_bridge")
-    if gpus.wanted(jax.config.jax_platforms or ""):
+    if gpus.wanted(xla_options.jax_option("jax_platforms") or ""):
         return jax.devices()
     logger.addFilter(_is_not_of_the_plugin)
     try:

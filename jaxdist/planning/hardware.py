@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,18 @@ class Gpu:
         return ".".join(map(str, self.capability))
 
 
-_HOPPER = dict(capability=(9, 0), cores=132, lanes=128, clock_ghz=1.98, shared=228 * 2**10, peak=989e12)
+class _Chip(TypedDict):
+    """What GPUs of one chip share."""
+
+    capability: tuple[int, int]
+    cores: int
+    lanes: int
+    clock_ghz: float
+    shared: int
+    peak: float
+
+
+_HOPPER = _Chip(capability=(9, 0), cores=132, lanes=128, clock_ghz=1.98, shared=228 * 2**10, peak=989e12)
 
 GPUS = {
     "a100": Gpu(

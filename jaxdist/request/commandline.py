@@ -115,6 +115,7 @@ def arguments(
     if problems:
         raise RequestError(*problems)
     if positional == "RUN":
+        assert word is not None
         # The folder may have been moved since the run wrote its config.
         result = result.model_copy(update={"run_dir": Path(word)})
     return Request(result, word, scan.options, chosen)
