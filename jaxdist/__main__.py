@@ -7,8 +7,7 @@ import sys
 
 from jaxdist import __version__
 from jaxdist.config import nearest
-from jaxdist.request import outcome
-from jaxdist.streams import protect
+from jaxdist.request import outcome, run
 
 COMMANDS = {
     "train": "train a model, or resume a run",
@@ -34,9 +33,8 @@ MODULES = {name: f"jaxdist.{name}.__main__" for name in ("bench", "doctor", "lab
 def main(argv: list[str] | None = None) -> int:
     """List the commands, or pass the rest of `argv` on to the one it names. Return the exit code."""
     if argv is None:
-        argv = sys.argv[1:]
-        # The results of these commands are in files, so they continue without standard output.
-        protect(output=argv[:1] in (["train"], ["launch"]))
+        # The results of these two are in files, so they continue without standard output.
+        run(main, needs_output=sys.argv[1:2] not in (["train"], ["launch"]))
     word = argv[0] if argv else "--help"
     rest = argv[1:]
     if word in ("--help", "-h"):
