@@ -24,9 +24,10 @@ COMMANDS = {
     "bench collectives": "measure links, matmuls and memory, and write a cluster file for the planner",
     "bench gpu": "test one GPU: numerics, Llama 1B and 3B, the parts of a step, and a comparison with PyTorch",
     "lab": "run the experiments of the lectures, with every number read from the devices",
+    "completion": "print a script that completes commands, options and values in bash, zsh or fish",
 }
 
-MODULES = {name: f"jaxdist.{name}.__main__" for name in ("bench", "doctor", "lab")}
+MODULES = {name: f"jaxdist.{name}.__main__" for name in ("bench", "completion", "doctor", "lab")}
 """Modules of the commands that are packages; the other commands are modules of their own name."""
 
 

@@ -54,6 +54,8 @@ LINES = [
     ("bench step --warmup x", 2),
     ("lab", 0),
     ("lab zero-7p5b-2 --picture nowhere/x.png", 2),
+    ("completion bash", 0),
+    ("completion tcsh", 2),
 ]
 
 
