@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jaxdist"
 FILES = sorted(PACKAGE.rglob("*.py"))
-COMMANDS = {"train", "evaluate", "generate", "explain", "plan", "checkpoints", "launch", "doctor"}
+COMMANDS = {"train", "evaluate", "generate", "explain", "plan", "checkpoints", "launch", "doctor", "completion"}
 
 READERS = [
     f"jaxdist.planning.{name}"
@@ -112,7 +112,7 @@ def test_the_rules_can_be_broken(tmp_path, monkeypatch):
 
 def test_nothing_imports_commands_labs_or_benchmarks():
     for path in FILES:
-        if not name(path).startswith(("bench", "lab", "doctor")) and name(path) != "__main__":
+        if not name(path).startswith(("bench", "lab", "doctor", "completion")) and name(path) != "__main__":
             banned = COMMANDS | {"bench", "lab"}
             assert not any(breaks(m, f"jaxdist.{c}") for m in imports(path) for c in banned), name(path)
 
@@ -167,7 +167,7 @@ def test_axis_names_are_spelled_in_mesh_only():
         "cluster.local",
         "cluster.slurm",
     ]
-    + ["cluster.heartbeat", "lab.__main__", "doctor.__main__"],
+    + ["cluster.heartbeat", "lab.__main__", "doctor.__main__", "completion.table"],
 )
 def test_no_jax_before_the_request_is_read(module):
     code = f"import sys, jaxdist.{module}; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"

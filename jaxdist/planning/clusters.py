@@ -18,10 +18,7 @@ import numpy as np
 from jaxdist.config import RequestError, nearest
 from jaxdist.files import read_toml
 from jaxdist.gpu_memory import GPU_SHARE
-from jaxdist.planning.hardware import GPUS
-
-PRESETS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs" / "clusters").glob("*.toml"))}
-"""The clusters inside the package, by name."""
+from jaxdist.planning.hardware import GPUS, PRESETS
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypedDict
+
+PRESETS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs" / "clusters").glob("*.toml"))}
+"""The clusters inside the package, by name; `clusters.py` reads them."""
 
 
 @dataclass(frozen=True)
