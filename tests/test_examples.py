@@ -53,7 +53,7 @@ def test_a_script_needs_five_new_lines():
 
 
 def test_the_page_shows_the_scripts_as_they_are():
-    page = (EXAMPLES.parent / "docs" / "your-model.md").read_text()
+    page = (EXAMPLES.parent / "docs" / "tutorials" / "your-first-module.md").read_text()
     one, many = ((EXAMPLES / name).read_text() for name in ("digits_one_device.py", "digits_jaxdist.py"))
     names = "examples/digits_one_device.py", "examples/digits_jaxdist.py"
     diff = difflib.unified_diff(one.splitlines(), many.splitlines(), *names, n=1, lineterm="")
