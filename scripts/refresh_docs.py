@@ -10,7 +10,7 @@ A comment before a block says where the block comes from:
     <!-- output of: COMMAND -->              what COMMAND prints
     <!-- output of the block above -->       what the last `sh` or `python` block above prints
     <!-- output of the commands below -->    a transcript: each line that begins with `$ ` is run, the others are output
-    <!-- output from elsewhere: NAME -->     cannot be made here; `ELSEWHERE` has the reason
+    <!-- output from elsewhere: NAME -->     cannot be made here; `ELSEWHERE` says what it needs
     <!-- run: COMMAND -->                    runs COMMAND for what comes after it, and shows nothing
     <!-- run the block above -->             the same for the last `sh` or `python` block above
 
@@ -50,22 +50,24 @@ TIMEOUT = 3600
 """Seconds that a command may take."""
 
 ELSEWHERE = {
-    "two hosts with faults": "needs two hosts (network namespaces, so root) with planted faults",
-    "stopped process": "a process is stopped by SIGSTOP at a moment that a reader chooses",
-    "watchdog": "a process hangs for longer than a reader wants to wait",
-    "torchrun": "needs the extra 'torch', which the tests do not install",
-    "bench gpu": "needs the extra 'torch' and takes five minutes; on a GPU the numbers would be others",
-    "killed process": "a process is killed at a moment that a reader chooses",
-    "process left over": "needs three hosts",
-    "slurm": "needs a Slurm cluster; tests/cluster runs these commands on one",
-    "signal": "a signal is sent at a moment that a reader chooses",
-    "failing process": "a disk fails in one of two processes",
-    "lost process": "a host is lost",
-    "not finite": "an update overflows, which needs planted numbers",
-    "full disk": "needs a disk that is full",
-    "folder in use": "needs a second job in the same folder",
+    "two hosts with faults": "two hosts with faults planted on them",
+    "stopped process": "a process that is stopped by SIGSTOP",
+    "watchdog": "a process that hangs",
+    "torchrun": "PyTorch, which brings `torchrun`",
+    "bench gpu": "PyTorch, and five minutes",
+    "killed process": "a process that is killed",
+    "process left over": "three hosts",
+    "slurm": "a Slurm cluster",
+    "signal": "a signal during the run",
+    "failing process": "a disk that fails under one of two processes",
+    "lost process": "a host that is lost",
+    "not finite": "an update that overflows",
+    "full disk": "a full disk",
+    "folder in use": "a second job in the same folder",
 }
-"""Blocks that this script cannot make, and why."""
+"""Blocks that this script cannot make, and what they need. The page says so too, in a line after the block."""
+
+BY_HAND = "*Made by hand: it needs {need}.*"
 
 VOLATILE = [
     (r"\d{4}[-_]\d\d[-_]\d\d[T _]\d\d[:_]\d\d[:_]\d\d(\+00:00)?", "DATE"),

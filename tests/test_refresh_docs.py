@@ -28,7 +28,11 @@ def test_every_output_has_its_command_or_a_reason(refresh):
         marked = refresh.markers(page)
         outputs = {block.start for block in refresh.blocks(page) if block.language == ""}
         assert outputs == {marker.block.start for marker in marked if marker.block}, page
-        named |= {marker.text for marker in marked if marker.kind == "elsewhere"}
+        lines = page.read_text().split("\n")
+        for marker in (marker for marker in marked if marker.kind == "elsewhere"):
+            named.add(marker.text)
+            need = refresh.ELSEWHERE[marker.text]
+            assert refresh.BY_HAND.format(need=need) in lines[marker.block.end : marker.block.end + 3], (page, need)
     assert named == set(refresh.ELSEWHERE)
 
 
