@@ -116,7 +116,7 @@ def test_every_message_that_is_explained_is_one_of_ours():
     ours = set.union(*(texts(path) for path in (ROOT / "jaxdist").rglob("*.py")))
     section = (DOCS / "how-to" / "slurm.md").read_text().split("## Failures, by message")[1].split("Of others:")[0]
     explained = re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE)
-    assert len(explained) > 20
+    assert len(explained) > 10
     assert [message for message in explained if not any(message in text for text in ours)] == []
 
 

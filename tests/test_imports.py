@@ -1,4 +1,4 @@
-"""The rooms: who may not import whom, and who may spell what (design, section 4)."""
+"""The rooms: who may not import whom, and who may spell what (docs/design.md)."""
 
 import ast
 import subprocess

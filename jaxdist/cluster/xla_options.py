@@ -63,7 +63,7 @@ class Choice(NamedTuple):
 
     An H100's memory copies nine bytes in the time in which NVLink carries one, so that copies soon cost more than the
     overlap saves. A single network card is eight times slower than NVLink: there, overlap with matmuls is worth its
-    copies. Whether it still is where all cards of a host carry one group was not measured on GPUs.
+    copies. Whether it still is where all cards of a host carry one group is not known (docs/status.md).
     """
 
     within: tuple[Option, ...]
@@ -78,7 +78,7 @@ OPTIONS = {
     "0.12": Choice((NO_SCATTER_NOW,), (GATHER,)),
 }
 """Options by series of jaxlib. Other series get none, because a name that jaxlib does not know would end the
-compilation. One GPU gets none either: nothing could be measured on one."""
+compilation. One GPU gets none either: docs/status.md says what was measured."""
 
 
 def series() -> str:

@@ -115,7 +115,7 @@ def is_cudnn_forward(primitive: jax.extend.core.Primitive, *_, **__) -> bool:
 def _cudnn_attention(layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Run FlashAttention-2 (Dao 2023) of cuDNN on each device's own rows and heads.
 
-    The tests trace it; it has never run, because there was no GPU to run it on.
+    docs/status.md says where it has run.
     """
     own = layout.activation("BSNH")
     local = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")

@@ -4,7 +4,7 @@ Collectives are written out there. The type of an array says over which mesh axe
 ("varying"). Where a value that is the same everywhere meets one that varies, it has to become varying first (`vary`),
 and the transpose of that is a sum over the axis, which is how gradients come out right. Parameters are made varying
 over the axes of the batch before they are used, so that their gradients stay partial sums until they are reduced once
-(design, law 3).
+(docs/design.md, laws).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Running the train step on a mesh from the same weights and rows, and comparing two runs as the design asks."""
+"""Running the train step on a mesh from the same weights and rows, and comparing two runs as docs/design.md says."""
 
 from __future__ import annotations
 

@@ -1,0 +1,34 @@
+"""`explain` exits with 0 for every shipped model, on CPUs and for H100s: no difference that is not known."""
+
+import pytest
+
+from jaxdist.explain import explain
+from jaxdist.planning import target
+from jaxdist.request import load
+
+GPUS = pytest.param(
+    "h100",
+    marks=pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]"),
+)
+
+SHARDED = {"parallel.zero": "3", "train.accumulation": "4"}
+OUTSIDE = SHARDED | {"parallel.micro_batches": "outside"}
+TENSOR = {"parallel.zero": "1", "parallel.sequence": "true"}
+
+SWEEP = [
+    ("cnn_digits", "8x1x1", {"parallel.zero": "3"}),
+    *(
+        (name, mesh, options)
+        for name in ("gpt_tiny", "gpt2_124m", "llama_1b", "llama_3b", "llama_8b", "llama_70b")
+        for mesh, options in [("8x1x1", SHARDED), ("replica=2,data=4", OUTSIDE), ("2x2x2", TENSOR)]
+    ),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("gpu", [None, GPUS])
+@pytest.mark.parametrize(("name", "mesh", "options"), SWEEP, ids=str)
+def test_every_difference_of_a_shipped_model_is_known(name, mesh, options, gpu):
+    """Memory is not judged, so that models may be larger than eight devices can hold."""
+    found = explain(load(name, options | {"mesh": mesh, "train.global_batch_size": "64"}), gpu)
+    assert found.unknown == []
