@@ -78,7 +78,7 @@ VOLATILE = [
         r"\1 VERSION",
     ),
     (r"(traced|compiled) +in [\d.]+ s", r"\1 in SECONDS"),
-    (r"[\d,.]+ tokens/s", "RATE"),
+    (r"[\d,.]+ (tokens|images)/s", "RATE"),
     (r"(lr \S+ +)\d+ ms", r"\1MS"),
     (r"of [\d.]+ GiB per device", "of CAPACITY per device"),
     (r"[\d.]+ [GT]B free", "FREE"),
