@@ -144,7 +144,7 @@ class Script:
                 "#!/bin/bash",
                 *self._directives(),
                 "",
-                "# Written by python -m jaxdist.launch slurm (docs/slurm.md). The folder of the log must exist.",
+                "# Written by python -m jaxdist.launch slurm (docs/how-to/slurm.md). The folder of the log must exist.",
                 *(f"{name}={value}" for name, value in values.items()),
                 body,
             ]

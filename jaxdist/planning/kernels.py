@@ -70,7 +70,7 @@ class Kernels:
     largest_bytes: int
 
     def json(self) -> dict[str, object]:
-        """Return the schema of `docs/explain.md`."""
+        """Return the schema of `docs/reference/json.md`."""
         return asdict(self)
 
 

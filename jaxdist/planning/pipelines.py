@@ -114,7 +114,7 @@ class Pipeline:
         return len(self.stages.sizes) * self.stages.depth - sum(self.stages.sizes)
 
     def json(self) -> dict[str, object]:
-        """Return the schema of `docs/explain.md`."""
+        """Return the schema of `docs/reference/json.md`."""
         return {
             "schedule": self.schedule.name,
             "stages": self.stages.ranks,
@@ -182,7 +182,7 @@ class AsynchronousPipeline(Pipeline):
         )
 
     def json(self) -> dict[str, object]:
-        """Return the schema of `docs/explain.md`."""
+        """Return the schema of `docs/reference/json.md`."""
         return super().json() | {"ticks": 2, "stale": self.stale}
 
 

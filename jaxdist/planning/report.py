@@ -290,7 +290,7 @@ class Report:
         return too_large(needed, self.target, fitting(self.config, self.model, self.layout, predicted))
 
     def json(self) -> dict[str, object]:
-        """Return the schema of `docs/explain.md`."""
+        """Return the schema of `docs/reference/json.md`."""
         program = self.program
         held = self.memory
         notes = self.notes

@@ -73,7 +73,8 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     yield f"chosen      {reason(plan)}"
     for note in notes(first, plan.model):
         yield f"note        {note}"
-    yield "times       without kernel launches, input and other jobs: real steps take longer (docs/planning.md)"
+    page = "docs/explanation/planner.md"
+    yield f"times       without kernel launches, input and other jobs: real steps take longer ({page})"
     yield f"train       {command(first, base, name)}"
     # Explain compiles only for GPUs that it has a description of.
     if cluster.gpu in GPUS:
@@ -282,7 +283,7 @@ def run_time(plan: Plan) -> str:
 
 
 def json(plan: Plan, base: Config, more: Sequence[tuple[int, Estimate | str]], reason: str) -> dict[str, Any]:
-    """Return the object that `docs/planning.md` describes; `reason` answers `--why-not`, if that was given."""
+    """Return the object that `docs/reference/json.md` describes; `reason` answers `--why-not`, if that was given."""
     return {
         "why": [formula for _, formula in collectives(plan)],
         "why_not": reason or None,
