@@ -278,7 +278,8 @@ def _split_cpu(count: int) -> None:
     """
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
-    asked = jax.config.jax_num_cpu_devices  # from the environment or by the user's own line; -1 for neither
+    # From the environment or by the user's own line; -1 for neither.
+    asked: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # JAX's stubs leave options out
     # A RuntimeError means that the devices exist already; `_at_least` counts them.
     with suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", max(count, asked))
