@@ -39,8 +39,8 @@ _GATHERS = ContextVar("whether a module is being called on all rows", default=Fa
 
 def init(make: Callable[[jax.Array], tuple[Any, Any]], places, key: jax.Array) -> tuple[Any, Any]:
     """Return (parameters at rest, variables); each device makes its own shards."""
-    rest = jax.tree.map(lambda p: p.rest, places)
-    return auto_axes(make, out_sharding=(rest, P()))(key)
+    held = jax.tree.map(lambda p: p.held, places)
+    return auto_axes(make, out_sharding=(held, P()))(key)
 
 
 def call_on_all_rows(places, call: Call, weights, variables, batch) -> tuple[jax.Array, Any, Any]:
@@ -198,13 +198,13 @@ def on_shards(optimizer: optax.GradientTransformation, places, abstract) -> opta
     that is no update rule, and for one that changes the shape or dtype of updates or state.
     """
     _check_optimizer(optimizer, abstract)
-    rest = jax.tree.map(lambda p: p.rest, places)
+    held = jax.tree.map(lambda p: p.held, places)
     specs = optax.tree.map_params(
         optimizer,
         _spec_of_state,
         jax.eval_shape(optimizer.init, abstract),
         abstract,
-        rest,
+        held,
         transform_non_params=lambda _: P(),
         is_leaf=_is_masked,
     )
@@ -214,7 +214,7 @@ def on_shards(optimizer: optax.GradientTransformation, places, abstract) -> opta
             return optimizer.update(grads, state, params, **further)
 
         grads = jax.tree.map(lambda g, a: g.astype(a.dtype), grads, abstract)
-        return auto_axes(call, out_sharding=(rest, specs))(grads, state, params)
+        return auto_axes(call, out_sharding=(held, specs))(grads, state, params)
 
     return optax.GradientTransformation(auto_axes(optimizer.init, out_sharding=specs), update)
 

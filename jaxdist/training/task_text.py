@@ -12,6 +12,7 @@ import numpy as np
 from jaxdist.config import DataConfig
 from jaxdist.data.batches import Batch, abstract_batch, train_batch, validation_batches
 from jaxdist.data.corpus import Corpus, open_corpus
+from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.training.forward.decoder import DecoderForward
@@ -36,6 +37,7 @@ class TextTask(Task):
             dropout=config.model.dropout > 0,
             seed=config.train.seed,
             stage=config.parallel.zero,
+            replica_zero=not zero.without_replica_zero(config, self.layout),
         )
         stages = stages_of(config, self.mesh.shape)
         if stages:

@@ -35,8 +35,12 @@ class ForwardBase:
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """Return (parameters at rest, no variables); each device makes its own shards."""
         # Inside `auto_axes` the initializers need not know the mesh: only their results get a layout.
-        rest = jax.tree.map(lambda p: p.rest, self.places)
-        return jax.sharding.auto_axes(self.new_params, out_sharding=rest)(key), {}
+        held = jax.tree.map(lambda p: p.held, self.places)
+        return jax.sharding.auto_axes(self.new_params, out_sharding=held)(key), {}
+
+    def weights(self, params: Params) -> Params:
+        """Return the parameters in the compute dtype, at rest in each replica."""
+        return jax.tree.map(lambda p, w: p.gather_replicas(w), self.places, self.cast(params))
 
     def new_params(self, key: Key[Array, ""]) -> Params:
         """Return new parameters, in the form in which the step holds them."""
