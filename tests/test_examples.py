@@ -16,7 +16,7 @@ STEPS = 40
 needs_torch = pytest.mark.skipif(
     not importlib.util.find_spec("torch"), reason="torch is not installed: pip install -e '.[torch]'"
 )
-pytestmark = pytest.mark.skipif(
+needs_digits = pytest.mark.skipif(
     not importlib.util.find_spec("sklearn"), reason="scikit-learn is not installed: pip install -e '.[lab]'"
 )
 
@@ -52,13 +52,24 @@ def test_a_script_needs_five_new_lines():
     assert sum(line.startswith("- ") for line in diff) == 8
 
 
-def test_the_page_shows_the_scripts_as_they_are():
-    page = (EXAMPLES.parent / "docs" / "your-model.md").read_text()
-    one, many = ((EXAMPLES / name).read_text() for name in ("digits_one_device.py", "digits_jaxdist.py"))
-    names = "examples/digits_one_device.py", "examples/digits_jaxdist.py"
-    diff = difflib.unified_diff(one.splitlines(), many.splitlines(), *names, n=1, lineterm="")
-    assert "\n".join(diff) in page
-    assert one in page
+def scripts(name: str) -> tuple[str, str]:
+    """The script for one device, and the same with jaxdist."""
+    one, many = ((EXAMPLES / f"{name}_{which}.py").read_text() for which in ("one_device", "jaxdist"))
+    return one, many
+
+
+def shown_diff(name: str) -> str:
+    one, many = (text.splitlines() for text in scripts(name))
+    names = f"examples/{name}_one_device.py", f"examples/{name}_jaxdist.py"
+    return "\n".join(difflib.unified_diff(one, many, *names, n=1, lineterm=""))
+
+
+def test_the_pages_show_the_scripts_as_they_are():
+    page = (EXAMPLES.parent / "docs" / "tutorials" / "your-first-module.md").read_text()
+    for name in ("mlp", "digits"):
+        assert shown_diff(name) in page
+        assert scripts(name)[0] in page
+    assert shown_diff("mlp") in (EXAMPLES.parent / "README.md").read_text()
     for name in ("digits_ddp.py", "digits_fsdp.py"):
         marked = [line.strip() for line in (EXAMPLES / name).read_text().splitlines() if "# (*)" in line]
         assert all(line in page for line in marked)
@@ -66,6 +77,14 @@ def test_the_page_shows_the_scripts_as_they_are():
 
 
 @pytest.mark.slow
+def test_the_loop_of_the_readme_learns_on_four_devices_what_it_does_on_one():
+    one = losses("mlp_one_device.py")
+    assert one[-1] < 0.1 * one[0]
+    assert losses("mlp_jaxdist.py") == pytest.approx(one, abs=1e-5)
+
+
+@pytest.mark.slow
+@needs_digits
 @pytest.mark.parametrize("zero", [0, 3])
 def test_four_devices_learn_what_one_does(zero):
     one = losses("digits_one_device.py")
@@ -74,6 +93,7 @@ def test_four_devices_learn_what_one_does(zero):
 
 
 @pytest.mark.slow
+@needs_digits
 @needs_torch
 def test_torch_on_one_device_learns_the_same(torch_losses):
     """Float32 in another order of summation: 1e-6 was seen, the last digit that is printed."""
@@ -81,6 +101,7 @@ def test_torch_on_one_device_learns_the_same(torch_losses):
 
 
 @pytest.mark.slow
+@needs_digits
 @needs_torch
 @pytest.mark.parametrize(("script", "zero"), [("digits_ddp.py", 0), ("digits_fsdp.py", 3)])
 def test_torch_on_two_devices_learns_the_same_with_statistics_of_each_device(torch_losses, script, zero):

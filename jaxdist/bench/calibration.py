@@ -50,7 +50,7 @@ CPU = Scale((1 << 14, 1 << 18, 1 << 22), ((128, 128), (256, 256), (512, 512)), 1
 
 
 def measure(mesh: jax.sharding.Mesh, note: Note = ignore) -> dict[str, Any]:
-    """Measure everything; returns plain values with the schema of `docs/measure.md`, in bytes and seconds.
+    """Measure everything; returns plain values with the schema of `docs/reference/json.md`, in bytes and seconds.
 
     With several processes, every process calls this and measures with its own clock.
     """

@@ -57,7 +57,7 @@ class Study:
 
 
 def measure(study: Study, note: Note = ignore) -> dict[str, Any] | None:
-    """Measure the study; returns a result with the schema of `docs/scaling.md`. `note` takes the current phase.
+    """Measure the study; returns a result with the schema of `docs/reference/json.md`. `note` takes the current phase.
 
     With several processes, every process calls this, and measures on the meshes that it has devices of. Process 0 has
     devices of every mesh; it returns the result, the others None. Raises `RequestError` if there are fewer devices than

@@ -70,16 +70,16 @@ class Kernels:
     largest_bytes: int
 
     def json(self) -> dict[str, object]:
-        """Return the schema of `docs/explain.md`."""
+        """Return the schema of `docs/reference/json.md`."""
         return asdict(self)
 
 
 def kernels(program: str) -> Kernels:
     """Count the kernels of a program. Raises `ValueError` for a text that cannot be read."""
     reader = _Reader(parse(program))
-    flash = Counter()
-    products = Counter()
-    moved = Counter()
+    flash: Counter[str | None] = Counter()
+    products: Counter[str] = Counter()
+    moved: Counter[str] = Counter()
     for instruction, times in reader.run():
         moved[reader.purpose(instruction)] += times * reader.moved_bytes(instruction)
         attention = FLASH.search(instruction.rest)
@@ -193,7 +193,7 @@ class _Reader:
 
     def _read(self, body: list[Instruction], given: list[str]) -> int:
         """Return the bytes that a fusion reads of its operands, `given`."""
-        users = {}
+        users: dict[str, list[tuple[Instruction, int]]] = {}
         for one in body:
             for place, name in enumerate(operands(one)):
                 users.setdefault(name, []).append((one, place))

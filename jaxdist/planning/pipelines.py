@@ -6,6 +6,7 @@ computes and sends is counted in ticks, not in micro-batches.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxdist.config import Config
@@ -113,7 +114,7 @@ class Pipeline:
         return len(self.stages.sizes) * self.stages.depth - sum(self.stages.sizes)
 
     def json(self) -> dict[str, object]:
-        """Return the schema of `docs/explain.md`."""
+        """Return the schema of `docs/reference/json.md`."""
         return {
             "schedule": self.schedule.name,
             "stages": self.stages.ranks,
@@ -181,11 +182,11 @@ class AsynchronousPipeline(Pipeline):
         )
 
     def json(self) -> dict[str, object]:
-        """Return the schema of `docs/explain.md`."""
+        """Return the schema of `docs/reference/json.md`."""
         return super().json() | {"ticks": 2, "stale": self.stale}
 
 
-def _listed(numbers: list[int]) -> str:
+def _listed(numbers: Iterable[int]) -> str:
     return " ".join(map(str, numbers))
 
 

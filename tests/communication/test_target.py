@@ -55,7 +55,7 @@ def test_elements_over_data_are_those_of_the_zero_paper(zero, accumulation, devi
 def test_only_scalars_and_the_last_reductions_are_waited_for(zero, accumulation):
     """Of Llama 1B over `data`: stages 0 and 1 reduce after the last of k micro-batches, when nothing is left to run
     beside; jax 0.11 reduces a layer's gradients at the end of its turn. What tensor and sequence parallelism wait for
-    is told in docs/communication.md.
+    is told in docs/explanation/communication.md.
     """
     of_turn = zero == 3 and jax.__version_info__ >= (0, 11)
     at_the_end = lambda one: (

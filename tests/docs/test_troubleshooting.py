@@ -10,7 +10,7 @@ from jaxdist import exit_codes
 from tests.test_docs import texts
 
 ROOT = Path(__file__).parents[2]
-PAGE, SLURM = ((ROOT / "docs" / name).read_text() for name in ("troubleshooting.md", "slurm.md"))
+PAGE, SLURM = ((ROOT / "docs" / name).read_text() for name in ("troubleshooting.md", "how-to/slurm.md"))
 
 OURS, OTHERS = PAGE.split("## Of others")
 MESSAGES = [found for found in re.findall(r"^\| `(.+?)` \|", OURS, re.MULTILINE) if found != "message"]

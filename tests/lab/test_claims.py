@@ -220,4 +220,4 @@ def test_labs_keep_their_names():
 
 
 def test_the_page_for_students_shows_what_is_printed():
-    assert_pasted(claims.measure(claims.claims()["zero-7p5b-2"]).lines(), "lab.md")
+    assert_pasted(claims.measure(claims.claims()["zero-7p5b-2"]).lines(), "reference/claims.md")

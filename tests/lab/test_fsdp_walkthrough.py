@@ -53,7 +53,7 @@ def test_the_fused_step_moves_less_and_why(result):
 
 
 def test_more_layers_in_a_row_are_merged_too():
-    """What docs/walkthrough.md says of four layers; the trainer's loop over layers is in tests/communication."""
+    """What docs/tutorials/walkthrough.md says of four layers; tests/communication has the trainer's loop."""
     mesh = cpu_mesh("4x1x1")
     layout = Layout.on(mesh)
     place = lab.sharded(layout)
@@ -200,7 +200,7 @@ def test_the_json(result, monkeypatch, capsys):
 
 def test_what_a_person_reads(result):
     lines = result.lines()
-    assert_pasted(lines)
+    assert_pasted(lines, "tutorials/walkthrough.md")
     assert len(lines) < 60
     assert max(map(len, lines)) <= 120
     assert "4 all-gathers and 2 reduce-scatters" in "\n".join(lines)

@@ -60,7 +60,7 @@ def test_both_outputs(result, monkeypatch, capsys):
     assert (told["id"], told["passed"], told["phases_computed"]) == ("model-parallel", True, {"0": 3, "1": 3})
     assert main(["model-parallel"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert_pasted(lines)
+    assert_pasted(lines, "tutorials/walkthrough.md")
     assert len(lines) < 60
     assert max(map(len, lines)) <= 120
     roles = {line[:16].strip(): line[16:].split()[:2] for line in lines[4:13]}

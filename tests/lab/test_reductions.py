@@ -215,7 +215,7 @@ def test_up_to_64_nodes(tmp_path):
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
     lines = all_reduce.measure(8, "all", "").lines()
-    assert_pasted(lines, "lab.md")
+    assert_pasted(lines, "tutorials/all-reduce.md")
     assert len(lines) < 60
     assert max(map(len, lines)) <= 120
 

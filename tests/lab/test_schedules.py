@@ -22,7 +22,7 @@ def test_all():
     assert [report.schedule.name for report in result.reports] == list(SCHEDULES)
     assert [report.schedule.virtual for report in result.reports] == [1, 1, 2, 1, 1, 1]
     assert [report.schedule.virtual for report in measure(virtual_stages=3).reports] == [1, 1, 3, 3, 3, 1]
-    assert_pasted(result.lines(), "pipelines.md")
+    assert_pasted(result.lines(), "explanation/pipelines.md")
     assert max(map(len, result.lines())) <= 120
 
 

@@ -18,7 +18,18 @@ from tests.mutants.table import Mutant, mutated
 
 ROOT = Path(__file__).parents[2]
 
-COPIED = ("jaxdist", "tests", "docs", "examples", "scripts", "benchmarks", "README.md", "LICENSE", "pyproject.toml")
+COPIED = (
+    "jaxdist",
+    "tests",
+    "docs",
+    "examples",
+    "scripts",
+    "benchmarks",
+    "README.md",
+    "LICENSE",
+    "pyproject.toml",
+    "mkdocs.yml",
+)
 """What tests read."""
 
 PASSED, FAILED = 0, 1

@@ -192,6 +192,12 @@ def test_a_run_that_has_saved_never_starts_from_the_beginning(folder):
         assert checkpoints.find_start("auto") is None
 
 
+def test_a_new_folder_is_started_from_the_beginning_also_if_it_must_be_new(tmp_path):
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        assert checkpoints.find_start("auto") is None
+        assert checkpoints.find_start("never") is None
+
+
 def test_the_best_stands_in_where_no_newest_is_there(folder):
     for step in ("5", "10"):
         shutil.rmtree(folder / "checkpoints" / step)

@@ -143,9 +143,10 @@ class Checkpoints:
     def find_start(self, resume: str, expected: Expected = None) -> Found | None:
         """Return the step that a run resumes from: "auto" is the latest, or None to start from step 0; or a number.
 
+        "never" is as "auto": `RunFolder.enter` has refused every folder that holds a run, so that none is found.
         A run that has ever committed a step never starts from the beginning by itself: `find` raises `RequestError`.
         """
-        if resume != "auto":
+        if resume not in ("auto", "never"):
             return self.find(resume, expected)
         # Steps that were set aside count too: the run has made progress that must not be overwritten silently.
         folders = (self._newest.step_dir, self._best.step_dir, *self._aside)
