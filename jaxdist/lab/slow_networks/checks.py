@@ -15,7 +15,7 @@ from jaxdist.lab.reductions.checks import gradient_bytes
 from jaxdist.lab.slow_networks import byte_model, picture, replicas, server, timeline, top_k
 from jaxdist.planning.tables import table
 
-WORKERS = (2, 3, 6)
+WORKERS = (2, 6)
 """Numbers of workers of a parameter server, K; they divide the rows."""
 
 REPLICAS = 4
