@@ -88,7 +88,8 @@ def the_optimizer_is_replicated(patch: pytest.MonkeyPatch) -> None:
 
 
 def accumulators_are_whole(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(zero.Placement, "sink", lambda self, shape, dtype: jnp.zeros(shape, dtype))
+    for name in ("sink", "reduced_sums"):
+        patch.setattr(zero.Placement, name, lambda self, shape, dtype: jnp.zeros(shape, dtype))
 
 
 def weights_are_gathered_before_the_step(patch: pytest.MonkeyPatch) -> None:
