@@ -66,7 +66,7 @@ def _run_dir(config: Config) -> Iterator[str]:
     if problem:
         yield f"run_dir '{folder}' {problem}; name another --run-dir"
         return
-    path = folder.absolute()
+    path = Path(folder).absolute()
     # The folder itself may not exist yet.
     existing = next(ancestor for ancestor in (path, *path.parents) if os.path.lexists(ancestor))
     if not existing.is_dir():
