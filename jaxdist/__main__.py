@@ -7,8 +7,7 @@ import sys
 
 from jaxdist import __version__
 from jaxdist.config import nearest
-from jaxdist.request import outcome
-from jaxdist.streams import protect
+from jaxdist.request import outcome, run
 
 COMMANDS = {
     "train": "train a model, or resume a run",
@@ -25,18 +24,18 @@ COMMANDS = {
     "bench collectives": "measure links, matmuls and memory, and write a cluster file for the planner",
     "bench gpu": "test one GPU: numerics, Llama 1B and 3B, the parts of a step, and a comparison with PyTorch",
     "lab": "run the experiments of the lectures, with every number read from the devices",
+    "completion": "print a script that completes commands, options and values in bash, zsh or fish",
 }
 
-MODULES = {name: f"jaxdist.{name}.__main__" for name in ("bench", "doctor", "lab")}
+MODULES = {name: f"jaxdist.{name}.__main__" for name in ("bench", "completion", "doctor", "lab")}
 """Modules of the commands that are packages; the other commands are modules of their own name."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """List the commands, or pass the rest of `argv` on to the one it names. Return the exit code."""
     if argv is None:
-        argv = sys.argv[1:]
-        # The results of these commands are in files, so they continue without standard output.
-        protect(output=argv[:1] in (["train"], ["launch"]))
+        # The results of these two are in files, so they continue without standard output.
+        run(main, needs_output=sys.argv[1:2] not in (["train"], ["launch"]))
     word = argv[0] if argv else "--help"
     rest = argv[1:]
     if word in ("--help", "-h"):

@@ -32,6 +32,7 @@ from jaxdist.models import Params, foreign
 from jaxdist.models.foreign import Foreign, LossFunction
 from jaxdist.models.stacked import scan, stack
 from jaxdist.parallel.foreign import on_shards
+from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.sharding import Layout, Rules, on_devices
 from jaxdist.training.checkpoint.manager import Checkpoints
@@ -104,6 +105,7 @@ def parallelize(
     layout = layout_of(device_mesh, model, rules or {}, scope)
     dtype = jnp.float32 if precision == "float32" else jnp.bfloat16
     split = to_be_split(layout, model, shard)
+    forward: Forward
     if pipelined:
         stages = stages_of_module(model, shape[PIPELINE], virtual_stages)
         forward = ModulePipelineForward(model, layout, stages, schedule, accumulation, dtype, zero, split)
@@ -111,7 +113,7 @@ def parallelize(
         forward = ModuleForward(model, loss_fn, layout, scope, dtype, zero, split)
     note = _note_unsplit(layout, model, forward, split) if zero else ""
     step = Step(forward, on_shards(optimizer, forward.places, forward.abstract), keep=precision == "mixed")
-    return Parallel(device_mesh, layout, step, accumulation, note)
+    return Parallel(device_mesh, layout, model, step, accumulation, note)
 
 
 def _note_unsplit(layout: Layout, model: Foreign, forward: Forward, split: Params) -> str:
@@ -126,12 +128,14 @@ def _note_unsplit(layout: Layout, model: Foreign, forward: Forward, split: Param
 class Parallel:
     """A module, its loss and its optimizer on a mesh. Made by `parallelize`."""
 
-    def __init__(self, mesh: jax.sharding.Mesh, layout: Layout, step: Step, accumulation: int, note: str):
+    def __init__(
+        self, mesh: jax.sharding.Mesh, layout: Layout, model: Foreign, step: Step, accumulation: int, note: str
+    ):
         """`note` is a sentence on the parameters that ZeRO leaves whole, or empty."""
         self.mesh = mesh
         self.layout = layout
         self.accumulation = accumulation
-        self.model: Foreign = step.forward.model
+        self.model = model
         self._step = step
         self._note = note
         compiler_options = xla_options.options_for(mesh, sequence=layout.parts("residual") > 1)
@@ -246,7 +250,7 @@ class Parallel:
 
     def collectives(self, batch: Batch) -> list[Collective]:
         """Return the collectives of a step, read from the compiled program."""
-        return collectives(self.lower(batch).compile().as_text(), self.mesh)
+        return collectives(text_of(self.lower(batch).compile()), self.mesh)
 
     @cached_property
     def _abstract(self) -> TrainState:
@@ -286,8 +290,16 @@ class Parallel:
         """
         if not isinstance(state, TrainState):
             raise ValueError(f"state is {type(state).__name__}; give what init, step or restore returned")
+        # A copy in NumPy, or on one device by itself, lies on no mesh.
+        if not isinstance(state.step, jax.Array):
+            raise ValueError(f"this state holds {type(state.step).__name__}; give what init, step or restore returned")
         if state.step.is_deleted():
             raise ValueError("this state was donated to a previous step; use the state that it returned")
+        if not isinstance(state.step.sharding, jax.sharding.NamedSharding):
+            raise ValueError(
+                f"this state lies on no mesh, but on {', '.join(sorted(map(str, state.step.devices())))}; give what "
+                f"init, step or restore returned, or put it back by jax.device_put(state, parallel.shardings)"
+            )
         mesh = state.step.sharding.mesh
         if mesh != self.mesh:
             raise ValueError(

@@ -15,12 +15,12 @@ from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.zero import is_axes
 from jaxdist.planning import parameter_layout
-from jaxdist.sharding import BATCH, STAGES, Layout, Rules, name_of, named
+from jaxdist.sharding import BATCH, STAGES, Layout, Rules, Tree, name_of, named
 from jaxdist.training.forward.module import Scope
 from jaxdist.training.forward.step import Forward
 from jaxdist.units import remedy, to
 
-Batch = Any
+Batch = Tree
 """A tree of arrays that share their leading dim, the rows: of NumPy, or global ones of JAX."""
 
 Shard = int | Callable[[str, jax.ShapeDtypeStruct], bool]
@@ -138,7 +138,7 @@ def to_be_split(layout: Layout, model: Foreign, shard: Shard) -> Params:
     """
     ranks = layout.size(DATA)
 
-    def may_split(path, a: jax.ShapeDtypeStruct) -> bool:
+    def may_split(path: tuple[Any, ...], a: jax.ShapeDtypeStruct) -> bool:
         if not callable(shard):
             return a.size >= shard
         name = name_of(path)

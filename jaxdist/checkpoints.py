@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     check_alone("checkpoints")
     config = request.config
     extras = request.extras
-    folder = config.run_dir
+    folder = config.folder
     RunFolder(folder).check_layout()
     result: dict[str, Any] = {"run": str(folder)}
     if extras["export"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -361,6 +362,12 @@ class Config(Section):
     profile: ProfileConfig = ProfileConfig()
     cluster: ClusterConfig = ClusterConfig()
     fault: FaultConfig = FaultConfig()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run, which every request has: one that names none gets `runs/<config name>`."""
+        assert self.run_dir is not None
+        return self.run_dir
 
 
 def leaves(section: BaseModel, prefix: str = "") -> dict[str, object]:

@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         open_data(trained, job)
         with jax.set_mesh(trained.run.mesh):
             metrics = trained.run.validate(trained.params, trained.variables, 0, partial(job.note, VALIDATING))
+        assert metrics is not None
         if job.env.leader:
             print(result_line(trained, metrics))
         return job.end(0)
@@ -69,7 +70,7 @@ def open_data(trained: Trained, job: Job) -> None:
         if job.env.leader:
             print(f"note: this is not the data that the run was trained on{task.kept}", file=sys.stderr)
         # The loss is comparable only with the tokenizer of the run.
-        tokenizer = RunFolder(trained.run.config.run_dir).tokenizer
+        tokenizer = RunFolder(trained.run.config.folder).tokenizer
         leader_first("tokens of the run's tokenizer", partial(task.keep, tokenizer))
     check_alike("data", task.fingerprint, "let all processes read the same files")
 

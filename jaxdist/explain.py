@@ -6,13 +6,14 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Config
 from jaxdist.exit_codes import DONE, FAILED
+from jaxdist.planning.hardware import GPUS
 from jaxdist.request import STEP_KNOBS, Extra, arguments, check_picture, run
-from jaxdist.values import DevicesOrZero, FileName
+from jaxdist.values import DevicesOrZero, FileName, Suggested
 
 if TYPE_CHECKING:
     from jaxdist.planning.report import Report
@@ -22,8 +23,14 @@ DESCRIPTION = (
     "program, and whether both are as predicted. Nothing is run, no data is read, and no device has to be present. The "
     "exit code is 1 if the collectives differ from the prediction, unless the difference is a known one."
 )
+TargetName = Annotated[str, Suggested(GPUS)]
 EXTRAS = [
-    Extra("target", "", "Compile for this GPU, present or not: a100, h100, h200, gh200 or b200. Empty: CPU devices."),
+    Extra(
+        "target",
+        "",
+        "Compile for this GPU, present or not: a100, h100, h200, gh200 or b200. Empty: CPU devices.",
+        TargetName,
+    ),
     Extra("devices", 0, "Number of devices, to fill a -1 of the mesh; 0: as many as the mesh names.", DevicesOrZero),
     Extra("json", False, "Print one JSON object on standard output, and nothing else."),
     Extra("picture", "", "Draw the memory as stacked bars into this PNG file.", FileName),
@@ -79,7 +86,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     mesh = abstract_mesh(shape)
     layout = Layout.on(mesh, rules(config, shape), gpu or CPU)
     program = compile_apart(partial(lower_step, config), target, mesh.size)
-    if gpu:
+    if target:
         # Neighbours in the mesh share a host, as in a run.
         per_host = of_gpu(target).per_host
         host_of = [number // per_host for number in range(mesh.size)]

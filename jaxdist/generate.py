@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
     with Job(place, config, enough=Enough(config)) as job:
         check_request(request.text)
-        tokenizer = RunFolder(config.run_dir).load_tokenizer()
+        tokenizer = RunFolder(config.folder).load_tokenizer()
         trained = restore(config, extras["checkpoint"], batch=False)
         prompt = tokenizer.encode(extras["prompt"], add_special_tokens=False).ids
         texts = sample(

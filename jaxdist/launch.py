@@ -6,14 +6,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Busy, Config, RequestError, nearest
 from jaxdist.request import Extra, Request, arguments, check_mesh_fits, fits, fitting, run
 from jaxdist.request.knobs import KNOBS, canonical, option
 from jaxdist.units import divisors
-from jaxdist.values import MOST_DEVICES, CountOrZero, FileName, OnHost, OnHostOrZero, PositiveMinutes
+from jaxdist.values import MOST_DEVICES, CountOrZero, FileName, OnHost, OnHostOrZero, PositiveMinutes, Suggested
 
 if TYPE_CHECKING:
     from jaxdist.cluster.slurm import Script
@@ -48,8 +48,6 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if argv[0] not in WHERE:
         raise RequestError(f"nothing can be launched on '{argv[0]}'; {nearest(argv[0], WHERE)}")
-    # Inside a multi-process job, each process would start all the processes.
-    check_alone("launch")
     return WHERE[argv[0]](argv[1:])
 
 
@@ -61,6 +59,8 @@ def local(argv: list[str]) -> int:
         Extra("minutes", 60.0, "Failures longer ago than this do not count.", PositiveMinutes),
     ]
     request = arguments(argv, "launch local", LOCAL, extras=extras, knobs=PROCESS_KNOBS)
+    # Inside a multi-process job, each process would start all the processes.
+    check_alone("launch")
     config = request.config
     if not request.extras["processes"]:
         raise RequestError("--processes is missing: how many processes to start, such as --processes 2")
@@ -69,7 +69,7 @@ def local(argv: list[str]) -> int:
     from jaxdist.training.checkpoint.step_dir import StepDir
     from jaxdist.training.run_dir import RunFolder
 
-    folder = RunFolder(config.run_dir)
+    folder = RunFolder(config.folder)
     # Its problems are reported once here, instead of by each process.
     folder.enter(config)
 
@@ -141,6 +141,7 @@ def slurm(argv: list[str]) -> int:
     from jaxdist.cluster.slurm import make_logs, submit
 
     request = slurm_arguments(argv)
+    check_alone("launch")
     script = slurm_script(request)
     text = script.text()
     make_logs(script.logs)
@@ -154,8 +155,10 @@ def slurm(argv: list[str]) -> int:
 
 def slurm_arguments(argv: list[str]) -> Request:
     """Parse the command line; words after `--` are options of train only."""
+    from jaxdist.cluster.slurm import PRESETS
     from jaxdist.cluster.slurm_values import Nodes, Time, Word
 
+    environment = Annotated[FileName, Suggested(PRESETS)]
     extras = [
         Extra("nodes", "1", "Number of nodes, or the smallest and the largest number, such as 2-4.", Nodes),
         Extra("gpus_per_node", 0, "GPUs of each node; 0: none, and none are requested from Slurm.", OnHostOrZero),
@@ -166,7 +169,7 @@ def slurm_arguments(argv: list[str]) -> Request:
         Extra("account", "", "Slurm account.", Word),
         Extra("job_name", "", "Name of the job; empty: that of the run folder."),
         Extra("container", "", "An image for pyxis, or the .toml file of an EDF; its `python` has jaxdist.", FileName),
-        Extra("env", "", "Network: alps, infiniband or ethernet; or a file of shell commands.", FileName),
+        Extra("env", "", "Network: alps, infiniband or ethernet; or a file of shell commands.", environment),
         Extra("restarts", 3, "Largest number of consecutive restarts without a new checkpoint.", CountOrZero),
         Extra("submit", False, "Submit the script instead of printing it."),
     ]
@@ -192,7 +195,7 @@ def slurm_script(request: Request) -> Script:
 
     config = request.config
     extras = request.extras
-    folder = RunFolder(config.run_dir)
+    folder = RunFolder(config.folder)
     # Problems of the folder are reported here, and not after the job has waited in the queue.
     folder.enter(config)
     check_unfinished(folder, config)
@@ -214,7 +217,7 @@ def slurm_script(request: Request) -> Script:
     return Script(
         train=words(request.positional, options),
         reads=[path for path in inputs if path],
-        run_dir=config.run_dir,
+        run_dir=config.folder,
         nodes=extras["nodes"],
         tasks_per_node=tasks,
         gpus_per_node=extras["gpus_per_node"],

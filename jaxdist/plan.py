@@ -13,9 +13,10 @@ from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import RequestError
 from jaxdist.files import write_whole
 from jaxdist.mesh import fill, parse_mesh
+from jaxdist.planning.hardware import PRESETS
 from jaxdist.request import DEFAULT, Extra, arguments, check_output, check_picture, load, run, to_toml
 from jaxdist.request.numbers import as_list, numbers
-from jaxdist.values import MOST_DEVICES, Devices, FileName
+from jaxdist.values import MOST_DEVICES, Devices, FileName, Suggested
 
 if TYPE_CHECKING:
     from jaxdist.planning.search.estimate import Estimate
@@ -26,11 +27,12 @@ DESCRIPTION = (
     "Nothing is run or compiled, and the devices need not exist."
 )
 Counts = Annotated[str, AfterValidator(numbers("numbers of devices", 1, MOST_DEVICES, "16,32,64"))]
+ClusterName = Annotated[FileName, Suggested(PRESETS)]
 
 KNOBS = ("precision", "model", "optimizer", "train.global_batch_size")
 EXTRAS = [
     Extra("devices", 8, "Number of devices.", Devices),
-    Extra("cluster", "h100-ndr", "A cluster that jaxdist knows, or a TOML file that describes one.", FileName),
+    Extra("cluster", "h100-ndr", "A cluster that jaxdist knows, or a TOML file that describes one.", ClusterName),
     Extra("why_not", "", "Explain why this mesh, such as 64x1x1, is not the first."),
     Extra("why", False, "Show the formula and the transfers behind each figure of the first."),
     Extra("trade_off", False, "Show what each axis alone would send, and how long devices would wait."),

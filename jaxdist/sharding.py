@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import P
 from jax.sharding import reshard
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxdist.config import Config, nearest
@@ -41,6 +42,15 @@ LETTERS = dict(
 
 HOST = "pinned_host"
 """JAX's name for host memory that devices can read and write directly."""
+
+Tree = Any
+"""A pytree: nested dicts, tuples and lists. Whatever the leaves are, JAX's functions on trees are typed as `Any`."""
+
+Params = dict[str, Any]
+"""Nested dict of arrays; of a decoder, `params["blocks"]` holds every layer, stacked on a leading L."""
+
+LogicalAxes = tuple[str | None, ...]
+"""The logical axes of one array, one name (or None) for each dim."""
 
 Rules = Mapping[str, Sequence[str]]
 """Logical axis -> the mesh axes that split it. An axis without a rule is not sharded."""
@@ -102,9 +112,11 @@ class Layout:
 
     def split(self, logical: str | None) -> tuple[str, ...]:
         """Return the mesh axes that split a logical axis, outermost first."""
+        if logical is None:
+            return ()
         return dict(self.rules).get(logical, ())
 
-    def parts(self, logical: str) -> int:
+    def parts(self, logical: str | None) -> int:
         """Return the number of parts into which a logical axis is split."""
         return math.prod(self.size(axis) for axis in self.split(logical))
 
@@ -149,13 +161,13 @@ class Layout:
         # Arrays in a manual region are shards already.
         if self.manual:
             return P(*(None for _ in logical))
-        partitions = []
-        for axes in split:
+        partitions: list[str | tuple[str, ...] | None] = []
+        for part in split:
             # JAX distinguishes one axis from a tuple with one axis.
-            if len(axes) == 1:
-                partitions.append(axes[0])
+            if len(part) == 1:
+                partitions.append(part[0])
             else:
-                partitions.append(axes or None)
+                partitions.append(part or None)
         return P(*partitions, **kinds)
 
     def activation(self, letters: str, **kinds: frozenset[str]) -> P:
@@ -197,7 +209,7 @@ ONE_DEVICE = Layout()
 """The layout of a single device, where nothing is sharded."""
 
 
-def on_devices(make: Callable[[], Any], mesh: jax.sharding.Mesh) -> Any:
+def on_devices(make: Callable[[], Tree], mesh: jax.sharding.Mesh) -> Tree:
     """Return the shapes of `make`'s result, with shardings on the devices of `mesh` or in their hosts' memory."""
     traced = jax.jit(make).trace()
 
@@ -209,7 +221,7 @@ def on_devices(make: Callable[[], Any], mesh: jax.sharding.Mesh) -> Any:
 
     # `out_info` has the shardings but not the memory space, which only the types of the jaxpr have.
     leaves, tree = jax.tree.flatten(traced.out_info)
-    return tree.unflatten(map(place, leaves, traced.jaxpr.out_avals))
+    return jax.tree.unflatten(tree, map(place, leaves, traced.jaxpr.out_avals))
 
 
 def in_host(typed: jax.core.ShapedArray) -> bool:
@@ -217,17 +229,17 @@ def in_host(typed: jax.core.ShapedArray) -> bool:
     return typed.memory_space == jax.memory.Space.Host
 
 
-def name_of(path: tuple) -> str:
+def name_of(path: tuple[Any, ...]) -> str:
     """Return the path to a leaf of a tree as text: `conv.kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def named(tree: Any) -> dict[str, Any]:
+def named(tree: Tree) -> dict[str, Any]:
     """Return the leaves of a tree by their paths, such as "conv.kernel"."""
     return {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def wide(dtype: jnp.dtype) -> jnp.dtype:
+def wide(dtype: DTypeLike) -> jnp.dtype:
     """Return the dtype in which to accumulate numbers of `dtype`: f32, or f64 for f64."""
     return jnp.promote_types(dtype, jnp.float32)
 

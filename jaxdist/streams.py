@@ -59,12 +59,12 @@ class Unfailing(io.TextIOBase):
         self._encoding = encoding
 
     @property
-    def encoding(self) -> str:
+    def encoding(self) -> str:  # type: ignore[override]  # typeshed allows assignments, which Python's streams refuse
         """Name of the encoding, as given."""
         return self._encoding
 
     @property
-    def errors(self) -> str:
+    def errors(self) -> str:  # type: ignore[override]  # as above
         """Characters outside the encoding are written as escapes, so that encoding cannot fail."""
         return "backslashreplace"
 
@@ -106,7 +106,8 @@ def protect(output: bool) -> None:
 def _unfailing(descriptor: int, stream: IO[str] | None) -> Unfailing:
     # The new stream writes to the same descriptor, so what the old one still buffers must come first.
     with suppress(OSError, ValueError, AttributeError):
-        stream.flush()
+        if stream is not None:
+            stream.flush()
     return Unfailing(descriptor, getattr(stream, "encoding", None) or "utf-8")
 
 
@@ -154,13 +155,15 @@ class LogFile:
             self._close()
 
     def _write(self, content: str) -> None:
+        path = self._path
+        assert path is not None
         try:
             if self._file is None:
-                self._file = open_no_follow(self._path, "a")
+                self._file = open_no_follow(path, "a")
             elif self._rotates and os.fstat(self._file.fileno()).st_size >= LARGEST:
                 self._close()
-                self._path.replace(self._path.with_name(f"{self._path.name}.1"))
-                self._file = open_no_follow(self._path, "a")
+                path.replace(path.with_name(f"{path.name}.1"))
+                self._file = open_no_follow(path, "a")
             if not write_all(self._file.fileno(), content.encode(errors="backslashreplace")):
                 raise OSError("it takes no more")
             self.problem = None

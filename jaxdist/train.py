@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from typing import Annotated
 
 from jaxdist.cluster.process_env import find
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.mesh import AUTO
+from jaxdist.planning.hardware import GPUS
 from jaxdist.request import Enough, Extra, arguments, run
 from jaxdist.streams import LogFile
+from jaxdist.values import Suggested
 
 DESCRIPTION = (
     "Train a language model on a mesh of devices. CONFIG is a TOML file or the name of a shipped one; without it, "
     "a small GPT is trained on the source text of Python's own standard library."
 )
+TargetName = Annotated[str, Suggested(GPUS)]
 EXTRAS = [
     Extra("dry_run", False, "Print the summary, with the layout of every parameter, and exit without training."),
-    Extra("target", "", "With --dry-run: a GPU to assume, present or not: a100, h100, h200, gh200 or b200."),
+    Extra(
+        "target", "", "With --dry-run: a GPU to assume, present or not: a100, h100, h200, gh200 or b200.", TargetName
+    ),
 ]
 
 
@@ -33,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from jaxdist.training.run_dir import RunFolder
 
-    folder = RunFolder(config.run_dir)
+    folder = RunFolder(config.folder)
     place = find(config.cluster)
     if place.alone:
         # Problems of the folder are reported before jax is imported, and long before anything compiles.

@@ -17,7 +17,7 @@ def size(count: float) -> str:
     return f"{count / 1024:.1f} TiB"
 
 
-def rounded(number: int) -> str:
+def rounded(number: float) -> str:
     """Return a count as `238.6 k`, `8.3 M` or `1.2 G`; below 1,000 exactly.
 
     The units are powers of 1,000. Negative numbers are returned as they are.
@@ -52,7 +52,7 @@ def remedy(*options: str) -> str:
     return "set " + ", or ".join(option for option in options if option)
 
 
-def to(name: str, sizes: Iterable[int]) -> str:
+def to(name: str, sizes: Iterable[float]) -> str:
     """Return `model.heads to 4 or 8`, or an empty string if there are no sizes.
 
     It is the end of an advice, such as "set model.heads to 4 or 8".

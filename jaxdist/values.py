@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -16,6 +17,13 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 
 LONGEST_PATH = 4000
 """Bytes of the longest path. Linux accepts 4,095, and the files of a run have names of their own below its folder."""
+
+
+class Suggested:
+    """Words among the values of a type, which a shell completes. Put it into `Annotated`; pydantic ignores it."""
+
+    def __init__(self, words: Iterable[str]):
+        self.words = tuple(words)
 
 
 def path_error(path: str | Path) -> str:
@@ -121,8 +129,9 @@ Channels = Annotated[int, Field(ge=1, le=2**12)]
 # JAX drops the higher bits of a seed without a warning.
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
-FilePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_valid_path)]
-FileName = Annotated[str, AfterValidator(_valid_path)]
+IS_PATH = AfterValidator(_valid_path)
+FilePath = Annotated[Path, BeforeValidator(_not_empty), IS_PATH]
+FileName = Annotated[str, IS_PATH]
 """A path as text; empty means none."""
 Prompt = Annotated[str, Field(min_length=1)]
 
@@ -137,7 +146,7 @@ PositiveFloat32 = Annotated[Positive, AfterValidator(_float32)]
 NonNegativeFloat32 = Annotated[NonNegative, AfterValidator(_float32)]
 FractionFloat32 = Annotated[float, Field(ge=0, lt=1), AfterValidator(_float32_below_one)]
 
-Resume = Annotated[str, AfterValidator(_auto_never_or_step)]
-Checkpoint = Annotated[str, AfterValidator(_latest_best_or_step)]
+Resume = Annotated[str, AfterValidator(_auto_never_or_step), Suggested(["auto", "never"])]
+Checkpoint = Annotated[str, AfterValidator(_latest_best_or_step), Suggested(["latest", "best"])]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_strictly_integer)]
 """A ZeRO stage."""

@@ -241,6 +241,18 @@ def test_a_state_is_used_once_and_on_its_mesh():
     assert int(after.step) == 1
 
 
+def test_a_copy_of_a_state_that_lies_on_no_mesh_is_refused(trained):
+    on_mesh, state = trained
+    copy = jax.device_get(state)
+    with pytest.raises(ValueError, match="this state holds ndarray; give what init"):
+        on_mesh.evaluate(copy, batch(images))
+    on_one_device = jax.tree.map(jnp.asarray, copy)
+    with pytest.raises(ValueError, match=r"lies on no mesh, but on .*0; .* by jax.device_put"):
+        on_mesh.step(on_one_device, batch(images))
+    back = jax.device_put(on_one_device, on_mesh.shardings)
+    assert on_mesh.evaluate(back, batch(images)) == on_mesh.evaluate(state, batch(images))
+
+
 @pytest.mark.parametrize("scope", ["batch", "rows"])
 def test_a_loss_that_is_not_finite_changes_nothing_but_the_counts(scope):
     """Nor batch statistics, nor keys: a later step is as if this one had not been."""

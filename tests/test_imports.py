@@ -3,17 +3,18 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jaxdist"
 FILES = sorted(PACKAGE.rglob("*.py"))
-COMMANDS = {"train", "evaluate", "generate", "explain", "plan", "checkpoints", "launch", "doctor"}
+COMMANDS = {"train", "evaluate", "generate", "explain", "plan", "checkpoints", "launch", "doctor", "completion"}
 
 READERS = [
     f"jaxdist.planning.{name}"
-    for name in ("hlo", "hlo_text", "target", "cross_compile", "compile_worker", "branch_check")
+    for name in ("hlo", "hlo_text", "compiled", "target", "cross_compile", "compile_worker", "branch_check")
 ]
 """What reads or makes a compiled program: a prediction is not read off the program."""
 
@@ -111,7 +112,7 @@ def test_the_rules_can_be_broken(tmp_path, monkeypatch):
 
 def test_nothing_imports_commands_labs_or_benchmarks():
     for path in FILES:
-        if not name(path).startswith(("bench", "lab", "doctor")) and name(path) != "__main__":
+        if not name(path).startswith(("bench", "lab", "doctor", "completion")) and name(path) != "__main__":
             banned = COMMANDS | {"bench", "lab"}
             assert not any(breaks(m, f"jaxdist.{c}") for m in imports(path) for c in banned), name(path)
 
@@ -166,11 +167,19 @@ def test_axis_names_are_spelled_in_mesh_only():
         "cluster.local",
         "cluster.slurm",
     ]
-    + ["cluster.heartbeat", "lab.__main__", "doctor.__main__"],
+    + ["cluster.heartbeat", "lab.__main__", "doctor.__main__", "completion.table"],
 )
 def test_no_jax_before_the_request_is_read(module):
     code = f"import sys, jaxdist.{module}; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_wheel_says_that_it_has_types():
+    """PEP 561. The wheel takes the folder of the package as it is."""
+    with (PACKAGE.parent / "pyproject.toml").open("rb") as file:
+        wheel = tomllib.load(file)["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": [PACKAGE.name]}
+    assert (PACKAGE / "py.typed").is_file()
 
 
 def test_files_tell_one_story():

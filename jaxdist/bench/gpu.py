@@ -76,9 +76,9 @@ LEAST_SECONDS = 20
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    check_alone("bench gpu")
     extras = [JSON, MODELS, WANTED, ROWS, WARMUP, REPEATS, SECONDS, OUT]
     options = arguments(argv, "bench gpu", DESCRIPTION, positional=None, extras=extras, knobs=[]).extras
+    check_alone("bench gpu")
     parts = options["parts"].split(",")
     for part in parts:
         if part not in PARTS:

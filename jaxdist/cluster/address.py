@@ -36,7 +36,7 @@ def reachable(address: str) -> str:
             f"coordinator host '{host[:80]}' cannot be found from {socket.gethostname()} ({why}); "
             f"name a host, or an address, that every process can reach"
         ) from error
-    addresses = [entry[4][0] for entry in found]
+    addresses = [str(entry[4][0]) for entry in found]
     if not named_loopback(host) and all(is_loopback(each) for each in addresses):
         raise RequestError(
             f"coordinator host '{host}' is {addresses[0]} here, which other hosts cannot reach: give its address in "

@@ -230,12 +230,15 @@ def stragglers(beats: Sequence[Heartbeat], now: float) -> dict[int, str]:
 
 def _compare(beat: Heartbeat, others: Sequence[Heartbeat]) -> str:
     """Return in which way a process is slower than the others or behind them; empty if it is neither."""
-    usual = statistics.median(other.step_seconds for other in others)
-    if beat.step_seconds > SLOW_STEP * usual:
-        return f"a step takes {duration(beat.step_seconds)}, those of the others {duration(usual)}"
+    # `stragglers` compares only processes that have timed a step.
+    own = beat.step_seconds or 0.0
+    usual = statistics.median(other.step_seconds or 0.0 for other in others)
+    if own > SLOW_STEP * usual:
+        return f"a step takes {duration(own)}, those of the others {duration(usual)}"
+    waited = beat.data_seconds or 0.0
     waits = statistics.median(other.data_seconds or 0.0 for other in others)
-    if (beat.data_seconds or 0.0) - waits > LATE_DATA * beat.step_seconds:
-        return f"waits {duration(beat.data_seconds)} of each step for data, the others {duration(waits)}"
+    if waited - waits > LATE_DATA * own:
+        return f"waits {duration(waited)} of each step for data, the others {duration(waits)}"
     ahead = max(others, key=lambda other: other.step)
     between = abs(ahead.time - beat.time)
     # Steps may have been taken between the two heartbeats.

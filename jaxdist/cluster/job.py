@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
 
 import jax
 
@@ -61,7 +62,9 @@ class Job:
             self._open = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
         if error is not None:
             # Reached with one process only: with several, `faults.fail` has written the log and ended this one.
             faults.keep("\n".join(faults.error_lines(error)))

@@ -39,8 +39,15 @@ def process() -> int:
 
 
 def coordinator() -> str:
-    """Return HOST:PORT of the coordinator."""
+    """Return HOST:PORT of the coordinator; there is one where there are several processes."""
+    assert global_state.coordinator_address is not None
     return global_state.coordinator_address
+
+
+def _client() -> Any:
+    """Return this process's connection to the coordinator."""
+    assert global_state.client is not None
+    return global_state.client
 
 
 def post(name: str, text: str) -> bool:
@@ -50,7 +57,7 @@ def post(name: str, text: str) -> bool:
     def put() -> None:
         # It fails if the name is taken, or if process 0 is gone.
         with contextlib.suppress(Exception):
-            global_state.client.key_value_set(f"jaxdist/{name}", text)
+            _client().key_value_set(f"jaxdist/{name}", text)
             stored.set()
 
     # In a thread: process 0 may be suspended, and would hold up this one.
@@ -66,14 +73,14 @@ def read(name: str, seconds: float = WEEK) -> str:
     The error is raised after `seconds`, and as soon as the coordinator cannot be reached.
     """
     try:
-        return global_state.client.blocking_key_value_get(f"jaxdist/{name}", int(seconds * 1000))
+        return _client().blocking_key_value_get(f"jaxdist/{name}", int(seconds * 1000))
     except Exception as error:  # the name of jaxlib's class differs between versions
         raise TimeoutError(name) from error
 
 
 def barrier(name: str, processes: Sequence[int]) -> None:
     """Wait until all of `processes` have come here; the others need not. Use each `name` once."""
-    global_state.client.wait_at_barrier(f"jaxdist/{name}", int(WEEK * 1000), list(processes))
+    _client().wait_at_barrier(f"jaxdist/{name}", int(WEEK * 1000), list(processes))
 
 
 def gather(name: str, value: Any, seconds: float = 60.0) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import time
@@ -48,7 +47,7 @@ def write_marker(folder: Path, size: int) -> int:
         marker_path(folder, number).write_text("seen\n")
     except OSError as error:
         raise RequestError(
-            f"{folder} cannot be written ({os.strerror(error.errno).lower()}); name another --run-dir"
+            f"{folder} cannot be written ({(error.strerror or str(error)).lower()}); name another --run-dir"
         ) from error
     return number
 

@@ -134,7 +134,7 @@ def across_hosts(
 
     One group along the axis that has devices of two hosts is enough. An axis of size 1 spans none.
     """
-    host = np.reshape(hosts, tuple(mesh.shape.values()))
+    host = np.asarray(hosts).reshape(tuple(mesh.shape.values()))
     return bool(np.any(host != np.take(host, [0], axis=mesh.axis_names.index(axis))))
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import TypedDict
 
 import jax
 
@@ -58,7 +60,17 @@ def start(shape: Mapping[str, int], enough: DeviceUse = USE_ALL) -> jax.sharding
     return make_mesh(mesh_shape, devices)
 
 
-def found() -> dict[str, str | int]:
+class FoundDevices(TypedDict):
+    """All devices of a job, as `found` describes them."""
+
+    kind: str
+    platform: str
+    count: int
+    per_host: int
+    memory: int
+
+
+def found() -> FoundDevices:
     """Describe the devices of all processes, for planning; the result is the same in each process.
 
     Keys: `kind`, `platform`, `count`, `per_host` (the most on one host), and `memory`, the bytes that XLA has of one
@@ -194,10 +206,22 @@ def _more_cpu_devices(count: int) -> str:
     """Return what to do if JAX has been used before: in the process of a script, or in the kernel of a notebook."""
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return f"set --xla_force_host_platform_device_count={count} in XLA_FLAGS, and start a new process or kernel"
+    if _in_notebook():
+        return (
+            f"restart the kernel, and put this line into the first cell: "
+            f'import jax; jax.config.update("jax_num_cpu_devices", {count})'
+        )
     return (
         f"restart the notebook's kernel, or start a new process, and before the first use of jax ask jaxdist for this "
         f"mesh, or set JAX_NUM_CPU_DEVICES={count} in the environment before jax is imported"
     )
+
+
+def _in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook; IPython in a terminal has no kernel to restart."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return hasattr(shell, "kernel")
 
 
 def imagine(shape: Mapping[str, int]) -> jax.sharding.AbstractMesh:
@@ -217,7 +241,7 @@ def _devices() -> list[jax.Device]:
     """
     xla_options.take_memory()
     logger = logging.getLogger("jax._src.xla_bridge")
-    if gpus.wanted(jax.config.jax_platforms or ""):
+    if gpus.wanted(xla_options.jax_option("jax_platforms") or ""):
         return jax.devices()
     logger.addFilter(_is_not_of_the_plugin)
     try:
@@ -248,12 +272,17 @@ def _is_not_of_the_plugin(record: logging.LogRecord) -> bool:
 
 
 def _split_cpu(count: int) -> None:
-    """Let JAX split the CPU into `count` devices, unless the user has split it."""
+    """Let JAX split the CPU into `count` devices, or into more if the user has asked for more.
+
+    A user who tries several meshes in one process, as in a notebook, asks once for the devices of the largest.
+    """
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
+    # From the environment or by the user's own line; -1 for neither.
+    asked: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # JAX's stubs leave options out
     # A RuntimeError means that the devices exist already; `_at_least` counts them.
     with suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_num_cpu_devices", max(count, asked))
 
 
 def capacity(device: jax.Device) -> int | None:

@@ -305,7 +305,8 @@ def check_partition(name: str, nodes: str) -> None:
         requested = [row for row in rows if row.get("Default") == "YES"]
     most = {row["PartitionName"]: _most_nodes(row) for row in requested}
     fewest, _ = node_counts(nodes)
-    if not most or None in most.values() or max(most.values()) >= fewest:
+    known = [count for count in most.values() if count is not None]
+    if not most or len(known) < len(most) or max(known) >= fewest:
         return
     limits = ", ".join(f"{partition} takes {count}" for partition, count in most.items())
     raise RequestError(

@@ -170,6 +170,7 @@ class Watchdog:
 
     def _look_for_lost(self) -> None:
         """Report each process whose heartbeats are missing and that was not reported yet."""
+        assert self._heartbeat is not None
         for beat in heartbeat.read(self._heartbeat.folder):
             age = time.time() - beat.time
             if beat.process in self._reported or beat.ended is not None or age <= MISSED * beat.every:
@@ -183,6 +184,7 @@ class Watchdog:
 
     def _find_stragglers(self) -> list[str]:
         """Return a sentence for each process that the others wait for, from the heartbeats."""
+        assert self._heartbeat is not None
         beats = heartbeat.read(self._heartbeat.folder)
         names = {beat.process: beat.name for beat in beats}
         waited = heartbeat.waited_for(beats, time.time(), stalled=True)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import xla_bridge
@@ -162,9 +162,16 @@ def keep_programs(folder: Path, say: Callable[[str], None]) -> None:
 
 def _cache_is_set() -> bool:
     """Return whether the user has decided about the cache: an empty folder name is a decision too."""
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.config.jax_compilation_cache_dir:
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return True
-    return not jax.config.jax_enable_compilation_cache
+    if jax_option("jax_compilation_cache_dir"):
+        return True
+    return not jax_option("jax_enable_compilation_cache")
+
+
+def jax_option(name: str) -> Any:
+    """Return the value of an option of JAX. Its older versions add them as attributes at run time."""
+    return getattr(jax.config, name)
 
 
 def not_private(folder: Path) -> str:
@@ -225,7 +232,7 @@ def settings(platform: str, chosen: dict[str, bool | str]) -> dict[str, object]:
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "compiler_options": chosen,
         "memory_fraction": memory_fraction,
-        "compilation_cache": jax.config.jax_compilation_cache_dir,
+        "compilation_cache": jax_option("jax_compilation_cache_dir"),
     }
 
 

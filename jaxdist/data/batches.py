@@ -28,6 +28,9 @@ need more."""
 IGNORED = -1
 """The label of a position that does not count in the loss."""
 
+AbstractBatch = dict[str, jax.ShapeDtypeStruct]
+"""Shapes and shardings of a batch."""
+
 Batch = dict[str, Array]
 """`tokens` [k, B/k, S], `labels` [k, B/k, S] (the next tokens) and `rows` [k, B/k] (place in the global batch); if
 documents are apart also `starts` [k, B/k, S] (the position in its row where the document of each token starts)."""
@@ -96,7 +99,7 @@ def train_batch(
 
 def abstract_batch(
     rows: int, sequence: int, accumulation: int, mesh: jax.sharding.Mesh, layout: Layout, apart: bool = False
-) -> Batch:
+) -> AbstractBatch:
     """Return the shapes and shardings of a batch of `rows` rows as `train_batch` makes it.
 
     Set `apart` for tokens with an `end`, whose documents are apart.
@@ -137,7 +140,9 @@ def document_starts(ids: Int[np.ndarray, "n S"], end: int) -> Int[np.ndarray, "n
 
 
 def global_batch(
-    rows: Int[np.ndarray, " batch"], abstract: Batch, read: Callable[[Int[np.ndarray, " n"]], dict[str, np.ndarray]]
+    rows: Int[np.ndarray, " batch"],
+    abstract: AbstractBatch,
+    read: Callable[[Int[np.ndarray, " n"]], dict[str, np.ndarray]],
 ) -> Batch:
     """Return global arrays with the shapes and shardings of `abstract_rows`.
 
@@ -167,7 +172,7 @@ def global_batch(
 
 def abstract_rows(
     row: dict[str, jax.ShapeDtypeStruct], rows: int, accumulation: int, mesh: jax.sharding.Mesh, layout: Layout
-) -> Batch:
+) -> AbstractBatch:
     """Return the shapes and shardings of `rows` rows in `accumulation` micro-batches, given those of one `row`.
 
     The result also has "rows", the place of each row in the global batch.
@@ -210,7 +215,7 @@ class Prefetch(Generic[Made]):
         self._steps = range(start, stop)
         self._enough = enough or _never
         self._room = threading.Semaphore(depth)
-        self._made = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[Made | BaseException] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxdist-prefetch", daemon=True)
         self._thread.start()
@@ -263,7 +268,7 @@ class Prefetch(Generic[Made]):
     def __enter__(self) -> Prefetch[Made]:
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

@@ -8,8 +8,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.data import magics
@@ -29,7 +30,7 @@ HELD_OUT_BLOCKS = 4
 NOT_LIBRARY = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 """Folders below the standard library that hold tests or are not part of it; `config-*` is left out too."""
 
-KINDS = {".jsonl": "jsonl", ".bin": "bin"}
+KINDS: dict[str, Literal["jsonl", "bin"]] = {".jsonl": "jsonl", ".bin": "bin"}
 KIND_NAMES = {"library": "Python's own library", "jsonl": "JSON lines", "bin": "tokens (.bin)", "text": "plain text"}
 
 ONE_FILE = "one file is read, so join the texts first, in one .txt or in one .jsonl with a line for each text"
@@ -132,9 +133,9 @@ def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
         "data.tokenizer": config.tokenizer,
         "data.validation_path": config.validation_path,
     }
-    problems = [_file_problem(knob, path) for knob, path in files.items() if path]
+    found = [_file_problem(knob, path) for knob, path in files.items() if path]
     foreign = [_foreign(knob, path) for knob, path in texts.items() if path]
-    problems = [problem for problem in problems + foreign if problem]
+    problems = [problem for problem in found + foreign if problem]
     source = _source(config.path)
     validation = _source(config.validation_path) if config.validation_path else None
     if config.path is None and validation:
@@ -148,7 +149,7 @@ def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
             f"data.path '{config.path}' is {KIND_NAMES[source.kind]} but data.validation_path "
             f"'{config.validation_path}' is {KIND_NAMES[validation.kind]}; give two files of one kind"
         )
-    elif validation and not problems and os.path.samefile(config.path, config.validation_path):
+    elif config.path and config.validation_path and not problems and config.path.samefile(config.validation_path):
         problems.append(
             f"data.path and data.validation_path are the same file, '{config.path}'; leave out data.validation_path "
             "to hold out a part of it"
@@ -235,7 +236,7 @@ def _library_documents(files: Iterable[Path], on_read: Callable[[int], None]) ->
             yield Document(text, True)
 
 
-def _json_lines(file: BinaryIO, path: Path, on_read: Callable[[int], None]) -> Iterator[Document]:
+def _json_lines(file: BufferedReader, path: Path, on_read: Callable[[int], None]) -> Iterator[Document]:
     """Yield a document per line, skipping blank lines and empty texts. Needs the memory of the longest line."""
     for number, line in enumerate(file, start=1):
         on_read(len(line))
@@ -274,7 +275,7 @@ def _text_of_line(line: bytes, where: str) -> str:
     return text
 
 
-def _blocks(file: BinaryIO, path: Path, size: int, on_read: Callable[[int], None]) -> Iterator[Document]:
+def _blocks(file: BufferedReader, path: Path, size: int, on_read: Callable[[int], None]) -> Iterator[Document]:
     """Yield blocks of about `size` bytes cut at line ends; a longer line is cut between two characters."""
     place = 0
     block = file.read(size)
@@ -298,7 +299,7 @@ def _blocks(file: BinaryIO, path: Path, size: int, on_read: Callable[[int], None
         block = file.read(size)
 
 
-def _sha256(file: BinaryIO, on_read: Callable[[int], None]) -> bytes:
+def _sha256(file: BufferedReader, on_read: Callable[[int], None]) -> bytes:
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(HASHED_BYTES))
     count = file.readinto(buffer)

@@ -10,7 +10,16 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Int, UInt64
 
-from jaxdist.data.batches import IGNORED, Batch, abstract_rows, global_batch, held_out_rows, splitmix64, word
+from jaxdist.data.batches import (
+    IGNORED,
+    AbstractBatch,
+    Batch,
+    abstract_rows,
+    global_batch,
+    held_out_rows,
+    splitmix64,
+    word,
+)
 from jaxdist.data.images import Part
 from jaxdist.sharding import Layout
 
@@ -95,7 +104,7 @@ def image_batch(
 
 def abstract_image_batch(
     rows: int, shape: tuple[int, int, int], accumulation: int, mesh: jax.sharding.Mesh, layout: Layout
-) -> Batch:
+) -> AbstractBatch:
     """Return the shapes and shardings of a batch of `rows` images of `shape` (H, W, C), as `image_batch` makes it."""
     row = {"images": jax.ShapeDtypeStruct(shape, np.float32), "labels": jax.ShapeDtypeStruct((), np.int32)}
     return abstract_rows(row, rows, accumulation, mesh, layout)

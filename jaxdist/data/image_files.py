@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Int, Shaped
 
 from jaxdist.config import RequestError, nearest
 from jaxdist.data.progress import Pass, Progress, unseen
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
 
 TRAINING_ARRAYS = ("images", "labels")
 VALIDATION_ARRAYS = ("validation_images", "validation_labels")
@@ -85,7 +90,7 @@ def read(path: Path | None, size: int, progress: Progress = unseen) -> tuple[Lab
 
 
 @contextmanager
-def _reading(path: Path):
+def _reading(path: Path) -> Iterator[None]:
     """Turn the errors of reading `path` into `RequestError`."""
     try:
         yield
@@ -190,7 +195,7 @@ def _decode(files: Sequence[Path], size: int, progress: Progress) -> Shaped[np.n
     sizes = [_size(file) for file in files]
     # The headers are read first, so that most errors are reported before the long work.
     (width, height), grey = _check_headers(Image, files, sizes, size, progress)
-    shape = (len(files), height, width)
+    shape: tuple[int, ...] = (len(files), height, width)
     if not grey:
         shape = (*shape, 3)
     out = np.empty(shape, np.uint8)
@@ -206,7 +211,7 @@ def _decode(files: Sequence[Path], size: int, progress: Progress) -> Shaped[np.n
 
 
 def _check_headers(
-    Image, files: Sequence[Path], sizes: Sequence[int], size: int, progress: Progress
+    Image: ModuleType, files: Sequence[Path], sizes: Sequence[int], size: int, progress: Progress
 ) -> tuple[tuple[int, int], bool]:
     """Return the width and height of the decoded images, and whether all of them are grey.
 
@@ -234,6 +239,7 @@ def _check_headers(
                 )
     if size:
         return (size, size), grey
+    assert first is not None
     return first, grey
 
 
@@ -242,7 +248,7 @@ def _size(file: Path) -> int:
         return file.stat().st_size
 
 
-def _identify(Image, file: Path):
+def _identify(Image: ModuleType, file: Path) -> Picture:
     """Open an image file without decoding it. Raises `RequestError` if it is not an image."""
     try:
         return Image.open(file)
@@ -253,7 +259,7 @@ def _identify(Image, file: Path):
 
 
 @contextmanager
-def _open_image(Image, file: Path):
+def _open_image(Image: ModuleType, file: Path) -> Iterator[Picture]:
     """Open an image file, and turn errors of opening and of decoding it into `RequestError`."""
     try:
         with _reading(file), _identify(Image, file) as image:

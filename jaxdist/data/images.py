@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float, Float32, Int, Int32, Shaped
@@ -174,7 +175,9 @@ def _read_parts(config: DataConfig, size: int, progress: Progress) -> tuple[Labe
     if problems:
         raise RequestError(*problems)
     sources = []
-    for path in paths or [None]:
+    # Without a path they are the digits of scikit-learn.
+    to_read: Sequence[Path | None] = paths or [None]
+    for path in to_read:
         try:
             sources.append(read(path, size, progress))
         except RequestError as error:
@@ -325,14 +328,14 @@ def _chunks(images: np.ndarray, rows: np.ndarray | None = None) -> Iterator[np.n
             yield images[rows[start : start + count]]
 
 
-def _scan(part: Labelled, labels: Int32[np.ndarray, " n"], digest, progress: Progress) -> None:
+def _scan(part: Labelled, labels: Int32[np.ndarray, " n"], digest: hashlib._Hash, progress: Progress) -> None:
     """Add all content to the digest in one pass. Raises `RequestError` for values that float32 cannot hold."""
     digest.update(json.dumps([part.images.dtype.str, *part.images.shape]).encode() + labels.astype("<i4").tobytes())
     scanning = Pass(progress, "checking the images", part.images.nbytes)
     first_row = 0
     for chunk in _chunks(part.images):
         scanning.read(chunk.nbytes)
-        digest.update(np.ascontiguousarray(chunk).view(np.uint8))
+        digest.update(np.ascontiguousarray(chunk).view(np.uint8).data)
         if chunk.dtype != np.uint8:
             # A float64 that is too large becomes infinity in float32, which is found below.
             with np.errstate(over="ignore"):

@@ -101,7 +101,7 @@ class Tokens:
     def read(self, start: int, stop: int) -> Integer[np.ndarray, " n"]:
         """Return tokens start..stop-1 of these."""
         tokens = np.empty(stop - start, np.dtype(self.dtype).newbyteorder("<"))
-        rest = memoryview(tokens).cast("B")
+        rest = tokens.data.cast("B")
         place = (self.start + start) * tokens.itemsize
         while rest:
             try:
@@ -168,5 +168,5 @@ class TokenWriter:
     def __enter__(self) -> TokenWriter:
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._file.close()

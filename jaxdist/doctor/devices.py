@@ -136,7 +136,8 @@ def numbered(mesh: jax.sharding.Mesh, length: int) -> jax.Array:
     """Return float32 [devices, length], a row on each device: all 1 on the first, all 2 on the second."""
     # Whole numbers, whose sum float32 holds exactly, and different ones, so that a sum shows which devices it is of.
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         numbers = np.arange(1, mesh.size + 1, dtype=np.float32)
         return np.repeat(numbers[index[0], None], length, axis=1)
 

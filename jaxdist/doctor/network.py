@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from jaxdist.cluster import address as addresses
@@ -183,7 +182,7 @@ def folder(here: Here, size: int | None) -> Iterator[Finding]:
 
     All processes call it. A folder that did not exist before is removed again.
     """
-    path = here.config.run_dir / "checkpoints"
+    path = here.config.folder / "checkpoints"
     created = [parent for parent in (path, *path.parents) if not parent.exists()]
     marker = None
     if here.env.leader:
@@ -204,7 +203,7 @@ def folder(here: Here, size: int | None) -> Iterator[Finding]:
             os.rmdir(parent)
     if blind:
         text = (
-            f"{Path(here.config.run_dir)} is another folder on other hosts: {blind} of {here.env.processes} processes "
+            f"{here.config.folder} is another folder on other hosts: {blind} of {here.env.processes} processes "
             f"do not see what the first one wrote there"
         )
         yield wrong("run folder", text, "name a --run-dir on a file system that all hosts share")

@@ -70,7 +70,7 @@ def _clashes(name: str, found: dict[str, str]) -> Iterator[str]:
 
     if not installed(name):
         return
-    needed = metadata.metadata(name).get("Requires-Python")
+    needed = metadata.metadata(name).json.get("requires_python")
     if not _fits(needed, platform.python_version()):
         yield f"{name} {installed(name)} needs Python {needed}, this is {platform.python_version()}"
     for text in metadata.requires(name) or ():
@@ -85,10 +85,10 @@ def _clashes(name: str, found: dict[str, str]) -> Iterator[str]:
             yield f"{name} {installed(name)} needs {need}, but {version} is installed"
 
 
-def _fits(needed: str | None, version: str) -> bool:
+def _fits(needed: str | list[str] | None, version: str) -> bool:
     from packaging.specifiers import SpecifierSet
 
-    return SpecifierSet(needed or "").contains(version, prereleases=True)
+    return SpecifierSet(str(needed or "")).contains(version, prereleases=True)
 
 
 def _plugins(jaxlib: str) -> Iterator[Finding]:
@@ -162,7 +162,7 @@ def _known_flags() -> set[str]:
     """Return the names of XLA's flags, and some other names; empty if jaxlib's library is not found."""
     # XLA lists its flags nowhere, but their names stand in its compiled code.
     spec = importlib.util.find_spec("jaxlib")
-    if not spec:
+    if not spec or not spec.submodule_search_locations:
         return set()
     library = Path(*spec.submodule_search_locations, "libjax_common.so")
     if not library.is_file():

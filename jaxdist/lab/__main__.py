@@ -80,6 +80,12 @@ def main(argv: list[str] | None = None) -> int:
     raise RequestError(f"there is no lab '{name}'; {nearest(name, [*LABS, *claims()])}")
 
 
+def names() -> dict[str, str]:
+    """Return the first words that the command takes, each with what it does."""
+    described = {claim.id: claim.claim for claim in claims().values()}
+    return {**LABS, **described, "--all": "measure every claim and write a page"}
+
+
 def listing() -> list[str]:
     """Return the list of labs, then of claims by topic, without running any."""
     lines = [USAGE, "", "labs:"]

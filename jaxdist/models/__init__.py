@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 from flax import nnx
@@ -12,10 +13,11 @@ from jaxtyping import Array, Float, Int, Key
 from jaxdist.config import ModelConfig
 from jaxdist.models import images
 from jaxdist.models.attention import Starts
-from jaxdist.models.foreign import Foreign, Params
+from jaxdist.models.decoder import Decoder
+from jaxdist.models.foreign import Foreign
 from jaxdist.models.gpt import GPT
 from jaxdist.models.llama import Llama
-from jaxdist.sharding import LAYERS, ONE_DEVICE, Layout, name_of
+from jaxdist.sharding import LAYERS, ONE_DEVICE, Layout, LogicalAxes, Params, name_of
 
 FAMILIES = dict(gpt=GPT, llama=Llama)
 
@@ -24,7 +26,7 @@ FAMILIES = dict(gpt=GPT, llama=Llama)
 class Model:
     """A decoder taken apart once, so that the engine uses nothing but `jax.*` transforms on plain dicts."""
 
-    make: Callable[[nnx.Rngs], nnx.Module]
+    make: Callable[[nnx.Rngs], Decoder]
     """Builds the NNX module."""
     graph: nnx.GraphDef
     """The structure of the module, without arrays."""
@@ -68,7 +70,11 @@ class Model:
         return nnx.merge(self.graph, params).logits(x)
 
 
-def describe(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
+ModelT = TypeVar("ModelT", bound=Model | Foreign)
+"""The kind of model that a forward pass or a task is for."""
+
+
+def describe(make: Callable[[nnx.Rngs], Decoder]) -> Model:
     """Describe the module that `make` builds; runs no computation and touches no device."""
     module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
     graph, state = nnx.split(module)
@@ -85,7 +91,7 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     )
 
 
-def _axes(p: nnx.Variable) -> tuple[str | None, ...]:
+def _axes(p: nnx.Variable) -> LogicalAxes:
     # `vmap` over the blocks has stacked their parameters, in dims before those that are named.
     return (LAYERS,) * (p.ndim - len(p.axes)) + p.axes
 
@@ -98,6 +104,11 @@ def build(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model | Foreign:
     """Build the model that `config` asks for, laid out by `layout`."""
     if config.images:
         return images.build(config, layout)
+    return build_decoder(config, layout)
+
+
+def build_decoder(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
+    """Build the decoder that `config` asks for, laid out by `layout`."""
     return describe(lambda rngs: FAMILIES[config.family](config, layout, rngs))
 
 
@@ -111,7 +122,7 @@ def matrices(model: Model | Foreign) -> Params:
     if isinstance(model, Foreign):
         return jax.tree.map(lambda a: a.ndim >= 2, model.abstract)
 
-    def is_matrix(axes: tuple[str | None, ...]) -> bool:
+    def is_matrix(axes: LogicalAxes) -> bool:
         return sum(name not in (None, LAYERS) for name in axes) >= 2
 
     return jax.tree.map(is_matrix, model.axes, is_leaf=lambda axes: isinstance(axes, tuple))

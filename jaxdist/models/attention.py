@@ -15,6 +15,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxdist.sharding import Layout, wide
@@ -48,7 +49,7 @@ def causal_attention(
     return _cudnn_attention(layout, q, k, v)
 
 
-def attention_kernel(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.dtype, apart: bool = False) -> str:
+def attention_kernel(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False) -> str:
     """Describe which attention runs for queries of `shape` [B, S, N, H] on the whole mesh, and why.
 
     `apart`: documents of a row do not see each other.
@@ -62,12 +63,12 @@ def attention_kernel(layout: Layout, shape: tuple[int, int, int, int], dtype: jn
     return f"causal attention{within} in {blocks} block(s) of queries, because {reason}"
 
 
-def why_not_cudnn(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.dtype, apart: bool = False) -> str:
+def why_not_cudnn(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False) -> str:
     """Return why cuDNN attention cannot run for queries of `shape` [B, S, N, H] on the whole mesh; empty if it can."""
     return beyond_cudnn(layout, shape, dtype, apart) or cudnn_missing()
 
 
-def beyond_cudnn(layout: Layout, shape: tuple[int, int, int, int], dtype: jnp.dtype, apart: bool = False) -> str:
+def beyond_cudnn(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False) -> str:
     """Return the same as `why_not_cudnn`, for devices that have cuDNN.
 
     The limits are those that jax.nn.dot_product_attention checks, and two that it does not: flash attention begins with
@@ -107,7 +108,7 @@ def cudnn_missing() -> str:
     return ""
 
 
-def is_cudnn_forward(primitive: jax.extend.core.Primitive, *_, **__) -> bool:
+def is_cudnn_forward(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
     """Keep the results of cuDNN attention: a remat policy, because a name does not reach into its custom VJP."""
     return primitive.name == "dot_product_attention_fwd_wrapper"
 
@@ -134,12 +135,12 @@ def _blocked_attention(
     unrolled, at most 8, so that the program does not grow with S.
     """
     # Remat policies see nothing inside a custom VJP: so the results are made and named before it.
-    results = _blocked_forward(*map(jax.lax.stop_gradient, (q, k, v)), starts)
+    results = _blocked_forward(*jax.lax.stop_gradient((q, k, v)), starts)
     out, sums = (checkpoint_name(a, ATTENTION) for a in results)
     return _with_gradient(q, k, v, starts, out, sums)
 
 
-def _blocked_forward(q, k, v, starts):
+def _blocked_forward(q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts) -> tuple[jax.Array, jax.Array]:
     """Return the output [B, S, N, H], laid out as its matmul with a weight keeps it, and log sum exp [B, K, S', 1].
 
     S' is G S: see `_group`. The keys' S is called T.
@@ -163,6 +164,10 @@ def _blocked_forward(q, k, v, starts):
     return _ungroup(jnp.concatenate(blocks, axis=2), group), jnp.concatenate(sums, axis=2)
 
 
+Saved = tuple[jax.Array, jax.Array, jax.Array, Starts, jax.Array, jax.Array]
+"""(q, k, v, starts, out, sums) of `_with_gradient`."""
+
+
 @jax.custom_vjp
 def _with_gradient(
     q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, out: jax.Array, sums: jax.Array
@@ -171,11 +176,13 @@ def _with_gradient(
     return out
 
 
-def _with_gradient_forward(q, k, v, starts, out, sums):
+def _with_gradient_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, out: jax.Array, sums: jax.Array
+) -> tuple[jax.Array, Saved]:
     return out, (q, k, v, starts, out, sums)
 
 
-def _with_gradient_backward(saved, g):
+def _with_gradient_backward(saved: Saved, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None, None, None]:
     """Return the gradients of q, k and v (Dao et al. 2022, appendix B.2)."""
     q, k, v, starts, out, sums = saved
     group = q.shape[2] // k.shape[2]
@@ -189,13 +196,13 @@ def _with_gradient_backward(saved, g):
     # barrier for the CPU's sake: see `parallel.matmul_cpu`.
     q_columns, g_columns = jax.lax.optimization_barrier((q.swapaxes(2, 3), g.swapaxes(2, 3)))
 
-    def transposed(a, b):
+    def transposed(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum("BKHS,BKST->BKHT", a, b).astype(sums.dtype)
 
     dq = []
     # The blocks' shares of dK and dV are accumulated in f32.
-    dk = 0
-    dv = 0
+    dk: jax.Array | int = 0
+    dv: jax.Array | int = 0
     for rows, past in _blocks(sequence, group):
         after = [(0, 0), (0, 0), (0, 0), (0, sequence - past.stop)]
         p = jnp.exp(_scores(q[:, :, rows], k[:, :, past], group, starts) - sums[:, :, rows])

@@ -9,9 +9,7 @@ from typing import Any
 from flax import nnx
 
 from jaxdist.parallel.dataflow import returned
-from jaxdist.sharding import named
-
-Params = dict[str, Any]
+from jaxdist.sharding import Params, named
 
 MODES = ("deterministic", "use_running_average")
 """The attributes that `nnx.Module.train` and `nnx.Module.eval` set."""

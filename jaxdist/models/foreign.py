@@ -12,14 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from jaxdist.models import effects
 from jaxdist.parallel.foreign import Agreement
-from jaxdist.sharding import LAYERS, named
-
-Params = dict[str, Any]
-"""Nested dict of arrays; of a decoder, `params["blocks"]` holds every layer, stacked on a leading L."""
+from jaxdist.sharding import LAYERS, LogicalAxes, Params, Tree, named
 
 LossFunction = Callable[..., Any]
 """`loss_fn(module, batch)`, or with a third argument named `train`. Returns a mean over the rows of `batch`, or
@@ -157,7 +155,7 @@ def synchronise(module: nnx.Module, axes: tuple[str, ...]) -> None:
     """
     for _, part in nnx.iter_modules(module):
         if isinstance(part, nnx.BatchNorm) and axes:
-            part.axis_name = axes
+            part.axis_name = axes  # type: ignore[assignment]  # Flax passes it on to JAX, which takes a tuple too
 
 
 def check_call(what: str, function: Any, arguments: tuple[str, ...]) -> None:
@@ -181,19 +179,19 @@ def check_call(what: str, function: Any, arguments: tuple[str, ...]) -> None:
         raise ValueError(f"{what} takes {signature}, but is called as {call}: {error}; wrap it: {hint}") from error
 
 
-def _signature(function: Callable) -> inspect.Signature:
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of a function, or of a class what its constructor takes."""
     if not isinstance(function, type):
         return inspect.signature(function)
     # Flax's metaclass takes anything.
-    signature = inspect.signature(function.__init__)
+    signature = inspect.signature(function.__init__)  # type: ignore[misc]  # of this very class
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def cast(tree: Any, dtype: Any) -> Any:
+def cast(tree: Tree, dtype: DTypeLike) -> Tree:
     """Cast the floats among the leaves to `dtype`."""
 
-    def cast_float(a):
+    def cast_float(a: jax.Array) -> jax.Array:
         return a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a
 
     return jax.tree.map(cast_float, tree)
@@ -222,7 +220,7 @@ def _agreement(variable: nnx.Variable | jax.ShapeDtypeStruct) -> Agreement:
     return "same"
 
 
-def _axes(p: nnx.Variable) -> tuple[str | None, ...]:
+def _axes(p: nnx.Variable) -> LogicalAxes:
     """Return the logical axes of a parameter; dims that stacking has put before those that are named are layers."""
     named = p.get_metadata().get("axes", (None,) * p.ndim)
     if len(named) > p.ndim:
@@ -241,7 +239,7 @@ def mean_over_rows(returned: Any) -> Float[Array, ""]:
 def _result(returned: Any) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Return (mean loss, further means) as arrays; raise `ValueError` for what is neither."""
     loss = returned
-    further = {}
+    further: object = {}
     if isinstance(returned, tuple) and len(returned) == 2:
         loss, further = returned
     if not isinstance(further, dict):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -31,7 +33,7 @@ def build(config: ModelConfig, layout: Layout) -> Foreign:
     return foreign.describe(make, prepare)
 
 
-def scope(config: ModelConfig) -> str:
+def scope(config: ModelConfig) -> Literal["batch", "rows"]:
     """Return which rows the loss sees at once: those of each device, or with dropout, whose masks would differ, all."""
     return "batch" if config.dropout else "rows"
 
@@ -47,7 +49,7 @@ def loss(module: nnx.Module, batch: dict[str, Array]) -> tuple[Float[Array, ""],
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[:, None], axis=1)[:, 0]
     right = jnp.argmax(logits, axis=1) == labels
 
-    def mean(values):
+    def mean(values: jax.Array) -> jax.Array:
         return jnp.mean(jnp.where(counts, values, 0.0))
 
     return mean(-picked), {"accuracy": mean(right.astype(jnp.float32))}

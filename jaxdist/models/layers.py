@@ -186,11 +186,11 @@ def _turn(x: jax.Array, theta: float, starts: Starts, way: int) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def _rotary_forward(x, theta, starts):
+def _rotary_forward(x: jax.Array, theta: float, starts: Starts) -> tuple[jax.Array, Starts]:
     return rotary(x, theta, starts), starts
 
 
-def _rotary_backward(theta, starts, g):
+def _rotary_backward(theta: float, starts: Starts, g: jax.Array) -> tuple[jax.Array, None]:
     return _turn(g, theta, starts, -1), None
 
 
@@ -203,7 +203,7 @@ def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return _gelu_forward(x)[0]
 
 
-def _gelu_forward(x):
+def _gelu_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     # The slope is computed along with the value: one tanh, not three.
     a = math.sqrt(2 / math.pi)
     c = 0.044715
@@ -213,7 +213,7 @@ def _gelu_forward(x):
     return value, slope
 
 
-def _gelu_backward(slope, g):
+def _gelu_backward(slope: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     return (g * slope,)
 
 
@@ -281,7 +281,7 @@ def dropout(
         # `x` is this device's part of the sequence; the mask is drawn for all of it, and cut, to be the same anywhere.
         whole = (x.shape[1] * layout.parts("residual"), x.shape[2])
 
-    def mask_of_row(key):
+    def mask_of_row(key: jax.Array) -> jax.Array:
         return jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, whole)
 
     masks = jax.vmap(mask_of_row)

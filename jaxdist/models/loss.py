@@ -18,6 +18,10 @@ CHUNK_ROWS = dict(cpu=256, gpu=4096)
 writes the whole gradient of the table, which on a GPU takes as long as 2 D rows of bfloat16 logits do."""
 
 
+Sums = tuple[jax.Array, jax.Array, jax.Array]
+"""(loss, gradient of x, gradient of the table), added up chunk by chunk."""
+
+
 def cross_entropy(
     layout: Layout, x: Float[Array, "k B s D"], table: Float[Array, "V D"], labels: Int[Array, "k B S"]
 ) -> Float[Array, ""]:
@@ -35,12 +39,12 @@ def cross_entropy(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(layout: Layout, x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
-    def micro_batch(total, part):
+    def micro_batch(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         x, labels = part
         x = _whole_sequence(layout, x)
         length, starts = _chunks(layout, x)
 
-        def chunk(total, at):
+        def chunk(total: jax.Array, at: jax.Array) -> tuple[jax.Array, None]:
             logits, lse = _logits(layout, _cut(x, at, length), table)
             return total + _nll(layout, logits, lse, _cut(labels, at, length)), None
 
@@ -49,16 +53,20 @@ def _fused(layout: Layout, x: jax.Array, table: jax.Array, labels: jax.Array) ->
     return jax.lax.scan(micro_batch, region.zeros((), wide(x.dtype), region.varying(labels)), (x, labels))[0]
 
 
-def _fused_forward(layout, x, table, labels):
+def _fused_forward(
+    layout: Layout, x: jax.Array, table: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """Return the loss, and as residuals its gradients for a cotangent of 1."""
     partial_sums = layout.activation("BSD", unreduced=frozenset(layout.split("vocab")))
 
-    def micro_batch(carry, part):
+    def micro_batch(
+        carry: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         x, labels = part
         x = _whole_sequence(layout, x)
         length, starts = _chunks(layout, x)
 
-        def chunk(carry, at):
+        def chunk(carry: Sums, at: jax.Array) -> tuple[Sums, None]:
             loss, dx, d_table = carry
             part = _cut(x, at, length)
             ids = _cut(labels, at, length)
@@ -84,7 +92,9 @@ def _fused_forward(layout, x, table, labels):
     return loss, (dx, d_table, table)
 
 
-def _fused_backward(layout, saved, g):
+def _fused_backward(
+    layout: Layout, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
     dx, d_table, table = saved
     dx = dx * g.astype(dx.dtype)
     d_table = _turned(layout, scale_partial(d_table, g)).astype(table.dtype)

@@ -82,10 +82,10 @@ def everything(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> Iterator[D
     # All tokens in turn, and -1, which is padding.
     labels = np.arange(rows * sequence).reshape(1, rows, sequence) % (sizes.vocab + 1) - 1
 
-    def fused_loss(layout, x, table):
-        return cross_entropy(layout, x, table, labels)
+    def fused_loss(layout: Layout, x: jax.Array, table: jax.Array) -> jax.Array:
+        return cross_entropy(layout, x, table, jnp.asarray(labels))
 
-    def turn(layout, x):
+    def turn(layout: Layout, x: jax.Array) -> jax.Array:
         return rotary(x, THETA)
 
     yield from attention(sizes, dtype, device)
@@ -136,8 +136,8 @@ def _with_gradients(f: Callable[..., Array], given: list[Array], g: Array) -> tu
 
 
 def _error(a: Array, b: Array) -> float:
-    a, b = (np.asarray(one, np.float64) for one in (a, b))
-    return float(np.max(np.abs(a - b)) / np.max(np.abs(b)))
+    found, wanted = (np.asarray(one, np.float64) for one in (a, b))
+    return float(np.max(np.abs(found - wanted)) / np.max(np.abs(wanted)))
 
 
 def _plain_attention(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> Array:
@@ -150,7 +150,7 @@ def _plain_attention(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: 
     return jnp.einsum("BNST,BTNH->BSNH", jax.nn.softmax(jnp.where(past, scores, -jnp.inf)), v)
 
 
-def _plain_cross_entropy(labels: Array, x: Float[Array, "k B S D"], table: Float[Array, "V D"]) -> Array:
+def _plain_cross_entropy(labels: np.ndarray, x: Float[Array, "k B S D"], table: Float[Array, "V D"]) -> Array:
     log_p = jax.nn.log_softmax(jnp.einsum("kBSD,VD->kBSV", x, table))
     # A label of -1 is no row of the table, and picks nothing.
     picked = jnp.sum(jnp.where(jnp.arange(table.shape[0]) == labels[..., None], log_p, 0))

@@ -171,7 +171,7 @@ def projection(inputs: int, outputs: int, stride: int, rngs: nnx.Rngs) -> ConvNo
 def head(inputs: int, classes: int, rngs: nnx.Rngs) -> nnx.Linear:
     """Make the classifier; its initial weights have standard deviation 0.01 (Goyal et al. 2017, section 5.1)."""
 
-    def start(key, shape, dtype):
+    def start(key: Array, shape: Sequence[int], dtype: jnp.dtype) -> Array:
         return normal(key, shape, 0.01).astype(dtype)
 
     return nnx.Linear(inputs, classes, kernel_init=start, rngs=rngs)

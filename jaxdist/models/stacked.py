@@ -32,7 +32,8 @@ def scan(blocks: nnx.Module, x: Any) -> Any:
     The backward pass recomputes each layer (activation checkpointing). Under `parallelize(..., zero=3)` with scope
     "batch" a layer is gathered when it is its turn, in both passes, and no device ever holds the whole stack.
     """
-    graph, params, rest = nnx.split(blocks, nnx.Param, ...)
+    graph, *states = nnx.split(blocks, nnx.Param, ...)
+    params, rest = states
 
     @jax.checkpoint
     def layer(x: Any, arrays: Any) -> tuple[Any, Any]:

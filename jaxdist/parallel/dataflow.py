@@ -100,12 +100,18 @@ def _keeps_its_place(scan: core.JaxprEqn, body: core.Jaxpr, given: int, output: 
     """Return whether input `given` and output `output` of a `lax.scan` are the same carry, or both stacked."""
     # The parameters of a scan have other names in jax 0.12. In all versions, what is stacked has one dim more outside
     # of the body than inside.
-    stacked_in = [outer.aval.ndim > inner.aval.ndim for outer, inner in zip(scan.invars, body.invars, strict=True)]
-    stacked_out = [outer.aval.ndim > inner.aval.ndim for outer, inner in zip(scan.outvars, body.outvars, strict=True)]
+    stacked_in = [_dims(outer) > _dims(inner) for outer, inner in zip(scan.invars, body.invars, strict=True)]
+    stacked_out = [_dims(outer) > _dims(inner) for outer, inner in zip(scan.outvars, body.outvars, strict=True)]
     if stacked_out[output]:
         return stacked_in[given]
     constants = stacked_in.count(False) - stacked_out.count(False)
     return given == constants + output
+
+
+def _dims(atom: core.Var | core.Literal) -> int:
+    """Return the number of dims of a value in a jaxpr."""
+    assert isinstance(atom.aval, jax.core.ShapedArray)
+    return atom.aval.ndim
 
 
 def _equal(a: Any, b: Any) -> bool:

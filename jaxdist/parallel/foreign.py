@@ -24,10 +24,14 @@ from jax.sharding import auto_axes, reshard
 from jaxtyping import Array, Int
 
 from jaxdist.parallel.dataflow import Dataflow
-from jaxdist.sharding import Layout, name_of, named, scale_partial
+from jaxdist.parallel.zero import Placements
+from jaxdist.sharding import Layout, Params, Tree, name_of, named, scale_partial
 
-Call = Callable[[Any, Any, Any], tuple[jax.Array, Any, Any]]
-"""(weights, variables, batch) -> (mean loss, variables, further means)."""
+Outcome = tuple[jax.Array, Params, dict[str, jax.Array]]
+"""(mean loss, variables, further means)."""
+
+Call = Callable[[Params, Params, Tree], Outcome]
+"""(weights, variables, batch) -> outcome."""
 
 Agreement = Literal["key", "count", "mean", "same"]
 """How devices that have seen different rows agree on a variable. Each folds its rank into a random key, and all go on
@@ -37,13 +41,15 @@ has to be the same on all devices, and equal to what one device would make of al
 _GATHERS = ContextVar("whether a module is being called on all rows", default=False)
 
 
-def init(make: Callable[[jax.Array], tuple[Any, Any]], places, key: jax.Array) -> tuple[Any, Any]:
+def init(
+    make: Callable[[jax.Array], tuple[Params, Params]], places: Placements, key: jax.Array
+) -> tuple[Params, Params]:
     """Return (parameters at rest, variables); each device makes its own shards."""
     rest = jax.tree.map(lambda p: p.rest, places)
     return auto_axes(make, out_sharding=(rest, P()))(key)
 
 
-def call_on_all_rows(places, call: Call, weights, variables, batch) -> tuple[jax.Array, Any, Any]:
+def call_on_all_rows(places: Placements, call: Call, weights: Params, variables: Params, batch: Tree) -> Outcome:
     """Call the module as if on one device, and let XLA partition it."""
     # The automatic partitioner does not know `reduced` weights: no gradient goes through them.
     weights = jax.tree.map(lambda p, w: reshard(w, P(*p.use.partitions)), places, weights)
@@ -62,8 +68,14 @@ def gather_layer(w: jax.Array) -> jax.Array:
 
 
 def call_on_own_rows(
-    layout: Layout, places, agreements, call: Call, weights, variables, batch
-) -> tuple[jax.Array, Any, Any]:
+    layout: Layout,
+    places: Placements,
+    agreements: Params,
+    call: Call,
+    weights: Params,
+    variables: Params,
+    batch: Tree,
+) -> Outcome:
     """Call the module on every device with the device's own rows.
 
     `agreements` holds an `Agreement` for each variable. Raises `ValueError` for a variable that has to be the same on
@@ -84,27 +96,35 @@ def call_on_own_rows(
     )
 
     @jax.custom_vjp
-    def value(weights):
+    def value(weights: Params) -> Outcome:
         return region(weights, variables, batch)[0]
 
-    def forward(weights):
+    def forward(weights: Params) -> tuple[Outcome, Params]:
         return region(weights, variables, batch)
 
-    def backward(sums, cotangents):
+    def backward(sums: Params, cotangents: tuple[jax.Array, Tree, Tree]) -> tuple[Params]:
         return (jax.tree.map(lambda g: scale_partial(g, cotangents[0]), sums),)
 
     value.defvjp(forward, backward)
     return value(weights)
 
 
-def _local(call: Call, axes: tuple[str, ...], ranks: int, agreements, weights, variables, batch):
+def _local(
+    call: Call,
+    axes: tuple[str, ...],
+    ranks: int,
+    agreements: Params,
+    weights: Params,
+    variables: Params,
+    batch: Tree,
+) -> tuple[Outcome, Params]:
     """Return ((loss, variables, further means), this device's part of the gradient), from its own rows."""
     rank = jax.lax.axis_index(axes)
     own = jax.tree.map(partial(_own_key, rank), variables)
 
-    def loss_of(weights):
-        loss, *rest = call(weights, own, batch)
-        return loss, rest
+    def loss_of(weights: Params) -> tuple[jax.Array, tuple[Params, dict[str, jax.Array]]]:
+        loss, after, further = call(weights, own, batch)
+        return loss, (after, further)
 
     (loss, (after, further)), grads = jax.value_and_grad(loss_of, has_aux=True)(weights)
     # The loss is a mean over the device's rows: dividing by the ranks makes the sum of all parts the global mean.
@@ -151,7 +171,9 @@ def _key_of_first(
     return jax.random.wrap_key_data(jax.lax.psum(of_first, axes), impl=jax.random.key_impl(before))
 
 
-def _check_same(call: Call, ranks: int, agreements, after, weights, own, batch) -> None:
+def _check_same(
+    call: Call, ranks: int, agreements: Params, after: Params, weights: Params, own: Params, batch: Tree
+) -> None:
     """Raise `ValueError` for a variable that has to be the same on all devices and depends on their rows.
 
     It depends on them if the program that computes it reads the rows, or a key that each device has made its own, or is
@@ -163,7 +185,7 @@ def _check_same(call: Call, ranks: int, agreements, after, weights, own, batch) 
     if all(now[i] is began[i] for i in to_be_same):
         return
 
-    def variables_after(weights, variables, batch):
+    def variables_after(weights: Params, variables: Params, batch: Tree) -> Params:
         return call(weights, variables, batch)[1]
 
     rows_of_all = jax.tree.map(lambda a: jax.ShapeDtypeStruct((ranks * a.shape[0], *a.shape[1:]), a.dtype), batch)
@@ -191,7 +213,9 @@ def _is_key(a: jax.Array) -> bool:
     return jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
 
 
-def on_shards(optimizer: optax.GradientTransformation, places, abstract) -> optax.GradientTransformation:
+def on_shards(
+    optimizer: optax.GradientTransformation, places: Placements, abstract: Params
+) -> optax.GradientTransformation:
     """Wrap an update rule that knows nothing of the mesh; its state for a parameter lies as the parameter does.
 
     Gradients reach the rule in the dtype of their parameters, as on one device. Raises `ValueError` for an `optimizer`
@@ -209,11 +233,11 @@ def on_shards(optimizer: optax.GradientTransformation, places, abstract) -> opta
         is_leaf=_is_masked,
     )
 
-    def update(grads, state, params=None, **further):
-        def call(grads, state, params):
+    def update(updates: Tree, state: Tree, params: Tree = None, **further: Any) -> tuple[Tree, Tree]:
+        def call(grads: Params, state: Tree, params: Params | None) -> tuple[Tree, Tree]:
             return optimizer.update(grads, state, params, **further)
 
-        grads = jax.tree.map(lambda g, a: g.astype(a.dtype), grads, abstract)
+        grads = jax.tree.map(lambda g, a: g.astype(a.dtype), updates, abstract)
         return auto_axes(call, out_sharding=(rest, specs))(grads, state, params)
 
     return optax.GradientTransformation(auto_axes(optimizer.init, out_sharding=specs), update)
@@ -233,7 +257,7 @@ def _spec_of_state(kept: Any, parameter: Any, spec: P) -> Any:
     return P()
 
 
-def _check_optimizer(optimizer: Any, abstract) -> None:
+def _check_optimizer(optimizer: Any, abstract: Params) -> None:
     """Try the update on shapes alone, and raise `ValueError` for what does not work."""
     if isinstance(optimizer, type) or not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise ValueError(
@@ -253,9 +277,12 @@ def _check_optimizer(optimizer: Any, abstract) -> None:
     _check_unchanged("state", state, returned[1])
 
 
-def _check_unchanged(what: str, before, after) -> None:
+def _check_unchanged(what: str, before: Tree, after: Tree) -> None:
     """Raise `ValueError` unless `after` has the structure, shapes and dtypes of `before`."""
-    if jax.tree.structure(before) != jax.tree.structure(after):
+    # As objects, because JAX's annotations do not say what a structure is.
+    structure_before: object = jax.tree.structure(before)
+    structure_after: object = jax.tree.structure(after)
+    if structure_before != structure_after:
         raise ValueError(
             f"the optimizer's update returned {what} of another structure, {_structure_text(after)} in place of "
             f"{_structure_text(before)}; return what it got, changed in values only"
@@ -268,7 +295,7 @@ def _check_unchanged(what: str, before, after) -> None:
             )
 
 
-def _structure_text(tree) -> str:
+def _structure_text(tree: Tree) -> str:
     text = str(jax.tree.structure(tree)).removeprefix("PyTreeDef(").removesuffix(")")
     if len(text) < 100:
         return text

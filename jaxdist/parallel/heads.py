@@ -8,6 +8,7 @@ n times.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -66,7 +67,7 @@ def collect(g: Float[Array, "..."], dim: int, n: int) -> Float[Array, "..."]:
     return jnp.concatenate([queries, keys_and_values.sum(dim + 1)], axis=dim + 1)
 
 
-def _split_queries(w: jax.Array, dim: int) -> list[jax.Array]:
+def _split_queries(w: jax.Array, dim: int) -> Sequence[jax.Array]:
     """Return [queries, keys and values] of one attention weight with K at `dim`."""
     sizes = (w.shape[dim + 1] - KEY_AND_VALUE, KEY_AND_VALUE)
     return jax.lax.split(w, sizes, axis=dim + 1)

@@ -16,6 +16,7 @@ from operator import or_
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 Axes = Iterable[str]
@@ -37,7 +38,7 @@ def vary(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.pcast(x, missing, to="varying")
 
 
-def zeros(shape: tuple[int, ...], dtype: jnp.dtype, axes: Axes) -> jax.Array:
+def zeros(shape: tuple[int, ...], dtype: DTypeLike, axes: Axes) -> jax.Array:
     """Return zeros that vary over `axes`: a loop that sums must begin with a value of the type of the sum."""
     return vary(jnp.zeros(shape, dtype), axes)
 

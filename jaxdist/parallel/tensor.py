@@ -92,11 +92,15 @@ def _matmul(layout: Layout, dims: str, summed: frozenset[str], x: jax.Array, w: 
     return matmul.dot(layout, dims, x, w, layout.activation(out, unreduced=summed))
 
 
-def _matmul_forward(layout, dims, summed, x, w):
+def _matmul_forward(
+    layout: Layout, dims: str, summed: frozenset[str], x: jax.Array, w: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _matmul(layout, dims, summed, x, w), (x, w)
 
 
-def _matmul_backward(layout, dims, summed, saved, g):
+def _matmul_backward(
+    layout: Layout, dims: str, summed: frozenset[str], saved: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, w = saved
     operands, out = dims.split("->")
     x_dims, w_dims = operands.split(",")
@@ -121,10 +125,10 @@ def lookup(
     stream = layout.split("residual")
     dtype = table.dtype
 
-    def rows_of(table, ids):
+    def rows_of(table: jax.Array, ids: jax.Array) -> jax.Array:
         return table.at[ids].get(mode="fill", wrap_negative_indices=False)
 
-    def local(table, ids):
+    def local(table: jax.Array, ids: jax.Array) -> jax.Array:
         # The gradient of the table becomes a partial sum of each device.
         table = region.vary(table, batch)
         if not split:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +33,13 @@ from jaxtyping import Array, Float
 from jaxdist.mesh import DATA
 from jaxdist.parallel import heads, region
 from jaxdist.parallel.heads import HeadDeal
-from jaxdist.sharding import LAYERS, Layout, wide
+from jaxdist.sharding import LAYERS, Layout, LogicalAxes, Params, wide
+
+Placements = dict[str, Any]
+"""A `Placement` for every parameter, nested as the parameters are."""
 
 
-def is_axes(a) -> bool:
+def is_axes(a: object) -> bool:
     """Return whether a node of a tree is the logical axes of one parameter, for `is_leaf`."""
     return isinstance(a, tuple)
 
@@ -164,7 +168,7 @@ class Placement:
 
     def _all_to_all(self, w: jax.Array, back: bool) -> jax.Array:
         """Exchange a part of every head for the whole of this device's heads, or `back`."""
-        split = self.deal.dim
+        split = self._head_dim
         joined = self._head_size_dim
         if back:
             split, joined = joined, split
@@ -179,14 +183,20 @@ class Placement:
         return jax.lax.psum(g, others)
 
     @property
+    def _head_dim(self) -> int:
+        """The dim of K, in [..., K, G + 2, H]; for a parameter whose heads are dealt."""
+        assert self.deal is not None
+        return self.deal.dim
+
+    @property
     def _head_size_dim(self) -> int:
         """The dim of H, in [..., K, G + 2, H]."""
-        return self.deal.dim + 2
+        return self._head_dim + 2
 
     @property
     def _head_axes(self) -> tuple[str, ...]:
         """The mesh axes that split heads in use."""
-        axes = self.use.partitions[self.deal.dim]
+        axes = self.use.partitions[self._head_dim]
         return (axes,) if isinstance(axes, str) else axes
 
     @property
@@ -212,18 +222,18 @@ def _with_sink(placement: Placement, w: jax.Array, sink: jax.Array) -> jax.Array
     return w.astype(sink.dtype)
 
 
-def _with_sink_forward(placement, w, sink):
+def _with_sink_forward(placement: Placement, w: jax.Array, sink: jax.Array) -> tuple[jax.Array, None]:
     return w.astype(sink.dtype), None
 
 
-def _with_sink_backward(placement, _, g):
+def _with_sink_backward(placement: Placement, _: None, g: jax.Array) -> tuple[None, jax.Array]:
     return None, placement.reduce(g)
 
 
 _with_sink.defvjp(_with_sink_forward, _with_sink_backward)
 
 
-def in_use(places, weights, sinks, stage: int):
+def in_use(places: Placements, weights: Params, sinks: Params | None, stage: int) -> Params:
     """Gather weights that are not whole yet (stage 3), and connect them to the sinks of their gradients.
 
     Without `sinks` (None), gradients are not reduced where they are made.
@@ -236,7 +246,15 @@ def in_use(places, weights, sinks, stage: int):
     return jax.tree.map(lambda p, w, s: p.with_sink(w, s), places, weights, sinks)
 
 
-def placements(layout: Layout, axes, abstract, stage: int, summed: bool = True, split=None, stacks: bool = False):
+def placements(
+    layout: Layout,
+    axes: Params,
+    abstract: Params,
+    stage: int,
+    summed: bool = True,
+    split: Params | None = None,
+    stacks: bool = False,
+) -> Placements:
     """Return a `Placement` for every parameter, from its logical axes and shape.
 
     `summed`: gradients are partial sums of the devices, so weights in use are `reduced`. `split` holds for every
@@ -249,7 +267,7 @@ def placements(layout: Layout, axes, abstract, stage: int, summed: bool = True, 
     if split is None:
         split = jax.tree.map(lambda _: True, abstract)
 
-    def place(names, parameter, may_split: bool) -> Placement:
+    def place(names: LogicalAxes, parameter: jax.ShapeDtypeStruct, may_split: bool) -> Placement:
         sharded = bool(stage and may_split)
         placement = _place(layout, names, parameter.shape, sharded, summed)
         if stacks and LAYERS in names:
@@ -259,14 +277,12 @@ def placements(layout: Layout, axes, abstract, stage: int, summed: bool = True, 
     return jax.tree.map(place, axes, abstract, split, is_leaf=is_axes)
 
 
-def _place(
-    layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], sharded: bool, summed: bool
-) -> Placement:
+def _place(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...], sharded: bool, summed: bool) -> Placement:
     # Key/value heads are split over the same mesh axes as the query heads that they serve.
     axes_in_use = tuple("heads" if name == "kv_heads" else name for name in axes)
     rest = list(layout.spec(axes_in_use).partitions)
     deal = _head_deal(layout, axes, shape)
-    taken = ()
+    taken: tuple[int, ...] = ()
     if deal is not None:
         head_dim = deal.dim
         size_dim = deal.dim + 2
@@ -283,7 +299,7 @@ def _place(
     return Placement(P(*rest), layout.spec(axes_in_use, reduced=reduced), deal)
 
 
-def _head_deal(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> HeadDeal | None:
+def _head_deal(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...]) -> HeadDeal | None:
     """Return how key/value heads are dealt; None for a parameter that has none, or has enough to split."""
     if "kv_heads" not in axes:
         return None
@@ -297,9 +313,7 @@ def _head_deal(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, .
     return HeadDeal(dim, parts // count)
 
 
-def _first_free_dim(
-    layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], taken: Collection[int]
-) -> int | None:
+def _first_free_dim(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...], taken: Collection[int]) -> int | None:
     """Return the first dim that the data axis can split and that is not `taken`, or None."""
     ways = layout.size(DATA)
     if ways == 1:

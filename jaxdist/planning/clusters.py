@@ -18,10 +18,7 @@ import numpy as np
 from jaxdist.config import RequestError, nearest
 from jaxdist.files import read_toml
 from jaxdist.gpu_memory import GPU_SHARE
-from jaxdist.planning.hardware import GPUS
-
-PRESETS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs" / "clusters").glob("*.toml"))}
-"""The clusters inside the package, by name."""
+from jaxdist.planning.hardware import GPUS, PRESETS
 
 
 @dataclass(frozen=True)
@@ -71,9 +68,9 @@ class Cluster:
         return count <= self.per_host or count % self.per_host == 0
 
 
-def of_gpu(name: str) -> Cluster | None:
-    """Return the shipped cluster of the GPU `name`, such as h100; None where there is none."""
-    return next((found for found in map(cluster, PRESETS) if found.gpu == name), None)
+def of_gpu(name: str) -> Cluster:
+    """Return the shipped cluster of the GPU `name`, such as h100; each of `GPUS` has one."""
+    return next(found for found in map(cluster, PRESETS) if found.gpu == name)
 
 
 def of_kind(device_kind: str) -> Cluster | None:
@@ -104,12 +101,13 @@ def cluster(name_or_file: str) -> Cluster:
     if problems:
         raise RequestError(*(f"{path}: {problem}" for problem in problems))
     # TOML may write a whole number where a float is meant.
-    links = {}
+    values: dict[str, Any] = {}
     for side in SIDES:
-        links[side] = Link(**{key: float(value) for key, value in given.pop(side).items()})
+        values[side] = Link(**{key: float(value) for key, value in given.pop(side).items()})
     sources = tuple(given.pop("sources"))
-    numbers = {key: value if key in ("gpu", "per_host") else float(value) for key, value in given.items()}
-    return Cluster(name=path.stem, **numbers, **links, sources=sources)
+    for key, value in given.items():
+        values[key] = value if key in ("gpu", "per_host") else float(value)
+    return Cluster(name=path.stem, **values, sources=sources)
 
 
 def calibrated(candidate: Cluster) -> bool:

@@ -263,7 +263,7 @@ def why(kind: str, size: float, ranks: int, ranks_inside: int, cluster: Cluster)
     one_host = math.ceil(ranks / ranks_inside) == 1
     if one_host:
         far_latency = cluster.inside.latency
-        far_bandwidth = cluster.inside.within(2)
+        far_bandwidth = float(cluster.inside.within(2))
     else:
         far_latency = cluster.across.latency
         far_bandwidth = cluster.across.bandwidth

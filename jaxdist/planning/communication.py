@@ -56,7 +56,7 @@ def predict(config: Config, model: Model | Foreign, layout: Layout) -> list[Tran
         found = list(pipeline_traffic.predict(config, parameters, layout, pipe))
     else:
         found = list(_parameters(config, parameters, layout))
-        if config.model.images:
+        if isinstance(model, Foreign):
             found.append(_statistics(config, model, layout))
         else:
             found += _stream(config, layout)
@@ -64,7 +64,7 @@ def predict(config: Config, model: Model | Foreign, layout: Layout) -> list[Tran
     return [one for one in found if one.devices > 1 and one.calls]
 
 
-def data_parallel(config: Config, model: Model, layout: Layout) -> float:
+def data_parallel(config: Config, model: Model | Foreign, layout: Layout) -> float:
     """Return the elements that plain data parallelism sends: 2 (N-1)/N for each parameter of a stage and model rank."""
     whole = sum(p.use for p in placed(config, model, layout))
     return 2 * whole * (layout.ranks - 1) / layout.ranks
@@ -195,7 +195,7 @@ def _layers(config: Config, layout: Layout) -> Iterator[Transfer]:
             yield _streamed(config, layout, what, kind, layout.split(logical), calls * sizes.layers)
 
 
-def _streamed(config: Config, layout: Layout, what: str, kind: str, axes, calls: int) -> Transfer:
+def _streamed(config: Config, layout: Layout, what: str, kind: str, axes: tuple[str, ...], calls: int) -> Transfer:
     """Move the residual stream `calls` times in each micro-batch."""
     calls *= config.train.accumulation
     elements = calls * _tokens(config, layout) * config.model.embed

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from jaxdist.config import RequestError
 from jaxdist.mesh import MOST_CPU_DEVICES
 from jaxdist.planning import target
+from jaxdist.planning.compiled import memory_of, text_of
 from jaxdist.planning.cross_compile import Program
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def main(question: str, answer: str) -> None:
     """Compile for the file `question`, and write the program or the error into the file `answer`."""
     try:
-        result = ("program", compiled(*pickle.loads(Path(question).read_bytes())))
+        result: tuple[str, object] = ("program", compiled(*pickle.loads(Path(question).read_bytes())))
     except RequestError as error:
         result = ("request", (tuple(error.problems), traceback.format_exc()))
     except ValueError as error:
@@ -47,9 +48,9 @@ def compiled(lower: Lower, name: str | None, count: int) -> Program:
     middle = time.perf_counter()
     program = lowered.compile()
     end = time.perf_counter()
-    memory = program.memory_analysis()
+    memory = memory_of(program)
     return Program(
-        text=program.as_text(),
+        text=text_of(program),
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxdist.config import RequestError
 from jaxdist.planning import target
@@ -113,11 +113,12 @@ def _death(what: str, code: int, output: str) -> str:
     return f"the process that compiled for {what} {how}; free memory or ask for fewer devices; its last output: {last}"
 
 
-def _result(kind: str, value: object) -> Program:
+def _result(kind: str, value: Any) -> Program:
     """Return the worker's program, or raise its error, with the worker's traceback as a note."""
     if kind == "program":
         return value
     problems, trace = value
+    error: Exception
     if kind == "request":
         error = RequestError(*problems)
     elif kind == "value":

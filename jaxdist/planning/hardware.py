@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+PRESETS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs" / "clusters").glob("*.toml"))}
+"""The clusters inside the package, by name; `clusters.py` reads them."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,18 @@ class Gpu:
         return ".".join(map(str, self.capability))
 
 
-_HOPPER = dict(capability=(9, 0), cores=132, lanes=128, clock_ghz=1.98, shared=228 * 2**10, peak=989e12)
+class _Chip(TypedDict):
+    """What GPUs of one chip share."""
+
+    capability: tuple[int, int]
+    cores: int
+    lanes: int
+    clock_ghz: float
+    shared: int
+    peak: float
+
+
+_HOPPER = _Chip(capability=(9, 0), cores=132, lanes=128, clock_ghz=1.98, shared=228 * 2**10, peak=989e12)
 
 GPUS = {
     "a100": Gpu(

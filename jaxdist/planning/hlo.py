@@ -142,8 +142,8 @@ def collectives(program: str, mesh: Mesh | AbstractMesh) -> list[Collective]:
 
 def summary(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
     """Return (kind, axes) -> (calls, elements) of one execution."""
-    calls = Counter()
-    elements = Counter()
+    calls: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    elements: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for one in found:
         calls[one.kind, one.axes] += one.count
         elements[one.kind, one.axes] += one.count * one.elements
@@ -195,9 +195,10 @@ class _Reader:
                 continue
             times = 1
             if loop:
-                times = trips(self.program.computations, caller)
-                if times is None:
+                turns = trips(self.program.computations, caller)
+                if turns is None:
                     raise ValueError(f"a collective in a loop of unknown length: {caller.rest[:300]}")
+                times = turns
                 if role == "condition":
                     # The condition also runs once more, at the end.
                     times += 1
@@ -283,7 +284,7 @@ def _collective(kind: str, instruction: Instruction, mesh: Mesh | AbstractMesh) 
     if not axes:
         return []
     devices = math.prod(mesh.shape[axis] for axis in axes)
-    sizes = Counter()
+    sizes: Counter[str] = Counter()
     scalars = []
     for dtype, elements in results(instruction):
         # An unknown dtype raises here, and not later, when somebody asks for the bytes.

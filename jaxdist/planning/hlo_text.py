@@ -76,7 +76,7 @@ def parse(text: str) -> Program:
     header = text.partition("\n")[0]
     if _number_after("replica_count=", header) != 1:
         raise ValueError(f"the program is for several replicas, which jax.jit does not make: {header[:100]!r}")
-    computations = {}
+    computations: Computations = {}
     entries = []
     for line in text.splitlines():
         opening = COMPUTATION.match(line)
@@ -245,7 +245,7 @@ def groups(attributes: str, devices: int) -> np.ndarray:
     if listed:
         found = [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
         # An empty list is one group of all devices.
-        return np.asarray(found or [range(devices)])
+        return np.asarray(found or [list(range(devices))])
     shaped = SHAPED.match(notation)
     if shaped:
         shape, counted, order = shaped.groups()
@@ -270,8 +270,8 @@ def _named(axes: str, ids: str | None, grouped: str) -> np.ndarray:
     The mesh is XLA's own, whose axis names need not be ours. `'b':(2)4` is the part of axis b, seen as 2 x 4 x the
     rest, that has size 4.
     """
-    names, sizes, _, _ = zip(*AXIS.findall(axes), strict=True)
-    sizes = [int(size) for size in sizes]
+    names, texts, _, _ = zip(*AXIS.findall(axes), strict=True)
+    sizes = [int(size) for size in texts]
     # Coordinates of each device outside its group: along an axis of the group, only the part that the group leaves.
     outside = np.indices(sizes).reshape(len(sizes), -1)
     members = 1

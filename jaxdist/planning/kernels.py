@@ -77,9 +77,9 @@ class Kernels:
 def kernels(program: str) -> Kernels:
     """Count the kernels of a program. Raises `ValueError` for a text that cannot be read."""
     reader = _Reader(parse(program))
-    flash = Counter()
-    products = Counter()
-    moved = Counter()
+    flash: Counter[str | None] = Counter()
+    products: Counter[str] = Counter()
+    moved: Counter[str] = Counter()
     for instruction, times in reader.run():
         moved[reader.purpose(instruction)] += times * reader.moved_bytes(instruction)
         attention = FLASH.search(instruction.rest)
@@ -193,7 +193,7 @@ class _Reader:
 
     def _read(self, body: list[Instruction], given: list[str]) -> int:
         """Return the bytes that a fusion reads of its operands, `given`."""
-        users = {}
+        users: dict[str, list[tuple[Instruction, int]]] = {}
         for one in body:
             for place, name in enumerate(operands(one)):
                 users.setdefault(name, []).append((one, place))

@@ -167,7 +167,7 @@ def _decoder(config: Config, layout: Layout, parameters: list[Placed]) -> Memory
     rows = _rows(config, layout)
     k = micro_batches(config, dict(layout.axes))
     # ZeRO 2 and 3 keep only the named arrays of a layer where nothing is checkpointed.
-    remat = sizes.remat
+    remat: str = sizes.remat
     if zero >= 2 and remat == "none":
         remat = "named"
     # Groups of micro-batches run one after the other, each with activations of its own.

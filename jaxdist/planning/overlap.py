@@ -39,7 +39,7 @@ def by_axes(found: Iterable[Collective]) -> dict[str, Sent]:
 
     Calls in loops count as often as they run.
     """
-    sent = defaultdict(Sent)
+    sent: defaultdict[str, Sent] = defaultdict(Sent)
     for one in found:
         over = sent["+".join(one.axes)]
         if one.sync or not any(one.overlapped):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import jax
@@ -14,9 +14,10 @@ from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline.stages import BLOCKS
+from jaxdist.parallel.zero import Placements
 from jaxdist.planning import pipelines
 from jaxdist.planning.pipelines import pipeline_of
-from jaxdist.sharding import LAYERS, Layout, name_of
+from jaxdist.sharding import LAYERS, Layout, Params, name_of
 from jaxdist.units import closest, divisors, multiples, remedy, to
 
 MUCH = 0.1
@@ -82,7 +83,9 @@ def placed(config: Config, model: Model | Foreign, layout: Layout) -> list[Place
     return lay_out(layout, axes, abstract, places, forward_only)
 
 
-def lay_out(layout: Layout, axes, abstract, places, forward_only: Collection[str] = ()) -> list[Placed]:
+def lay_out(
+    layout: Layout, axes: Params, abstract: Params, places: Placements, forward_only: Collection[str] = ()
+) -> list[Placed]:
     """Return every parameter, from the trees of their logical axes, their shapes and their placements."""
     leaves = jax.tree.leaves_with_path(abstract)
     axes_of = jax.tree.leaves(axes, is_leaf=zero.is_axes)
@@ -119,13 +122,13 @@ def listing(parameters: list[Placed], held: list[int]) -> list[str]:
         rows.append((p.name, shape, _dims(p.axes), rest, use, f"{count:,}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for *cells, count in rows:
+    for *cells, last in rows:
         padded = [cell.ljust(width) for cell, width in zip(cells, widths[:-1], strict=True)]
-        lines.append("  ".join([*padded, count.rjust(widths[-1])]))
+        lines.append("  ".join([*padded, last.rjust(widths[-1])]))
     return lines
 
 
-def _dims(names) -> str:
+def _dims(names: Iterable[str | tuple[str, ...] | None]) -> str:
     """Return the axis of each dim, as `- embed heads`; a dim that two axes split has both, joined by +."""
     words = []
     for name in names:

@@ -107,4 +107,4 @@ def in_flight(config: Config, layout: Layout, parameters: list[Placed], pipe: Pi
     numbers = 4 * F32
     of_batch = width * layers.rest + saved + batch + numbers
     round_number = F32
-    return S * of_batch + (S // 2 + 1) * F32 * shared.use + 2 * stream + round_number
+    return int(S * of_batch + (S // 2 + 1) * F32 * shared.use + 2 * stream + round_number)

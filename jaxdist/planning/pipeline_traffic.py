@@ -9,7 +9,7 @@ and what each makes of its part of the embedding and of the loss is summed. Over
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from jaxdist.config import Config
@@ -173,7 +173,7 @@ class _Stream:
         """The mesh axes that split its sequence."""
         return self.layout.split("residual")
 
-    def moved(self, what: str, kind: str, axes, calls: int, part: bool = False) -> Transfer:
+    def moved(self, what: str, kind: str, axes: Collection[str], calls: int, part: bool = False) -> Transfer:
         """Move the residual stream `calls` times, or with `part` only what a device has of it."""
         parts = self.layout.parts("residual") if part else 1
         elements = self.tokens * self.config.model.embed // parts

@@ -6,6 +6,7 @@ computes and sends is counted in ticks, not in micro-batches.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxdist.config import Config
@@ -185,7 +186,7 @@ class AsynchronousPipeline(Pipeline):
         return super().json() | {"ticks": 2, "stale": self.stale}
 
 
-def _listed(numbers: list[int]) -> str:
+def _listed(numbers: Iterable[int]) -> str:
     return " ".join(map(str, numbers))
 
 

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh
 from jaxdist.config import Config
 from jaxdist.mesh import AXES, BATCH_AXES, describe
 from jaxdist.models import Model
+from jaxdist.models.foreign import Foreign
 from jaxdist.planning import clusters, communication, known_differences, memory, parameter_layout
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.cross_compile import Program
@@ -130,7 +131,7 @@ class Report:
     """A compiled step and its prediction."""
 
     config: Config
-    model: Model
+    model: Model | Foreign
     layout: Layout
     mesh: AbstractMesh
     program: Program
@@ -230,7 +231,7 @@ class Report:
 
         They are those of the compiled program, counted by the ring algorithms.
         """
-        total = defaultdict(float)
+        total: defaultdict[str, float] = defaultdict(float)
         for row in self.rows:
             total["+".join(row.axes)] += row.wire_bytes
         return dict(total)

@@ -23,7 +23,7 @@ def lines(report: Report) -> list[str]:
         _collectives(report),
         [*_totals(report), *_verdict(report)],
     )
-    found = []
+    found: list[str] = []
     for section in sections:
         if found and section:
             found.append("")
@@ -181,8 +181,9 @@ def _totals(report: Report) -> list[str]:
     traffic = report.memory.host_traffic
     if traffic:
         time = ""
-        if report.gpu:
-            time = f", {1e3 * report.host_seconds:,.1f} ms at {report.gpu.host / 1e9:g} GB/s"
+        seconds = report.host_seconds
+        if report.gpu and seconds is not None:
+            time = f", {1e3 * seconds:,.1f} ms at {report.gpu.host / 1e9:g} GB/s"
         found.append(f"sent each way between device and host: {size(traffic)} per device and step{time}")
     if report.ratio_to_data_parallel is not None:
         found.append(

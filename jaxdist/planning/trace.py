@@ -68,12 +68,14 @@ class Program(NamedTuple):
                     return collective
             return instruction.opcode
 
-        module = re.match(r"HloModule ([^\s,]+)", text)[1]
+        header = re.match(r"HloModule ([^\s,]+)", text)
+        if header is None:
+            raise ValueError(f"the program has no name: {text[:100]!r}")
         operations = {}
         for instructions in computations.values():
             for instruction in instructions:
                 operations[instruction.name[1:]] = kind(instruction)
-        return cls(module, operations)
+        return cls(header[1], operations)
 
 
 class Kernel(NamedTuple):

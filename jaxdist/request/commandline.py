@@ -17,7 +17,7 @@ from jaxdist.exit_codes import DONE, FAILED
 from jaxdist.mesh import AUTO
 from jaxdist.request.checks.files import path_problem
 from jaxdist.request.helptext import help_text
-from jaxdist.request.knobs import KNOBS, option, sentence, shown
+from jaxdist.request.knobs import KNOBS, option, sentence, shown, within
 from jaxdist.request.options import Extra, Scan
 from jaxdist.request.reading import read, to_toml
 from jaxdist.streams import protect
@@ -64,6 +64,17 @@ class Request:
         return to_toml(shared) + "".join(f"{option(name)} {value}\n" for name, value in self.extras.items())
 
 
+class HelpShown(SystemExit):
+    """End of a command that has printed its help. It carries what the help lists, which `jaxdist completion` reads."""
+
+    def __init__(self, positional: str | None, extras: Sequence[Extra], knobs: Sequence[str]):
+        """`knobs` are the names of all knobs that the command takes."""
+        super().__init__(DONE)
+        self.positional = positional
+        self.extras = extras
+        self.knobs = knobs
+
+
 def arguments(
     argv: list[str] | None,
     command: str,
@@ -78,7 +89,7 @@ def arguments(
     `command` is the name as users write it ("bench step"). `positional` is None for a command that trains nothing and
     takes only its own options. `knobs` are the knobs, or their sections, that the command uses; None means all of
     them, or for a RUN `RUN_KNOBS`.
-    Prints the help and exits on --help. Raises `RequestError` with a sentence for each problem.
+    Prints the help and raises `HelpShown` on --help. Raises `RequestError` with a sentence for each problem.
     """
     if argv is None:
         argv = sys.argv[1:]
@@ -86,7 +97,7 @@ def arguments(
         knobs = RUN_KNOBS
     if "--help" in argv or "-h" in argv:
         print(help_text(command, description, positional, extras, knobs))
-        sys.exit(DONE)
+        raise HelpShown(positional, extras, [name for name in KNOBS if knobs is None or within(name, knobs)])
     scan = Scan.of(argv, extras)
     problems = scan.problems
     word = scan.positionals[0] if scan.positionals else None
@@ -115,6 +126,7 @@ def arguments(
     if problems:
         raise RequestError(*problems)
     if positional == "RUN":
+        assert word is not None
         # The folder may have been moved since the run wrote its config.
         result = result.model_copy(update={"run_dir": Path(word)})
     return Request(result, word, scan.options, chosen)
@@ -169,6 +181,8 @@ def outcome(main: Callable[[list[str]], int], argv: list[str]) -> int:
 
 def run(main: Callable[[list[str]], int], needs_output: bool = True) -> NoReturn:
     """Run a command as the program, and exit with its code; 1 with a traceback after an unexpected exception.
+
+    Its words are those of the process.
 
     The program continues if standard error is lost and, unless it `needs_output`, if standard output is lost too: the
     results of such a command are in files.

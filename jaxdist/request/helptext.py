@@ -41,7 +41,7 @@ def help_text(
         else:
             left = f"{option(extra.name)} {kind(extra.annotation)}"
             lines += _entry(left, f"{extra.help} (default {_default(extra.default)})", width)
-    for section, about in {"": Config.__doc__, **SECTIONS}.items():
+    for section, about in {"": Config.__doc__ or "", **SECTIONS}.items():
         lines += _section(section, about, knobs, width)
     return "\n".join(lines)
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from jaxdist.config import Config
 
@@ -32,8 +33,12 @@ def _sections(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
     sections: dict[str, str] = {}
     for name, field in section.model_fields.items():
         if prefix + name not in KNOBS:
-            sections[prefix + name] = field.annotation.__doc__
-            sections.update(_sections(field.annotation, f"{prefix}{name}."))
+            inner = field.annotation
+            # Whatever is no knob is a section.
+            assert isinstance(inner, type)
+            assert issubclass(inner, BaseModel)
+            sections[prefix + name] = inner.__doc__ or ""
+            sections.update(_sections(inner, f"{prefix}{name}."))
     return sections
 
 
@@ -185,7 +190,7 @@ def shown(value: object) -> str:
     return text
 
 
-def sentence(name: str, value: object, error: dict[str, Any], annotation: Any) -> str:
+def sentence(name: str, value: object, error: ErrorDetails, annotation: Any) -> str:
     """Return one of pydantic's errors as a sentence, such as `model.layers is -3: must be at least 1`."""
     rule = error["type"]
     context = error.get("ctx", {})

@@ -24,7 +24,7 @@ class Screen:
             file=text, force_terminal=text.isatty(), highlight=False, markup=False, emoji=False, soft_wrap=True
         )
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
+        self._task = TaskID(0)
 
     @property
     def is_terminal(self) -> bool:

@@ -43,6 +43,7 @@ class DataProgress:
             return
         now = time.monotonic()
         if what != self._what:
+            self._screen.pause()
             self._begin(what, done, now)
             return
         if now - self._started_at < SHORT:
@@ -62,7 +63,6 @@ class DataProgress:
 
     def _begin(self, what: str, done: int, now: float) -> None:
         """Begin to measure another pass over the data."""
-        self._screen.pause()
         self._what = what
         self._started_at = now
         self._started_with = done

@@ -58,7 +58,7 @@ class Meter:
         _, metrics = self.pending
         # On CPU this waits for the step: its cores have nothing else to do, and a call of the step returns sometimes
         # before and sometimes after its end, so that one step's time would count as another's.
-        if self.device.platform == "cpu" or metrics.loss.is_ready():
+        if self.device.platform == "cpu" or metrics.loss.is_ready():  # type: ignore[attr-defined]  # JAX's stubs lack it
             self.flush()
 
     def next(self, batches: Iterator[Item]) -> Item | None:
@@ -114,7 +114,7 @@ class Meter:
         self.count = 0
         self.data_seconds = 0.0
 
-    def _compare_memory(self, measured: int | None) -> None:
+    def _compare_memory(self, measured: float | None) -> None:
         """Log the measured peak beside the prediction, once, after the first step."""
         if not self.predicted or not measured:
             return

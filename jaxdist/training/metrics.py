@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 from jaxdist.config import Config
 from jaxdist.files import open_no_follow
@@ -14,6 +14,9 @@ from jaxdist.streams import clock
 from jaxdist.training.console import Screen
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.units import hours
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
 
 Values = Mapping[str, float | int | None]
 """The figures of a step, or of a validation, by their names in metrics.jsonl."""
@@ -32,9 +35,9 @@ class Log:
         self._steps = steps
         self._first = first
         self.screen = screen or Screen()
-        self._lines = None
-        self._board = None
-        self._wandb = None
+        self._lines: IO[str] | None = None
+        self._board: SummaryWriter | None = None
+        self._wandb: Any = None
 
     def __enter__(self) -> Log:
         self._lines = open_no_follow(self._folder.metrics, "a")
@@ -50,11 +53,17 @@ class Log:
         self.pause()
         # A line that could not be written was reported then.
         with suppress(OSError):
-            self._lines.close()
+            self._file.close()
         if self._board:
             self._board.close()
         if self._wandb:
             self._call_wandb("finish")
+
+    @property
+    def _file(self) -> IO[str]:
+        """metrics.jsonl, open; within the context alone."""
+        assert self._lines is not None
+        return self._lines
 
     def say(self, text: str) -> None:
         """Print a line for people."""
@@ -64,8 +73,8 @@ class Log:
         """Write a line of metrics.jsonl, with the time, for the step `values["step"]`; NaN and infinity become null."""
         step = values["step"]
         finite = {name: value if _finite(value) else None for name, value in values.items()}
-        self._lines.write(json.dumps({"step": step, "time": clock(), **finite}) + "\n")
-        self._lines.flush()
+        self._file.write(json.dumps({"step": step, "time": clock(), **finite}) + "\n")
+        self._file.flush()
         numbers = {name: value for name, value in finite.items() if value is not None and name != "step"}
         if self._board:
             for name, value in numbers.items():
@@ -79,7 +88,7 @@ class Log:
 
     def progress(self, values: Values) -> None:
         """Move the bar of a terminal to `values["step"]`; a pipe or file has its lines."""
-        self.screen.move("training", values["step"], self._steps, _figures(values))
+        self.screen.move("training", int(_number(values, "step")), self._steps, _figures(values))
 
     def pause(self) -> None:
         """Leave the bar as it is and free the terminal."""
@@ -138,6 +147,13 @@ def _finite(value: float | int | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
+def _number(values: Values, name: str) -> float | int:
+    """Return a figure that every step has."""
+    value = values[name]
+    assert value is not None
+    return value
+
+
 def _figures(values: Values) -> str:
     """Return loss, speed and MFU, as the bar and the lines show them."""
     unit, rate = next((name.split("_")[0], rate) for name, rate in values.items() if name.endswith("s_per_second"))
@@ -149,15 +165,16 @@ def _figures(values: Values) -> str:
 
 def _line(values: Values, steps: int) -> str:
     """Return the line of a step, short because a log has thousands: the wait for data only where it is notable."""
-    seconds = values["step_seconds"]
-    waiting = values["data_seconds"]
+    step = _number(values, "step")
+    seconds = _number(values, "step_seconds")
+    waiting = _number(values, "data_seconds")
     line = (
-        f"step {values['step']}/{steps}  {_figures(values)}  norm {values['grad_norm']:.3f}  "
+        f"step {step}/{steps}  {_figures(values)}  norm {values['grad_norm']:.3f}  "
         f"lr {values['learning_rate']:.2e}  {seconds * 1e3:.0f} ms"
     )
     if waiting > NOTABLE_WAIT * seconds:
         line += f"  data {waiting * 1e3:.1f} ms"
-    steps_left = steps - values["step"]
+    steps_left = steps - step
     if steps_left:
         line += f"  {hours(steps_left * seconds)} left"
     return line

@@ -10,6 +10,7 @@ import jax
 from jaxdist.cluster.consensus import leader
 from jaxdist.cluster.heartbeat import SAVING
 from jaxdist.cluster.job import Job
+from jaxdist.planning.compiled import text_of
 from jaxdist.planning.trace import Program, kernels, read, summarize, table
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.meter import Meter
@@ -103,7 +104,7 @@ class Profile:
         """Print the kernels of the traced steps by time, and where the trace is."""
         events = read(self.trace)
         try:
-            found = summarize(kernels(events, Program.of(self.program.as_text())))
+            found = summarize(kernels(events, Program.of(text_of(self.program))))
         except ValueError as error:
             self.say(f"profile     no table of kernels: {error}")
         else:

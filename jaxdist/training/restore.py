@@ -27,11 +27,11 @@ class Trained(NamedTuple):
 
 def restore(config: Config, which: str, batch: bool = True) -> Trained:
     """Return the parameters of step `which` ("latest", "best" or a number) of the run in `config.run_dir`."""
-    RunFolder(config.run_dir).check_layout()
+    RunFolder(config.folder).check_layout()
     # The optimizer state, which may rest in the host's memory, is not read.
     without_offload = config.parallel.model_copy(update={"offload": "none"})
     run = Run(config.model_copy(update={"parallel": without_offload}), batch=batch)
-    with jax.set_mesh(run.mesh), Checkpoints(config.run_dir, keep=None) as checkpoints:
+    with jax.set_mesh(run.mesh), Checkpoints(config.folder, keep=None) as checkpoints:
         found = checkpoints.find(which)
         for note in checkpoints.notes:
             print(f"note: {note}", file=sys.stderr)

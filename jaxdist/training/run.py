@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,12 @@ import jax.numpy as jnp
 from jaxdist import models
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.config import Config, RequestError
-from jaxdist.data.batches import Batch
+from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.mesh import PIPELINE, make_mesh, parse_mesh
 from jaxdist.models import Params
+from jaxdist.models.foreign import Foreign
 from jaxdist.planning.branch_check import across_ranks
+from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hardware import Gpu
 from jaxdist.request import Enough, check_mesh_fits
 from jaxdist.sharding import Layout, on_devices, rules
@@ -24,7 +27,6 @@ from jaxdist.training.forward.optimizer import optimizer
 from jaxdist.training.forward.pipedream_step import PipeDreamStep
 from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.forward.step import Forward, Step, TrainState
-from jaxdist.training.task import Task
 from jaxdist.training.task_images import ImageTask
 from jaxdist.training.task_text import TextTask
 
@@ -55,7 +57,8 @@ class Run:
         if devices:
             self.mesh = make_mesh(shape, devices)
         elif dry:
-            self.mesh = runtime.imagine(shape)
+            # A dry run asks only for layouts, for which an abstract mesh is as good.
+            self.mesh = cast(jax.sharding.Mesh, runtime.imagine(shape))
         else:
             self.mesh = runtime.start(shape, Enough(config))
         self.dry = dry
@@ -74,8 +77,11 @@ class Run:
             # The model runs inside the pipeline's manual region.
             model_layout = replace(self.layout, manual=True)
         self.model = models.build(config.model, model_layout)
-        kind_of_task = ImageTask if config.model.images else TextTask
-        self.task: Task = kind_of_task(self.config, self.model, self.mesh, self.layout)
+        self.task: TextTask | ImageTask
+        if isinstance(self.model, Foreign):
+            self.task = ImageTask(self.config, self.model, self.mesh, self.layout)
+        else:
+            self.task = TextTask(self.config, self.model, self.mesh, self.layout)
 
     def open_data(self) -> tuple[int, int]:
         """Read, and at the first use tokenize, the data; return (rows, steps). Raises `RequestError` if it is wrong."""
@@ -135,7 +141,7 @@ class Run:
         # The key is made here, inside what is traced: nothing can be computed on devices that are not there.
         return self.step.init(jax.random.key(self.config.train.seed))
 
-    def batch(self) -> Batch:
+    def batch(self) -> AbstractBatch:
         """Return shapes and shardings of a global batch of training."""
         return self.task.abstract_batch()
 
@@ -160,7 +166,7 @@ class Run:
         compiled = self.lower().compile()
         # Where all ranks run the same operations, none can wait for another in a branch of its own.
         if isinstance(self.forward, PipelineForward) and not self.forward.uniform:
-            problems = across_ranks(compiled.as_text(), self.mesh)
+            problems = across_ranks(text_of(compiled), self.mesh)
             if problems:
                 schedule = self.forward.schedule
                 raise RequestError(f"{schedule} cannot run here ({problems[0]}); set pipeline.schedule to 1f1b")
@@ -175,7 +181,7 @@ class Run:
         return jax.jit(self.step.evaluate)
 
     def validate(
-        self, params: Params, variables: Params, batches: int, enough: Callable[[], bool] = lambda: False
+        self, params: Params, variables: Params, batches: int, enough: Callable[[], object] = lambda: False
     ) -> dict[str, float] | None:
         """Return the mean loss in nats, and further means by name, over the held-out part.
 

@@ -109,15 +109,21 @@ class RunLock:
         if self.lost() is None:
             with suppress(OSError):
                 # From now on it names nobody.
-                os.ftruncate(self._file.fileno(), 0)
-        self._file.close()
+                os.ftruncate(self._held.fileno(), 0)
+        self._held.close()
         self._file = None
+
+    @property
+    def _held(self) -> IO[str]:
+        """The locked file; within the context alone."""
+        assert self._file is not None
+        return self._file
 
     def lost(self) -> str | None:
         """Return who has taken the folder, in a sentence; None while this process has it. Reads the file anew."""
         try:
             with open_no_follow(self.path, "r+") as file:
-                same = os.path.samestat(os.fstat(file.fileno()), os.fstat(self._file.fileno()))
+                same = os.path.samestat(os.fstat(file.fileno()), os.fstat(self._held.fileno()))
                 holder = _read(file)
         except OSError as error:
             why = error.strerror or error

@@ -12,6 +12,9 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import RequestError
+from jaxdist.models import Params
+from jaxdist.training.forward.decoder import DecoderForward
+from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.restore import Trained
 
 
@@ -50,17 +53,20 @@ def sample(
     if not prompt:
         raise RequestError("--prompt is empty; give at least one character to continue")
     forward = trained.run.forward
+    assert isinstance(forward, DecoderForward | PipelineForward)
     layout = trained.run.layout
     sequence = trained.run.config.model.sequence
     # The same number on every device; the surplus is dropped.
     rows = -(-samples // layout.ranks) * layout.ranks
-    ids = np.zeros((rows, sequence), np.int32)
+    begin = np.zeros((rows, sequence), np.int32)
     window = prompt[-sequence:]
-    ids[:, : len(window)] = window
+    begin[:, : len(window)] = window
     key = jax.random.key(seed)
 
     @jax.jit
-    def extend(params, ids: Int[Array, "B S"], length: Int[Array, ""], number: Int[Array, ""]):
+    def extend(
+        params: Params, ids: Int[Array, "B S"], length: Int[Array, ""], number: Int[Array, ""]
+    ) -> tuple[Int[Array, "B S"], Int[Array, ""], Int[Array, " B"]]:
         """Return (the window with one token more, its length, that token); a full window drops its first token."""
         logits = forward.logits(forward.weights(params), reshard(ids, layout.activation("BS")))
         last = jax.lax.dynamic_index_in_dim(logits, length - 1, axis=1, keepdims=False)
@@ -75,7 +81,7 @@ def sample(
     # Only one token comes back from the devices at a time; the window stays there.
     written = [np.tile(prompt, (rows, 1))]
     with jax.set_mesh(trained.run.mesh):
-        ids = jnp.asarray(ids)
+        ids = jnp.asarray(begin)
         length = jnp.asarray(len(window))
         for number in range(tokens):
             moving()

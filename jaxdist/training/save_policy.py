@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TypedDict
 
 import jax
 
@@ -56,6 +57,14 @@ def locked(folder: RunFolder, limit: float, say: Callable[[str], None]) -> Itera
         yield check
 
 
+class Baseline(TypedDict):
+    """The loss to compare a run with, such as the unigram entropy."""
+
+    nats: float
+    name: str
+    unit: str
+
+
 class SavePolicy:
     """Decides when the checkpoints of a run are saved, and what is in them."""
 
@@ -63,7 +72,7 @@ class SavePolicy:
         self.run = run
         self.checkpoints = checkpoints
         self.config = run.config.checkpoint
-        self.baseline = {"nats": run.task.baseline(), "name": run.task.baseline_name, "unit": run.task.unit}
+        self.baseline: Baseline = {"nats": run.task.baseline(), "name": run.task.baseline_name, "unit": run.task.unit}
         self.best = math.inf
         """The lowest validation loss so far."""
         self.last = time.monotonic()

@@ -175,11 +175,12 @@ def _capacity(run: Run) -> float | None:
     """
     if isinstance(run.device, Gpu):
         return run.device.memory * gpu_share()
+    whole = capacity(run.device)
     if run.device.platform != "cpu":
-        return capacity(run.device)
-    if run.dry:
+        return whole
+    if run.dry or whole is None:
         return None
-    return capacity(run.device) / run.mesh.size
+    return whole / run.mesh.size
 
 
 def _memory(held: memory.Memory, room: float | None) -> str:

@@ -6,40 +6,35 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Generic
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxdist.config import Config, RequestError
-from jaxdist.data.batches import Batch
+from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.images import Images
 from jaxdist.data.progress import Progress, unseen
 from jaxdist.mesh import PIPELINE, micro_batches
-from jaxdist.models import Model
-from jaxdist.models.foreign import Foreign
+from jaxdist.models import ModelT
 from jaxdist.sharding import Layout
 from jaxdist.training.forward.step import Forward
 
 
-class Task(ABC):
+class Task(ABC, Generic[ModelT]):
     """A kind of data and its loss. Nothing is read before `data` is asked for: a dry run reads none."""
 
     unit: str
     """What losses and speeds are given per."""
-    units = 1
-    """Units in a row."""
     baseline_name: str
-    flops: int | None = None
-    """FLOPs to train on one unit; None where nobody has counted them."""
-    tokenizer: str | None = None
     kept = ""
     """What a run's own data contribute when others are used, as the end of a sentence; see `keep`."""
     lower = "train.global_batch_size"
     """Knobs to lower where there are too few data."""
 
-    def __init__(self, config: Config, model: Model | Foreign, mesh: jax.sharding.Mesh, layout: Layout):
+    def __init__(self, config: Config, model: ModelT, mesh: jax.sharding.Mesh, layout: Layout):
         self.config = config
         self.model = model
         self.mesh = mesh
@@ -49,8 +44,23 @@ class Task(ABC):
         self.progress: Progress = unseen
         """Gets reports on how far the data are read."""
 
+    @property
+    def units(self) -> int:
+        """Units in a row."""
+        return 1
+
+    @property
+    def flops(self) -> int | None:
+        """FLOPs to train on one unit; None where nobody has counted them."""
+        return None
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The tokenizer as JSON, where there is one."""
+        return None
+
     @abstractmethod
-    def forward(self, dtype: Any) -> Forward:
+    def forward(self, dtype: DTypeLike) -> Forward:
         """Return the forward pass, computing in `dtype`."""
 
     @property
@@ -71,7 +81,7 @@ class Task(ABC):
         """Return these rows of the training part, as they are in this step."""
 
     @abstractmethod
-    def abstract(self, rows: int, accumulation: int) -> Batch:
+    def abstract(self, rows: int, accumulation: int) -> AbstractBatch:
         """Return shapes and shardings of a batch of that many rows."""
 
     @abstractmethod
@@ -116,6 +126,6 @@ class Task(ABC):
             )
         return rows
 
-    def abstract_batch(self) -> Batch:
+    def abstract_batch(self) -> AbstractBatch:
         """Return shapes and shardings of the batch of one training step."""
         return self.abstract(self.config.train.global_batch_size, self.micro_batches)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from jaxdist.config import RequestError
-from jaxdist.data.batches import Batch
+from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batch, image_validation_batches
 from jaxdist.data.images import Images, open_images
 from jaxdist.models import images
+from jaxdist.models.foreign import Foreign
 from jaxdist.training.forward.base import count_labels
 from jaxdist.training.forward.module import ModuleForward
 from jaxdist.training.task import Task
@@ -31,13 +32,13 @@ class ClassifierForward(ModuleForward):
         return count_labels(batch)
 
 
-class ImageTask(Task):
+class ImageTask(Task[Foreign]):
     """Batches of images and the numbers of their classes."""
 
     unit = "image"
     baseline_name = "entropy of the classes"
 
-    def forward(self, dtype: Any) -> ClassifierForward:
+    def forward(self, dtype: DTypeLike) -> ClassifierForward:
         """Return the forward pass of the whole network."""
         scope = images.scope(self.config.model)
         return ClassifierForward(self.model, images.loss, self.layout, scope, dtype, self.config.parallel.zero)
@@ -83,7 +84,7 @@ class ImageTask(Task):
         """Return these rows, cropped and mirrored as in this step alone."""
         return image_batch(self.data.train, rows, self.micro_batches, self.mesh, self.layout, self.augment, step)
 
-    def abstract(self, rows: int, accumulation: int) -> Batch:
+    def abstract(self, rows: int, accumulation: int) -> AbstractBatch:
         """Return shapes and shardings of a batch of that many images.
 
         Images are float32 [accumulation, rows, H, W, C], and labels int32.

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxdist.config import DataConfig
-from jaxdist.data.batches import Batch, abstract_batch, train_batch, validation_batches
+from jaxdist.data.batches import AbstractBatch, Batch, abstract_batch, train_batch, validation_batches
 from jaxdist.data.corpus import Corpus, open_corpus
+from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.training.forward.decoder import DecoderForward
@@ -19,7 +21,17 @@ from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.task import Task
 
 
-class TextTask(Task):
+class ForwardOptions(TypedDict):
+    """The options that both forward passes of a decoder take."""
+
+    dtype: DTypeLike
+    remat: str
+    dropout: bool
+    seed: int
+    stage: int
+
+
+class TextTask(Task[Model]):
     """Batches of tokens, and as labels the tokens that follow them."""
 
     unit = "token"
@@ -27,10 +39,10 @@ class TextTask(Task):
     baseline_name = "unigram entropy"
     lower = "train.global_batch_size or model.sequence"
 
-    def forward(self, dtype: Any) -> DecoderForward | PipelineForward:
+    def forward(self, dtype: DTypeLike) -> DecoderForward | PipelineForward:
         """Return the forward pass, over a pipeline where the mesh has one."""
         config = self.config
-        options = dict(
+        options: ForwardOptions = dict(
             dtype=dtype,
             remat=config.model.remat,
             dropout=config.model.dropout > 0,
@@ -85,7 +97,7 @@ class TextTask(Task):
         """Return these rows, which are the same in every step."""
         return train_batch(self.data.train, rows, self.units, self.micro_batches, self.mesh, self.layout)
 
-    def abstract(self, rows: int, accumulation: int) -> Batch:
+    def abstract(self, rows: int, accumulation: int) -> AbstractBatch:
         """Return shapes and shardings of a batch of that many rows."""
         apart = self.config.model.documents == "apart"
         return abstract_batch(rows, self.units, accumulation, self.mesh, self.layout, apart)

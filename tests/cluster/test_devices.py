@@ -1,6 +1,9 @@
 """Devices of a job without the devices: which are taken, and what is told where they are not what they should be."""
 
+import os
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +15,7 @@ from jaxdist.cluster.rendezvous import Member, _needed, why_incomplete
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.request import Enough, fitting
-from tests.processes import told
+from tests.processes import ROOT, told
 
 
 @pytest.mark.parametrize(
@@ -74,6 +77,45 @@ def test_cpu_devices_that_were_made_already(seen, monkeypatch, flags, words):
     monkeypatch.setenv("XLA_FLAGS", flags)
     with pytest.raises(RequestError, match="needs 4 CPU devices, but JAX has made 1 in this process already.*" + words):
         runtime.start(parse_mesh("4x1x1"))
+
+
+@pytest.mark.parametrize("shell", [None, SimpleNamespace(), SimpleNamespace(kernel="that of a notebook")])
+def test_a_notebook_is_told_its_first_line(seen, monkeypatch, shell):
+    """IPython in a terminal, which has a shell without a kernel, is a process like any other."""
+    seen([device(0, 0, "cpu")])
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    with pytest.raises(RequestError) as refused:
+        runtime.start(parse_mesh("4x1x1"))
+    line = (
+        'restart the kernel, and put this line into the first cell: import jax; jax.config.update("jax_num_cpu_devices"'
+    )
+    assert str(refused.value).endswith(f"{line}, 4)") == hasattr(shell, "kernel")
+    assert ("or start a new process, and" in str(refused.value)) != hasattr(shell, "kernel")
+
+
+SEVERAL_MESHES = """
+import sys
+import jax
+if sys.argv[1:] == ["line"]:
+    jax.config.update("jax_num_cpu_devices", 4)
+from jaxdist.cluster import runtime
+from jaxdist.mesh import parse_mesh
+print([runtime.start(parse_mesh(mesh)).size for mesh in ("1x1x1", "4x1x1", "2x1x1")], len(jax.devices()))
+"""
+
+
+@pytest.mark.parametrize("how", ["line", "environment"])
+def test_the_devices_that_the_user_asked_for_are_not_taken_back(how):
+    """A first mesh of one device leaves the others to later ones; both ways are those that the message names."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
+    if how == "environment":
+        environment["JAX_NUM_CPU_DEVICES"] = "4"
+    command = [sys.executable, "-c", SEVERAL_MESHES, how]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[1, 4, 2] 4\n", done.stderr[-2000:]
 
 
 def test_where_nobody_came_the_ports_are_told():

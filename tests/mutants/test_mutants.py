@@ -14,7 +14,7 @@ from tests.mutants.table import Mutant, mutants, mutated
 MUTANTS = mutants()
 SEEN = [mutant for mutant in MUTANTS if mutant.test]
 
-OWN = 60
+OWN = 62
 """Mistakes that were made for these tables, beside those that a review had found."""
 
 MOST_UNSEEN = 3
@@ -43,7 +43,7 @@ def test_every_test_is_collected():
 
 
 def test_the_tables_are_as_large_as_promised():
-    """Sixty mistakes over all folders by their lines, two at least; those that no test can see say why."""
+    """`OWN` mistakes over all folders by their lines, two at least; those that no test can see say why."""
     made = collections.Counter(mutant.table for mutant in MUTANTS if mutant.table != "found")
     assert made.total() == OWN
     folders = {path.name for path in (ROOT / "jaxdist").iterdir() if any(path.glob("*.py"))}

@@ -246,3 +246,8 @@ def test_a_run_that_is_stopped_ends_its_trace(run, capsys, monkeypatch):
     folder = run("stopped", "--mesh=2x1x1", "--train.steps=4", "--model.layers=1", "--profile.steps=1-3", code=1)
     (path,) = folder.glob("profile/1-3/process-0/plugins/profile/*/perfetto_trace.json.gz")
     assert f"profile     cut short with the run, and not read; what there is of it: {path}" in capsys.readouterr().err
+
+
+def test_a_program_without_a_name_cannot_be_read():
+    with pytest.raises(ValueError, match="the program has no name: 'ENTRY %main"):
+        Program.of("ENTRY %main {\n  ROOT %a = f32[] parameter(0)\n}\n")

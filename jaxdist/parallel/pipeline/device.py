@@ -16,10 +16,8 @@ from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region
 from jaxdist.parallel.pipeline.layers import Layers
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
-from jaxdist.sharding import BATCH, Layout
-
-Tree = Any
-"""Nested dicts of arrays."""
+from jaxdist.parallel.zero import Placements
+from jaxdist.sharding import BATCH, Layout, Tree
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Program:
 class Device:
     """The model, its stages and its placements, as one device of the pipeline sees them."""
 
-    def __init__(self, program: Program, stages: Stages, layout: Layout, places: Tree, stage: int):
+    def __init__(self, program: Program, stages: Stages, layout: Layout, places: Placements, stage: int):
         """Take the `places` of the folded parameters; `stage` is that of ZeRO."""
         self.program = program
         self.stages = stages
@@ -72,7 +70,7 @@ class Device:
         # XLA:CPU alone starts a loop before the one in front of it has ended.
         return earlier if self.layout.platform == "cpu" else ()
 
-    def alone(self, on: jax.Array, run: Callable, *state: Tree) -> tuple[Tree, ...]:
+    def alone(self, on: jax.Array, run: Callable[..., Any], *state: Tree) -> tuple[Tree, ...]:
         """Return `run(*state)` on ranks where it is `on`, else `state`: each rank takes its own branch.
 
         Inside, a collective may wait only for devices of the same rank, which take the same branch: its groups lie

@@ -28,23 +28,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import P, lax
 from jax.sharding import reshard
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region
-from jaxdist.parallel.pipeline.device import Device, Program, Tree, get, own, put
-from jaxdist.parallel.pipeline.layers import Unit
+from jaxdist.parallel.pipeline.device import Device, Program, get, own, put
+from jaxdist.parallel.pipeline.layers import Ring, Slot, Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import Rows, Table
-from jaxdist.sharding import BATCH, Layout, wide
+from jaxdist.parallel.zero import Placements
+from jaxdist.sharding import BATCH, Layout, Params, Tree, wide
 
 SHARED = "the_same_on_all_ranks"
 """The name in a program of branches that all devices take alike."""
 
 Carry = dict[str, Any]
 """The state of a device from tick to tick: buffers, messages and sums by name."""
+
+Row = Rows[Bool[Array, ""], Int[Array, ""]]
+"""What the table has for one device in one tick."""
+
+Columns = Rows[Bool[Array, "..."], Int[Array, "..."]]
+"""The table on the mesh: [T, S] each, or [T] where all ranks have the same."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class Executor:
     table: Table
     stages: Stages
     layout: Layout
-    places: Tree
+    places: Placements
     """Placements of the folded parameters."""
     stage: int
     """Of ZeRO."""
@@ -67,41 +75,41 @@ class Executor:
     recompute: bool
     """Keep only the input of a chunk, and recompute the chunk when its B runs."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.recompute and self.table.schedule.split:
             raise ValueError(
                 f"schedule {self.table.schedule.name} splits the backward pass and keeps what both parts need, which "
                 "recomputing the whole stage would undo; ask for remat block, dots or none, or for another schedule"
             )
 
-    def gradients(self, weights: Tree, batch: Tree) -> tuple[Float[Array, ""], Tree]:
+    def gradients(self, weights: Params, batch: Tree) -> tuple[Float[Array, ""], Params]:
         """Return (summed loss, its gradient in f32, which lies as parameters do at rest) of a `batch` [M, B, ...]."""
         run = partial(self._run, True)
         return self.in_region(run, (P(), self._rest))(*self.arguments(weights, batch))
 
-    def loss(self, weights: Tree, batch: Tree) -> Float[Array, ""]:
+    def loss(self, weights: Params, batch: Tree) -> Float[Array, ""]:
         """Return the summed loss alone: F and head of the same table."""
 
-        def run(*arguments):
-            return region.add_up(self._run(False, *arguments), self.layout.split(BATCH))
+        def run(rows: Columns, weights: Params, batch: Tree) -> Float[Array, ""]:
+            return region.add_up(self._run(False, rows, weights, batch), self.layout.split(BATCH))
 
         return self.in_region(run, P())(*self.arguments(weights, batch))
 
-    def output(self, weights: Tree, batch: Tree, spec: P) -> Float[Array, "..."]:
+    def output(self, weights: Params, batch: Tree, spec: P) -> Float[Array, "..."]:
         """Return what `program.loss` makes of the only micro-batch, where that is an array that lies as `spec` says."""
         assert self.table.schedule.micro_batches == 1
         return self.in_region(partial(self._run, False), spec)(*self.arguments(weights, batch))
 
-    def in_region(self, run: Callable, out_specs: Any) -> Callable:
+    def in_region(self, run: Callable[[Columns, Params, Tree], Tree], out_specs: Tree) -> Callable[..., Any]:
         """Return a function of `arguments` that calls `run(rows, weights, batch)` on every device."""
         columns = jax.tree.map(_column_spec, self.table.rows)
         specs = (columns, self._rest, self.layout.spec([None, BATCH]))
         return jax.shard_map(run, in_specs=specs, out_specs=out_specs)
 
-    def arguments(self, weights: Tree, batch: Tree) -> tuple[Rows, Tree, Tree]:
+    def arguments(self, weights: Params, batch: Tree) -> tuple[Columns, Params, Tree]:
         """Return the arguments of an `in_region` function: (columns of the table, weights, batch)."""
 
-        def on_mesh(column):
+        def on_mesh(column: np.ndarray) -> jax.Array:
             array = jnp.asarray(column)
             return reshard(array, _column_spec(column)) if column.ndim == 2 else array
 
@@ -111,7 +119,7 @@ class Executor:
     def _rest(self) -> Tree:
         return jax.tree.map(lambda p: p.rest, self.places)
 
-    def _run(self, backward: bool, rows: Rows, weights: Tree, batch: Tree):
+    def _run(self, backward: bool, rows: Columns, weights: Params, batch: Tree) -> Tree:
         """Run all ticks on one device; without `backward`, only F and the head."""
         rows = jax.tree.map(lambda a: a[:, 0] if a.ndim == 2 else a, rows)
         device = Region(self, weights, batch, backward)
@@ -128,7 +136,7 @@ class Executor:
         return device.end(carry)
 
 
-def _column_spec(column: Any) -> P:
+def _column_spec(column: np.ndarray) -> P:
     """Return how a column of the table lies: [T, S] split over ranks, [T] on all of them."""
     return P(None, PIPELINE) if column.ndim == 2 else P()
 
@@ -136,7 +144,7 @@ def _column_spec(column: Any) -> P:
 class Region(Device):
     """One device inside the region: the methods take its carry from tick to tick."""
 
-    def __init__(self, of: Executor, weights: Tree, batch: Tree, backward: bool):
+    def __init__(self, of: Executor, weights: Params, batch: Tree, backward: bool):
         super().__init__(of.program, of.stages, of.layout, of.places, of.stage)
         self.table = of.table
         self.recompute = of.recompute
@@ -156,19 +164,19 @@ class Region(Device):
         x = jax.eval_shape(lambda: region.vary(self.program.embed(self.tops, part), self.stream))
         depths = self.table.slots
 
-        def ring(name):
+        def ring(name: str) -> jax.Array:
             return region.zeros_like(x, (depths[name],))
 
-        def loss_of_zeros():
+        def loss_of_zeros() -> jax.Array:
             last = region.add_up(region.zeros_like(x), (PIPELINE,))
             return self.program.loss(self.tops, last, self.part(jnp.zeros((), jnp.int32)))
 
-        def sums(weights):
+        def sums(weights: Tree) -> Tree:
             return jax.tree.map(lambda w: region.zeros(w.shape, wide(w.dtype), region.varying(w)), weights)
 
         loss = jax.eval_shape(loss_of_zeros)
         loss = region.zeros(loss.shape, loss.dtype, loss.manual_axis_type.varying)
-        carry = dict(acts=ring("acts"), sent=region.zeros_like(x), loss=loss)
+        carry: Carry = dict(acts=ring("acts"), sent=region.zeros_like(x), loss=loss)
         if not self.differentiates:
             return carry
         # From ZeRO 2 on, B reduces the gradients of layers, and shards of them are summed.
@@ -184,13 +192,13 @@ class Region(Device):
             carry["stash"] = self.layers.stash(unit, x, carry["residuals"], depths["stash"])
         return carry
 
-    def tick(self, slots: frozenset[str], always_head: bool, carry: Carry, row: Rows) -> tuple[Carry, None]:
+    def tick(self, slots: frozenset[str], always_head: bool, carry: Carry, row: Row) -> tuple[Carry, None]:
         """Run one row of the table; `always_head`: the last chunk runs F in every tick of this segment."""
         carry = carry | {"acts": put(carry["acts"], carry["sent"], row.arrivals.act)}
         if self.differentiates:
             carry |= {"cots": put(carry["cots"], carry["returned"], row.arrivals.cot)}
         # On CPUs each unit waits for the one before it: see `region.after`.
-        before = ()
+        before: tuple[jax.Array, ...] = ()
         if "F" in slots:
             carry, y = self.forward(carry, row)
             if "H" in slots:
@@ -206,11 +214,11 @@ class Region(Device):
             carry = self.weight(carry, row, before)
         return carry, None
 
-    def forward(self, carry: Carry, row: Rows) -> tuple[Carry, jax.Array]:
+    def forward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
         """Run F of a chunk; return the carry and the output of the chunk."""
         unit = self.unit(row.F.chunk, self.part(row.F.micro))
 
-        def run(residuals, x):
+        def run(residuals: Tree, x: jax.Array) -> tuple[Tree, jax.Array]:
             if not self.differentiates:
                 return residuals, self.layers.forward(unit, x)
             if self.recompute:
@@ -223,24 +231,24 @@ class Region(Device):
             carry = carry | {"residuals": residuals}
         return carry, y
 
-    def embed(self, row: Rows, x: jax.Array) -> jax.Array:
+    def embed(self, row: Row, x: jax.Array) -> jax.Array:
         """Return the input of a chunk: the embedding for the first chunk, `x` for others."""
 
-        def run(x):
+        def run(x: jax.Array) -> jax.Array:
             return jnp.where(row.F.first, self.program.embed(self.tops, self.part(row.embed.micro)), x)
 
         return self._shared(row.embed.on, self.uniform, run, x)
 
-    def head(self, carry: Carry, row: Rows, y: jax.Array, always: bool) -> Carry:
+    def head(self, carry: Carry, row: Row, y: jax.Array, always: bool) -> Carry:
         """Run the head: all ranks together compute the loss of the micro-batch that leaves the last chunk.
 
         Its gradient goes to the last rank's `cots`.
         """
 
-        def loss_of(tops, x):
+        def loss_of(tops: Params, x: jax.Array) -> jax.Array:
             return self.program.loss(tops, x, self.part(row.head.micro))
 
-        def run(sums):
+        def run(sums: Carry) -> Carry:
             # Only one rank has run the last chunk: the sum brings its output to all ranks.
             last = region.add_up(jnp.where(row.F.last, y, jnp.zeros((), y.dtype)), (PIPELINE,))
             if not self.differentiates:
@@ -253,23 +261,23 @@ class Region(Device):
         names = ("loss", "tops", "cots") if self.differentiates else ("loss",)
         return carry | self._shared(row.head.on, always, run, {name: carry[name] for name in names})
 
-    def backward(self, carry: Carry, row: Rows, before: tuple[jax.Array, ...]) -> tuple[Carry, jax.Array]:
+    def backward(self, carry: Carry, row: Row, before: tuple[jax.Array, ...]) -> tuple[Carry, jax.Array]:
         """Run B of a chunk, after all of `before` is there; return the carry and the gradient of the chunk's input.
 
         Where the schedule splits the backward pass, B leaves what W needs in the stash; else it adds the gradients of
         the weights.
         """
         unit = self.unit(row.B.chunk, self.part(row.B.micro))
-        kept = carry["residuals"], row.B.res
+        kept: tuple[Tree, Slot] = (carry["residuals"], row.B.res)
 
-        def whole(sums, dy):
+        def whole(sums: Tree, dy: jax.Array) -> tuple[Tree, jax.Array]:
             rings = kept
             if self.recompute:
                 # What was kept is the input of the chunk.
                 rings = self.layers.again(unit, region.after(get(*kept), *before))
             return self.layers.backward(unit, dy, *rings, sums, row.B.on)
 
-        def half(stash, dy):
+        def half(stash: Ring, dy: jax.Array) -> tuple[Ring, jax.Array]:
             return self.layers.of_input(unit, dy, *kept, stash, row.B.wst)
 
         dy = get(carry["cots"], region.after(row.B.cot, *before))
@@ -279,16 +287,16 @@ class Region(Device):
         blocks, dx = self._own(row.B.on, whole, carry["blocks"], dy)
         return carry | {"blocks": blocks}, dx
 
-    def unembed(self, carry: Carry, row: Rows, dx: jax.Array) -> tuple[Carry, jax.Array]:
+    def unembed(self, carry: Carry, row: Row, dx: jax.Array) -> tuple[Carry, jax.Array]:
         """Run B of the embedding, where the chunk is the first; return the carry and a number that is there then."""
 
-        def one_number(a):
+        def one_number(a: jax.Array) -> jax.Array:
             return region.vary(a[(0,) * a.ndim], self.stream)
 
-        def embed(tops):
+        def embed(tops: Params) -> jax.Array:
             return self.program.embed(tops, self.part(row.unembed.micro))
 
-        def run(state):
+        def run(state: tuple[Params, jax.Array]) -> tuple[Params, jax.Array]:
             sums, _ = state
             first = region.add_up(jnp.where(row.B.first, dx, jnp.zeros((), dx.dtype)), (PIPELINE,))
             x, vjp = jax.vjp(embed, self.tops)
@@ -304,17 +312,17 @@ class Region(Device):
         tops, done = self._shared(row.unembed.on, self.uniform, run, state)
         return carry | {"tops": tops}, done
 
-    def weight(self, carry: Carry, row: Rows, before: tuple[jax.Array, ...]) -> Carry:
+    def weight(self, carry: Carry, row: Row, before: tuple[jax.Array, ...]) -> Carry:
         """Run W of a chunk, after all of `before` is there."""
         unit = self.unit(row.W.chunk, self.part(row.W.micro))
 
-        def run(sums):
+        def run(sums: Tree) -> tuple[Tree]:
             return (self.layers.of_weights(unit, carry["stash"], row.W.wst, sums, row.W.on, before),)
 
         (blocks,) = self._own(row.W.on, run, carry["blocks"])
         return carry | {"blocks": blocks}
 
-    def _own(self, on: jax.Array, run: Callable, *state: Tree) -> tuple[Tree, ...]:
+    def _own(self, on: jax.Array, run: Callable[..., Any], *state: Tree) -> tuple[Tree, ...]:
         """Return `run(*state)` where this rank has the unit.
 
         Uniform schedules run it wherever some rank has it: the result is masked, or goes where nobody looks. In others
@@ -324,7 +332,7 @@ class Region(Device):
             return run(*state)
         return self.alone(on, run, *state)
 
-    def _shared(self, on: jax.Array, always: bool, run: Callable, state: Tree) -> Tree:
+    def _shared(self, on: jax.Array, always: bool, run: Callable[[Tree], Tree], state: Tree) -> Tree:
         """Return `run(state)` in ticks that are `on`, or in `always` all of them, on all ranks together.
 
         All ranks have the same `on`, as its type says, and so take the same branch: collectives of any group are legal
@@ -336,7 +344,7 @@ class Region(Device):
         with jax.named_scope(SHARED):
             return lax.cond(on, run, lambda state: state, state)
 
-    def end(self, carry: Carry):
+    def end(self, carry: Carry) -> Tree:
         """Return the loss, or the loss and the gradients, with what is left to reduce once per step."""
         if not self.differentiates:
             return carry["loss"]

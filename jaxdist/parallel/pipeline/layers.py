@@ -11,7 +11,7 @@ reads and writes its own place in them, so that nothing of the size of a slot is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,15 +25,17 @@ from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region
 from jaxdist.parallel.pipeline.split import Halves, halves
 from jaxdist.parallel.pipeline.stages import Stages
-from jaxdist.sharding import wide
+from jaxdist.sharding import Tree, wide
 
-Tree = Any
 Ring = list[Array]
 """Each [slots, depth, ...]."""
 Slot = jax.Array | int
 
 Available = tuple[Tree, Tree, Array]
 """(weights, micro-batch, number) of a layer: what its backward pass has again without keeping it."""
+
+Numbered = tuple[Int[Array, ""], Tree, Int[Array, ""], Bool[Array, ""]]
+"""(place, weights, number, valid) of a layer: one step of a scan over `Unit.layers`."""
 
 
 class Unit(NamedTuple):
@@ -70,7 +72,7 @@ class VJP(NamedTuple):
     """For each of its arrays, the number of the available array that it is; None for one that is kept."""
 
 
-def take_apart(pullback: Callable, available: Tree) -> tuple[VJP, list[jax.Array]]:
+def take_apart(pullback: Callable[..., Any], available: Tree) -> tuple[VJP, list[jax.Array]]:
     """Return the description of a pullback, and the arrays that have to be kept to rebuild it.
 
     An array of the pullback is one of `available` if it is the same object: JAX puts a value that the backward pass
@@ -83,14 +85,14 @@ def take_apart(pullback: Callable, available: Tree) -> tuple[VJP, list[jax.Array
     return VJP(structure, sources), kept
 
 
-def rebuild(vjp: VJP, kept: list[jax.Array], available: Tree) -> Callable:
+def rebuild(vjp: VJP, kept: Sequence[jax.Array], available: Tree) -> Callable[..., Any]:
     """Return the pullback that `take_apart` has taken apart, from arrays kept and available.
 
     `kept` are in the order of `take_apart`; the others are leaves of `available`, such as weights, which need no copy.
     """
-    kept = iter(kept)
+    next_kept = iter(kept)
     leaves = jax.tree.leaves(available)
-    arrays = [next(kept) if source is None else leaves[source] for source in vjp.sources]
+    arrays = [next(next_kept) if source is None else leaves[source] for source in vjp.sources]
     return jax.tree.unflatten(vjp.structure, arrays)
 
 
@@ -114,7 +116,7 @@ class Layers:
     def forward(self, unit: Unit, x: jax.Array) -> jax.Array:
         """Return x after the layers; nothing is kept for a backward pass."""
 
-        def one(x, layer):
+        def one(x: jax.Array, layer: Numbered) -> tuple[jax.Array, None]:
             _, w, number, valid = layer
             return self._where(valid, self.layer(self._in_use(w), x, unit.part, number), x), None
 
@@ -123,7 +125,7 @@ class Layers:
     def forward_keeping(self, unit: Unit, x: jax.Array, kept: Ring, slot: Slot) -> tuple[Ring, jax.Array]:
         """Return (`kept` with what the layers keep in `slot`, x after the layers)."""
 
-        def one(carry, layer):
+        def one(carry: tuple[Ring, jax.Array], layer: Numbered) -> tuple[tuple[Ring, jax.Array], None]:
             kept, x = carry
             place, w, number, valid = layer
             made, y = self._forward_of_layer((w, unit.part, number), x)
@@ -144,11 +146,11 @@ class Layers:
         `sums` are [chunks, depth, ...] each. A gradient that is not `on` is not added to them, and may be anything.
         """
 
-        def one(carry, layer):
+        def one(carry: tuple[Tree, jax.Array], layer: Numbered) -> tuple[tuple[Tree, jax.Array], None]:
             sums, dy = carry
             place, w, number, valid = layer
             w = self._in_use(w)
-            pullback = rebuild(self._vjp, _get(kept, slot, place), (w, unit.part, number))
+            pullback = self._pullback(_get(kept, slot, place), (w, unit.part, number))
             dw, dx = pullback(dy)
             sums = self._accumulate(sums, dw, (unit.chunk, place), on & valid)
             return (sums, self._where(valid, dx, dy)), None
@@ -160,7 +162,7 @@ class Layers:
     ) -> tuple[Ring, jax.Array]:
         """Run B alone: return (`stash` with what W needs of each layer in slot `to`, the gradient of x)."""
 
-        def one(carry, layer):
+        def one(carry: tuple[Ring, jax.Array], layer: Numbered) -> tuple[tuple[Ring, jax.Array], None]:
             stash, dy = carry
             place, w, number, valid = layer
             made, dx = self._input_gradient_of_layer((w, unit.part, number), _get(kept, slot, place), dy)
@@ -169,18 +171,26 @@ class Layers:
         return lax.scan(one, (stash, dy), unit.layers, reverse=True)[0]
 
     def of_weights(
-        self, unit: Unit, stash: Ring, slot: Slot, sums: Tree, on: jax.Array | bool, before: tuple[jax.Array, ...] = ()
+        self,
+        unit: Unit,
+        stash: Ring,
+        slot: jax.Array,
+        sums: Tree,
+        on: jax.Array | bool,
+        before: tuple[jax.Array, ...] = (),
     ) -> Tree:
         """Run W, after all of `before` is there: return `sums` with the gradients of the weights."""
+        halves = self._halves
+        assert halves is not None
         later = region.after(slot, *before)
         # A slot that varies over more axes than a ring would make what is read from it vary too.
         slots = [later if region.varying(later) <= region.varying(a) else slot for a in stash]
 
-        def one(sums, layer):
+        def one(sums: Tree, layer: Numbered) -> tuple[Tree, None]:
             place, w, number, valid = layer
             again, _ = self._arguments((w, unit.part, number), [])
             stashed = [_read(a, at, place) for a, at in zip(stash, slots, strict=True)]
-            dw = jax.tree.unflatten(jax.tree.structure(w), self._halves.later(again, stashed))
+            dw = jax.tree.unflatten(jax.tree.structure(w), halves.later(again, stashed))
             return self._accumulate(sums, dw, (unit.chunk, place), on & valid), None
 
         return lax.scan(one, sums, unit.layers)[0]
@@ -192,7 +202,7 @@ class Layers:
     def stash(self, unit: Unit, x: jax.Array, kept: Ring, slots: int) -> Ring:
         """Return an empty ring for what `of_input` hands to `of_weights`."""
 
-        def of_layer():
+        def of_layer() -> list[jax.Array]:
             return self._input_gradient_of_layer(unit.first, [a[0, 0] for a in kept], x)[0]
 
         return self._ring(slots, jax.eval_shape(of_layer))
@@ -221,7 +231,7 @@ class Layers:
         (dx,), stash = self._halves.at_once(again, once)
         return list(stash), dx
 
-    def _arguments(self, available: Available, once: list) -> tuple[list, list]:
+    def _arguments(self, available: Available, once: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return (the arrays that W has again, those that it has not)."""
         w = jax.tree.leaves(available[0])
         others = jax.tree.leaves(available[1:])
@@ -237,8 +247,13 @@ class Layers:
         kept = arrays[leaves:-1]
         dy = arrays[-1]
         w, part, number = jax.tree.unflatten(structure, [*arrays[others:leaves], *arrays[:others]])
-        dw, dx = rebuild(self._vjp, kept, (w, part, number))(dy)
+        dw, dx = self._pullback(kept, (w, part, number))(dy)
         return [dx, *jax.tree.leaves(dw)]
+
+    def _pullback(self, kept: Sequence[jax.Array], available: Available) -> Callable[..., Any]:
+        """Return the pullback of a layer, of the structure that F has left."""
+        assert self._vjp is not None
+        return rebuild(self._vjp, kept, available)
 
     def _in_use(self, w: Tree) -> Tree:
         """Return the weights of a layer in use: at ZeRO 3 they are gathered here."""
@@ -249,11 +264,11 @@ class Layers:
     def _accumulate(self, sums: Tree, dw: Tree, at: tuple[Slot, Array], on: jax.Array) -> Tree:
         """Add a layer's gradients to `sums` where they are `on`; from ZeRO 2 on they are reduced first."""
 
-        def masked(g):
+        def masked(g: jax.Array) -> jax.Array:
             # A `where`, not a product: what is masked may be NaN.
             return jnp.where(on, g, jnp.zeros((), g.dtype)).astype(wide(g.dtype))
 
-        def add(s, g):
+        def add(s: jax.Array, g: jax.Array) -> jax.Array:
             return _written(s, _read(s, *at) + g.astype(s.dtype), *at)
 
         dw = jax.tree.map(masked, dw)

@@ -24,19 +24,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import P, lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxdist.mesh import AXES, PIPELINE
 from jaxdist.parallel import region
-from jaxdist.parallel.pipeline.device import Device, Program, Tree, get, own, put
-from jaxdist.parallel.pipeline.layers import Unit
+from jaxdist.parallel.pipeline.device import Device, Program, get, own, put
+from jaxdist.parallel.pipeline.layers import Slot, Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, of_layers
-from jaxdist.sharding import BATCH, Layout, wide
+from jaxdist.parallel.zero import Placements
+from jaxdist.sharding import BATCH, Layout, Params, Tree, wide
 
 Carry = dict[str, Any]
 """The state of a device from tick to tick: buffers, messages and sums by name."""
@@ -54,7 +58,7 @@ class Through(NamedTuple):
     """The mean over its labels."""
     norm: Float[Array, ""]
     """Norm of its gradient, each stage's part at the weights that the stage's F had."""
-    count: Int[Array, ""]
+    count: Int[Array, ""]  # type: ignore[assignment]  # a tuple has a method of this name, which nobody calls here
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,12 @@ class PipeDream:
 
     stages: Stages
     layout: Layout
-    places: Tree
+    places: Placements
     """Placements of the folded parameters."""
     stage: int
     """Of ZeRO."""
     program: Program
-    dtype: Any
+    dtype: DTypeLike
     """Of weights in use."""
     recompute: bool
     """Keep only the input of a stage, and recompute the stage when its B runs."""
@@ -76,32 +80,40 @@ class PipeDream:
     """(gradients, optimizer state, parameters, updates before) -> (parameters, state), of the layers, or of all
     others; elementwise, as each device updates its own part."""
 
-    def empty(self, params: Tree, batch: Tree) -> Tree:
+    def empty(self, params: Params, batch: Tree) -> Tree:
         """Return the state of an empty pipeline; of `batch`, [1, B, ...], only the shape counts."""
         types: list[Tree] = []
 
-        def look(*arguments):
+        def look(params: Params, batch: Tree) -> jax.Array:
             # The specs of the state depend on what varies inside the region, so it is traced once to see them.
-            types.append(jax.tree.map(_leading, Round(self, *arguments).start()))
+            types.append(jax.tree.map(_leading, Round(self, params, batch).start()))
             return jnp.zeros(())
 
-        def start(*arguments):
-            return jax.tree.map(_together, Round(self, *arguments).start())
+        def start(params: Params, batch: Tree) -> Carry:
+            return jax.tree.map(_together, Round(self, params, batch).start())
 
         specs = jax.tree.map(lambda p: p.rest, self.places), self._batch
         jax.eval_shape(jax.shard_map(look, in_specs=specs, out_specs=P()), params, batch)
         return jax.shard_map(start, in_specs=specs, out_specs=types[0])(params, batch)
 
     def round(
-        self, params: Tree, optimizer: Tree, in_flight: Tree, batch: Tree, number: Int[Array, ""], count: Int[Array, ""]
-    ) -> tuple[Tree, Tree, Tree, Through]:
+        self,
+        params: Params,
+        optimizer: Tree,
+        in_flight: Carry,
+        batch: Tree,
+        number: Int[Array, ""],
+        count: Int[Array, ""],
+    ) -> tuple[Params, Tree, Carry, Through]:
         """Return (parameters, optimizer state, what is in flight, the batch that is through) after `batch` came in.
 
         `number` is that of the batch, by which updates are counted; a batch NOTHING updates nothing. `count` is what
         its summed loss is divided by.
         """
 
-        def run(params, optimizer, in_flight, batch, number, count):
+        def run(
+            params: Params, optimizer: Tree, in_flight: Carry, batch: Tree, number: jax.Array, count: jax.Array
+        ) -> tuple[Params, Tree, Carry, Through]:
             device = Round(self, params, batch)
             carry = device.arrive(jax.tree.map(_apart, in_flight), number, count)
             carry |= {"params": _stage(params), "optimizer": _stage(optimizer)}
@@ -112,12 +124,12 @@ class PipeDream:
             optimizer = _stages(carry.pop("optimizer"))
             return params, optimizer, jax.tree.map(_together, carry), through
 
-        def specs_of(tree):
+        def specs_of(tree: Tree) -> Tree:
             return jax.tree.map(lambda a: jax.typeof(a).sharding.spec, tree)
 
         state = specs_of(params), specs_of(optimizer), specs_of(in_flight)
-        run = jax.shard_map(run, in_specs=(*state, self._batch, P(), P()), out_specs=(*state, P()))
-        return run(params, optimizer, in_flight, batch, number, count)
+        on_mesh = jax.shard_map(run, in_specs=(*state, self._batch, P(), P()), out_specs=(*state, P()))
+        return on_mesh(params, optimizer, in_flight, batch, number, count)
 
     @property
     def _batch(self) -> P:
@@ -127,7 +139,7 @@ class PipeDream:
 class Round(Device):
     """What one device does in a round. A batch has the same slot in all buffers of depth S."""
 
-    def __init__(self, of: PipeDream, params: Tree, batch: Tree):
+    def __init__(self, of: PipeDream, params: Params, batch: Tree):
         super().__init__(of.program, of.stages, of.layout, of.places, of.stage)
         self.update = of.update
         self.recompute = of.recompute
@@ -160,13 +172,13 @@ class Round(Device):
         blocks = self.cast(self.params[BLOCKS])
         x = jax.eval_shape(lambda: region.vary(self.program.embed(self.tops, self.batch), self.stream))
 
-        def buffer(a):
+        def buffer(a: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
             return region.vary(zeros(a, (S,)), (PIPELINE,))
 
-        def head_gradients(w):
+        def head_gradients(w: jax.Array) -> jax.Array:
             return region.zeros((S // 2 + 1, *w.shape), wide(w.dtype), region.varying(w))
 
-        def residuals():
+        def residuals() -> Tree:
             if self.recompute:
                 return buffer(x)
             return self.layers.kept(self.unit(self.in_use(blocks), self.batch), zeros(x), S)
@@ -226,7 +238,7 @@ class Round(Device):
             # Rank 0 runs F in even ticks; the others take part in the embedding with their part of the vocabulary.
             x = jnp.where(self.rank == 0, self.program.embed(self.tops, self.batch), x)
 
-        def run(versions, residuals, x):
+        def run(versions: Tree, residuals: Tree, x: jax.Array) -> tuple[Tree, Tree, jax.Array]:
             blocks = self.cast(carry["params"][BLOCKS])
             unit = self.unit(self.in_use(blocks), part)
             versions = put(versions, blocks, slot)
@@ -243,10 +255,12 @@ class Round(Device):
         on = ((self.rank + parity) % 2 == 1) & (carry["numbers"][slot] != NOTHING)
         part = get(carry["batches"], slot)
 
-        def run(params, optimizer, squares, dy):
+        def run(
+            params: Params, optimizer: Tree, squares: jax.Array, dy: jax.Array
+        ) -> tuple[Params, Tree, jax.Array, jax.Array]:
             version = get(carry["versions"], slot)
             unit = self.unit(self.in_use(version), part)
-            kept = carry["residuals"], slot
+            kept: tuple[Tree, Slot] = (carry["residuals"], slot)
             if self.recompute:
                 kept = self.layers.again(unit, get(*kept))
             grads, dx = self.layers.backward(unit, dy, *kept, self._empty_sums(version, unit), True)
@@ -268,7 +282,7 @@ class Round(Device):
     def _empty_sums(self, version: Tree, unit: Unit) -> Tree:
         """Return zeros to accumulate the gradients of a stage in: shards from ZeRO 2 on, else of weights in use."""
 
-        def empty(w):
+        def empty(w: jax.Array) -> jax.Array:
             return region.zeros((1, *w.shape), wide(w.dtype), region.varying(w))
 
         return jax.tree.map(empty, version if self.stage >= 2 else unit.weights)
@@ -282,7 +296,7 @@ class Round(Device):
         last = self.rank == self.S - 1
         slot = self.slot_of(batch)
 
-        def loss_of(tops, x):
+        def loss_of(tops: Params, x: jax.Array) -> jax.Array:
             return self.program.loss(tops, x, get(carry["batches"], slot))
 
         # The sum brings the output of the last rank to all ranks.
@@ -327,7 +341,9 @@ class Round(Device):
         }
         return carry, Through(number, loss, norm, count)
 
-    def updated(self, carry: Carry, slot: jax.Array, grads: Tree, optimizer: Tree, params: Tree):
+    def updated(
+        self, carry: Carry, slot: jax.Array, grads: Params, optimizer: Tree, params: Params
+    ) -> tuple[Params, Tree, jax.Array]:
         """Return (parameters, optimizer state, squared norm) after an update with the summed gradients of a batch.
 
         Where the gradients are not finite, parameters and state stay as they were.
@@ -347,7 +363,7 @@ def _square(tree: Tree, keep: set[str]) -> jax.Array:
     for a in jax.tree.leaves(tree):
         axes = region.varying(a) - keep
         sums[axes] = sums.get(axes, 0) + jnp.sum(jnp.square(a))
-    return sum(region.add_up(square, sorted(axes)) for axes, square in sums.items())
+    return reduce(add, [region.add_up(square, sorted(axes)) for axes, square in sums.items()])
 
 
 def _choose(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
@@ -372,7 +388,7 @@ def _stages(tree: Tree) -> Tree:
 def _layers(tree: Tree) -> Tree:
     """Return the part of parameters, or of what has their names, that belongs to layers."""
 
-    def part(node):
+    def part(node: Tree) -> Tree:
         return {BLOCKS: node[BLOCKS]} if _is_model(node) else node
 
     return jax.tree.map(part, tree, is_leaf=_is_model)
@@ -381,7 +397,7 @@ def _layers(tree: Tree) -> Tree:
 def _tops(tree: Tree) -> Tree:
     """Return the part of parameters, or of what has their names, that belongs to all ranks."""
 
-    def part(node):
+    def part(node: Tree) -> Tree:
         if not _is_model(node):
             return node
         return {name: a for name, a in node.items() if name != BLOCKS}

@@ -40,7 +40,7 @@ class Schedule:
     flush: bool = True
     """Weights stay as they are for all M micro-batches, and the pipeline is empty in the end."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         # `make` hands the same object to all callers.
         for ticks in self.units.values():
             ticks.flags.writeable = False

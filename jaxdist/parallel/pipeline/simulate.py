@@ -87,7 +87,7 @@ def columns(schedule: Schedule, times: Times) -> list[Column]:
     cost = costs(schedule, times)
     occupied = {kind: set(ticks.ravel().tolist()) for kind, ticks in schedule.units.items()}
     result = []
-    now = 0
+    now: float = 0  # an integer, so that fractions stay exact
     for tick in range(schedule.ticks):
         kinds = [kind for kind in occupied if tick in occupied[kind]]
         groups = [{kind} for kind in kinds]
@@ -118,8 +118,8 @@ def free_time(schedule: Schedule, times: Times) -> float:
     for place, kind in enumerate(kinds):
         for (g, m), tick in np.ndenumerate(schedule.units[kind]):
             units.append((int(tick), place, g, m))
-    clock = [0] * S
-    ended = {}
+    clock: list[float] = [0] * S
+    ended: dict[tuple[str, int, int], float] = {}
     # In this order, because what a unit needs is in an earlier tick, or in an earlier slot of its own.
     for _, place, g, m in sorted(units):
         kind = kinds[place]
@@ -148,5 +148,5 @@ def peak_in_flight(schedule: Schedule) -> list[int]:
         change = np.zeros(schedule.ticks + 1, int)
         np.add.at(change, schedule.forward[rank :: schedule.stages].ravel(), 1)
         np.add.at(change, schedule.last[rank :: schedule.stages].ravel() + 1, -1)
-        peaks.append(int(change.cumsum().max()))
+        peaks.append(int(np.max(change.cumsum())))
     return peaks

@@ -138,13 +138,13 @@ def _inlined(closed: core.ClosedJaxpr, arrays: Arrays) -> Arrays:
     program = closed.jaxpr
     known = dict(zip([*program.constvars, *program.invars], [*closed.consts, *arrays], strict=True))
 
-    def read(atom):
+    def read(atom: core.Var | core.Literal) -> jax.Array:
         return atom.val if isinstance(atom, core.Literal) else known[atom]
 
     for equation in program.eqns:
         values = [read(v) for v in equation.invars]
         if equation.primitive.name in CALLS:
-            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            inner = equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
             if not isinstance(inner, core.ClosedJaxpr):
                 inner = core.ClosedJaxpr(inner, [])
             made = _inlined(inner, values)
@@ -160,7 +160,7 @@ def _run(equation: core.JaxprEqn, values: Arrays) -> Arrays:
     A value that was the same on all devices when the program was made, a constant, may come out of a buffer as one that
     varies: values that meet it then have to vary as well.
     """
-    was = frozenset().union(*(v.aval.manual_axis_type.varying for v in _variables(equation.invars)))
+    was = frozenset().union(*(_type(v).manual_axis_type.varying for v in _variables(equation.invars)))
     axes = frozenset().union(*map(region.varying, values))
     if equation.primitive.name in VARY:
         return [region.vary(jnp.asarray(values[0]), equation.params["axes"])]
@@ -170,11 +170,23 @@ def _run(equation: core.JaxprEqn, values: Arrays) -> Arrays:
     return made if equation.primitive.multiple_results else [made]
 
 
+def _type(variable: core.Var) -> jax.core.ShapedArray:
+    """Return the type of a value of a program, all of which are arrays."""
+    assert isinstance(variable.aval, jax.core.ShapedArray)
+    return variable.aval
+
+
+def _bytes(variable: core.Var) -> int:
+    return _type(variable).size * _type(variable).dtype.itemsize
+
+
 def _variables(atoms: Iterable[Any]) -> list[core.Var]:
     return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
-def _needed(equations: Sequence[core.JaxprEqn], results: Iterable[Any], given: Iterable[Any] = ()) -> list:
+def _needed(
+    equations: Sequence[core.JaxprEqn], results: Iterable[Any], given: Iterable[Any] = ()
+) -> list[core.JaxprEqn]:
     """Return those of `equations` that `results` depend on, where `given` is known."""
     given = set(given)
     wanted = set(_variables(results)) - given
@@ -192,8 +204,8 @@ def _late(program: core.Jaxpr, now: int) -> set[int]:
     They are not needed at once, and are not cheap or depend on such.
     """
     at_once = {id(e) for e in _needed(program.eqns, program.outvars[:now])}
-    late = set()
-    made = set()
+    late: set[int] = set()
+    made: set[core.Var] = set()
     for equation in _needed(program.eqns, program.outvars[now:]):
         waits = not made.isdisjoint(_variables(equation.invars))
         if id(equation) not in at_once and (waits or not _cheap(equation)):
@@ -212,11 +224,11 @@ def _smallest_stash(program: core.Jaxpr, late: set[int], once: Sequence[core.Var
     # Every value is an edge from (v, "in") to (v, "out") whose capacity is its price: cutting it is stashing v. Twice
     # the bytes, plus one for a value that the first half would compute for the second alone, so that this decides
     # between equal sizes only.
-    price = {v: 2 * v.aval.size * v.aval.dtype.itemsize for v in program.invars}
+    price = {v: 2 * _bytes(v) for v in program.invars}
     network = _Network()
     for v in once:
         network.source((v, "in"))
-    made_late = set()
+    made_late: set[core.Var] = set()
     wanted = set(_variables(program.outvars[now:]))
     for equation in _needed(program.eqns, program.outvars):
         if id(equation) in late:
@@ -224,7 +236,7 @@ def _smallest_stash(program: core.Jaxpr, late: set[int], once: Sequence[core.Var
             wanted |= set(_variables(equation.invars))
             continue
         for out in equation.outvars:
-            price[out] = 2 * out.aval.size * out.aval.dtype.itemsize + (id(equation) not in at_once)
+            price[out] = 2 * _bytes(out) + (id(equation) not in at_once)
             if not _cheap(equation):
                 network.source((out, "in"))
             for v in set(_variables(equation.invars)) - set(program.constvars):
@@ -239,8 +251,8 @@ def _smallest_stash(program: core.Jaxpr, late: set[int], once: Sequence[core.Var
 class _Network:
     """A maximum flow by shortest paths (Edmonds and Karp 1972), and the minimum cut that goes with it."""
 
-    def __init__(self):
-        self.left = defaultdict(dict)
+    def __init__(self) -> None:
+        self.left: dict[Any, dict[Any, float]] = defaultdict(dict)
         """The capacity that each edge has left."""
 
     def edge(self, a: Any, b: Any, capacity: float = float("inf")) -> None:
@@ -269,7 +281,7 @@ class _Network:
 
     def _path(self) -> list[tuple[Any, Any]]:
         """Return the edges of a shortest path from the source to the sink that has something left."""
-        before = {"source": None}
+        before: dict[Any, Any] = {"source": None}
         queue = deque(["source"])
         while queue and "sink" not in before:
             a = queue.popleft()

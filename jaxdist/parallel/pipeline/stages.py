@@ -20,13 +20,10 @@ from jaxtyping import Array, Bool, Int
 from jaxdist.config import Config
 from jaxdist.mesh import PIPELINE
 from jaxdist.parallel.zero import is_axes
-from jaxdist.sharding import LAYERS, STAGES
+from jaxdist.sharding import LAYERS, STAGES, Tree
 
 BLOCKS = "blocks"
 """The name of the stacked layers among the parameters; the others are the model's tops."""
-
-Tree = Any
-"""Nested dicts of arrays."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class Stages:
     def folded(self, tree: Tree) -> Tree:
         """Fold arrays on a mesh, and put each stage on its rank."""
 
-        def spec(dims):
+        def spec(dims: tuple[Any, ...]) -> P:
             return P(None, PIPELINE, None, *dims[1:])
 
         return of_layers(lambda a: _relaid(a, self._fold, spec), tree)
@@ -81,7 +78,7 @@ class Stages:
         # Layers that do not divide over the ranks lie whole on all of them.
         even = sum(self.sizes) % self.ranks == 0
 
-        def spec(dims):
+        def spec(dims: tuple[Any, ...]) -> P:
             return P(PIPELINE if even else None, *dims[3:])
 
         return of_layers(lambda a: _relaid(a, self._unfold, spec), tree)
@@ -117,14 +114,14 @@ class Stages:
 def of_layers(f: Callable[[Any], Any], tree: Tree) -> Tree:
     """Apply `f` to everything that belongs to layers, and leave the rest as it is."""
 
-    def apply(path, a):
+    def apply(path: tuple[Any, ...], a: Any) -> Any:
         in_blocks = any(getattr(key, "key", None) == BLOCKS for key in path)
         return f(a) if in_blocks else a
 
     return jax.tree.map_with_path(apply, tree)
 
 
-def _relaid(a: Array, f: Callable[[Array], Array], spec: Callable[[tuple], P]) -> Array:
+def _relaid(a: Array, f: Callable[[Array], Array], spec: Callable[[tuple[Any, ...]], P]) -> Array:
     """Return `f(a)`, laid out by `spec` of the dims of `a`."""
     return jax.sharding.auto_axes(f, out_sharding=spec(jax.typeof(a).sharding.spec.partitions))(a)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -29,79 +29,84 @@ Flags = Bool[np.ndarray, "ticks stages"]
 Numbers = Int[np.ndarray, "ticks stages"]
 Segment = tuple[int, int, frozenset[str]]
 
+Flag = TypeVar("Flag")
+"""`Flags` in a table; one boolean where a device runs a row of it."""
+Number = TypeVar("Number")
+"""`Numbers` in a table; one integer where a device runs a row of it."""
+
 MOST_SEGMENTS = 6
 
 
-class Arrivals(NamedTuple):
+class Arrivals(NamedTuple, Generic[Number]):
     """Where the messages go that were sent in the tick before."""
 
-    act: Numbers
+    act: Number
     """Slot of the input that the previous rank has sent."""
-    cot: Numbers
+    cot: Number
     """Slot of the gradient that the next rank has sent."""
 
 
-class Forward(NamedTuple):
+class Forward(NamedTuple, Generic[Flag, Number]):
     """The F that a rank runs."""
 
-    on: Flags
-    chunk: Numbers
+    on: Flag
+    chunk: Number
     """Virtual index v: the chunk is v * S + rank."""
-    micro: Numbers
-    act: Numbers
+    micro: Number
+    act: Number
     """Slot of the input; of chunk 0, which reads the batch, the last one."""
-    res: Numbers
+    res: Number
     """Slot for the residuals."""
-    cot: Numbers
+    cot: Number
     """Slot for the gradient that the head makes of the last chunk's output."""
-    first: Flags
+    first: Flag
     """Whether it is chunk 0, which begins with the embedding."""
-    last: Flags
+    last: Flag
     """Whether it is the last chunk, which the head follows."""
 
 
-class Backward(NamedTuple):
+class Backward(NamedTuple, Generic[Flag, Number]):
     """The B that a rank runs."""
 
-    on: Flags
-    chunk: Numbers
-    micro: Numbers
-    cot: Numbers
-    res: Numbers
-    wst: Numbers
+    on: Flag
+    chunk: Number
+    micro: Number
+    cot: Number
+    res: Number
+    wst: Number
     """Slot for the stash."""
-    first: Flags
+    first: Flag
     """Whether it is chunk 0, which the gradient of the embedding follows."""
 
 
-class Weight(NamedTuple):
+class Weight(NamedTuple, Generic[Flag, Number]):
     """The W that a rank runs, where the schedule splits the backward pass."""
 
-    on: Flags
-    chunk: Numbers
-    micro: Numbers
-    wst: Numbers
+    on: Flag
+    chunk: Number
+    micro: Number
+    wst: Number
 
 
-class Everywhere(NamedTuple):
+class Everywhere(NamedTuple, Generic[Flag, Number]):
     """What all ranks run together, each with its part of the vocabulary."""
 
-    on: Bool[np.ndarray, " ticks"]
-    micro: Int[np.ndarray, " ticks"]
+    on: Flag
+    micro: Number
 
 
-class Rows(NamedTuple):
+class Rows(NamedTuple, Generic[Flag, Number]):
     """The columns of a table, or one row of them for one rank."""
 
-    arrivals: Arrivals
-    F: Forward
-    B: Backward
-    W: Weight
-    embed: Everywhere
+    arrivals: Arrivals[Number]
+    F: Forward[Flag, Number]
+    B: Backward[Flag, Number]
+    W: Weight[Flag, Number]
+    embed: Everywhere[Flag, Number]
     """Runs where chunk 0 runs F."""
-    head: Everywhere
+    head: Everywhere[Flag, Number]
     """Runs where the last chunk runs F."""
-    unembed: Everywhere
+    unembed: Everywhere[Flag, Number]
     """The gradient of the embedding: runs where chunk 0 runs B."""
 
 
@@ -118,7 +123,7 @@ class Table:
     residuals: int
     stash: int
     """Slots of each buffer, without the last one that takes what nobody needs."""
-    rows: Rows
+    rows: Rows[Flags, Numbers]
     segments: tuple[Segment, ...]
     """(first tick, last tick + 1, slots), in order. See `segments_of`."""
 
@@ -216,7 +221,9 @@ class _Columns:
         return column
 
 
-def _everywhere(ticks: Int[np.ndarray, " micro"], T: int) -> Everywhere:
+def _everywhere(
+    ticks: Int[np.ndarray, " micro"], T: int
+) -> Everywhere[Bool[np.ndarray, " ticks"], Int[np.ndarray, " ticks"]]:
     """Return what one chunk runs at its `ticks`, for all ranks to know."""
     on = np.zeros(T, bool)
     micro = np.zeros(T, np.int32)
@@ -247,7 +254,8 @@ def _allocate(start: Ticks, end: Ticks, S: int) -> Ticks:
     """Return the slot of each unit's entry, the lowest that is free on its rank; -1 where there is no entry."""
     slot = np.full_like(start, -1)
     for rank in range(S):
-        free, busy = [], []
+        free: list[int] = []
+        busy: list[tuple[int, int]] = []
         used = 0
         units = [(start[g, m], end[g, m], g, m) for g in range(rank, len(start), S) for m in range(start.shape[1])]
         for begins, ends, g, m in sorted(units):

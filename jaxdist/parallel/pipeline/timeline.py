@@ -127,11 +127,11 @@ def _draw(axes: Axes, schedule: Schedule, times: Times, longest: float) -> None:
         if bar.length * points > 4 + 5 * len(str(bar.micro)):
             middle = bar.start + bar.length / 2
             ink = "black" if sum(colour) > 1.8 else "white"
-            axes.text(middle, bar.rank, bar.micro, ha="center", va="center", fontsize=8, color=ink)
+            axes.text(middle, bar.rank, str(bar.micro), ha="center", va="center", fontsize=8, color=ink)
     for (rank, colour), spans in alike.items():
         axes.broken_barh(spans, (rank - 0.45, 0.9), facecolors=colour, edgecolors="white", linewidth=0.6)
     shown = _tick_labels(columns(schedule, times), 14 / points, longest)
-    axes.set_xticks(list(shown), list(shown.values()), fontsize=7)
+    axes.set_xticks(list(shown), [str(tick) for tick in shown.values()], fontsize=7)
     axes.set(xlim=(0, longest), ylim=(schedule.stages - 0.5, -0.5), xlabel="tick", ylabel="rank", yticks=ranks)
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
     virtual = f", {schedule.virtual} virtual" if schedule.virtual > 1 else ""
@@ -145,10 +145,10 @@ def _draw(axes: Axes, schedule: Schedule, times: Times, longest: float) -> None:
 
 def _tick_labels(all_columns: list[Column], room: float, longest: float) -> dict[float, int]:
     """Return start -> number of those ticks whose labels have `room`, a length of time, between them."""
-    starts = {}
+    starts: dict[int, float] = {}
     for column in all_columns:
         starts.setdefault(column.tick, column.start)
-    shown = {}
+    shown: dict[float, int] = {}
     for tick, start in starts.items():
         if start >= max(shown, default=-longest) + room:
             shown[start] = tick
@@ -158,8 +158,8 @@ def _tick_labels(all_columns: list[Column], room: float, longest: float) -> dict
 def shade(kind: str, chunk: int, virtual: int) -> tuple[float, float, float]:
     """Return the colour of a unit: the full one for the first chunk of a rank, a lighter one for each further chunk."""
     pale = 0.5 * chunk / max(1, virtual - 1)
-    value = [int(COLOURS[kind][i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    return tuple(part + (1 - part) * pale for part in value)
+    red, green, blue = (int(COLOURS[kind][i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return red + (1 - red) * pale, green + (1 - green) * pale, blue + (1 - blue) * pale
 
 
 def _legend(figure: Figure, schedules: Sequence[Schedule]) -> None:

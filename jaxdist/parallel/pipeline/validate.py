@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from jaxdist.parallel.pipeline.schedules import Schedule
-from jaxdist.parallel.pipeline.table import Backward, Forward, Table, Weight
+from jaxdist.parallel.pipeline.table import Backward, Flags, Forward, Numbers, Table, Weight
 
 Entry = tuple[str, int, int]
 """(what, chunk, micro-batch): "x" an input, "d" the gradient of an output, "r" residuals, "s" a stash."""
@@ -24,7 +25,7 @@ def check_schedule(schedule: Schedule) -> None:
     shape = (schedule.chunks, schedule.micro_batches)
     for kind, ticks in schedule.units.items():
         assert ticks.shape == shape, f"{kind} has ticks {ticks.shape} for units {shape}"
-        _all(ticks >= 0, lambda g, m, kind=kind: f"{kind}({g},{m}) is before tick 0")
+        _all(ticks >= 0, partial(_before_the_first_tick, kind))
         for rank in range(S):
             of_rank = ticks[rank::S]
             tick, count = np.unique(of_rank, return_counts=True)
@@ -38,6 +39,10 @@ def check_schedule(schedule: Schedule) -> None:
         for rank in range(S):
             ticks = np.concatenate([units[rank::S].ravel() for units in schedule.units.values()])
             assert ticks.size == np.unique(ticks).size, f"rank {rank} runs two units in one tick"
+
+
+def _before_the_first_tick(kind: str, g: int, m: int) -> str:
+    return f"{kind}({g},{m}) is before tick 0"
 
 
 def _all(holds: np.ndarray, message: Callable[[int, int], str]) -> None:
@@ -81,8 +86,8 @@ class _Replay:
 
     def run(self) -> None:
         """Run all ticks."""
-        down = [None] * self.S
-        up = [None] * self.S
+        down: list[Entry | None] = [None] * self.S
+        up: list[Entry | None] = [None] * self.S
         for t in range(self.table.schedule.ticks):
             self.now = []
             for rank in range(self.S):
@@ -99,7 +104,7 @@ class _Replay:
         unit, g, m = self._unit("F", self.rows.F, t, rank)
         self._check_flag(unit, "first", self.rows.F.first[t, rank], g == 0)
         self._check_flag(unit, "last", self.rows.F.last[t, rank], g == self.last)
-        if g is None:
+        if g is None or m is None:
             # A rank that has nothing to run writes all the same, to slots that nobody needs.
             self._write(t, rank, unit, self.res, "F.res", None)
             self._write(t, rank, unit, self.cot, "F.cot", None)
@@ -114,7 +119,7 @@ class _Replay:
         """Run B, and return what the previous rank is sent."""
         unit, g, m = self._unit("B", self.rows.B, t, rank)
         self._check_flag(unit, "first", self.rows.B.first[t, rank], g == 0)
-        if g is None:
+        if g is None or m is None:
             self._write(t, rank, unit, self.wst, "B.wst", None)
             return None
         self._read(t, rank, unit, self.cot, "B.cot", ("d", g, m))
@@ -125,11 +130,15 @@ class _Replay:
     def _weight(self, t: int, rank: int) -> None:
         """Run W."""
         unit, g, m = self._unit("W", self.rows.W, t, rank)
-        if g is not None:
+        if g is not None and m is not None:
             self._read(t, rank, unit, self.wst, "W.wst", ("s", g, m))
 
     def _unit(
-        self, kind: str, columns: Forward | Backward | Weight, t: int, rank: int
+        self,
+        kind: str,
+        columns: Forward[Flags, Numbers] | Backward[Flags, Numbers] | Weight[Flags, Numbers],
+        t: int,
+        rank: int,
     ) -> tuple[str, int | None, int | None]:
         """Return the name of the unit, its chunk and its micro-batch; None twice for a rank that has none to run."""
         if not columns.on[t, rank]:

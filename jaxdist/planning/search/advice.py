@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxdist import units
 from jaxdist.config import Config
-from jaxdist.models import build
+from jaxdist.models import build_decoder
 from jaxdist.planning.clusters import PRESETS, Cluster, cluster
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
@@ -31,7 +31,7 @@ def fits(config: Config, devices: int, where: Cluster) -> bool:
     shapes = meshes(config, devices)
     if not shapes:
         return False
-    model = build(config.model)
+    model = build_decoder(config.model)
     columns = candidates(config, shapes)
     rough = Screen(config, model, where, columns).memory()
     rows = np.argsort(rough, kind="stable")[:PREDICTED]

@@ -156,10 +156,10 @@ def _powers_of_two(most: int) -> Iterator[int]:
 def candidate_config(config: Config, row: dict[str, int]) -> Config:
     """Return `config` with the choices of a candidate."""
     base = neutral_config(config)
-    parallel = dict(zero=row["zero"], sequence=bool(row["sequence"]))
+    parallel: dict[str, object] = dict(zero=row["zero"], sequence=bool(row["sequence"]))
     if row["outside"]:
         parallel["micro_batches"] = "outside"
-    update = dict(
+    update: dict[str, object] = dict(
         mesh=_mesh_text(row),
         parallel=base.parallel.model_copy(update=parallel),
         model=base.model.model_copy(update=dict(remat=REMATS[row["remat"]])),

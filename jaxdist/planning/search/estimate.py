@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import TypeVar
 
 import numpy as np
 
@@ -211,12 +212,15 @@ def exposed(communication: float, arithmetic: float, cluster: Cluster) -> float:
     return communication - behind + (cluster.overlap - 1) * behind
 
 
-def attention_flops(m: ModelConfig, tokens: float) -> float:
+def attention_flops(m: ModelConfig, tokens: Numbers) -> Numbers:
     """Return the forward FLOPs of attention's two matmuls of tokens with tokens, halved because it is causal."""
     return 2 * tokens * m.sequence * m.embed
 
 
-def head_flops(m: ModelConfig, tokens: float) -> float:
+Number = TypeVar("Number", float, np.ndarray)
+
+
+def head_flops(m: ModelConfig, tokens: Number) -> Number:
     """Return the FLOPs of the matmul with the output table: forward, and backward for both of its operands."""
     return 3 * 2 * tokens * m.vocab * m.embed
 

@@ -100,6 +100,7 @@ def draw_timeline(candidate: Estimate, path: Path) -> None:
     if candidate.shape[PIPELINE] == 1:
         return
     pipe = pipeline_of(candidate.config, layout_of(candidate.config, candidate.shape, candidate.cluster))
+    assert pipe is not None
     schedule = pipe.schedule
     micro = min(schedule.micro_batches, MOST_MICRO_BATCHES)
     shown = make(schedule.name, schedule.stages, micro, schedule.virtual)

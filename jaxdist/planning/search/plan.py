@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import MODEL, PIPELINE, REPLICA, describe
-from jaxdist.models import Model, build
+from jaxdist.models import Model, build_decoder
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.search import advice
 from jaxdist.planning.search.candidates import REMATS, Columns, candidate_config, candidates, meshes, row_of
@@ -99,7 +99,7 @@ def search(config: Config, devices: int, cluster: Cluster) -> Plan:
     """
     check_covered(config)
     config = with_precision(config, cluster.gpu)
-    model = build(config.model)
+    model = build_decoder(config.model)
     shapes = meshes(config, devices)
     if not shapes:
         raise RequestError(advice.no_mesh(config, devices, cluster))

@@ -25,7 +25,7 @@ from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.planning import collective_time, step_bytes
 from jaxdist.planning.activations import in_layer, in_loss, saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.collective_time import inside_of
+from jaxdist.planning.collective_time import Numbers, inside_of
 from jaxdist.planning.memory import MOMENTS
 from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, PERMUTE, REDUCE_SCATTER
@@ -161,7 +161,7 @@ class Screen:
 
     def _states(self) -> Column:
         """Return the bytes of the f32 masters, the optimizer state, and in mixed precision the bfloat16 copy."""
-        copy = 0
+        copy: Numbers = 0
         if self.config.precision == "mixed":
             copy = step_bytes.copy(self.columns["zero"], self.width, self.at_rest, self.in_use, self.staged)
         return F32 * self.at_rest * (1 + MOMENTS[self.config.optimizer.name]) + copy
@@ -273,7 +273,7 @@ class Screen:
 
         def over_model(kind: str) -> Column:
             inside = inside_of(c[MODEL], 1, self.cluster.per_host)
-            return collective_time.seconds(kind, size, c[MODEL], inside, self.cluster)
+            return np.asarray(collective_time.seconds(kind, size, c[MODEL], inside, self.cluster))
 
         # Two more for the vocabulary: the looked-up vectors, and the last hidden states.
         reduces = c["micro"] * (self.layers_held * calls_of_layer + 2)

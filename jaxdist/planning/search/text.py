@@ -88,7 +88,9 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
 
 def ranking(plan: Plan) -> Iterator[str]:
     """Yield the table of the best candidates; `1=` marks ties with the first."""
-    rows = [("", "mesh", "ZeRO", "micro-batches", "recomputes", "schedule", "memory", "step", "MFU", "time goes to")]
+    rows: list[tuple[str, ...]] = [
+        ("", "mesh", "ZeRO", "micro-batches", "recomputes", "schedule", "memory", "step", "MFU", "time goes to")
+    ]
     for place, candidate in enumerate(plan.ranked[:SHOWN], 1):
         tied = plan.tied(candidate) and place > 1
         rows.append(("1=" if tied else str(place), *row(candidate, plan)))
@@ -194,7 +196,7 @@ def why(plan: Plan) -> Iterator[str]:
     held = first.memory.persistent | first.memory.transient
     yield from table([(name, size(count), MEMORY_FORMULAS.get(name, "")) for name, count in held.items() if count])
     yield ""
-    rows = [("sent by one device", "kind", "over", "calls", "bytes", "seconds")]
+    rows: list[tuple[str, ...]] = [("sent by one device", "kind", "over", "calls", "bytes", "seconds")]
     formulas = []
     for figures, formula in collectives(plan):
         rows.append(figures)
@@ -207,7 +209,7 @@ def why(plan: Plan) -> Iterator[str]:
 def collectives(plan: Plan) -> list[tuple[tuple[str, ...], str]]:
     """Return for each collective of the first candidate a row of figures, and how the time of one call is computed."""
     first = plan.ranked[0]
-    found = []
+    found: list[tuple[tuple[str, ...], str]] = []
     for transfer in merge_calls(first.transfers):
         over = " ".join(f"{axis}={first.shape[axis]}" for axis in transfer.axes)
         seconds_of_all = seconds(transfer, first.shape, plan.cluster)

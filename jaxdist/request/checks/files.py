@@ -61,12 +61,12 @@ def _vocab(config: Config) -> Iterator[str]:
 
 @check("run_dir")
 def _run_dir(config: Config) -> Iterator[str]:
-    folder = config.run_dir
+    folder = config.folder
     problem = path_problem(folder)
     if problem:
         yield f"run_dir '{folder}' {problem}; name another --run-dir"
         return
-    path = Path(folder).absolute()
+    path = folder.absolute()
     # The folder itself may not exist yet.
     existing = next(ancestor for ancestor in (path, *path.parents) if os.path.lexists(ancestor))
     if not existing.is_dir():
@@ -140,7 +140,7 @@ def check_output(what: str, path: str | Path, example: str) -> None:
         _check_no_run(output, Path(path))
     except OSError as error:
         # For example, the name may be too long.
-        reason = os.strerror(error.errno).lower()
+        reason = (error.strerror or str(error)).lower()
         raise RequestError(f"{output} cannot be written: {reason}; name another file") from error
 
 

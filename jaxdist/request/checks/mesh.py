@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxdist.config import Config, RequestError, nearest
@@ -56,7 +56,7 @@ def check_mesh_fits(config: Config, shape: Mapping[str, int], batch: bool = True
 
     Without `batch`, the batch and its micro-batches are not checked, for a command that uses none.
     """
-    problems = []
+    problems: list[str] = []
     for reads, find in FITS:
         if batch or not any(name.startswith("train.") for name in reads):
             problems += find(config, shape)
@@ -94,7 +94,7 @@ def fitting(config: Config, devices: int) -> int:
 def _fillings(config: Config, shape: Mapping[str, int], most: int) -> Iterable[int]:
     """Yield the sizes up to `most` that the axis to fill may have, the largest first; no other size can fit."""
     if any(shape[axis] == FILL for axis in BATCH_AXES):
-        sizes = divisors(config.train.global_batch_size)
+        sizes: Sequence[int] = divisors(config.train.global_batch_size)
     elif shape[MODEL] == FILL and _sizes(config):
         sizes = divisors(math.gcd(*_sizes(config).values()))
     elif shape[PIPELINE] == FILL:

@@ -29,7 +29,7 @@ def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
     """
     # Nothing is computed here. The setting has no effect once a device was used.
     jax.config.update("jax_platforms", "cpu")
-    with Checkpoints(config.run_dir, keep=None) as checkpoints:
+    with Checkpoints(config.folder, keep=None) as checkpoints:
         found = checkpoints.find(which)
         for note in checkpoints.notes:
             print(f"note: {note}", file=sys.stderr)

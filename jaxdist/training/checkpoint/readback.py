@@ -68,7 +68,7 @@ def _wrong_array(
     array = ts.open({"driver": "zarr", "kvstore": {**store, "path": f"{name}/"}}, open=True, read=True).result()
     if shape is not None and array.shape != shape:
         return f"is {array.shape}, not {shape}"
-    chunk_shape = array.chunk_layout.read_chunk.shape or ()
+    chunk_shape = [size for size in array.chunk_layout.read_chunk.shape or () if size is not None]
     chunks = math.prod(-(-size // chunk) for size, chunk in zip(array.shape, chunk_shape, strict=True))
     # Each chunk is a part, and so is the description. TensorStore would return zeros for a missing one.
     if parts != chunks + 1:
@@ -101,7 +101,7 @@ def _arrays_by_item(folder: Path) -> dict[str, Shapes]:
 
 
 def _array_names(metadata: dict[str, Any]) -> Shapes:
-    names = {}
+    names: dict[str, tuple[int, ...] | None] = {}
     for leaf in metadata["tree_metadata"].values():
         if not leaf["value_metadata"]["skip_deserialize"]:
             name = ".".join(str(key["key"]) for key in leaf["key_metadata"])

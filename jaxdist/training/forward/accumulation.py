@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxdist.models import Params
+from jaxdist.models import ModelT, Params
 from jaxdist.sharding import wide
 from jaxdist.training.forward.base import ForwardBase
 from jaxdist.training.forward.step import Batch, Further, Summed
@@ -17,11 +17,14 @@ from jaxdist.training.forward.step import Batch, Further, Summed
 Outcome = tuple[Float[Array, ""], Params, Further]
 """(summed loss, variables after it, further sums)."""
 
+Carry = tuple[tuple[Float[Array, ""], Params], Params]
+"""((sum of losses, sum of gradients), variables)."""
+
 LossOf = Callable[[Params, Params, Batch], Outcome]
 """(what the gradient is taken of, variables, micro-batches) -> outcome."""
 
 
-class AccumulatingForward(ForwardBase, ABC):
+class AccumulatingForward(ForwardBase[ModelT], ABC):
     """A `Forward` whose gradients follow from its `loss`, by automatic differentiation."""
 
     inside: bool
@@ -102,13 +105,15 @@ class AccumulatingForward(ForwardBase, ABC):
     def _accumulate(self, loss_of: LossOf, towards: Params, zeros: Params, variables: Params, groups: Batch) -> Summed:
         """Sum loss and gradients over the leading dim of `groups`; the gradient is with respect to `towards`."""
 
-        def with_auxiliary(towards: Params, variables: Params, parts: Batch):
+        def with_auxiliary(
+            towards: Params, variables: Params, parts: Batch
+        ) -> tuple[Float[Array, ""], tuple[Params, Further]]:
             loss, variables, further = loss_of(towards, variables, parts)
             return loss, (variables, further)
 
         gradient_of = jax.value_and_grad(with_auxiliary, has_aux=True)
 
-        def add(carry, parts: Batch):
+        def add(carry: Carry, parts: Batch) -> tuple[Carry, Further]:
             total, variables = carry
             (loss, (variables, further)), grads = gradient_of(towards, variables, parts)
             total = jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, (loss, grads))

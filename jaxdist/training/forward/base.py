@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Generic
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Key
 
-from jaxdist.models import Model, Params
-from jaxdist.models.foreign import Foreign
+from jaxdist.models import ModelT, Params
 from jaxdist.parallel.pipeline.stages import Stages
+from jaxdist.parallel.zero import Placements
 from jaxdist.training.forward.step import Batch
 
 
-class ForwardBase:
+class ForwardBase(Generic[ModelT]):
     """The common part of every `Forward`. A subclass sets the attributes and computes loss and gradients."""
 
-    model: Model | Foreign
-    places: Any
-    """A `zero.Placement` for every parameter."""
+    model: ModelT
+    places: Placements
     abstract: Params
     """Shapes and dtypes of the parameters, as the step holds them."""
     stages: Stages | None = None
-    dtype: Any
+    dtype: DTypeLike
     """Compute dtype of the model."""
     stage: int
     """ZeRO stage."""
     dropout: bool = False
     seed: int = 0
     """Seed of dropout."""
-
-    def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
-        """Return (parameters at rest, no variables); each device makes its own shards."""
-        # Inside `auto_axes` the initializers need not know the mesh: only their results get a layout.
-        rest = jax.tree.map(lambda p: p.rest, self.places)
-        return jax.sharding.auto_axes(self.new_params, out_sharding=rest)(key), {}
-
-    def new_params(self, key: Key[Array, ""]) -> Params:
-        """Return new parameters, in the form in which the step holds them."""
-        return self.model.init(key)
 
     def count(self, batch: Batch) -> Int[Array, ""]:
         """Return the number that sums over `batch` are divided by; by default, its labels that count."""
@@ -55,6 +46,13 @@ class ForwardBase:
         # By the row's global number: neither the mesh nor the micro-batches change a row's mask.
         key = jax.random.fold_in(jax.random.key(self.seed), step)
         return jax.vmap(jax.vmap(partial(jax.random.fold_in, key)))(rows)
+
+
+def made_at_rest(make: Callable[[Key[Array, ""]], Params], places: Placements, key: Key[Array, ""]) -> Params:
+    """Return the parameters `make(key)` at rest; each device makes its own shards."""
+    # Inside `auto_axes` the initializers need not know the mesh: only their results get a layout.
+    rest = jax.tree.map(lambda p: p.rest, places)
+    return jax.sharding.auto_axes(make, out_sharding=rest)(key)
 
 
 def count_labels(batch: Batch) -> Int[Array, ""]:

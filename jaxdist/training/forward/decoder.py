@@ -12,20 +12,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.models import Model, Params
 from jaxdist.models.attention import Starts
 from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline.stages import BLOCKS
-from jaxdist.sharding import Layout
+from jaxdist.sharding import Layout, Tree
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
-from jaxdist.training.forward.base import layer_keys
-from jaxdist.training.forward.remat import INPUT, keep_all, offload_input, recompute
+from jaxdist.training.forward.base import layer_keys, made_at_rest
+from jaxdist.training.forward.remat import INPUT, Wrapper, keep_all, offload_input, recompute
 from jaxdist.training.forward.step import Batch
 
 
-class DecoderForward(AccumulatingForward):
+class DecoderForward(AccumulatingForward[Model]):
     """The forward pass of a decoder on a mesh without a pipeline.
 
     A batch holds `tokens` [k, B, S], `labels` [k, B, S] (negative: does not count), `rows` [k, B] (global row) and,
@@ -36,7 +37,7 @@ class DecoderForward(AccumulatingForward):
         self,
         model: Model,
         layout: Layout,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         remat: str = "none",
         dropout: bool = False,
         seed: int = 0,
@@ -60,19 +61,23 @@ class DecoderForward(AccumulatingForward):
         self.abstract = model.abstract
         self.places = zero.placements(layout, model.axes, model.abstract, stage)
 
-        self.remat = keep_all
+        self.remat: Wrapper = keep_all
         """Wraps a layer of one micro-batch."""
         if remat != "none" or stage >= 2:
             # From stage 2 on "none" is a policy too: it saves activations by name, and no gathered weight has one.
             self.remat = recompute(remat)
 
-        self.remat_all = keep_all
+        self.remat_all: Wrapper = keep_all
         """Wraps a layer with all of its micro-batches."""
         if remat == "offload":
             self.remat_all = offload_input
         elif stage >= 2:
             # Without this the backward pass would keep the gathered weights of every layer.
             self.remat_all = self.remat
+
+    def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
+        """Return (parameters at rest, no variables)."""
+        return made_at_rest(self.model.init, self.places, key), {}
 
     def loss(
         self, weights: Params, sinks: Params | None, variables: Params, parts: Batch, step: Int[Array, ""] | None
@@ -108,14 +113,16 @@ class DecoderForward(AccumulatingForward):
         places = jax.tree.map(lambda p: p.layer, self.places[BLOCKS])
 
         @self.remat_all
-        def block(x: Float[Array, "k B s D"], layer):
+        def block(
+            x: Float[Array, "k B s D"], layer: tuple[Int[Array, ""], Params, Params | None]
+        ) -> tuple[Float[Array, "k B s D"], None]:
             index, w, sinks = layer
             x = checkpoint_name(x, INPUT)
             w = zero.in_use(places, w, sinks, self.stage)
 
             # Weights are cast inside the loop over micro-batches, so that their gradients are added in f32.
             @self.remat
-            def one(x, keys, starts):
+            def one(x: Float[Array, "B s D"], keys: Key[Array, " B"] | None, starts: Starts) -> Float[Array, "B s D"]:
                 return self.model.block(self.cast(w), x, layer_keys(keys, index), starts)
 
             return _each(one, x, keys, starts), None
@@ -141,7 +148,7 @@ def _without_blocks(tree: dict[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in tree.items() if name != BLOCKS}
 
 
-def _each(f: Callable, *parts):
+def _each(f: Callable[..., Array], *parts: Tree) -> Array:
     """Call `f` on each of the k micro-batches, one after the other, and stack the results."""
     if jax.tree.leaves(parts)[0].shape[0] == 1:
         # One micro-batch needs no loop.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Key
 
 from jaxdist.mesh import BATCH_AXES
@@ -26,7 +27,7 @@ Scope = Literal["batch", "rows", "device"]
 """
 
 
-class ModuleForward(AccumulatingForward):
+class ModuleForward(AccumulatingForward[Foreign]):
     """The forward pass of a module; batches are trees of arrays [k, B, ...]."""
 
     inside = False
@@ -37,7 +38,7 @@ class ModuleForward(AccumulatingForward):
         loss_fn: LossFunction,
         layout: Layout,
         scope: Scope,
-        dtype: Any,
+        dtype: DTypeLike,
         stage: int,
         split: Params | None = None,
     ):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.mesh import LAYER_AXES, PIPELINE
@@ -18,17 +19,31 @@ from jaxdist.models.stacked import scan
 from jaxdist.parallel.pipeline.device import Program
 from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, split
-from jaxdist.sharding import Layout, named, wide
+from jaxdist.sharding import Layout, Tree, named, wide
 from jaxdist.training.forward.base import count_rows
 from jaxdist.training.forward.module import Scope
-from jaxdist.training.forward.pipeline import PipelineForward
+from jaxdist.training.forward.pipeline import StagedForward
 from jaxdist.training.forward.step import Batch, Further
 
 LISTED = 4
 """Variables or arrays that an error names at most."""
 
 
-def staged(module: nnx.Module, batch: Any) -> Float[Array, ""]:
+@runtime_checkable
+class StagedModule(Protocol):
+    """A module that `parallelize` can cut into stages."""
+
+    blocks: nnx.Module
+    """The layers, made by `jaxdist.stack`."""
+
+    def embed(self, batch: Tree) -> Tree:
+        """Return what the first of `blocks` takes."""
+
+    def head(self, x: Tree, batch: Tree) -> Float[Array, ""]:
+        """Return the mean over the rows."""
+
+
+def staged(module: StagedModule, batch: Tree) -> Float[Array, ""]:
     """Return the loss of a module that `parallelize` can cut into stages.
 
     The module offers `embed(batch)`, `blocks` made by `jaxdist.stack`, and `head(x, batch)`, which returns the mean
@@ -37,7 +52,7 @@ def staged(module: nnx.Module, batch: Any) -> Float[Array, ""]:
     return module.head(scan(module.blocks, module.embed(batch)), batch)
 
 
-class ModulePipelineForward(PipelineForward):
+class ModulePipelineForward(StagedForward[Foreign]):
     """The forward pass of a module over a pipeline; batches are trees of arrays [M, B, ...].
 
     Everything that is not a block is computed by all ranks.
@@ -50,7 +65,7 @@ class ModulePipelineForward(PipelineForward):
         stages: Stages,
         schedule: str,
         micro: int,
-        dtype: Any,
+        dtype: DTypeLike,
         stage: int,
         split: Params | None,
     ):
@@ -94,7 +109,7 @@ class ModulePipelineForward(PipelineForward):
         return executor.loss(weights, batch), {}
 
     def _program(self, train: bool) -> Program:
-        block_graph = nnx.graphdef(self.model.merge(self.model.abstract, {}, train).blocks)
+        block_graph = nnx.graphdef(_as_staged(self.model.merge(self.model.abstract, {}, train)).blocks)
 
         def merge_block(w: Params) -> nnx.Module:
             return nnx.merge(block_graph, w)
@@ -112,7 +127,7 @@ class ModulePipelineForward(PipelineForward):
 
         def embed(tops: Params, part: Batch) -> jax.Array:
             def use(module: nnx.Module) -> jax.Array:
-                return module.embed(cast(part, self.dtype))
+                return _as_staged(module).embed(cast(part, self.dtype))
 
             return call(merge_module, self._with_blocks(tops), use)
 
@@ -121,12 +136,18 @@ class ModulePipelineForward(PipelineForward):
 
         def loss(tops: Params, x: jax.Array, part: Batch) -> jax.Array:
             def use(module: nnx.Module) -> Any:
-                return module.head(x, cast(part, self.dtype))
+                return _as_staged(module).head(x, cast(part, self.dtype))
 
             mean = mean_over_rows(call(merge_module, self._with_blocks(tops), use))
             return x.shape[0] * mean.astype(wide(mean.dtype))
 
         return Program(embed, layer, loss)
+
+
+def _as_staged(module: nnx.Module) -> StagedModule:
+    """Return a module that `stages_of_module` has checked."""
+    assert isinstance(module, StagedModule)
+    return module
 
 
 def check_request(mesh: str, loss_fn: LossFunction, scope: Scope, shape: Mapping[str, int]) -> None:

@@ -6,18 +6,16 @@ the memory space of an array in its type: an array that is not brought to the de
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from jaxdist.sharding import in_host
+from jaxdist.sharding import Tree, in_host
 
 HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
 
 
-def to_host(tree: Any) -> Any:
+def to_host(tree: Tree) -> Tree:
     """Move moments and masters into the host's pinned memory; counts of updates stay on the device."""
 
     def move(a: jax.Array) -> jax.Array:
@@ -28,7 +26,7 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(move, tree)
 
 
-def to_device(tree: Any) -> Any:
+def to_device(tree: Tree) -> Tree:
     """Move the arrays that are in the host's memory onto the device; leave the others as they are."""
 
     def move(a: jax.Array) -> jax.Array:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from jaxdist.config import OptimizerConfig
+from jaxdist.models import Params
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -34,13 +36,13 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
         return after
 
     # The first update already has a rate above 0, and the first one after the warm-up has the peak.
-    def rise(count):
+    def rise(count: ArrayLike) -> ArrayLike:
         return peak * (count + 1) / (warmup + 1)
 
     return optax.join_schedules([rise, after], [warmup])
 
 
-def optimizer(config: OptimizerConfig, steps: int, matrices) -> optax.GradientTransformation:
+def optimizer(config: OptimizerConfig, steps: int, matrices: Params) -> optax.GradientTransformation:
     """Return AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023) or SGD with momentum.
 
     Weight decay applies to the parameters that `matrices` marks, and to no others.
@@ -54,7 +56,7 @@ def optimizer(config: OptimizerConfig, steps: int, matrices) -> optax.GradientTr
     return optax.chain(optax.trace(config.beta1), decay, optax.scale_by_learning_rate(rate))
 
 
-def clip(grads, norm: Float[Array, ""], limit: float):
+def clip(grads: Params, norm: Float[Array, ""], limit: float) -> Params:
     """Scale `grads`, whose global norm is `norm`, down to the norm `limit` (Pascanu et al. 2013); 0 leaves them."""
     if limit == 0:
         return grads

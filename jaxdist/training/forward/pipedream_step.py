@@ -6,7 +6,6 @@ A global batch comes in, and the one that came in S-1 steps before leaves the pi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,9 @@ from jax.sharding import reshard
 from jaxdist.models import Params
 from jaxdist.parallel.pipeline.pipedream import NOTHING
 from jaxdist.parallel.pipeline.stages import BLOCKS
+from jaxdist.sharding import Tree
 from jaxdist.training.forward.pipeline import PipelineForward
-from jaxdist.training.forward.step import Batch, Metrics, Step, TrainState
+from jaxdist.training.forward.step import Batch, Grads, Metrics, Step, TrainState
 
 
 class PipeDreamStep(Step):
@@ -25,6 +25,8 @@ class PipeDreamStep(Step):
 
     A stage whose gradient is not finite leaves its own parameters as they are.
     """
+
+    forward: PipelineForward
 
     def __init__(
         self,
@@ -45,14 +47,14 @@ class PipeDreamStep(Step):
         layer_rule = optimizer({BLOCKS: decay[BLOCKS]})
         top_rule = optimizer({name: decays for name, decays in decay.items() if name != BLOCKS})
 
-        def update(grads: Params, state: Any, params: Params, count: jax.Array):
+        def update(grads: Grads, state: Tree, params: Params, count: jax.Array) -> tuple[Tree, Tree]:
             rule = layer_rule if BLOCKS in params else top_rule
             updates, new = rule.update(grads, _with_count(state, count), params)
             return optax.apply_updates(params, updates), _keep_counts(state, new)
 
         self.pipe = forward.asynchronous(update)
 
-    def derived(self, state: TrainState) -> dict[str, Any]:
+    def derived(self, state: TrainState) -> dict[str, Tree]:
         """Return an empty pipeline: a state is saved only when nothing is in flight.
 
         Its arrays are zeros of the shapes of one batch, laid out as the step keeps them.
@@ -89,12 +91,12 @@ class PipeDreamStep(Step):
         return state, metrics
 
 
-def _with_count(state: Any, count: jax.Array) -> Any:
+def _with_count(state: Tree, count: jax.Array) -> Tree:
     """Return the optimizer state with `count` in the place of its scalars, all of which count updates."""
     return jax.tree.map(lambda a: count if a.ndim == 0 else a, state)
 
 
-def _keep_counts(old: Any, new: Any) -> Any:
+def _keep_counts(old: Tree, new: Tree) -> Tree:
     """Return `new` with the counts of `old`."""
     # The stages share the counts, and are not equally far: the step itself sets them, once, at its end.
     return jax.tree.map(lambda a, b: a if a.ndim == 0 else b, old, new)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from jaxdist.models import Model, Params
+from jaxdist.models import Model, ModelT, Params
 from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline.device import Program
 from jaxdist.parallel.pipeline.executor import Executor
@@ -19,28 +20,28 @@ from jaxdist.parallel.pipeline.pipedream import PipeDream
 from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import make_table
-from jaxdist.sharding import Layout
-from jaxdist.training.forward.base import ForwardBase, layer_keys
+from jaxdist.sharding import Layout, Tree
+from jaxdist.training.forward.base import ForwardBase, layer_keys, made_at_rest
 from jaxdist.training.forward.remat import recompute
 from jaxdist.training.forward.step import Batch, Further, Summed
 
 
-class PipelineForward(ForwardBase):
-    """The forward and backward passes of a `Step` over a pipeline; `model` is laid out for a manual region.
+class StagedForward(ForwardBase[ModelT], ABC):
+    """The forward and backward passes of a `Step` over a pipeline, for any model that `program` describes.
 
-    Batches are those of `DecoderForward`; their micro-batches are those of the schedule. Parameters of layers are held
-    as [v, S, depth, ...]: virtual stage, pipeline rank, layer within the stage.
+    The micro-batches are those of the schedule. Parameters of layers are held as [v, S, depth, ...]: virtual stage,
+    pipeline rank, layer within the stage.
     """
 
     stages: Stages
 
     def __init__(
         self,
-        model: Model,
+        model: ModelT,
         layout: Layout,
         stages: Stages,
         schedule: str,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         remat: str = "none",
         dropout: bool = False,
         seed: int = 0,
@@ -63,13 +64,26 @@ class PipelineForward(ForwardBase):
         self.abstract = stages.abstract(model.abstract)
         self.places = zero.placements(layout, stages.axes(model.axes), self.abstract, stage, split=split)
 
+    @abstractmethod
+    def logical_params(self, key: Key[Array, ""]) -> Params:
+        """Return new parameters as one device holds them."""
+
+    @property
+    @abstractmethod
+    def program(self) -> Program:
+        """The model, in training mode, as functions of what one device holds."""
+
+    @abstractmethod
+    def with_keys(self, batch: Batch, step: Int[Array, ""]) -> Batch:
+        """Return the batch as `program` reads it, with dropout keys where there is dropout."""
+
+    def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
+        """Return (parameters at rest, no variables)."""
+        return made_at_rest(self.new_params, self.places, key), {}
+
     def new_params(self, key: Key[Array, ""]) -> Params:
         """Return new parameters, folded into stages; padding is zero."""
         return self.stages.fold(self.logical_params(key))
-
-    def logical_params(self, key: Key[Array, ""]) -> Params:
-        """Return new parameters as one device holds them."""
-        return self.model.init(key)
 
     def weights(self, params: Params) -> Params:
         """Return the parameters in the compute dtype. They are gathered inside the region."""
@@ -88,17 +102,6 @@ class PipelineForward(ForwardBase):
         """Return (summed loss, further sums)."""
         return self.executor(batch).loss(weights, batch), {}
 
-    def logits(self, weights: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
-        """Return the logits of the next tokens, without dropout: one micro-batch through all stages."""
-
-        def head(tops: Params, x: Float[Array, "B s D"], part: Batch) -> Float[Array, "B S V"]:
-            return self.model.logits(self._with_blocks(tops), x)
-
-        batch = {"tokens": tokens[None]}
-        executor = self.executor(batch)
-        executor = replace(executor, program=replace(executor.program, loss=head))
-        return executor.output(weights, batch, self.layout.activation("BSV"))
-
     @property
     def uniform(self) -> bool:
         """Whether all ranks run the same operations in every tick, whatever the number of micro-batches."""
@@ -111,22 +114,6 @@ class PipelineForward(ForwardBase):
 
     def _schedule_of(self, micro_batches: int) -> Schedule:
         return make(self.schedule, self.stages.ranks, micro_batches, self.stages.virtual)
-
-    def asynchronous(self, update: Callable) -> PipeDream:
-        """Return the pipeline that is never emptied, with weights in the compute dtype.
-
-        `update` is described at `PipeDream`.
-        """
-        return PipeDream(
-            self.stages,
-            self.layout,
-            self.places,
-            self.stage,
-            self.program,
-            self.dtype,
-            recompute=self.remat == "stage",
-            update=update,
-        )
 
     def executor(self, batch: Batch) -> Executor:
         """Return the executor for the micro-batches of `batch`."""
@@ -143,6 +130,48 @@ class PipelineForward(ForwardBase):
             self.stage,
             self.program,
             recompute=self.remat == "stage",
+        )
+
+    def _with_blocks(self, tops: Params) -> Params:
+        """Return `tops` with shapes in the place of the layers, which embed and head do not use."""
+        return tops | {BLOCKS: self.model.abstract[BLOCKS]}
+
+
+class PipelineForward(StagedForward[Model]):
+    """The forward and backward passes of a decoder over a pipeline; `model` is laid out for a manual region.
+
+    Batches are those of `DecoderForward`.
+    """
+
+    def logical_params(self, key: Key[Array, ""]) -> Params:
+        """Return new parameters as one device holds them."""
+        return self.model.init(key)
+
+    def logits(self, weights: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
+        """Return the logits of the next tokens, without dropout: one micro-batch through all stages."""
+
+        def head(tops: Params, x: Float[Array, "B s D"], part: Batch) -> Float[Array, "B S V"]:
+            return self.model.logits(self._with_blocks(tops), x)
+
+        batch = {"tokens": tokens[None]}
+        executor = self.executor(batch)
+        executor = replace(executor, program=replace(executor.program, loss=head))
+        return executor.output(weights, batch, self.layout.activation("BSV"))
+
+    def asynchronous(self, update: Callable[..., tuple[Params, Tree]]) -> PipeDream:
+        """Return the pipeline that is never emptied, with weights in the compute dtype.
+
+        `update` is described at `PipeDream`.
+        """
+        return PipeDream(
+            self.stages,
+            self.layout,
+            self.places,
+            self.stage,
+            self.program,
+            self.dtype,
+            recompute=self.remat == "stage",
+            update=update,
         )
 
     @cached_property
@@ -165,10 +194,6 @@ class PipelineForward(ForwardBase):
         # A stage that is recomputed as a whole is recomputed by the executor; within it, layers save what they need.
         remat = recompute("none" if self.remat == "stage" else self.remat)
         return Program(embed, remat(layer), loss)
-
-    def _with_blocks(self, tops: Params) -> Params:
-        """Return `tops` with shapes in the place of the layers, which embed and head do not use."""
-        return tops | {BLOCKS: self.model.abstract[BLOCKS]}
 
     def with_keys(self, batch: Batch, step: Int[Array, ""]) -> Batch:
         """Return the batch with each row's dropout key, if there is dropout, in the place of its number.

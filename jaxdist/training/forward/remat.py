@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 
@@ -22,7 +23,12 @@ SAVED_NAMES = dict(none=(PRODUCT, ATTENTION), dots=(PRODUCT,), block=(), stage=(
 """
 
 
-def recompute(remat: str) -> Callable[[Callable], Callable]:
+Layer = Callable[..., Any]
+Wrapper = Callable[[Layer], Layer]
+"""Says what the backward pass of a layer recomputes."""
+
+
+def recompute(remat: str) -> Wrapper:
     """Return a wrapper of a layer's function that saves only the activations that `remat` allows."""
     names = SAVED_NAMES[remat]
     policies = jax.checkpoint_policies
@@ -32,7 +38,7 @@ def recompute(remat: str) -> Callable[[Callable], Callable]:
     return partial(jax.checkpoint, prevent_cse=False, policy=policy)
 
 
-def offload_input(layer: Callable) -> Callable:
+def offload_input(layer: Layer) -> Layer:
     """Return `layer` recomputed from its input in the backward pass; the input waits in the host's memory."""
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=(), names_which_can_be_offloaded=(INPUT,), offload_src="device", offload_dst=HOST
@@ -40,6 +46,6 @@ def offload_input(layer: Callable) -> Callable:
     return jax.checkpoint(layer, prevent_cse=False, policy=policy)
 
 
-def keep_all(layer: Callable) -> Callable:
+def keep_all(layer: Layer) -> Layer:
     """Return `layer` as it is: JAX saves whatever its backward pass needs."""
     return layer

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +21,21 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.models import Params
 from jaxdist.parallel.pipeline.stages import Stages
+from jaxdist.parallel.zero import Placements
+from jaxdist.sharding import Tree
 from jaxdist.training.forward.offload import to_device, to_host
 from jaxdist.training.forward.optimizer import clip
 
-Batch = Any
+Batch = Tree
 """A tree of arrays [k, B, ...]: k micro-batches of B rows."""
 
 Further = dict[str, Float[Array, ""]]
 """What a loss function returns beside the loss, by name."""
 
-Summed = tuple[Float[Array, ""], Params, Params, Further]
+Grads = Params
+"""Gradients, nested as the parameters are."""
+
+Summed = tuple[Float[Array, ""], Grads, Params, Further]
 """(loss, gradients, variables, further): all but the variables are sums over what `Forward.count` counts."""
 
 
@@ -40,15 +45,15 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     """Steps taken, skipped ones included."""
     params: Params
-    optimizer: Any
+    optimizer: Tree
     skipped: Int[Array, ""]
     """Steps whose update was skipped."""
     skipped_in_a_row: Int[Array, ""]
     weights: Params | None = None
     """The parameters in the compute dtype, where they are kept between steps; derived from `params`."""
-    variables: Params | None = None
+    variables: Params = {}  # noqa: RUF012  # nobody changes it in place
     """What the model changes while it computes: batch statistics, counts of random numbers."""
-    in_flight: Any = None
+    in_flight: Tree = None
     """What an asynchronous pipeline is working on; the pipeline is emptied before its state is saved."""
 
 
@@ -57,7 +62,7 @@ class Metrics(NamedTuple):
 
     loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
-    count: Int[Array, ""]
+    count: Int[Array, ""]  # type: ignore[assignment]  # a tuple has a method of this name, which nobody calls here
     """What the loss is a mean over: labels that count, or rows."""
     skipped: Int[Array, ""]
     skipped_in_a_row: Int[Array, ""]
@@ -68,12 +73,21 @@ class Metrics(NamedTuple):
 class Forward(Protocol):
     """How a model's loss and gradients come from its weights: what a step asks of a model."""
 
-    places: Any
-    """A `zero.Placement` for every parameter."""
-    abstract: Params
-    """Shapes and dtypes of the parameters, as the step holds them."""
-    stages: Stages | None
-    """How a pipeline holds the layers."""
+    @property
+    def places(self) -> Placements:
+        """Return where each parameter lies."""
+
+    @property
+    def abstract(self) -> Params:
+        """Return shapes and dtypes of the parameters, as the step holds them."""
+
+    @property
+    def stages(self) -> Stages | None:
+        """Return how a pipeline holds the layers; None without a pipeline."""
+
+    @property
+    def stage(self) -> int:
+        """Return the ZeRO stage."""
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """Return (parameters at rest, variables)."""
@@ -151,7 +165,7 @@ class Step:
         params = to_host(state.params) if self.keep else state.params
         return state._replace(params=params, optimizer=to_host(state.optimizer))
 
-    def derived(self, state: TrainState) -> dict[str, Any]:
+    def derived(self, state: TrainState) -> dict[str, Tree]:
         """Return the fields of a state that follow from the others, and that a checkpoint does not hold.
 
         These are the weights in the compute dtype, where the step keeps them from one step to the next.
@@ -174,9 +188,10 @@ class Step:
     def _unfolded(self) -> Callable[[TrainState], TrainState]:
         """A compiled function that is kept, because every save calls it."""
         stages = self.forward.stages
+        assert stages is not None
         return jax.jit(lambda state: self.at_rest(stages.unfolded(to_device(state))))
 
-    def folded(self, tree: Any) -> Any:
+    def folded(self, tree: Tree) -> Tree:
         """Return parameters of a checkpoint, or a tree that has their names, as a step holds them.
 
         With stages, layers [L, ...] become [v, S, depth, ...], with padding where the layers do not divide.
@@ -195,6 +210,7 @@ class Step:
         """Take one optimizer step. A loss or gradient that is not finite changes nothing except the counts."""
         state = to_device(state)
         weights = state.weights if self.keep else self.forward.weights(state.params)
+        assert weights is not None
         loss, grads, count, variables, further = self.gradients(weights, state.variables, batch, state.step)
         norm = optax.tree.norm(grads)
         updates, optimizer = self.optimizer.update(clip(grads, norm, self.max_norm), state.optimizer, state.params)
@@ -220,7 +236,9 @@ class Step:
         )
         return self.at_rest(state), metrics
 
-    def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""] | int = 0):
+    def gradients(
+        self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""] | int = 0
+    ) -> tuple[Float[Array, ""], Grads, Int[Array, ""], Params, Further]:
         """Return (mean loss, its gradient in f32, what it is a mean over, variables, further means).
 
         All are over all micro-batches and devices.
@@ -234,12 +252,14 @@ class Step:
 
         return mean(loss), jax.tree.map(mean, grads), count, variables, jax.tree.map(mean, further)
 
-    def evaluate(self, params: Params, variables: Params, batch: Batch):
+    def evaluate(
+        self, params: Params, variables: Params, batch: Batch
+    ) -> tuple[Float[Array, ""], Int[Array, ""], Further]:
         """Return (summed loss, what to divide it by, further sums); divide the sums over all batches."""
         weights = self.forward.weights(to_device(params))
         loss, further = self.forward.evaluate(weights, variables, batch)
         return loss, self.forward.count(batch), further
 
 
-def _choose(condition: Bool[Array, ""], yes, no):
+def _choose(condition: Bool[Array, ""], yes: Tree, no: Tree) -> Tree:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
