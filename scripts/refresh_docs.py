@@ -72,6 +72,7 @@ BY_HAND = "*Made by hand: it needs {need}.*"
 
 VOLATILE = [
     (r"\d{4}[-_]\d\d[-_]\d\d[T _]\d\d[:_]\d\d[:_]\d\d(\+00:00)?", "DATE"),
+    (r"[\d.]+ MB( +DATE)", r"SIZE\1"),
     (r"\b\d\d:\d\d:\d\dZ", "TIME"),
     (r"\b\d+:\d\d:\d\d left", "LEFT"),
     (
