@@ -153,6 +153,8 @@ class ParallelConfig(Section):
     """ZeRO stage over data: 1 shards optimizer and parameters at rest; 2 gradients too; 3 (FSDP) gathers by layer."""
     sequence: bool = False
     """Sequence parallelism: shard the residual stream along the sequence over the model axis."""
+    replica_zero: bool = True
+    """From ZeRO 1 on, shard masters and optimizer state over replica too; weights are gathered once per step."""
     micro_batches: Literal["inside", "outside"] = "inside"
     """Gradient accumulation of ZeRO 2 and 3: inside each layer, or outside (fewer activations, more communication)."""
     offload: Literal["none", "optimizer"] = "none"

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 TABLE = Path(__file__).parent / "claims.csv"
 
 TOPICS = ("memory", "compute", "optimizer", "pipelines", "traffic", "tensor", "data", "scaling")
-MODULES = ("jaxdist.lab.reductions.checks", *(f"jaxdist.lab.checks.{topic}" for topic in TOPICS))
+MODULES = (
+    "jaxdist.lab.reductions.checks",
+    "jaxdist.lab.slow_networks.checks",
+    *(f"jaxdist.lab.checks.{topic}" for topic in TOPICS),
+)
 """Each module has `CHECKS`, a dict from a claim's id to its `Check`."""
 
 DEVICES = 8
@@ -56,7 +60,9 @@ class Claim:
         The unit `-` stands for a number without one and is left out.
         """
         unit = "" if self.unit == "-" else f" ({self.unit})"
-        how = "exactly" if self.tolerance == "exact" else f"within {self.tolerance}"
+        how = f"within {self.tolerance}"
+        if self.tolerance.startswith("exact"):
+            how = self.tolerance.replace("exact", "exactly", 1)
         return f"{self.expected}{unit}, {how}"
 
     @property
@@ -132,18 +138,19 @@ def plain(text: str) -> float | bool | str:
         return text
 
 
-def within(value: float, expected: str, tolerance: str) -> bool:
+def within(value: float, expected: str, tolerance: str, of: float | None = None) -> bool:
     """Return whether a value is as near to the expected one as the table asks.
 
-    A tolerance is `exact`, a share of the expected value (`1%`), or a number (`1e-5`). The words after it, as in
-    `1% at N=1024`, say with which settings.
+    A tolerance is `exact`, a share (`1%`) of the expected value or of another value `of`, or a number (`1e-5`). The
+    words after it, as in `1% at N=1024` or `2% of the loss`, say with which settings, or of what.
     """
     target = float(expected)
     allowed = tolerance.split()[0]
     if allowed == "exact":
         return value == target
     if allowed.endswith("%"):
-        return abs(value - target) <= float(allowed[:-1]) / 100 * abs(target)
+        whole = target if of is None else of
+        return abs(value - target) <= float(allowed[:-1]) / 100 * abs(whole)
     return abs(value - target) <= float(allowed)
 
 

@@ -45,8 +45,8 @@ def init(
     make: Callable[[jax.Array], tuple[Params, Params]], places: Placements, key: jax.Array
 ) -> tuple[Params, Params]:
     """Return (parameters at rest, variables); each device makes its own shards."""
-    rest = jax.tree.map(lambda p: p.rest, places)
-    return auto_axes(make, out_sharding=(rest, P()))(key)
+    held = jax.tree.map(lambda p: p.held, places)
+    return auto_axes(make, out_sharding=(held, P()))(key)
 
 
 def call_on_all_rows(places: Placements, call: Call, weights: Params, variables: Params, batch: Tree) -> Outcome:
@@ -222,13 +222,13 @@ def on_shards(
     that is no update rule, and for one that changes the shape or dtype of updates or state.
     """
     _check_optimizer(optimizer, abstract)
-    rest = jax.tree.map(lambda p: p.rest, places)
+    held = jax.tree.map(lambda p: p.held, places)
     specs = optax.tree.map_params(
         optimizer,
         _spec_of_state,
         jax.eval_shape(optimizer.init, abstract),
         abstract,
-        rest,
+        held,
         transform_non_params=lambda _: P(),
         is_leaf=_is_masked,
     )
@@ -238,7 +238,7 @@ def on_shards(
             return optimizer.update(grads, state, params, **further)
 
         grads = jax.tree.map(lambda g, a: g.astype(a.dtype), updates, abstract)
-        return auto_axes(call, out_sharding=(rest, specs))(grads, state, params)
+        return auto_axes(call, out_sharding=(held, specs))(grads, state, params)
 
     return optax.GradientTransformation(auto_axes(optimizer.init, out_sharding=specs), update)
 

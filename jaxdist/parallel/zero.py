@@ -12,9 +12,16 @@ where nothing is sharded) after gradients are made.
     3       the same (FSDP)                in each layer, twice  in each layer            3, or 2 outside of layers
 
 The last column is multiplied by (N-1)/N (section 7). From stage 2 on no device holds all gradients, from stage 3 on
-none holds all weights: stage 3 is fully sharded data parallelism. Hybrid sharding (HSDP) shards over `data` and
-replicates over the mesh axis `replica`, which adds an all-reduce of each gradient shard; at stage 0 it is a single
-all-reduce over both axes.
+none holds all weights: stage 3 is fully sharded data parallelism.
+
+Hybrid sharding (HSDP) shards over `data`, whose links are fast, and holds a copy of the weights in use on each of the
+R ranks along `replica`, whose links may be slow. `reduce` adds up over the other axes alone: a gradient stays a partial
+sum over `replica`, as its type says, until `cross` adds up the replicas' shards, once per step, however many
+micro-batches there are. Each parameter then crosses `replica` as 1/N of its elements. That holds at stage 0 too, where
+`reduce` scatters over data for this purpose, and `cross` gathers the sum again.
+
+From stage 1 on `replica` may also split the masters and the optimizer state (`replica_zero`): `cross` is then a
+reduce-scatter, and `gather_replicas` brings the updated weights, in the compute dtype, back to all replicas.
 """
 
 from __future__ import annotations
@@ -30,7 +37,8 @@ from jax import P
 from jax.sharding import reshard
 from jaxtyping import Array, Float
 
-from jaxdist.mesh import DATA
+from jaxdist.config import Config
+from jaxdist.mesh import DATA, PIPELINE, REPLICA
 from jaxdist.parallel import heads, region
 from jaxdist.parallel.heads import HeadDeal
 from jaxdist.sharding import LAYERS, Layout, LogicalAxes, Params, wide
@@ -46,18 +54,51 @@ def is_axes(a: object) -> bool:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one parameter lies: `rest` between steps, `use` in the forward and backward pass."""
+    """Where one parameter lies: `rest` in each replica, and `use` in the forward and backward pass.
+
+    Between steps it lies as `held` says: as at rest, or split over the replicas too.
+    """
 
     rest: P
     use: P
     deal: HeadDeal | None = None
     """How its key/value heads are dealt in use; None where the heads of the mesh split them evenly."""
+    deferred: frozenset[str] = frozenset()
+    """Axes over which `reduce` leaves partial sums, for `cross` to add up: `replica`, or none."""
+    replica_dim: int | None = None
+    """The dim that `replica` splits between steps; None where each replica holds the parameter."""
+    crossing_dim: int | None = None
+    """The dim that data splits while a gradient crosses `replica`, where nothing is sharded at rest (stage 0)."""
 
     @property
     def layer(self) -> Placement:
         """The placement of one layer of a stack."""
         deal = None if self.deal is None else self.deal.layer
-        return replace(self, rest=_without_first_dim(self.rest), use=_without_first_dim(self.use), deal=deal)
+        crossing_dim = None if self.crossing_dim is None else self.crossing_dim - 1
+        return replace(
+            self,
+            rest=_without_first_dim(self.rest),
+            use=_without_first_dim(self.use),
+            deal=deal,
+            # Between steps, and over the replicas, layers move as one stack.
+            replica_dim=None,
+            crossing_dim=crossing_dim,
+        )
+
+    @property
+    def held(self) -> P:
+        """How the parameter and its optimizer state lie between steps."""
+        if self.replica_dim is None:
+            return self.rest
+        split = list(self.rest.partitions)
+        # Data comes first, so that gathering the replicas' parts makes one rank's shard.
+        split[self.replica_dim] = (DATA, REPLICA) if split[self.replica_dim] == DATA else REPLICA
+        return P(*split)
+
+    @property
+    def reduced(self) -> P:
+        """How a gradient lies between `reduce` and `cross`: as at rest, and where deferred as partial sums."""
+        return P(*self._scattered(self.rest).partitions, unreduced=self.deferred)
 
     @property
     def dealt(self) -> bool:
@@ -114,24 +155,51 @@ class Placement:
         return region.vary(w, self.use.reduced)
 
     def reduce(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Reduce-scatter gradients: partial sums in use -> the sum, which lies as the parameter does at rest.
+        """Reduce-scatter gradients: partial sums in use -> as `reduced` says; the sum, unless it is deferred.
 
         A weight that is not `reduced` in use has a gradient that is summed already: each device keeps its part.
         """
-        if self.shard_dim is None or not self.use.reduced:
-            g = reshard(g, self._shard)
-        else:
-            g = jax.shard_map(self._reduce_scatter, in_specs=self._partial, out_specs=self._shard)(g)
+        if self.deal is not None and self.deferred:
+            # JAX has no rule for moving partial sums: unchecked, each device moves its own.
+            return jax.shard_map(self._reduce_dealt, in_specs=self._partial, out_specs=self.reduced, check_vma=False)(g)
+        source = self._partial
+        target = P(*self._scattered(self.use).partitions, unreduced=self.deferred)
+        if not self.use.reduced or (self.scatter_dim is None and not self.deferred):
+            g = reshard(g, target)
+        elif source != target:
+            g = jax.shard_map(self._reduce_scatter, in_specs=source, out_specs=target)(g)
         if self.deal is None:
             return g
         g = self._exchange(g, self._shard, self.rest, back=True)
         return heads.collect(g, self.deal.dim, self.deal.parts)
 
+    def cross(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Add up the replicas' partial sums: what `reduce` returns -> the sum, which lies as `held` says."""
+        if not self.deferred:
+            return g
+        if self.crossing_dim is None:
+            return jax.shard_map(self._add_replicas, in_specs=self.reduced, out_specs=self.held)(g)
+
+        def add(g: jax.Array) -> jax.Array:
+            g = jax.lax.psum(g, REPLICA)
+            return jax.lax.all_gather(g, DATA, axis=self.crossing_dim, tiled=True, to="reduced")
+
+        whole = P(*self.rest.partitions, reduced={DATA})
+        return reshard(jax.shard_map(add, in_specs=self.reduced, out_specs=whole)(g), self.rest)
+
+    def gather_replicas(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
+        """All-gather weights over the replicas: as `held` between steps -> at rest in each replica."""
+        if self.replica_dim is None:
+            return w
+        whole = P(*self.rest.partitions, reduced={REPLICA})
+        gather = partial(jax.lax.all_gather, axis_name=REPLICA, axis=self.replica_dim, tiled=True, to="reduced")
+        return reshard(jax.shard_map(gather, in_specs=self.held, out_specs=whole)(w), self.rest)
+
     def reduce_manual(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Do what `reduce` does, inside a pipeline's region: partial sums in use -> this device's part at rest."""
-        summed = self.use.reduced
-        if self.shard_dim is not None:
-            g = jax.lax.psum_scatter(g, DATA, scatter_dimension=self.shard_dim, tiled=True)
+        """Do what `reduce` does, inside a pipeline's region: partial sums in use -> this device's part, reduced."""
+        summed = self.use.reduced - self.deferred
+        if self.scatter_dim is not None:
+            g = jax.lax.psum_scatter(g, DATA, scatter_dimension=self.scatter_dim, tiled=True)
             summed = summed - {DATA}
         g = region.add_up(g, sorted(summed))
         if self.deal is None:
@@ -143,6 +211,12 @@ class Placement:
         g = region.placed(g, self._head_axes, self.deal.dim)
         g = heads.collect(g, self.deal.dim, self.deal.parts)
         return region.add_up(g, self._head_axes)
+
+    def deferred_manual(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Type what `reduce_manual` returns as partial sums, to leave the region as `reduced` says."""
+        if not self.deferred:
+            return g
+        return jax.lax.pcast(g, tuple(self.deferred), to="unreduced")
 
     def with_sink(self, w: Float[Array, "..."], sink: Float[Array, "..."]) -> Float[Array, "..."]:
         """Return the weights in use unchanged, in the dtype of `sink`, whose gradient is that of `w`, reduced.
@@ -157,8 +231,22 @@ class Placement:
         return reshard(jnp.zeros(w.shape, wide(w.dtype)), self._partial)
 
     def sink(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Float[Array, "..."]:
-        """Return zeros for gradient accumulation in `dtype`, lying as the parameter of `shape` does at rest."""
-        return reshard(jnp.zeros(shape, dtype), self.rest)
+        """Return zeros in `dtype` for `with_sink`: their gradient, as `reduce` returns it, is that of a weight."""
+        return reshard(jnp.zeros(shape, dtype), P(*self.reduced.partitions, reduced=self.deferred))
+
+    def reduced_sums(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Float[Array, "..."]:
+        """Return zeros to accumulate what `reduce` returns for a parameter of `shape`."""
+        return reshard(jnp.zeros(shape, dtype), self.reduced)
+
+    def _reduce_dealt(self, g: jax.Array) -> jax.Array:
+        """Do what `reduce` does for dealt heads, on one device."""
+        assert self.deal is not None
+        g = self._reduce_scatter(g)
+        if self.exchanged:
+            g = self._all_to_all(g, back=True)
+        else:
+            g = jax.lax.all_gather(g, self._head_axes, axis=self.deal.dim, tiled=True)
+        return heads.collect(g, self.deal.dim, self.deal.parts)
 
     def _exchange(self, w: jax.Array, source: P, target: P, back: bool) -> jax.Array:
         """Move dealt heads from `source` to `target`: by an all-to-all, or by a reshard where heads are whole."""
@@ -175,12 +263,32 @@ class Placement:
         return jax.lax.all_to_all(w, self._head_axes, split_axis=split, concat_axis=joined, tiled=True)
 
     def _reduce_scatter(self, g: jax.Array) -> jax.Array:
-        """Sum over data, keeping this device's shard; then all-reduce the shard over the other axes of the batch."""
-        g = jax.lax.psum_scatter(g, DATA, scatter_dimension=self.shard_dim, tiled=True)
-        others = tuple(sorted(self.use.reduced - {DATA}))
-        if not others:
+        """Sum over data, keeping this device's shard; then all-reduce it over the other axes that do not wait."""
+        summed = self.use.reduced - self.deferred
+        if self.scatter_dim is not None:
+            g = jax.lax.psum_scatter(g, DATA, scatter_dimension=self.scatter_dim, tiled=True)
+            summed = summed - {DATA}
+        if not summed:
             return g
-        return jax.lax.psum(g, others)
+        return jax.lax.psum(g, tuple(sorted(summed)))
+
+    def _add_replicas(self, g: jax.Array) -> jax.Array:
+        """Sum over the replicas; where `replica` splits the parameter, keep this device's part."""
+        if self.replica_dim is None:
+            return jax.lax.psum(g, REPLICA)
+        return jax.lax.psum_scatter(g, REPLICA, scatter_dimension=self.replica_dim, tiled=True)
+
+    @property
+    def scatter_dim(self) -> int | None:
+        """The dim along which data scatters a gradient; None where it is all-reduced over data."""
+        return self.crossing_dim if self.shard_dim is None else self.shard_dim
+
+    def _scattered(self, spec: P) -> P:
+        """Return `spec`, split over data as gradients are after `reduce`."""
+        split = list(spec.partitions)
+        if self.scatter_dim is not None:
+            split[self.scatter_dim] = DATA
+        return P(*split)
 
     @property
     def _head_dim(self) -> int:
@@ -246,6 +354,21 @@ def in_use(places: Placements, weights: Params, sinks: Params | None, stage: int
     return jax.tree.map(lambda p, w, s: p.with_sink(w, s), places, weights, sinks)
 
 
+def without_replica_zero(config: Config, layout: Layout) -> str:
+    """Return why `replica` splits nothing between steps, as the end of a sentence; empty where it splits.
+
+    The mesh has replicas. Forward passes whose gradients are not partial sums never split over them.
+    """
+    parallel = config.parallel
+    if not parallel.replica_zero:
+        return "parallel.replica_zero is false"
+    if parallel.zero == 0:
+        return "ZeRO 0 splits no state"
+    if layout.size(PIPELINE) > 1 and config.pipeline.asynchronous:
+        return "PipeDream updates its stages one by one, each as soon as it has a gradient"
+    return ""
+
+
 def placements(
     layout: Layout,
     axes: Params,
@@ -254,12 +377,16 @@ def placements(
     summed: bool = True,
     split: Params | None = None,
     stacks: bool = False,
+    defers: bool = True,
+    replica_zero: bool = False,
 ) -> Placements:
     """Return a `Placement` for every parameter, from its logical axes and shape.
 
     `summed`: gradients are partial sums of the devices, so weights in use are `reduced`. `split` holds for every
     parameter whether the data axis may split it (None: it may split all). `stacks`: stacked layers are used as they lie
-    at rest, by a module that gathers each layer when it is its turn.
+    at rest, by a module that gathers each layer when it is its turn. `defers`: gradients wait for the end of the step
+    before they are summed over the replicas. `replica_zero`: between steps, `replica` splits what `split` allows; this
+    needs a stage of 1 or more.
 
     Where key/value heads are too few to be split as the query heads are, they are dealt out in use (`parallel.heads`),
     and at rest their size is split, if the mesh divides it. Raises `ValueError` where heads cannot be dealt evenly.
@@ -269,7 +396,8 @@ def placements(
 
     def place(names: LogicalAxes, parameter: jax.ShapeDtypeStruct, may_split: bool) -> Placement:
         sharded = bool(stage and may_split)
-        placement = _place(layout, names, parameter.shape, sharded, summed)
+        over_replicas = sharded and replica_zero and defers
+        placement = _place(layout, names, parameter.shape, sharded, summed, defers, over_replicas)
         if stacks and LAYERS in names:
             return replace(placement, use=placement.rest)
         return placement
@@ -277,7 +405,15 @@ def placements(
     return jax.tree.map(place, axes, abstract, split, is_leaf=is_axes)
 
 
-def _place(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...], sharded: bool, summed: bool) -> Placement:
+def _place(
+    layout: Layout,
+    axes: LogicalAxes,
+    shape: tuple[int, ...],
+    sharded: bool,
+    summed: bool,
+    defers: bool,
+    over_replicas: bool,
+) -> Placement:
     # Key/value heads are split over the same mesh axes as the query heads that they serve.
     axes_in_use = tuple("heads" if name == "kv_heads" else name for name in axes)
     rest = list(layout.spec(axes_in_use).partitions)
@@ -291,12 +427,20 @@ def _place(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...], sharded: b
         rest[head_dim] = None
         # Dealing heads, or exchanging them by an all-to-all, needs these dims whole over data.
         taken = (head_dim + 1, size_dim)
-    if sharded:
-        shard_dim = _first_free_dim(layout, axes_in_use, shape, taken)
-        if shard_dim is not None:
-            rest[shard_dim] = DATA
     reduced = layout.partial(axes) if summed else frozenset()
-    return Placement(P(*rest), layout.spec(axes_in_use, reduced=reduced), deal)
+    deferred = reduced & {REPLICA} if defers else frozenset()
+    free = _free_dims(layout, axes_in_use, taken)
+    data_dim = _first_that_divides(shape, free, layout.size(DATA))
+    crossing_dim = None
+    if sharded and data_dim is not None:
+        rest[data_dim] = DATA
+    elif not sharded and deferred:
+        crossing_dim = data_dim
+    replica_dim = None
+    if over_replicas and deferred:
+        replica_dim = _replica_dim(layout, shape, free, data_dim)
+    use = layout.spec(axes_in_use, reduced=reduced)
+    return Placement(P(*rest), use, deal, deferred, replica_dim, crossing_dim)
 
 
 def _head_deal(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...]) -> HeadDeal | None:
@@ -313,14 +457,22 @@ def _head_deal(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...]) -> Hea
     return HeadDeal(dim, parts // count)
 
 
-def _first_free_dim(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...], taken: Collection[int]) -> int | None:
-    """Return the first dim that the data axis can split and that is not `taken`, or None."""
-    ways = layout.size(DATA)
+def _free_dims(layout: Layout, axes: LogicalAxes, taken: Collection[int]) -> list[int]:
+    """Return the dims that no axis splits in use, that do not count layers and are not `taken`."""
+    return [dim for dim, name in enumerate(axes) if name != LAYERS and not layout.split(name) and dim not in taken]
+
+
+def _first_that_divides(shape: tuple[int, ...], dims: Collection[int], ways: int) -> int | None:
+    """Return the first of `dims` that `ways` devices can split, or None."""
     if ways == 1:
         return None
     # The first one, because an all-gather along the first dim takes no transposed copy.
-    for dim, name in enumerate(axes):
-        free = name != LAYERS and not layout.split(name) and dim not in taken
-        if free and shape[dim] % ways == 0:
-            return dim
-    return None
+    return next((dim for dim in dims if shape[dim] % ways == 0), None)
+
+
+def _replica_dim(layout: Layout, shape: tuple[int, ...], free: Collection[int], data_dim: int | None) -> int | None:
+    """Return the dim that the replicas split between steps: that of data where it divides, else another; or None."""
+    ways = layout.size(REPLICA)
+    if data_dim is not None and shape[data_dim] % (layout.size(DATA) * ways) == 0:
+        return data_dim
+    return _first_that_divides(shape, [dim for dim in free if dim != data_dim], ways)

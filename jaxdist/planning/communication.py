@@ -19,7 +19,12 @@ from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
 from jaxdist.planning import pipeline_traffic
 from jaxdist.planning.parameter_layout import Placed, compute_width, placed
-from jaxdist.planning.pipeline_traffic import gathered, looks_up_positions, scattered_with_vectors
+from jaxdist.planning.pipeline_traffic import (
+    between_replicas,
+    gathered,
+    looks_up_positions,
+    scattered_with_vectors,
+)
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
@@ -89,6 +94,7 @@ def _parameters(config: Config, parameters: list[Placed], layout: Layout) -> Ite
             name = "table and the like"
         yield from _reduce(config, p, name, layout, calls, groups)
         yield from _gather(config, p, name, layout, groups)
+        yield from between_replicas(config, p, layout)
 
 
 def _gather(config: Config, p: Placed, name: str, layout: Layout, groups: int) -> Iterator[Transfer]:
@@ -117,11 +123,11 @@ def _gathers(p: Placed, layout: Layout, groups: int) -> int:
 
 
 def _reduce(config: Config, p: Placed, name: str, layout: Layout, calls: int, times: int) -> Iterator[Transfer]:
-    """Yield the transfers that sum a gradient and bring it to how the parameter lies at rest."""
+    """Yield the transfers that sum a gradient in each replica, and bring it to how the parameter lies there."""
     what = f"gradients of {name}"
-    summed = set(p.place.use.reduced)
+    summed = set(p.place.use.reduced - p.place.deferred)
     held = p.use
-    if not p.whole:
+    if p.place.scatter_dim is not None:
         yield transfer(layout, what, REDUCE_SCATTER, {DATA}, calls, times * p.use, F32)
         summed.discard(DATA)
         held = p.use // layout.size(DATA)

@@ -8,6 +8,9 @@ without its 2 bytes of gradients, which exist only during a step):
     float32, bfloat16          12    12/N      12/N      12/N        the f32 parameters are the masters
     mixed                      14    2+12/N    2+12/N    14/N
 
+On a mesh with R replicas, `parallel.replica_zero` makes 12/(N R) of each 12/N: masters and moments are split over the
+replicas too, and the copy of mixed is not.
+
 With `parallel.offload optimizer`, 8 of each 12 and 12 of each 14 are in host memory. (ZeRO-Offload, Ren et al. 2021,
 also updates there; here the device updates, and the state crosses the link once each way.)
 
@@ -203,7 +206,7 @@ class _AtRest(TypedDict):
 
 def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = None) -> _AtRest:
     """Return what parameters and optimizer state take between steps."""
-    rest = sum(p.rest for p in parameters)
+    held = sum(p.held for p in parameters)
     each = widths(config)
     # The step, the skipped steps, and those skipped in a row; then the optimizer's own counts, which PipeDream's step
     # does not use.
@@ -211,9 +214,9 @@ def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = N
     if pipe is None or pipe.flush:
         counters += 1 if config.optimizer.name == "sgd" else 2
     return {
-        "parameters": each.parameters * rest,
-        "optimizer": each.optimizer * rest + 4 * counters,
-        "host": each.host * rest,
+        "parameters": each.parameters * held,
+        "optimizer": each.optimizer * held + 4 * counters,
+        "host": each.host * held,
         "copy": sum(_copy(config, p, pipelined=pipe is not None) for p in parameters),
     }
 
@@ -238,7 +241,7 @@ def _update(config: Config, parameters: list[Placed], held: Memory) -> int:
     """Return the room that offloaded optimizer state needs in the update, beyond what is free by then."""
     # XLA:GPU updates one array after the other, when everything but the gradients is gone. Offloaded state is therefore
     # on the device for one parameter at a time, with all its layers.
-    needed = widths(config).host * max(p.rest for p in parameters)
+    needed = widths(config).host * max(p.held for p in parameters)
     free = held.weights + held.activations + held.working
     free += max(0, held.gradients - sum(F32 * p.rest for p in parameters))
     return max(0, needed - free)
@@ -274,7 +277,7 @@ def _bytes(a: jax.ShapeDtypeStruct) -> int:
 def state(config: Config, p: Placed, pipelined: bool = False) -> int:
     """Return the bytes that a device holds between steps of one parameter and all that belongs to it."""
     each = widths(config)
-    return p.rest * (each.parameters + each.optimizer) + _copy(config, p, pipelined)
+    return p.held * (each.parameters + each.optimizer) + _copy(config, p, pipelined)
 
 
 def _copy(config: Config, p: Placed, pipelined: bool) -> int:
@@ -292,6 +295,7 @@ def _elements(parameters: list[Placed]) -> Elements:
     layer = [p.at_once for p in parameters if p.stacked]
     tables = [p.use for p in parameters if not p.stacked]
     return Elements(
+        held=sum(p.held for p in parameters),
         rest=sum(p.rest for p in parameters),
         use=sum(p.use for p in parameters),
         layer=sum(layer) if layer else sum(tables),

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import jax
 
 from jaxdist.config import Config
-from jaxdist.mesh import DATA, MODEL, micro_batches
-from jaxdist.models import Model
+from jaxdist.mesh import DATA, MODEL, REPLICA, micro_batches
+from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline.stages import BLOCKS
@@ -32,8 +32,10 @@ class Placed:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     place: zero.Placement
+    held: int
+    """Elements that a device holds between steps."""
     rest: int
-    """Elements that a device holds at rest."""
+    """Elements at rest in each replica: those that are held, gathered over the replicas."""
     use: int
     """Elements that a device holds in use, of all its layers."""
     layers: int = 1
@@ -78,9 +80,22 @@ def placed(config: Config, model: Model | Foreign, layout: Layout) -> list[Place
     if pipe:
         abstract = pipe.stages.abstract(abstract)
         axes = pipe.stages.axes(axes)
-    places = zero.placements(layout, axes, abstract, config.parallel.zero)
+    places = zero.placements(
+        layout,
+        axes,
+        abstract,
+        config.parallel.zero,
+        summed=not _on_all_rows(config),
+        defers=pipe is None or pipe.flush,
+        replica_zero=not zero.without_replica_zero(config, layout),
+    )
     forward_only = () if isinstance(model, Foreign) else model.forward_only
     return lay_out(layout, axes, abstract, places, forward_only)
+
+
+def _on_all_rows(config: Config) -> bool:
+    """Return whether the model is called with all rows of a micro-batch, so that the compiler reduces gradients."""
+    return config.model.images and images.scope(config.model) == "batch"
 
 
 def lay_out(
@@ -97,6 +112,7 @@ def lay_out(
                 shape=leaf.shape,
                 axes=names,
                 place=place,
+                held=math.prod(leaf.shape) // layout.pieces(place.held),
                 rest=math.prod(leaf.shape) // layout.pieces(place.rest),
                 use=math.prod(place.in_use(leaf.shape)) // layout.pieces(place.use),
                 layers=math.prod(n for n, axis in zip(leaf.shape, names, strict=True) if axis == LAYERS),
@@ -114,7 +130,7 @@ def listing(parameters: list[Placed], held: list[int]) -> list[str]:
     """
     rows = [("parameter", "shape", "logical axes", "at rest", "in use", "bytes per device")]
     for p, count in zip(parameters, held, strict=True):
-        rest = _dims(p.place.rest.partitions)
+        rest = _dims(p.place.held.partitions)
         use = _dims(p.place.use.partitions)
         if use == rest:
             use = "same"
@@ -145,16 +161,29 @@ def notes(config: Config, parameters: list[Placed], layout: Layout) -> list[str]
     """Return a sentence for each split that was requested and does not take place."""
     found = []
     parallel = config.parallel
-    if parallel.zero and layout.size(DATA) == 1:
+    over_replicas = any(p.place.replica_dim is not None for p in parameters)
+    if parallel.zero and layout.size(DATA) == 1 and not over_replicas:
         found.append(f"parallel.zero {parallel.zero} splits nothing here, because {DATA} is 1")
-    elif parallel.zero and any(p.whole for p in parameters):
+    elif parallel.zero and layout.size(DATA) > 1 and any(p.whole for p in parameters):
         found.append(_left_whole(config, parameters, layout))
+    if parallel.replica_zero and layout.size(REPLICA) > 1 and not over_replicas:
+        found.append(_each_replica_holds_all(config, layout))
     if parallel.sequence and layout.size(MODEL) == 1:
         found.append(f"parallel.sequence splits nothing here, because {MODEL} is 1")
     pipe = pipeline_of(config, layout)
     if pipe:
         found += pipelines.notes(config, layout, pipe)
     return found
+
+
+def _each_replica_holds_all(config: Config, layout: Layout) -> str:
+    """Return why `replica` splits neither masters nor optimizer state, in a sentence."""
+    why = zero.without_replica_zero(config, layout)
+    if not why and _on_all_rows(config):
+        why = "with dropout, the compiler chooses where the gradients of a classifier are reduced"
+    elif not why:
+        why = f"no parameter has a dim that {REPLICA}={layout.size(REPLICA)} divides"
+    return f"each replica holds all masters and moments (parallel.replica_zero splits nothing here): {why}"
 
 
 def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str:

@@ -21,6 +21,7 @@ def _elements(parameters: list[Placed], stacked: bool) -> Elements:
     """Return the elements of the layers, or of the parameters that belong to none."""
     group = [p for p in parameters if p.stacked == stacked]
     return Elements(
+        held=sum(p.held for p in group),
         rest=sum(p.rest for p in group),
         use=sum(p.use for p in group),
         layer=sum(p.at_once for p in group) if stacked else 0,

@@ -60,11 +60,31 @@ def gathered(config: Config, p: Placed, layout: Layout, name: str, calls: int, e
         yield transfer(layout, what, ALL_GATHER, {DATA}, calls, elements, width)
 
 
+def between_replicas(config: Config, p: Placed, layout: Layout) -> Iterator[Transfer]:
+    """Yield the transfers that sum a parameter's gradient over the replicas, and give all of them its new value.
+
+    They run once per step, on what a device has of the parameter.
+    """
+    place = p.place
+    gradients = "gradients between replicas"
+    if not place.deferred:
+        return
+    if place.replica_dim is not None:
+        yield transfer(layout, gradients, REDUCE_SCATTER, place.deferred, 1, p.rest, F32)
+        yield transfer(layout, "weights between replicas", ALL_GATHER, place.deferred, 1, p.rest, compute_width(config))
+    elif place.crossing_dim is None:
+        yield transfer(layout, gradients, ALL_REDUCE, place.deferred, 1, p.rest, F32)
+    else:
+        yield transfer(layout, gradients, ALL_REDUCE, place.deferred, 1, p.rest // layout.size(DATA), F32)
+        yield transfer(layout, "summed gradients", ALL_GATHER, {DATA}, 1, p.rest, F32)
+
+
 def predict(config: Config, parameters: list[Placed], layout: Layout, pipe: Pipeline) -> Iterator[Transfer]:
     """Yield every transfer of a step, without scalars."""
     for p in parameters:
         yield from _gradients(config, p, layout, pipe)
         yield from _weights(config, p, layout, pipe)
+        yield from between_replicas(config, p, layout)
     stream = _Stream(config, layout, pipe)
     yield from stream.messages()
     yield from stream.layers()
@@ -126,7 +146,7 @@ def _gradients(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Ite
     """Yield the reductions of a gradient: once per step; from stage 2 on, in every tick that makes that of a layer."""
     calls = 1
     elements = p.use
-    summed = set(p.place.use.reduced)
+    summed = set(p.place.use.reduced - p.place.deferred)
     if p.stacked and config.parallel.zero >= 2:
         # W makes the gradients of weights where the schedule splits the backward pass.
         ticks = pipe.ticks("W" if pipe.schedule.split else "B")
@@ -136,7 +156,7 @@ def _gradients(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Ite
         calls = pipe.ticks("B")
         elements = calls * p.use
     what = f"gradients of {_name(p)}"
-    if not p.whole:
+    if p.place.scatter_dim is not None:
         yield transfer(layout, what, REDUCE_SCATTER, {DATA}, calls, elements, F32)
         summed.discard(DATA)
         elements //= layout.size(DATA)

@@ -18,8 +18,10 @@ Numbers = np.ndarray | float
 class Elements(NamedTuple):
     """Elements of the parameters on one device."""
 
-    rest: Numbers
+    held: Numbers
     """Between steps."""
+    rest: Numbers
+    """In each replica, before they are gathered for use."""
     use: Numbers
     """While they are used: gathered from the ranks over which ZeRO shards them."""
     layer: Numbers
@@ -44,7 +46,7 @@ def gradients(zero: Numbers, width: int, elements: Elements, one_micro_batch: Nu
     Stages 0 and 1 sum whole gradients, and hold the gradients of one micro-batch beside them. Stages 2 and 3 sum
     shards, and hold one whole layer beside the largest table, which the loss sums in f32.
     """
-    rest, use, layer, table = elements
+    _, rest, use, layer, table = elements
     # With one micro-batch there is nothing to add to: XLA unrolls the loop of one iteration, and gradients become f32
     # when activations and weights are gone.
     shards = np.where(one_micro_batch, 1, 2) * F32 * rest + (F32 + width) * layer + F32 * table
@@ -56,7 +58,7 @@ def gradients(zero: Numbers, width: int, elements: Elements, one_micro_batch: Nu
 
 def gradients_of_layers(zero: Numbers, width: int, elements: Elements) -> Numbers:
     """Return the part of `gradients` that only the backward pass of the layers makes, after that of the loss."""
-    rest, use, layer, table = elements
+    _, rest, use, layer, table = elements
     shards = F32 * rest + (F32 + width) * layer
     whole = np.maximum(0, width * use - F32 * table)
     return np.where(np.asarray(zero) >= 2, shards, whole)
@@ -67,12 +69,21 @@ def weights(zero: Numbers, width: int, elements: Elements, precision: str) -> Nu
 
     Stage 0 casts, stages 1 and 2 gather all weights, and stage 3 gathers one layer and the largest table.
     """
-    rest, use, layer, table = elements
-    cast = width * rest if precision == "bfloat16" else 0
+    _, rest, use, layer, table = elements
+    cast = copied(width, elements, precision)
     # In mixed precision, the copy that is kept between steps is what stages 0 to 2 use.
     gathered = 0 if precision == "mixed" else width * use
     split = np.where(np.asarray(zero) == 3, cast + width * (layer + table), gathered)
     return np.where(np.asarray(use) == rest, cast, split)
+
+
+def copied(width: int, elements: Elements, precision: str) -> Numbers:
+    """Return the bytes of the weights at rest that a step makes of what is held: cast, or gathered over replicas."""
+    if precision == "mixed":
+        return 0
+    if precision == "bfloat16":
+        return width * elements.rest
+    return width * np.where(np.asarray(elements.held) < elements.rest, elements.rest, 0)
 
 
 def pipeline_gradients(zero: Numbers, width: int, layers: Elements, shared: Elements) -> Numbers:
@@ -89,7 +100,7 @@ def pipeline_weights(
     zero: Numbers, width: int, layers: Elements, shared: Elements, virtual: Numbers, precision: str
 ) -> Numbers:
     """Return the bytes of weights that a rank casts or gathers, once per step; at stage 3 one layer at a time."""
-    cast = width * (layers.rest + shared.rest) if precision == "bfloat16" else 0
+    cast = copied(width, layers, precision) + copied(width, shared, precision)
     # One of several chunks is cut out of the stack before it is used.
     several = np.asarray(virtual) > 1
     cut_of_shards = np.where(several, width * (layers.rest // virtual), 0)

@@ -212,7 +212,7 @@ def _layout(run: Run) -> list[Row]:
     parameters = parameter_layout.placed(run.config, run.model, run.layout)
     notes = [*parameter_layout.notes(run.config, parameters, run.layout), *_no_stages(run)]
     rows = [("note", note) for note in notes]
-    if all(p.rest == p.use == p.elements for p in parameters):
+    if all(p.held == p.use == p.elements for p in parameters):
         return [*rows, ("layout", "every parameter lies whole on every device")]
     pipelined = run.mesh.shape[PIPELINE] > 1
     head, *lines = parameter_layout.listing(parameters, [memory.state(run.config, p, pipelined) for p in parameters])

@@ -14,6 +14,7 @@ from jaxdist.config import DataConfig
 from jaxdist.data.batches import AbstractBatch, Batch, abstract_batch, train_batch, validation_batches
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.models import Model
+from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.training.forward.decoder import DecoderForward
@@ -29,6 +30,7 @@ class ForwardOptions(TypedDict):
     dropout: bool
     seed: int
     stage: int
+    replica_zero: bool
 
 
 class TextTask(Task[Model]):
@@ -48,6 +50,7 @@ class TextTask(Task[Model]):
             dropout=config.model.dropout > 0,
             seed=config.train.seed,
             stage=config.parallel.zero,
+            replica_zero=not zero.without_replica_zero(config, self.layout),
         )
         stages = stages_of(config, self.mesh.shape)
         if stages:

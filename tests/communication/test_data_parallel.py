@@ -18,18 +18,15 @@ def communication(mesh: str, accumulation: int, model=cases.MODEL) -> list[Colle
     return collectives(compiled(mesh, accumulation, model).as_text(), mesh_of(mesh))
 
 
-AXES = {"4x1x1": ("data",), "data=2,replica=2": ("replica", "data")}
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("mesh", "accumulation", "tied"), thinned(itertools.product(AXES, (1, 4), (True, False)), 5, first=1)
+    ("mesh", "accumulation", "tied"), thinned(itertools.product(("4x1x1",), (1, 4), (True, False)), 3, first=1)
 )
 def test_each_gradient_is_reduced_once(mesh, accumulation, tied):
     """All-reduces of 2 (N-1)/N elements a parameter, outside every loop; the rest are scalars."""
     model = cases.MODEL.model_copy(update={"tied": tied})
     arrays = [one for one in communication(mesh, accumulation, model) if one.elements > 8]
-    assert {(one.kind, one.axes, one.count) for one in arrays} == {("all-reduce", AXES[mesh], 1)}
+    assert {(one.kind, one.axes, one.count) for one in arrays} == {("all-reduce", ("data",), 1)}
     assert sum(one.wire for one in arrays) == pytest.approx(2 * 3 / 4 * parameters(model), abs=8)
 
 

@@ -44,6 +44,7 @@ def test_devices_together_reduce_every_use_of_a_weight_in_every_micro_batch(accu
 
 
 def test_replicas_reduce_shards():
+    """Each of them holds its own copy of the user's optimizer state."""
     found = make("replica=2,data=4", zero=3, scope="rows").collectives(ROWS)
     assert {(one.kind, one.axes) for one in found if one.array_elements} == {
         ("all-gather", ("data",)),

@@ -44,6 +44,9 @@ ROWS = [
     ("2x2x2", dict(zero=3, sequence=True, schedule="pipedream", microbatches=1, remat="none")),
     ("2x1x4", dict(zero=2, schedule="pipedream", microbatches=1, dropout=0.1)),
     ("1x2x2", dict(sequence=True, documents="apart")),
+    ("replica=2,data=2,pipeline=2", dict(zero=0)),
+    ("replica=2,data=2,pipeline=2", dict(zero=1, schedule="zb-u", remat="none")),
+    ("replica=2,data=2,pipeline=2", dict(zero=2, schedule="pipedream", microbatches=1)),
 ]
 
 

@@ -38,6 +38,10 @@ ROWS = [
     ("2x2x1", 4, GPT.model_copy(update=APART), dict(zero=3, sequence=True, rules=RulesConfig(vocab=""))),
     ("4x1x1", 4, GPT, dict(zero=3, micro_batches="outside")),
     ("4x1x1", 4, GPT.model_copy(update={"layers": 1}), dict(zero=3, micro_batches="outside")),
+    ("replica=2,data=4", 4, GPT, dict(zero=3, micro_batches="outside")),
+    ("replica=2,data=2,model=2", 1, LLAMA, dict(zero=1, replica_zero=False)),
+    ("replica=2,model=4", 4, LLAMA, dict(zero=0)),  # copies of key/value heads
+    ("replica=2,model=4", 1, LLAMA, dict(zero=1)),
 ]
 
 

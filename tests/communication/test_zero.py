@@ -17,9 +17,9 @@ SCALARS = 64
 """Loss, norm and counts: elements that any step may add up beside its parameters."""
 
 
-def moved(mesh: str, accumulation: int, stage: int, micro_batches: str = "inside") -> dict:
+def moved(mesh: str, accumulation: int, stage: int, micro_batches: str = "inside", replica_zero: bool = True) -> dict:
     """(kind, axes) -> elements of one step, scalars left out."""
-    parallel = ParallelConfig(zero=stage, micro_batches=micro_batches)
+    parallel = ParallelConfig(zero=stage, micro_batches=micro_batches, replica_zero=replica_zero)
     found = collectives(compiled(mesh, accumulation, parallel=parallel).as_text(), mesh_of(mesh))
     return {key: elements for key, (_, elements) in summary(found).items() if elements > SCALARS}
 
@@ -65,14 +65,43 @@ def test_micro_batches_outside_the_layers_cost_a_reduction_each(stage):
     assert moved("8x1x1", k, stage, "outside") == expected
 
 
-@pytest.mark.parametrize(("stage", "accumulation"), thinned(itertools.product((1, 2, 3), (1, 4)), 6, first=5))
-def test_replicas_add_up_shards(stage, accumulation):
-    """Hybrid sharding (Zhao et al. 2023, section 3.2.2): over `replica` only the shard of a gradient travels."""
-    found = moved("replica=2,data=4", accumulation, stage)
+REPLICA = ("replica",)
+BOTH = "replica=2,data=4"
+
+
+def over_data(stage: int, groups: int = 1) -> dict:
+    """What moves in each replica, whose micro-batches run in groups."""
     table, blocks = table_and_blocks()
-    assert found.pop(("all-reduce", ("replica",))) == (table + blocks) // 4
-    gathered = 2 * blocks - LAST_BIAS + table if stage == 3 else table + blocks
-    assert found == {("all-gather", DATA): gathered, ("reduce-scatter", DATA): table + blocks}
+    gathered = groups * (2 * blocks - LAST_BIAS) + table if stage == 3 else table + blocks
+    return {("all-gather", DATA): gathered, ("reduce-scatter", DATA): groups * (table + blocks)}
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), thinned(itertools.product((1, 2, 3), (1, 4)), 6, first=5))
+def test_replicas_add_up_shards_and_gather_new_weights(stage, accumulation):
+    """Over `replica` only shards travel, once per step: gradients one way, weights the other."""
+    shard = parameters(cases.MODEL) // 4
+    between = {("reduce-scatter", REPLICA): shard, ("all-gather", REPLICA): shard}
+    assert moved(BOTH, accumulation, stage) == over_data(stage) | between
+
+
+@pytest.mark.parametrize(("stage", "micro_batches"), thinned([(3, "outside"), (1, "inside"), (2, "outside")], 3))
+def test_each_gradient_crosses_the_replicas_once_whatever_the_order_of_micro_batches(stage, micro_batches):
+    """Hybrid sharding (Zhao et al. 2023, section 3.2.2), whose replicas each hold all masters and moments."""
+    k = 4
+    found = moved(BOTH, k, stage, micro_batches, replica_zero=False)
+    groups = k if micro_batches == "outside" else 1
+    assert found == over_data(stage, groups) | {("all-reduce", REPLICA): parameters(cases.MODEL) // 4}
+
+
+@pytest.mark.parametrize("accumulation", thinned([(4,), (1,)], 2))
+def test_without_sharding_each_gradient_crosses_the_replicas_as_a_shard(accumulation):
+    """Scattered over the fast links, summed over the slow ones, gathered over the fast ones."""
+    whole = parameters(cases.MODEL)
+    assert moved(BOTH, accumulation, 0) == {
+        ("reduce-scatter", DATA): whole,
+        ("all-reduce", REPLICA): whole // 4,
+        ("all-gather", DATA): whole,
+    }
 
 
 def test_the_program_does_not_grow_with_depth():

@@ -18,6 +18,7 @@ from jaxdist import sharding
 from jaxdist.data import batches
 from jaxdist.data.tokens import Tokens
 from jaxdist.lab.checks import memory, traffic
+from jaxdist.lab.slow_networks import replicas, server, top_k
 from jaxdist.mesh import DATA
 from jaxdist.models import Params
 from jaxdist.parallel import zero
@@ -26,7 +27,7 @@ from jaxdist.planning import pipelines
 from jaxdist.training import run
 from jaxdist.training.forward.decoder import DecoderForward
 
-CACHES = (memory.states, traffic.elements, schedules.make)
+CACHES = (memory.states, traffic.elements, schedules.make, server.run)
 """Functions that keep what they have found in a system that was whole, or broken."""
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -87,7 +88,8 @@ def the_optimizer_is_replicated(patch: pytest.MonkeyPatch) -> None:
 
 
 def accumulators_are_whole(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(zero.Placement, "sink", lambda self, shape, dtype: jnp.zeros(shape, dtype))
+    for name in ("sink", "reduced_sums"):
+        patch.setattr(zero.Placement, name, lambda self, shape, dtype: jnp.zeros(shape, dtype))
 
 
 def weights_are_gathered_before_the_step(patch: pytest.MonkeyPatch) -> None:
@@ -163,6 +165,32 @@ def an_uneven_split_is_not_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pipelines, "notes", lambda config, layout, pipe: [])
 
 
+def the_server_adds_up_and_does_not_average(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(server, "update", lambda w, gradients: w - 0.1 * sum(gradients))
+
+
+def nothing_crosses(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(replicas, "mean", lambda x: x)
+
+
+def half_of_what_waits_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(top_k, "left", lambda x, sent: (x - sent) / 2)
+
+
+def twice_as_many_elements_are_sent(patch: pytest.MonkeyPatch) -> None:
+    largest = top_k.largest
+    patch.setattr(top_k, "largest", lambda x, density, form: largest(x, 2 * density, form))
+
+
+def the_own_gradient_stays_in(patch: pytest.MonkeyPatch) -> None:
+    """It is counted once by its worker, and once more in the mean that arrives late."""
+
+    def twice(w: jax.Array, g: jax.Array, old: jax.Array, rate: float) -> jax.Array:
+        return w - rate * (g + replicas.mean(old))
+
+    patch.setitem(replicas.RULES, "delayed averaging", twice)
+
+
 @dataclass(frozen=True)
 class Fault:
     """A claim, a mistake that it must notice, and the settings with which it is measured."""
@@ -207,4 +235,9 @@ FAULTS = (
     Fault("pipedream-1f1b", a_stage_turns_back_late),
     Fault("gpt3-3d", an_uneven_split_is_not_told),
     Fault("strong-scaling", every_device_has_all_rows),
+    Fault("ps-equal", the_server_adds_up_and_does_not_average),
+    Fault("federated-average", nothing_crosses, {"others": ()}),
+    Fault("topk-only", half_of_what_waits_is_forgotten, {"steps": 5}),
+    Fault("topk-only", twice_as_many_elements_are_sent, {"steps": 5}, slow=True),
+    Fault("dga-delay", the_own_gradient_stays_in, slow=True),
 )

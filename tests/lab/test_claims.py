@@ -15,7 +15,7 @@ from tests.lab.faults import CACHES, FAULTS
 from tests.lab.pages import assert_pasted
 
 CHECKS = claims.checks()
-SLOW = {"strong-scaling", "val-reduce", "pipeline-2x2", "zero-comm-1", "zero-comm-2", "zero-comm-3"}
+SLOW = {"strong-scaling", "val-reduce", "pipeline-2x2", "zero-comm-1", "zero-comm-2", "zero-comm-3", "dga-delay"}
 """Those that compile for seconds."""
 
 IDS = [pytest.param(id, marks=pytest.mark.slow if id in SLOW else ()) for id in CHECKS if id not in REDUCTIONS]
@@ -94,6 +94,16 @@ def test_within(value, expected, tolerance, near):
     assert claims.within(value, expected, tolerance) is near
 
 
+def test_within_a_share_of_another_value():
+    assert claims.within(0.05, "0", "2% of the loss", of=2.5)
+    assert not claims.within(-0.051, "0", "2% of the loss", of=2.5)
+
+
+def test_a_tolerance_reads_as_a_sentence():
+    assert claims.claims()["straggler"].wanted == "2.0 and 1.0 (x), exactly in the model"
+    assert claims.claims()["dga-delay"].wanted == "0 (nats), within 2% of the loss"
+
+
 def test_the_table_is_read_to_the_letter():
     with claims.TABLE.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -103,6 +113,7 @@ def test_the_table_is_read_to_the_letter():
         "scaling-70b",
         "scaling-280b",
         "adam-bias",
+        "ps-direction",
     }
 
 

@@ -32,6 +32,17 @@ def planned(c: Config):
         return run.lower().compile().memory_analysis(), memory.predict(c, run.model, run.layout)
 
 
+@pytest.mark.parametrize(
+    ("precision", "zero", "per_parameter"),
+    [("float32", 1, 12 / 8), ("float32", 0, 12), ("mixed", 2, 2 + 12 / 8), ("mixed", 3, 2 / 4 + 12 / 8)],
+)
+def test_replicas_split_masters_and_moments_but_not_the_copy_in_use(precision, zero, per_parameter):
+    """12/(N R) bytes per parameter in the place of 12/N; every dim here divides by 8."""
+    run = Run(config("replica=2,data=4", precision, zero))
+    held = memory.predict(run.config, run.model, run.layout)
+    assert held.arguments - held.batch - 20 == per_parameter * models.parameters(run.model)
+
+
 def own_bytes(a: jax.Array) -> int:
     """What a device, or its host, holds of an array."""
     return a.dtype.itemsize * math.prod(a.sharding.shard_shape(a.shape))
@@ -55,6 +66,8 @@ ROWS = [
     ("llama", "2x4x1", "mixed", 1, True),
     ("llama", "4x2x1", "float32", 3, False),
     ("apart", "2x2x1", "float32", 3, True),
+    ("gpt", "replica=4,data=2", "mixed", 3, False),
+    ("odd", "replica=4,data=2", "float32", 1, False),  # of some dims 4 x 2 divides none, but 4 another one
 ]
 
 
@@ -86,7 +99,13 @@ def test_argument_bytes_are_predicted_exactly_and_the_state_is_donated(model, me
 
 @pytest.mark.parametrize(
     ("mesh", "precision", "zero"),
-    [("1x1x1", "float32", 0), ("4x2x1", "mixed", 3), ("2x2x1", "bfloat16", 1), ("2x1x2", "mixed", 1)],
+    [
+        ("1x1x1", "float32", 0),
+        ("4x2x1", "mixed", 3),
+        ("2x2x1", "bfloat16", 1),
+        ("2x1x2", "mixed", 1),
+        ("replica=2,data=2", "mixed", 1),
+    ],
 )
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
 def test_bytes_on_the_device_and_in_the_hosts_memory_are_predicted_exactly(mesh, precision, zero, rule):

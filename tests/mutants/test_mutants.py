@@ -14,7 +14,7 @@ from tests.mutants.table import Mutant, mutants, mutated
 MUTANTS = mutants()
 SEEN = [mutant for mutant in MUTANTS if mutant.test]
 
-OWN = 62
+OWN = 65
 """Mistakes that were made for these tables, beside those that a review had found."""
 
 MOST_UNSEEN = 3

@@ -90,6 +90,7 @@ def train(
     count: int = ROWS,
     apart: bool = False,
     platform: str = "cpu",
+    replica_zero: bool = True,
 ) -> Outcome:
     """`accumulation` micro-batches of `count` rows; those of the `pipeline`, if the mesh has stages. Documents of a row
     are `apart` or joined. What is written otherwise for a `platform` runs here too."""
@@ -99,7 +100,7 @@ def train(
     config = Config(model=model, parallel=ParallelConfig(zero=stage, sequence=sequence), pipeline=pipeline)
     layout = replace(Layout.on(devices, rules(config, shape)), platform=platform)
     optimizer = optax.chain(remember(), optimizer or optax.sgd(0.5))
-    options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype, stage=stage)
+    options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype, stage=stage, replica_zero=replica_zero)
     if stages := stages_of(config, shape):
         forward = PipelineForward(
             models.build(model, replace(layout, manual=True)), layout, stages, pipeline.schedule, **options

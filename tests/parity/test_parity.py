@@ -120,6 +120,27 @@ def test_products_and_loss_as_gpus_have_them_equal_one_device(row):
     check(row, platform="gpu")
 
 
+@pytest.mark.parametrize(
+    ("model", "mesh", "zero", "options"),
+    thinned(
+        [
+            ("gpt-tied", "replica=2,data=2", 3, dict(inside=False)),
+            ("gpt-tied", "replica=4", 2, dict()),
+            ("llama-tied", "replica=2,model=4", 1, dict()),  # copies of key/value heads
+            ("llama-tied", "replica=2,model=4", 0, dict()),
+            ("gpt-untied", "replica=2,data=2", 2, dict(replica_zero=False)),
+            ("llama-tied", "replica=2,data=2,model=2", 1, dict(replica_zero=False)),
+            ("gpt-tied", "replica=2,data=2", 1, dict(keep=True)),
+        ],
+        7,
+    ),
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
+)
+def test_replicas_equal_one_device(model, mesh, zero, options):
+    """Whether they split masters and moments or not: each gradient is summed over them at the end of the step."""
+    check(Layout(model, mesh, zero, 2, sequence=False, remat="none"), **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "zero"), [("replica=2,data=2,model=2", 2), ("2x2x1", 3)])
 def test_dropout_is_the_same_under_sequence_parallelism(mesh, zero):

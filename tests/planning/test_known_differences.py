@@ -66,14 +66,14 @@ def run(report: Report, monkeypatch, capfd, *options: str) -> tuple[int, str]:
     return code, capfd.readouterr().out
 
 
-REPLICA = ("replica",), ALL_REDUCE
-REPLICAS = asked("replica=2,data=4", zero=2)
-# Shards of 32, 96, 32, 128 and 4 x 32 elements of biases and norms, of 2048 of attention's output; 3 of 4 times.
-SAVED = 3 * (32 + 96 + 32 + 128 + 4 * 32 + 2048)
+MODEL = ("model",), ALL_REDUCE
+GROUPS = asked("4x2x1", zero=2, sequence=True)
+# Shards of 2 x 16 elements of six norms and biases, which devices along `model` add up; 3 of 4 times.
+SAVED = 3 * 6 * 2 * 16
 
 
 def test_a_program_as_predicted_exits_with_0(monkeypatch, capfd):
-    code, text = run(faked(REPLICAS), monkeypatch, capfd)
+    code, text = run(faked(GROUPS), monkeypatch, capfd)
     assert code == 0
     assert "every collective is as predicted" in text
 
@@ -102,7 +102,7 @@ def test_an_unknown_difference_exits_with_1_and_tells_both_numbers(monkeypatch, 
 
 
 def test_a_known_difference_exits_with_0_and_tells_why(monkeypatch, capfd):
-    report = faked(REPLICAS, jax="0.12.0.1", gpu="h100", less={REPLICA: SAVED})
+    report = faked(GROUPS, jax="0.12.0.1", gpu="h100", less={MODEL: SAVED})
     (row,) = report.differences
     code, text = run(report, monkeypatch, capfd)
     assert code == 0
@@ -116,30 +116,27 @@ def test_a_known_difference_exits_with_0_and_tells_why(monkeypatch, capfd):
 
 
 def test_one_unknown_difference_among_known_ones_exits_with_1(monkeypatch, capfd):
-    both = {REPLICA: SAVED, (("data",), "reduce-scatter"): 8}
-    report = faked(REPLICAS, jax="0.12.0.1", gpu="h100", less=both)
+    both = {MODEL: SAVED, (("data",), "reduce-scatter"): 8}
+    report = faked(GROUPS, jax="0.12.0.1", gpu="h100", less=both)
     code, text = run(report, monkeypatch, capfd)
     assert code == 1
-    assert "known difference: all-reduce over replica" in text
+    assert "known difference: all-reduce over model" in text
     assert "NOT PREDICTED: reduce-scatter over data" in text
 
 
 @pytest.mark.parametrize(
     ("config", "jax", "gpu", "saved"),
     [
-        (REPLICAS, "0.10.2", "h100", SAVED),  # before the version
-        (REPLICAS, "0.12.0.1", None, SAVED),  # on another platform
-        (REPLICAS, "0.12.0.1", "h100", SAVED + 1),  # no sum of whole parameters
-        (REPLICAS, "0.12.0.1", "h100", -40),  # more than predicted, and more than packed scalars
-        (asked("replica=2,data=4", zero=1), "0.12.0.1", "h100", 2048),  # without groups
+        (GROUPS, "0.10.2", "h100", SAVED),  # before the version
+        (GROUPS, "0.12.0.1", None, SAVED),  # on another platform
+        (GROUPS, "0.12.0.1", "h100", SAVED + 1),  # no sum of whole parameters
+        (GROUPS, "0.12.0.1", "h100", -40),  # more than predicted, and more than packed scalars
+        (asked("4x2x1", zero=1, sequence=True), "0.12.0.1", "h100", 96),  # without groups
     ],
 )
 def test_a_known_difference_is_one_of_its_platform_version_and_size(config, jax, gpu, saved):
-    report = faked(config, jax=jax, gpu=gpu)
-    rows = [row for row in report.rows if "replica" in row.axes and row.kind == ALL_REDUCE]
-    key = (rows[0].axes, rows[0].kind)
-    report = faked(config, jax=jax, gpu=gpu, less={key: saved})
-    assert [(row.axes, row.kind) for row in report.unknown] == [key]
+    report = faked(config, jax=jax, gpu=gpu, less={MODEL: saved})
+    assert [(row.axes, row.kind) for row in report.unknown] == [MODEL]
     assert report.known == {}
 
 
@@ -207,7 +204,7 @@ def test_the_only_layer_of_a_model_is_gathered_once_for_both_passes(gpu, groups)
 
 ONE_LAYER = pipeline("2x2x2", zero=2, sequence=True, precision="bfloat16", rows=32, layers=2)
 COMPILED = [
-    (REPLICAS, ["micro-batches outside the layers"]),
+    (GROUPS, ["micro-batches outside the layers"]),
     (pipeline("2x2x2", zero=2, sequence=True, precision="bfloat16", rows=32), ["ticks of a pipeline"]),
     (ONE_LAYER, ["ticks of stages of one layer", "stages of one layer"]),
 ]

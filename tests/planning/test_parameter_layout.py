@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxdist import models, train
-from jaxdist.config import Config, ModelConfig, ParallelConfig, RequestError, TrainConfig
+from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, RequestError, TrainConfig
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.planning import memory, parameter_layout
 from jaxdist.planning.report import Report
@@ -171,3 +171,30 @@ def test_a_dry_run_compares_with_a_gpu(capsys):
 def test_a_target_that_cannot_be(argv, words):
     with pytest.raises(RequestError, match=words):
         train.main(argv)
+
+
+def test_replicas_split_the_dim_of_data_where_both_divide_it_and_another_elsewhere():
+    plan = Plan("replica=2,data=4", zero=3)
+    assert plan.row("table")[3:5] == ["data+replica -", "- -"]
+    assert plan.row("norm.scale")[3:] == ["data+replica", "-", f"{32 * 12 // 8}"]
+    odd = Plan("replica=2,data=4", zero=1, embed=36, mlp=64)
+    assert odd.row("blocks.mlp.up")[3:5] == ["- data replica", "- - -"]
+    assert odd.row("norm.scale")[3:] == ["data", "-", f"{36 * 12 // 4}"]  # 36 / 4 has no half, and no dim is left
+    assert not odd.notes
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "changes", "why"),
+    [
+        ("replica=2,data=2", 0, {}, "ZeRO 0 splits no state"),
+        ("replica=2,data=2,pipeline=2", 1, {"pipeline": PipelineConfig(schedule="pipedream")}, "PipeDream updates"),
+        ("replica=5", 1, {}, "no parameter has a dim that replica=5 divides"),
+    ],
+)
+def test_a_note_says_why_replicas_split_nothing(mesh, zero, changes, why):
+    plan = Plan(mesh, zero, rows=80)
+    config = plan.config.model_copy(update=changes)
+    parameters = parameter_layout.placed(config, models.build(config.model, plan.layout), plan.layout)
+    (note,) = (one for one in parameter_layout.notes(config, parameters, plan.layout) if "replica_zero" in one)
+    assert note.startswith("each replica holds all masters and moments")
+    assert why in note

@@ -104,6 +104,12 @@ PARALLEL = {
     "micro-batches of stage 0": Wrong(
         "--parallel.micro-batches outside", [("micro_batches is outside", "parallel.zero 0", "default is inside")]
     ),
+    "replicas that split no state": Wrong(
+        "--mesh replica=2,data=2 --parallel.replica-zero false", [("replica_zero is False", "parallel.zero 0")]
+    ),
+    "no replicas to split over": Wrong(
+        "--mesh 2x1x1 --parallel.zero 1 --parallel.replica-zero false", [("replica_zero is False", "mesh 2x1x1")]
+    ),
     "micro-batches of stage 1": Wrong("--parallel.micro-batches outside --parallel.zero 1", [("parallel.zero 1",)]),
 }
 

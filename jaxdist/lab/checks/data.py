@@ -162,8 +162,8 @@ def log_sum_exp(logits: Float[np.ndarray, "... V"]) -> Float[np.ndarray, "..."]:
 def validated(run: Run, params: Params) -> float:
     """Return the validation loss that a run finds for these parameters, over all of its held-out rows."""
     with jax.set_mesh(run.mesh):
-        # As the run places its parameters at rest.
-        where = jax.tree.map(lambda place: jax.NamedSharding(run.mesh, place.rest), run.forward.places)
+        # As the run places its parameters between steps.
+        where = jax.tree.map(lambda place: jax.NamedSharding(run.mesh, place.held), run.forward.places)
         return run.validate(jax.device_put(params, where), {}, batches=0)["loss"]
 
 

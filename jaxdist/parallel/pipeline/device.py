@@ -46,6 +46,7 @@ class Device:
         self.stage = stage
         self.stream = (*layout.split(BATCH), PIPELINE, *layout.split("residual"))
         """The axes over which devices have their own residual stream."""
+        self.places = places
         self.top_places = {name: place for name, place in places.items() if name != BLOCKS}
         self.block_places = places[BLOCKS]
         # Parameters of layers are [v, S, depth, ...]: without these three dims they are one layer's.

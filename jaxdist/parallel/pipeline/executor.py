@@ -83,9 +83,11 @@ class Executor:
             )
 
     def gradients(self, weights: Params, batch: Tree) -> tuple[Float[Array, ""], Params]:
-        """Return (summed loss, its gradient in f32, which lies as parameters do at rest) of a `batch` [M, B, ...]."""
+        """Return (summed loss, its gradient in f32, as `Placement.reduced` says) of a `batch` [M, B, ...]."""
         run = partial(self._run, True)
-        return self.in_region(run, (P(), self._rest))(*self.arguments(weights, batch))
+        return self.in_region(run, (P(), jax.tree.map(lambda p: p.reduced, self.places)))(
+            *self.arguments(weights, batch)
+        )
 
     def loss(self, weights: Params, batch: Tree) -> Float[Array, ""]:
         """Return the summed loss alone: F and head of the same table."""
@@ -171,8 +173,11 @@ class Region(Device):
             last = region.add_up(region.zeros_like(x), (PIPELINE,))
             return self.program.loss(self.tops, last, self.part(jnp.zeros((), jnp.int32)))
 
-        def sums(weights: Tree) -> Tree:
-            return jax.tree.map(lambda w: region.zeros(w.shape, wide(w.dtype), region.varying(w)), weights)
+        def sums(places: Placements, weights: Tree) -> Tree:
+            # What is not summed over the replicas differs from one to the next.
+            return jax.tree.map(
+                lambda p, w: region.zeros(w.shape, wide(w.dtype), region.varying(w) | p.deferred), places, weights
+            )
 
         loss = jax.eval_shape(loss_of_zeros)
         loss = region.zeros(loss.shape, loss.dtype, loss.manual_axis_type.varying)
@@ -181,7 +186,8 @@ class Region(Device):
             return carry
         # From ZeRO 2 on, B reduces the gradients of layers, and shards of them are summed.
         blocks = self.at_rest if self.stage >= 2 else self.blocks
-        carry |= dict(cots=ring("cots"), returned=region.zeros_like(x), blocks=sums(blocks), tops=sums(self.tops))
+        carry |= dict(cots=ring("cots"), returned=region.zeros_like(x))
+        carry |= dict(blocks=sums(self.block_places, blocks), tops=sums(self.top_places, self.tops))
         unit = self.unit(0, part)
         x = region.zeros_like(x)
         if self.recompute:
@@ -345,14 +351,18 @@ class Region(Device):
             return lax.cond(on, run, lambda state: state, state)
 
     def end(self, carry: Carry) -> Tree:
-        """Return the loss, or the loss and the gradients, with what is left to reduce once per step."""
+        """Return the loss, or the loss and the gradients, with what is left to reduce once per step.
+
+        Sums over the replicas stay partial: `Placement.cross` adds them up.
+        """
         if not self.differentiates:
             return carry["loss"]
         loss = region.add_up(carry["loss"], self.layout.split(BATCH))
         blocks = jax.tree.map(lambda g: g[:, None], carry["blocks"])
         if self.stage < 2:  # from stage 2 on, B has reduced them
             blocks = _reduced(self.block_places, blocks)
-        return loss, _reduced(self.top_places, carry["tops"]) | {BLOCKS: blocks}
+        tops = _reduced(self.top_places, carry["tops"])
+        return loss, jax.tree.map(lambda p, g: p.deferred_manual(g), self.places, tops | {BLOCKS: blocks})
 
     def part(self, micro: jax.Array) -> Tree:
         """Return one micro-batch."""

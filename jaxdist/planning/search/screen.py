@@ -56,7 +56,7 @@ class Screen:
     def memory(self) -> Column:
         """Return the bytes that each candidate needs on one device."""
         # What the state reads has few distinct rows. Activations read nearly all columns, but each of their terms few.
-        few, kinds = self.distinct(DATA, MODEL, PIPELINE, "zero", "micro", "virtual")
+        few, kinds = self.distinct(*MESH, "zero", "micro", "virtual")
         return (few._states() + few._gradients_and_weights())[kinds] + self._activations()
 
     def seconds(self) -> Column:
@@ -130,8 +130,19 @@ class Screen:
 
     @cached_property
     def at_rest(self) -> Column:
-        """The elements of all parameters between steps."""
+        """The elements of all parameters at rest in a replica."""
         return self.in_use / self.shards
+
+    @cached_property
+    def replica_shards(self) -> Column:
+        """The parts into which the replicas split what ZeRO splits between steps."""
+        splits = (self.columns["zero"] > 0) & self.config.parallel.replica_zero
+        return np.where(splits, self.columns[REPLICA], 1)
+
+    @cached_property
+    def held(self) -> Column:
+        """The elements of all parameters between steps."""
+        return self.at_rest / self.replica_shards
 
     @cached_property
     def rows(self) -> Column:
@@ -157,14 +168,14 @@ class Screen:
     @cached_property
     def elements(self) -> Elements:
         """The elements of all parameters."""
-        return Elements(rest=self.at_rest, use=self.in_use, layer=self.layer, outside=self.table)
+        return Elements(held=self.held, rest=self.at_rest, use=self.in_use, layer=self.layer, outside=self.table)
 
     def _states(self) -> Column:
         """Return the bytes of the f32 masters, the optimizer state, and in mixed precision the bfloat16 copy."""
         copy: Numbers = 0
         if self.config.precision == "mixed":
             copy = step_bytes.copy(self.columns["zero"], self.width, self.at_rest, self.in_use, self.staged)
-        return F32 * self.at_rest * (1 + MOMENTS[self.config.optimizer.name]) + copy
+        return F32 * self.held * (1 + MOMENTS[self.config.optimizer.name]) + copy
 
     def _gradients_and_weights(self) -> Column:
         """Return the bytes of gradients, sums included, and of weights that are cast or gathered for use."""
@@ -176,8 +187,11 @@ class Screen:
         flat = flat + step_bytes.weights(zero, width, self.elements, precision)
 
         layers = self.layers_held * self.layer
-        of_layers = Elements(rest=layers / self.shards, use=layers, layer=self.layer, outside=0)
-        shared = Elements(rest=self.embeddings / self.shards, use=self.embeddings, layer=0, outside=self.embeddings)
+        rest = layers / self.shards
+        of_layers = Elements(rest / self.replica_shards, rest, use=layers, layer=self.layer, outside=0)
+        rest = self.embeddings / self.shards
+        tables = self.embeddings
+        shared = Elements(rest / self.replica_shards, rest, use=tables, layer=0, outside=tables)
         staged = step_bytes.pipeline_gradients(zero, width, of_layers, shared)
         staged = staged + step_bytes.pipeline_weights(
             zero, width, of_layers, shared, self.columns["virtual"], precision
@@ -236,7 +250,7 @@ class Screen:
 
     def _bytes_updated(self) -> Column:
         """Return the bytes that the optimizer reads and writes."""
-        return F32 * self.at_rest * (2 * (1 + MOMENTS[self.config.optimizer.name]) + 1)
+        return F32 * self.held * (2 * (1 + MOMENTS[self.config.optimizer.name]) + 1)
 
     # Time, in seconds of a step.
 
@@ -320,9 +334,21 @@ class Screen:
 
         plain = all_calls(ALL_REDUCE, F32 * self.in_use, c[DATA] * c[REPLICA], c[MODEL])
         sharded = reduces * all_calls(REDUCE_SCATTER, F32 * self.in_use, c[DATA], c[MODEL])
-        sharded = sharded + reduces * all_calls(ALL_REDUCE, F32 * self.at_rest, c[REPLICA], c[MODEL] * c[DATA])
+        sharded = sharded + self._replica_seconds()
         sharded = sharded + gathers * all_calls(ALL_GATHER, self.width * self.in_use, c[DATA], c[MODEL])
         return np.where(zero > 0, sharded, plain)
+
+    def _replica_seconds(self) -> Column:
+        """Return the seconds in which shards of gradients, and of weights, cross the replicas once per step."""
+        c = self.columns
+        inside = inside_of(c[REPLICA], c[MODEL] * c[DATA], self.cluster.per_host)
+
+        def call(kind: str, width: int) -> Column:
+            return np.asarray(collective_time.seconds(kind, width * self.at_rest, c[REPLICA], inside, self.cluster))
+
+        if self.config.parallel.replica_zero:
+            return call(REDUCE_SCATTER, F32) + call(ALL_GATHER, self.width)
+        return call(ALL_REDUCE, F32)
 
     # Scalar functions of the predictor, applied to columns.
 

@@ -16,6 +16,7 @@ from jaxdist.mesh import (
     LAYER_AXES,
     MODEL,
     PIPELINE,
+    REPLICA,
     MeshShape,
     fill,
     fixed_devices,
@@ -206,6 +207,14 @@ def _micro_batches(config: Config) -> Iterator[str]:
     if config.parallel.zero < 2:
         because = f"parallel.zero {config.parallel.zero}, whose micro-batches always run outside the layers,"
         yield from unused(config, "parallel.micro_batches", because)
+
+
+@check("mesh", "parallel.zero", "parallel.replica_zero")
+def _replica_zero(config: Config) -> Iterator[str]:
+    if config.parallel.zero == 0:
+        yield from unused(config, "parallel.replica_zero", "parallel.zero 0, which splits no state,")
+    elif is_one(config, REPLICA):
+        yield from unused(config, "parallel.replica_zero", f"mesh {config.mesh}, which has no replicas,")
 
 
 @fit("train.global_batch_size", "train.accumulation", "pipeline.microbatches")

@@ -42,15 +42,16 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
     def weights(self, params: Params) -> Params:
         """Return the parameters in the compute dtype. Below stage 3 they are gathered here, once per step.
 
-        At stage 3 each layer gathers its own weights when it runs, and again in the backward pass.
+        At stage 3 each layer gathers its own weights when it runs, and again in the backward pass; here they are only
+        gathered over the replicas.
         """
-        cast = self.cast(params)
+        rest = super().weights(params)
         if self.stage == 3:
-            return cast
-        return jax.tree.map(lambda p, w: p.gather(w), self.places, cast)
+            return rest
+        return jax.tree.map(lambda p, w: p.gather(w), self.places, rest)
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
-        """Return loss and gradients, summed over all micro-batches and devices.
+        """Return loss and gradients, summed over all micro-batches and devices; gradients wait for `Placement.cross`.
 
         Below stage 2 gradients are reduced once, after the last micro-batch; from stage 2 on in every layer's backward
         pass.
@@ -67,13 +68,13 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
     def accumulators(self, weights: Params) -> Params:
         """Return zeros that the gradients of all micro-batches are added to, in f32 or wider.
 
-        At stages 0 and 1 they are laid out as the weights in use, whole over the data axis; from stage 2 on as the
-        parameters at rest.
+        At stages 0 and 1 they are laid out as the weights in use, whole over the data axis; from stage 2 on as reduced
+        gradients.
         """
         if self.stage < 2:
             return jax.tree.map(lambda p, w: p.partial_sums(w), self.places, weights)
         dtype = wide(self.dtype)
-        return jax.tree.map(lambda p, w: p.sink(w.shape, dtype), self.places, self.abstract)
+        return jax.tree.map(lambda p, w: p.reduced_sums(w.shape, dtype), self.places, self.abstract)
 
     def _reduce_at_the_end(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Stages 0 and 1: each device accumulates its own whole gradients in f32; they are reduced once, at the end."""
@@ -90,7 +91,8 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
     def _reduce_in_layers(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Stages 2 and 3: each layer's gradient is reduced as it is made, and only its shard is kept."""
         # A sink is zeros in the shape of a parameter at rest: its gradient is the reduced gradient of the weight.
-        sinks = self.accumulators(weights)
+        dtype = wide(self.dtype)
+        sinks = jax.tree.map(lambda p, w: p.sink(w.shape, dtype), self.places, self.abstract)
 
         def loss_of(sinks: Params, variables: Params, parts: Batch) -> Outcome:
             return self.loss(weights, sinks, variables, parts, step)
@@ -100,7 +102,7 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
             groups = jax.tree.map(lambda a: a[None], batch)
         else:
             groups = _one_by_one(batch)
-        return self._accumulate(loss_of, sinks, sinks, variables, groups)
+        return self._accumulate(loss_of, sinks, self.accumulators(weights), variables, groups)
 
     def _accumulate(self, loss_of: LossOf, towards: Params, zeros: Params, variables: Params, groups: Batch) -> Summed:
         """Sum loss and gradients over the leading dim of `groups`; the gradient is with respect to `towards`."""

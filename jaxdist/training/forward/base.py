@@ -33,6 +33,10 @@ class ForwardBase(Generic[ModelT]):
     seed: int = 0
     """Seed of dropout."""
 
+    def weights(self, params: Params) -> Params:
+        """Return the parameters in the compute dtype, at rest in each replica."""
+        return jax.tree.map(lambda p, w: p.gather_replicas(w), self.places, self.cast(params))
+
     def count(self, batch: Batch) -> Int[Array, ""]:
         """Return the number that sums over `batch` are divided by; by default, its labels that count."""
         return count_labels(batch)
@@ -49,10 +53,10 @@ class ForwardBase(Generic[ModelT]):
 
 
 def made_at_rest(make: Callable[[Key[Array, ""]], Params], places: Placements, key: Key[Array, ""]) -> Params:
-    """Return the parameters `make(key)` at rest; each device makes its own shards."""
+    """Return the parameters `make(key)` as they lie between steps; each device makes its own shards."""
     # Inside `auto_axes` the initializers need not know the mesh: only their results get a layout.
-    rest = jax.tree.map(lambda p: p.rest, places)
-    return jax.sharding.auto_axes(make, out_sharding=rest)(key)
+    held = jax.tree.map(lambda p: p.held, places)
+    return jax.sharding.auto_axes(make, out_sharding=held)(key)
 
 
 def count_labels(batch: Batch) -> Int[Array, ""]:

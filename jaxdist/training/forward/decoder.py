@@ -44,12 +44,14 @@ class DecoderForward(AccumulatingForward[Model]):
         stage: int = 0,
         inside: bool = True,
         unroll: bool = False,
+        replica_zero: bool = False,
     ):
         """Lay the parameters out for ZeRO stage `stage`; the model computes in `dtype`.
 
         `inside` runs the micro-batches of stages 2 and 3 inside each layer, at the price of keeping what `remat` saves
         of all of them; otherwise they run one after the other. `unroll` writes the layers out one after the other, in
-        place of one program that loops over them.
+        place of one program that loops over them. `replica_zero` splits the parameters and their optimizer state over
+        the replicas too.
         """
         self.model = model
         self.dtype = dtype
@@ -59,7 +61,7 @@ class DecoderForward(AccumulatingForward[Model]):
         self.inside = inside
         self.unroll = unroll
         self.abstract = model.abstract
-        self.places = zero.placements(layout, model.axes, model.abstract, stage)
+        self.places = zero.placements(layout, model.axes, model.abstract, stage, replica_zero=replica_zero)
 
         self.remat: Wrapper = keep_all
         """Wraps a layer of one micro-batch."""

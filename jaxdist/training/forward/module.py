@@ -41,10 +41,12 @@ class ModuleForward(AccumulatingForward[Foreign]):
         dtype: DTypeLike,
         stage: int,
         split: Params | None = None,
+        replica_zero: bool = False,
     ):
         """Lay the parameters out for ZeRO stage `stage`.
 
-        `split` says for every parameter whether ZeRO may split it; None allows it for all.
+        `split` says for every parameter whether ZeRO may split it; None allows it for all. `replica_zero` lets
+        it split the parameters and their optimizer state over the replicas too, where gradients are partial sums.
         """
         self.model = model
         self.loss_fn = loss_fn
@@ -55,7 +57,9 @@ class ModuleForward(AccumulatingForward[Foreign]):
         self.abstract = model.abstract
         together = scope == "batch"
         stacks = together and stage == 3 and set(dict(layout.axes)) <= set(BATCH_AXES)
-        self.places = zero.placements(layout, model.axes, model.abstract, stage, not together, split, stacks)
+        self.places = zero.placements(
+            layout, model.axes, model.abstract, stage, not together, split, stacks, replica_zero=replica_zero
+        )
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """Return (parameters at rest, variables)."""

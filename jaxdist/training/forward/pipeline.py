@@ -47,10 +47,12 @@ class StagedForward(ForwardBase[ModelT], ABC):
         seed: int = 0,
         stage: int = 0,
         split: Params | None = None,
+        replica_zero: bool = False,
     ):
         """Lay the parameters out for ZeRO stage `stage`; the model computes in `dtype`.
 
-        `split` says for every parameter whether ZeRO may split it; None allows it for all.
+        `split` says for every parameter whether ZeRO may split it; None allows it for all. `replica_zero` lets
+        it split the parameters and their optimizer state over the replicas too.
         """
         self.model = model
         self.layout = layout
@@ -62,7 +64,16 @@ class StagedForward(ForwardBase[ModelT], ABC):
         self.seed = seed
         self.stage = stage
         self.abstract = stages.abstract(model.abstract)
-        self.places = zero.placements(layout, stages.axes(model.axes), self.abstract, stage, split=split)
+        self.places = zero.placements(
+            layout,
+            stages.axes(model.axes),
+            self.abstract,
+            stage,
+            split=split,
+            # PipeDream updates within its region, stage by stage.
+            defers=self.flush,
+            replica_zero=replica_zero,
+        )
 
     @abstractmethod
     def logical_params(self, key: Key[Array, ""]) -> Params:
@@ -84,10 +95,6 @@ class StagedForward(ForwardBase[ModelT], ABC):
     def new_params(self, key: Key[Array, ""]) -> Params:
         """Return new parameters, folded into stages; padding is zero."""
         return self.stages.fold(self.logical_params(key))
-
-    def weights(self, params: Params) -> Params:
-        """Return the parameters in the compute dtype. They are gathered inside the region."""
-        return self.cast(params)
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Return (summed loss, its gradient in f32, variables, further sums).

@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.models import Params
 from jaxdist.parallel.pipeline.stages import Stages
-from jaxdist.parallel.zero import Placements
-from jaxdist.sharding import Tree
+from jaxdist.parallel.zero import Placement, Placements
+from jaxdist.sharding import Tree, scale_partial
 from jaxdist.training.forward.offload import to_device, to_host
 from jaxdist.training.forward.optimizer import clip
 
@@ -96,7 +96,7 @@ class Forward(Protocol):
         """Return the parameters in the compute dtype, gathered if that is done once per step."""
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
-        """Sum over all micro-batches and devices; gradients are laid out as parameters at rest, in f32."""
+        """Sum over all micro-batches and devices; gradients, in f32, are for `zero.Placement.cross` to add up."""
 
     def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Further]:
         """Return (summed loss, further sums)."""
@@ -136,8 +136,8 @@ class Step:
         return self.start(*self.forward.init(key))
 
     def place(self, params: Params) -> Params:
-        """Return the parameters laid out as they are at rest."""
-        return jax.tree.map(lambda p, w: reshard(w, p.rest), self.places, params)
+        """Return the parameters laid out as they are between steps."""
+        return jax.tree.map(lambda p, w: reshard(w, p.held), self.places, params)
 
     def start(self, params: Params, variables: Params | None = None) -> TrainState:
         """Return the state before the first step from these parameters, as `place` returns them."""
@@ -241,16 +241,21 @@ class Step:
     ) -> tuple[Float[Array, ""], Grads, Int[Array, ""], Params, Further]:
         """Return (mean loss, its gradient in f32, what it is a mean over, variables, further means).
 
-        All are over all micro-batches and devices.
+        All are over all micro-batches and devices. The gradient lies as the parameters do between steps.
         """
         loss, grads, variables, further = self.forward.gradients(weights, variables, batch, jnp.asarray(step))
         count = self.forward.count(batch)
-
         # The labels of a batch may all be masked: divide by 1 then.
-        def mean(total: Array) -> Array:
-            return total * (1 / jnp.maximum(count, 1).astype(loss.dtype))
+        factor = 1 / jnp.maximum(count, 1).astype(loss.dtype)
 
-        return mean(loss), jax.tree.map(mean, grads), count, variables, jax.tree.map(mean, further)
+        def mean(total: Array) -> Array:
+            return total * factor
+
+        def mean_over_replicas(place: Placement, total: Array) -> Array:
+            return place.cross(scale_partial(total, factor) if place.deferred else mean(total))
+
+        grads = jax.tree.map(mean_over_replicas, self.places, grads)
+        return mean(loss), grads, count, variables, jax.tree.map(mean, further)
 
     def evaluate(
         self, params: Params, variables: Params, batch: Batch

@@ -1,0 +1,149 @@
+"""Draw what slow networks do: gradients of which a part waits, timelines of workers, and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxdist.colours import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY
+from jaxdist.files import write_picture
+from jaxdist.lab.pictures import DPI, blank
+from jaxdist.lab.slow_networks import byte_model, top_k
+from jaxdist.lab.slow_networks.timeline import Timeline, simulate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from jaxdist.lab.slow_networks.replicas import Trained
+
+SMOOTHED = 15
+"""Steps over which a loss is averaged for a curve."""
+
+CROSSING = Fraction(1)
+"""Time of a crossing in the timelines, in steps of a fast worker."""
+
+
+def feedback(gradients: np.ndarray, density: float, path: Path) -> None:
+    """Draw error feedback on one tensor of `gradients` [steps, R, n]: one element, the sum, and the last step."""
+    kept = top_k.cross(gradients, density, bits=32)
+    forgotten = top_k.cross(gradients, density, bits=32, feedback=False)
+    exact = np.cumsum(gradients.mean(axis=1), axis=0)
+    with_feedback = np.cumsum(kept.arrived, axis=0)
+    without = np.cumsum(forgotten.arrived, axis=0)
+    steps = np.arange(1, len(exact) + 1)
+    figure = blank(13, 4)
+    one, sums, last = figure.subplots(1, 3)
+
+    element = _crossing_sometimes(kept.arrived)
+    one.plot(steps, exact[:, element], color=BLACK, label="sum of its gradients")
+    one.step(steps, with_feedback[:, element], where="post", color=BLUE, label="arrived, error feedback")
+    one.step(steps, without[:, element], where="post", color=RED, label="arrived, the rest forgotten")
+    one.set(xlabel="step", title="one element: it waits, then crosses")
+    one.legend(fontsize=8)
+
+    size = np.linalg.norm(exact, axis=1)
+    sums.plot(steps, np.linalg.norm(exact - with_feedback, axis=1) / size, color=BLUE, label="error feedback: waits")
+    sums.plot(steps, np.linalg.norm(exact - without, axis=1) / size, color=RED, label="forgotten: lost")
+    sums.set(xlabel="step", ylim=(0, None), title="the tensor: part of the sum that has not arrived")
+    sums.legend(fontsize=8)
+
+    # What replica 0 could have sent in the last step, with what still waits after it.
+    waited = np.abs(kept.waiting[-2, 0] + gradients[-1, 0])
+    sent = kept.waiting[-1, 0] == 0
+    edges = np.geomspace(waited[waited > 0].min(), waited.max(), 60)
+    last.hist([waited[sent], waited[~sent]], edges, stacked=True, color=[BLUE, GREY], label=["sent", "waits"])
+    last.set(
+        xscale="log", yscale="log", xlabel="size", ylabel="elements", title=f"the last step: {density:.0%} is sent"
+    )
+    last.legend(fontsize=8)
+    write_picture(path, figure, dpi=DPI)
+
+
+def _crossing_sometimes(arrived: np.ndarray) -> int:
+    """Return an element that arrived in about every eighth step, and of these the one of which most has arrived."""
+    times = np.count_nonzero(arrived, axis=0)
+    distance = np.abs(times - len(arrived) / 8)
+    candidates = np.flatnonzero(distance == distance.min())
+    return candidates[np.argmax(np.abs(arrived[:, candidates].sum(axis=0)))]
+
+
+def timelines(path: Path) -> None:
+    """Draw synchronous steps, local steps and late gradients, with one of four workers at half speed."""
+    durations = [Fraction(1)] * 3 + [Fraction(2)]
+    ones = [1] * 4
+    drawn = {
+        "synchronous: every step waits for the slow worker, then for the network": simulate(
+            durations, ones, 6, CROSSING
+        ),
+        "local: 4 steps between averages, 2 of the slow worker": simulate(durations, [4, 4, 4, 2], 3, CROSSING),
+        "late: a gradient crosses during the next step": simulate(durations, ones, 6, CROSSING, delay=1),
+    }
+    longest = max(one.time for one in drawn.values())
+    figure = blank(11, 7)
+    for axes, (title, one) in zip(figure.subplots(3, 1, sharex=True), drawn.items(), strict=True):
+        _timeline(axes, one)
+        most = max(len(worker) for worker in one.steps)
+        axes.set_title(
+            f"{title}: {float(one.time / most):.2g} for each step of a fast worker, workers wait "
+            f"{float(one.idle):.0%} of the time",
+            fontsize=9,
+        )
+        axes.set_xlim(0, float(longest))
+    axes.set_xlabel("time, in steps of a fast worker; colours change with the round")
+    write_picture(path, figure, dpi=DPI)
+
+
+def _timeline(axes: Axes, of: Timeline) -> None:
+    """Draw a row for each worker, and the crossings below them."""
+    rows = [*of.steps, of.crossings]
+    for row, bars in enumerate(rows):
+        colours = (BLUE, SKY) if row < len(of.steps) else (ORANGE, RED)
+        for bar in bars:
+            axes.barh(
+                row,
+                float(bar.end - bar.start),
+                left=float(bar.start),
+                color=colours[bar.round % 2],
+                edgecolor="white",
+                height=0.8,
+            )
+    names = [f"worker {number}" for number in range(len(of.steps))]
+    axes.set_yticks(range(len(rows)), [*names, "network"])
+    axes.invert_yaxis()
+
+
+def averaging(synchronous: Trained, trained: Mapping[int, Trained], path: Path) -> None:
+    """Draw the losses with some numbers of local steps between averages, and what each of them sends."""
+    figure = blank(11, 4)
+    curves, cost = figure.subplots(1, 2)
+    every = {"synchronous": synchronous, **{f"H = {H}": one for H, one in trained.items()}}
+    for (name, one), colour in zip(every.items(), (BLACK, BLUE, GREEN, ORANGE, RED, PINK, SKY), strict=False):
+        steps = len(one.losses)
+        curves.plot(*_smooth(one.losses), color=colour, label=name)
+        cost.plot(one.bytes / steps, byte_model.validation_loss(one.mean), "o", color=colour, label=name)
+    curves.set(xlabel="step", ylabel="nats per byte", title="loss of the replicas on their own rows")
+    cost.set(xscale="log", xlabel="bytes sent per replica and step", title="held-out loss of the mean of the weights")
+    cost.legend(fontsize=8)
+    write_picture(path, figure, dpi=DPI)
+
+
+def late(trained: Mapping[str, Sequence[Trained]], rates: Sequence[float], path: Path) -> None:
+    """Draw the losses of rules, `trained` at each of the rates."""
+    figure = blank(11, 4)
+    for at, (axes, rate) in enumerate(zip(figure.subplots(1, len(rates), sharey=True), rates, strict=True)):
+        for (name, of), colour in zip(trained.items(), (BLACK, BLUE, RED), strict=False):
+            axes.plot(*_smooth(of[at].losses), color=colour, label=name)
+        axes.set(xlabel="step", title=f"SGD at {rate:g}: loss of the replicas, nats per byte")
+        axes.legend(fontsize=8)
+    write_picture(path, figure, dpi=DPI)
+
+
+def _smooth(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return steps, and the mean loss of the replicas over the `SMOOTHED` steps before each."""
+    window = np.ones(SMOOTHED) / SMOOTHED
+    smooth = np.convolve(losses.mean(axis=1), window, mode="valid")
+    return np.arange(SMOOTHED, SMOOTHED + len(smooth)), smooth
