@@ -20,6 +20,7 @@ The comment may have further lines:
     exit: 2                the exit code of the command, which otherwise has to be 0; several for a transcript
     measured               all numbers are measurements: only the text around them is compared
     unstable               the text itself differs from run to run: only the first line is compared
+    quiet                  without what the command prints on standard error
     slow                   takes more than some seconds, or needs a slow one before it
     after: FILE ...        a `python` block goes on where this program, with these arguments, has ended
 
@@ -71,6 +72,7 @@ BY_HAND = "*Made by hand: it needs {need}.*"
 
 VOLATILE = [
     (r"\d{4}[-_]\d\d[-_]\d\d[T _]\d\d[:_]\d\d[:_]\d\d(\+00:00)?", "DATE"),
+    (r"[\d.]+ MB( +DATE)", r"SIZE\1"),
     (r"\b\d\d:\d\d:\d\dZ", "TIME"),
     (r"\b\d+:\d\d:\d\d left", "LEFT"),
     (
@@ -130,6 +132,7 @@ class Marker:
     after: str = ""
     measured: bool = False
     unstable: bool = False
+    quiet: bool = False
     slow: bool = False
 
 
@@ -190,7 +193,7 @@ def parsed(page: Path, comment: re.Match, line: int) -> Marker:
             marker.exits = [int(code) for code in extra.removeprefix("exit: ").split()]
         elif extra.startswith("after: "):
             marker.after = extra.removeprefix("after: ")
-        elif extra in ("measured", "unstable", "slow"):
+        elif extra in ("measured", "unstable", "quiet", "slow"):
             setattr(marker, extra, True)
         elif extra:
             raise Wrong(f"{page}:{line + 1}: '{extra}' in a comment is not known")
@@ -247,7 +250,7 @@ class Session:
         (self.home / "program.py").write_text(before + "\n".join(lines) + "\n")
         return " ".join(["python", "program.py", *arguments])
 
-    def run(self, command: str, page: Path, code: int = 0) -> list[str]:
+    def run(self, command: str, page: Path, code: int = 0, quiet: bool = False) -> list[str]:
         """Run a command and return the lines that it prints. Raises `Wrong` if it does not end with `code`."""
         kept = ("LANG", "LC_ALL", "TMPDIR")
         environment = {name: os.environ[name] for name in kept if name in os.environ} | {
@@ -264,7 +267,7 @@ class Session:
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.PIPE if quiet else subprocess.STDOUT,
                 text=True,
                 timeout=TIMEOUT,
             )
@@ -272,7 +275,7 @@ class Session:
             raise Wrong(f"{page}: {command}\ntook more than {TIMEOUT} s") from None
         output = done.stdout.replace(str(self.home), HOME)
         if done.returncode != code:
-            raise Wrong(f"{page}: {command}\nended with {done.returncode}, not {code}:\n{output}")
+            raise Wrong(f"{page}: {command}\nended with {done.returncode}, not {code}:\n{output}{done.stderr or ''}")
         return [line.rstrip() for line in output.strip("\n").split("\n")] if output.strip() else []
 
 
@@ -312,7 +315,7 @@ def produced(page: Path, marker: Marker, session: Session) -> list[str]:
     codes += codes[-1:] * (len(parts) - len(codes))
     result: list[str] = []
     for (shown, command), code in zip(parts, codes, strict=True):
-        output = session.run(command, page, code)
+        output = session.run(command, page, code, marker.quiet)
         result += shown + selected(output, marker.shown, where)
     return result
 
