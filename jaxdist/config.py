@@ -33,6 +33,7 @@ from jaxdist.values import (
     Seconds,
     Seed,
     Sequence,
+    Site,
     Stage,
     WholeSeconds,
 )
@@ -326,6 +327,8 @@ class ClusterConfig(Section):
     """Number of processes; 0: from the environment, or 1."""
     process_id: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     """Index of this process, from 0; -1: from the environment."""
+    site: Site = ""
+    """Name of the site of this process; slurm: the switch below the top of Slurm's topology; empty: one site."""
 
 
 class FaultConfig(Section):

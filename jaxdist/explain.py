@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from jaxdist.cluster.process_env import check_alone
-from jaxdist.config import Config
+from jaxdist.config import Config, RequestError
 from jaxdist.exit_codes import DONE, FAILED
-from jaxdist.planning.hardware import GPUS
+from jaxdist.planning.hardware import GPUS, PRESETS
 from jaxdist.request import STEP_KNOBS, Extra, arguments, check_picture, run
 from jaxdist.values import DevicesOrZero, FileName, Suggested
 
@@ -24,6 +25,7 @@ DESCRIPTION = (
     "exit code is 1 if the collectives differ from the prediction, unless the difference is a known one."
 )
 TargetName = Annotated[str, Suggested(GPUS)]
+ClusterName = Annotated[FileName, Suggested(PRESETS)]
 EXTRAS = [
     Extra(
         "target",
@@ -32,6 +34,9 @@ EXTRAS = [
         TargetName,
     ),
     Extra("devices", 0, "Number of devices, to fill a -1 of the mesh; 0: as many as the mesh names.", DevicesOrZero),
+    Extra(
+        "cluster", "", "Cluster of the devices, as for plan: its links and sites. Empty: that of the GPU.", ClusterName
+    ),
     Extra("json", False, "Print one JSON object on standard output, and nothing else."),
     Extra("picture", "", "Draw the memory as stacked bars into this PNG file.", FileName),
 ]
@@ -43,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     check_alone("explain")
     extras = request.extras
     check_picture(extras["picture"], "memory.png")
-    report = explain(request.config, extras["target"] or None, extras["devices"])
+    report = explain(request.config, extras["target"] or None, extras["devices"], extras["cluster"])
 
     from jaxdist.planning.report_text import lines
 
@@ -58,18 +63,19 @@ def main(argv: list[str] | None = None) -> int:
     return FAILED if report.unknown else DONE
 
 
-def explain(config: Config, target: str | None = None, devices: int = 0) -> Report:
+def explain(config: Config, target: str | None = None, devices: int = 0, cluster: str = "") -> Report:
     """Compile the step of `config` in a process of its own, for CPU devices or a GPU of `planning.hardware.GPUS`.
 
+    `cluster` is the name or the file of the cluster whose hosts and sites the devices fill; empty: that of the GPU.
     Raises `RequestError` for a wrong request, and where this machine cannot compile for the target.
     """
     # Imported late, so that --help and wrong requests answer before jax is imported.
     from jaxdist import models
     from jaxdist.cluster import xla_options
     from jaxdist.cluster.rendezvous import across_hosts
-    from jaxdist.mesh import abstract_mesh, devices_asked, fill, parse_mesh
+    from jaxdist.mesh import abstract_mesh, device_numbers, devices_asked, fill, parse_mesh
     from jaxdist.models.attention import NO_DOCUMENTS
-    from jaxdist.planning.clusters import of_gpu
+    from jaxdist.planning import clusters
     from jaxdist.planning.cross_compile import compile_apart
     from jaxdist.planning.report import Report
     from jaxdist.planning.target import gpu_of
@@ -78,18 +84,25 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     from jaxdist.training.run import lower_step
 
     gpu = gpu_of(target) if target else None
+    where = clusters.cluster(cluster) if cluster else None
+    if where and target and where.gpu != target:
+        raise RequestError(f"--cluster {cluster} has {where.gpu}, but --target is {target}; name the same GPU in both")
     shape = parse_mesh(config.mesh)
     shape = fill(shape, devices or devices_asked(shape))
+    sites = 1
+    if where:
+        clusters.check_sites(where, prod(shape.values()))
+        sites = where.sites(prod(shape.values()))
     if config.precision == "auto":
         config = config.model_copy(update={"precision": "bfloat16" if gpu else "float32"})
     check_mesh_fits(config, shape)
     mesh = abstract_mesh(shape)
     layout = Layout.on(mesh, rules(config, shape), gpu or CPU)
-    program = compile_apart(partial(lower_step, config), target, mesh.size)
+    program = compile_apart(partial(lower_step, config, sites=sites), target, mesh.size)
     if target:
         # Neighbours in the mesh share a host, as in a run.
-        per_host = of_gpu(target).per_host
-        host_of = [number // per_host for number in range(mesh.size)]
+        per_host = (where or clusters.of_gpu(target)).per_host
+        host_of = [number // per_host for number in device_numbers(shape, sites).ravel().tolist()]
     else:
         host_of = [0] * mesh.size
     options = xla_options.options(layout.platform, mesh.size, across_hosts(mesh, host_of), layout.parts("residual") > 1)
@@ -99,7 +112,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0) -> Repo
     if config.model.documents == "apart" and gpu:
         notes.append(f"attention runs in blocks of queries, because {NO_DOCUMENTS}")
     program = replace(program, notes=tuple(notes))
-    return Report(config, models.build(config.model, layout), layout, mesh, program, target, gpu)
+    return Report(config, models.build(config.model, layout), layout, mesh, program, target, gpu, where)
 
 
 class CPU:

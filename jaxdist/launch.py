@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from jaxdist.cluster.process_env import check_alone
+from jaxdist.cluster.process_env import SLURM_SITE, check_alone
 from jaxdist.config import Busy, Config, RequestError, nearest
 from jaxdist.request import Extra, Request, arguments, check_mesh_fits, fits, fitting, run
 from jaxdist.request.knobs import KNOBS, canonical, option
@@ -26,6 +26,9 @@ USAGE = """usage: python -m jaxdist.launch WHERE [CONFIG] [options of the launch
 
 PROCESS_KNOBS = [name for name in KNOBS if not name.startswith("cluster.")]
 """Knobs that the launcher does not set itself."""
+
+SLURM_KNOBS = [*PROCESS_KNOBS, "cluster.site"]
+"""Knobs of a Slurm job: its tasks, which all have the same options, can find their sites in Slurm's topology."""
 
 LOCAL = (
     "Start N processes of one run on this machine, and restart all of them from the newest checkpoint when one dies. "
@@ -180,7 +183,13 @@ def slurm_arguments(argv: list[str]) -> Request:
     for word in train_words:
         if word.startswith("--") and canonical(word[2:].partition("=")[0]) in names:
             raise RequestError(f"{word} is not an option of train; write it before the --")
-    request = arguments([*own_words, *train_words], "launch slurm", SLURM, extras=extras, knobs=PROCESS_KNOBS)
+    request = arguments([*own_words, *train_words], "launch slurm", SLURM, extras=extras, knobs=SLURM_KNOBS)
+    site = request.config.cluster.site
+    if site not in ("", SLURM_SITE):
+        raise RequestError(
+            f"--cluster.site {site} would put all tasks of the job into one site; write {SLURM_SITE}, which stands for "
+            f"the place of each task in Slurm's topology"
+        )
     if not request.extras["time"]:
         raise RequestError("--time is missing: after how long the job saves and is requeued, such as --time 12:00:00")
     return request

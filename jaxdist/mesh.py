@@ -17,6 +17,7 @@ from jaxdist.values import MOST_DEVICES
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
 PIPELINE = "pipeline"
 REPLICA = "replica"
@@ -30,6 +31,10 @@ AXES = (PIPELINE, REPLICA, DATA, EXPERT, CONTEXT, MODEL)
 
 POSITIONS = (DATA, MODEL, PIPELINE)
 """The axes behind the numbers of the short form `2x2x1`."""
+
+AXES_OVER_SITES = (REPLICA, *(axis for axis in AXES if axis != REPLICA))
+"""The order over the devices of several sites: only the gradients of `replica` then cross the slow link between them.
+"""
 
 BATCH_AXES = (REPLICA, DATA)
 """The axes that split the rows of a batch."""
@@ -174,17 +179,44 @@ def micro_batches(config: Config, shape: Mapping[str, int]) -> int:
     return config.train.accumulation
 
 
-def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    """Return the mesh of `shape` over `devices`, in `AXES` order.
+def device_order(sites: int) -> tuple[str, ...]:
+    """Return the axes in the order in which they are laid over the devices of so many sites, outermost first."""
+    return AXES_OVER_SITES if sites > 1 else AXES
 
-    Its axes are Explicit: the layout of an array is part of its type.
+
+def device_numbers(shape: Mapping[str, int], sites: int = 1) -> np.ndarray:
+    """Return which device stands where in a mesh of `shape`: an array with a dim for each of `AXES`.
+
+    Devices are numbered site by site, and in a site host by host.
+    """
+    import numpy as np
+
+    order = device_order(sites)
+    numbers = np.arange(math.prod(shape.values())).reshape([shape[axis] for axis in order])
+    return numbers.transpose([order.index(axis) for axis in AXES])
+
+
+def axes_across(places: np.ndarray) -> list[str]:
+    """Return the axes along which a place changes, such as the host or the site.
+
+    `places` has the place of each device of a mesh: an array with a dim for each of `AXES`. One group of devices along
+    an axis that lies in two places is enough.
+    """
+    return [axis for dim, axis in enumerate(AXES) if (places != places.take([0], axis=dim)).any()]
+
+
+def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], sites: int = 1) -> jax.sharding.Mesh:
+    """Return the mesh of `shape` over `devices`, which lie in so many sites, in the order of `device_order`.
+
+    The axes of the mesh itself are always in the order of `AXES`, and Explicit: the layout of an array is part of its
+    type. Programs and checkpoints are therefore the same whatever the number of sites.
     """
     import jax
     import numpy as np
 
     # `jax.make_mesh` would silently drop devices that are left over; `fill` refuses instead.
     shape = fill(shape, len(devices))
-    grid = np.asarray(devices, dtype=object).reshape([shape[axis] for axis in AXES])
+    grid = np.asarray(devices, dtype=object)[device_numbers(shape, sites)]
     return jax.sharding.Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))
 
 

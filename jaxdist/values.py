@@ -133,6 +133,8 @@ IS_PATH = AfterValidator(_valid_path)
 FilePath = Annotated[Path, BeforeValidator(_not_empty), IS_PATH]
 FileName = Annotated[str, IS_PATH]
 """A path as text; empty means none."""
+Site = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")]
+"""The name of a site; empty means that none is named."""
 Prompt = Annotated[str, Field(min_length=1)]
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

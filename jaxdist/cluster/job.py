@@ -11,7 +11,7 @@ import jax
 from jaxdist.cluster import faults, lifeline
 from jaxdist.cluster.heartbeat import ENDING
 from jaxdist.cluster.process_env import ProcessEnv
-from jaxdist.cluster.rendezvous import USE_ALL, DeviceUse, join, members
+from jaxdist.cluster.rendezvous import USE_ALL, DeviceUse, check_sites, join, members
 from jaxdist.cluster.runtime import own_devices
 from jaxdist.cluster.stopping import Stop
 from jaxdist.cluster.watchdog import Watchdog
@@ -59,6 +59,9 @@ class Job:
             if not self.env.alone:
                 faults.listen(self.env, self.watchdog.where)
             self.stop.joined()
+            # Process 0 speaks for all, which it can end since they listen.
+            if self.env.leader and not self.env.alone:
+                check_sites(members())
             self._open = stack.pop_all()
         return self
 

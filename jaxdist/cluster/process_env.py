@@ -38,6 +38,13 @@ PMIX = "PMIX_RANK"
 
 TORCHRUN = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
+SLURM_SITE = "slurm"
+"""The value of `cluster.site` that stands for the place of this process in Slurm's topology."""
+
+TOPOLOGY = ("SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN")
+"""Where topology/tree places a task: the names of the switches above its node, from the top down, and its node, such as
+`root.zurich.leaf3.n7`; and what each of them is: `switch.switch.switch.node` (srun's manual, output environment)."""
+
 FIRST_PORT = 61440
 """First port of those for the tasks of a Slurm step: above the ports that Linux gives to outgoing connections."""
 
@@ -57,6 +64,8 @@ class ProcessEnv:
     """Where these values come from, for messages."""
     gpus: tuple[int, ...] | None = None
     """The GPUs of this process, by their position among the visible ones; None means all of them."""
+    site: str = ""
+    """The site of this process; empty where none is named."""
 
     @property
     def alone(self) -> bool:
@@ -119,7 +128,27 @@ def find(options: ClusterConfig, environment: Mapping[str, str] = os.environ) ->
             f"of them: the host of process 0 and a free port, such as 10.0.0.1:1234"
         )
     gpus = next((env.gpus for env in found if env.gpus is not None), None)
-    return ProcessEnv(first.processes, first.process, reachable(address), first.source, gpus)
+    site = site_of(options.site, environment)
+    return ProcessEnv(first.processes, first.process, reachable(address), first.source, gpus, site)
+
+
+def site_of(name: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return the site of this process: the `name` it was given, or where that is `slurm`, its switch in Slurm's tree.
+
+    The top switch joins all sites, so that a site is what hangs below it. Raises `RequestError` where Slurm's topology
+    has no two levels of switches.
+    """
+    if name != SLURM_SITE:
+        return name
+    address, pattern = (environment.get(variable, "") for variable in TOPOLOGY)
+    switches = pattern.split(".").count("switch")
+    if switches < 2:
+        raise RequestError(
+            f"cluster.site is {SLURM_SITE}, but Slurm's topology has {switches} switch(es) above this node "
+            f"({TOPOLOGY[0]} is '{address[:80]}', {TOPOLOGY[1]} '{pattern[:80]}'), and a site is a switch below the "
+            f"top one; give each process the name of its site, or describe the sites in Slurm's topology.conf"
+        )
+    return address.split(".")[1]
 
 
 def _check_consistent(found: list[ProcessEnv]) -> None:

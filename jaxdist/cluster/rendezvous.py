@@ -24,7 +24,7 @@ from jaxdist.cluster import faults, gpus, kv_store
 from jaxdist.cluster.address import check_own_name, host_and_port
 from jaxdist.cluster.listening import bind_address, check_free, next_port
 from jaxdist.cluster.process_env import ProcessEnv
-from jaxdist.config import FaultConfig
+from jaxdist.config import FaultConfig, RequestError
 from jaxdist.exit_codes import DONE, FAILED
 from jaxdist.mesh import DATA
 from jaxdist.streams import Unfailing
@@ -70,6 +70,8 @@ class Member:
     host: str
     address: str
     devices: int
+    site: str = ""
+    """Empty where the job names no sites."""
 
 
 def join(env: ProcessEnv, fault: FaultConfig, devices: int = 1, enough: DeviceUse = USE_ALL) -> ProcessEnv:
@@ -86,7 +88,7 @@ def join(env: ProcessEnv, fault: FaultConfig, devices: int = 1, enough: DeviceUs
     _prepare(env)
     bind = _bind_address(env)
     _meet(env, bind, fault)
-    everyone = _introduced(env.coordinator, devices)
+    everyone = _introduced(env.coordinator, devices, env.site)
     total = sum(member.devices for member in everyone)
     needed = _needed(everyone, enough(total))
     if len(needed) == len(everyone):
@@ -98,8 +100,19 @@ def join(env: ProcessEnv, fault: FaultConfig, devices: int = 1, enough: DeviceUs
     coordinator = next_port(env.coordinator)
     env = replace(env, processes=len(needed), process=needed.index(env.process), coordinator=coordinator)
     _meet(env, next_port(bind), fault)
-    _introduced(env.coordinator, devices)
+    _introduced(env.coordinator, devices, env.site)
     return env
+
+
+def check_sites(everyone: Sequence[Member]) -> None:
+    """Raise `RequestError` where some processes name their site and others do not."""
+    named = [member for member in everyone if member.site]
+    unnamed = [str(member.process) for member in everyone if not member.site]
+    if named and unnamed:
+        raise RequestError(
+            f"process {named[0].process} is in site {named[0].site}, but process {', '.join(unnamed)} names none; give "
+            f"all processes --cluster.site, or none"
+        )
 
 
 def _leave_unused(env: ProcessEnv, used: str, remedy: str) -> NoReturn:
@@ -112,7 +125,9 @@ def _leave_unused(env: ProcessEnv, used: str, remedy: str) -> NoReturn:
 
 
 def members() -> list[Member]:
-    """Return all processes of the job, those of a host side by side, hosts in the order of their first process.
+    """Return all processes of the job, those of a site side by side, and in a site those of a host.
+
+    Sites and hosts are in the order of their first process.
 
     Processes that have met without `join`, as a user's own script may do, must all call it.
     """
@@ -138,12 +153,17 @@ def across_hosts(
     return bool(np.any(host != np.take(host, [0], axis=mesh.axis_names.index(axis))))
 
 
-def _introduced(coordinator: str, devices: int) -> list[Member]:
+def _introduced(coordinator: str, devices: int, site: str = "") -> list[Member]:
     """Exchange what each process is, and return all of them."""
-    me = Member(kv_store.process(), socket.gethostname(), _own_address(coordinator), devices)
+    me = Member(kv_store.process(), socket.gethostname(), _own_address(coordinator), devices, site)
     everyone = [Member(**each) for each in kv_store.gather("members", asdict(me), kv_store.WEEK)]
-    first = {member.host: member.process for member in reversed(everyone)}
-    _members[:] = sorted(everyone, key=lambda member: (first[member.host], member.process))
+    first_of_site = {member.site: member.process for member in reversed(everyone)}
+    first_of_host = {member.host: member.process for member in reversed(everyone)}
+
+    def place(member: Member) -> tuple[int, int, int]:
+        return first_of_site[member.site], first_of_host[member.host], member.process
+
+    _members[:] = sorted(everyone, key=place)
     return _members
 
 
@@ -174,7 +194,7 @@ def meet_unchecked(env: ProcessEnv, fault: FaultConfig, on_timeout: Callable[[],
     """
     _prepare(env)
     _initialize(env, _bind_address(env), fault, on_timeout)
-    _introduced(env.coordinator, devices=1)
+    _introduced(env.coordinator, devices=1, site=env.site)
 
 
 def _prepare(env: ProcessEnv) -> None:

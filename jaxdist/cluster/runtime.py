@@ -9,11 +9,12 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TypedDict
 
 import jax
+import numpy as np
 
 from jaxdist.cluster import gpus, kv_store, xla_options
 from jaxdist.cluster.consensus import from_leader
@@ -33,7 +34,7 @@ from jaxdist.mesh import (
 
 
 def start(shape: Mapping[str, int], enough: DeviceUse = USE_ALL) -> jax.sharding.Mesh:
-    """Return the mesh of `shape` over the devices of all processes, host by host.
+    """Return the mesh of `shape` over the devices of all processes, site by site and host by host.
 
     Every accelerator is used, unless the mesh fills itself (`-1`): then it takes as many as `enough(all)` says. Must
     run before anything else asks JAX for a device, because CPU devices can only be made before the first use. Raises
@@ -57,7 +58,20 @@ def start(shape: Mapping[str, int], enough: DeviceUse = USE_ALL) -> jax.sharding
             f"mesh {describe(mesh_shape)} takes {len(devices)} devices, and none of process "
             f"{', '.join(map(str, idle))}; start fewer processes, or ask for a larger mesh{how}"
         )
-    return make_mesh(mesh_shape, devices)
+    return make_mesh(mesh_shape, devices, sites=len(set(_site_names(devices))))
+
+
+def site_numbers(mesh: jax.sharding.Mesh) -> np.ndarray:
+    """Return the number of the site of each device, from 0: an array of the mesh's shape. All processes call it."""
+    names = _site_names(mesh.devices.flat)
+    order = list(dict.fromkeys(names))
+    return np.reshape([order.index(name) for name in names], mesh.devices.shape)
+
+
+def _site_names(devices: Iterable[jax.Device]) -> list[str]:
+    """Return the site of each device; empty where the job names none."""
+    site = {member.process: member.site for member in members()}
+    return [site.get(device.process_index, "") for device in devices]
 
 
 class FoundDevices(TypedDict):
@@ -68,13 +82,14 @@ class FoundDevices(TypedDict):
     count: int
     per_host: int
     memory: int
+    sites: int
 
 
 def found() -> FoundDevices:
     """Describe the devices of all processes, for planning; the result is the same in each process.
 
     Keys: `kind`, `platform`, `count`, `per_host` (the most on one host), and `memory`, the bytes that XLA has of one
-    device (0 if it does not say). Call it as early as `start`.
+    device (0 if it does not say), and `sites`, their number. Call it as early as `start`.
     """
     devices = _at_least(kv_store.processes(), "mesh auto needs")
     if devices[0].platform == "cpu":
@@ -88,6 +103,7 @@ def found() -> FoundDevices:
         count=len(devices),
         per_host=max(per_host.values()),
         memory=memory,
+        sites=len({member.site for member in members()}),
     )
 
 
@@ -122,21 +138,23 @@ def notes(mesh: jax.sharding.Mesh, enough: DeviceUse = USE_ALL) -> list[str]:
 
 
 def host_lines(mesh: jax.sharding.Mesh) -> list[str]:
-    """Return a line for each host: its processes, how many devices of the mesh each has, and its address."""
+    """Return a line for each host: its processes, how many devices of the mesh each has, its address and its site."""
     everyone = members()
+    in_sites = len({member.site for member in everyone}) > 1
     lines = []
-    for host in dict.fromkeys(member.host for member in everyone):
-        here = [member for member in everyone if member.host == host]
+    for site, host in dict.fromkeys((member.site, member.host) for member in everyone):
+        here = [member for member in everyone if (member.site, member.host) == (site, host)]
         numbers = ", ".join(str(member.process) for member in here)
         counts = ", ".join(
             str(sum(device.process_index == member.process for device in mesh.devices.flat)) for member in here
         )
-        lines.append(f"process {numbers} on {host} ({here[0].address}) with {counts} device(s)")
+        place = f", in site {site}" if in_sites else ""
+        lines.append(f"process {numbers} on {host} ({here[0].address}) with {counts} device(s){place}")
     return lines
 
 
 def _host_by_host(devices: list[jax.Device]) -> list[jax.Device]:
-    """Return the devices in the order of `members`, so that neighbours in the mesh are neighbours on a host."""
+    """Return the devices in the order of `members`: neighbours in the mesh are neighbours on a host and in a site."""
     order = {member.process: number for number, member in enumerate(members())}
     return sorted(devices, key=lambda device: (order[device.process_index], device.id))
 

@@ -166,9 +166,10 @@ class Doctor:
 
     def _check_together(self, gather: Callable[..., list]) -> list[Finding]:
         """Make the checks that involve all processes, and return what every process has found."""
-        from jaxdist.doctor import network
+        from jaxdist.doctor import network, sites
 
         self._note("hosts", network.hosts, self.here)
+        self._note("sites", sites.named, self.here)
         self._note("clocks", network.clocks, self.here)
         # All processes must take the same branch, because the checks of devices are collective.
         bad = any(one.state == findings.WRONG and one.check in ("hosts", "own name") for one in self.found)
@@ -177,6 +178,7 @@ class Doctor:
             self._note("run folder", self._check_run_folder, None)
             self.found += findings.for_all(unchecked(name, why) for name in ("devices", "all-reduce", "NCCL"))
         else:
+            self._note("sites", sites.link, self.here)
             self._check_devices()
         everyone = gather("doctor/found", [vars(one) for one in findings.at(self.host, self.found)])
         reported = [Finding(**one) for process in everyone for one in process or ()]

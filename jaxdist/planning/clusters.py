@@ -1,5 +1,7 @@
 """Clusters: how many GPUs a host has, how fast they compute, and how fast they communicate in a host and across hosts.
 
+A cluster may consist of several sites, between which the link is slower still.
+
 The shipped ones are TOML files (`configs/clusters`) with a source beside every number. `python -m jaxdist.bench
 collectives --fit FILE` measures a real cluster and writes such a file.
 """
@@ -19,6 +21,10 @@ from jaxdist.config import RequestError, nearest
 from jaxdist.files import read_toml
 from jaxdist.gpu_memory import GPU_SHARE
 from jaxdist.planning.hardware import GPUS, PRESETS
+from jaxdist.units import multiples
+
+UNLIMITED = 2**62
+"""GPUs of the only site."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,21 @@ class Cluster:
     overlap: float
     """Computing and communicating at once takes max + (overlap - 1) x min of the two: 1 hides all, 2 nothing."""
     sources: tuple[str, ...]
+    hosts_per_site: int = 0
+    """The number of hosts of a site; 0 where all hosts are in one site."""
+    between: Link | None = None
+    """The link between sites: all that a site sends to other sites, in bytes per second; None for one site."""
+
+    @property
+    def per_site(self) -> int:
+        """The number of GPUs of a site; larger than any plan where there is one site."""
+        if self.between is None:
+            return UNLIMITED
+        return self.per_host * self.hosts_per_site
+
+    def sites(self, devices: int) -> int:
+        """Return how many sites so many GPUs fill; the last one may be filled in part."""
+        return -(-devices // self.per_site)
 
     def fills_hosts(self, count: int) -> bool:
         """Return whether so many GPUs are a part of one host, or whole hosts."""
@@ -69,8 +90,13 @@ class Cluster:
 
 
 def of_gpu(name: str) -> Cluster:
-    """Return the shipped cluster of the GPU `name`, such as h100; each of `GPUS` has one."""
-    return next(found for found in map(cluster, PRESETS) if found.gpu == name)
+    """Return the shipped cluster, of one site, of the GPU `name`, such as h100; each of `GPUS` has one."""
+    return next(found for found in one_site() if found.gpu == name)
+
+
+def one_site() -> list[Cluster]:
+    """Return the shipped clusters of one site."""
+    return [found for found in map(cluster, PRESETS) if found.between is None]
 
 
 def of_kind(device_kind: str) -> Cluster | None:
@@ -102,12 +128,23 @@ def cluster(name_or_file: str) -> Cluster:
         raise RequestError(*(f"{path}: {problem}" for problem in problems))
     # TOML may write a whole number where a float is meant.
     values: dict[str, Any] = {}
-    for side in SIDES:
-        values[side] = Link(**{key: float(value) for key, value in given.pop(side).items()})
+    for side in (*SIDES, BETWEEN):
+        if side in given:
+            values[side] = Link(**{key: float(value) for key, value in given.pop(side).items()})
     sources = tuple(given.pop("sources"))
     for key, value in given.items():
-        values[key] = value if key in ("gpu", "per_host") else float(value)
+        values[key] = value if key in ("gpu", *COUNTS) else float(value)
     return Cluster(name=path.stem, **values, sources=sources)
+
+
+def check_sites(where: Cluster, devices: int) -> None:
+    """Raise `RequestError` for so many devices if they would fill some sites and a part of another one."""
+    each = where.per_site
+    if where.sites(devices) > 1 and devices % each:
+        near = " or ".join(map(str, multiples(each, devices)))
+        raise RequestError(
+            f"{devices} devices do not fill sites of {each}, as those of {where.name} are; ask for {near}"
+        )
 
 
 def calibrated(candidate: Cluster) -> bool:
@@ -141,9 +178,20 @@ def _known_of_gpu(name: Any) -> dict[str, float]:
 
 
 SIDES = ("inside", "across")
+"""The links that every cluster has."""
+
+BETWEEN = "between"
+"""The link that only a cluster of several sites has."""
+
+PER_SITE = "hosts_per_site"
+"""The other key that only a cluster of several sites has."""
+
+COUNTS = ("per_host", PER_SITE)
+"""The keys whose values are whole numbers."""
 
 BOUNDS = {
     "per_host": (1, 10**6),
+    "hosts_per_site": (1, 10**6),
     "memory": (1, 1e15),
     "peak": (1, 1e21),
     "matmul": (0.001, 1),
@@ -166,8 +214,16 @@ UNITS = {
 
 def _problems(given: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each key of a file that is missing, wrong or not known."""
-    yield from _table_problems(given, [field.name for field in fields(Cluster) if field.name != "name"])
-    for side in SIDES:
+    optional = [PER_SITE, BETWEEN]
+    required = [field.name for field in fields(Cluster) if field.name not in ("name", *optional)]
+    yield from _table_problems(given, required, optional=optional)
+    if BETWEEN in given and PER_SITE not in given:
+        yield f"[{BETWEEN}] is given, but {PER_SITE} is missing; set it to the number of hosts of a site"
+    if PER_SITE in given and BETWEEN not in given:
+        yield (
+            f"{PER_SITE} is given, but the link between sites is missing; write [{BETWEEN}] with bandwidth and latency"
+        )
+    for side in (*SIDES, BETWEEN):
         if isinstance(given.get(side), dict):
             optional = ["pair"] if side == "inside" else []
             yield from _table_problems(given[side], ["bandwidth", "latency"], f"{side}.", optional)
@@ -192,7 +248,7 @@ def _table_problems(
 
 def _wrong(key: str, value: Any) -> str:
     """Return what is wrong with the value of a key; empty where nothing is."""
-    if key in SIDES:
+    if key in (*SIDES, BETWEEN):
         return "" if isinstance(value, dict) else f"must be a table; write [{key}] with bandwidth and latency"
     if key == "gpu":
         return "" if isinstance(value, str) and value else "must be the name of a GPU, in quotes"
@@ -200,7 +256,7 @@ def _wrong(key: str, value: Any) -> str:
         texts = isinstance(value, list) and all(isinstance(source, str) for source in value)
         return "" if texts else 'must be a list of texts, such as ["measured on our machine"]'
     # A bool is an int in Python, not in TOML.
-    if key == "per_host" and (isinstance(value, bool) or not isinstance(value, int)):
+    if key in COUNTS and (isinstance(value, bool) or not isinstance(value, int)):
         return f"must be a whole number{_unit(key)}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"must be a number{_unit(key)}"
@@ -218,7 +274,9 @@ def _unit(key: str) -> str:
 def to_toml(cluster: Cluster, comments: Sequence[str]) -> str:
     """Return TOML from which `cluster` reads an equal cluster, except for the name; `comments` come first."""
     values = asdict(cluster)
-    links = {side: values.pop(side) for side in SIDES}
+    links = {side: values.pop(side) for side in (*SIDES, BETWEEN)}
+    if cluster.between is None:
+        del links[BETWEEN], values[PER_SITE]
     lines = [f"# {line}".rstrip() for line in comments]
     lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if key != "name"]
     for side, link in links.items():

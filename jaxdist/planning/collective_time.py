@@ -4,20 +4,21 @@ Sizes are those of the whole array in bytes: what every rank has before an all-r
 all-to-all, what it has after an all-gather, what it sends in a permute. Sizes and ranks may be arrays of any shapes
 that broadcast, so that a search computes all its candidates at once. Times are in seconds.
 
-The formulas are those of Thakur, Rabenseifner and Gropp 2005, sections 3 and 4. Hops inside a host and across hosts add
-up as in the tuning model of NCCL (src/graph/tuning.cc).
+The formulas are those of Thakur, Rabenseifner and Gropp 2005, sections 3 and 4. Hops inside a host, across hosts and
+between sites add up as in the tuning model of NCCL (src/graph/tuning.cc), which knows the first two. All GPUs of a site
+share the one link to the other sites.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxdist.mesh import AXES
-from jaxdist.planning.clusters import Cluster, Link
+from jaxdist.mesh import AXES, device_order
+from jaxdist.planning.clusters import UNLIMITED, Cluster, Link
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 
 Numbers = np.ndarray | float
@@ -31,17 +32,36 @@ def inside_of(ranks: Numbers, stride: Numbers, per_host: Numbers) -> Numbers:
     return np.clip(per_host // np.asarray(stride), 1, ranks)
 
 
-def ranks_inside(shape: Mapping[str, int], axes: Collection[str], per_host: int) -> int:
+def in_site_of(ranks: Numbers, stride: Numbers, per_site: Numbers) -> Numbers:
+    """Return how many ranks of a group share a site, as `inside_of` does for hosts.
+
+    Sites may cut through some of the groups of a mesh that fills several. The result then holds for those, because one
+    group that waits for the slow link is enough to make all wait.
+    """
+    within = np.clip(per_site // np.asarray(stride), 1, ranks)
+    cut = (ranks == within) & (per_site % (np.asarray(ranks) * stride) != 0)
+    return np.where(cut, np.maximum(within - 1, 1), within)
+
+
+def ranks_inside(
+    shape: Mapping[str, Numbers],
+    axes: Collection[str],
+    per_host: int,
+    order: Sequence[str] = AXES,
+    count: Callable[[Numbers, Numbers, Numbers], Numbers] = inside_of,
+) -> Numbers:
     """Return how many ranks of a group over these axes share a host.
 
-    The devices of a host are neighbours in the mesh, innermost axis first.
+    The devices of a host are neighbours in the mesh; `order` has its axes as they lie over the devices, outermost
+    first. Sizes may be arrays. `count` counts along one axis; with `in_site_of` and the devices of a site for
+    `per_host`, the result is how many ranks share a site.
     """
-    found = 1
-    stride = 1
-    for axis in reversed(AXES):
+    found: Numbers = 1
+    stride: Numbers = 1
+    for axis in reversed(order):
         if axis in axes:
-            found *= int(inside_of(shape[axis], stride, per_host))
-        stride *= shape[axis]
+            found = found * count(shape[axis], stride, per_host)
+        stride = stride * shape[axis]
     return found
 
 
@@ -51,6 +71,8 @@ class Links:
 
     inside: Link
     across: Link
+    between: Link | None = None
+    per_site: int = UNLIMITED
 
 
 @dataclass(frozen=True)
@@ -64,6 +86,8 @@ class Group:
     ranks: Numbers
     inside: Numbers
     cluster: Cluster | Links
+    in_site: Numbers | None = None
+    """The ranks that share a site; None where all do."""
 
     @property
     def hosts(self) -> Numbers:
@@ -71,12 +95,37 @@ class Group:
         return np.ceil(self.ranks / self.inside)
 
     @property
+    def here(self) -> Numbers:
+        """The ranks that share a site."""
+        return self.ranks if self.in_site is None else self.in_site
+
+    @property
+    def sites(self) -> Numbers:
+        """The number of sites."""
+        return np.ceil(self.ranks / self.here)
+
+    @property
+    def hosts_here(self) -> Numbers:
+        """The number of hosts of a site."""
+        return np.ceil(self.here / self.inside)
+
+    @property
+    def between(self) -> Link:
+        """One GPU's share of the link between sites; the link across hosts where there is one site."""
+        link = self.cluster.between
+        if link is None:
+            return self.cluster.across
+        return replace(link, bandwidth=link.bandwidth / self.cluster.per_site)
+
+    @property
     def rate(self) -> Numbers:
         """Bytes per second around a ring."""
         near = self.near_rate
         far = self.cluster.across.bandwidth
         # The network cards of all the group's ranks in a host together carry what leaves it.
-        return np.where(self.hosts > 1, np.minimum(near, self.inside * far), near)
+        rate = np.where(self.hosts > 1, np.minimum(near, self.inside * far), near)
+        # And so do the shares of all its ranks in a site.
+        return np.where(self.sites > 1, np.minimum(rate, self.here * self.between.bandwidth), rate)
 
     @property
     def near_rate(self) -> Numbers:
@@ -90,19 +139,25 @@ class Group:
 
     @property
     def pair_rate(self) -> Numbers:
-        """Bytes per second that one rank sends to one other, in another host where there are several."""
-        return np.where(self.hosts > 1, self.cluster.across.bandwidth, self.cluster.inside.within(2))
+        """Bytes per second that one rank sends to one other: in another site or host, where there are several."""
+        rate = np.where(self.hosts > 1, self.cluster.across.bandwidth, self.cluster.inside.within(2))
+        # Only the last rank of each group in a site sends to another site, with the shares of the others.
+        return np.where(self.sites > 1, np.minimum(rate, self.here * self.between.bandwidth), rate)
 
     @property
     def hop(self) -> Numbers:
         """Seconds of the longest hop."""
-        return np.where(self.hosts > 1, self.cluster.across.latency, self.cluster.inside.latency)
+        hop = np.where(self.hosts > 1, self.cluster.across.latency, self.cluster.inside.latency)
+        return np.where(self.sites > 1, self.between.latency, hop)
 
     @property
     def around(self) -> Numbers:
-        """Seconds of the n - 1 hops of a ring, one of which leaves each host but the last."""
-        across = self.hosts - 1
-        return (self.ranks - 1 - across) * self.cluster.inside.latency + across * self.cluster.across.latency
+        """Seconds of the n - 1 hops of a ring, one of which leaves each host, and each site, but the last."""
+        between = self.sites - 1
+        across = self.hosts - 1 - between
+        inside = self.ranks - self.hosts
+        links = self.cluster
+        return inside * links.inside.latency + across * links.across.latency + between * self.between.latency
 
     @property
     def ring_share(self) -> Numbers:
@@ -115,13 +170,30 @@ class Group:
 
     def far(self) -> Group:
         """Return one rank of each host."""
-        return Group(self.hosts, np.ones_like(self.inside), self.cluster)
+        return Group(self.hosts, np.ones_like(self.inside), self.cluster, self.hosts_here)
 
 
 def group_over(shape: Mapping[str, int], axes: Collection[str], cluster: Cluster) -> Group:
     """Return the group of a device over these axes of a mesh of this `shape`."""
     ranks = math.prod(shape[axis] for axis in axes)
-    return Group(float(ranks), float(ranks_inside(shape, axes, cluster.per_host)), cluster)
+    inside, in_site = ranks_together(shape, axes, cluster)
+    return Group(float(ranks), float(inside), cluster, in_site)
+
+
+def ranks_together(
+    shape: Mapping[str, Numbers], axes: Collection[str], cluster: Cluster
+) -> tuple[Numbers, Numbers | None]:
+    """Return how many ranks of a group over these axes share a host, and how many a site: None where all do.
+
+    Sizes may be arrays, of meshes of equally many devices.
+    """
+    devices = np.max(math.prod(shape.values()), initial=1)
+    sites = cluster.sites(int(devices))
+    order = device_order(sites)
+    inside = ranks_inside(shape, axes, cluster.per_host, order)
+    if sites == 1:
+        return inside, None
+    return inside, ranks_inside(shape, axes, cluster.per_site, order, in_site_of)
 
 
 def ring(group: Group, size: Numbers) -> Numbers:
@@ -137,7 +209,9 @@ def ring_reduce(group: Group, size: Numbers) -> Numbers:
 def tree_reduce(group: Group, size: Numbers) -> Numbers:
     """Return the seconds of an all-reduce by a chain in each host and a tree of hosts."""
     chain = (group.inside - 1) * group.cluster.inside.latency
-    return 2 * (chain + np.ceil(np.log2(group.hosts)) * group.cluster.across.latency) + 2 * size / group.rate
+    across = np.ceil(np.log2(group.hosts_here)) * group.cluster.across.latency
+    between = np.ceil(np.log2(group.sites)) * group.between.latency
+    return 2 * (chain + across + between) + 2 * size / group.rate
 
 
 def halving_reduce(group: Group, size: Numbers) -> Numbers:
@@ -176,10 +250,13 @@ def exchange(group: Group, size: Numbers) -> Numbers:
     # Each rank sends one part to every other rank.
     near = group.inside - 1
     far = group.ranks - group.inside
+    beyond = group.ranks - group.here
     links = group.cluster
     # Parts that stay in the host and parts that leave it use different links at the same time.
     sending = np.maximum(near / group.near_rate, far / links.across.bandwidth)
-    return near * links.inside.latency + far * links.across.latency + size / group.ranks * sending
+    sending = np.maximum(sending, beyond / group.between.bandwidth)
+    hops = near * links.inside.latency + (far - beyond) * links.across.latency + beyond * group.between.latency
+    return hops + size / group.ranks * sending
 
 
 @dataclass(frozen=True)
@@ -194,26 +271,60 @@ class Algorithm:
     time: Callable[[Group, Numbers], Numbers]
     used: bool = True
     """Whether NCCL has it. The others are for comparison (`lab all-reduce`), and `seconds` does not consider them."""
+    over_sites: str = ""
+    """The formula for a group over M sites, h of its ranks in each; C a hop between sites, c one GPU's share of the
+    bandwidth. Empty for algorithms that are not used."""
 
 
 ROUND = "(n-N) a + (N-1) A"
 """The hops of a ring, as a part of a formula."""
 
+ROUND_OVER_SITES = "(n-N) a + (N-M) A + (M-1) C"
+"""The hops of a ring over several sites."""
+
+SLOWEST_OVER_SITES = "min(b, g B, h c)"
+"""The bandwidth of a ring over several sites."""
+
 ALGORITHMS = (
-    Algorithm("ring", (ALL_REDUCE,), f"2 [{ROUND}] + 2 (n-1)/n S / min(b, g B)", ring_reduce),
-    Algorithm("tree", (ALL_REDUCE,), "2 [(g-1) a + log2(N) A] + 2 S / min(b, g B)", tree_reduce),
+    Algorithm(
+        "ring",
+        (ALL_REDUCE,),
+        f"2 [{ROUND}] + 2 (n-1)/n S / min(b, g B)",
+        ring_reduce,
+        over_sites=f"2 [{ROUND_OVER_SITES}] + 2 (n-1)/n S / {SLOWEST_OVER_SITES}",
+    ),
+    Algorithm(
+        "tree",
+        (ALL_REDUCE,),
+        "2 [(g-1) a + log2(N) A] + 2 S / min(b, g B)",
+        tree_reduce,
+        over_sites=f"2 [(g-1) a + log2(N/M) A + log2(M) C] + 2 S / {SLOWEST_OVER_SITES}",
+    ),
     Algorithm(
         "hierarchical",
         (ALL_REDUCE,),
         "2 [(g-1) a + (g-1)/g S / b] + least of ring and tree of S/g over N hosts by B",
         hierarchical_reduce,
+        over_sites="2 [(g-1) a + (g-1)/g S / b] + least of ring and tree of S/g over N hosts by min(B, h/g c)",
     ),
     Algorithm("halving-doubling", (ALL_REDUCE,), "2 log2(n) A + 2 (n-1)/n S / min(b, g B)", halving_reduce, used=False),
     Algorithm("parameter server", (ALL_REDUCE,), "2 A + 2 n S / B", server_reduce, used=False),
     Algorithm("direct", (ALL_REDUCE,), "A + (n-1) S / B", direct_reduce, used=False),
-    Algorithm("ring", (ALL_GATHER, REDUCE_SCATTER), f"{ROUND} + (n-1)/n S / min(b, g B)", ring),
-    Algorithm("send", (PERMUTE,), "A + S / B", send),
-    Algorithm("exchange", (ALL_TO_ALL,), "(g-1) a + (n-g) A + S/n max((g-1) / b, (n-g) / B)", exchange),
+    Algorithm(
+        "ring",
+        (ALL_GATHER, REDUCE_SCATTER),
+        f"{ROUND} + (n-1)/n S / min(b, g B)",
+        ring,
+        over_sites=f"{ROUND_OVER_SITES} + (n-1)/n S / {SLOWEST_OVER_SITES}",
+    ),
+    Algorithm("send", (PERMUTE,), "A + S / B", send, over_sites="C + S / min(B, h c)"),
+    Algorithm(
+        "exchange",
+        (ALL_TO_ALL,),
+        "(g-1) a + (n-g) A + S/n max((g-1) / b, (n-g) / B)",
+        exchange,
+        over_sites="(g-1) a + (h-g) A + (n-h) C + S/n max((g-1) / b, (n-g) / B, (n-h) / c)",
+    ),
 )
 """For a group within one host, A is a, and B is b."""
 
@@ -228,13 +339,17 @@ def _used(kind: str) -> list[Algorithm]:
     return [algorithm for algorithm in ALGORITHMS if kind in algorithm.kinds and algorithm.used]
 
 
-def seconds(kind: str, size: Numbers, ranks: Numbers, ranks_inside: Numbers, cluster: Cluster) -> Numbers:
+def seconds(
+    kind: str, size: Numbers, ranks: Numbers, ranks_inside: Numbers, cluster: Cluster, in_site: Numbers | None = None
+) -> Numbers:
     """Return the seconds of a collective by the fastest algorithm that NCCL has; zero for a group of one rank.
 
-    `ranks_inside` of the `ranks` share a host. Arguments broadcast; the result has their common shape.
+    `ranks_inside` of the `ranks` share a host, and `in_site` a site: None for all. Arguments broadcast; the result has
+    their common shape.
     """
     size, ranks, ranks_inside = (np.asarray(argument, float) for argument in (size, ranks, ranks_inside))
-    group = Group(ranks, ranks_inside, cluster)
+    in_site = ranks if in_site is None else np.asarray(in_site, float)
+    group = Group(ranks, ranks_inside, cluster, in_site)
     times = [algorithm.time(group, size) for algorithm in _used(kind)]
     return np.where(ranks > 1, START + np.min(np.broadcast_arrays(*times), axis=0), 0.0)
 
@@ -255,21 +370,26 @@ def wire_share(kind: str, ranks: Numbers) -> Numbers:
     return rounds * (np.asarray(ranks) - 1) / np.asarray(ranks)
 
 
-def why(kind: str, size: float, ranks: int, ranks_inside: int, cluster: Cluster) -> str:
+def why(kind: str, size: float, ranks: int, ranks_inside: int, cluster: Cluster, in_site: int | None = None) -> str:
     """Return a sentence about the time of one collective: the algorithm, its formula and the numbers in it."""
-    group = Group(float(ranks), float(ranks_inside), cluster)
+    in_site = in_site or ranks
+    group = Group(float(ranks), float(ranks_inside), cluster, float(in_site))
     took = {algorithm: float(algorithm.time(group, size)) for algorithm in _used(kind)}
     best = min(took, key=took.__getitem__)
-    one_host = math.ceil(ranks / ranks_inside) == 1
-    if one_host:
-        far_latency = cluster.inside.latency
-        far_bandwidth = float(cluster.inside.within(2))
+    formula = best.formula
+    where = f"n={ranks} ranks, g={ranks_inside} in a host"
+    links = [("a", "b", cluster.inside.latency, float(group.near_rate))]
+    if group.hosts > 1:
+        links.append(("A", "B", cluster.across.latency, cluster.across.bandwidth))
     else:
-        far_latency = cluster.across.latency
-        far_bandwidth = cluster.across.bandwidth
+        links.append(("A", "B", cluster.inside.latency, float(cluster.inside.within(2))))
+    if group.sites > 1:
+        formula = best.over_sites
+        where += f", h={in_site} in a site"
+        links.append(("C", "c", group.between.latency, group.between.bandwidth))
+    latencies = ", ".join(f"{name}={latency * 1e6:.3g} us" for name, _, latency, _ in links)
+    bandwidths = ", ".join(f"{name}={bandwidth / 1e9:.4g} GB/s" for _, name, _, bandwidth in links)
     return (
-        f"{kind} of {size / 1e6:.4g} MB, n={ranks} ranks, g={ranks_inside} in a host, {best.name}: start + "
-        f"{best.formula} = {(START + took[best]) * 1e3:.4g} ms with start {START * 1e6:.3g} us, "
-        f"a={cluster.inside.latency * 1e6:.3g} us, A={far_latency * 1e6:.3g} us, "
-        f"b={float(group.near_rate) / 1e9:.4g} GB/s, B={far_bandwidth / 1e9:.4g} GB/s"
+        f"{kind} of {size / 1e6:.4g} MB, {where}, {best.name}: start + {formula} = "
+        f"{(START + took[best]) * 1e3:.4g} ms with start {START * 1e6:.3g} us, {latencies}, {bandwidths}"
     )

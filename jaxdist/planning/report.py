@@ -12,7 +12,7 @@ from jaxdist.config import Config
 from jaxdist.mesh import AXES, BATCH_AXES, describe
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
-from jaxdist.planning import clusters, communication, known_differences, memory, parameter_layout
+from jaxdist.planning import clusters, communication, known_differences, memory, parameter_layout, transfer_time
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.cross_compile import Program
 from jaxdist.planning.hardware import Gpu
@@ -138,6 +138,8 @@ class Report:
     target: str | None
     """The name of a GPU; None for CPU devices."""
     gpu: Gpu | None
+    where: Cluster | None = None
+    """The cluster whose hosts and sites the devices fill; None: the shipped one of the GPU."""
 
     @cached_property
     def collectives(self) -> list[Collective]:
@@ -254,7 +256,9 @@ class Report:
 
     @cached_property
     def cluster(self) -> Cluster | None:
-        """The shipped cluster of the GPU, whose links carry the collectives; None on CPU."""
+        """The cluster whose links carry the collectives: `where`, or the shipped one of the GPU; else None."""
+        if self.where is not None:
+            return self.where
         if self.target is None:
             return None
         return clusters.of_gpu(self.target)
@@ -276,6 +280,13 @@ class Report:
                 "collectives in branches count in every tick, although a rank skips those where it has nothing to run"
             )
         return found
+
+    @property
+    def warnings(self) -> list[str]:
+        """A sentence for each axis other than `replica` that spans sites, with what it costs."""
+        if self.where is None:
+            return []
+        return transfer_time.warnings(self.mesh.shape, self.transfers, self.where)
 
     @property
     def too_large(self) -> str:
@@ -323,6 +334,7 @@ class Report:
             "lower_seconds": program.lower_seconds,
             "compile_seconds": program.compile_seconds,
             "too_large": self.too_large,
+            "warnings": self.warnings,
             "notes": notes,
         }
 

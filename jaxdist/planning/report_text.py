@@ -46,6 +46,7 @@ def _head(report: Report) -> list[str]:
     if report.pipeline:
         found.append(f"pipeline    {pipelines.describe(report.pipeline)}")
     found.append(f"model       {models.parameters(report.model):,} parameters")
+    found += [f"warning     {sentence}" for sentence in report.warnings]
     found += [f"note        {note}" for note in report.notes]
     return found
 

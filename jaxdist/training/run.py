@@ -45,17 +45,18 @@ class Run:
         batch: bool = True,
         devices: Sequence[jax.Device] | None = None,
         gpu: Gpu | None = None,
+        sites: int = 1,
     ):
         """Make the mesh, the layout, the model and the task.
 
         `dry` only inspects the request: its devices need not exist, and nothing can be computed on them; `gpu` is their
         kind, if not that of this machine. Without `batch` no training batch will be requested, and its size is not
         checked. `devices` are all devices of the mesh, if not those of this machine: for a step that is compiled and
-        not run, or that is measured on a part of them.
+        not run, or that is measured on a part of them; they lie in so many `sites`.
         """
         shape = parse_mesh(config.mesh)
         if devices:
-            self.mesh = make_mesh(shape, devices)
+            self.mesh = make_mesh(shape, devices, sites)
         elif dry:
             # A dry run asks only for layouts, for which an abstract mesh is as good.
             self.mesh = cast(jax.sharding.Mesh, runtime.imagine(shape))
@@ -201,9 +202,9 @@ class Run:
         return {**means, "batches": len(sums), f"{self.task.unit}s": int(count)}
 
 
-def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:
-    """Lower the train step of `config` over these devices, which need not be there. No data is read."""
-    run = Run(config, devices=devices)
+def lower_step(config: Config, devices: Sequence[jax.Device], sites: int = 1) -> jax.stages.Lowered:
+    """Lower the train step of `config` over these devices of so many sites. They need not be there; no data is read."""
+    run = Run(config, devices=devices, sites=sites)
     # For the schedule alone: no data says how many rows an epoch has.
     run.steps = max(config.train.steps, 1)
     with jax.set_mesh(run.mesh):

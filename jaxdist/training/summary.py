@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from shutil import get_terminal_size
 from textwrap import wrap
 from typing import TextIO
 
 import jax
+import numpy as np
 
 from jaxdist import __version__, models
-from jaxdist.cluster import xla_options
+from jaxdist.cluster import runtime, xla_options
 from jaxdist.cluster.runtime import capacity, host_lines, notes
 from jaxdist.config import PipelineConfig
 from jaxdist.gpu_memory import gpu_share
-from jaxdist.mesh import PIPELINE, describe
+from jaxdist.mesh import PIPELINE, REPLICA, axes_across, describe
 from jaxdist.models.attention import attention_kernel
-from jaxdist.planning import memory, parameter_layout, pipelines, remedies
+from jaxdist.planning import communication, memory, parameter_layout, pipelines, remedies
+from jaxdist.planning.clusters import cluster
 from jaxdist.planning.hardware import GPUS, Gpu, that_hold
 from jaxdist.planning.timing import FLOPS_FORMULA
+from jaxdist.planning.transfer_time import merge_calls, seconds, warning
 from jaxdist.request import Enough
 from jaxdist.training.run import Run
 from jaxdist.training.startup_checks import queries
@@ -32,6 +36,9 @@ NARROWEST = 40
 """Characters to which lines are broken at least."""
 
 STATISTICS = "batch norm takes those of a micro-batch over all devices, as one device would"
+
+TWO_SITES = ("two-sites-1g", "two-sites-10g")
+"""The shipped clusters whose links are examples for a run in several sites."""
 
 Row = tuple[str, str]
 """(name, text) of a line."""
@@ -157,7 +164,37 @@ def _places(run: Run) -> list[Row]:
     rows = []
     if jax.process_count() > 1:
         rows += [("", line) for line in host_lines(run.mesh)]
-    return rows + [("note", note) for note in notes(run.mesh, Enough(run.config))]
+    rows += [("note", note) for note in notes(run.mesh, Enough(run.config))]
+    return rows + _sites(run)
+
+
+def _sites(run: Run) -> list[Row]:
+    """Return what crosses the link between the sites of the job, and warnings about axes that should not span them.
+
+    A run does not know that link: times are those of the shipped clusters of two sites.
+    """
+    numbers = runtime.site_numbers(run.mesh)
+    sites = int(numbers.max()) + 1
+    if sites == 1:
+        return []
+    largest = int(np.bincount(numbers.ravel()).max())
+    transfers = []
+    if not communication.unpredicted(run.config, run.layout):
+        transfers = communication.predict(run.config, run.model, run.layout)
+    costs = {
+        f"over the link of {name}": replace(cluster(name), per_host=largest, hosts_per_site=1) for name in TWO_SITES
+    }
+    spanning = [axis for axis in axes_across(numbers) if axis != REPLICA]
+    rows = [("warning", warning(axis, run.mesh.shape, sites, transfers, costs)) for axis in spanning]
+    crossing = [transfer for transfer in transfers if transfer.axes == (REPLICA,)]
+    if crossing:
+        sent = size(sum(transfer.wire_bytes for transfer in crossing))
+        took = [
+            f"{sum(seconds(one, run.mesh.shape, where) for one in merge_calls(crossing)):.3g} s {link}"
+            for link, where in costs.items()
+        ]
+        rows.append(("sites", f"{sites}; a device sends {sent} over {REPLICA} in a step: {', '.join(took)}"))
+    return rows
 
 
 def _batch(run: Run) -> str:

@@ -38,6 +38,7 @@ SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+TopologyPlugin=topology/tree
 SchedulerType=sched/backfill
 SchedulerParameters=sched_min_interval=0,bf_interval=2,batch_sched_delay=0
 JobAcctGatherType=jobacct_gather/none
@@ -64,7 +65,7 @@ def cannot() -> str:
 
 
 class Slurm:
-    """Commands run on the host `ctl`. A context manager."""
+    """Commands run on the host `ctl`. A context manager. Half of the hosts are below the switch `west`, half `east`."""
 
     def __init__(self, hosts: Hosts, folder: Path):
         self.hosts, self.folder = hosts, folder
@@ -80,6 +81,11 @@ class Slurm:
         lines.append(f"PartitionName=main Nodes={nodes} Default=YES MaxTime=INFINITE State=UP")
         self.config = folder / "slurm.conf"
         self.config.write_text(CONFIG.format(folder=folder) + "\n".join(lines) + "\n")
+        half = hosts.count // 2
+        (folder / "topology.conf").write_text(
+            f"SwitchName=root Switches=west,east\nSwitchName=west Nodes=n[0-{half - 1}]\n"
+            f"SwitchName=east Nodes=n[{half}-{hosts.count - 1}]\n"
+        )
         for gpu in range(GPUS):
             os.mknod(folder / f"dev/gpu{gpu}", 0o20666, os.makedev(1, 3))  # as /dev/null is
         (folder / "gres.conf").write_text(f"NodeName={nodes} Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]\n")

@@ -157,7 +157,9 @@ def seen(monkeypatch):
         monkeypatch.setattr(kv_store, "processes", lambda: processes)
         monkeypatch.setattr(runtime, "members", lambda: first)
         monkeypatch.setattr(runtime, "_devices", lambda: devices)
-        monkeypatch.setattr(runtime, "make_mesh", lambda shape, devices: (shape["data"], [d.id for d in devices]))
+        monkeypatch.setattr(
+            runtime, "make_mesh", lambda shape, devices, sites: (shape["data"], [d.id for d in devices])
+        )
 
     return make
 

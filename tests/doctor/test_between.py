@@ -35,9 +35,9 @@ def network(tmp_path):
 
 
 @contextlib.contextmanager
-def doctors(network, *options: str, names=str, more=("", ""), plant=("", "")) -> Iterator[list[Process]]:
+def doctors(network, *options: str, names=str, more=("", ""), plant=("", ""), each=("", "")) -> Iterator[list[Process]]:
     """One on each host, whose /etc/hosts are what `names` makes of the right one. `more` is run by the shell of a
-    host, `plant` in the doctor's process before it begins."""
+    host, `plant` in the doctor's process before it begins; `each` has an option of one host."""
     folder, right = network.files.parent, network.files.read_text()
     meet = ["--cluster.coordinator=n0:4713", "--cluster.processes=2", "--mesh=-1x1x1", "--json", *options]
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "JAXDIST_CACHE": str(folder / "cache")}
@@ -46,6 +46,7 @@ def doctors(network, *options: str, names=str, more=("", ""), plant=("", "")) ->
         files = folder / f"hosts of {name}"
         files.write_text(names(right) if name == "n1" else right)
         python = [sys.executable, "-c", DOCTOR.format(plant=plant[i]), *meet, f"--cluster.process-id={i}"]
+        python += filter(None, [each[i]])
         commands.append(network.on(name, "sh", "-c", f'{more[i]}\nexec "$@"', "host", *python, files=files))
     with started(commands, env=environment) as running:
         yield running

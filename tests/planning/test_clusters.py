@@ -48,6 +48,9 @@ def own(tmp_path):
     return told
 
 
+TWO_SITES = {"two-sites-1g": 1e9, "two-sites-10g": 1e10}
+"""Bits per second of the line between the sites."""
+
 DATA_SHEETS = {
     "a100": (300e9, 25e9),
     "gh200": (450e9, 25e9),
@@ -66,8 +69,17 @@ def test_every_shipped_cluster_is_that_of_its_gpu(name):
     assert one.sources
     gpu = GPUS.get(one.gpu)
     assert (gpu is None) == (name in ("cpu", "v100-nvlink"))
-    if gpu:
+    if name in TWO_SITES:
+        # One host of h100-ndr in each site.
+        same = {"name": "h100-ndr", "sources": (), "hosts_per_site": 0, "between": None}
+        assert replace(one, **same) == replace(cluster("h100-ndr"), sources=())
+        assert (one.per_site, one.sites(8), one.sites(16)) == (8, 1, 2)
+        # All that TCP carries over a line of 1 or 10 Gb/s: 1448 bytes of data in a frame of 1538.
+        assert one.between.bandwidth == pytest.approx(TWO_SITES[name] / 8 * 1448 / 1538, rel=1e-3)
+        assert one.between.latency == pytest.approx(1e6 * 1.468 / 299_792_458, rel=1e-3)
+    elif gpu:
         assert of_gpu(one.gpu) == of_kind(gpu.kind) == one
+    if gpu:
         assert (one.peak, one.bandwidth) == (gpu.peak, gpu.bandwidth)
         assert one.memory == pytest.approx(GPU_SHARE * gpu.memory)
         assert one.per_host == (4 if one.gpu == "gh200" else 8)
@@ -76,12 +88,12 @@ def test_every_shipped_cluster_is_that_of_its_gpu(name):
         assert 0.6 * network <= one.across.bandwidth <= network
     lines = PRESETS[name].read_text().splitlines()
     for before, line in pairwise(lines):
-        if re.match(r"(per_host|memory|peak|matmul|bandwidth|pair|overlap|latency) =", line):
+        if re.match(r"(per_host|hosts_per_site|memory|peak|matmul|bandwidth|pair|overlap|latency) =", line):
             assert before.startswith(("#", "gpu =")), line
 
 
 def test_the_clusters_of_the_facts_are_there():
-    assert {"a100-hdr", "h100-ndr", "h200-ndr", "alps-gh200", "b200", "v100-nvlink", "cpu"} == set(PRESETS)
+    assert {"a100-hdr", "h100-ndr", "h200-ndr", "alps-gh200", "b200", "v100-nvlink", "cpu", *TWO_SITES} == set(PRESETS)
     assert cluster("alps-gh200").across.bandwidth == 25e9  # four 200 Gb/s cards a node, one per module
     assert cluster("h100-ndr").matmul == pytest.approx(794.5 / 989, abs=1e-3)
 
@@ -95,6 +107,48 @@ def test_a_cluster_is_written_and_read_back(tmp_path):
     paired = replace(OWN, inside=Link(3e11, 2e-6, pair=1e11))
     path.write_text(to_toml(paired, []))
     assert cluster(str(path)) == paired
+
+
+def test_a_cluster_of_sites_is_written_and_read_back(tmp_path):
+    path = tmp_path / "own.toml"
+    sites = replace(OWN, hosts_per_site=3, between=Link(1.25e8, 0.02))
+    path.write_text(to_toml(sites, []))
+    assert cluster(str(path)) == sites
+    assert (sites.per_site, sites.sites(12), sites.sites(13), OWN.sites(10**6)) == (12, 1, 2, 1)
+
+
+LINK = "[between]\nbandwidth = 1e8\nlatency = 0.01\n"
+
+SITES = f"hosts_per_site = 2\n{LINK}[inside]\n"
+"""What a file of sites has more, before its `[inside]`."""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (
+            ("hosts_per_site = 2\n", ""),
+            "[between] is given, but hosts_per_site is missing; set it to the number of hosts of a site",
+        ),
+        (
+            (LINK, ""),
+            "hosts_per_site is given, but the link between sites is missing; "
+            "write [between] with bandwidth and latency",
+        ),
+        (("= 2", "= 0"), "hosts_per_site is 0: must be from 1 to 1e+06"),
+        (("= 2", "= 2.5"), "hosts_per_site is 2.5: must be a whole number"),
+        (("bandwidth = 1e8\n", ""), "between.bandwidth is missing; set it, in bytes per second"),
+        (("latency = 0.01", "latency = 20"), "between.latency is 20: must be from 0 to 10, in seconds"),
+        (("latency =", "pair = 1\nlatency ="), "unknown key 'between.pair'; valid names are bandwidth, latency"),
+        (
+            (LINK, "between = 1e8\n"),
+            "between is 100000000.0: must be a table; write [between] with bandwidth and latency",
+        ),
+    ],
+)  # fmt: skip
+def test_each_mistake_about_sites_is_one_sentence(own, wrong, sentence):
+    assert wrong[0] in SITES
+    assert own((r"^\[inside\]\n", SITES.replace(*wrong))) == [sentence]
 
 
 def test_names_that_are_no_cluster(tmp_path):

@@ -318,6 +318,7 @@ EDGES = {
     "fault.start_seconds": ([1, 31_536_000], [0, 31_536_001]),
     "cluster.process_id": ([-1, LARGEST], [-2, LARGEST + 1]),
     "parallel.zero": ([0, 1, 2, 3], [-1, 4]),
+    "cluster.site": (["", "slurm", "zurich-2.a_b", "a" * 64], ["a b", "a/b", "ü", "a" * 65, "a\n"]),
     "resume": (["1", "auto", "never"], ["0", "-1", ""]),
 }
 """Knob -> (the outermost legal values, the nearest that are not), written out here and not read from its type."""

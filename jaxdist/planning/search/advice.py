@@ -7,7 +7,7 @@ import numpy as np
 from jaxdist import units
 from jaxdist.config import Config
 from jaxdist.models import build_decoder
-from jaxdist.planning.clusters import PRESETS, Cluster, cluster
+from jaxdist.planning.clusters import Cluster, one_site
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import Estimate, estimate, label
@@ -100,7 +100,7 @@ def _more_devices(config: Config, devices: int, where: Cluster) -> str:
 
 def _larger_gpus(config: Config, devices: int, where: Cluster) -> str:
     """Return the known clusters with more memory on which as many devices fit, least memory first."""
-    known = sorted(map(cluster, PRESETS), key=lambda candidate: candidate.memory)
+    known = sorted(one_site(), key=lambda candidate: candidate.memory)
     larger = [candidate for candidate in known if candidate.gpu in GPUS and candidate.memory > where.memory]
     names = [candidate.name for candidate in larger if fits(config, devices, candidate)]
     if not names:

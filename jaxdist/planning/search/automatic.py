@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jaxdist.config import Config, RequestError
-from jaxdist.planning.clusters import PRESETS, Cluster, cluster, of_kind
+from jaxdist.planning.clusters import Cluster, cluster, of_kind, one_site
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.plan import Plan, search
 
@@ -25,23 +25,30 @@ class Found:
     """The largest number of them in one host."""
     memory: int
     """Bytes that XLA has of each device; 0 where it does not report them."""
+    sites: int = 1
+    """The number of sites in which they are."""
 
 
 def plan(config: Config, found: Found) -> Plan:
     """Search for the best plan on the devices found.
 
-    Raises `RequestError` for a kind of GPU that no cluster has, and as `search` does.
+    Raises `RequestError` for a kind of GPU that no cluster has, for several sites, and as `search` does.
     """
     return search(config, found.count, cluster_of(found))
 
 
 def cluster_of(found: Found) -> Cluster:
     """Return the shipped cluster with these devices, with the memory and the size of the hosts that were found."""
+    if found.sites > 1:
+        raise RequestError(
+            f"--mesh auto does not know the link between the {found.sites} sites of this job; describe it in a cluster "
+            f"file ([between] and hosts_per_site), plan for that (python -m jaxdist.plan --cluster FILE --save "
+            f"plan.toml), and train plan.toml"
+        )
     # The kind of a CPU is just `cpu`.
     like = cluster("cpu") if found.platform == "cpu" else of_kind(found.kind)
     if like is None:
-        shipped = [cluster(name) for name in PRESETS]
-        kinds = ", ".join(sorted({GPUS[one.gpu].kind for one in shipped if one.gpu in GPUS}))
+        kinds = ", ".join(sorted({GPUS[one.gpu].kind for one in one_site() if one.gpu in GPUS}))
         raise RequestError(
             f"--mesh auto knows {kinds}, but this is {found.kind}; write a mesh, or measure the cluster (python -m "
             f"jaxdist.bench collectives --fit FILE), plan for it (python -m jaxdist.plan --cluster FILE --save "

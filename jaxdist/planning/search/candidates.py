@@ -85,16 +85,16 @@ def neutral_config(config: Config) -> Config:
     )
 
 
-def candidates(config: Config, shapes: list[MeshShape]) -> Columns:
-    """Return all legal candidates on these meshes."""
+def candidates(config: Config, shapes: list[MeshShape], sites: int = 1) -> Columns:
+    """Return all legal candidates on these meshes, whose devices lie in so many sites."""
     flat = [shape for shape in shapes if shape[PIPELINE] == 1]
     staged = [shape for shape in shapes if shape[PIPELINE] > 1]
     no_schedule = [(0, 1)]
-    blocks = [_columns(config, flat, no_schedule), _columns(config, staged, SCHEDULES_AND_CHUNKS)]
+    blocks = [_columns(config, flat, no_schedule, sites), _columns(config, staged, SCHEDULES_AND_CHUNKS, sites)]
     return {name: np.concatenate([block[name] for block in blocks]) for name in COLUMNS}
 
 
-def _columns(config: Config, shapes: list[MeshShape], schedules: list[tuple[int, int]]) -> Columns:
+def _columns(config: Config, shapes: list[MeshShape], schedules: list[tuple[int, int]], sites: int) -> Columns:
     """Return the legal combinations of all choices.
 
     The choices span a grid, one dim each, and columns broadcast over it: a rule of `_legal` is computed only for the
@@ -114,7 +114,7 @@ def _columns(config: Config, shapes: list[MeshShape], schedules: list[tuple[int,
     ]
     lengths = [len(next(iter(choice.values()))) for choice in choices]
     grid = _take(choices, np.ogrid[tuple(slice(length) for length in lengths)])
-    return _take(choices, np.nonzero(_legal(config, grid)))
+    return _take(choices, np.nonzero(_legal(config, grid, sites)))
 
 
 def _take(choices: list[Columns], indices: tuple[np.ndarray, ...]) -> Columns:
@@ -126,13 +126,14 @@ def _take(choices: list[Columns], indices: tuple[np.ndarray, ...]) -> Columns:
     return taken
 
 
-def _legal(config: Config, c: Columns) -> np.ndarray:
+def _legal(config: Config, c: Columns, sites: int) -> np.ndarray:
     """Return which rows are legal, and differ from every simpler row."""
     staged = c[PIPELINE] > 1
     sequence_divides = (c[MODEL] > 1) & (config.model.sequence % c[MODEL] == 0)
     sequence = np.where(c["sequence"] == 1, sequence_divides, True)
-    # Sharding over one rank, or replicas of what is not sharded, are plain data parallelism.
-    zero = np.where(c["zero"] > 0, c[DATA] > 1, c[REPLICA] == 1)
+    # Sharding over one rank, or replicas of what is not sharded, are plain data parallelism. Over several sites they
+    # are not the same: `replica` alone lies outside the other axes there.
+    zero = np.where(c["zero"] > 0, c[DATA] > 1, np.isin(c[REPLICA], (1, sites)))
     outside = np.where(c["outside"] == 1, (c["zero"] >= 2) & (c["micro"] > 1) & ~staged, True)
     batch = config.train.global_batch_size % (c[REPLICA] * c[DATA] * c["micro"]) == 0
     layers = config.model.layers >= c[PIPELINE] * c["virtual"]

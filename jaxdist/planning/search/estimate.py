@@ -18,9 +18,9 @@ The time of a step is the sum of its arithmetic, the communication that nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -29,10 +29,10 @@ from jaxdist.config import Config, ModelConfig
 from jaxdist.mesh import BATCH_AXES, DATA, MODEL, PIPELINE, MeshShape, abstract_mesh, micro_batches, parse_mesh
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
-from jaxdist.planning import collective_time, communication, memory
+from jaxdist.planning import communication, memory
 from jaxdist.planning.activations import saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.collective_time import Numbers, ranks_inside
+from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.parameter_layout import compute_width
@@ -40,6 +40,7 @@ from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.predicted_collectives import Transfer
 from jaxdist.planning.search.products import layer_products
 from jaxdist.planning.timing import flops_per_token
+from jaxdist.planning.transfer_time import merge_calls, seconds
 from jaxdist.sharding import Layout, rules
 
 PASSES = 2
@@ -175,32 +176,6 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
 def layout_of(config: Config, shape: MeshShape, cluster: Cluster) -> Layout:
     """Return the layout of `config` over a mesh of the cluster's devices."""
     return Layout.on(abstract_mesh(shape), rules(config, shape), Device(cluster))
-
-
-def merge_calls(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """Merge transfers that the compiler sends in one call: same purpose, same axes, same time."""
-    merged: dict[tuple, Transfer] = {}
-    for transfer in transfers:
-        key = (transfer.axes, transfer.kind, transfer.what, transfer.width)
-        other = merged.get(key)
-        if other is not None:
-            calls = max(transfer.calls, other.calls)
-            transfer = replace(transfer, calls=calls, elements=transfer.elements + other.elements)
-        merged[key] = transfer
-    return list(merged.values())
-
-
-def seconds(transfer: Transfer, shape: Mapping[str, int], cluster: Cluster) -> float:
-    """Return the seconds that all calls of a transfer take."""
-    inside = ranks_inside(shape, transfer.axes, cluster.per_host)
-    size = transfer.payload_bytes / transfer.calls
-    return transfer.calls * _seconds_of_call(transfer.kind, size, transfer.devices, inside, cluster)
-
-
-# The candidates of a search share most of their calls.
-@lru_cache(maxsize=4096)
-def _seconds_of_call(kind: str, size: float, ranks: int, inside: int, cluster: Cluster) -> float:
-    return float(collective_time.seconds(kind, size, ranks, inside, cluster))
 
 
 def exposed(communication: float, arithmetic: float, cluster: Cluster) -> float:

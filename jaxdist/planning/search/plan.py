@@ -11,11 +11,12 @@ import numpy as np
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import MODEL, PIPELINE, REPLICA, describe
 from jaxdist.models import Model, build_decoder
-from jaxdist.planning.clusters import Cluster
+from jaxdist.planning.clusters import Cluster, check_sites
 from jaxdist.planning.search import advice
 from jaxdist.planning.search.candidates import REMATS, Columns, candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import Estimate, estimate
 from jaxdist.planning.search.screen import Screen, best
+from jaxdist.planning.transfer_time import misplaced
 
 TIE = 0.05
 """Times that differ by less count as equal: the model of time is no better than that."""
@@ -98,12 +99,13 @@ def search(config: Config, devices: int, cluster: Cluster) -> Plan:
     Raises `RequestError` for options that the predictions do not cover, and where nothing fits, with what would.
     """
     check_covered(config)
+    check_sites(cluster, devices)
     config = with_precision(config, cluster.gpu)
     model = build_decoder(config.model)
     shapes = meshes(config, devices)
     if not shapes:
         raise RequestError(advice.no_mesh(config, devices, cluster))
-    columns = candidates(config, shapes)
+    columns = candidates(config, shapes, cluster.sites(devices))
     screen = Screen(config, model, cluster, columns)
     plan = Plan(config, devices, cluster, model, columns, screen.memory(), screen.seconds())
     plan = replace(plan, looked_at=tuple(_predict_best(plan)))
@@ -153,12 +155,14 @@ def _predict_best(plan: Plan) -> list[Estimate]:
 def complexity(candidate: Estimate) -> tuple[int, ...]:
     """Return a sort key, simplest first in the order of the lecture.
 
-    Data parallelism comes before ZeRO 2, then tensor parallelism inside a node, then a pipeline.
+    Data parallelism comes before ZeRO 2, then tensor parallelism inside a node, then a pipeline. A mesh that crosses
+    sites by `replica` alone comes before all others.
     """
     config = candidate.config
     shape = candidate.shape
     staged = shape[PIPELINE] > 1
     return (
+        len(misplaced(shape, candidate.cluster)),
         int(staged),
         int(shape[MODEL] > 1),
         int(shape[REPLICA] > 1),

@@ -27,10 +27,10 @@ def why_not(plan: Plan, mesh: str) -> str:
     found = problems(plan.config.model_copy(update={"mesh": mesh}), shape)
     if found:
         return f"{mesh} is not possible: " + "; ".join(found)
-    if shape[DATA] == 1 < shape[REPLICA]:
+    rows = rows_of(plan, shape)
+    if not len(rows) and shape[DATA] == 1 < shape[REPLICA]:
         plain = f"{DATA}={shape[REPLICA]}"
         return f"{mesh} is not possible: with nothing sharded, replicas are plain data parallelism; ask for {plain}"
-    rows = rows_of(plan, shape)
     if not len(rows):
         batch = plan.config.train.global_batch_size
         ranks = shape[DATA] * shape[REPLICA]

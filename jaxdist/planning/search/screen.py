@@ -25,7 +25,7 @@ from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.planning import collective_time, step_bytes
 from jaxdist.planning.activations import in_layer, in_loss, saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.collective_time import Numbers, inside_of
+from jaxdist.planning.collective_time import Numbers, ranks_together
 from jaxdist.planning.memory import MOMENTS
 from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, PERMUTE, REDUCE_SCATTER
@@ -286,8 +286,7 @@ class Screen:
         calls_of_layer = 4 + self._remat("block", "stage")
 
         def over_model(kind: str) -> Column:
-            inside = inside_of(c[MODEL], 1, self.cluster.per_host)
-            return np.asarray(collective_time.seconds(kind, size, c[MODEL], inside, self.cluster))
+            return self._seconds_over((MODEL,), kind, size, c[MODEL])
 
         # Two more for the vocabulary: the looked-up vectors, and the last hidden states.
         reduces = c["micro"] * (self.layers_held * calls_of_layer + 2)
@@ -297,11 +296,9 @@ class Screen:
         split_sequence = scatters * over_model(REDUCE_SCATTER) + gathers * over_model(ALL_GATHER)
         model = np.where(c["sequence"] == 1, split_sequence, whole_sequence)
 
-        # Stages are the outermost axis: all other ranks lie between neighbours.
-        inside = inside_of(c[PIPELINE], c[MODEL] * c[DATA] * c[REPLICA], self.cluster.per_host)
         message = size / np.where(c["sequence"] == 1, c[MODEL], 1)
-        hop = collective_time.seconds(PERMUTE, message, c[PIPELINE], inside, self.cluster)
-        shared = collective_time.seconds(ALL_REDUCE, message, c[PIPELINE], inside, self.cluster)
+        hop = self._seconds_over((PIPELINE,), PERMUTE, message, c[PIPELINE])
+        shared = self._seconds_over((PIPELINE,), ALL_REDUCE, message, c[PIPELINE])
         ticks = c["virtual"] * (c["micro"] + c[PIPELINE])
         between = 2 * ticks * (hop + self.vocab_shared * shared) + 2 * c["micro"] * shared
         return np.where(c[MODEL] > 1, model, 0.0) + np.where(self.staged, between, 0.0) + self._loss_seconds()
@@ -312,9 +309,8 @@ class Screen:
         tokens = self.rows * self.config.model.sequence
         chunks = np.maximum(1, tokens // chunk_rows(self._layout(1, 0)))
         ranks = c[MODEL] * np.where(self.vocab_shared, c[PIPELINE], 1)
-        inside = inside_of(c[MODEL], 1, self.cluster.per_host)
         size = F32 * tokens / chunks
-        return 3 * c["micro"] * chunks * collective_time.seconds(ALL_REDUCE, size, ranks, inside, self.cluster)
+        return 3 * c["micro"] * chunks * self._seconds_over((MODEL, PIPELINE), ALL_REDUCE, size, ranks)
 
     def _data_seconds(self) -> Column:
         """Return the seconds of the collectives of weights and gradients, as if nothing overlapped them."""
@@ -328,27 +324,35 @@ class Screen:
         gathers = np.where(zero == 3, 2 * reduces, zero > 0)
         calls = np.where(zero >= 2, self.layers_held, 1)
 
-        def all_calls(kind: str, size: Column, ranks: Column, stride: Column) -> Column:
-            inside = inside_of(ranks, stride, self.cluster.per_host)
-            return calls * collective_time.seconds(kind, size / calls, ranks, inside, self.cluster)
+        def all_calls(kind: str, size: Column, *axes: str) -> Column:
+            ranks = np.prod([c[axis] for axis in axes], axis=0)
+            return calls * self._seconds_over(axes, kind, size / calls, ranks)
 
-        plain = all_calls(ALL_REDUCE, F32 * self.in_use, c[DATA] * c[REPLICA], c[MODEL])
-        sharded = reduces * all_calls(REDUCE_SCATTER, F32 * self.in_use, c[DATA], c[MODEL])
+        shared = self._seconds_over((REPLICA,), ALL_REDUCE, F32 * self.in_use / c[DATA], c[REPLICA])
+        plain = all_calls(ALL_REDUCE, F32 * self.in_use, DATA) + shared
+        sharded = reduces * all_calls(REDUCE_SCATTER, F32 * self.in_use, DATA)
         sharded = sharded + self._replica_seconds()
-        sharded = sharded + gathers * all_calls(ALL_GATHER, self.width * self.in_use, c[DATA], c[MODEL])
+        sharded = sharded + gathers * all_calls(ALL_GATHER, self.width * self.in_use, DATA)
         return np.where(zero > 0, sharded, plain)
 
     def _replica_seconds(self) -> Column:
         """Return the seconds in which shards of gradients, and of weights, cross the replicas once per step."""
-        c = self.columns
-        inside = inside_of(c[REPLICA], c[MODEL] * c[DATA], self.cluster.per_host)
 
         def call(kind: str, width: int) -> Column:
-            return np.asarray(collective_time.seconds(kind, width * self.at_rest, c[REPLICA], inside, self.cluster))
+            return self._seconds_over((REPLICA,), kind, width * self.at_rest, self.columns[REPLICA])
 
         if self.config.parallel.replica_zero:
             return call(REDUCE_SCATTER, F32) + call(ALL_GATHER, self.width)
         return call(ALL_REDUCE, F32)
+
+    def _seconds_over(self, axes: tuple[str, ...], kind: str, size: Numbers, ranks: Column) -> Column:
+        """Return the seconds of a collective over these axes, among `ranks` of them at most."""
+        shape = dict.fromkeys(AXES, 1) | {axis: self.columns[axis] for axis in MESH}
+        inside, in_site = ranks_together(shape, axes, self.cluster)
+        inside = np.minimum(inside, ranks)
+        if in_site is not None:
+            in_site = np.minimum(in_site, ranks)
+        return np.asarray(collective_time.seconds(kind, size, ranks, inside, self.cluster, in_site))
 
     # Scalar functions of the predictor, applied to columns.
 

@@ -9,22 +9,21 @@ from typing import Any
 from jaxdist.config import Config, leaves
 from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA
 from jaxdist.models import Model, parameters
-from jaxdist.planning import clusters, collective_time, parameter_layout
+from jaxdist.planning import clusters, collective_time, parameter_layout, transfer_time
 from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
-from jaxdist.planning.collective_time import ranks_inside
+from jaxdist.planning.collective_time import ranks_together
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.estimate import (
     FORMULAS,
     Estimate,
     label,
     layout_of,
-    merge_calls,
-    seconds,
 )
 from jaxdist.planning.search.plan import Plan
 from jaxdist.planning.search.questions import alone
 from jaxdist.planning.search.reasons import reason
 from jaxdist.planning.tables import table
+from jaxdist.planning.transfer_time import merge_calls, seconds
 from jaxdist.units import size
 
 SHOWN = 10
@@ -57,7 +56,7 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     yield (
         f"cluster     {cluster.name}: {plan.devices} x {cluster.gpu}, {cluster.per_host} in a host; "
         f"{size(cluster.memory)} each; {cluster.inside.bandwidth / 1e9:g} GB/s inside, "
-        f"{cluster.across.bandwidth / 1e9:g} GB/s each across"
+        f"{cluster.across.bandwidth / 1e9:g} GB/s each across{_sites(plan)}"
     )
     yield (
         f"model       {parameters(plan.model):,} parameters; {batch} rows x {sequence:,} = {batch * sequence:,} tokens "
@@ -71,6 +70,8 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     yield from ranking(plan)
     yield ""
     yield f"chosen      {reason(plan)}"
+    for sentence in transfer_time.warnings(first.shape, first.transfers, cluster):
+        yield f"warning     {sentence}"
     for note in notes(first, plan.model):
         yield f"note        {note}"
     page = "docs/explanation/planner.md"
@@ -84,6 +85,18 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
         else:
             yield f"verify      not possible: explain compiles for whole hosts of {compiled_for.per_host} {cluster.gpu}"
     yield f"run         {run_time(plan)}"
+
+
+def _sites(plan: Plan) -> str:
+    """Return the sites of the plan's devices and the link between them; empty where they lie in one."""
+    sites = plan.cluster.sites(plan.devices)
+    link = plan.cluster.between
+    if sites == 1 or link is None:
+        return ""
+    return (
+        f"; {sites} sites of {plan.cluster.per_site}, {link.bandwidth / 1e9:g} GB/s and {link.latency * 1e3:g} ms "
+        f"between them for all of a site"
+    )
 
 
 def ranking(plan: Plan) -> Iterator[str]:
@@ -215,9 +228,11 @@ def collectives(plan: Plan) -> list[tuple[tuple[str, ...], str]]:
         seconds_of_all = seconds(transfer, first.shape, plan.cluster)
         sent = size(transfer.wire_bytes)
         figures = (transfer.what, transfer.kind, over, f"{transfer.calls:,}", sent, f"{seconds_of_all:.3g}")
-        inside = ranks_inside(first.shape, transfer.axes, plan.cluster.per_host)
+        inside, in_site = ranks_together(first.shape, transfer.axes, plan.cluster)
         of_call = transfer.payload_bytes / transfer.calls
-        found.append((figures, collective_time.why(transfer.kind, of_call, transfer.devices, inside, plan.cluster)))
+        here = transfer.devices if in_site is None else int(in_site)
+        reason = collective_time.why(transfer.kind, of_call, transfer.devices, int(inside), plan.cluster, here)
+        found.append((figures, reason))
     return found
 
 
@@ -295,6 +310,7 @@ def json(plan: Plan, base: Config, more: Sequence[tuple[int, Estimate | str]], r
         "candidates": len(plan.rough_memory),
         "rejected": dict(plan.rejected),
         "notes": notes(plan.ranked[0], plan.model),
+        "warnings": transfer_time.warnings(plan.ranked[0].shape, plan.ranked[0].transfers, plan.cluster),
         "ranked": [_json(candidate, base) for candidate in plan.ranked],
     }
 

@@ -1,0 +1,88 @@
+"""Predict how long the transfers of a step take on a cluster, and how long those that cross sites take.
+
+A transfer over axes whose groups lie in several sites is priced by the link between sites (`collective_time`): a rule
+that sends fewer bytes over `replica` is a smaller transfer in what `communication` predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+
+from jaxdist.mesh import REPLICA, axes_across, device_numbers
+from jaxdist.planning import collective_time
+from jaxdist.planning.clusters import Cluster
+from jaxdist.planning.collective_time import ranks_together
+from jaxdist.planning.predicted_collectives import Transfer
+
+
+def merge_calls(transfers: Iterable[Transfer]) -> list[Transfer]:
+    """Merge transfers that the compiler sends in one call: same purpose, same axes, same time."""
+    merged: dict[tuple, Transfer] = {}
+    for transfer in transfers:
+        key = (transfer.axes, transfer.kind, transfer.what, transfer.width)
+        other = merged.get(key)
+        if other is not None:
+            calls = max(transfer.calls, other.calls)
+            transfer = replace(transfer, calls=calls, elements=transfer.elements + other.elements)
+        merged[key] = transfer
+    return list(merged.values())
+
+
+def seconds(transfer: Transfer, shape: Mapping[str, int], cluster: Cluster) -> float:
+    """Return the seconds that all calls of a transfer take."""
+    inside, in_site = ranks_together(shape, transfer.axes, cluster)
+    size = transfer.payload_bytes / transfer.calls
+    in_site = transfer.devices if in_site is None else int(in_site)
+    return transfer.calls * _seconds_of_call(transfer.kind, size, transfer.devices, int(inside), cluster, in_site)
+
+
+# The candidates of a search share most of their calls.
+@lru_cache(maxsize=4096)
+def _seconds_of_call(kind: str, size: float, ranks: int, inside: int, cluster: Cluster, in_site: int) -> float:
+    return float(collective_time.seconds(kind, size, ranks, inside, cluster, in_site))
+
+
+def misplaced(shape: Mapping[str, int], cluster: Cluster) -> list[str]:
+    """Return the axes other than `replica` that span sites of a cluster whose devices a mesh of `shape` fills in order.
+
+    Their collectives run several times in a step, or in every layer.
+    """
+    numbers = device_numbers(shape, cluster.sites(_devices(shape)))
+    return [axis for axis in axes_across(numbers // cluster.per_site) if axis != REPLICA]
+
+
+def warnings(shape: Mapping[str, int], transfers: Iterable[Transfer], cluster: Cluster) -> list[str]:
+    """Return a sentence for each axis other than `replica` that spans sites of `cluster`, with what it costs."""
+    transfers = list(transfers)
+    costs = {
+        f"over the link of {cluster.name}": cluster,
+        "within one site": replace(cluster, hosts_per_site=0, between=None),
+    }
+    sites = cluster.sites(_devices(shape))
+    return [warning(axis, shape, sites, transfers, costs) for axis in misplaced(shape, cluster)]
+
+
+def warning(
+    axis: str, shape: Mapping[str, int], sites: int, transfers: Iterable[Transfer], costs: Mapping[str, Cluster]
+) -> str:
+    """Return a sentence about an axis other than `replica` that spans sites, with what its collectives cost.
+
+    `costs` has the clusters for which they are predicted, by where that is, such as `within one site`.
+    """
+    over = [transfer for transfer in merge_calls(transfers) if axis in transfer.axes]
+    predicted = []
+    for where, cluster in costs.items():
+        took = sum(seconds(transfer, shape, cluster) for transfer in over)
+        predicted.append(f"{took:.3g} s of a step {where}")
+    text = f": its collectives take {', '.join(predicted)}" if over else ""
+    return (
+        f"{axis}={shape[axis]} spans {sites} sites{text}; where {REPLICA} is a multiple of {sites} and the other axes "
+        f"fit into a site, only the sum of gradients crosses, once per step"
+    )
+
+
+def _devices(shape: Mapping[str, int]) -> int:
+    return prod(shape.values())
