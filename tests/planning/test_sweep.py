@@ -19,8 +19,13 @@ SWEEP = [
     ("cnn_digits", "8x1x1", {"parallel.zero": "3"}),
     *(
         (name, mesh, options)
-        for name in ("gpt_tiny", "gpt2_124m", "llama_1b", "llama_3b", "llama_8b", "llama_70b")
+        for name in ("gpt_tiny", "gpt2_124m", "llama_1b", "llama_3b", "llama_8b")
         for mesh, options in [("8x1x1", SHARDED), ("replica=2,data=4", OUTSIDE), ("2x2x2", TENSOR)]
+    ),
+    # On eight GPUs its state alone does not fit, and XLA:GPU gathers again what it cannot hold.
+    *(
+        ("llama_70b", mesh, options)
+        for mesh, options in [("64x1x1", SHARDED), ("replica=2,data=32", OUTSIDE), ("4x8x2", TENSOR)]
     ),
 ]
 
@@ -29,6 +34,6 @@ SWEEP = [
 @pytest.mark.parametrize("gpu", [None, GPUS])
 @pytest.mark.parametrize(("name", "mesh", "options"), SWEEP, ids=str)
 def test_every_difference_of_a_shipped_model_is_known(name, mesh, options, gpu):
-    """Memory is not judged, so that models may be larger than eight devices can hold."""
-    found = explain(load(name, options | {"mesh": mesh, "train.global_batch_size": "64"}), gpu)
+    """Of 256 rows, as large models need for many devices."""
+    found = explain(load(name, options | {"mesh": mesh, "train.global_batch_size": "256"}), gpu)
     assert found.unknown == []
