@@ -34,13 +34,14 @@ import jax
 import jax.numpy as jnp
 from jax import P
 from jax.sharding import reshard
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxdist.config import Config
 from jaxdist.mesh import DATA, PIPELINE, REPLICA
 from jaxdist.parallel import heads, region
+from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.heads import HeadDeal
-from jaxdist.sharding import LAYERS, Layout, wide
+from jaxdist.sharding import LAYERS, STAGES, Layout, wide
 
 
 def is_axes(a) -> bool:
@@ -65,6 +66,8 @@ class Placement:
     """The dim that `replica` splits between steps; None where each replica holds the parameter."""
     crossing_dim: int | None = None
     """The dim that data splits while a gradient crosses `replica`, where nothing is sharded at rest (stage 0)."""
+    stacked: int = 0
+    """How many leading dims count layers."""
 
     @property
     def layer(self) -> Placement:
@@ -79,6 +82,7 @@ class Placement:
             # Between steps, and over the replicas, layers move as one stack.
             replica_dim=None,
             crossing_dim=crossing_dim,
+            stacked=self.stacked - 1,
         )
 
     @property
@@ -182,6 +186,28 @@ class Placement:
 
         whole = P(*self.rest.partitions, reduced={DATA})
         return reshard(jax.shard_map(add, in_specs=self.reduced, out_specs=whole)(g), self.rest)
+
+    @property
+    def errors(self) -> P:
+        """How the errors of gradient compression lie, [..., R]: as a gradient between `reduce` and `cross`."""
+        return P(*self.reduced.partitions, REPLICA if self.deferred else None)
+
+    def cross_compressed(
+        self, rule: Compression, g: Float[Array, "..."], errors: Float[Array, "... R"], step: Int[Array, ""]
+    ) -> tuple[Float[Array, "..."], Float[Array, "... R"]]:
+        """Do what `cross` does by a rule that may lose bits; return (the sum, what each replica still owes)."""
+
+        def add(g, error, step):
+            total, error = rule.add_up(g, error[..., 0], self.stacked, step)
+            if self.crossing_dim is not None:
+                total = jax.lax.all_gather(total, DATA, axis=self.crossing_dim, tiled=True)
+            return total, error[..., None]
+
+        # Unchecked, because there a partial sum is what it is, the device's own part; checked, it can only be added up.
+        cross = jax.shard_map(
+            add, in_specs=(self.reduced, self.errors, P()), out_specs=(self.rest, self.errors), check_vma=False
+        )
+        return cross(g, errors, step)
 
     def gather_replicas(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         """All-gather weights over the replicas: as `held` between steps -> at rest in each replica."""
@@ -353,6 +379,8 @@ def without_replica_zero(config: Config, layout: Layout) -> str:
         return "parallel.replica_zero is false"
     if parallel.zero == 0:
         return "ZeRO 0 splits no state"
+    if parallel.gradient_compression != "exact":
+        return f"with gradient_compression {parallel.gradient_compression}, each replica keeps what it has rounded off"
     if layout.size(PIPELINE) > 1 and config.pipeline.asynchronous:
         return "PipeDream updates its stages one by one, each as soon as it has a gradient"
     return ""
@@ -429,7 +457,8 @@ def _place(
     if over_replicas and deferred:
         replica_dim = _replica_dim(layout, shape, free, data_dim)
     use = layout.spec(axes_in_use, reduced=reduced)
-    return Placement(P(*rest), use, deal, deferred, replica_dim, crossing_dim)
+    stacked = sum(name in (LAYERS, STAGES) for name in axes)
+    return Placement(P(*rest), use, deal, deferred, replica_dim, crossing_dim, stacked)
 
 
 def _head_deal(layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> HeadDeal | None:

@@ -14,8 +14,10 @@ from jaxdist import models
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.config import Config, RequestError
 from jaxdist.data.batches import Batch
-from jaxdist.mesh import PIPELINE, make_mesh, parse_mesh
+from jaxdist.mesh import PIPELINE, REPLICA, make_mesh, parse_mesh
 from jaxdist.models import Params
+from jaxdist.parallel.gradient_compression import compression
+from jaxdist.planning import communication
 from jaxdist.planning.branch_check import across_ranks
 from jaxdist.planning.hardware import Gpu
 from jaxdist.request import Enough, check_mesh_fits
@@ -76,6 +78,10 @@ class Run:
         self.model = models.build(config.model, model_layout)
         kind_of_task = ImageTask if config.model.images else TextTask
         self.task: Task = kind_of_task(self.config, self.model, self.mesh, self.layout)
+        # Last, because it needs the shapes of the parameters.
+        problem = communication.compression_that_costs(self.config, self.model, self.layout)
+        if problem:
+            raise RequestError(problem)
 
     def open_data(self) -> tuple[int, int]:
         """Read, and at the first use tokenize, the data; return (rows, steps). Raises `RequestError` if it is wrong."""
@@ -111,6 +117,8 @@ class Run:
             max_norm=config.optimizer.clip,
             keep=config.precision == "mixed",
             offload=config.parallel.offload == "optimizer",
+            compression=compression(config.parallel),
+            replicas=self.mesh.shape[REPLICA],
         )
 
     @cached_property

@@ -19,6 +19,7 @@ LEGAL = {
         *("CONFIG", "RUN", "mesh", "precision", "resume", "init_from"),
         *("model.family", "model.layers", "model.embed", "model.heads", "model.rope_theta", "model.sequence"),
         *("model.documents", "model.remat", "model.classes", "model.image", "model.channels"),
+        *("parallel.gradient_compression", "parallel.compression_density", "parallel.compression_rank"),
         *("parallel.replica_zero", "parallel.micro_batches", "parallel.offload", "pipeline.schedule"),
         *("data.validation_path", "data.validation_fraction", "data.augment", "data.prefetch"),
         *("optimizer.name", "optimizer.schedule", "optimizer.decay_fraction"),
