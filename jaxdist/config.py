@@ -20,6 +20,7 @@ from jaxdist.values import (
     CountOrZero,
     FilePath,
     FractionFloat32,
+    GradientCompression,
     Layers,
     MicroBatches,
     MicroBatchesOrZero,
@@ -156,6 +157,12 @@ class ParallelConfig(Section):
     """Sequence parallelism: shard the residual stream along the sequence over the model axis."""
     replica_zero: bool = True
     """From ZeRO 1 on, shard masters and optimizer state over replica too; weights are gathered once per step."""
+    gradient_compression: GradientCompression = "exact"
+    """Gradients over replica in fewer bits, with error feedback; all but exact change the loss, by mesh and ZeRO."""
+    compression_density: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    """Of topk-int8: the fraction of a gradient's numbers, the largest, that is sent exactly."""
+    compression_rank: Annotated[int, Field(ge=1, le=2**10)] = 4
+    """Of powersgd: the rank of the approximation of each matrix."""
     micro_batches: Literal["inside", "outside"] = "inside"
     """Gradient accumulation of ZeRO 2 and 3: inside each layer, or outside (fewer activations, more communication)."""
     offload: Literal["none", "optimizer"] = "none"

@@ -133,6 +133,10 @@ class Layout:
             count *= math.prod(self.size(axis) for axis in axes)
         return count
 
+    def shard_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
+        """Return the shape of a device's part of an array of `shape` with this spec."""
+        return tuple(size // self.pieces(P(part)) for size, part in zip(shape, spec.partitions, strict=True))
+
     @property
     def ranks(self) -> int:
         """Number of parts into which the rows of a batch are split."""

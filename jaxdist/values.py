@@ -102,6 +102,16 @@ def _latest_best_or_step(text: str) -> str:
     return text
 
 
+def _not_one_bit(value: object) -> object:
+    if isinstance(value, str) and value.lower().replace("_", "-") in ("onebit-adam", "1-bit-adam", "1bit-adam"):
+        raise PydanticCustomError(
+            "compression",
+            "1-bit Adam is not offered: it needs a second moment that is frozen after a long exact phase, no ZeRO, and "
+            "a sign for each gradient of zero; choose int8, or powersgd for fewer bytes",
+        )
+    return value
+
+
 MOST_DEVICES = 2**20
 """Devices that a request may name, whether this machine has them or not."""
 
@@ -150,5 +160,8 @@ FractionFloat32 = Annotated[float, Field(ge=0, lt=1), AfterValidator(_float32_be
 
 Resume = Annotated[str, AfterValidator(_auto_never_or_step), Suggested(["auto", "never"])]
 Checkpoint = Annotated[str, AfterValidator(_latest_best_or_step), Suggested(["latest", "best"])]
+GradientCompression = Annotated[
+    Literal["exact", "bfloat16", "int8", "topk-int8", "powersgd"], BeforeValidator(_not_one_bit)
+]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_strictly_integer)]
 """A ZeRO stage."""

@@ -35,13 +35,15 @@ import jax
 import jax.numpy as jnp
 from jax import P
 from jax.sharding import reshard
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxdist.config import Config
 from jaxdist.mesh import DATA, PIPELINE, REPLICA
 from jaxdist.parallel import heads, region
+from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.heads import HeadDeal
-from jaxdist.sharding import LAYERS, Layout, LogicalAxes, Params, wide
+from jaxdist.parallel.sink import with_sink
+from jaxdist.sharding import LAYERS, STAGES, Layout, LogicalAxes, Params, wide
 
 Placements = dict[str, Any]
 """A `Placement` for every parameter, nested as the parameters are."""
@@ -69,6 +71,8 @@ class Placement:
     """The dim that `replica` splits between steps; None where each replica holds the parameter."""
     crossing_dim: int | None = None
     """The dim that data splits while a gradient crosses `replica`, where nothing is sharded at rest (stage 0)."""
+    stacked: int = 0
+    """How many leading dims count layers."""
 
     @property
     def layer(self) -> Placement:
@@ -83,6 +87,7 @@ class Placement:
             # Between steps, and over the replicas, layers move as one stack.
             replica_dim=None,
             crossing_dim=crossing_dim,
+            stacked=self.stacked - 1,
         )
 
     @property
@@ -187,6 +192,28 @@ class Placement:
         whole = P(*self.rest.partitions, reduced={DATA})
         return reshard(jax.shard_map(add, in_specs=self.reduced, out_specs=whole)(g), self.rest)
 
+    @property
+    def errors(self) -> P:
+        """How the errors of gradient compression lie, [..., R]: as a gradient between `reduce` and `cross`."""
+        return P(*self.reduced.partitions, REPLICA if self.deferred else None)
+
+    def cross_compressed(
+        self, rule: Compression, g: Float[Array, "..."], errors: Float[Array, "... R"], step: Int[Array, ""]
+    ) -> tuple[Float[Array, "..."], Float[Array, "... R"]]:
+        """Do what `cross` does by a rule that may lose bits; return (the sum, what each replica still owes)."""
+
+        def add(g: jax.Array, error: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+            total, error = rule.add_up(g, error[..., 0], self.stacked, step)
+            if self.crossing_dim is not None:
+                total = jax.lax.all_gather(total, DATA, axis=self.crossing_dim, tiled=True)
+            return total, error[..., None]
+
+        # Unchecked, because there a partial sum is what it is, the device's own part; checked, it can only be added up.
+        cross = jax.shard_map(
+            add, in_specs=(self.reduced, self.errors, P()), out_specs=(self.rest, self.errors), check_vma=False
+        )
+        return cross(g, errors, step)
+
     def gather_replicas(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         """All-gather weights over the replicas: as `held` between steps -> at rest in each replica."""
         if self.replica_dim is None:
@@ -224,7 +251,7 @@ class Placement:
         `sink` has the shape of the parameter and lies as it does at rest; its values are not read. Differentiating
         with respect to sinks instead of weights reduces each gradient at the point where it is made.
         """
-        return _with_sink(self, w, sink)
+        return with_sink(self, w, sink)
 
     def partial_sums(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         """Return zeros for gradient accumulation of a weight in use: f32 at least, each device its own."""
@@ -325,22 +352,6 @@ def _without_first_dim(spec: P) -> P:
     return P(*spec.partitions[1:], unreduced=spec.unreduced, reduced=spec.reduced)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_sink(placement: Placement, w: jax.Array, sink: jax.Array) -> jax.Array:
-    return w.astype(sink.dtype)
-
-
-def _with_sink_forward(placement: Placement, w: jax.Array, sink: jax.Array) -> tuple[jax.Array, None]:
-    return w.astype(sink.dtype), None
-
-
-def _with_sink_backward(placement: Placement, _: None, g: jax.Array) -> tuple[None, jax.Array]:
-    return None, placement.reduce(g)
-
-
-_with_sink.defvjp(_with_sink_forward, _with_sink_backward)
-
-
 def in_use(places: Placements, weights: Params, sinks: Params | None, stage: int) -> Params:
     """Gather weights that are not whole yet (stage 3), and connect them to the sinks of their gradients.
 
@@ -364,6 +375,8 @@ def without_replica_zero(config: Config, layout: Layout) -> str:
         return "parallel.replica_zero is false"
     if parallel.zero == 0:
         return "ZeRO 0 splits no state"
+    if parallel.gradient_compression != "exact":
+        return f"with gradient_compression {parallel.gradient_compression}, each replica keeps what it has rounded off"
     if layout.size(PIPELINE) > 1 and config.pipeline.asynchronous:
         return "PipeDream updates its stages one by one, each as soon as it has a gradient"
     return ""
@@ -440,7 +453,8 @@ def _place(
     if over_replicas and deferred:
         replica_dim = _replica_dim(layout, shape, free, data_dim)
     use = layout.spec(axes_in_use, reduced=reduced)
-    return Placement(P(*rest), use, deal, deferred, replica_dim, crossing_dim)
+    stacked = sum(name in (LAYERS, STAGES) for name in axes)
+    return Placement(P(*rest), use, deal, deferred, replica_dim, crossing_dim, stacked)
 
 
 def _head_deal(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...]) -> HeadDeal | None:

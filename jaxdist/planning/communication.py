@@ -8,18 +8,20 @@ Over the batch axes move weights and gradients; the ZeRO paper counts their elem
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import jax
 
 from jaxdist.config import Config
-from jaxdist.mesh import DATA
+from jaxdist.mesh import DATA, REPLICA
 from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
 from jaxdist.planning import pipeline_traffic
 from jaxdist.planning.parameter_layout import Placed, compute_width, placed
 from jaxdist.planning.pipeline_traffic import (
+    BETWEEN_REPLICAS,
     between_replicas,
     gathered,
     looks_up_positions,
@@ -67,6 +69,28 @@ def predict(config: Config, model: Model | Foreign, layout: Layout) -> list[Tran
             found += _stream(config, layout)
             found.append(_loss(config, layout))
     return [one for one in found if one.devices > 1 and one.calls]
+
+
+def compression_that_costs(config: Config, model: Model | Foreign, layout: Layout) -> str:
+    """Return why the rule of `parallel.gradient_compression` is worse than bfloat16; empty where it is not."""
+    rule = config.parallel.gradient_compression
+    if rule in ("exact", "bfloat16") or layout.size(REPLICA) == 1:
+        return ""
+    parameters = placed(config, model, layout)
+    crossing = sum(math.prod(p.shard) for p in parameters if p.place.deferred)
+    sent = []
+    for name in (rule, "bfloat16"):
+        parallel = config.parallel.model_copy(update={"gradient_compression": name})
+        asked = config.model_copy(update={"parallel": parallel})
+        found = [one for p in parameters for one in between_replicas(asked, p, layout)]
+        sent.append(sum(one.wire_bytes for one in found if one.what == BETWEEN_REPLICAS))
+    if not crossing or sent[0] <= sent[1]:
+        return ""
+    mine, plain = (f"{wire / crossing:.2f}" for wire in sent)
+    return (
+        f"parallel.gradient_compression {rule} sends {mine} bytes per parameter over {REPLICA}="
+        f"{layout.size(REPLICA)}, and bfloat16 only {plain}; set it to int8 or bfloat16"
+    )
 
 
 def data_parallel(config: Config, model: Model | Foreign, layout: Layout) -> float:

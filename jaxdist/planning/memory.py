@@ -19,6 +19,7 @@ Arrays that exist only during a step are estimates: the compiler decides how lon
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypedDict
 
@@ -62,6 +63,8 @@ class Memory:
     in_flight: int = 0
     """Buffers that an asynchronous pipeline holds between steps: versions of the weights and batches, which are exact,
     and activations, which are an estimate."""
+    errors: int = 0
+    """What gradient compression has rounded off, and still owes: f32."""
     host: int = 0
     """Moments and masters that are in host memory between steps, and not on the device: exact."""
     host_activations: int = 0
@@ -91,6 +94,7 @@ class Memory:
             "batch": self.batch,
             "batch statistics": self.variables,
             "in flight": self.in_flight,
+            "errors of compression": self.errors,
         }
 
     @property
@@ -202,6 +206,7 @@ class _AtRest(TypedDict):
     optimizer: int
     host: int
     copy: int
+    errors: int
 
 
 def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = None) -> _AtRest:
@@ -218,6 +223,7 @@ def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = N
         "optimizer": each.optimizer * held + 4 * counters,
         "host": each.host * held,
         "copy": sum(_copy(config, p, pipelined=pipe is not None) for p in parameters),
+        "errors": sum(_errors(config, p) for p in parameters),
     }
 
 
@@ -277,7 +283,7 @@ def _bytes(a: jax.ShapeDtypeStruct) -> int:
 def state(config: Config, p: Placed, pipelined: bool = False) -> int:
     """Return the bytes that a device holds between steps of one parameter and all that belongs to it."""
     each = widths(config)
-    return p.held * (each.parameters + each.optimizer) + _copy(config, p, pipelined)
+    return p.held * (each.parameters + each.optimizer) + _copy(config, p, pipelined) + _errors(config, p)
 
 
 def _copy(config: Config, p: Placed, pipelined: bool) -> int:
@@ -285,6 +291,13 @@ def _copy(config: Config, p: Placed, pipelined: bool) -> int:
     if config.precision != "mixed":
         return 0
     return int(step_bytes.copy(config.parallel.zero, compute_width(config), p.rest, p.use, pipelined))
+
+
+def _errors(config: Config, p: Placed) -> int:
+    """Return the bytes of what a device keeps back of a parameter's gradient: as much as crosses the replicas."""
+    if config.parallel.gradient_compression == "exact" or not p.place.deferred:
+        return 0
+    return F32 * math.prod(p.shard)
 
 
 def _elements(parameters: list[Placed]) -> Elements:

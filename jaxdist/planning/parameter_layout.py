@@ -38,6 +38,8 @@ class Placed:
     """Elements at rest in each replica: those that are held, gathered over the replicas."""
     use: int
     """Elements that a device holds in use, of all its layers."""
+    shard: tuple[int, ...]
+    """The shape of what a device has of its gradient when it crosses the replicas."""
     layers: int = 1
     """Layers that a device holds, padding included; 1 for a parameter that belongs to no layer."""
     forward_only: bool = False
@@ -115,6 +117,7 @@ def lay_out(
                 held=math.prod(leaf.shape) // layout.pieces(place.held),
                 rest=math.prod(leaf.shape) // layout.pieces(place.rest),
                 use=math.prod(place.in_use(leaf.shape)) // layout.pieces(place.use),
+                shard=layout.shard_shape(leaf.shape, place.reduced),
                 layers=math.prod(n for n, axis in zip(leaf.shape, names, strict=True) if axis == LAYERS),
                 forward_only=name_of(path) in forward_only,
             )
@@ -170,6 +173,8 @@ def notes(config: Config, parameters: list[Placed], layout: Layout) -> list[str]
         found.append(_each_replica_holds_all(config, layout))
     if parallel.sequence and layout.size(MODEL) == 1:
         found.append(f"parallel.sequence splits nothing here, because {MODEL} is 1")
+    if parallel.gradient_compression != "exact":
+        found.append(_compressed(config, layout))
     pipe = pipeline_of(config, layout)
     if pipe:
         found += pipelines.notes(config, layout, pipe)
@@ -184,6 +189,17 @@ def _each_replica_holds_all(config: Config, layout: Layout) -> str:
     elif not why:
         why = f"no parameter has a dim that {REPLICA}={layout.size(REPLICA)} divides"
     return f"each replica holds all masters and moments (parallel.replica_zero splits nothing here): {why}"
+
+
+def _compressed(config: Config, layout: Layout) -> str:
+    """Return what compressed gradients mean for the loss, in a sentence."""
+    rule = config.parallel.gradient_compression
+    if layout.size(REPLICA) == 1:
+        return f"parallel.gradient_compression {rule} compresses nothing here, because {REPLICA} is 1"
+    return (
+        f"gradients cross {REPLICA}={layout.size(REPLICA)} by {rule}, which adds what it rounds off to the next: "
+        f"the loss depends on the mesh and the ZeRO stage, more than by the rounding of float32"
+    )
 
 
 def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str:

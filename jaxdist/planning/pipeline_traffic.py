@@ -13,8 +13,18 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from jaxdist.config import Config
-from jaxdist.mesh import DATA, PIPELINE
+from jaxdist.mesh import DATA, PIPELINE, REPLICA
 from jaxdist.models.loss import chunk_length
+from jaxdist.parallel.gradient_compression import (
+    BLOCK,
+    LARGEST_OF,
+    PLACED,
+    SCALE,
+    Compression,
+    compression,
+    matrix,
+    padded,
+)
 from jaxdist.planning.parameter_layout import Placed, compute_width
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import (
@@ -28,6 +38,9 @@ from jaxdist.planning.predicted_collectives import (
     transfer,
 )
 from jaxdist.sharding import Layout
+
+BETWEEN_REPLICAS = "gradients between replicas"
+"""`Transfer.what` of the sums over the replicas."""
 
 
 def looks_up_positions(config: Config) -> bool:
@@ -66,17 +79,45 @@ def between_replicas(config: Config, p: Placed, layout: Layout) -> Iterator[Tran
     They run once per step, on what a device has of the parameter.
     """
     place = p.place
-    gradients = "gradients between replicas"
     if not place.deferred:
         return
     if place.replica_dim is not None:
-        yield transfer(layout, gradients, REDUCE_SCATTER, place.deferred, 1, p.rest, F32)
+        yield transfer(layout, BETWEEN_REPLICAS, REDUCE_SCATTER, place.deferred, 1, p.rest, F32)
         yield transfer(layout, "weights between replicas", ALL_GATHER, place.deferred, 1, p.rest, compute_width(config))
-    elif place.crossing_dim is None:
-        yield transfer(layout, gradients, ALL_REDUCE, place.deferred, 1, p.rest, F32)
-    else:
-        yield transfer(layout, gradients, ALL_REDUCE, place.deferred, 1, p.rest // layout.size(DATA), F32)
+        return
+    yield from _summed(compression(config.parallel), p, layout)
+    if place.crossing_dim is not None:
         yield transfer(layout, "summed gradients", ALL_GATHER, {DATA}, 1, p.rest, F32)
+
+
+def _summed(rule: Compression | None, p: Placed, layout: Layout) -> Iterator[Transfer]:
+    """Yield the transfers that sum a gradient over the replicas, by a rule of `parallel.gradient_compression`."""
+    replicas = layout.size(REPLICA)
+    stacked = p.place.stacked
+    size = math.prod(p.shard)
+
+    def moved(kind: str, elements: int, width: int) -> Transfer:
+        return transfer(layout, BETWEEN_REPLICAS, kind, {REPLICA}, 1, elements, width)
+
+    if rule is None or not rule.compresses(p.shard, stacked, replicas):
+        yield moved(ALL_REDUCE, size, F32)
+        return
+    if rule.rule == "powersgd":
+        layers = math.prod(p.shard[:stacked])
+        for side in matrix(p.shard[stacked:]):
+            yield moved(ALL_REDUCE, layers * side * rule.rank, F32)
+        return
+    numbers = padded(size, replicas)
+    if rule.rule == "bfloat16":
+        yield moved(ALL_TO_ALL, numbers, 2)
+        yield moved(ALL_GATHER, numbers, 2)
+        return
+    coded = numbers // BLOCK * (BLOCK + SCALE)
+    yield moved(ALL_TO_ALL, coded, 1)
+    yield moved(ALL_GATHER, coded, 1)
+    if rule.rule == "topk-int8":
+        blocks = -(-size // LARGEST_OF)
+        yield moved(ALL_GATHER, replicas * blocks * PLACED * rule.largest, 2)
 
 
 def predict(config: Config, parameters: list[Placed], layout: Layout, pipe: Pipeline) -> Iterator[Transfer]:

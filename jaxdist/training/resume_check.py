@@ -25,6 +25,9 @@ FREE_ON_RESUME = (
 PipeDream's updates depend on stages and on when the pipeline is drained. There, `pipeline`, and how often a run
 validates or saves, change what is learned."""
 
+NEVER_FREE = ("parallel.gradient_compression", "parallel.compression_density", "parallel.compression_rank")
+"""Keys of free sections that change what is learned all the same."""
+
 STEPS = "train.steps"
 WARMUP = "optimizer.warmup"
 
@@ -102,5 +105,7 @@ def _warmup_is_derived(config: Config) -> bool:
 
 
 def _free_on_resume(name: str) -> bool:
+    if name in NEVER_FREE:
+        return False
     section = name.split(".")[0]
     return name in FREE_ON_RESUME or section in FREE_ON_RESUME

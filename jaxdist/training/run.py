@@ -15,9 +15,11 @@ from jaxdist import models
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.config import Config, RequestError
 from jaxdist.data.batches import AbstractBatch, Batch
-from jaxdist.mesh import PIPELINE, make_mesh, parse_mesh
+from jaxdist.mesh import PIPELINE, REPLICA, make_mesh, parse_mesh
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
+from jaxdist.parallel.gradient_compression import compression
+from jaxdist.planning import communication
 from jaxdist.planning.branch_check import across_ranks
 from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hardware import Gpu
@@ -83,6 +85,10 @@ class Run:
             self.task = ImageTask(self.config, self.model, self.mesh, self.layout)
         else:
             self.task = TextTask(self.config, self.model, self.mesh, self.layout)
+        # Last, because it needs the shapes of the parameters.
+        problem = communication.compression_that_costs(self.config, self.model, self.layout)
+        if problem:
+            raise RequestError(problem)
 
     def open_data(self) -> tuple[int, int]:
         """Read, and at the first use tokenize, the data; return (rows, steps). Raises `RequestError` if it is wrong."""
@@ -118,6 +124,8 @@ class Run:
             max_norm=config.optimizer.clip,
             keep=config.precision == "mixed",
             offload=config.parallel.offload == "optimizer",
+            compression=compression(config.parallel),
+            replicas=self.mesh.shape[REPLICA],
         )
 
     @cached_property

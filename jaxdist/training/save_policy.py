@@ -14,7 +14,7 @@ from typing import TypedDict
 import jax
 
 from jaxdist.cluster.consensus import agreed, from_leader, leader
-from jaxdist.mesh import describe
+from jaxdist.mesh import REPLICA, describe
 from jaxdist.training.checkpoint.finite_state import first_not_finite
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.step_dir import StepDir
@@ -99,11 +99,28 @@ class SavePolicy:
         late = self.run.step.late
         if before != late:
             say(f"note        PipeDream's gradient delay in the first stage changes from {before} step(s) to {late}")
+        self._say_what_is_owed(self.checkpoints.owed_by(found), say)
         best = facts["best"]
         # Without the checkpoint of that loss, which was set aside, the best one is to be found again.
         if best is not None and self.checkpoints.has_best():
             self.best = best
         return self.run.step.resume(self.checkpoints.restore(self.run.abstract_logical(), found))
+
+    def _say_what_is_owed(self, before: int, say: Callable[[str], None]) -> None:
+        """Say what becomes of the errors of compression that `before` replicas have saved (0: there are none)."""
+        now = self.run.mesh.shape[REPLICA]
+        if before in (0, now):
+            return
+        if now == 1:
+            say(
+                f"note        what gradient compression between {before} replicas has rounded off is added to the "
+                f"first gradient; without replicas nothing is compressed, and no errors are held from then on"
+            )
+        else:
+            say(
+                f"note        what gradient compression between {before} replicas has rounded off is dealt out evenly "
+                f"to {now}: its sum is the same, and the loss is close, not equal"
+            )
 
     def due(self, step: int) -> bool:
         """Return whether to save after `step`; every process asks at every step, and all get the same answer.

@@ -27,12 +27,24 @@ class StepRunner:
 
     def take(self, step: int, state: TrainState, batch: Batch) -> TrainState:
         """Give the batch of `step` to the program, and report the step that ends with it."""
-        state, metrics = self.program(state, batch)
+        state, metrics = self._call(state, batch)
         ended = step - self._late
         # Right after a start, or a drain, the pipeline is empty, and no step ends with the first batches.
         if ended > self._drained_at:
             self._report(ended, metrics)
         return state
+
+    def _call(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        step = self._run.step
+        if state.errors is None or step.compression is not None:
+            return self.program(state, batch)
+        # A run that had replicas owes what their compression has rounded off: the first gradient gets it, in a program
+        # of its own, and from then on there are no errors. A step that is skipped has paid nothing.
+        paying = jax.jit(step.train, donate_argnums=0, compiler_options=self._run.compiler_options)
+        state, metrics = paying(state, batch)
+        if int(metrics.skipped_in_a_row) == 0:
+            state = state._replace(errors=None)
+        return state, metrics
 
     def drain(self, step: int, state: TrainState) -> TrainState:
         """Return the state with the updates of all steps up to `step`, after which nothing is in flight."""

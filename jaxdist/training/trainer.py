@@ -16,8 +16,10 @@ from jaxdist.cluster.consensus import check_alike, from_leader, leader, leader_f
 from jaxdist.cluster.heartbeat import AWAITING, COMPILING, READING, SAVING, STARTING, STEPPING, VALIDATING, WAITING
 from jaxdist.cluster.job import Job
 from jaxdist.cluster.preflight import check_folder
+from jaxdist.config import RequestError
 from jaxdist.data.batches import Prefetch, global_rows
 from jaxdist.exit_codes import DONE, FAILED, STOPPED
+from jaxdist.mesh import REPLICA
 from jaxdist.request import to_toml
 from jaxdist.training import history
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
@@ -91,6 +93,8 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
         found = checkpoints.find_start(config.resume, expected=run.abstract_logical)
         if found:
             folder.same_data(checkpoints.facts(found)["data"], run.task.fingerprint)
+        else:
+            check_new(run)
         check_folder(folder.checkpoints, checkpoint_bytes(run))
 
         prepared = Prepared(checkpoints, found, check_lock, summary_begun)
@@ -99,6 +103,16 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
         if leader():
             write_folder(run, folder, prepared)
         yield prepared
+
+
+def check_new(run: Run) -> None:
+    """Raise `RequestError` for what only a run that is resumed may ask for."""
+    rule = run.config.parallel.gradient_compression
+    if rule != "exact" and run.mesh.shape[REPLICA] == 1:
+        raise RequestError(
+            f"parallel.gradient_compression is {rule}, but mesh {run.config.mesh} has no replicas between which "
+            f"gradients could be compressed; leave it out, or give the {REPLICA} axis more devices"
+        )
 
 
 def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:

@@ -1,6 +1,7 @@
 """Mutants: plausible mistakes as exact pieces of text, before and after, and the test that must fail.
 
     tables/FOLDER.toml   of each folder of the package, by its lines; `root` are the files beside the folders
+    tables/features.toml mistakes in what was built after those
     tables/found.toml    mistakes that an earlier review made, and no test noticed
 
 A mutant names the function, class or module variable in which its text stands, so that an edit elsewhere in the file

@@ -13,6 +13,7 @@ import optax
 from jaxdist import models
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
+from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.sharding import Layout, rules
 from jaxdist.training.forward.decoder import DecoderForward
@@ -91,6 +92,7 @@ def train(
     apart: bool = False,
     platform: str = "cpu",
     replica_zero: bool = True,
+    compression: Compression | None = None,
 ) -> Outcome:
     """`accumulation` micro-batches of `count` rows; those of the `pipeline`, if the mesh has stages. Documents of a row
     are `apart` or joined. What is written otherwise for a `platform` runs here too."""
@@ -100,7 +102,8 @@ def train(
     config = Config(model=model, parallel=ParallelConfig(zero=stage, sequence=sequence), pipeline=pipeline)
     layout = replace(Layout.on(devices, rules(config, shape)), platform=platform)
     optimizer = optax.chain(remember(), optimizer or optax.sgd(0.5))
-    options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype, stage=stage, replica_zero=replica_zero)
+    options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype, stage=stage)
+    options["replica_zero"] = replica_zero and compression is None
     if stages := stages_of(config, shape):
         forward = PipelineForward(
             models.build(model, replace(layout, manual=True)), layout, stages, pipeline.schedule, **options
@@ -109,7 +112,7 @@ def train(
     else:
         forward = DecoderForward(models.build(model, layout), layout, inside=inside, **options)
         folded = logical = lambda tree: tree
-    step = Step(forward, optimizer, max_norm=max_norm, keep=keep)
+    step = Step(forward, optimizer, max_norm=max_norm, keep=keep, compression=compression, replicas=shape["replica"])
     with jax.set_mesh(devices):
         initial = weights(model.model_copy(update={"remat": "none"}))
         params = jax.tree.map(lambda a: jax.device_put(a.astype(param_dtype), replicated(devices)), initial)

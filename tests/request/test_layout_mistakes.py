@@ -110,6 +110,25 @@ PARALLEL = {
     "no replicas to split over": Wrong(
         "--mesh 2x1x1 --parallel.zero 1 --parallel.replica-zero false", [("replica_zero is False", "mesh 2x1x1")]
     ),
+    "one-bit Adam": Wrong(
+        "--parallel.gradient-compression onebit-adam", [("1-bit Adam is not offered", "choose int8")]
+    ),
+    "a density of no rule": Wrong(
+        "--mesh replica=2 --parallel.gradient-compression int8 --parallel.compression-density 0.1",
+        [("compression_density is 0.1", "gradient_compression int8")],
+    ),
+    "a rank of no rule": Wrong(
+        "--parallel.compression-rank 8", [("compression_rank is 8", "gradient_compression exact")]
+    ),
+    "compressed gradients of PipeDream": Wrong(
+        "--mesh replica=2,pipeline=2 --pipeline.schedule pipedream --optimizer.clip 0 "
+        "--parallel.gradient-compression int8",
+        [("gradient_compression is int8", "pipedream", "pipeline.schedule to 1f1b")],
+    ),
+    "compressed gradients of a classifier with dropout": Wrong(
+        "cnn_digits --mesh replica=2 --model.dropout 0.1 --parallel.gradient-compression int8",
+        [("gradient_compression is int8", "set model.dropout to 0")],
+    ),
     "micro-batches of stage 1": Wrong("--parallel.micro-batches outside --parallel.zero 1", [("parallel.zero 1",)]),
 }
 

@@ -19,6 +19,7 @@ LEGAL = {
         *("CONFIG", "RUN", "mesh", "precision", "resume", "init_from"),
         *("model.family", "model.layers", "model.embed", "model.heads", "model.rope_theta", "model.sequence"),
         *("model.documents", "model.remat", "model.classes", "model.image", "model.channels"),
+        *("parallel.gradient_compression", "parallel.compression_density", "parallel.compression_rank"),
         *("parallel.replica_zero", "parallel.micro_batches", "parallel.offload", "pipeline.schedule"),
         *("data.validation_path", "data.validation_fraction", "data.augment", "data.prefetch"),
         *("optimizer.name", "optimizer.schedule", "optimizer.decay_fraction"),
@@ -49,6 +50,7 @@ LEGAL = {
         *("cluster.coordinator", "target", "picture", "why_not", "fit", "out"),
     ),
     "empty binary": ("env",),
+    "word negative zero huge nan empty fifo folder binary": ("cluster.site",),
     "binary": ("data.path", "data.tokenizer"),
     "word negative zero huge nan unicode folder": ("run_dir",),
     "word negative zero huge nan unicode empty binary": ("save", "output"),
@@ -62,8 +64,10 @@ LEGAL = {
 
 OF_COMMAND = {
     ("explain", "devices"): "zero",  # as many as the mesh names
+    ("explain", "cluster"): "empty",  # that of the GPU
     ("bench gpu", "rows"): "zero",  # of a step; elsewhere of an epoch
     ("launch slurm", "checkpoint.grace_seconds"): "",  # longer than the job
+    ("launch slurm", "cluster.site"): "empty",  # or slurm: one word would be that of all tasks
     **{("evaluate", f"data.{name}"): "word negative zero huge nan unicode fifo folder binary" for name in
        ("path", "tokenizer", "validation_path")},  # looked at when the run's own model is known
     **{(command, "optimizer.warmup"): "zero huge" for command in ("explain", "plan", "bench step", "bench scaling")},

@@ -27,6 +27,13 @@ def asked(**knobs):
         (dict(train__epochs=1), dict(train__steps=10), ["train.epochs"]),
         (dict(train__epochs=1), dict(train__epochs=1), []),
         (dict(), dict(optimizer__learning_rate=0.5), ["optimizer.learning_rate"]),
+        (dict(), dict(mesh="replica=2,data=2", parallel__zero=1), []),
+        (dict(), dict(parallel__gradient_compression="int8"), ["parallel.gradient_compression"]),
+        (
+            dict(parallel__gradient_compression="topk-int8"),
+            dict(parallel__gradient_compression="topk-int8", parallel__compression_density=0.02),
+            ["parallel.compression_density"],
+        ),
     ],
 )
 def test_what_follows_from_other_knobs_is_not_compared(old, new, names):

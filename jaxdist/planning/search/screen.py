@@ -28,7 +28,14 @@ from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers, ranks_together
 from jaxdist.planning.memory import MOMENTS
 from jaxdist.planning.parameter_layout import compute_width
-from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, PERMUTE, REDUCE_SCATTER
+from jaxdist.planning.predicted_collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    F32,
+    PERMUTE,
+    REDUCE_SCATTER,
+)
 from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT, Columns
 from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
 from jaxdist.planning.search.estimate import (
@@ -133,10 +140,15 @@ class Screen:
         """The elements of all parameters at rest in a replica."""
         return self.in_use / self.shards
 
+    @property
+    def compressed(self) -> bool:
+        """Whether gradients cross the replicas in fewer bits, so that each replica keeps errors."""
+        return self.config.parallel.gradient_compression != "exact"
+
     @cached_property
     def replica_shards(self) -> Column:
         """The parts into which the replicas split what ZeRO splits between steps."""
-        splits = (self.columns["zero"] > 0) & self.config.parallel.replica_zero
+        splits = (self.columns["zero"] > 0) & self.config.parallel.replica_zero & (not self.compressed)
         return np.where(splits, self.columns[REPLICA], 1)
 
     @cached_property
@@ -175,7 +187,8 @@ class Screen:
         copy: Numbers = 0
         if self.config.precision == "mixed":
             copy = step_bytes.copy(self.columns["zero"], self.width, self.at_rest, self.in_use, self.staged)
-        return F32 * self.held * (1 + MOMENTS[self.config.optimizer.name]) + copy
+        errors = np.where(self.compressed & (self.columns[REPLICA] > 1), F32 * self.at_rest, 0)
+        return F32 * self.held * (1 + MOMENTS[self.config.optimizer.name]) + copy + errors
 
     def _gradients_and_weights(self) -> Column:
         """Return the bytes of gradients, sums included, and of weights that are cast or gathered for use."""
@@ -341,6 +354,14 @@ class Screen:
         def call(kind: str, width: int) -> Column:
             return self._seconds_over((REPLICA,), kind, width * self.at_rest, self.columns[REPLICA])
 
+        rule = self.config.parallel.gradient_compression
+        if rule == "powersgd":
+            # Two factors of rank r in the place of a matrix, which is taken to be square.
+            side = np.sqrt(self.layer / 12)
+            return call(ALL_REDUCE, F32) * np.minimum(1, 2 * self.config.parallel.compression_rank / side)
+        if self.compressed:
+            width = 2 if rule == "bfloat16" else 1
+            return call(ALL_TO_ALL, width) + call(ALL_GATHER, width)
         if self.config.parallel.replica_zero:
             return call(REDUCE_SCATTER, F32) + call(ALL_GATHER, self.width)
         return call(ALL_REDUCE, F32)

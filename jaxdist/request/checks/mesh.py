@@ -217,6 +217,34 @@ def _replica_zero(config: Config) -> Iterator[str]:
         yield from unused(config, "parallel.replica_zero", f"mesh {config.mesh}, which has no replicas,")
 
 
+@check("parallel.gradient_compression", "parallel.compression_density", "parallel.compression_rank")
+def _compression(config: Config) -> Iterator[str]:
+    rule = config.parallel.gradient_compression
+    for user, name in (("topk-int8", "parallel.compression_density"), ("powersgd", "parallel.compression_rank")):
+        if rule != user:
+            yield from unused(config, name, f"parallel.gradient_compression {rule}")
+
+
+@fit("parallel.gradient_compression", "pipeline.schedule")
+def _compression_of_stages(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+    rule = config.parallel.gradient_compression
+    if rule != "exact" and shape[PIPELINE] > 1 and config.pipeline.asynchronous:
+        yield (
+            f"parallel.gradient_compression is {rule}, but pipedream sums the gradient of a stage when it is made, "
+            f"not at the end of a step; set pipeline.schedule to 1f1b, or parallel.gradient_compression to exact"
+        )
+
+
+@check("parallel.gradient_compression", "model.family", "model.dropout")
+def _compression_of_images(config: Config) -> Iterator[str]:
+    rule = config.parallel.gradient_compression
+    if rule != "exact" and config.model.images and config.model.dropout:
+        yield (
+            f"parallel.gradient_compression is {rule}, but with model.dropout the compiler chooses where the gradients "
+            f"of a classifier are summed; set model.dropout to 0, or parallel.gradient_compression to exact"
+        )
+
+
 @fit("train.global_batch_size", "train.accumulation", "pipeline.microbatches")
 def _batch(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     size = config.train.global_batch_size

@@ -15,11 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from jaxdist.cluster.consensus import agreed, from_leader, leader
 from jaxdist.config import RequestError
 from jaxdist.models import Params
 from jaxdist.training.checkpoint.orbax_writer import OrbaxWriter, SaveFailed, array_shapes
-from jaxdist.training.checkpoint.readback import unreadable
+from jaxdist.training.checkpoint.readback import Shapes, unreadable
 from jaxdist.training.checkpoint.step_dir import STEP, UNSEALED, StepDir
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run_facts import run_id
@@ -27,6 +30,9 @@ from jaxdist.training.run_facts import run_id
 LATEST = "latest"
 BEST = "best"
 ASIDE = "aside"
+
+ERRORS = "errors"
+"""The item of a step with what gradient compression still owes."""
 
 Expected = Callable[[], TrainState] | None
 """Makes the shapes that a checkpoint without checksums must have; None accepts any."""
@@ -194,9 +200,21 @@ class Checkpoints:
         `Step.resume` computes them. Raises `RequestError` when there is no such step, or its arrays are others.
         """
         found = found or self.find()
-        trees = found.store.restore(found.step, trees_of(abstract))
+        wanted = trees_of(abstract._replace(errors=None))
+        replicas = {shape[-1] for shape in found.store.shapes(found.step, ERRORS).values()}
+        if replicas:
+            # Errors are read as they were saved: `Step.resume` deals them out.
+            (saved,) = replicas
+            wanted[ERRORS] = abstract_errors(abstract, saved)
+        trees = found.store.restore(found.step, wanted)
         training = trees.pop("training")
-        return TrainState(params=trees["params"], variables=trees.get("variables", {}), **training)
+        return TrainState(
+            params=trees["params"], variables=trees.get("variables", {}), errors=trees.get(ERRORS), **training
+        )
+
+    def owed_by(self, found: Found) -> int:
+        """Return of how many replicas a step holds errors of compression; 0 where it holds none."""
+        return max((shape[-1] for shape in found.store.shapes(found.step, ERRORS).values()), default=0)
 
     def restore_params(self, abstract: Params, variables: Params, found: Found) -> tuple[Params, Params]:
         """Return (parameters, variables) alone, for evaluation: the optimizer state is not read."""
@@ -261,9 +279,12 @@ class Checkpoints:
         return damage
 
     def _damage_without_seal(self, folder: StepDir, step: int, expected: Expected) -> str | None:
-        shapes = None
+        shapes: dict[str, Shapes] | None = None
         if expected is not None:
             shapes = {item: array_shapes(tree) for item, tree in trees_of(expected()).items()}
+            if ERRORS in shapes:
+                # Their number of replicas may be another.
+                shapes[ERRORS] = dict.fromkeys(shapes[ERRORS])
         # Facts first: they are small, and their damage needs no reading of the arrays.
         damage = folder.wrong_facts(step) or unreadable(folder.path(step), shapes, values=True)
         if damage:
@@ -294,6 +315,19 @@ class Checkpoints:
         )
 
 
+def abstract_errors(abstract: TrainState, replicas: int) -> Params:
+    """Return shapes and shardings for the errors of so many replicas, on the mesh of `abstract`."""
+    mine = abstract.errors
+    if mine is not None and jax.tree.leaves(mine)[0].shape[-1] == replicas:
+        return mine
+
+    def of_all(w: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        # The layout of a parameter leaves a further dim whole.
+        return jax.ShapeDtypeStruct((*w.shape, replicas), jnp.float32, sharding=w.sharding)
+
+    return jax.tree.map(of_all, abstract.params)
+
+
 def trees_of(state: TrainState) -> dict[str, Any]:
     """Return what a checkpoint saves of a state: parameters and variables can be read without the rest."""
     training = state._asdict()
@@ -301,7 +335,10 @@ def trees_of(state: TrainState) -> dict[str, Any]:
     del training["weights"]
     del training["in_flight"]
     variables = training.pop("variables")
+    errors = training.pop("errors")
     trees = {"params": training.pop("params"), "training": training}
+    if errors is not None:
+        trees[ERRORS] = errors
     if variables:
         trees["variables"] = variables
     return trees

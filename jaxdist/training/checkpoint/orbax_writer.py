@@ -25,7 +25,7 @@ from jaxdist.config import RequestError
 from jaxdist.training.checkpoint.readback import Shapes, unreadable
 from jaxdist.training.checkpoint.step_dir import StepDir
 
-ITEMS = ("params", "variables", "training")
+ITEMS = ("params", "variables", "training", "errors")
 """What a step may hold, each a tree of arrays that can be read alone; beside them stand the JSON-able `facts`."""
 
 RESTORE_GB = 1
@@ -151,6 +151,13 @@ class OrbaxWriter:
 
         tree = jax.tree.map(on_one_device, handler.metadata(path).tree, is_leaf=_has_shape)
         return handler.restore(path, args=ocp.args.StandardRestore(tree))
+
+    def shapes(self, step: int, item: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the arrays of an item by name; {} if the step does not hold it."""
+        path = self.step_dir.path(step) / item
+        if not path.exists():
+            return {}
+        return array_shapes(ocp.StandardCheckpointHandler().metadata(path).tree)
 
     def _compare(self, step: int, params: Any) -> None:
         """Refuse parameters of other names and shapes before Orbax sees them: its errors do not name them."""

@@ -20,6 +20,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.models import Params
+from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.zero import Placement, Placements
 from jaxdist.sharding import Tree, scale_partial
@@ -55,6 +56,8 @@ class TrainState(NamedTuple):
     """What the model changes while it computes: batch statistics, counts of random numbers."""
     in_flight: Tree = None
     """What an asynchronous pipeline is working on; the pipeline is emptied before its state is saved."""
+    errors: Params | None = None
+    """What each replica has rounded off its gradients and still owes, [..., R] (`parallel.gradient_compression`)."""
 
 
 class Metrics(NamedTuple):
@@ -118,11 +121,14 @@ class Step:
         max_norm: float = 0.0,
         keep: bool = False,
         offload: bool = False,
+        compression: Compression | None = None,
+        replicas: int = 1,
     ):
         """Join a model's forward pass with its optimizer; gradients are clipped to the global norm `max_norm` (0: not).
 
         `keep` keeps the weights in the compute dtype between steps, beside their f32 masters. `offload` lets the
-        optimizer state, and such masters, rest in the host's memory.
+        optimizer state, and such masters, rest in the host's memory. `compression` is how gradients cross
+        `replicas`, of which there are so many; None for exact sums.
         """
         self.forward = forward
         self.optimizer = optimizer
@@ -130,6 +136,8 @@ class Step:
         self.keep = keep
         self.offload = offload
         self.places = forward.places
+        self.compression = compression if replicas > 1 else None
+        self.replicas = replicas
 
     def init(self, key: Key[Array, ""]) -> TrainState:
         """Return the state before the first step, laid out for the mesh."""
@@ -151,8 +159,35 @@ class Step:
             skipped=zero,
             skipped_in_a_row=zero,
             variables=variables or {},
+            errors=self.no_errors(params),
         )
         return self.at_rest(state._replace(**self.derived(state)))
+
+    def no_errors(self, params: Params) -> Params | None:
+        """Return errors of zero for these parameters, where gradients are compressed."""
+        if self.compression is None:
+            return None
+
+        def zeros(place: Placement, w: jax.Array) -> jax.Array:
+            return reshard(jnp.zeros((*w.shape, self.replicas), jnp.float32), place.errors)
+
+        return jax.tree.map(zeros, self.places, params)
+
+    def dealt_errors(self, errors: Params) -> Params:
+        """Return errors of any number of replicas as those of this mesh.
+
+        Only their sum counts for what is still to arrive: on another number of replicas it is dealt out evenly. A mesh
+        without replicas gets it as [..., 1], for the first gradient.
+        """
+
+        def deal(place: Placement, owed: jax.Array) -> jax.Array:
+            owed = to_device(owed)
+            if owed.shape[-1] == self.replicas:
+                return reshard(owed, place.errors)
+            share = owed.sum(-1, keepdims=True) / self.replicas
+            return reshard(jnp.broadcast_to(share, (*owed.shape[:-1], self.replicas)), place.errors)
+
+        return jax.tree.map(deal, self.places, errors)
 
     def at_rest(self, state: TrainState) -> TrainState:
         """Return the state with each part in the memory where it waits for the next step.
@@ -204,6 +239,10 @@ class Step:
     def resume(self, state: TrainState) -> TrainState:
         """Return the inverse of `logical`, with the fields that a checkpoint does not hold computed anew."""
         state = state._replace(params=self.folded(state.params), optimizer=self.folded(state.optimizer))
+        if state.errors is not None:
+            state = state._replace(errors=jax.jit(self.dealt_errors)(self.folded(state.errors)))
+        elif self.compression is not None:
+            state = state._replace(errors=jax.jit(self.no_errors)(state.params))
         return self.at_rest(state._replace(**jax.jit(self.derived)(state)))
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -211,16 +250,17 @@ class Step:
         state = to_device(state)
         weights = state.weights if self.keep else self.forward.weights(state.params)
         assert weights is not None
-        loss, grads, count, variables, further = self.gradients(weights, state.variables, batch, state.step)
+        loss, sums, count, variables, further = self._means(weights, state.variables, batch, state.step)
+        grads, errors = self.cross(sums, state.errors, state.step)
         norm = optax.tree.norm(grads)
         updates, optimizer = self.optimizer.update(clip(grads, norm, self.max_norm), state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
 
         # A step that is not finite is skipped on the devices: nobody waits for the host to look at it.
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        new = (params, optimizer, variables)
-        old = (state.params, state.optimizer, state.variables)
-        params, optimizer, variables = _choose(finite, new, old)
+        new = (params, optimizer, variables, errors)
+        old = (state.params, state.optimizer, state.variables, state.errors)
+        params, optimizer, variables, errors = _choose(finite, new, old)
         weights = self.forward.weights(params) if self.keep else None
         skipped = state.skipped + ~finite
         in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
@@ -233,16 +273,38 @@ class Step:
             skipped_in_a_row=in_a_row,
             weights=weights,
             variables=variables,
+            errors=errors,
         )
         return self.at_rest(state), metrics
+
+    def cross(self, sums: Params, errors: Params | None, step: Int[Array, ""]) -> tuple[Params, Params | None]:
+        """Add up partial sums over the replicas; return (gradients, as parameters lie between steps; new errors)."""
+        if errors is None:
+            return jax.tree.map(lambda p, g: p.cross(g), self.places, sums), None
+        if self.compression is None:
+            # Without replicas nothing is rounded any more: what was owed arrives now.
+            paid = jax.tree.map(lambda g, owed: g + owed.sum(-1), sums, errors)
+            return paid, jax.tree.map(jnp.zeros_like, errors)
+        rule = self.compression
+        both = jax.tree.map(lambda p, g, e: p.cross_compressed(rule, g, e, step), self.places, sums, errors)
+        return jax.tree.transpose(jax.tree.structure(sums), jax.tree.structure((0, 0)), both)
 
     def gradients(
         self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""] | int = 0
     ) -> tuple[Float[Array, ""], Grads, Int[Array, ""], Params, Further]:
         """Return (mean loss, its gradient in f32, what it is a mean over, variables, further means).
 
-        All are over all micro-batches and devices. The gradient lies as the parameters do between steps.
+        All are over all micro-batches and devices. The gradient lies as the parameters do between steps; nothing of it
+        is compressed.
         """
+        loss, sums, count, variables, further = self._means(weights, variables, batch, step)
+        grads, _ = self.cross(sums, None, jnp.asarray(step))
+        return loss, grads, count, variables, further
+
+    def _means(
+        self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""] | int
+    ) -> tuple[Float[Array, ""], Grads, Int[Array, ""], Params, Further]:
+        """Return what `gradients` does, before the replicas' parts of the gradient are added up."""
         loss, grads, variables, further = self.forward.gradients(weights, variables, batch, jnp.asarray(step))
         count = self.forward.count(batch)
         # The labels of a batch may all be masked: divide by 1 then.
@@ -251,10 +313,10 @@ class Step:
         def mean(total: Array) -> Array:
             return total * factor
 
-        def mean_over_replicas(place: Placement, total: Array) -> Array:
-            return place.cross(scale_partial(total, factor) if place.deferred else mean(total))
+        def own_part(place: Placement, total: Array) -> Array:
+            return scale_partial(total, factor) if place.deferred else mean(total)
 
-        grads = jax.tree.map(mean_over_replicas, self.places, grads)
+        grads = jax.tree.map(own_part, self.places, grads)
         return mean(loss), grads, count, variables, jax.tree.map(mean, further)
 
     def evaluate(

@@ -1,0 +1,153 @@
+"""What replicas still owe is state: it survives skipped steps, kills and other meshes, and is paid without replicas."""
+
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist.config import RequestError
+from jaxdist.request import load
+from jaxdist.training.checkpoint.manager import Checkpoints
+from jaxdist.training.run import Run
+from jaxdist.training.step_runner import StepRunner
+from jaxdist.training.trainer import check_new
+from tests.training.curves import lines
+from tests.training.test_resume import kill_after
+
+SIZES = {
+    "model.layers": "2", "model.embed": "64", "model.heads": "4", "model.vocab": "304", "model.sequence": "16",
+    "train.steps": "10", "optimizer.warmup": "0", "parallel.gradient_compression": "int8",
+}  # fmt: skip
+
+PAIR = "replica=2,data=2"
+
+
+@cache
+def made(mesh: str, folder: Path | None = None) -> Run:
+    run = Run(load(None, SIZES | {"mesh": mesh} | ({"run_dir": str(folder)} if folder else {})))
+    run.steps = 10  # of the schedule; no data is read
+    return run
+
+
+def batch(run: Run, seed: int = 0) -> dict:
+    rng = np.random.default_rng(seed)
+    put = lambda a: jax.device_put(rng.integers(0, 304, a.shape, np.int32), a.sharding)
+    return jax.tree.map(put, run.batch())
+
+
+def owed(state) -> dict:
+    """What all replicas owe together."""
+    return jax.tree.map(lambda e: np.asarray(e, np.float64).sum(-1), jax.device_get(state.errors))
+
+
+@pytest.fixture(scope="module")
+def stepped():
+    """(the run, its compiled step, its state after two steps)"""
+    run = made(PAIR)
+    with jax.set_mesh(run.mesh):
+        take = jax.jit(run.step.train)
+        state = run.init()
+        assert not any(np.any(e) for e in jax.tree.leaves(jax.device_get(state.errors)))
+        for number in range(2):
+            state, _ = take(state, batch(run, number))
+    return run, take, state
+
+
+def test_a_skipped_step_leaves_the_errors_as_they_are(stepped):
+    run, take, state = stepped
+    assert np.any(owed(state)["table"])
+    with jax.set_mesh(run.mesh):
+        bad = state.params | {"table": state.params["table"].at[3].set(jnp.nan)}
+        broken, metrics = take(state._replace(params=bad), batch(run, 2))
+    assert int(metrics.skipped_in_a_row) == 1
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(broken.errors), jax.device_get(state.errors))
+
+
+@pytest.fixture(scope="module")
+def saved(stepped, tmp_path_factory):
+    """The folder of a checkpoint with errors of two replicas."""
+    run, _, state = stepped
+    folder = tmp_path_factory.mktemp("errors")
+    with jax.set_mesh(run.mesh), Checkpoints(folder, keep=1) as checkpoints:
+        checkpoints.save(2, run.step.logical(state), {"step": 2})
+    return folder
+
+
+@pytest.mark.parametrize("mesh", [PAIR, "replica=4,data=2", "replica=2,pipeline=2", "2x1x1"])
+def test_restored_on_another_mesh_the_replicas_owe_the_same_in_all(stepped, saved, mesh):
+    _, _, before = stepped
+    run = made(mesh)
+    with jax.set_mesh(run.mesh), Checkpoints(saved, keep=None) as checkpoints:
+        found = checkpoints.find()
+        assert checkpoints.owed_by(found) == 2
+        state = run.step.resume(checkpoints.restore(run.abstract_logical(), found))
+        logical = run.step.logical(state)
+    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-12)
+    jax.tree.map(same, owed(logical), owed(before))
+    if mesh == PAIR:
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.errors), jax.device_get(before.errors))
+    if mesh == "replica=4,data=2":
+        shares = jax.device_get(state.errors["table"])
+        assert shares.shape[-1] == 4
+        assert np.array_equal(shares, np.repeat(shares[..., :1], 4, axis=-1))
+
+
+@pytest.mark.slow
+def test_without_replicas_the_first_gradient_gets_what_is_owed():
+    """And from then on there are no errors; a step that is skipped has paid nothing."""
+    run = made("1x1x1")
+    metrics = []
+    with jax.set_mesh(run.mesh):
+        state = run.init()
+        assert state.errors is None
+        program = jax.jit(run.step.train).lower(state, batch(run)).compile()
+        debt = jax.tree.map(lambda w: jnp.full((*w.shape, 1), 100.0), state.params)
+        runner = StepRunner(run, program, 0, report=lambda _, found: metrics.append(found))
+        state = state._replace(errors=debt)
+        poisoned = state.params | {"table": state.params["table"].at[3].set(jnp.nan)}
+        good = jax.tree.map(jnp.array, state.params)
+        state = runner.take(1, state._replace(params=poisoned), batch(run))
+        assert float(state.errors["table"].sum()) == pytest.approx(100.0 * good["table"].size)
+        state = runner.take(2, state._replace(params=good), batch(run))
+        assert state.errors is None
+        state = runner.take(3, state, batch(run))
+    size = sum(w.size for w in jax.tree.leaves(state.params))
+    assert float(metrics[1].grad_norm) == pytest.approx(100 * np.sqrt(size), rel=0.01)
+    assert float(metrics[2].grad_norm) < 100
+
+
+def test_a_new_run_without_replicas_is_refused():
+    check_new(made(PAIR))
+    with pytest.raises(RequestError, match="gradient_compression is int8, but mesh 1x1x1 has no replicas"):
+        check_new(made("1x1x1"))
+
+
+RULE = ("--parallel.gradient-compression=int8", "--model.embed=64")
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_on_the_same_mesh_equals_straight_to_the_bit(run, request_of):
+    options = (f"--mesh={PAIR}", "--checkpoint.every=7", *RULE)
+    straight = run("straight", *options)
+    kill_after(7, 7, request_of("killed", *options))
+    resumed = run("killed", *options)
+    figures = [
+        [(line["loss"], line["grad_norm"]) for line in lines(one) if "loss" in line] for one in (resumed, straight)
+    ]
+    assert len(figures[0]) == 20
+    assert figures[0] == figures[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", ["replica=4", "1x1x1"])
+def test_killed_and_resumed_with_other_replicas_the_loss_is_close(run, request_of, capsys, after):
+    straight = run("straight", f"--mesh={PAIR}", *RULE)
+    kill_after(7, 5, request_of("moved", f"--mesh={PAIR}", *RULE))
+    moved = run("moved", f"--mesh={after}", *RULE)
+    said = capsys.readouterr().err
+    assert ("dealt out evenly to 4" if after == "replica=4" else "is added to the first gradient") in said
+    a, b = ([line["loss"] for line in lines(one) if "loss" in line] for one in (moved, straight))
+    np.testing.assert_allclose(a, b, rtol=5e-3)
