@@ -9,7 +9,7 @@ import difflib
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -78,6 +78,31 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
 
+class Traits(NamedTuple):
+    """What requests and predictions must know of a model family; the model itself is a file in `models/`."""
+
+    text: bool
+    """Whether it is a decoder of text; otherwise it classifies images."""
+    rotary: bool = False
+    """Whether positions are rotary (RoPE), without parameters; otherwise a decoder has a table of learned positions."""
+    grouped: bool = False
+    """Whether several query heads may share a key/value head (GQA)."""
+    gated: bool = False
+    """Whether the MLP has a third matrix, the gate."""
+    dropout: bool = False
+    """Whether it has dropout."""
+
+
+FAMILIES = {
+    "gpt": Traits(text=True, dropout=True),
+    "llama": Traits(text=True, rotary=True, grouped=True, gated=True),
+    "cnn": Traits(text=False, dropout=True),
+    "resnet18": Traits(text=False),
+    "resnet50": Traits(text=False),
+}
+"""The model families by the names that `model.family` accepts."""
+
+
 class ModelConfig(Section):
     """Model family (a text decoder or an image classifier) and its sizes."""
 
@@ -116,9 +141,14 @@ class ModelConfig(Section):
     """Channels of an image: 1 for greyscale, 3 for colour."""
 
     @property
+    def traits(self) -> Traits:
+        """The traits of the family."""
+        return FAMILIES[self.family]
+
+    @property
     def images(self) -> bool:
         """Whether the model classifies images; otherwise it models text."""
-        return self.family not in ("gpt", "llama")
+        return not self.traits.text
 
     @property
     def key_value_heads(self) -> int:
@@ -130,10 +160,10 @@ class ModelConfig(Section):
         """Width of the MLP (F), with the default filled in."""
         if self.mlp:
             return self.mlp
-        if self.family == "gpt":
+        if not self.traits.gated:
             return 4 * self.embed
-        # Llama's three matrices of width 8/3 x embed have as many parameters as the GPT's two of width 4 x embed
-        # (Touvron et al. 2023, section 2.2).
+        # Three matrices of width 8/3 x embed have as many parameters as two of width 4 x embed (Touvron et al. 2023,
+        # section 2.2).
         return math.ceil(8 * self.embed / (3 * 256)) * 256
 
 

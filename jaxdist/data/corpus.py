@@ -20,6 +20,7 @@ from jaxdist.config import DataConfig, RequestError
 from jaxdist.data import token_files
 from jaxdist.data.documents import Source, open_sources, reading, split
 from jaxdist.data.progress import Pass, Progress, unseen
+from jaxdist.data.readers import FORMS
 from jaxdist.data.token_cache import open_cache
 from jaxdist.data.tokenizing import (
     ALPHABET,
@@ -269,7 +270,7 @@ def _dtype(vocab: int) -> Literal["uint16", "uint32"]:
 def _describe(source: Source, documents: int) -> str:
     if source.kind == "library":
         return f"Python {platform.python_version()} standard library, {documents} files"
-    if source.kind == "jsonl":
+    if source.kind in FORMS:
         return f"{source.root}, {documents} documents"
     return str(source.root)
 

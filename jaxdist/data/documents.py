@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.data import magics
+from jaxdist.data.readers import FORMS
+from jaxdist.data.readers.document import Document, OnRead
 
 BLOCK_BYTES = 64 << 10
 """Plain text is cut into blocks of about this many bytes."""
@@ -30,8 +30,12 @@ HELD_OUT_BLOCKS = 4
 NOT_LIBRARY = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 """Folders below the standard library that hold tests or are not part of it; `config-*` is left out too."""
 
-KINDS: dict[str, Literal["jsonl", "bin"]] = {".jsonl": "jsonl", ".bin": "bin"}
-KIND_NAMES = {"library": "Python's own library", "jsonl": "JSON lines", "bin": "tokens (.bin)", "text": "plain text"}
+KIND_NAMES = {
+    "library": "Python's own library",
+    "bin": "tokens (.bin)",
+    "text": "plain text",
+    **{ending: form.name for ending, form in FORMS.items()},
+}
 
 ONE_FILE = "one file is read, so join the texts first, in one .txt or in one .jsonl with a line for each text"
 
@@ -40,19 +44,12 @@ def _ignore(count: int) -> None:
     pass
 
 
-class Document(NamedTuple):
-    """A document, or a piece of one."""
-
-    text: str
-    ends: bool
-    """Whether the document ends here, so that an end-of-text token follows."""
-
-
 @dataclass(frozen=True)
 class Source:
     """Files that are read in order, as one stream of documents."""
 
-    kind: Literal["library", "jsonl", "bin", "text"]
+    kind: str
+    """A key of `KIND_NAMES`."""
     root: Path
     files: tuple[Path, ...]
 
@@ -69,7 +66,7 @@ class Source:
         states = [os.stat(path) for path in self.files]
         return tuple((state.st_size, state.st_mtime_ns) for state in states)
 
-    def digest(self, on_read: Callable[[int], None] = _ignore) -> str:
+    def digest(self, on_read: OnRead = _ignore) -> str:
         """Return the SHA-256 (hex) of the kind, the names below the root, and the content.
 
         One pass over the bytes; `on_read` is called with the numbers of bytes as they are read.
@@ -82,8 +79,8 @@ class Source:
                 total.update(_sha256(file, on_read))
         return total.hexdigest()
 
-    def documents(self, fraction: float = 0.0, on_read: Callable[[int], None] = _ignore) -> Iterator[Document]:
-        """Yield the documents in order: the files of a library, the JSON lines of a file, or blocks of a plain text.
+    def documents(self, fraction: float = 0.0, on_read: OnRead = _ignore) -> Iterator[Document]:
+        """Yield the documents in order: the files of a library, those of a file in one of `FORMS`, or blocks of a text.
 
         `fraction` is the part that will be held out; `on_read` is called with the numbers of bytes as they are read.
         Raises `RequestError` naming the line or byte of an error.
@@ -92,8 +89,8 @@ class Source:
             yield from _library_documents(self.files, on_read)
             return
         with reading(self.root), self.root.open("rb") as file:
-            if self.kind == "jsonl":
-                yield from _json_lines(file, self.root, on_read)
+            if self.kind in FORMS:
+                yield from FORMS[self.kind].documents(file, self.root, on_read)
                 return
             size = BLOCK_BYTES
             if fraction:
@@ -104,7 +101,7 @@ class Source:
 
 
 def split(
-    source: Source, validation: Source | None, fraction: float, on_read: Callable[[int], None] = _ignore
+    source: Source, validation: Source | None, fraction: float, on_read: OnRead = _ignore
 ) -> Iterator[tuple[bool, Document]]:
     """Yield the documents, each with whether it is held out.
 
@@ -166,7 +163,9 @@ def _source(path: Path | None) -> Source:
         root = Path(os.__file__).parent
         files = sorted(_library(root), key=lambda file: file.relative_to(root).as_posix())
         return Source("library", root, tuple(files))
-    return Source(KINDS.get(path.suffix.lower(), "text"), path, (path,))
+    ending = path.suffix.lower().removeprefix(".")
+    kind = ending if ending == "bin" or ending in FORMS else "text"
+    return Source(kind, path, (path,))
 
 
 def _library(root: Path) -> Iterator[Path]:
@@ -224,7 +223,7 @@ def reading(path: Path) -> Iterator[None]:
         raise RequestError(f"'{path}' cannot be read ({error.strerror or error}); make it readable") from error
 
 
-def _library_documents(files: Iterable[Path], on_read: Callable[[int], None]) -> Iterator[Document]:
+def _library_documents(files: Iterable[Path], on_read: OnRead) -> Iterator[Document]:
     """Yield each file as one document."""
     for path in files:
         with reading(path):
@@ -236,46 +235,7 @@ def _library_documents(files: Iterable[Path], on_read: Callable[[int], None]) ->
             yield Document(text, True)
 
 
-def _json_lines(file: BufferedReader, path: Path, on_read: Callable[[int], None]) -> Iterator[Document]:
-    """Yield a document per line, skipping blank lines and empty texts. Needs the memory of the longest line."""
-    for number, line in enumerate(file, start=1):
-        on_read(len(line))
-        if number == 1:
-            # Some editors put a byte-order mark at the start of a file.
-            line = line.removeprefix(b"\xef\xbb\xbf")
-        if not line.strip():
-            continue
-        text = _text_of_line(line, f"line {number} of '{path}'")
-        if text:
-            yield Document(text, True)
-
-
-def _text_of_line(line: bytes, where: str) -> str:
-    """Return the "text" of a JSON line. Raises `RequestError` if there is none; `where` names the line."""
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{where} is not utf-8 text (byte {error.start + 1} of it); convert the file") from error
-    except (ValueError, RecursionError) as error:
-        reason = str(error)
-        if isinstance(error, json.JSONDecodeError):
-            reason = f"{error.msg}, column {error.colno}"
-        raise RequestError(f'{where} is not JSON ({reason}); write {{"text": "..."}} on each line') from error
-    text = row.get("text") if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        if not isinstance(row, dict):
-            has = f"a {type(row).__name__}"
-        elif "text" in row:
-            has = 'a "text" that is not a string'
-        else:
-            has = f"the keys {sorted(row)}"
-        raise RequestError(f'{where} has {has}; write an object with a string "text" on each line')
-    if not _is_unicode(text):
-        raise RequestError(f"{where} has half of a surrogate pair (\\ud800 to \\udfff), which is not text; remove it")
-    return text
-
-
-def _blocks(file: BufferedReader, path: Path, size: int, on_read: Callable[[int], None]) -> Iterator[Document]:
+def _blocks(file: BufferedReader, path: Path, size: int, on_read: OnRead) -> Iterator[Document]:
     """Yield blocks of about `size` bytes cut at line ends; a longer line is cut between two characters."""
     place = 0
     block = file.read(size)
@@ -299,7 +259,7 @@ def _blocks(file: BufferedReader, path: Path, size: int, on_read: Callable[[int]
         block = file.read(size)
 
 
-def _sha256(file: BufferedReader, on_read: Callable[[int], None]) -> bytes:
+def _sha256(file: BufferedReader, on_read: OnRead) -> bytes:
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(HASHED_BYTES))
     count = file.readinto(buffer)
@@ -308,11 +268,3 @@ def _sha256(file: BufferedReader, on_read: Callable[[int], None]) -> bytes:
         on_read(count)
         count = file.readinto(buffer)
     return digest.digest()
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxdist.data.documents import Document
 from jaxdist.data.progress import Pass
+from jaxdist.data.readers.document import Document
 from jaxdist.data.token_cache import PROGRESS
 from jaxdist.data.tokens import TokenWriter
 from jaxdist.files import checksum, open_no_follow, read_regular, write_whole

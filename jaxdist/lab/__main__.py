@@ -6,10 +6,10 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from jaxdist.cluster.process_env import check_alone
-from jaxdist.config import RequestError, nearest
+from jaxdist.config import PipelineConfig, RequestError, nearest
 from jaxdist.files import write_whole
 from jaxdist.lab.claims import DEVICES, Claim, claims, measure, topics
 from jaxdist.request import Extra, arguments, check_output, check_picture, run
@@ -23,6 +23,8 @@ LABS = {
 }
 """Name -> what the lab shows. The module of that name has `measure`, which takes its options and returns a `Result`."""
 
+SCHEDULES = get_args(PipelineConfig.model_fields["schedule"].annotation)
+
 OPTIONS = {
     "all-reduce": (
         Extra("devices", 8, "Nodes, K.", Count),
@@ -30,7 +32,7 @@ OPTIONS = {
         Extra("picture", "", "Draw the steps on four nodes, and the cost over K, into this PNG file.", FileName),
     ),
     "schedules": (
-        Extra("schedule", "all", "One of gpipe, 1f1b, interleaved, zb-h1, zb-u, or all."),
+        Extra("schedule", "all", f"One of {', '.join(SCHEDULES)}, or all."),
         Extra("stages", 4, "Stages, S.", Stages),
         Extra("microbatches", 8, "Micro-batches, M.", MicroBatches),
         Extra("virtual_stages", 0, "Chunks on each rank, v; 0: 2 for interleaved, 1 for the others.", CountOrZero),

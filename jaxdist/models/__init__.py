@@ -19,7 +19,8 @@ from jaxdist.models.gpt import GPT
 from jaxdist.models.llama import Llama
 from jaxdist.sharding import LAYERS, ONE_DEVICE, Layout, LogicalAxes, Params, name_of
 
-FAMILIES = dict(gpt=GPT, llama=Llama)
+DECODERS = {"gpt": GPT, "llama": Llama}
+"""The decoders by their family; the traits of a family are in `config.FAMILIES`."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def build(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model | Foreign:
 
 def build_decoder(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
     """Build the decoder that `config` asks for, laid out by `layout`."""
-    return describe(lambda rngs: FAMILIES[config.family](config, layout, rngs))
+    return describe(lambda rngs: DECODERS[config.family](config, layout, rngs))
 
 
 def parameters(model: Model | Foreign) -> int:

@@ -49,7 +49,7 @@ def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
 
         block, stage, offload   the input of the layer
         dots                    also the results of matmuls with weights: query, key and value, attention's output,
-                                the MLP's hidden layer (two for llama)
+                                the MLP's hidden layer (two if it is gated)
         named                   also the input of attention's output matmul, and each head's log sum exp; this is what
                                 ZeRO 2 and 3 keep when nothing is checkpointed
         none                    also the norms and the operands of attention
@@ -57,8 +57,7 @@ def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
     An array that the model axis splits counts only by its part on one device; so does the residual stream under
     sequence parallelism.
     """
-    gated = m.family == "llama"
-    widths = _widths(m, layout, mlps=2 if gated else 1)
+    widths = _widths(m, layout, mlps=2 if m.traits.gated else 1)
     # A layer keeps the same with stage as with block, and with offload it waits in the host's memory.
     if remat in ("block", "stage", "offload"):
         return widths.residual
@@ -76,8 +75,7 @@ def stashed_per_token(m: ModelConfig, layout: Layout) -> int:
 
     W needs both operands of each matmul with a weight, its input and the gradient of its output, and what norms need.
     """
-    gated = m.family == "llama"
-    widths = _widths(m, layout, mlps=3 if gated else 2)
+    widths = _widths(m, layout, mlps=3 if m.traits.gated else 2)
     return 6 * widths.residual + 2 * widths.query + widths.key_value + widths.mlp
 
 

@@ -261,7 +261,7 @@ def _wider(config: Config, ranks: int) -> str:
     sizes = config.model
     if sizes.images:
         return ""
-    # Rotary positions pair the values of a head, so a head of llama has an even size.
-    head = 2 if sizes.family == "llama" else 1
+    # Rotary positions pair the values of a head, so its size is even.
+    head = 2 if sizes.traits.rotary else 1
     unit = math.lcm(ranks, sizes.heads * head)
     return to("model.embed", multiples(unit, near=sizes.embed))

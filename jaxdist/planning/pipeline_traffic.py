@@ -45,7 +45,8 @@ BETWEEN_REPLICAS = "gradients between replicas"
 
 def looks_up_positions(config: Config) -> bool:
     """Return whether each document has its own positions, from a table that is split as the residual stream is."""
-    return config.model.family == "gpt" and config.model.documents == "apart"
+    traits = config.model.traits
+    return traits.text and not traits.rotary and config.model.documents == "apart"
 
 
 def scattered_with_vectors(layout: Layout) -> bool:

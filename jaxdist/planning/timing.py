@@ -23,8 +23,7 @@ def matrices_per_layer(model: ModelConfig) -> int:
     Biases and norms are left out, since no matmul reads them.
     """
     key_value = 2 * model.embed**2 * model.key_value_heads // model.heads
-    # llama's MLP has a gate.
-    arrays = 3 if model.family == "llama" else 2
+    arrays = 3 if model.traits.gated else 2
     mlp = arrays * model.embed * model.mlp_size
     return 2 * model.embed**2 + key_value + mlp
 

@@ -66,9 +66,19 @@ def _entry(left: str, text: str, width: int) -> Iterator[str]:
     if len(left) <= LEFT:
         yield f"  {left:<{LEFT}}  {lines.pop(0)}"
     else:
-        yield f"  {left}"
+        yield from _choices(left, width)
     for line in lines:
         yield " " * (LEFT + 4) + line
+
+
+def _choices(left: str, width: int) -> Iterator[str]:
+    """Yield an option with its choices, broken after a `|` where they are longer than a line."""
+    if len(left) + 2 <= width:
+        yield f"  {left}"
+        return
+    parts = left.replace("|", "| ")
+    for line in textwrap.wrap(parts, width - 2, subsequent_indent="    ", break_on_hyphens=False):
+        yield "  " + line.replace("| ", "|")
 
 
 def _default(value: object) -> str:

@@ -29,7 +29,14 @@ class Row(NamedTuple):
 EVERY = Row(
     model=("gpt-tied", "gpt-untied", "llama-tied", "llama-untied"),
     mesh=("1x1x2", "1x1x3", "1x1x4", "1x1x8", "2x2x2", "1x2x4", "2x1x4", "replica=2,pipeline=2,data=2"),
-    schedule=(("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-u", 1), ("zb-h1", 1)),
+    schedule=(
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved", 2),
+        ("interleaved", 3),
+        ("zb-u", 1),
+        ("zb-h1", 1),
+    ),
     micro_batches=(1, 2, 3, 5, 8, 11),
     zero=(0, 1, 2, 3),
     sequence=(False, True),

@@ -1,11 +1,12 @@
 """Bubbles and numbers in flight: counted unit by unit, and by the formulas of the papers. Fractions: equal is equal."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
 from jaxdist.parallel.pipeline.formulas import free_bubble, in_flight, lockstep_bubble
-from jaxdist.parallel.pipeline.schedules import make
+from jaxdist.parallel.pipeline.schedules import SCHEDULES, make
 from jaxdist.parallel.pipeline.simulate import Times, bubble, peak_in_flight
 from tests.pipeline.grid import GRID
 
@@ -66,3 +67,8 @@ def test_recomputation_takes_the_gain_of_zb_h1_in_lockstep():
     """A tick lasts as its slowest unit: with F, I and W unequal, others wait in every one of them."""
     recomputing = {name: bubble(make(name, 4, 32), REMAT).share for name in ("1f1b", "zb-u", "zb-h1")}
     assert recomputing["zb-u"] < recomputing["1f1b"] < recomputing["zb-h1"]
+
+
+def test_a_schedule_without_a_formula_is_counted(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "late", lambda S, M, v: replace(SCHEDULES["gpipe"](S, M, v), name="late"))
+    assert in_flight("late", 4, 8) == in_flight("gpipe", 4, 8)

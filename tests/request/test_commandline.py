@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -72,6 +73,16 @@ def test_help_tells_everything_in_its_width(capsys, monkeypatch, columns):
     assert "Decoder blocks (L). (default 4)" in words
     assert "--parallel.zero 0|1|2|3 ZeRO" in words
     assert "parallel.rules: Mesh axis that shards" in words
+
+
+def test_help_breaks_choices_that_are_longer_than_a_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "72")
+    choices = [f"choice-{number}" for number in range(12)]
+    with pytest.raises(SystemExit):
+        ask("--help", extras=[Extra("way", choices[0], "Which way.", Literal[tuple(choices)])])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 72
+    assert f"--way {'|'.join(choices)} Which way." in " ".join(text.replace("|\n", "|").split()).replace("| ", "|")
 
 
 def test_help_leaves_out_what_a_command_does_not_use(capsys):

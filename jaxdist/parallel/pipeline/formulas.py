@@ -21,8 +21,8 @@ at a time, as in pipedream, a rank keeps S - r in flight, not 2(S-1-r) + 1, whic
 
 from __future__ import annotations
 
-from jaxdist.parallel.pipeline.schedules import Places
-from jaxdist.parallel.pipeline.simulate import Times
+from jaxdist.parallel.pipeline.schedules import Places, make
+from jaxdist.parallel.pipeline.simulate import Times, peak_in_flight
 
 
 def lockstep_bubble(name: str, S: int, M: int, v: int, times: Times) -> float | None:
@@ -65,7 +65,10 @@ def _equal_parts(S: int, M: int, v: int, times: Times) -> float | None:
 
 
 def in_flight(name: str, S: int, M: int, v: int = 1) -> list[int]:
-    """Return for each rank the most chunks times micro-batches in flight, as `peak_in_flight` counts them."""
+    """Return for each rank the most chunks times micro-batches in flight, as `peak_in_flight` counts them.
+
+    A schedule without a formula is counted.
+    """
     groups = (v - 1) * Places(S, M, v).group
     ranks = range(S)
     if name == "gpipe":
@@ -79,7 +82,8 @@ def in_flight(name: str, S: int, M: int, v: int = 1) -> list[int]:
     elif name == "pipedream":
         most = [S - r for r in ranks]
     else:
-        raise KeyError(name)
+        # No formula is known.
+        return peak_in_flight(make(name, S, M, v))
     return [min(v * M, one) for one in most]
 
 

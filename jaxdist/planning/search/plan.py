@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxdist.config import Config, RequestError
+from jaxdist.config import FAMILIES, Config, RequestError
 from jaxdist.mesh import MODEL, PIPELINE, REPLICA, describe
 from jaxdist.models import Model, build_decoder
 from jaxdist.planning.clusters import Cluster, check_sites
@@ -118,7 +118,10 @@ def search(config: Config, devices: int, cluster: Cluster) -> Plan:
 def check_covered(config: Config) -> None:
     """Raise `RequestError` for options that the predictions do not cover."""
     if config.model.images:
-        raise RequestError(f"plan knows models of text, and model.family is {config.model.family}; use gpt or llama")
+        decoders = ", ".join(name for name, traits in FAMILIES.items() if traits.text)
+        raise RequestError(
+            f"plan knows models of text, and model.family is {config.model.family}; use one of {decoders}"
+        )
     rows = config.train.global_batch_size
     if rows > MOST_ROWS:
         raise RequestError(f"plan takes {MOST_ROWS:,} rows per step at most; lower train.global_batch_size {rows:,}")

@@ -24,7 +24,7 @@ def layer_products(m: ModelConfig, tokens: Numbers, ways: Numbers, gpu: str) -> 
     Idle cores of the last wave count as working. The three numbers are those of the forward pass, of the gradients of
     the inputs, and of the gradients of the weights.
     """
-    arrays = 2 if m.family == "llama" else 1  # llama's gate and up projections are computed as one
+    arrays = 2 if m.traits.gated else 1  # the gate and up projections are computed as one
     up = arrays * m.mlp_size / ways
     qkv = m.embed * (1 + 2 * m.key_value_heads / m.heads) / ways
     weights = [(m.embed, qkv), (m.embed / ways, m.embed), (m.embed, up), (m.mlp_size / ways, m.embed)]

@@ -282,8 +282,8 @@ def _heads(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
 def _key_value_heads(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     model = config.model
     ways = shape[MODEL]
-    # Other checks report key/value heads of a GPT, and those that do not divide the heads.
-    reported = model.family == "gpt" or (model.kv_heads and model.heads % model.kv_heads)
+    # Other checks report key/value heads of a model without them, and those that do not divide the heads.
+    reported = not model.traits.grouped or (model.kv_heads and model.heads % model.kv_heads)
     if not model.kv_heads or reported:
         return
     if config.parallel.rules.heads != MODEL or _even(model.kv_heads, ways):

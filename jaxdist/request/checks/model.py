@@ -19,13 +19,11 @@ def decoder_parameters(model: ModelConfig) -> int:
     attention = 2 * model.embed**2 + 2 * model.embed * head_size * model.key_value_heads
     # An untied model has a second table as its output projection.
     table_rows = model.vocab if model.tied else 2 * model.vocab
-    if model.family == "gpt":
-        mlp = 2 * model.embed * model.mlp_size
-        # The GPT has a table of learned positions.
+    if not model.traits.rotary:
+        # A table of learned positions.
         table_rows += model.sequence
-    else:
-        # Llama's MLP has a third matrix, the gate.
-        mlp = 3 * model.embed * model.mlp_size
+    matrices = 3 if model.traits.gated else 2
+    mlp = matrices * model.embed * model.mlp_size
     return model.layers * (attention + mlp) + table_rows * model.embed
 
 
@@ -50,12 +48,12 @@ def _parameters(config: Config) -> Iterator[str]:
 def head_counts(model: ModelConfig, ways: int = 1) -> list[int]:
     """Return the numbers of heads that fit the other sizes and divide by `ways`."""
     counts = [n for n in divisors(model.embed) if n % ways == 0]
-    if model.family != "llama":
-        return counts
-    if model.kv_heads:
+    if model.traits.grouped and model.kv_heads:
         counts = [n for n in counts if n % model.kv_heads == 0]
-    # Rotary positions rotate pairs of numbers, so the size of a head must be even.
-    return [n for n in counts if model.embed // n % 2 == 0]
+    if model.traits.rotary:
+        # Rotary positions rotate pairs of numbers, so the size of a head must be even.
+        counts = [n for n in counts if model.embed // n % 2 == 0]
+    return counts
 
 
 @check("model.embed", "model.heads")
@@ -70,17 +68,17 @@ def _heads(config: Config) -> Iterator[str]:
 def _rotary(config: Config) -> Iterator[str]:
     model = config.model
     size, rest = divmod(model.embed, model.heads)
-    if model.family == "llama" and not rest and size % 2:
+    if model.traits.rotary and not rest and size % 2:
         yield (
             f"model.embed {model.embed} in {model.heads} model.heads makes heads of size {size}, but the rotary "
-            f"positions of llama rotate pairs and need an even size; {_other_heads(model)}"
+            f"positions of {model.family} rotate pairs and need an even size; {_other_heads(model)}"
         )
 
 
 def _other_heads(model: ModelConfig) -> str:
     heads = closest(head_counts(model), model.heads)
     unit = model.heads
-    if model.family == "llama":
+    if model.traits.rotary:
         # The size of a head must be even.
         unit *= 2
     return remedy(to("model.heads", heads), to("model.embed", multiples(unit, near=model.embed)))
@@ -89,7 +87,7 @@ def _other_heads(model: ModelConfig) -> str:
 @check("model.family", "model.heads", "model.kv_heads")
 def _key_value_heads(config: Config) -> Iterator[str]:
     model = config.model
-    if model.family == "llama" and model.heads % model.key_value_heads:
+    if model.traits.grouped and model.heads % model.key_value_heads:
         yield f"model.heads {model.heads} does not divide by model.kv_heads {model.kv_heads}; " + remedy(
             to("model.kv_heads", closest(divisors(model.heads), model.kv_heads)),
             to("model.heads", closest(head_counts(model), model.heads)),
@@ -97,17 +95,20 @@ def _key_value_heads(config: Config) -> Iterator[str]:
 
 
 @check("model.family", "model.kv_heads", "model.rope_theta")
-def _gpt(config: Config) -> Iterator[str]:
-    if config.model.family == "gpt":
-        yield from unused(config, "model.kv_heads", "model.family gpt")
-        yield from unused(config, "model.rope_theta", "model.family gpt")
+def _attention(config: Config) -> Iterator[str]:
+    model = config.model
+    # Of models of images, `_other_kind` reports all knobs of text.
+    if model.traits.text and not model.traits.grouped:
+        yield from unused(config, "model.kv_heads", f"model.family {model.family}")
+    if model.traits.text and not model.traits.rotary:
+        yield from unused(config, "model.rope_theta", f"model.family {model.family}")
 
 
 @check("model.family", "model.dropout")
 def _no_dropout(config: Config) -> Iterator[str]:
-    family = config.model.family
-    if family not in ("gpt", "cnn"):
-        yield from unused(config, "model.dropout", f"model.family {family}, which has no dropout,")
+    model = config.model
+    if not model.traits.dropout:
+        yield from unused(config, "model.dropout", f"model.family {model.family}, which has no dropout,")
 
 
 TEXT_KNOBS = (

@@ -1,0 +1,26 @@
+"""What every reader of text yields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+OnRead = Callable[[int], None]
+"""Is called with the numbers of bytes as they are read."""
+
+
+class Document(NamedTuple):
+    """A document, or a piece of one."""
+
+    text: str
+    ends: bool
+    """Whether the document ends here, so that an end-of-text token follows."""
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text can be written as UTF-8, which half of a surrogate pair cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,39 @@
+"""What is said of a model family in the configuration is true of its model."""
+
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxdist import models
+from jaxdist.config import FAMILIES, ModelConfig
+from jaxdist.request.checks.model import decoder_parameters
+
+SIZES = dict(layers=2, embed=32, heads=4, vocab=96, sequence=16)
+
+
+def test_every_family_has_traits_and_a_model():
+    assert list(get_args(ModelConfig.model_fields["family"].annotation)) == list(FAMILIES)
+    assert list(models.DECODERS) == [name for name, traits in FAMILIES.items() if traits.text]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", models.DECODERS)
+def test_the_matrices_are_those_that_the_traits_predict(family, tied):
+    """A gate, shared key/value heads and a table of positions each change the number."""
+    shared = 2 if FAMILIES[family].grouped else 0
+    for kv_heads in {0, shared}:
+        config = ModelConfig(family=family, tied=tied, kv_heads=kv_heads, **SIZES)
+        model = models.build(config)
+        sizes = jax.tree.map(lambda leaf, matrix: leaf.size * matrix, model.abstract, models.matrices(model))
+        assert sum(jax.tree.leaves(sizes)) == decoder_parameters(config)
+
+
+@pytest.mark.parametrize("family", models.DECODERS)
+def test_dropout_is_drawn_where_the_traits_say_so(family, one_device):
+    model = models.build(ModelConfig(family=family, dropout=0.5, **SIZES))
+    layer = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), model.abstract["blocks"])
+    keys = jax.random.split(jax.random.key(0), 3)
+    program = jax.make_jaxpr(model.block)(layer, jnp.zeros((3, 16, 32)), keys)
+    assert ("random_bits" in str(program)) == FAMILIES[family].dropout

@@ -1,0 +1,113 @@
+"""The recipes of docs/contributing are true: their diffs fit this tree, and what they add works."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import recipes
+from tests.recipes import PAGES, ROOT
+
+PROOFS = {
+    "add-a-model": ("tests/parity/test_parity.py", "every_layout and llama-relu2-2x4x1"),
+    "add-a-schedule": ("tests/pipeline/test_tables.py", "test_schedule_and_table and looped-bfs"),
+    "add-a-data-format": ("tests/data/test_csv_rows.py", "table_has_the_tokens"),
+    "add-a-collective": ("tests/lab/test_reductions.py", "two-rings and not growth"),
+    "add-a-lecture-claim": ("tests/lab/test_claims.py", "pipeline-chunks"),
+}
+"""Recipe -> a file of tests, and which of them are run in the changed copy."""
+
+SHOWN = ("jaxdist", "tests", "docs", "examples", "scripts", "README.md", "CHANGELOG.md", "pyproject.toml")
+
+
+def whole_copy(tree: Path) -> None:
+    """Copy the files that a recipe may change, or a test of it needs; by the packages ruff sorts the imports."""
+    for name in SHOWN:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, tree / name)
+
+
+def test_every_recipe_has_a_proof():
+    assert {page.stem for page in PAGES} == PROOFS.keys()
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert all(f"docs/contributing/{name}.md" in text for name in PROOFS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_diff_fits_this_tree_and_is_formatted(page, tmp_path):
+    """What it leaves is as ruff wants it, so that who follows the recipe passes CI's first check."""
+    whole_copy(tmp_path)
+    changed = recipes.apply(recipes.diff_of(page), tmp_path)
+    python = [str(path) for path in changed if path.suffix == ".py"]
+    for command in (["check"], ["format", "--check"]):
+        ran = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, *python], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROOFS)
+def test_what_the_recipe_adds_works(name, tmp_path):
+    whole_copy(tmp_path)
+    recipes.apply(recipes.diff_of(ROOT / "docs" / "contributing" / f"{name}.md"), tmp_path)
+    path, which = PROOFS[name]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTEST_ADDOPTS": ""}
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "0", path, "-k", which],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+
+
+DIFF = """\
+--- a/poem
++++ b/poem
+@@ -2,3 +2,3 @@
+ b
+-c
++C
+ d
+--- /dev/null
++++ b/new
+@@ -0,0 +1,2 @@
++x
++y
+"""
+
+
+def test_a_diff_is_applied_where_its_lines_stand(tmp_path):
+    """Also when they have moved; of several places, at the nearest."""
+    (tmp_path / "poem").write_text("z\na\nb\nc\nd\ne\n" + "b\nc\nd\n")
+    recipes.apply(DIFF, tmp_path)
+    assert (tmp_path / "poem").read_text() == "z\na\nb\nC\nd\ne\nb\nc\nd\n"
+    assert (tmp_path / "new").read_text() == "x\ny\n"
+
+
+@pytest.mark.parametrize(
+    ("poem", "new", "diff", "reason"),
+    [
+        ("a\nb\nc\nD\n", False, DIFF, "these lines are not there"),
+        ("a\nb\nc\nd\n", True, DIFF, "new in the diff, and exists"),
+        ("a\nb\nc\nd\n", False, DIFF.replace("-2,3 +2,3", "-2,2 +2,3"), "longer than its heading says"),
+        ("a\nb\nc\nd\n", False, DIFF.replace("+1,2", "+1,3"), "shorter than its heading says"),
+        ("a\nb\nc\nd\n", False, DIFF.replace("b/new", "b/../new"), "../new"),
+    ],
+)
+def test_a_diff_that_does_not_fit_is_refused(tmp_path, poem, new, diff, reason):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "poem").write_text(poem)
+    if new:
+        (tmp_path / "tree" / "new").write_text("")
+    with pytest.raises(AssertionError, match=reason):
+        recipes.apply(diff, tmp_path / "tree")
