@@ -21,7 +21,7 @@ from jaxdist.lab.checks import memory, traffic
 from jaxdist.lab.slow_networks import replicas, server, top_k
 from jaxdist.mesh import DATA
 from jaxdist.models import Params
-from jaxdist.parallel import zero
+from jaxdist.parallel import gradient_compression, zero
 from jaxdist.parallel.pipeline import schedules
 from jaxdist.planning import pipelines
 from jaxdist.training import run
@@ -182,6 +182,23 @@ def twice_as_many_elements_are_sent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(top_k, "largest", lambda x, density, form: largest(x, 2 * density, form))
 
 
+def twice_as_many_of_a_block_are_exact(patch: pytest.MonkeyPatch) -> None:
+    largest = gradient_compression._largest
+    patch.setattr(gradient_compression, "_largest", lambda x, count: largest(x, 2 * count))
+
+
+def the_first_of_a_block_count_as_its_largest(patch: pytest.MonkeyPatch) -> None:
+    top_k = jax.lax.top_k
+    patch.setattr(jax.lax, "top_k", lambda x, count: top_k(jnp.zeros_like(x), count))
+
+
+def scales_are_lost(patch: pytest.MonkeyPatch) -> None:
+    def without(sent: jax.Array) -> jax.Array:
+        return sent[..., : gradient_compression.BLOCK].astype(jnp.float32) / 127
+
+    patch.setattr(gradient_compression, "_from_int8", without)
+
+
 def the_own_gradient_stays_in(patch: pytest.MonkeyPatch) -> None:
     """It is counted once by its worker, and once more in the mean that arrives late."""
 
@@ -239,5 +256,8 @@ FAULTS = (
     Fault("federated-average", nothing_crosses, {"others": ()}),
     Fault("topk-only", half_of_what_waits_is_forgotten, {"steps": 5}),
     Fault("topk-only", twice_as_many_elements_are_sent, {"steps": 5}, slow=True),
+    Fault("topk-int8", twice_as_many_of_a_block_are_exact),
+    Fault("topk-int8", the_first_of_a_block_count_as_its_largest),
+    Fault("topk-int8-loss", scales_are_lost, {"others": ()}, slow=True),
     Fault("dga-delay", the_own_gradient_stays_in, slow=True),
 )

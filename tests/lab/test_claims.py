@@ -15,7 +15,16 @@ from tests.lab.faults import CACHES, FAULTS
 from tests.lab.pages import assert_pasted
 
 CHECKS = claims.checks()
-SLOW = {"strong-scaling", "val-reduce", "pipeline-2x2", "zero-comm-1", "zero-comm-2", "zero-comm-3", "dga-delay"}
+SLOW = {
+    "strong-scaling",
+    "val-reduce",
+    "pipeline-2x2",
+    "zero-comm-1",
+    "zero-comm-2",
+    "zero-comm-3",
+    "topk-int8-loss",
+    "dga-delay",
+}
 """Those that compile for seconds."""
 
 IDS = [pytest.param(id, marks=pytest.mark.slow if id in SLOW else ()) for id in CHECKS if id not in REDUCTIONS]

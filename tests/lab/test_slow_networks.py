@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.lab.slow_networks import byte_model, picture, replicas, server, timeline, top_k
+from jaxdist.lab.slow_networks import byte_model, compressed, picture, replicas, server, timeline, top_k
+from jaxdist.planning.hlo import Collective
 
 
 def test_private_rows_come_from_a_text_of_their_own():
@@ -69,6 +70,24 @@ def test_the_rest_is_added_to_the_next_gradient():
     np.testing.assert_array_equal(forgotten.arrived, [[2, 0, 0, 1], [0, 1.5, 0.5, 0]])
 
 
+def test_exact_sums_array_by_array_are_those_of_one_vector():
+    batches = byte_model.batches(3, 2, 4, private=False)
+    found = compressed.train("exact", 0.5, batches)
+    (wanted,) = replicas.train("on time", [0.5], batches)
+    np.testing.assert_allclose(found.weights, wanted.weights, atol=1e-6)
+    assert found.bytes == wanted.bytes
+
+
+def test_what_two_replicas_send_for_an_element():
+    """In INT8: 1 byte, and 4 for the scale of 256."""
+    own = np.random.default_rng(0).normal(size=(2, 64, 128)).astype(np.float32)
+    found = compressed.once(own, "int8")
+    assert found.bytes == found.bytes_of("s8") == 1 + 4 / 256
+    np.testing.assert_allclose(found.total + found.errors.sum(axis=0), own.sum(axis=0), atol=1e-5)
+    # A step of the rounding is 1/127 of the largest of a block.
+    assert 0 < np.abs(found.errors).max() < np.abs(own).max() / 127 * 2
+
+
 def test_rows_have_to_divide_among_workers():
     with pytest.raises(ValueError, match="12 rows do not divide among 5 workers"):
         server.run(5)
@@ -103,5 +122,9 @@ def test_pictures(tmp_path):
     picture.timelines(tmp_path / "timelines.png")
     gradients = np.random.default_rng(0).normal(size=(6, 2, 6400)).astype(np.float32)
     picture.feedback(gradients, 0.01, tmp_path / "feedback.png")
+    nothing = np.zeros((20, 2, 0))
+    moves = [Collective("all-reduce", ("replica",), 2, (("f32", 100),), count=20)]
+    one = replicas.Trained(np.stack([byte_model.start()] * 2), np.ones((20, 2)), nothing, moves)
+    picture.bytes_and_loss({"exact": one, "int8": one}, tmp_path / "rules.png")
     for path in tmp_path.iterdir():
         assert path.read_bytes().startswith(b"\x89PNG")

@@ -12,7 +12,8 @@ from jaxdist.lab import two_layers
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
 from jaxdist.lab.reductions.checks import gradient_bytes
-from jaxdist.lab.slow_networks import byte_model, picture, replicas, server, timeline, top_k
+from jaxdist.lab.slow_networks import byte_model, compressed, picture, replicas, server, timeline, top_k
+from jaxdist.parallel.gradient_compression import BLOCK, LARGEST_OF, SCALE
 from jaxdist.planning.tables import table
 
 WORKERS = (2, 6)
@@ -21,6 +22,9 @@ WORKERS = (2, 6)
 REPLICAS = 4
 ROWS = 16
 """Rows of a replica in a step."""
+
+SUMMED = (256, 256)
+"""Shape of a gradient of whole blocks, which no padding makes longer."""
 
 
 def _apart(found: np.ndarray, wanted: np.ndarray) -> float:
@@ -173,6 +177,87 @@ def top_k_only(expected: str, tolerance: str, density: float = 0.01, feedback: b
     return Outcome(value, value == expected, (*lines, *table(rows)), partial(picture.feedback, gradients, density))
 
 
+def top_k_int8(expected: str, tolerance: str, density: float = 0.01) -> Outcome:
+    """Measure the bytes that one of two replicas sends for each element of a gradient, by the trainer's own rule.
+
+    They are read from the compiled program. The claim counts places of 32 bits and no scales, the trainer sends places
+    of 16 bits and scales: both sums have to be as expected. The program is run, too: the largest arrive exactly, and
+    what arrives and what each replica keeps are the whole sum.
+    """
+    gradients = np.random.default_rng(0).standard_t(3, (2, *SUMMED)).astype(np.float32)
+    exact = compressed.once(gradients, "exact")
+    found = compressed.once(gradients, "topk-int8", density)
+    int8 = found.bytes_of("s8") * BLOCK / (BLOCK + SCALE)
+    scales = found.bytes_of("s8") - int8
+    # What the lab's own rule gathers, with places of 32 bits.
+    wide = top_k.cross(gradients.reshape(1, 2, -1), density, bits=32).bytes_in
+    as_claimed = wide + int8
+    total = gradients.sum(axis=0, dtype=np.float64)
+    lost = _apart(found.total + found.errors.sum(axis=0, dtype=np.float64), total)
+    rounded = _rounded_largest(gradients, found, density)
+    rows = [("bytes per element", "largest", "INT8", "scales", "in all", "float32 / it")]
+    for name, parts in (
+        ("the trainer: places of 16 bits", (found.bytes_of("u16"), int8, scales)),
+        ("as claimed: places of 32 bits, no scales", (wide, int8, 0.0)),
+        ("places of 32 bits, and scales", (wide, int8, scales)),
+    ):
+        cells = [f"{part:.4f}" for part in (*parts, sum(parts))]
+        rows.append((name, *cells, f"{exact.bytes / sum(parts):.2f}"))
+    lines = (
+        f"{total.size:,} elements, 2 replicas, of which each sends {exact.bytes:g} bytes per element in float32",
+        *table(rows),
+        "The trainer's shorter places and its scales nearly cancel: "
+        f"{found.bytes_of('u16') - wide:+.3f} and {scales:+.3f} bytes.",
+        f"lost of the sum: {lost:.1e}; rounded of the largest, apart from what a replica owes for the sum: {rounded}",
+    )
+    near = all(within(bytes, expected, tolerance) for bytes in (found.bytes, as_claimed))
+    return Outcome(found.bytes, near and rounded == 0 and lost <= 1e-6, lines)
+
+
+def _rounded_largest(gradients: np.ndarray, summed: compressed.Summed, density: float) -> int:
+    """Count the largest elements of each block that did not arrive exactly."""
+    count = round(density * LARGEST_OF)
+    rounded = 0
+    for replica, (own, errors) in enumerate(zip(gradients, summed.errors, strict=True)):
+        largest = np.argsort(-np.abs(own.reshape(-1, LARGEST_OF)), axis=1)[:, :count]
+        at_largest = np.take_along_axis(errors.reshape(-1, LARGEST_OF), largest, axis=1)
+        pieces = at_largest.reshape(len(gradients), -1)
+        # In the piece that a replica has summed, its error is also that of the sum, on its way back.
+        rounded += np.count_nonzero(np.delete(pieces, replica, axis=0))
+    return rounded
+
+
+def top_k_int8_loss(
+    expected: str,
+    tolerance: str,
+    rule: str = "topk-int8",
+    others: Sequence[str] = ("bfloat16", "int8", "powersgd"),
+    steps: int = 100,
+) -> Outcome:
+    """Measure the held-out loss after training with gradients summed by a rule, minus that with exact sums.
+
+    Two replicas, SGD, error feedback; the other rules are shown beside it.
+    """
+    batches = byte_model.batches(steps, 2, ROWS, private=False)
+    trained = {name: compressed.train(name, 0.5, batches) for name in dict.fromkeys(("exact", rule, *others))}
+    losses = {name: byte_model.validation_loss(one.mean) for name, one in trained.items()}
+    sent = {name: one.bytes / steps / byte_model.start().size for name, one in trained.items()}
+    value = losses[rule] - losses["exact"]
+    rows = [("rule", "bytes per element", "held-out loss", "gap", "of the loss")]
+    for name, loss in losses.items():
+        gap = loss - losses["exact"]
+        rows.append((name, f"{sent[name]:.3f}", f"{loss:.4f}", f"{gap:+.4f}", f"{gap / losses['exact']:+.2%}"))
+    unigram = byte_model.unigram_loss()
+    lines = (
+        f"2 replicas, {steps} steps of SGD at 0.5 with error feedback; nats per byte:",
+        *table(rows),
+        f"how often each byte occurs, alone: {unigram:.4f}",
+    )
+    # An agreement of models that have learned nothing would say nothing.
+    passed = within(value, expected, tolerance, of=losses["exact"]) and losses["exact"] < unigram
+    return Outcome(value, passed, lines, partial(picture.bytes_and_loss, trained))
+
+
 def dgc_ratio(expected: str, tolerance: str, whole: float = 97, sent: float = 0.35) -> Outcome:
     """Divide the published sizes of a gradient of ResNet-50, in MB: arithmetic, nothing is measured."""
     value = whole / sent
@@ -228,6 +313,8 @@ CHECKS = {
     "ps-direction": Check(server_direction, {"push": "models"}),
     "federated-average": Check(federated, {"local_steps": 4}),
     "straggler": Check(straggler, {"slow_steps": 8}),
+    "topk-int8": Check(top_k_int8, {"density": 0.02}),
+    "topk-int8-loss": Check(top_k_int8_loss, {}),
     "topk-only": Check(top_k_only, {"feedback": False}),
     # 0.1 % of 97.5 MB, without the places.
     "dgc-ratio": Check(dgc_ratio, {"sent": 0.0975}),

@@ -142,6 +142,23 @@ def late(trained: Mapping[str, Sequence[Trained]], rates: Sequence[float], path:
     write_picture(path, figure, dpi=DPI)
 
 
+def bytes_and_loss(trained: Mapping[str, Trained], path: Path) -> None:
+    """Draw the losses with gradients that are summed by some rules, and what each of them sends."""
+    figure = blank(11, 4)
+    curves, cost = figure.subplots(1, 2)
+    elements = byte_model.start().size
+    for (name, one), colour in zip(trained.items(), (BLACK, BLUE, GREEN, ORANGE, RED, PINK, SKY), strict=False):
+        curves.plot(*_smooth(one.losses), color=colour, label=name)
+        sent = one.bytes / len(one.losses) / elements
+        loss = byte_model.validation_loss(one.mean)
+        cost.plot(sent, loss, "o", color=colour, label=name)
+        cost.annotate(name, (sent, loss), xytext=(4, 4), textcoords="offset points", fontsize=8)
+    curves.set(xlabel="step", ylabel="nats per byte", title="loss of the replicas on their own rows")
+    curves.legend(fontsize=8)
+    cost.set(xscale="log", xlabel="bytes sent per element and step", title="held-out loss")
+    write_picture(path, figure, dpi=DPI)
+
+
 def _smooth(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return steps, and the mean loss of the replicas over the `SMOOTHED` steps before each."""
     window = np.ones(SMOOTHED) / SMOOTHED

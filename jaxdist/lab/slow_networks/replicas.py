@@ -114,7 +114,7 @@ def train(
         (w, _), (losses, gradients) = lax.scan(step, (w, waiting), batches[:, 0])
         return w[None], losses[:, None], gradients[:, None]
 
-    program = _compiled(replica, batches, jnp.float32(0))
+    program = compiled(replica, batches, jnp.float32(0))
     return [program(batches, jnp.float32(rate)) for rate in rates]
 
 
@@ -142,10 +142,10 @@ def local_steps(steps: Sequence[int], rate: float, batches: Int[np.ndarray, "rou
         w, losses = lax.scan(round, w, batches[:, :, 0])
         return w[None], losses.reshape(-1, 1), jnp.zeros((losses.size, 1, 0))
 
-    return _compiled(replica, batches, jnp.float32(0))(batches, jnp.float32(rate))
+    return compiled(replica, batches, jnp.float32(0))(batches, jnp.float32(rate))
 
 
-def _compiled(replica: Callable, batches: np.ndarray, rate: Array) -> Callable[..., Trained]:
+def compiled(replica: Callable, batches: np.ndarray, rate: Array) -> Callable[..., Trained]:
     """Compile the program of a replica for `batches` [..., R, B, c]; returns a function that runs it."""
     workers = batches.shape[-3]
     mesh = cpu_mesh(f"replica={workers}")
