@@ -34,6 +34,7 @@ OF_DEVICES = {
 """Knob -> (what float32 turns into 0, what into infinity or, of a fraction, 1, what it keeps)."""
 
 OF_HOSTS = {
+    "parallel.compression_density": "counts the numbers of a block",
     "data.validation_fraction": "counts documents or tokens",
     "optimizer.decay_fraction": "counts steps",
     "train.epochs": "counts steps",
@@ -43,7 +44,11 @@ OF_HOSTS = {
 }
 """Knob -> what Python does with it, in float64."""
 
-USED = {"model.rope_theta": {"model.family": "llama"}}
+USED = {
+    "model.rope_theta": {"model.family": "llama"},
+    "optimizer.decay_fraction": {"optimizer.schedule": "constant"},
+    "parallel.compression_density": {"parallel.gradient_compression": "topk-int8", "mesh": "replica=2"},
+}
 """Knob -> others without which it has no effect."""
 
 
@@ -94,9 +99,8 @@ def test_the_rows_are_right_about_float32():
 
 @pytest.mark.parametrize("name", OF_HOSTS)
 def test_what_python_computes_with_may_be_as_small_as_it_likes(name):
-    schedule = {"optimizer.schedule": "constant"} if name == "optimizer.decay_fraction" else {}
     section, knob = name.split(".")
-    assert getattr(getattr(load(None, schedule | {name: "1e-50"}), section), knob) == 1e-50
+    assert getattr(getattr(load(None, USED.get(name, {}) | {name: "1e-50"}), section), knob) == 1e-50
 
 
 def test_the_learning_rate_at_the_end_has_to_be_a_number_too():

@@ -31,6 +31,9 @@ class Kept:
     def has_best(self):
         return bool(self.best)
 
+    def owed_by(self, found):
+        return 0
+
     def restore(self, abstract, found):
         return STATE
 
