@@ -150,12 +150,11 @@ def bytes_and_loss(trained: Mapping[str, Trained], path: Path) -> None:
     for (name, one), colour in zip(trained.items(), (BLACK, BLUE, GREEN, ORANGE, RED, PINK, SKY), strict=False):
         curves.plot(*_smooth(one.losses), color=colour, label=name)
         sent = one.bytes / len(one.losses) / elements
-        loss = byte_model.validation_loss(one.mean)
-        cost.plot(sent, loss, "o", color=colour, label=name)
-        cost.annotate(name, (sent, loss), xytext=(4, 4), textcoords="offset points", fontsize=8)
+        cost.plot(sent, byte_model.validation_loss(one.mean), "o", color=colour, label=name)
     curves.set(xlabel="step", ylabel="nats per byte", title="loss of the replicas on their own rows")
-    curves.legend(fontsize=8)
     cost.set(xscale="log", xlabel="bytes sent per element and step", title="held-out loss")
+    # The curves of rules that lose little lie on each other; the points do not.
+    cost.legend(fontsize=8)
     write_picture(path, figure, dpi=DPI)
 
 
