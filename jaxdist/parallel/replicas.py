@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import P
 from jax.sharding import NamedSharding, reshard
 from jaxtyping import Array, Float
@@ -96,6 +97,18 @@ def join(trees: Sequence[TreeT], mesh: jax.sharding.Mesh) -> TreeT:
         return jax.make_array_from_single_device_arrays(tuple(shape), _as_on(mesh, parts[0]), shards)
 
     return jax.tree.map(together, *trees)
+
+
+def value(a: jax.Array) -> int:
+    """Return the one number of an array [1] of a replica that has devices of this process."""
+    return int(np.asarray(a.addressable_shards[0].data)[0])
+
+
+def filled(a: jax.Array, number: float) -> jax.Array:
+    """Return an array like `a`, [1] of a replica, with that number in it; no process waits for another."""
+    one = np.full(a.shape, number, a.dtype)
+    shards = [jax.device_put(one, shard.device) for shard in a.addressable_shards]
+    return jax.make_array_from_single_device_arrays(a.shape, a.sharding, shards)
 
 
 def joined(tree: Tree, mesh: jax.sharding.Mesh) -> Tree:

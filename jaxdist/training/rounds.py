@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxdist.mesh import REPLICA
-from jaxdist.parallel.replicas import join, joined, mesh_of, part
+from jaxdist.mesh import REPLICA, of_one_replica
+from jaxdist.parallel.replicas import filled, join, joined, mesh_of, part, value
 from jaxdist.sharding import on_devices
-from jaxdist.training.forward.local_step import Common, LocalStep, Replica
+from jaxdist.training.forward.local_step import Common, LocalStep
 from jaxdist.training.forward.step import Batch, Metrics, TrainState
 from jaxdist.training.run import Run
 
@@ -43,8 +43,8 @@ class InRound(NamedTuple):
     """The state within a round."""
 
     common: Common
-    replicas: tuple[Replica, ...]
-    """Those that have devices of this process."""
+    replicas: tuple[TrainState, ...]
+    """Of those that have devices of this process."""
     metrics: tuple[Metrics, ...]
     """Of each one's last step."""
 
@@ -66,6 +66,8 @@ class RoundRunner:
         """The step after which the round in progress has begun."""
         self.taken = 0
         """Steps of the round that have been taken."""
+        self._learned: list[int] = []
+        """Labels, or rows, from which each of them has learned in the round."""
         self._next: TrainState | None = None
         """What the replicas begin the next round with."""
 
@@ -101,8 +103,8 @@ class RoundRunner:
             state = self._begin(state)
         parts = [part(batch, one.mesh) for one in self.replicas]
         taken = [take(*of) for take, *of in zip(self._takes, state.replicas, parts, strict=True)]
-        # The devices never wait for this process, and it is never further ahead of them than one step.
-        jax.block_until_ready(state.metrics)
+        # This process is never further ahead of its devices than one step.
+        self._count(state.metrics)
         state = InRound(state.common, tuple(one for one, _ in taken), tuple(metrics for _, metrics in taken))
         self.taken = step - self.outer_step
         if step % self._run.config.train.local_steps and step < self._run.steps:
@@ -122,15 +124,25 @@ class RoundRunner:
         for one, begin, mine in zip(self.replicas, self._begins, parts, strict=True):
             with jax.set_mesh(one.mesh):
                 replicas.append(begin(mine))
+        self._learned = [0] * len(replicas)
         return InRound(Common(state.params, state.velocity, state.errors), tuple(replicas), ())
 
+    def _count(self, metrics: tuple[Metrics, ...]) -> None:
+        """Wait for the results of a step, and count what each replica has learned from."""
+        for number, one in enumerate(metrics):
+            # From a step that is skipped nothing is learned.
+            if value(one.skipped_in_a_row) == 0:
+                self._learned[number] += value(one.count)
+
     def _end(self, step: int, state: InRound) -> TrainState:
-        everyone = join([replica.state._replace(weights=None) for replica in state.replicas], self._run.mesh)
-        learned = join([replica.learned for replica in state.replicas], self._run.mesh)
-        metrics = join(state.metrics, self._run.mesh)
-        common, own, count, metrics = self._call(state.common, everyone.params, learned, everyone.step, metrics)
+        self._count(state.metrics)
+        mesh = self._run.mesh
+        everyone = join([one._replace(weights=None) for one in state.replicas], mesh)
+        metrics = join(state.metrics, mesh)
+        learned = join([filled(one.loss, n) for one, n in zip(state.metrics, self._learned, strict=True)], mesh)
+        common, own, count, of_all = self._call(state.common, everyone.params, learned, everyone.step, metrics)
         self._next = everyone._replace(params=own)
-        self._report(step, metrics)
+        self._report(step, of_all)
         self.outer_step = step
         self.taken = 0
         return everyone._replace(step=count, params=common.params, errors=common.errors, velocity=common.velocity)
@@ -145,13 +157,7 @@ class RoundRunner:
 
 def run_of(run: Run, mesh: jax.sharding.Mesh) -> Run:
     """Return what a replica runs on its mesh: the same run, with its part of the rows."""
-    config = run.config
-    rows = config.train.global_batch_size // run.mesh.shape[REPLICA]
-    update = {
-        "mesh": ",".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
-        "train": config.train.model_copy(update={"global_batch_size": rows}),
-    }
-    one = Run(config.model_copy(update=update), mesh=mesh)
+    one = Run(of_one_replica(run.config, run.mesh.shape), mesh=mesh)
     one.steps = run.steps
     return one
 
@@ -160,7 +166,7 @@ def lower_take(one: Run) -> jax.stages.Lowered:
     """Return the step of a replica, its state donated, ready to be compiled; call under its mesh."""
     step = _step_of(one)
 
-    def beginning() -> Replica:
+    def beginning() -> TrainState:
         return step.begin(step.replicas_of(one.traced_init()))
 
     take = jax.jit(step.take, donate_argnums=0, compiler_options=one.compiler_options)
@@ -172,10 +178,10 @@ def lower_outer(run: Run, take: jax.stages.Lowered) -> jax.stages.Lowered:
     step = _step_of(run)
     state = run.abstract()
     everyone = on_devices(lambda: step.replicas_of(run.traced_init()), run.mesh)
-    replica, metrics = joined(take.out_info, run.mesh)
+    _, metrics = joined(take.out_info, run.mesh)
     common = Common(state.params, state.velocity, state.errors)
     outer = jax.jit(step.outer_step, donate_argnums=(0, 1), compiler_options=run.compiler_options)
-    return outer.lower(common, everyone.params, replica.learned, everyone.step, metrics)
+    return outer.lower(common, everyone.params, metrics.loss, everyone.step, metrics)
 
 
 def _step_of(run: Run) -> LocalStep:

@@ -101,10 +101,17 @@ def rows_of(run: Run, steps: int) -> dict[int, list[dict]]:
     return {step: [jax.device_get(part(batch(run, step), mesh)) for mesh in meshes] for step in range(1, steps + 1)}
 
 
+def nesterov(common, velocity, own, weight):
+    """An outer step of DiLoCo with two replicas."""
+    delta = jax.tree.map(lambda w, a, b: weight[0] * (w - a) + weight[1] * (w - b), common, *own)
+    velocity = jax.tree.map(lambda v, d: 0.9 * v + d, velocity, delta)
+    common = jax.tree.map(lambda w, v, d: np.float32(w - 0.7 * (0.9 * v + d)), common, velocity, delta)
+    return common, velocity
+
+
 def reference(rows: dict, rounds_of: tuple[tuple[int, ...], ...], **options: str):
     """Play two replicas on one device: (losses of each round's last step, parameters, moments [..., 2])."""
     run = made("1x1x1", 0, train__global_batch_size="8", **options)
-    rate, momentum = 0.7, 0.9
     losses = []
     with jax.set_mesh(run.mesh):
         states = [run.init(), run.init()]
@@ -122,11 +129,7 @@ def reference(rows: dict, rounds_of: tuple[tuple[int, ...], ...], **options: str
                 learned += counts
             losses.append(float(np.dot(step_losses, counts) / sum(counts)))
             own = [jax.device_get(state.params) for state in states]
-            weight = learned / learned.sum()
-            delta = jax.tree.map(lambda w, a, b: weight[0] * (w - a) + weight[1] * (w - b), common, *own)
-            velocity = jax.tree.map(lambda v, d: momentum * v + d, velocity, delta)
-            common = jax.tree.map(lambda w, v, d: w - rate * (momentum * v + d), common, velocity, delta)
-            common = jax.tree.map(np.float32, common)
+            common, velocity = nesterov(common, velocity, own, learned / learned.sum())
             states = [state._replace(params=jax.tree.map(jnp.asarray, common)) for state in states]
         moments = jax.tree.map(lambda *of: np.stack(of, -1), *[jax.device_get(state.optimizer) for state in states])
     return losses, common, moments

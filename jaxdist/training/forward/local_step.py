@@ -40,15 +40,6 @@ class OuterRule(NamedTuple):
     """mu"""
 
 
-class Replica(NamedTuple):
-    """What a replica has of its own in a round: [..., 1] on its mesh; that of all replicas is [..., R]."""
-
-    state: TrainState
-    """Without what all have in common. `weights`, which follow from `params`, are as in any step."""
-    learned: Float[Array, " 1"]
-    """Labels, or rows, from which the replica has learned since the last outer step."""
-
-
 class Common(NamedTuple):
     """What all replicas have in common between rounds."""
 
@@ -99,29 +90,29 @@ class LocalStep(Step):
         params = self._masters_at_rest(self._of_each(to_device(state.params)))
         return state._replace(step=self._of_each(state.step), params=params, errors=None, velocity=None)
 
-    def begin(self, state: TrainState) -> Replica:
-        """Return a replica at the beginning of a round; `state` is its part of `replicas_of`."""
-        if self.keep:
-            state = state._replace(weights=self.forward.weights(replicas.alone(to_device(state.params))))
-        return Replica(state, self._of_each(jnp.zeros(())))
+    def begin(self, state: TrainState) -> TrainState:
+        """Return the state of a replica at the beginning of a round; `state` is its part of `replicas_of`."""
+        if not self.keep:
+            return state
+        return state._replace(weights=self.forward.weights(replicas.alone(to_device(state.params))))
 
-    def take(self, replica: Replica, batch: Batch) -> tuple[Replica, Metrics]:
-        """Take one step in a replica, with its rows of the batch; the metrics are its own, [1]."""
-        state = replica.state._replace(weights=None)
-        alone = replicas.alone(to_device(state))._replace(weights=replica.state.weights)
-        new, metrics = self.update(alone, batch)
-        # From a step that is skipped nothing is learned.
-        learned = jnp.where(metrics.skipped_in_a_row == 0, metrics.count, 0).astype(jnp.float32)
+    def take(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Take one step in a replica, with its rows of the batch; the metrics are its own, [1].
+
+        `weights`, which follow from `params`, is the only field without a dim for the replica.
+        """
+        own = replicas.alone(to_device(state._replace(weights=None)))
+        new, metrics = self.update(own._replace(weights=state.weights), batch)
         state = self.at_rest(self._of_each(new._replace(weights=None)))
-        replica = Replica(state._replace(weights=new.weights), replica.learned + self._of_each(learned))
-        return replica, self._of_each(metrics)
+        return state._replace(weights=new.weights), self._of_each(metrics)
 
     def outer_step(
         self, common: Common, own: Params, learned: Float[Array, " R"], step: Int[Array, " R"], metrics: Metrics
     ) -> tuple[Common, Params, Int[Array, ""], Metrics]:
         """End a round; return what is common, the replicas' parameters, the step, and metrics of the whole mesh.
 
-        `own` are the replicas' parameters [..., R], and `metrics` [R] those of each one's last step. The loss is the
+        `own` are the replicas' parameters [..., R], `learned` the labels, or rows, from which each has learned in the
+        round, and `metrics` [R] those of each one's last step. The loss is the
         mean over their labels, the norm the mean of the replicas' own. Of skipped steps the most of a replica count.
         """
         common = to_device(common)
