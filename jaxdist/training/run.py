@@ -173,7 +173,15 @@ class Run:
         return batch
 
     def lower(self) -> jax.stages.Lowered:
-        """Return the train step, its state donated, ready to be compiled; call under `jax.set_mesh`."""
+        """Return the train step, its state donated, ready to be compiled; call under `jax.set_mesh`.
+
+        Raises `RequestError` for local steps, which have no step of all devices (`training.rounds`).
+        """
+        if self.config.train.local_steps:
+            raise RequestError(
+                f"train.local_steps is {self.config.train.local_steps}, but this command needs a step of all devices "
+                f"together; set it to 0"
+            )
         step = jax.jit(self.step.train, donate_argnums=0, compiler_options=self.compiler_options)
         return step.lower(self.abstract(), self.batch())
 

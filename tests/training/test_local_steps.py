@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import subprocess
+import sys
+import time
 from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +17,16 @@ import pytest
 
 from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.parallel.replicas import mesh_of, part
+from jaxdist.planning import communication, memory
+from jaxdist.planning.compiled import text_of
+from jaxdist.planning.hlo import collectives
 from jaxdist.request import load
 from jaxdist.training.rounds import RoundRunner, round_until, rounds
 from jaxdist.training.run import Run
 from tests.tiers import thinned
+from tests.training.conftest import over
+from tests.training.curves import lines
+from tests.training.test_resume import kill_after
 
 SIZES = {
     "model.layers": "2", "model.embed": "32", "model.heads": "4", "model.vocab": "304", "model.sequence": "16",
@@ -172,3 +184,128 @@ def test_rounds_end_with_the_multiples_and_with_the_run():
     assert [list(steps) for steps in rounds(2, 4, 0)] == [[3], [4]]
     assert [list(round_until(step, 3)) for step in (3, 7, 9)] == [[1, 2, 3], [7], [7, 8, 9]]
     assert list(round_until(5, 0)) == [5]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    thinned(
+        [
+            (PAIR, {"parallel.zero": "0", "optimizer.outer_momentum": "0.9"}),
+            (PAIR, {"parallel.zero": "3", "precision": "mixed", "parallel.offload": "optimizer"}),
+            ("replica=2,pipeline=2", {"parallel.zero": "1", "parallel.gradient_compression": "int8"}),
+        ],
+        3,
+        first=2,
+    ),
+)
+def test_bytes_at_rest_and_over_replicas_are_as_predicted(mesh, more):
+    run = made(mesh, 2, train__steps="4", **knobs(more))
+    runner, state, _ = taken(run, 4)
+    device = run.mesh.devices.flat[0]
+    rest = {"device": 0, "pinned_host": 0}
+    common = state.params, state.velocity, state.errors, state.step
+    own = runner._next.params, state.optimizer, state.skipped, state.skipped_in_a_row
+    for a in jax.tree.leaves((common, own)):
+        rest[a.sharding.memory_kind] += sum(s.data.nbytes for s in a.addressable_shards if s.device == device)
+    held = memory.predict(run.config, run.model, run.layout)
+    assert rest == {"device": held.arguments - held.batch - held.copy, "pinned_host": held.host}
+
+    def moved(found) -> dict:
+        """Bytes by (axes, kind), without scalars."""
+        by: dict = {}
+        for axes, kind, count in found:
+            by[axes, kind] = by.get((axes, kind), 0) + count
+        return by
+
+    of_program = [
+        (one.axes, one.kind, one.array_bytes * one.count) for one in collectives(text_of(runner._outer), run.mesh)
+    ]
+    predicted = [
+        (one.axes, one.kind, one.payload_bytes) for one in communication.outer(run.config, run.model, run.layout)
+    ]
+    assert {key: n for key, n in moved(of_program).items() if n} == moved(predicted)
+    inner = collectives(text_of(runner.program), runner.replicas[0].mesh)
+    assert inner
+    assert not any("replica" in one.axes for one in inner)
+    predicted = [(one.axes, one.kind, one.elements) for one in communication.predict(run.config, run.model, run.layout)]
+    of_program = [(one.axes, one.kind, one.array_elements * one.count) for one in inner]
+    assert {key: n for key, n in moved(of_program).items() if n} == moved(predicted)
+
+
+@pytest.fixture(scope="module")
+def saved(diloco, tmp_path_factory):
+    """The folder of a checkpoint after a round of two replicas."""
+    run, _, state, _ = diloco
+    folder = tmp_path_factory.mktemp("rounds")
+    with jax.set_mesh(run.mesh), Checkpoints(folder, keep=1) as checkpoints:
+        checkpoints.save(7, run.step.logical(state), {"step": 7})
+    return folder
+
+
+@pytest.mark.parametrize("mesh", ["replica=4,data=2", "1x1x1", "replica=2,pipeline=2"])
+def test_on_other_replicas_each_gets_the_mean_of_the_moments(diloco, saved, mesh):
+    before = logical(diloco[0], diloco[2])
+    run = made(mesh, 3, train__steps="7", parallel__zero="1", **knobs(DILOCO))
+    with jax.set_mesh(run.mesh), Checkpoints(saved, keep=None) as checkpoints:
+        state = run.step.resume(checkpoints.restore(run.abstract_logical()))
+        after = jax.device_get(run.step.logical(state))
+    same = lambda a, b: np.testing.assert_array_equal(a, b)
+    jax.tree.map(same, (after.params, after.velocity, after.step), (before.params, before.velocity, before.step))
+    replicas = run.mesh.shape["replica"]
+    mean = lambda a: a.mean(-1, keepdims=True) if a.dtype.kind == "f" else a.max(-1, keepdims=True)
+    wanted = before.optimizer
+    if replicas != 2:
+        wanted = jax.tree.map(lambda a: np.broadcast_to(mean(a), (*a.shape[:-1], replicas)), wanted)
+    close(after.optimizer, wanted, rtol=1e-6, atol=1e-12)
+    assert after.skipped.shape == (replicas,)
+
+
+def test_a_new_run_without_replicas_is_refused():
+    with pytest.raises(RequestError, match="local_steps is 3, but mesh 1x1x1 has no replicas"):
+        check_new(made("1x1x1", 3, train__steps="7", parallel__zero="1", **knobs(DILOCO)))
+
+
+ROUNDS = (f"--mesh={PAIR}", "--train.local-steps=3", "--optimizer.outer-momentum=0.5", "--checkpoint.every=5")
+
+
+@pytest.mark.slow
+def test_killed_within_a_round_and_resumed_equals_straight_to_the_bit(run, request_of):
+    straight = run("straight", *ROUNDS)
+    kill_after(11, 6, request_of("killed", *ROUNDS))
+    resumed = run("killed", *ROUNDS)
+    figures = [
+        [(line["step"], line["loss"], line["grad_norm"]) for line in lines(one) if "loss" in line]
+        for one in (resumed, straight)
+    ]
+    assert [step for step, *_ in figures[1]] == [3, 6, 9, 12, 15, 18, 20]
+    assert figures[0] == figures[1]
+    validated = [[line["step"] for line in lines(one) if "validation_loss" in line] for one in (resumed, straight)]
+    assert validated == [[12, 20], [12, 20]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", ["replica=4", "1x1x1"])
+def test_killed_and_resumed_with_other_replicas_the_loss_is_close(run, request_of, after):
+    straight = run("straight", *ROUNDS)
+    kill_after(11, 6, request_of("moved", *ROUNDS))
+    moved = run("moved", *over(list(ROUNDS), f"--mesh={after}"))
+    a, b = ([line["loss"] for line in lines(one) if "loss" in line] for one in (moved, straight))
+    np.testing.assert_allclose(a, b, rtol=2e-2)
+
+
+@pytest.mark.slow
+def test_out_of_time_in_a_round_it_says_what_is_lost(request_of):
+    """A stop waits for the end of the round; where grace_seconds are over before, its steps are lost."""
+    folder = next(option.partition("=")[2] for option in request_of("slow", *ROUNDS) if "run-dir" in option)
+    options = ("--train.local-steps=10000", "--train.steps=20000", "--checkpoint.grace-seconds=1")
+    argv = request_of("slow", *over(list(ROUNDS), *options))
+    one = subprocess.Popen([sys.executable, "-m", "jaxdist.train", *argv], stderr=subprocess.PIPE, text=True)
+    beat = Path(folder) / "heartbeats"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not any("stepping" in text(file) for file in beat.glob("*")):
+        time.sleep(0.1)
+    time.sleep(1)
+    one.send_signal(signal.SIGTERM)
+    _, said = one.communicate(timeout=60)
+    assert one.returncode == 85, said
+    assert re.search(r"the round after the outer step 0 is not finished, and its \d+ local step\(s\) are lost; ", said)
