@@ -6,7 +6,7 @@ go from one mesh to the other without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -80,9 +80,8 @@ def part(tree: TreeT, mesh: jax.sharding.Mesh) -> TreeT:
 
     def take(a: jax.Array) -> jax.Array:
         shards = [shard.data for shard in a.addressable_shards if shard.device in devices]
-        shape = list(a.shape)
-        shape[_replica_dim(a)] //= a.sharding.mesh.shape[REPLICA]
-        return jax.make_array_from_single_device_arrays(tuple(shape), _as_on(mesh, a), shards)
+        shape = _with_replica_dim(a, lambda size: size // a.sharding.mesh.shape[REPLICA])
+        return jax.make_array_from_single_device_arrays(shape, _as_on(mesh, a), shards)
 
     return jax.tree.map(take, tree)
 
@@ -92,9 +91,8 @@ def join(trees: Sequence[TreeT], mesh: jax.sharding.Mesh) -> TreeT:
 
     def together(*parts: jax.Array) -> jax.Array:
         shards = [shard.data for one in parts for shard in one.addressable_shards]
-        shape = list(parts[0].shape)
-        shape[_replica_dim(parts[0])] *= mesh.shape[REPLICA]
-        return jax.make_array_from_single_device_arrays(tuple(shape), _as_on(mesh, parts[0]), shards)
+        shape = _with_replica_dim(parts[0], lambda size: size * mesh.shape[REPLICA])
+        return jax.make_array_from_single_device_arrays(shape, _as_on(mesh, parts[0]), shards)
 
     return jax.tree.map(together, *trees)
 
@@ -122,12 +120,13 @@ def _last_dim(a: Array, axis: str | None) -> Array:
     return reshard(a, P(*jax.typeof(a).sharding.spec.partitions[:-1], axis))
 
 
-def _replica_dim(a: jax.Array) -> int:
-    """Return the dim of `a` that `replica` splits."""
+def _with_replica_dim(a: jax.Array, other: Callable[[int], int]) -> tuple[int, ...]:
+    """Return the shape of `a`, with another size of the dim that `replica` splits, if it splits one."""
+    shape = list(a.shape)
     for dim, axes in enumerate(a.sharding.spec.partitions):
         if axes == REPLICA or (isinstance(axes, tuple) and REPLICA in axes):
-            return dim
-    raise ValueError(f"{REPLICA} splits no dim of an array that lies as {a.sharding.spec}")
+            shape[dim] = other(shape[dim])
+    return tuple(shape)
 
 
 def _as_on(mesh: jax.sharding.Mesh, a: jax.Array) -> NamedSharding:

@@ -124,7 +124,7 @@ def check_new(run: Run) -> None:
 
 def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:
     """Write how the run is made, and cut its metrics back to the step that it resumes from."""
-    prepared.checkpoints.notes += [*folder.notes, *folder.cut_metrics(prepared.first, run.config.log.every)]
+    prepared.checkpoints.notes += [*folder.notes, *folder.cut_metrics(prepared.first, run.config)]
     devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
     xla = xla_options.settings(run.layout.platform, run.compiler_options)
     folder.write(run.config, run.task.tokenizer, devices, {"processes": jax.process_count()} | xla)
