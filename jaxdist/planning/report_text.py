@@ -48,10 +48,9 @@ def _head(report: Report) -> list[str]:
         f"{k} micro-batch(es); remat {config.model.remat}",
     ]
     if report.outer:
-        replicas = mesh.size // report.mesh.size
         found.append(
-            f"local steps {report.outer.local_steps} by each of {replicas} replica(s), on {report.mesh.size} device(s), "
-            f"then an outer step averages; the loss is not that of one device"
+            f"local steps {report.outer.local_steps} by each of {mesh.size // report.mesh.size} replica(s), on "
+            f"{report.mesh.size} device(s), then an outer step averages; the loss is not that of one device"
         )
     if report.pipeline:
         found.append(f"pipeline    {pipelines.describe(report.pipeline)}")
