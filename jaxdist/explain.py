@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Config, RequestError
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from jaxdist.planning.clusters import Cluster
+    from jaxdist.planning.cross_compile import Lower
     from jaxdist.planning.report import Report
 
 DESCRIPTION = (
@@ -27,6 +27,8 @@ DESCRIPTION = (
     "program, and whether both are as predicted. Nothing is run, no data is read, and no device has to be present. The "
     "exit code is 1 if the collectives differ from the prediction, unless the difference is a known one."
 )
+ReportT = TypeVar("ReportT", bound="Report")
+
 KNOBS = (*STEP_KNOBS, "train.local_steps")
 TargetName = Annotated[str, Suggested(GPUS)]
 ClusterName = Annotated[FileName, Suggested(PRESETS)]
@@ -99,30 +101,30 @@ def explain(config: Config, target: str | None = None, devices: int = 0, cluster
         config = config.model_copy(update={"precision": "bfloat16" if gpu else "float32"})
     check_mesh_fits(config, shape)
     numbers = device_numbers(shape, sites)
-    compiled = partial(_compiled, target=target, where=where, count=count)
     if not config.train.local_steps:
-        return compiled(Report, config, numbers, partial(lower_step, config, sites=sites))
-    outer = compiled(OuterReport, config, numbers, partial(lower_outer_step, config, sites=sites))
+        return _compiled(Report, config, numbers, count, partial(lower_step, config, sites=sites), target, where)
+    lower = partial(lower_outer_step, config, sites=sites)
+    outer = _compiled(OuterReport, config, numbers, count, lower, target, where)
     # Replicas differ only in their devices.
     numbers = numbers.take([0], axis=AXES.index(REPLICA))
+    lower = partial(lower_local_step, config, sites=sites)
     own = of_local_step(config, outer.layout)
-    step = compiled(Report, own, numbers, partial(lower_local_step, config, sites=sites))
-    return replace(step, outer=outer)
+    return replace(_compiled(Report, own, numbers, count, lower, target, where), outer=outer)
 
 
 def _compiled(
-    kind: type[Report],
+    kind: type[ReportT],
     config: Config,
     numbers: np.ndarray,
-    lower: Callable,
-    *,
+    count: int,
+    lower: Lower,
     target: str | None,
     where: Cluster | None,
-    count: int,
-) -> Report:
+) -> ReportT:
     """Compile `lower(devices)` for `count` devices, and return the report of this kind.
 
-    `numbers` has the devices of the program's mesh, as `mesh.device_numbers` does; `config` is what they compute.
+    `numbers` has those of the devices that the program's mesh has, as `mesh.device_numbers` does; `config` is what they
+    compute.
     """
     from jaxdist import models
     from jaxdist.cluster import xla_options

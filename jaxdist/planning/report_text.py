@@ -17,15 +17,15 @@ BAR = 60
 
 def lines(report: Report) -> list[str]:
     """Return the lines that `python -m jaxdist.explain` prints: sections, with an empty line between two of them."""
-    sections = (
+    sections = [
         _head(report),
         _memory(report),
         _kernels(report),
         _collectives(report),
         [*_totals(report), *_verdict(report)],
-    )
+    ]
     if report.outer:
-        sections += (_outer_memory(report.outer), _collectives(report.outer, "outer step"), _outer_totals(report.outer))
+        sections += [_outer_memory(report.outer), _collectives(report.outer, "outer step"), _outer_totals(report.outer)]
     found: list[str] = []
     for section in sections:
         if found and section:

@@ -22,7 +22,7 @@ REPLICAS, RANKS, H = 2, 2, 5
 KNOBS = {
     "mesh": f"replica={REPLICAS},data={RANKS}", "train.local_steps": str(H), "train.global_batch_size": "16",
     "parallel.zero": "1", "optimizer.outer_rate": "0.7", "optimizer.outer_momentum": "0.9",
-    "model.layers": "2", "model.embed": "128", "model.heads": "4", "model.vocab": "512", "model.sequence": "16",
+    "model.layers": "2", "model.embed": "256", "model.heads": "4", "model.vocab": "512", "model.sequence": "16",
 }  # fmt: skip
 
 INT8 = {"parallel.gradient_compression": "int8"}
