@@ -80,7 +80,8 @@ def part(tree: TreeT, mesh: jax.sharding.Mesh) -> TreeT:
 
     def take(a: jax.Array) -> jax.Array:
         shards = [shard.data for shard in a.addressable_shards if shard.device in devices]
-        shape = _with_replica_dim(a, lambda size: size // a.sharding.mesh.shape[REPLICA])
+        replicas = _sharding(a).mesh.shape[REPLICA]
+        shape = _with_replica_dim(a, lambda size: size // replicas)
         return jax.make_array_from_single_device_arrays(shape, _as_on(mesh, a), shards)
 
     return jax.tree.map(take, tree)
@@ -123,7 +124,7 @@ def _last_dim(a: Array, axis: str | None) -> Array:
 def _with_replica_dim(a: jax.Array, other: Callable[[int], int]) -> tuple[int, ...]:
     """Return the shape of `a`, with another size of the dim that `replica` splits, if it splits one."""
     shape = list(a.shape)
-    for dim, axes in enumerate(a.sharding.spec.partitions):
+    for dim, axes in enumerate(_sharding(a).spec.partitions):
         if axes == REPLICA or (isinstance(axes, tuple) and REPLICA in axes):
             shape[dim] = other(shape[dim])
     return tuple(shape)
@@ -131,4 +132,10 @@ def _with_replica_dim(a: jax.Array, other: Callable[[int], int]) -> tuple[int, .
 
 def _as_on(mesh: jax.sharding.Mesh, a: jax.Array) -> NamedSharding:
     """Return how `a` lies, but on another mesh."""
-    return NamedSharding(mesh, a.sharding.spec, memory_kind=a.sharding.memory_kind)
+    sharding = _sharding(a)
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _sharding(a: jax.Array) -> NamedSharding:
+    assert isinstance(a.sharding, NamedSharding)
+    return a.sharding

@@ -21,6 +21,7 @@ from jaxdist.data.batches import Prefetch, global_rows
 from jaxdist.exit_codes import DONE, FAILED, STOPPED
 from jaxdist.mesh import REPLICA
 from jaxdist.request import to_toml
+from jaxdist.sharding import Tree
 from jaxdist.training import history
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.orbax_writer import SaveFailed
@@ -288,8 +289,8 @@ class Trainer:
         """Return what is lost, and where the run resumes, if it ends on the spot."""
         return self.runner.unfinished + where_it_resumes(self.folder)
 
-    def step(self, step: int, state: TrainState, batch: Batch) -> TrainState:
-        """Take one step. Raises `SaveFailed` where a checkpoint in the background could not be written."""
+    def step(self, step: int, state: Tree, batch: Batch) -> Tree:
+        """Take one step, from what the runner carries to what it carries on. Raises `SaveFailed` where a checkpoint in the background could not be written."""
         self.job.note(STEPPING, step)
         self.profile.before(step, state)
         state = self.runner.take(step, state, batch)
