@@ -290,7 +290,10 @@ class Trainer:
         return self.runner.unfinished + where_it_resumes(self.folder)
 
     def step(self, step: int, state: Tree, batch: Batch) -> Tree:
-        """Take one step, from what the runner carries to what it carries on. Raises `SaveFailed` where a checkpoint in the background could not be written."""
+        """Take one step, from what the runner carries to what it carries on.
+
+        Raises `SaveFailed` where a checkpoint in the background could not be written.
+        """
         self.job.note(STEPPING, step)
         self.profile.before(step, state)
         state = self.runner.take(step, state, batch)
