@@ -25,6 +25,7 @@ from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hardware import Gpu
 from jaxdist.request import Enough, check_mesh_fits
 from jaxdist.sharding import Layout, on_devices, rules
+from jaxdist.training.forward.delayed_step import DelayedStep
 from jaxdist.training.forward.optimizer import optimizer
 from jaxdist.training.forward.pipedream_step import PipeDreamStep
 from jaxdist.training.forward.pipeline import PipelineForward
@@ -118,14 +119,17 @@ class Run:
         update_rule = partial(optimizer, config.optimizer, self.steps)
         if isinstance(self.forward, PipelineForward) and not self.forward.flush:
             return PipeDreamStep(self.forward, update_rule, decay, self.batch())
-        return Step(
+        replicas = self.mesh.shape[REPLICA]
+        # Without replicas nothing has to cross, and every gradient is on time.
+        kind = DelayedStep if config.parallel.delayed_gradients and replicas > 1 else Step
+        return kind(
             self.forward,
             update_rule(decay),
             max_norm=config.optimizer.clip,
             keep=config.precision == "mixed",
             offload=config.parallel.offload == "optimizer",
             compression=compression(config.parallel),
-            replicas=self.mesh.shape[REPLICA],
+            replicas=replicas,
         )
 
     @cached_property

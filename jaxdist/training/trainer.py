@@ -107,12 +107,19 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
 
 def check_new(run: Run) -> None:
     """Raise `RequestError` for what only a run that is resumed may ask for."""
-    rule = run.config.parallel.gradient_compression
-    if rule != "exact" and run.mesh.shape[REPLICA] == 1:
-        raise RequestError(
-            f"parallel.gradient_compression is {rule}, but mesh {run.config.mesh} has no replicas between which "
-            f"gradients could be compressed; leave it out, or give the {REPLICA} axis more devices"
-        )
+    if run.mesh.shape[REPLICA] > 1:
+        return
+    parallel = run.config.parallel
+    but = f"but mesh {run.config.mesh} has no replicas between which gradients could be"
+    remedy = f"leave it out, or give the {REPLICA} axis more devices"
+    problems = []
+    if parallel.gradient_compression != "exact":
+        rule = parallel.gradient_compression
+        problems.append(f"parallel.gradient_compression is {rule}, {but} compressed; {remedy}")
+    if parallel.delayed_gradients:
+        problems.append(f"parallel.delayed_gradients is true, {but} delayed; {remedy}")
+    if problems:
+        raise RequestError(*problems)
 
 
 def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:
