@@ -194,7 +194,7 @@ class Placement:
 
     @property
     def errors(self) -> P:
-        """How errors of compression lie, and all that replicas hold each for itself, [..., R]: as `reduced` partial sums.
+        """How errors of compression, and all that each replica holds for itself, lie, [..., R]: as `reduced`.
 
         A program types a gradient between `reduce` and `cross` as partial sums, but arrays between programs cannot be.
         """

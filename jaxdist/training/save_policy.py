@@ -111,14 +111,10 @@ class SavePolicy:
         if not self.run.config.parallel.delayed_gradients:
             say(f"note        PipeDream's gradient delay in the first stage changes from {before} step(s) to {now}")
         elif now == 0:
-            say(
-                f"note        from here on gradients are on time, because {REPLICA} is 1: nothing is left to cross late"
-            )
+            say(f"note        from here on gradients are on time, because {REPLICA} is 1; none is left to cross")
         else:
             replicas = self.run.mesh.shape[REPLICA]
-            say(
-                f"note        from here on gradients cross {REPLICA}={replicas} one step late; so far they were on time"
-            )
+            say(f"note        from here on gradients cross {REPLICA}={replicas} one step late, until here on time")
 
     def _say_what_is_owed(self, before: int, say: Callable[[str], None]) -> None:
         """Say what becomes of the errors of compression that `before` replicas have saved (0: there are none)."""

@@ -58,8 +58,12 @@ class DelayedStep(Step):
         state = to_device(state)
         before: InFlight = state.in_flight
         sums = jax.tree.map(lambda place, parts: place.to_cross(parts), self.places, before.parts)
-        updated, norm = self.updated(state, sums, before.number)
+        crossed = self.cross(sums, state.errors, before.number)
         loss, sums, count, _, _ = self._means(self.weights_of(state), state.variables, batch, state.step)
+        parts = jax.tree.map(lambda place, g: place.apart(g), self.places, sums)
+        # The update must come last, or the compiler makes it first, and the device waits for what crosses.
+        (grads, errors), parts = jax.lax.optimization_barrier((crossed, parts))
+        updated, norm = self.updated(state._replace(errors=errors), grads)
 
         arrived = before.number != NOTHING
         finite = jnp.isfinite(before.loss) & jnp.isfinite(norm)
@@ -70,7 +74,7 @@ class DelayedStep(Step):
         came = count > 0
         after = InFlight(
             number=jnp.where(came, state.step, NOTHING),
-            parts=jax.tree.map(lambda place, g: place.apart(g), self.places, sums),
+            parts=parts,
             loss=loss,
             count=count,
         )

@@ -253,7 +253,8 @@ class Step:
         """Take one optimizer step. A loss or gradient that is not finite changes nothing except the counts."""
         state = to_device(state)
         loss, sums, count, variables, further = self._means(self.weights_of(state), state.variables, batch, state.step)
-        updated, norm = self.updated(state, sums, state.step)
+        grads, errors = self.cross(sums, state.errors, state.step)
+        updated, norm = self.updated(state._replace(errors=errors), grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         state = self.settled(state, updated._replace(variables=variables), finite)
         metrics = Metrics(loss, norm, count, state.skipped, state.skipped_in_a_row, further)
@@ -266,16 +267,12 @@ class Step:
         assert state.weights is not None
         return state.weights
 
-    def updated(self, state: TrainState, sums: Params, step: Int[Array, ""]) -> tuple[TrainState, Float[Array, ""]]:
-        """Return (the state after the update by a gradient, its norm before clipping).
-
-        `sums` are the gradient's partial sums over the replicas, and `step` is the number of the step that made them.
-        """
-        grads, errors = self.cross(sums, state.errors, step)
+    def updated(self, state: TrainState, grads: Grads) -> tuple[TrainState, Float[Array, ""]]:
+        """Return (the state after the update by a gradient, the norm of the gradient before clipping)."""
         norm = optax.tree.norm(grads)
         updates, optimizer = self.optimizer.update(clip(grads, norm, self.max_norm), state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        return state._replace(params=params, optimizer=optimizer, errors=errors), norm
+        return state._replace(params=params, optimizer=optimizer), norm
 
     def settled(self, state: TrainState, updated: TrainState, finite: Bool[Array, ""]) -> TrainState:
         """Return `updated` where that step was `finite`; otherwise `state`, with one more skipped step."""
