@@ -194,28 +194,8 @@ class Placement:
 
     @property
     def errors(self) -> P:
-        """How errors of compression, and all that each replica holds for itself, lie, [..., R]: as `reduced`.
-
-        A program types a gradient between `reduce` and `cross` as partial sums, but arrays between programs cannot be.
-        """
+        """How the errors of gradient compression lie, [..., R]: as a gradient between `reduce` and `cross`."""
         return P(*self.reduced.partitions, REPLICA if self.deferred else None)
-
-    def apart(self, g: Float[Array, "..."]) -> Float[Array, "... R"]:
-        """Return what `reduce` returns as state, which lies as `errors` does: each replica keeps its own part."""
-
-        def own(g: jax.Array) -> jax.Array:
-            return g[..., None]
-
-        # Unchecked, because there a partial sum is what it is, the device's own part; checked, it can only be added up.
-        return jax.shard_map(own, in_specs=self.reduced, out_specs=self.errors, check_vma=False)(g)
-
-    def to_cross(self, parts: Float[Array, "... R"]) -> Float[Array, "..."]:
-        """Return the inverse of `apart`: partial sums for `cross`, or for `cross_compressed`."""
-
-        def typed(part: jax.Array) -> jax.Array:
-            return self.deferred_manual(part[..., 0])
-
-        return jax.shard_map(typed, in_specs=self.errors, out_specs=self.reduced)(parts)
 
     def cross_compressed(
         self, rule: Compression, g: Float[Array, "..."], errors: Float[Array, "... R"], step: Int[Array, ""]

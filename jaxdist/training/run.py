@@ -18,6 +18,7 @@ from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.mesh import PIPELINE, REPLICA, make_mesh, parse_mesh
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
+from jaxdist.parallel.delayed_gradients import delayed
 from jaxdist.parallel.gradient_compression import compression
 from jaxdist.planning import communication
 from jaxdist.planning.branch_check import across_ranks
@@ -73,7 +74,8 @@ class Run:
         self.layout = Layout.on(self.mesh, rules(config, self.mesh.shape), self.device)
         self.compiler_options = {}
         if not dry:
-            self.compiler_options = xla_options.options_for(self.mesh, self.layout.parts("residual") > 1)
+            sequence = self.layout.parts("residual") > 1
+            self.compiler_options = xla_options.options_for(self.mesh, sequence, delayed(config, self.layout))
         precision = _precision(config.precision, self.layout.platform)
         self.config = config.model_copy(update={"precision": precision})
         model_layout = self.layout
@@ -119,9 +121,7 @@ class Run:
         update_rule = partial(optimizer, config.optimizer, self.steps)
         if isinstance(self.forward, PipelineForward) and not self.forward.flush:
             return PipeDreamStep(self.forward, update_rule, decay, self.batch())
-        replicas = self.mesh.shape[REPLICA]
-        # Without replicas nothing has to cross, and every gradient is on time.
-        kind = DelayedStep if config.parallel.delayed_gradients and replicas > 1 else Step
+        kind = DelayedStep if delayed(config, self.layout) else Step
         return kind(
             self.forward,
             update_rule(decay),
@@ -129,7 +129,7 @@ class Run:
             keep=config.precision == "mixed",
             offload=config.parallel.offload == "optimizer",
             compression=compression(config.parallel),
-            replicas=replicas,
+            replicas=self.mesh.shape[REPLICA],
         )
 
     @cached_property

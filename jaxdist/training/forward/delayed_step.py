@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxdist.models import Params
+from jaxdist.parallel import delayed_gradients
 from jaxdist.parallel.pipeline.pipedream import NOTHING
 from jaxdist.sharding import Tree
 from jaxdist.training.forward.offload import to_device
@@ -57,10 +58,9 @@ class DelayedStep(Step):
         """
         state = to_device(state)
         before: InFlight = state.in_flight
-        sums = jax.tree.map(lambda place, parts: place.to_cross(parts), self.places, before.parts)
-        crossed = self.cross(sums, state.errors, before.number)
+        crossed = self.crossed(before, state.errors)
         loss, sums, count, _, _ = self._means(self.weights_of(state), state.variables, batch, state.step)
-        parts = jax.tree.map(lambda place, g: place.apart(g), self.places, sums)
+        parts = jax.tree.map(delayed_gradients.kept, self.places, sums)
         # The update must come last, or the compiler makes it first, and the device waits for what crosses.
         (grads, errors), parts = jax.lax.optimization_barrier((crossed, parts))
         updated, norm = self.updated(state._replace(errors=errors), grads)
@@ -81,3 +81,10 @@ class DelayedStep(Step):
         # Steps are counted when a batch comes in; what is skipped is counted when its gradient has crossed.
         state = settled._replace(step=state.step + came, skipped=skipped, skipped_in_a_row=in_a_row, in_flight=after)
         return self.at_rest(state), metrics
+
+    def crossed(self, before: InFlight, errors: Params | None) -> tuple[Params, Params | None]:
+        """Add up the gradient in flight over the replicas; return (gradients, new errors), as `cross` does."""
+        if errors is None:
+            return delayed_gradients.cross_at_once(self.places, before.parts), None
+        sums = jax.tree.map(delayed_gradients.partial_sums, self.places, before.parts)
+        return self.cross(sums, errors, before.number)
