@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, reshard
 from jaxtyping import Array, Float
 
 from jaxdist.mesh import AXES, REPLICA
+from jaxdist.parallel.zero import Placement
 from jaxdist.sharding import Tree
 
 TreeT = TypeVar("TreeT", bound=Tree)
@@ -66,6 +67,25 @@ def of_others(tree: Tree, count: int) -> Tree:
 def like(weight: Float[Array, " R"], own: Float[Array, "... R"]) -> Float[Array, "... R"]:
     """Broadcast a number of each replica over an array of which each has its own."""
     return jax.lax.broadcast_in_dim(weight, own.shape, (own.ndim - 1,), out_sharding=jax.typeof(own).sharding)
+
+
+def kept(place: Placement, g: Float[Array, "..."]) -> Float[Array, "... R"]:
+    """Return what `Placement.reduce` returns as state: each replica's own part, as `Placement.errors` says."""
+
+    def own(g: jax.Array) -> jax.Array:
+        return g[..., None]
+
+    # Unchecked, because there a partial sum is what it is, the device's own part; checked, it can only be added up.
+    return jax.shard_map(own, in_specs=place.reduced, out_specs=place.errors, check_vma=False)(g)
+
+
+def partial_sums(place: Placement, parts: Float[Array, "... R"]) -> Float[Array, "..."]:
+    """Return the inverse of `kept`: partial sums over the replicas, in the type that `Placement.cross` takes."""
+
+    def typed(part: jax.Array) -> jax.Array:
+        return place.deferred_manual(part[..., 0])
+
+    return jax.shard_map(typed, in_specs=place.errors, out_specs=place.reduced)(parts)
 
 
 def mesh_of(mesh: jax.sharding.Mesh, replica: int) -> jax.sharding.Mesh:

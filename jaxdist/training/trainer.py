@@ -109,18 +109,24 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
 
 def check_new(run: Run) -> None:
     """Raise `RequestError` for what only a run that is resumed may ask for."""
+    if run.mesh.shape[REPLICA] > 1:
+        return
+    parallel = run.config.parallel
     local_steps = run.config.train.local_steps
-    if local_steps and run.mesh.shape[REPLICA] == 1:
-        raise RequestError(
-            f"train.local_steps is {local_steps}, but mesh {run.config.mesh} has no replicas that could take steps by "
-            f"themselves; leave it out, or give the {REPLICA} axis more devices"
+    but = f"but mesh {run.config.mesh} has no replicas"
+    remedy = f"leave it out, or give the {REPLICA} axis more devices"
+    problems = []
+    if parallel.gradient_compression != "exact":
+        rule = parallel.gradient_compression
+        problems.append(
+            f"parallel.gradient_compression is {rule}, {but} between which gradients could be compressed; {remedy}"
         )
-    rule = run.config.parallel.gradient_compression
-    if rule != "exact" and run.mesh.shape[REPLICA] == 1:
-        raise RequestError(
-            f"parallel.gradient_compression is {rule}, but mesh {run.config.mesh} has no replicas between which "
-            f"gradients could be compressed; leave it out, or give the {REPLICA} axis more devices"
-        )
+    if parallel.delayed_gradients:
+        problems.append(f"parallel.delayed_gradients is true, {but} between which gradients could be delayed; {remedy}")
+    if local_steps:
+        problems.append(f"train.local_steps is {local_steps}, {but} that could take steps by themselves; {remedy}")
+    if problems:
+        raise RequestError(*problems)
 
 
 def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:
