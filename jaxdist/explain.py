@@ -131,6 +131,7 @@ def _compiled(
     from jaxdist.cluster.rendezvous import across_hosts
     from jaxdist.mesh import AXES, abstract_mesh
     from jaxdist.models.attention import NO_DOCUMENTS
+    from jaxdist.parallel.delayed_gradients import delayed
     from jaxdist.planning import clusters
     from jaxdist.planning.cross_compile import compile_apart
     from jaxdist.planning.target import gpu_of
@@ -146,7 +147,9 @@ def _compiled(
         host_of = [number // per_host for number in numbers.ravel().tolist()]
     else:
         host_of = [0] * mesh.size
-    options = xla_options.options(layout.platform, mesh.size, across_hosts(mesh, host_of), layout.parts("residual") > 1)
+    sequence = layout.parts("residual") > 1
+    across = across_hosts(mesh, host_of)
+    options = xla_options.options(layout.platform, mesh.size, across, sequence, delayed(config, layout))
     notes = []
     if options:
         notes.append(f"compiled with {xla_options.as_flags(options)}, as train does")
