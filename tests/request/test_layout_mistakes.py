@@ -129,6 +129,15 @@ PARALLEL = {
         "cnn_digits --mesh replica=2 --model.dropout 0.1 --parallel.gradient-compression int8",
         [("gradient_compression is int8", "set model.dropout to 0")],
     ),
+    "delayed gradients of PipeDream": Wrong(
+        "--mesh replica=2,pipeline=2 --parallel.delayed-gradients true --pipeline.schedule pipedream "
+        "--optimizer.clip 0",
+        [("delayed_gradients is true", "pipedream", "pipeline.schedule to 1f1b")],
+    ),
+    "delayed gradients of a classifier": Wrong(
+        "cnn_digits --mesh replica=2 --parallel.delayed-gradients true",
+        [("delayed_gradients is true", "cnn has batch statistics", "delayed_gradients to false")],
+    ),
     "micro-batches of stage 1": Wrong("--parallel.micro-batches outside --parallel.zero 1", [("parallel.zero 1",)]),
 }
 
