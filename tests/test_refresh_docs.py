@@ -12,6 +12,8 @@ SCRIPT = ROOT / "scripts" / "refresh_docs.py"
 CHEAP = ["configuration", "meshes", "pipelines", "planning", "processes", "slurm"]
 """How-to guides whose fast blocks are refusals, dry runs and plans: nothing of them trains or compiles."""
 
+RECIPES = sorted((ROOT / "docs" / "contributing").glob("*.md"))
+
 
 @pytest.fixture(scope="module")
 def refresh():
@@ -113,7 +115,41 @@ def test_measurements_are_compared_without_their_numbers(refresh):
 @pytest.mark.slow
 def test_the_guides_show_what_their_commands_print():
     """A cheap set; the whole is run by hand: `python scripts/refresh_docs.py --check`."""
-    pages = [str(ROOT / "docs" / "how-to" / f"{name}.md") for name in CHEAP]
-    command = [sys.executable, str(SCRIPT), "--check", "--fast", *pages]
+    check_fast_blocks([ROOT / "docs" / "how-to" / f"{name}.md" for name in CHEAP])
+
+
+@pytest.mark.slow
+def test_the_recipes_show_what_a_changed_tree_prints():
+    """What a user sees of the addition; the outputs of pytest are in the slow blocks."""
+    check_fast_blocks(RECIPES)
+
+
+def check_fast_blocks(pages: list[Path]) -> None:
+    command = [sys.executable, str(SCRIPT), "--check", "--fast", *map(str, pages)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_a_recipe_runs_in_a_changed_copy_and_other_pages_here(refresh, tmp_path):
+    session = refresh.Session(tmp_path)
+    seen = {}
+    for name in ("contributing/add-a-lecture-claim.md", "how-to/meshes.md"):
+        session.begin(ROOT / "docs" / name)
+        counted = session.run('grep -c "^pipeline-chunks" "$PYTHONPATH/jaxdist/lab/claims.csv" || true', ROOT)
+        seen[name] = (session.tree, counted)
+    assert list(seen.values()) == [(tmp_path / "home" / "jaxdist", ["1"]), (ROOT, ["0"])]
+
+
+def test_a_diff_that_does_not_fit_fails_the_check(refresh, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("```diff\n--- a/README.md\n+++ b/README.md\n@@ -1 +1 @@\n-gone\n+there\n```\n")
+    monkeypatch.setattr(refresh, "is_recipe", lambda page: True)
+    monkeypatch.setattr(sys, "argv", ["refresh_docs.py", "--check", str(page)])
+    assert refresh.main() == 1
+    assert "these lines are not there (any more):\ngone" in capsys.readouterr().err
+
+
+def test_a_fence_ends_with_as_many_marks(refresh, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("````diff\n```\n````\n```\nan output\n```\n")
+    assert [(block.language, block.lines) for block in refresh.blocks(page)] == [("diff", ["```"]), ("", ["an output"])]
