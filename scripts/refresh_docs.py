@@ -229,9 +229,11 @@ def transcript(lines: list[str]) -> list[tuple[list[str], str]]:
 
 def change_a_copy(page: Path, tree: Path) -> None:
     """Copy the repository to `tree`, and apply the diff of a recipe. Raises `Wrong` where it does not fit."""
-    if str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))
+    # First, because another checkout may be installed, and has tests too.
+    sys.path.insert(0, str(ROOT))
     from tests import recipes
+
+    sys.path.remove(str(ROOT))
 
     recipes.copy(tree)
     try:
