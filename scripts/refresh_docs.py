@@ -19,15 +19,16 @@ The comment may have further lines:
     lines: /A/ /B/../C/    show only lines that match A, and from B to C; `...` stands for what is left out
     exit: 2                the exit code of the command, which otherwise has to be 0; several for a transcript
     measured               all numbers are measurements: only the text around them is compared
-    unstable               the text itself differs from run to run: only the first line is compared
+    unstable               the text itself differs from run to run: only its first line is compared
     quiet                  without what the command prints on standard error
     slow                   takes more than some seconds, or needs a slow one before it
     after: FILE ...        a `python` block goes on where this program, with these arguments, has ended
 
 The commands of a page run one after the other in an empty home folder, on CPU devices; those of a recipe in
 docs/contributing run in a copy of the repository to which the diff of the recipe is applied. Two outputs count as the
-same if they differ only in what varies from run to run: times, dates, versions, sizes of this machine. A block that is
-the same is not touched, except with `--all`.
+same if they differ only in what varies from run to run: times, dates, versions, sizes of this machine, and places where
+lines are left out, because on a slow machine there may be a line of progress. A block that is the same is not touched,
+except with `--all`.
 """
 
 from __future__ import annotations
@@ -358,8 +359,9 @@ def produced(page: Path, marker: Marker, session: Session) -> list[str]:
 
 def compared(marker: Marker, lines: list[str]) -> list[str]:
     """Return the lines of a block without what differs from run to run."""
+    lines = [line for line in lines if line != "..."]
     if marker.unstable:
-        lines = lines[:1]
+        lines = lines[: 2 if marker.kind == "below" else 1]
     result = []
     for line in lines:
         for pattern, instead in VOLATILE:

@@ -108,8 +108,19 @@ def test_measurements_are_compared_without_their_numbers(refresh):
     marker = refresh.Marker("of", "", silent=False, line=0, measured=True)
     assert refresh.compared(marker, ["step  12.5 ms"]) == refresh.compared(marker, ["step 9,000.25 s"])
     assert refresh.compared(marker, ["step  12.5 ms"]) != refresh.compared(marker, ["loss  12.5 ms"])
+    assert refresh.compared(marker, ["...", "step 1 s"]) == refresh.compared(marker, ["step 2 s", "..."])
     marker.measured = False
     assert refresh.compared(marker, ["step  12.5 ms"]) != refresh.compared(marker, ["step  12.6 ms"])
+
+
+@pytest.mark.parametrize(("kind", "compared"), [("of", 1), ("below", 2)])
+def test_of_an_unstable_text_the_first_line_is_compared(refresh, kind, compared):
+    """In a transcript, a command stands above it."""
+    marker = refresh.Marker(kind, "", silent=False, line=0, unstable=True)
+    lines = ["one", "two", "three"]
+    for index in range(3):
+        changed = [*lines[:index], "other", *lines[index + 1 :]]
+        assert (refresh.compared(marker, changed) == refresh.compared(marker, lines)) == (index >= compared)
 
 
 @pytest.mark.slow
