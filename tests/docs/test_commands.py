@@ -1,11 +1,15 @@
-"""Every option on a page is one of the command that it follows, and every key of a configuration is a knob."""
+"""Pages use what there is: options that their command has, keys that are knobs, functions with these arguments."""
 
+import ast
+import importlib
+import inspect
 import re
 import tomllib
 from functools import cache
 
 import pytest
 
+import jaxdist
 from jaxdist.completion.table import commands
 from jaxdist.request.knobs import KNOBS
 from tests.test_docs import PAGES, ROOT, every_page
@@ -113,3 +117,32 @@ def test_a_configuration_on_a_page_has_knobs():
 def test_no_page_is_left_out():
     wanted = {ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")}
     assert wanted <= set(PAGES)
+
+
+def wrong_calls(program: str) -> list[str]:
+    """The names of jaxdist that a program uses and that are not there, and arguments that they do not have."""
+    found = []
+    for node in ast.walk(ast.parse(program)):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "jaxdist":
+            module = importlib.import_module(node.module)
+            found += [alias.name for alias in node.names if not hasattr(module, alias.name)]
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("jaxdist."):
+            continue
+        function = getattr(jaxdist, node.func.attr, None)
+        known_arguments = inspect.signature(function).parameters if function else {}
+        found += [] if function else [node.func.attr]
+        found += [f"{node.func.attr}({word.arg})" for word in node.keywords if word.arg not in known_arguments]
+    return found
+
+
+@every_page
+def test_python_on_a_page_calls_what_there_is(page):
+    """Also in the parts of programs that are shown and not run."""
+    for _, language, block in FENCED.findall(page.read_text()):
+        if language == "python":
+            assert wrong_calls(block) == []
+
+
+def test_a_call_of_what_is_gone_is_found():
+    program = "from jaxdist.mesh import gone\nt = jaxdist.parallelize(M, loss, opt, mehs='1x1x1')\njaxdist.lost(1)\n"
+    assert sorted(wrong_calls(program)) == ["gone", "lost", "parallelize(mehs)"]
