@@ -276,6 +276,10 @@ class OptimizerConfig(Section):
     """Decoupled weight decay of matrices; scales and biases do not decay."""
     clip: NonNegativeFloat32 = 1.0
     """Gradient clipping: largest global gradient norm; 0: no clipping."""
+    outer_rate: PositiveFloat32 = 1.0
+    """Of local steps: rate of the outer step. DiLoCo: 0.7 with outer_momentum 0.9, and a quarter of learning_rate."""
+    outer_momentum: FractionFloat32 = 0.0
+    """Of local steps: Nesterov momentum of the outer step; it multiplies the rate by 1 / (1 - outer_momentum)."""
 
     def decay_steps(self, steps: int) -> int:
         """Return how many of the last of `steps` steps decay in the constant schedule."""
@@ -294,6 +298,8 @@ class TrainConfig(Section):
     """Rows per optimizer step over the whole mesh."""
     accumulation: MicroBatches = 1
     """Gradient accumulation: micro-batches per step, run in sequence; saves activations if run outside the layers."""
+    local_steps: CountOrZero = 0
+    """Steps (H) that each replica takes by itself before all average their weights, which changes the loss; 0: none."""
     seed: Seed = 0
     """Seed of the parameters, the data order and dropout."""
     max_skipped: Count = 10

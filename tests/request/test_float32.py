@@ -30,6 +30,8 @@ OF_DEVICES = {
     "optimizer.beta2": FRACTION,
     "optimizer.weight_decay": NUMBER_OR_ZERO,
     "optimizer.clip": NUMBER_OR_ZERO,
+    "optimizer.outer_rate": NUMBER,
+    "optimizer.outer_momentum": FRACTION,
 }
 """Knob -> (what float32 turns into 0, what into infinity or, of a fraction, 1, what it keeps)."""
 
@@ -48,6 +50,8 @@ USED = {
     "model.rope_theta": {"model.family": "llama"},
     "optimizer.decay_fraction": {"optimizer.schedule": "constant"},
     "parallel.compression_density": {"parallel.gradient_compression": "topk-int8", "mesh": "replica=2"},
+    "optimizer.outer_rate": {"train.local_steps": "10", "mesh": "replica=2"},
+    "optimizer.outer_momentum": {"train.local_steps": "10", "mesh": "replica=2"},
 }
 """Knob -> others without which it has no effect."""
 

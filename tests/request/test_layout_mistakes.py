@@ -129,6 +129,21 @@ PARALLEL = {
         "cnn_digits --mesh replica=2 --model.dropout 0.1 --parallel.gradient-compression int8",
         [("gradient_compression is int8", "set model.dropout to 0")],
     ),
+    "local steps of PipeDream": Wrong(
+        "--mesh replica=2,pipeline=2 --pipeline.schedule pipedream --optimizer.clip 0 --train.local-steps 10",
+        [("local_steps is 10", "pipedream", "pipeline.schedule to 1f1b")],
+    ),
+    "local steps with batch statistics": Wrong(
+        "cnn_digits --model.family resnet18 --mesh replica=2 --train.local-steps 10",
+        [("local_steps is 10", "batch statistics of model.family resnet18")],
+    ),
+    "local steps of a classifier with dropout": Wrong(
+        "cnn_digits --mesh replica=2 --model.dropout 0.1 --train.local-steps 10",
+        [("local_steps is 10", "dropout of model.family cnn")],
+    ),
+    "an outer step of no local steps": Wrong(
+        "--mesh replica=2 --optimizer.outer-rate 0.7", [("outer_rate is 0.7", "train.local_steps 0")]
+    ),
     "micro-batches of stage 1": Wrong("--parallel.micro-batches outside --parallel.zero 1", [("parallel.zero 1",)]),
 }
 

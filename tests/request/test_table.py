@@ -23,7 +23,7 @@ LEGAL = {
         *("parallel.replica_zero", "parallel.micro_batches", "parallel.offload", "pipeline.schedule"),
         *("data.validation_path", "data.validation_fraction", "data.augment", "data.prefetch"),
         *("optimizer.name", "optimizer.schedule", "optimizer.decay_fraction"),
-        *("train.global_batch_size", "train.accumulation", "cluster.process_id"),
+        *("train.global_batch_size", "train.accumulation", "cluster.process_id", "optimizer.outer_rate"),
         *("tokens", "samples", "cluster", "compare", "devices", "processes", "nodes", "time"),
         *("checkpoint.grace_seconds", "fault.heartbeat_seconds", "fault.start_seconds", "minutes", "seconds"),
         *("mode", "models", "parts", "schedule", "stages", "microbatches", "algorithm"),
@@ -32,8 +32,15 @@ LEGAL = {
     "zero": (
         *("model.kv_heads", "model.tied", "model.dropout", "parallel.zero", "parallel.sequence"),
         *("pipeline.microbatches", "pipeline.virtual_stages", "optimizer.warmup", "optimizer.beta1", "optimizer.beta2"),
-        *("train.epochs", "checkpoint.epochs", "checkpoint.minutes", "log.tensorboard", "cluster.processes"),
-        "fault.hang_seconds",
+        *(
+            "train.epochs",
+            "optimizer.outer_momentum",
+            "checkpoint.epochs",
+            "checkpoint.minutes",
+            "log.tensorboard",
+            "cluster.processes",
+        ),
+        *("fault.hang_seconds", "optimizer.outer_momentum"),
         *("gpus_per_node", "tasks_per_node", "cpus_per_task", "virtual_stages", "zero"),
     ),
     "huge": (
@@ -41,9 +48,16 @@ LEGAL = {
         *("checkpoint.keep", "log.every", "checkpoint", "repeats"),
     ),
     "zero huge": (
-        *("model.mlp", "optimizer.final", "optimizer.weight_decay", "optimizer.clip", "train.seed"),
+        *(
+            "model.mlp",
+            "train.local_steps",
+            "optimizer.final",
+            "optimizer.weight_decay",
+            "optimizer.clip",
+            "train.seed",
+        ),
         *("validation.every", "validation.batches", "checkpoint.every", "checkpoint.keep_every"),
-        *("temperature", "top_k", "seed", "restarts", "warmup", "rows"),
+        *("temperature", "top_k", "seed", "train.local_steps", "restarts", "warmup", "rows"),
     ),
     "empty": (
         *("parallel.rules.heads", "parallel.rules.mlp", "parallel.rules.vocab", "log.wandb", "profile.steps"),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from jaxdist.config import Config
+from jaxdist.mesh import PIPELINE
+from jaxdist.request.checks.mesh import fit
 from jaxdist.request.checks.registry import check, unused
 from jaxdist.request.knobs import shown
+from jaxdist.units import remedy
 
 
 @check("train.steps", "train.epochs")
@@ -63,6 +66,36 @@ def _last_rate(config: Config) -> Iterator[str]:
         yield (
             f"optimizer.learning_rate {rate:g} x optimizer.final {final:g}, the learning rate at the end, becomes "
             "infinity in float32; lower optimizer.final"
+        )
+
+
+@check("train.local_steps", "optimizer.outer_rate", "optimizer.outer_momentum")
+def _outer_step(config: Config) -> Iterator[str]:
+    if not config.train.local_steps:
+        for name in ("optimizer.outer_rate", "optimizer.outer_momentum"):
+            yield from unused(config, name, "train.local_steps 0, which has no outer step,")
+
+
+@fit("train.local_steps", "pipeline.schedule")
+def _local_steps_of_stages(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+    local_steps = config.train.local_steps
+    if local_steps and shape[PIPELINE] > 1 and config.pipeline.asynchronous:
+        yield (
+            f"train.local_steps is {local_steps}, but pipedream is never done with a step, after which the replicas "
+            f"could average their weights; "
+        ) + remedy("pipeline.schedule to 1f1b", "train.local_steps to 0")
+
+
+@check("train.local_steps", "model.family", "model.dropout")
+def _local_steps_of_images(config: Config) -> Iterator[str]:
+    model = config.model
+    if config.train.local_steps and model.images and (model.family.startswith("resnet") or model.dropout):
+        what = "the batch statistics of model.family " + model.family
+        if model.dropout:
+            what = f"the dropout of model.family {model.family}"
+        yield (
+            f"train.local_steps is {config.train.local_steps}, but {what} would be another on each replica, and only "
+            f"weights are averaged; set train.local_steps to 0"
         )
 
 
