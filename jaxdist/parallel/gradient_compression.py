@@ -144,9 +144,11 @@ def _one_shot(pieces: Float[Array, "2 blocks 256"], code: Code) -> tuple[jax.Arr
     """
     encode, decode = code
     sent = encode(pieces)
-    other = jax.lax.psum(sent, REPLICA) - sent
-    own = decode(sent)
-    return own + decode(other), pieces - own
+    both = jax.lax.psum(sent, REPLICA)
+    # The same text on both replicas, so that both round alike: XLA may turn a product and a sum into one instruction.
+    first = jnp.where(jax.lax.axis_index(REPLICA) == 0, sent, both - sent)
+    second = both - first
+    return decode(first) + decode(second), pieces - decode(sent)
 
 
 def _two_shots(pieces: Float[Array, "R blocks 256"], code: Code) -> tuple[jax.Array, jax.Array]:

@@ -125,7 +125,7 @@ def test_without_replicas_the_first_gradient_gets_what_is_owed():
     "options", [{"precision": "mixed"}, {"parallel.offload": "optimizer"}], ids=["mixed", "offload"]
 )
 def test_errors_go_with_mixed_precision_and_with_offloading(tmp_path, zero, options):
-    """Three steps are close to exact ones, and those that go on from a checkpoint of the second equal them to the bit."""
+    """Three steps are close to exact ones, and the third is the same to the bit from a checkpoint of the second."""
     options = options | {"parallel.zero": str(zero)}
 
     def steps(run: Run, state, numbers: range):
