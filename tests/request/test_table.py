@@ -33,6 +33,7 @@ LEGAL = {
     "zero": (
         *("model.kv_heads", "model.tied", "model.dropout", "parallel.zero", "parallel.sequence"),
         *("pipeline.microbatches", "pipeline.virtual_stages", "optimizer.warmup", "optimizer.beta1", "optimizer.beta2"),
+        "parallel.delayed_gradients",
         *("train.epochs", "checkpoint.epochs", "checkpoint.minutes", "log.tensorboard", "cluster.processes"),
         *("fault.hang_seconds", "optimizer.outer_momentum", "parallel.delayed_gradients"),
         *("gpus_per_node", "tasks_per_node", "cpus_per_task", "virtual_stages", "zero"),

@@ -329,7 +329,8 @@ def test_resumed_on_another_mesh(run, request_of, capsys, after, told):
     assert ("gradients cross one step late" in said) == (not told)
     a, b = ([line["loss"] for line in lines(one) if "loss" in line] for one in (moved, straight))
     if told:
-        assert a[:8] == b[:8]
-        assert not np.allclose(a[9:], b[9:], rtol=1e-4)
+        # The first step after the save has the same weights, and the second has those of a gradient that is on time.
+        np.testing.assert_allclose(a[:8], b[:8], rtol=1e-5)
+        assert a[8] != pytest.approx(b[8], rel=1e-4)
     else:
         np.testing.assert_allclose(a, b, rtol=1e-5)
