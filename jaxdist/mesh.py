@@ -179,6 +179,14 @@ def micro_batches(config: Config, shape: Mapping[str, int]) -> int:
     return config.train.accumulation
 
 
+def of_one_replica(config: Config, shape: Mapping[str, int]) -> Config:
+    """Return what each replica of a mesh of `shape` computes by itself: its devices, and its rows of the batch."""
+    mesh = ",".join(f"{axis}={1 if axis == REPLICA else size}" for axis, size in shape.items())
+    rows = config.train.global_batch_size // shape[REPLICA]
+    train = config.train.model_copy(update={"global_batch_size": rows})
+    return config.model_copy(update={"mesh": mesh, "train": train})
+
+
 def device_order(sites: int) -> tuple[str, ...]:
     """Return the axes in the order in which they are laid over the devices of so many sites, outermost first."""
     return AXES_OVER_SITES if sites > 1 else AXES

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -109,6 +109,12 @@ class Layout:
         sizes = {name: size for name, size in mesh.shape.items() if size > 1}
         split = {name: tuple(axis for axis in sizes if axis in axes) for name, axes in rules.items()}
         return cls(tuple(sizes.items()), device.platform, tuple(split.items()), _capability(device))
+
+    def without(self, axis: str) -> Layout:
+        """Return the layout of a part of the mesh that does not reach along `axis`."""
+        axes = tuple((name, size) for name, size in self.axes if name != axis)
+        rules = tuple((name, tuple(one for one in split if one != axis)) for name, split in self.rules)
+        return replace(self, axes=axes, rules=rules)
 
     def split(self, logical: str | None) -> tuple[str, ...]:
         """Return the mesh axes that split a logical axis, outermost first."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import jax
 
 from jaxdist.config import Config
-from jaxdist.mesh import DATA, REPLICA
+from jaxdist.mesh import AXES, DATA, REPLICA, of_one_replica
 from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
@@ -51,11 +51,14 @@ def unpredicted(config: Config, layout: Layout) -> str:
 
 
 def predict(config: Config, model: Model | Foreign, layout: Layout) -> list[Transfer]:
-    """Return every transfer of a train step, without scalars.
+    """Return every transfer of a train step, without scalars; with local steps, of the step of a replica.
 
     `config.precision` is resolved, no longer `auto`, and `unpredicted` is empty.
     """
     assert not unpredicted(config, layout)
+    if config.train.local_steps:
+        config = of_one_replica(config, {axis: layout.size(axis) for axis in AXES})
+        layout = layout.without(REPLICA)
     parameters = placed(config, model, layout)
     pipe = pipeline_of(config, layout)
     if pipe:
@@ -68,6 +71,14 @@ def predict(config: Config, model: Model | Foreign, layout: Layout) -> list[Tran
             found += _stream(config, layout)
             found.append(_loss(config, layout))
     return [one for one in found if one.devices > 1 and one.calls]
+
+
+def outer(config: Config, model: Model | Foreign, layout: Layout) -> list[Transfer]:
+    """Return every transfer of the outer step that ends a round of local steps, without scalars; else none."""
+    if not config.train.local_steps:
+        return []
+    parameters = placed(config, model, layout)
+    return [one for p in parameters for one in between_replicas(config, p, layout) if one.devices > 1]
 
 
 def compression_that_costs(config: Config, model: Model | Foreign, layout: Layout) -> str:

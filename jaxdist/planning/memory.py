@@ -65,6 +65,8 @@ class Memory:
     and activations, which are an estimate."""
     errors: int = 0
     """What gradient compression has rounded off, and still owes: f32."""
+    common: int = 0
+    """Parameters and momentum of the last outer step, which local steps keep beside each replica's parameters: f32."""
     host: int = 0
     """Moments and masters that are in host memory between steps, and not on the device: exact."""
     host_activations: int = 0
@@ -95,6 +97,7 @@ class Memory:
             "batch statistics": self.variables,
             "in flight": self.in_flight,
             "errors of compression": self.errors,
+            "at the last outer step": self.common,
         }
 
     @property
@@ -207,6 +210,7 @@ class _AtRest(TypedDict):
     host: int
     copy: int
     errors: int
+    common: int
 
 
 def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = None) -> _AtRest:
@@ -218,12 +222,14 @@ def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = N
     counters = 3
     if pipe is None or pipe.flush:
         counters += 1 if config.optimizer.name == "sgd" else 2
+    common = _common(config)
     return {
         "parameters": each.parameters * held,
         "optimizer": each.optimizer * held + 4 * counters,
-        "host": each.host * held,
+        "host": (each.host + common.host) * held,
         "copy": sum(_copy(config, p, pipelined=pipe is not None) for p in parameters),
         "errors": sum(_errors(config, p) for p in parameters),
+        "common": (common.parameters + common.optimizer) * held,
     }
 
 
@@ -273,6 +279,16 @@ def widths(config: Config) -> Widths:
     return Widths(parameters=4, optimizer=0, host=moments)
 
 
+def _common(config: Config) -> Widths:
+    """Return the bytes of each parameter of what local steps keep at the last outer step, and its momentum."""
+    if not config.train.local_steps:
+        return Widths(0, 0, 0)
+    momentum = 4 if config.optimizer.outer_momentum else 0
+    # Where masters rest in host memory, these do too.
+    on_host = 4 - widths(config).parameters
+    return Widths(parameters=4 - on_host, optimizer=momentum, host=on_host)
+
+
 def _bytes(a: jax.ShapeDtypeStruct) -> int:
     if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
         # A key of JAX's default generator is two words of 32 bits.
@@ -283,7 +299,9 @@ def _bytes(a: jax.ShapeDtypeStruct) -> int:
 def state(config: Config, p: Placed, pipelined: bool = False) -> int:
     """Return the bytes that a device holds between steps of one parameter and all that belongs to it."""
     each = widths(config)
-    return p.held * (each.parameters + each.optimizer) + _copy(config, p, pipelined) + _errors(config, p)
+    common = _common(config)
+    widest = each.parameters + each.optimizer + common.parameters + common.optimizer
+    return p.held * widest + _copy(config, p, pipelined) + _errors(config, p)
 
 
 def _copy(config: Config, p: Placed, pipelined: bool) -> int:

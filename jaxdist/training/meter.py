@@ -31,7 +31,8 @@ class Diverged(RuntimeError):
 class Meter:
     """Holds each step's metrics until the next step is on its way, then logs them; keeps the time."""
 
-    def __init__(self, run: Run, log: Log):
+    def __init__(self, run: Run, log: Log, first: int = 0):
+        """`first` is the step that the run resumes from."""
         config = run.config
         self.log = log
         self.device = run.mesh.local_devices[0]
@@ -49,6 +50,8 @@ class Meter:
         """The step that is on its way."""
         self.predicted: int | None = memory.predict(config, run.model, run.layout).total
         """Predicted bytes of a device; None once they have been logged beside those of the first step."""
+        self.ended = first
+        """The last step whose results were logged."""
         self._restart()
 
     def catch_up(self) -> None:
@@ -80,13 +83,16 @@ class Meter:
         step, metrics = self.pending
         self.pending = None
         metrics = jax.device_get(metrics)
-        self.count += 1
+        # More than one at the end of a round of local steps.
+        steps = range(self.ended + 1, step + 1)
+        self.ended = step
+        self.count += len(steps)
         values = self._figures(step, metrics)
         self._compare_memory(values["memory_bytes"])
         self.log.progress(values)
         # The last step before the end of the run is always logged, whatever ends it.
         diverged = metrics.skipped_in_a_row >= self.max_skipped
-        if step % self.every == 0 or step == self.steps or diverged:
+        if any(one % self.every == 0 for one in steps) or step == self.steps or diverged:
             self.log.metrics(values)
             self._restart()
         if metrics.skipped_in_a_row:

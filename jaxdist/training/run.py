@@ -25,6 +25,7 @@ from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hardware import Gpu
 from jaxdist.request import Enough, check_mesh_fits
 from jaxdist.sharding import Layout, on_devices, rules
+from jaxdist.training.forward.local_step import LocalStep, OuterRule
 from jaxdist.training.forward.optimizer import optimizer
 from jaxdist.training.forward.pipedream_step import PipeDreamStep
 from jaxdist.training.forward.pipeline import PipelineForward
@@ -48,16 +49,21 @@ class Run:
         devices: Sequence[jax.Device] | None = None,
         gpu: Gpu | None = None,
         sites: int = 1,
+        mesh: jax.sharding.Mesh | None = None,
     ):
         """Make the mesh, the layout, the model and the task.
 
         `dry` only inspects the request: its devices need not exist, and nothing can be computed on them; `gpu` is their
         kind, if not that of this machine. Without `batch` no training batch will be requested, and its size is not
         checked. `devices` are all devices of the mesh, if not those of this machine: for a step that is compiled and
-        not run, or that is measured on a part of them; they lie in so many `sites`.
+        not run, or that is measured on a part of them; they lie in so many `sites`. `mesh` is the mesh itself, if it is
+        a part of another.
         """
         shape = parse_mesh(config.mesh)
-        if devices:
+        if mesh:
+            self.mesh = mesh
+            devices = list(mesh.devices.flat)
+        elif devices:
             self.mesh = make_mesh(shape, devices, sites)
         elif dry:
             # A dry run asks only for layouts, for which an abstract mesh is as good.
@@ -118,7 +124,10 @@ class Run:
         update_rule = partial(optimizer, config.optimizer, self.steps)
         if isinstance(self.forward, PipelineForward) and not self.forward.flush:
             return PipeDreamStep(self.forward, update_rule, decay, self.batch())
-        return Step(
+        make: Callable[..., Step] = Step
+        if config.train.local_steps:
+            make = partial(LocalStep, outer=OuterRule(config.optimizer.outer_rate, config.optimizer.outer_momentum))
+        return make(
             self.forward,
             update_rule(decay),
             max_norm=config.optimizer.clip,
@@ -140,14 +149,15 @@ class Run:
 
     def abstract(self) -> TrainState:
         """Return shapes, dtypes and shardings of the state; call under `jax.set_mesh`."""
-        return on_devices(self._traced_init, self.mesh)
+        return on_devices(self.traced_init, self.mesh)
 
     def abstract_logical(self) -> TrainState:
         """Return shapes, dtypes and shardings of the state as a checkpoint holds it; call under `jax.set_mesh`."""
-        return on_devices(lambda: self.step.logical(self._traced_init()), self.mesh)
+        return on_devices(lambda: self.step.logical(self.traced_init()), self.mesh)
 
-    def _traced_init(self) -> TrainState:
-        # The key is made here, inside what is traced: nothing can be computed on devices that are not there.
+    def traced_init(self) -> TrainState:
+        """Return the state before the first step; call inside what is traced, under `jax.set_mesh`."""
+        # The key is made here: nothing can be computed on devices that are not there.
         return self.step.init(jax.random.key(self.config.train.seed))
 
     def batch(self) -> AbstractBatch:
@@ -163,16 +173,28 @@ class Run:
         return batch
 
     def lower(self) -> jax.stages.Lowered:
-        """Return the train step, its state donated, ready to be compiled; call under `jax.set_mesh`."""
+        """Return the train step, its state donated, ready to be compiled; call under `jax.set_mesh`.
+
+        Raises `RequestError` for local steps, which have no step of all devices (`training.rounds`).
+        """
+        if self.config.train.local_steps:
+            raise RequestError(
+                f"train.local_steps is {self.config.train.local_steps}, but this command needs a step of all devices "
+                f"together; set it to 0"
+            )
         step = jax.jit(self.step.train, donate_argnums=0, compiler_options=self.compiler_options)
         return step.lower(self.abstract(), self.batch())
 
     def compile(self) -> jax.stages.Compiled:
-        """Return the train step as a program; call under `jax.set_mesh`.
+        """Return the train step as a program; call under `jax.set_mesh`. Raises `RequestError` as `checked` does."""
+        return self.checked(self.lower())
+
+    def checked(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Return a step as a program.
 
         Raises `RequestError` for a program in which ranks of a pipeline could wait for each other for ever.
         """
-        compiled = self.lower().compile()
+        compiled = lowered.compile()
         # Where all ranks run the same operations, none can wait for another in a branch of its own.
         if isinstance(self.forward, PipelineForward) and not self.forward.uniform:
             problems = across_ranks(text_of(compiled), self.mesh)

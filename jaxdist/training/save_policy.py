@@ -122,14 +122,15 @@ class SavePolicy:
                 f"to {now}: its sum is the same, and the loss is close, not equal"
             )
 
-    def due(self, step: int) -> bool:
-        """Return whether to save after `step`; every process asks at every step, and all get the same answer.
+    def due(self, steps: range) -> bool:
+        """Return whether to save after the round of `steps`; every process asks, and all get the same answer.
 
         The reasons are `checkpoint.every`, the last step, the end of an epoch, and the time since the last save.
         """
-        if self.config.every > 0 and step % self.config.every == 0:
+        every = self.config.every
+        if steps[-1] == self.run.steps or (every > 0 and any(step % every == 0 for step in steps)):
             return True
-        return step == self.run.steps or self._end_of_epoch(step) or self._overdue(step)
+        return any(map(self._end_of_epoch, steps)) or self._overdue(steps)
 
     def save(self, step: int, state: TrainState) -> None:
         """Save `state` as `step`. Raises `Diverged`, in all processes alike, where it is not finite."""
@@ -178,11 +179,12 @@ class SavePolicy:
         rows_of_epoch = self.run.task.rows
         return step * rows // rows_of_epoch > (step - 1) * rows // rows_of_epoch
 
-    def _overdue(self, step: int) -> bool:
+    def _overdue(self, steps: range) -> bool:
         """Return whether `checkpoint.minutes` have passed since the last save, by the leader's clock."""
         if not self.config.minutes:
             return False
-        if jax.process_count() > 1 and step % self.run.config.log.every != 0:
+        every = self.run.config.log.every
+        if jax.process_count() > 1 and all(step % every for step in steps):
             # Asking the leader costs all processes a wait.
             return False
         seconds = time.monotonic() - self.last

@@ -17,13 +17,21 @@ class StepRunner:
     every other step `late` is 0, and `drain` does nothing.
     """
 
-    def __init__(self, run: Run, program: jax.stages.Compiled, first: int, report: Callable[[int, Metrics], None]):
+    unfinished = ""
+    """What is lost, as the beginning of a sentence, if the run ends now."""
+    program: jax.stages.Compiled
+    """The step; `compile` makes it."""
+
+    def __init__(self, run: Run, first: int, report: Callable[[int, Metrics], None]):
         """`first` is the step that the run resumes from; `report` gets (step, metrics)."""
         self._run = run
         self._late = run.step.late
         self._drained_at = first
         self._report = report
-        self.program = program
+
+    def compile(self) -> None:
+        """Compile the step."""
+        self.program = self._run.compile()
 
     def take(self, step: int, state: TrainState, batch: Batch) -> TrainState:
         """Give the batch of `step` to the program, and report the step that ends with it."""

@@ -32,6 +32,7 @@ from jaxdist.training.meter import Diverged, Meter
 from jaxdist.training.metrics import Log, SilentLog
 from jaxdist.training.plots import plot_loss
 from jaxdist.training.profile import Profile
+from jaxdist.training.rounds import RoundRunner, round_until, rounds
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_lock import LockLost
@@ -107,6 +108,12 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
 
 def check_new(run: Run) -> None:
     """Raise `RequestError` for what only a run that is resumed may ask for."""
+    local_steps = run.config.train.local_steps
+    if local_steps and run.mesh.shape[REPLICA] == 1:
+        raise RequestError(
+            f"train.local_steps is {local_steps}, but mesh {run.config.mesh} has no replicas that could take steps by "
+            f"themselves; leave it out, or give the {REPLICA} axis more devices"
+        )
     rule = run.config.parallel.gradient_compression
     if rule != "exact" and run.mesh.shape[REPLICA] == 1:
         raise RequestError(
@@ -194,6 +201,7 @@ class Trainer:
         self.run = run
         self.config = run.config
         self.steps = run.steps
+        self.local_steps = run.config.train.local_steps
         self.folder = folder
         self.log = log
         self.job = job
@@ -205,27 +213,30 @@ class Trainer:
     def train(self) -> int:
         """Take the steps of the run that are left. Returns the exit code."""
         state = self.start()
-        program = self.compile()
-        self.meter = Meter(self.run, self.log)
-        self.runner = StepRunner(self.run, program, self.first, report=self.meter.step)
+        self.meter = Meter(self.run, self.log, self.first)
+        runner = RoundRunner if self.local_steps else StepRunner
+        self.runner = runner(self.run, self.first, report=self.meter.step)
+        self.compile()
         if self.validation_overdue():
             self.validate(self.first, state)
 
         stop = self.job.stop
-        self.profile = Profile(self.run, self.folder, program, self.meter, self.job, self.first)
-        prefetch = Prefetch(self.batch, self.first, self.steps, self.config.data.prefetch, enough=stop.due)
+        stop.newest = self.where_it_resumes
+        self.profile = Profile(self.run, self.folder, self.runner.program, self.meter, self.job, self.first)
+        prefetch = Prefetch(self.batch, self.first, self.steps, self.config.data.prefetch, enough=self.stops_here)
         with self.profile, prefetch as batches:
-            for step in range(self.first + 1, self.steps + 1):
-                batch = self.next_batch(batches)
-                # All processes ask at the same places, so that they stop at the same step.
-                if stop.here():
-                    return self.stop_early(step - 1, state)
-                state = self.step(step, state, batch)
+            for steps in rounds(self.first, self.steps, self.local_steps):
+                for step in steps:
+                    batch = self.next_batch(batches)
+                    # All processes ask at the same places, so that they stop at the same step.
+                    if step == steps[0] and stop.here():
+                        return self.stop_early(step - 1, state)
+                    state = self.step(step, state, batch)
                 # Validation and checkpoints need the updates of all steps so far: nothing may be in flight.
-                if self.validation_due(step):
+                if self.validation_due(steps):
                     state = self.runner.drain(step, state)
                     self.validate(step, state)
-                if self.save_policy.due(step):
+                if self.save_policy.due(steps):
                     state = self.runner.drain(step, state)
                     self.save(step, state)
         self.finish()
@@ -247,16 +258,15 @@ class Trainer:
             return self.save_policy.go_on(found, say)
         return self.save_policy.begin(say)
 
-    def compile(self) -> jax.stages.Compiled:
+    def compile(self) -> None:
         """Compile the train step, and say how long that took.
 
         While it compiles the heartbeats say so: the watchdog has more patience then.
         """
         self.job.note(COMPILING)
         started = time.perf_counter()
-        program = self.run.compile()
+        self.runner.compile()
         self.log.say(f"compiled    in {time.perf_counter() - started:.1f} s")
-        return program
 
     def batch(self, step: int) -> Batch:
         """Return the global batch of the step that follows `step` steps: a function of (seed, step) alone."""
@@ -269,6 +279,14 @@ class Trainer:
         self.meter.catch_up()
         self.job.note(WAITING)
         return self.meter.next(batches)
+
+    def stops_here(self) -> bool:
+        """Return whether the run stops before the next batch. A round that has begun is finished."""
+        return not self.runner.unfinished and self.job.stop.due()
+
+    def where_it_resumes(self) -> str:
+        """Return what is lost, and where the run resumes, if it ends on the spot."""
+        return self.runner.unfinished + where_it_resumes(self.folder)
 
     def step(self, step: int, state: TrainState, batch: Batch) -> TrainState:
         """Take one step. Raises `SaveFailed` where a checkpoint in the background could not be written."""
@@ -289,14 +307,15 @@ class Trainer:
         self.log.say(f"stopped by {self.job.stop.name}: step {step} is saved; the same command continues")
         return STOPPED
 
-    def validation_due(self, step: int) -> bool:
-        """Return whether to validate after `step`: every so many steps, and at the end."""
+    def validation_due(self, steps: range) -> bool:
+        """Return whether to validate after the round of `steps`: every so many steps, and at the end."""
         every = self.config.validation.every
-        return step == self.steps or (every > 0 and step % every == 0)
+        return steps[-1] == self.steps or (every > 0 and any(step % every == 0 for step in steps))
 
     def validation_overdue(self) -> bool:
         """Return whether the run was stopped in the validation of the step that it resumes from."""
-        if not 0 < self.first < self.steps or not self.validation_due(self.first):
+        last_round = round_until(self.first, self.local_steps)
+        if not 0 < self.first < self.steps or not self.validation_due(last_round):
             return False
         missing = False
         # Only the leader reads the file, and all follow its answer.

@@ -24,7 +24,7 @@ def saved(steps: int = 20, rows: int = 100, seconds: float = 0.0, monkeypatch=No
     one = SavePolicy(run, checkpoints)
     for step in range(1, steps + 1):
         clock.now += seconds
-        if one.due(step):
+        if one.due(range(step, step + 1)):
             one.save(step, None)
     return found
 

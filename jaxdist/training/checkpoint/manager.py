@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxdist.cluster.consensus import agreed, from_leader, leader
 from jaxdist.config import RequestError
 from jaxdist.models import Params
+from jaxdist.parallel import replicas
 from jaxdist.training.checkpoint.orbax_writer import OrbaxWriter, SaveFailed, array_shapes
 from jaxdist.training.checkpoint.readback import Shapes, unreadable
 from jaxdist.training.checkpoint.step_dir import STEP, UNSEALED, StepDir
@@ -33,6 +34,9 @@ ASIDE = "aside"
 
 ERRORS = "errors"
 """The item of a step with what gradient compression still owes."""
+
+VELOCITY = "velocity"
+"""The item of a step with the momentum of the outer step, of a run with local steps."""
 
 Expected = Callable[[], TrainState] | None
 """Makes the shapes that a checkpoint without checksums must have; None accepts any."""
@@ -200,17 +204,25 @@ class Checkpoints:
         `Step.resume` computes them. Raises `RequestError` when there is no such step, or its arrays are others.
         """
         found = found or self.find()
-        wanted = trees_of(abstract._replace(errors=None))
-        replicas = {shape[-1] for shape in found.store.shapes(found.step, ERRORS).values()}
-        if replicas:
+        wanted = trees_of(_of_replicas(abstract, self.replicas_of(found))._replace(errors=None))
+        owed_by = self.owed_by(found)
+        if owed_by:
             # Errors are read as they were saved: `Step.resume` deals them out.
-            (saved,) = replicas
-            wanted[ERRORS] = abstract_errors(abstract, saved)
+            wanted[ERRORS] = abstract_errors(abstract, owed_by)
         trees = found.store.restore(found.step, wanted)
         training = trees.pop("training")
         return TrainState(
-            params=trees["params"], variables=trees.get("variables", {}), errors=trees.get(ERRORS), **training
+            params=trees["params"],
+            variables=trees.get("variables", {}),
+            errors=trees.get(ERRORS),
+            velocity=trees.get(VELOCITY),
+            **training,
         )
+
+    def replicas_of(self, found: Found) -> int:
+        """Return how many replicas have saved moments of their own in a step; 0 where all had the same."""
+        shape = found.store.shapes(found.step, "training")["skipped"]
+        return shape[0] if shape else 0
 
     def owed_by(self, found: Found) -> int:
         """Return of how many replicas a step holds errors of compression; 0 where it holds none."""
@@ -281,10 +293,12 @@ class Checkpoints:
     def _damage_without_seal(self, folder: StepDir, step: int, expected: Expected) -> str | None:
         shapes: dict[str, Shapes] | None = None
         if expected is not None:
-            shapes = {item: array_shapes(tree) for item, tree in trees_of(expected()).items()}
-            if ERRORS in shapes:
-                # Their number of replicas may be another.
-                shapes[ERRORS] = dict.fromkeys(shapes[ERRORS])
+            state = expected()
+            shapes = {item: array_shapes(tree) for item, tree in trees_of(state).items()}
+            # Their number of replicas may be another.
+            for item in (ERRORS, "training") if state.skipped.ndim else (ERRORS,):
+                if item in shapes:
+                    shapes[item] = dict.fromkeys(shapes[item])
         # Facts first: they are small, and their damage needs no reading of the arrays.
         damage = folder.wrong_facts(step) or unreadable(folder.path(step), shapes, values=True)
         if damage:
@@ -315,6 +329,15 @@ class Checkpoints:
         )
 
 
+def _of_replicas(abstract: TrainState, saved: int) -> TrainState:
+    """Return `abstract` with the shapes that so many replicas have saved; their moments are read as they lie."""
+    if saved in (0, *abstract.skipped.shape):
+        return abstract
+    own = abstract.optimizer, abstract.skipped, abstract.skipped_in_a_row
+    optimizer, skipped, in_a_row = replicas.of_others(own, saved)
+    return abstract._replace(optimizer=optimizer, skipped=skipped, skipped_in_a_row=in_a_row)
+
+
 def abstract_errors(abstract: TrainState, replicas: int) -> Params:
     """Return shapes and shardings for the errors of so many replicas, on the mesh of `abstract`."""
     mine = abstract.errors
@@ -335,10 +358,9 @@ def trees_of(state: TrainState) -> dict[str, Any]:
     del training["weights"]
     del training["in_flight"]
     variables = training.pop("variables")
-    errors = training.pop("errors")
+    further = {ERRORS: training.pop("errors"), VELOCITY: training.pop("velocity")}
     trees = {"params": training.pop("params"), "training": training}
-    if errors is not None:
-        trees[ERRORS] = errors
+    trees |= {item: tree for item, tree in further.items() if tree is not None}
     if variables:
         trees["variables"] = variables
     return trees

@@ -58,6 +58,8 @@ class TrainState(NamedTuple):
     """What an asynchronous pipeline is working on; the pipeline is emptied before its state is saved."""
     errors: Params | None = None
     """What each replica has rounded off its gradients and still owes, [..., R] (`parallel.gradient_compression`)."""
+    velocity: Params | None = None
+    """The momentum of the outer step, for a run with local steps (`LocalStep`)."""
 
 
 class Metrics(NamedTuple):
@@ -149,10 +151,14 @@ class Step:
 
     def start(self, params: Params, variables: Params | None = None) -> TrainState:
         """Return the state before the first step from these parameters, as `place` returns them."""
-        zero = jnp.zeros((), jnp.int32)
         # Parameters that come from a checkpoint may wait in the host's memory.
-        params = to_device(params)
-        state = TrainState(
+        state = self.fresh(to_device(params), variables)
+        return self.at_rest(state._replace(**self.derived(state)))
+
+    def fresh(self, params: Params, variables: Params | None) -> TrainState:
+        """Return the state before the first step, all of it on the devices, without what can be derived."""
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(
             step=zero,
             params=params,
             optimizer=self.optimizer.init(params),
@@ -161,7 +167,6 @@ class Step:
             variables=variables or {},
             errors=self.no_errors(params),
         )
-        return self.at_rest(state._replace(**self.derived(state)))
 
     def no_errors(self, params: Params) -> Params | None:
         """Return errors of zero for these parameters, where gradients are compressed."""
@@ -247,7 +252,11 @@ class Step:
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take one optimizer step. A loss or gradient that is not finite changes nothing except the counts."""
-        state = to_device(state)
+        state, metrics = self.update(to_device(state), batch)
+        return self.at_rest(state), metrics
+
+    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Do what `train` does with a state that is on the devices, and stays there."""
         weights = state.weights if self.keep else self.forward.weights(state.params)
         assert weights is not None
         loss, sums, count, variables, further = self._means(weights, state.variables, batch, state.step)
@@ -275,7 +284,7 @@ class Step:
             variables=variables,
             errors=errors,
         )
-        return self.at_rest(state), metrics
+        return state, metrics
 
     def cross(self, sums: Params, errors: Params | None, step: Int[Array, ""]) -> tuple[Params, Params | None]:
         """Add up partial sums over the replicas; return (gradients, as parameters lie between steps; new errors)."""

@@ -1,0 +1,189 @@
+"""Rounds of local steps: each replica runs its own program, and an outer step ends the round (`LocalStep`).
+
+A process takes part in the replicas that have some of its devices, and in every outer step. Arrays pass between the
+whole mesh and the meshes of the replicas without a copy: the shards on the devices are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxdist.mesh import REPLICA, of_one_replica
+from jaxdist.parallel.replicas import filled, join, joined, mesh_of, part, value
+from jaxdist.sharding import on_devices
+from jaxdist.training.forward.local_step import Common, LocalStep
+from jaxdist.training.forward.step import Batch, Metrics, TrainState
+from jaxdist.training.run import Run
+
+
+def rounds(first: int, last: int, local_steps: int) -> Iterator[range]:
+    """Yield the steps after `first` up to `last`, in rounds that end with the multiples of `local_steps`, and `last`.
+
+    Without local steps (0) each step is a round.
+    """
+    while first < last:
+        end = first + 1
+        if local_steps:
+            end = min(last, first - first % local_steps + local_steps)
+        yield range(first + 1, end + 1)
+        first = end
+
+
+def round_until(step: int, local_steps: int) -> range:
+    """Return the steps of the round that ends with `step`."""
+    if not local_steps:
+        return range(step, step + 1)
+    return range(step - 1 - (step - 1) % local_steps + 1, step + 1)
+
+
+class InRound(NamedTuple):
+    """The state within a round."""
+
+    common: Common
+    replicas: tuple[TrainState, ...]
+    """Of those that have devices of this process."""
+    metrics: tuple[Metrics, ...]
+    """Of each one's last step."""
+
+
+class RoundRunner:
+    """Does what `StepRunner` does, with local steps: metrics of a round come with its outer step."""
+
+    def __init__(self, run: Run, first: int, report: Callable[[int, Metrics], None]):
+        """`first` is the step that the run resumes from; `report` gets (step, metrics)."""
+        self._run = run
+        self._step = _step_of(run)
+        self._report = report
+        mine = jax.process_index()
+        meshes = [mesh_of(run.mesh, index) for index in range(run.mesh.shape[REPLICA])]
+        own = [any(device.process_index == mine for device in mesh.devices.flat) for mesh in meshes]
+        self.replicas = [run_of(run, mesh) for mesh, is_mine in zip(meshes, own, strict=True) if is_mine]
+        """The runs of the replicas that have devices of this process."""
+        self.outer_step = first
+        """The step after which the round in progress has begun."""
+        self.taken = 0
+        """Steps of the round that have been taken."""
+        self._learned: list[int] = []
+        """Labels, or rows, from which each of them has learned in the round."""
+        self._next: TrainState | None = None
+        """What the replicas begin the next round with."""
+
+    def compile(self) -> None:
+        """Compile the programs: a step, and its beginning, for each replica, and the outer step."""
+        self._takes = []
+        self._begins = []
+        for one in self.replicas:
+            with jax.set_mesh(one.mesh):
+                lowered = lower_take(one)
+                self._takes.append(one.checked(lowered))
+                self._begins.append(jax.jit(_step_of(one).begin, donate_argnums=0))
+        self._outer = lower_outer(self._run, lowered).compile()
+
+    @property
+    def program(self) -> jax.stages.Compiled:
+        """The step of a replica."""
+        return self._takes[0]
+
+    @property
+    def unfinished(self) -> str:
+        """What is lost if the run ends now; empty between rounds."""
+        if not self.taken:
+            return ""
+        return (
+            f"the round after the outer step {self.outer_step} is not finished, and its {self.taken} local step(s) "
+            f"are lost; "
+        )
+
+    def take(self, step: int, state: TrainState | InRound, batch: Batch) -> TrainState | InRound:
+        """Take one step in each replica; after the last of a round, the outer step, and report its metrics."""
+        if isinstance(state, TrainState):
+            state = self._begin(state)
+        parts = [part(batch, one.mesh) for one in self.replicas]
+        taken = [take(*of) for take, *of in zip(self._takes, state.replicas, parts, strict=True)]
+        # This process is never further ahead of its devices than one step.
+        self._count(state.metrics)
+        state = InRound(state.common, tuple(one for one, _ in taken), tuple(metrics for _, metrics in taken))
+        self.taken = step - self.outer_step
+        if step % self._run.config.train.local_steps and step < self._run.steps:
+            return state
+        return self._end(step, state)
+
+    def drain(self, step: int, state: TrainState) -> TrainState:
+        """Return `state`: between rounds nothing is in flight."""
+        return state
+
+    def _begin(self, state: TrainState) -> InRound:
+        everyone = self._next or jax.jit(self._step.replicas_of)(state)
+        self._next = None
+        replicas = []
+        # All parts are taken before the first is donated: then the arrays of the whole mesh are gone.
+        parts = [part(everyone, one.mesh) for one in self.replicas]
+        for one, begin, mine in zip(self.replicas, self._begins, parts, strict=True):
+            with jax.set_mesh(one.mesh):
+                replicas.append(begin(mine))
+        self._learned = [0] * len(replicas)
+        return InRound(Common(state.params, state.velocity, state.errors), tuple(replicas), ())
+
+    def _count(self, metrics: tuple[Metrics, ...]) -> None:
+        """Wait for the results of a step, and count what each replica has learned from."""
+        for number, one in enumerate(metrics):
+            # From a step that is skipped nothing is learned.
+            if value(one.skipped_in_a_row) == 0:
+                self._learned[number] += value(one.count)
+
+    def _end(self, step: int, state: InRound) -> TrainState:
+        self._count(state.metrics)
+        mesh = self._run.mesh
+        everyone = join([one._replace(weights=None) for one in state.replicas], mesh)
+        metrics = join(state.metrics, mesh)
+        learned = join([filled(one.loss, n) for one, n in zip(state.metrics, self._learned, strict=True)], mesh)
+        common, own, count, of_all = self._call(state.common, everyone.params, learned, everyone.step, metrics)
+        self._next = everyone._replace(params=own)
+        self._report(step, of_all)
+        self.outer_step = step
+        self.taken = 0
+        return everyone._replace(step=count, params=common.params, errors=common.errors, velocity=common.velocity)
+
+    def _call(self, common: Common, *rest: Any) -> tuple[Common, Any, Any, Metrics]:
+        if common.errors is None or self._step.compression is not None:
+            return self._outer(common, *rest)
+        # A run that had replicas owes what their compression has rounded off: the first outer step pays it.
+        common, *rest = jax.jit(self._step.outer_step, donate_argnums=(0, 1))(common, *rest)
+        return common._replace(errors=None), *rest
+
+
+def run_of(run: Run, mesh: jax.sharding.Mesh) -> Run:
+    """Return what a replica runs on its mesh: the same run, with its part of the rows."""
+    one = Run(of_one_replica(run.config, run.mesh.shape), mesh=mesh)
+    one.steps = run.steps
+    return one
+
+
+def lower_take(one: Run) -> jax.stages.Lowered:
+    """Return the step of a replica, its state donated, ready to be compiled; call under its mesh."""
+    step = _step_of(one)
+
+    def beginning() -> TrainState:
+        return step.begin(step.replicas_of(one.traced_init()))
+
+    take = jax.jit(step.take, donate_argnums=0, compiler_options=one.compiler_options)
+    return take.lower(on_devices(beginning, one.mesh), one.batch())
+
+
+def lower_outer(run: Run, take: jax.stages.Lowered) -> jax.stages.Lowered:
+    """Return the outer step that follows the steps `take`, ready to be compiled; call under the whole mesh."""
+    step = _step_of(run)
+    state = run.abstract()
+    everyone = on_devices(lambda: step.replicas_of(run.traced_init()), run.mesh)
+    _, metrics = joined(take.out_info, run.mesh)
+    common = Common(state.params, state.velocity, state.errors)
+    outer = jax.jit(step.outer_step, donate_argnums=(0, 1), compiler_options=run.compiler_options)
+    return outer.lower(common, everyone.params, metrics.loss, everyone.step, metrics)
+
+
+def _step_of(run: Run) -> LocalStep:
+    assert isinstance(run.step, LocalStep)
+    return run.step
