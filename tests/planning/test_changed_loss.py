@@ -13,7 +13,6 @@ from jaxdist.mesh import DATA, REPLICA
 from jaxdist.models import build, parameters
 from jaxdist.planning import communication
 from jaxdist.planning.clusters import Cluster, Link, cluster
-from jaxdist.planning.collective_time import START
 from jaxdist.planning.predicted_collectives import F32
 from jaxdist.planning.search import automatic, slow_link
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
@@ -47,8 +46,7 @@ def plans() -> dict[str, Plan]:
 
 
 def step(mesh: str, where: Cluster = SLOW, zero: int = 1, **more: str) -> Estimate:
-    config = asked(**{"parallel.zero": str(zero)}, **more)
-    config = config.model_copy(update={"mesh": mesh})
+    config = asked(mesh=mesh, **{"parallel.zero": str(zero)}, **more)
     return estimate(config, build(config.model), where)
 
 
@@ -89,9 +87,8 @@ def test_local_steps_cross_the_replicas_once_in_a_round(zero):
     alone = step("replica=2,data=8", zero=zero, **{"parallel.replica_zero": "false"} if zero else {})
     local = step("replica=2,data=8", zero=zero, **LOCAL)
     assert over_replica(local.transfers) == 0
-    within = lambda transfers: [one for one in transfers if one.what != "summed gradients" and REPLICA not in one.axes]
     if zero:
-        assert within(local.transfers) == within(alone.transfers)
+        assert list(local.transfers) == [one for one in alone.transfers if REPLICA not in one.axes]
     psi = parameters(build(local.config.model))
     assert over_replica(local.outer) == pytest.approx(2 * (1 / 2) * F32 * psi / 8, rel=0.01)
     assert local.sent(DATA) == pytest.approx(
@@ -116,11 +113,10 @@ def test_every_message_waits_for_the_link():
     large = [one for one in coded.transfers if one.axes == (REPLICA,) and one.kind == "all-to-all"]
     # And one all-reduce, there and back, for all vectors.
     assert crossing(coded) == pytest.approx(len(large) + 1 + 2, rel=1e-3)
-    assert len(large) == 6
-    assert crossing(step("replica=2,data=8", far, **{"parallel.gradient_compression": "powersgd"})) == pytest.approx(
-        2 + 2, rel=1e-3
-    )
-    assert START < 1e-3
+    # Two tables, two matrices of attention and two of the MLP, and the larger biases of the MLP.
+    assert len(large) == 7
+    factors = step("replica=2,data=8", far, **{"parallel.gradient_compression": "powersgd"})
+    assert crossing(factors) == pytest.approx(2 + 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("rule", ["exact", "int8"])
@@ -133,12 +129,12 @@ def test_nothing_hides_what_crosses_the_replicas(rule):
 
 
 def test_the_rough_estimate_finds_the_fastest_of_all():
-    small = asked(**{"model.layers": "2", "train.global_batch_size": "4"}, **INT8)
+    small = asked(**{"model.layers": "2", "train.global_batch_size": "16"}, **INT8)
     columns = candidates(small, meshes(small, 4), 2)
     where = replace(SLOW, per_host=2)
     model = build(small.model)
-    rows = range(0, len(columns["zero"]))
-    every = [estimate(candidate_config(small, row_of(columns, row)), model, where) for row in rows]
+    rows = [row_of(columns, number) for number in range(0, len(columns["zero"]), 3)]
+    every = [estimate(candidate_config(small, row), model, where) for row in rows]
     assert min(one.seconds for one in search(small, 4, where).ranked) <= 1.005 * min(one.seconds for one in every)
 
 
@@ -223,7 +219,9 @@ def test_a_plan_on_one_site_stays_as_it_is():
     both = [(one, two) for one in alone(plain) for two in alone(coded) if one.config == two.config]
     assert len(both) > 5
     assert all(one == two for one, two in both)
-    assert slow_link.sentence(coded).startswith("the loss is that of one device, since the first plan has no replicas; ")
+    assert slow_link.sentence(coded).startswith(
+        "the loss is that of one device, since the first plan has no replicas; "
+    )
 
 
 @pytest.mark.parametrize("option", [["--parallel.gradient-compression", "int8"], ["--train.local-steps", "10"]])

@@ -47,8 +47,7 @@ from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import Memory
-from jaxdist.planning.parameter_layout import compute_width, placed
-from jaxdist.planning.pipeline_traffic import between_replicas
+from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.predicted_collectives import Transfer
 from jaxdist.planning.search import changed_loss
@@ -177,7 +176,9 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
     shape = parse_mesh(config.mesh)
     layout = layout_of(config, shape, cluster)
     held = memory.predict(config, model, layout)
-    transfers, outer = _transfers(config, model, shape, cluster)
+    # With local steps, the transfers of a step are those of one replica, priced where it lies on the whole mesh.
+    transfers = tuple(communication.predict(config, model, layout))
+    outer = tuple(communication.outer(config, model, layout))
     pipe = pipeline_of(config, layout)
     work, lockstep = _arithmetic(config, layout, pipe, cluster)
 
@@ -205,31 +206,7 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
         "optimizer": updated / cluster.bandwidth,
     }
     refused = communication.compression_that_costs(config, model, layout)
-    return Estimate(config, shape, cluster, held, tuple(transfers), parts, tuple(outer), refused)
-
-
-def _transfers(
-    config: Config, model: Model, shape: MeshShape, cluster: Cluster
-) -> tuple[list[Transfer], list[Transfer]]:
-    """Return the transfers of a step, and those of an outer step: none without local steps.
-
-    A local step is that of one replica, with its rows of the batch, on a mesh without the others.
-    """
-    layout = layout_of(config, shape, cluster)
-    replicas = shape[REPLICA]
-    if not config.train.local_steps or replicas == 1:
-        return communication.predict(config, model, layout), []
-    rows = config.train.global_batch_size // replicas
-    local = changed_loss.exact(config)
-    local = local.model_copy(update={"train": local.train.model_copy(update={"global_batch_size": rows})})
-    of_one = layout_of(local, shape | {REPLICA: 1}, cluster)
-    return communication.predict(local, model, of_one), _outer(config, model, layout)
-
-
-def _outer(config: Config, model: Model, layout: Layout) -> list[Transfer]:
-    parallel = config.parallel.model_copy(update={"replica_zero": False})
-    config = config.model_copy(update={"parallel": parallel})
-    return [one for p in placed(config, model, layout) for one in between_replicas(config, p, layout)]
+    return Estimate(config, shape, cluster, held, transfers, parts, outer, refused)
 
 
 def layout_of(config: Config, shape: MeshShape, cluster: Cluster) -> Layout:

@@ -39,6 +39,8 @@ MEMORY_FORMULAS = {
     "parameters": "4 x elements at rest: divided by model, pipeline, and by data from ZeRO 1 on",
     "optimizer": "4 x elements at rest x moments of the update rule",
     "their bfloat16 copy": "2 x elements in use, at ZeRO 3 at rest",
+    "errors of compression": "4 x elements that cross the replicas",
+    "at the last outer step": "4 x elements at rest, and as much again with outer momentum",
     "batch": "4 x (tokens + labels) of all micro-batches",
     "gradients": "f32 sums and the gradients of one micro-batch; from ZeRO 2 on, shards and one whole layer",
     "weights in use": "cast or gathered: all, or at ZeRO 3 one layer",
