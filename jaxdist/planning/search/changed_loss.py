@@ -32,7 +32,7 @@ def exact(config: Config) -> Config:
 
 def given(config: Config) -> str:
     """Return what is asked for, such as `int8 and 10 local steps`; empty where everything is exact."""
-    words = []
+    words: list[str] = []
     if config.parallel.gradient_compression != "exact":
         words.append(config.parallel.gradient_compression)
     if config.train.local_steps:
