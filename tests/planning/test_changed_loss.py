@@ -1,4 +1,4 @@
-"""A plan prices compressed gradients and local steps where they are asked for, and says that the loss is another one."""
+"""A plan prices compressed gradients and local steps where they are asked for, and says that the loss is another."""
 
 import json
 from dataclasses import replace

@@ -346,7 +346,7 @@ class Screen:
         return 3 * c["micro"] * chunks * self._seconds_over((MODEL, PIPELINE), ALL_REDUCE, size, ranks)
 
     def _data_seconds(self) -> Column:
-        """Return the seconds of the collectives of weights and gradients in a replica, as if nothing overlapped them."""
+        """Return the seconds of the collectives of weights and gradients in a replica, as if none overlapped."""
         c = self.columns
         zero = c["zero"]
         # Without a pipeline, one loop over the layers serves all micro-batches, unless they run outside it.
@@ -367,14 +367,14 @@ class Screen:
         return np.where(zero > 0, sharded, plain)
 
     def _replica_seconds(self) -> Column:
-        """Return the seconds in which shards of gradients, and of weights, cross the replicas: a step's part of them."""
+        """Return a step's part of the seconds in which gradients, and weights, cross the replicas."""
         once = self._crossing_seconds()
         if self.config.train.local_steps:
             return once / self.config.train.local_steps
         return once
 
     def _crossing_seconds(self) -> Column:
-        """Return the seconds of one sum over the replicas."""
+        """Return the seconds in which the shards of gradients, and of weights, cross the replicas once."""
         replicas = self.columns[REPLICA]
 
         def call(kind: str, width: Numbers) -> Column:
