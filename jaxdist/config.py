@@ -193,6 +193,8 @@ class ParallelConfig(Section):
     """Of topk-int8: the fraction of a gradient's numbers, the largest, that is sent exactly."""
     compression_rank: Annotated[int, Field(ge=1, le=2**10)] = 4
     """Of powersgd: the rank of the approximation of each matrix."""
+    delayed_gradients: bool = False
+    """Gradients cross replica during the next step, and update the weights at its end; this changes the loss."""
     micro_batches: Literal["inside", "outside"] = "inside"
     """Gradient accumulation of ZeRO 2 and 3: inside each layer, or outside (fewer activations, more communication)."""
     offload: Literal["none", "optimizer"] = "none"

@@ -75,6 +75,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0, cluster
     from jaxdist.cluster.rendezvous import across_hosts
     from jaxdist.mesh import abstract_mesh, device_numbers, devices_asked, fill, parse_mesh
     from jaxdist.models.attention import NO_DOCUMENTS
+    from jaxdist.parallel.delayed_gradients import delayed
     from jaxdist.planning import clusters
     from jaxdist.planning.cross_compile import compile_apart
     from jaxdist.planning.report import Report
@@ -105,7 +106,9 @@ def explain(config: Config, target: str | None = None, devices: int = 0, cluster
         host_of = [number // per_host for number in device_numbers(shape, sites).ravel().tolist()]
     else:
         host_of = [0] * mesh.size
-    options = xla_options.options(layout.platform, mesh.size, across_hosts(mesh, host_of), layout.parts("residual") > 1)
+    sequence = layout.parts("residual") > 1
+    across = across_hosts(mesh, host_of)
+    options = xla_options.options(layout.platform, mesh.size, across, sequence, delayed(config, layout))
     notes = []
     if options:
         notes.append(f"compiled with {xla_options.as_flags(options)}, as train does")

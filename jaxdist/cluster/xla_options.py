@@ -32,7 +32,7 @@ class Option:
     reason: str
     """What it does to the schedule of Llama 8B with ZeRO 3 on H100s, where a device sends 50.6 GiB per step on 8 GPUs,
     and 57.0 GiB on 64: benchmarks/results/2026-11-23-flags-target.txt."""
-    value: bool | str = True
+    value: bool | str | int = True
     also: str = ""
     """Another name of the same option in XLA_FLAGS."""
 
@@ -56,6 +56,14 @@ GATHER = Option(
     f"{MODE}ON",
     also="xla_gpu_enable_pipelined_all_gather",
 )
+OVERLAP = Option(
+    "xla_gpu_experimental_parallel_collective_overlap_limit",
+    "so many collectives may be under way at once, of which delayed gradients that cross the replicas are one: with "
+    "XLA's default of 1, a loop that gathers layers is never put beside them "
+    "(benchmarks/results/2026-11-25-delayed-gradients.txt)",
+    4,
+)
+"""Of steps with delayed gradients alone."""
 
 
 class Choice(NamedTuple):
@@ -86,27 +94,34 @@ def series() -> str:
     return ".".join(version("jaxlib").split(".")[:2])
 
 
-def options(platform: str, devices: int, across: bool, sequence: bool = False) -> dict[str, bool | str]:
+def options(
+    platform: str, devices: int, across: bool, sequence: bool = False, late: bool = False
+) -> dict[str, bool | str | int]:
     """Return `jax.jit(compiler_options=...)` of a step on `devices` devices; options in XLA_FLAGS are left out.
 
-    `across` says whether the data axis spans hosts. With `sequence` parallelism too there are no options then: XLA
+    `late` says whether gradients cross the replicas one step late, for which there is an option of its own. `across`
+    says whether the data axis spans hosts. With `sequence` parallelism too there are no others then: XLA
     would also gather a layer's activations ahead, and repeat their matmuls: 2,840 of them instead of 1,944 for Llama 8B
     on 128 H100s, and 750 GiB of memory traffic instead of 542 (0.11.2).
     """
-    if devices == 1 or platform == "cpu" or (across and sequence):
+    if devices == 1 or platform == "cpu" or series() not in OPTIONS:
         return {}
-    choice = OPTIONS.get(series(), Choice((), ()))
+    choice = OPTIONS[series()]
     chosen = choice.across if across else choice.within
+    if across and sequence:
+        chosen = ()
+    if late:
+        chosen = (*chosen, OVERLAP)
     set_by_user = names_in(os.environ.get("XLA_FLAGS", ""))
     return {option.name: option.value for option in chosen if not set_by_user & {option.name, option.also}}
 
 
-def options_for(mesh: jax.sharding.Mesh, sequence: bool) -> dict[str, bool | str]:
+def options_for(mesh: jax.sharding.Mesh, sequence: bool, late: bool = False) -> dict[str, bool | str | int]:
     """Return `options` for the devices of a mesh, which may be abstract. All processes call it."""
     platform = mesh.devices.flat[0].platform
     if platform == "cpu":
         return {}
-    return options(platform, mesh.size, across_hosts(mesh, host_names(mesh.devices.flat)), sequence)
+    return options(platform, mesh.size, across_hosts(mesh, host_names(mesh.devices.flat)), sequence, late)
 
 
 def options_for_init(platform: str) -> dict[str, int]:
@@ -121,7 +136,7 @@ def options_for_init(platform: str) -> dict[str, int]:
     return {name: 1}
 
 
-def as_flags(chosen: dict[str, bool | str]) -> str:
+def as_flags(chosen: dict[str, bool | str | int]) -> str:
     """Return options as XLA_FLAGS spells them, without the dashes; empty if there are none."""
     return ", ".join(f"{name}={str(value).removeprefix(MODE).lower()}" for name, value in chosen.items())
 
@@ -223,7 +238,7 @@ def _write(file: Path) -> str:
     return ""
 
 
-def settings(platform: str, chosen: dict[str, bool | str]) -> dict[str, object]:
+def settings(platform: str, chosen: dict[str, bool | str | int]) -> dict[str, object]:
     """Return what jaxdist or the user has set for XLA in a run with these options, for `environment.json`."""
     memory_fraction = None
     if platform != "cpu":
@@ -236,7 +251,7 @@ def settings(platform: str, chosen: dict[str, bool | str]) -> dict[str, object]:
     }
 
 
-def summary_line(platform: str, chosen: dict[str, bool | str]) -> str:
+def summary_line(platform: str, chosen: dict[str, bool | str | int]) -> str:
     """Return `settings` as a line for people; empty on a CPU, where nothing is set."""
     found = settings(platform, chosen)
     if found["memory_fraction"] is None:

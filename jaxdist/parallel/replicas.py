@@ -6,7 +6,7 @@ go from one mesh to the other without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, reshard
 from jaxtyping import Array, Float
 
 from jaxdist.mesh import AXES, REPLICA
+from jaxdist.parallel.zero import Placement
 from jaxdist.sharding import Tree
 
 TreeT = TypeVar("TreeT", bound=Tree)
@@ -68,6 +69,25 @@ def like(weight: Float[Array, " R"], own: Float[Array, "... R"]) -> Float[Array,
     return jax.lax.broadcast_in_dim(weight, own.shape, (own.ndim - 1,), out_sharding=jax.typeof(own).sharding)
 
 
+def kept(place: Placement, g: Float[Array, "..."]) -> Float[Array, "... R"]:
+    """Return what `Placement.reduce` returns as state: each replica's own part, as `Placement.errors` says."""
+
+    def own(g: jax.Array) -> jax.Array:
+        return g[..., None]
+
+    # Unchecked, because there a partial sum is what it is, the device's own part; checked, it can only be added up.
+    return jax.shard_map(own, in_specs=place.reduced, out_specs=place.errors, check_vma=False)(g)
+
+
+def partial_sums(place: Placement, parts: Float[Array, "... R"]) -> Float[Array, "..."]:
+    """Return the inverse of `kept`: partial sums over the replicas, in the type that `Placement.cross` takes."""
+
+    def typed(part: jax.Array) -> jax.Array:
+        return place.deferred_manual(part[..., 0])
+
+    return jax.shard_map(typed, in_specs=place.errors, out_specs=place.reduced)(parts)
+
+
 def mesh_of(mesh: jax.sharding.Mesh, replica: int) -> jax.sharding.Mesh:
     """Return the mesh of one replica: the same axes, of which `replica` has size 1."""
     devices = mesh.devices.take([replica], axis=AXES.index(REPLICA))
@@ -80,9 +100,9 @@ def part(tree: TreeT, mesh: jax.sharding.Mesh) -> TreeT:
 
     def take(a: jax.Array) -> jax.Array:
         shards = [shard.data for shard in a.addressable_shards if shard.device in devices]
-        shape = list(a.shape)
-        shape[_replica_dim(a)] //= a.sharding.mesh.shape[REPLICA]
-        return jax.make_array_from_single_device_arrays(tuple(shape), _as_on(mesh, a), shards)
+        replicas = _sharding(a).mesh.shape[REPLICA]
+        shape = _with_replica_dim(a, lambda size: size // replicas)
+        return jax.make_array_from_single_device_arrays(shape, _as_on(mesh, a), shards)
 
     return jax.tree.map(take, tree)
 
@@ -92,9 +112,8 @@ def join(trees: Sequence[TreeT], mesh: jax.sharding.Mesh) -> TreeT:
 
     def together(*parts: jax.Array) -> jax.Array:
         shards = [shard.data for one in parts for shard in one.addressable_shards]
-        shape = list(parts[0].shape)
-        shape[_replica_dim(parts[0])] *= mesh.shape[REPLICA]
-        return jax.make_array_from_single_device_arrays(tuple(shape), _as_on(mesh, parts[0]), shards)
+        shape = _with_replica_dim(parts[0], lambda size: size * mesh.shape[REPLICA])
+        return jax.make_array_from_single_device_arrays(shape, _as_on(mesh, parts[0]), shards)
 
     return jax.tree.map(together, *trees)
 
@@ -122,14 +141,21 @@ def _last_dim(a: Array, axis: str | None) -> Array:
     return reshard(a, P(*jax.typeof(a).sharding.spec.partitions[:-1], axis))
 
 
-def _replica_dim(a: jax.Array) -> int:
-    """Return the dim of `a` that `replica` splits."""
-    for dim, axes in enumerate(a.sharding.spec.partitions):
+def _with_replica_dim(a: jax.Array, other: Callable[[int], int]) -> tuple[int, ...]:
+    """Return the shape of `a`, with another size of the dim that `replica` splits, if it splits one."""
+    shape = list(a.shape)
+    for dim, axes in enumerate(_sharding(a).spec.partitions):
         if axes == REPLICA or (isinstance(axes, tuple) and REPLICA in axes):
-            return dim
-    raise ValueError(f"{REPLICA} splits no dim of an array that lies as {a.sharding.spec}")
+            shape[dim] = other(shape[dim])
+    return tuple(shape)
 
 
 def _as_on(mesh: jax.sharding.Mesh, a: jax.Array) -> NamedSharding:
     """Return how `a` lies, but on another mesh."""
-    return NamedSharding(mesh, a.sharding.spec, memory_kind=a.sharding.memory_kind)
+    sharding = _sharding(a)
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _sharding(a: jax.Array) -> NamedSharding:
+    assert isinstance(a.sharding, NamedSharding)
+    return a.sharding

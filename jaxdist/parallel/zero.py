@@ -197,17 +197,6 @@ class Placement:
         """How the errors of gradient compression lie, [..., R]: as a gradient between `reduce` and `cross`."""
         return P(*self.reduced.partitions, REPLICA if self.deferred else None)
 
-    def partial_sums_of(self, own: Float[Array, "... R"]) -> Float[Array, "..."]:
-        """Return what each replica has of its own, at rest in its replica, as what `reduce` returns: parts of a sum."""
-        if not self.deferred:
-            return own[..., 0]
-
-        def part(own: jax.Array) -> jax.Array:
-            return jax.lax.pcast(own[..., 0], REPLICA, to="unreduced")
-
-        # Where data splits a gradient only while it crosses, each device takes its part of what it has.
-        return jax.shard_map(part, in_specs=self.errors, out_specs=self.reduced)(reshard(own, self.errors))
-
     def cross_compressed(
         self, rule: Compression, g: Float[Array, "..."], errors: Float[Array, "... R"], step: Int[Array, ""]
     ) -> tuple[Float[Array, "..."], Float[Array, "... R"]]:
@@ -390,6 +379,8 @@ def without_replica_zero(config: Config, layout: Layout) -> str:
         return "with train.local_steps, each replica has moments of its own"
     if parallel.gradient_compression != "exact":
         return f"with gradient_compression {parallel.gradient_compression}, each replica keeps what it has rounded off"
+    if parallel.delayed_gradients:
+        return "with delayed_gradients, no step waits for what crosses the replicas, as it would for updated weights"
     if layout.size(PIPELINE) > 1 and config.pipeline.asynchronous:
         return "PipeDream updates its stages one by one, each as soon as it has a gradient"
     return ""

@@ -61,8 +61,8 @@ class Memory:
     variables: int = 0
     """Batch statistics, and keys and counts of random numbers."""
     in_flight: int = 0
-    """Buffers that an asynchronous pipeline holds between steps: versions of the weights and batches, which are exact,
-    and activations, which are an estimate."""
+    """What a step leaves for the next: a delayed gradient, which is exact; or buffers of an asynchronous pipeline, of
+    which versions of the weights and batches are exact, and activations are an estimate."""
     errors: int = 0
     """What gradient compression has rounded off, and still owes: f32."""
     common: int = 0
@@ -78,7 +78,7 @@ class Memory:
 
     @property
     def arguments(self) -> int:
-        """The bytes that lie on the device between steps: exact, except for `in_flight`."""
+        """The bytes that lie on the device between steps: exact, except for what a pipeline has in flight."""
         return sum(self.persistent.values())
 
     @property
@@ -152,16 +152,14 @@ def _pipeline(config: Config, layout: Layout, parameters: list[Placed], pipe: Pi
     """Return the memory of a rank of a pipeline, without the update of offloaded state."""
     at_rest = _at_rest(config, parameters, pipe)
     rows = _rows(config, layout)
-    in_flight = 0
     if not pipe.flush:
-        in_flight = pipeline_memory.in_flight(config, layout, parameters, pipe, rows)
+        at_rest["in_flight"] += pipeline_memory.in_flight(config, layout, parameters, pipe, rows)
     return Memory(
         **at_rest,
         batch=_batch_of_tokens(config, layout),
         gradients=pipeline_memory.gradients(config, parameters),
         weights=pipeline_memory.weights(config, parameters, pipe),
         **pipeline_memory.activations(config, layout, pipe, rows),
-        in_flight=in_flight,
         host_traffic=at_rest["host"],
     )
 
@@ -210,6 +208,7 @@ class _AtRest(TypedDict):
     host: int
     copy: int
     errors: int
+    in_flight: int
     common: int
 
 
@@ -229,6 +228,7 @@ def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = N
         "host": (each.host + common.host) * held,
         "copy": sum(_copy(config, p, pipelined=pipe is not None) for p in parameters),
         "errors": sum(_errors(config, p) for p in parameters),
+        "in_flight": _delayed_counters(config, parameters) + sum(_delayed(config, p) for p in parameters),
         "common": (common.parameters + common.optimizer) * held,
     }
 
@@ -300,8 +300,8 @@ def state(config: Config, p: Placed, pipelined: bool = False) -> int:
     """Return the bytes that a device holds between steps of one parameter and all that belongs to it."""
     each = widths(config)
     common = _common(config)
-    widest = each.parameters + each.optimizer + common.parameters + common.optimizer
-    return p.held * widest + _copy(config, p, pipelined) + _errors(config, p)
+    held = p.held * (each.parameters + each.optimizer + common.parameters + common.optimizer)
+    return held + _copy(config, p, pipelined) + _errors(config, p) + _delayed(config, p)
 
 
 def _copy(config: Config, p: Placed, pipelined: bool) -> int:
@@ -313,9 +313,26 @@ def _copy(config: Config, p: Placed, pipelined: bool) -> int:
 
 def _errors(config: Config, p: Placed) -> int:
     """Return the bytes of what a device keeps back of a parameter's gradient: as much as crosses the replicas."""
-    if config.parallel.gradient_compression == "exact" or not p.place.deferred:
+    if config.parallel.gradient_compression == "exact":
         return 0
-    return F32 * math.prod(p.shard)
+    return _crossing(p)
+
+
+def _delayed(config: Config, p: Placed) -> int:
+    """Return the bytes of a parameter's gradient that waits for the next step, when it crosses the replicas."""
+    if not config.parallel.delayed_gradients:
+        return 0
+    return _crossing(p)
+
+
+def _delayed_counters(config: Config, parameters: list[Placed]) -> int:
+    """Return the bytes of what waits with a delayed gradient: the number of its step, its loss, and its labels."""
+    return 3 * 4 if any(_delayed(config, p) for p in parameters) else 0
+
+
+def _crossing(p: Placed) -> int:
+    """Return the bytes of what a device has, in f32, of a parameter's gradient when it crosses the replicas."""
+    return F32 * math.prod(p.shard) if p.place.deferred else 0
 
 
 def _elements(parameters: list[Placed]) -> Elements:

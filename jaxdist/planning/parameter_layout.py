@@ -175,6 +175,8 @@ def notes(config: Config, parameters: list[Placed], layout: Layout) -> list[str]
         found.append(f"parallel.sequence splits nothing here, because {MODEL} is 1")
     if parallel.gradient_compression != "exact":
         found.append(_compressed(config, layout))
+    if parallel.delayed_gradients:
+        found.append(_delayed(layout))
     pipe = pipeline_of(config, layout)
     if pipe:
         found += pipelines.notes(config, layout, pipe)
@@ -199,6 +201,17 @@ def _compressed(config: Config, layout: Layout) -> str:
     return (
         f"gradients cross {REPLICA}={layout.size(REPLICA)} by {rule}, which adds what it rounds off to the next: "
         f"the loss depends on the mesh and the ZeRO stage, more than by the rounding of float32"
+    )
+
+
+def _delayed(layout: Layout) -> str:
+    """Return what late gradients mean for the loss, in a sentence."""
+    replicas = layout.size(REPLICA)
+    if replicas == 1:
+        return f"parallel.delayed_gradients delays nothing here, because {REPLICA} is 1"
+    return (
+        f"gradients cross one step late: over {REPLICA}={replicas} while the next step computes, which updates the "
+        f"weights with them at its end; the loss is not that of gradients on time"
     )
 
 

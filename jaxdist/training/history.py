@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxdist.config import Config
 from jaxdist.files import WRONG_CONTENT, read_regular, write_whole
 
 VALIDATED = "validation_loss"
@@ -47,6 +48,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     except OSError:
         return []
     return [line.values for line in _parsed(content.split(b"\n"))]
+
+
+def interval(config: Config) -> int:
+    """Return the steps from one line to the next, at most; with local steps there are lines at the ends of rounds."""
+    every = config.log.every
+    local_steps = config.train.local_steps or 1
+    return -(-every // local_steps) * local_steps
 
 
 def cut(path: Path, step: int, every: Iterable[int]) -> list[str]:

@@ -23,9 +23,14 @@ FREE_ON_RESUME = (
 """Keys (or whole sections) that may differ when a run is resumed: they do not change what is learned.
 
 PipeDream's updates depend on stages and on when the pipeline is drained. There, `pipeline`, and how often a run
-validates or saves, change what is learned."""
+validates or saves, change what is learned; with `parallel.delayed_gradients`, that and whether there are replicas."""
 
-NEVER_FREE = ("parallel.gradient_compression", "parallel.compression_density", "parallel.compression_rank")
+NEVER_FREE = (
+    "parallel.gradient_compression",
+    "parallel.compression_density",
+    "parallel.compression_rank",
+    "parallel.delayed_gradients",
+)
 """Keys of free sections that change what is learned all the same."""
 
 STEPS = "train.steps"

@@ -18,6 +18,7 @@ from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.mesh import PIPELINE, REPLICA, make_mesh, parse_mesh
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
+from jaxdist.parallel.delayed_gradients import delayed
 from jaxdist.parallel.gradient_compression import compression
 from jaxdist.planning import communication
 from jaxdist.planning.branch_check import across_ranks
@@ -25,6 +26,7 @@ from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hardware import Gpu
 from jaxdist.request import Enough, check_mesh_fits
 from jaxdist.sharding import Layout, on_devices, rules
+from jaxdist.training.forward.delayed_step import DelayedStep
 from jaxdist.training.forward.local_step import LocalStep, OuterRule
 from jaxdist.training.forward.optimizer import optimizer
 from jaxdist.training.forward.pipedream_step import PipeDreamStep
@@ -78,7 +80,8 @@ class Run:
         self.layout = Layout.on(self.mesh, rules(config, self.mesh.shape), self.device)
         self.compiler_options = {}
         if not dry:
-            self.compiler_options = xla_options.options_for(self.mesh, self.layout.parts("residual") > 1)
+            sequence = self.layout.parts("residual") > 1
+            self.compiler_options = xla_options.options_for(self.mesh, sequence, delayed(config, self.layout))
         precision = _precision(config.precision, self.layout.platform)
         self.config = config.model_copy(update={"precision": precision})
         model_layout = self.layout
@@ -124,7 +127,7 @@ class Run:
         update_rule = partial(optimizer, config.optimizer, self.steps)
         if isinstance(self.forward, PipelineForward) and not self.forward.flush:
             return PipeDreamStep(self.forward, update_rule, decay, self.batch())
-        make: Callable[..., Step] = Step
+        make: Callable[..., Step] = DelayedStep if delayed(config, self.layout) else Step
         if config.train.local_steps:
             make = partial(LocalStep, outer=OuterRule(config.optimizer.outer_rate, config.optimizer.outer_momentum))
         return make(

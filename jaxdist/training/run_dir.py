@@ -260,16 +260,14 @@ class RunFolder:
         if tokenizer is not None:
             write_whole(self.tokenizer, tokenizer)
 
-    def cut_metrics(self, step: int, every: int) -> list[str]:
-        """Leave each step up to `step` once in metrics.jsonl; call it before `write`. `every`: `log.every` from now on.
+    def cut_metrics(self, step: int, config: Config) -> list[str]:
+        """Leave each step up to `step` once in metrics.jsonl; call it before `write`. `config` holds from now on.
 
         Returns sentences about lines that are damaged or missing. Raises `RequestError` where it cannot be written.
         """
-        before = every
-        if self.config.exists():
-            before = load(str(self.config), {}, knobs=()).log.every
+        before = load(str(self.config), {}, knobs=()) if self.config.exists() else config
         try:
-            return history.cut(self.metrics, step, (before, every))
+            return history.cut(self.metrics, step, [history.interval(one) for one in (before, config)])
         except OSError as error:
             raise RequestError(
                 f"{self.metrics} cannot be read and written ({error.strerror or error}); make it so, or move it away"

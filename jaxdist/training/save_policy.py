@@ -95,16 +95,26 @@ class SavePolicy:
     def go_on(self, found: Found, say: Callable[[str], None]) -> TrainState:
         """Return the state of that step, laid out for the run's mesh; `say` prints what changes the loss curve."""
         facts = self.checkpoints.facts(found)
-        before = facts.get("late", 0)
-        late = self.run.step.late
-        if before != late:
-            say(f"note        PipeDream's gradient delay in the first stage changes from {before} step(s) to {late}")
+        self._say_what_is_late(facts.get("late", 0), say)
         self._say_what_is_owed(self.checkpoints.owed_by(found), say)
         best = facts["best"]
         # Without the checkpoint of that loss, which was set aside, the best one is to be found again.
         if best is not None and self.checkpoints.has_best():
             self.best = best
         return self.run.step.resume(self.checkpoints.restore(self.run.abstract_logical(), found))
+
+    def _say_what_is_late(self, before: int, say: Callable[[str], None]) -> None:
+        """Say by how many steps gradients are late from now on, where it is not `before`. Nothing is in flight."""
+        now = self.run.step.late
+        if before == now:
+            return
+        if not self.run.config.parallel.delayed_gradients:
+            say(f"note        PipeDream's gradient delay in the first stage changes from {before} step(s) to {now}")
+        elif now == 0:
+            say(f"note        from here on gradients are on time, because {REPLICA} is 1; none is left to cross")
+        else:
+            replicas = self.run.mesh.shape[REPLICA]
+            say(f"note        from here on gradients cross {REPLICA}={replicas} one step late, until here on time")
 
     def _say_what_is_owed(self, before: int, say: Callable[[str], None]) -> None:
         """Say what becomes of the errors of compression that `before` replicas have saved (0: there are none)."""

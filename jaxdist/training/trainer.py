@@ -21,6 +21,7 @@ from jaxdist.data.batches import Prefetch, global_rows
 from jaxdist.exit_codes import DONE, FAILED, STOPPED
 from jaxdist.mesh import REPLICA
 from jaxdist.request import to_toml
+from jaxdist.sharding import Tree
 from jaxdist.training import history
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.orbax_writer import SaveFailed
@@ -108,23 +109,29 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
 
 def check_new(run: Run) -> None:
     """Raise `RequestError` for what only a run that is resumed may ask for."""
+    if run.mesh.shape[REPLICA] > 1:
+        return
+    parallel = run.config.parallel
     local_steps = run.config.train.local_steps
-    if local_steps and run.mesh.shape[REPLICA] == 1:
-        raise RequestError(
-            f"train.local_steps is {local_steps}, but mesh {run.config.mesh} has no replicas that could take steps by "
-            f"themselves; leave it out, or give the {REPLICA} axis more devices"
+    but = f"but mesh {run.config.mesh} has no replicas"
+    remedy = f"leave it out, or give the {REPLICA} axis more devices"
+    problems = []
+    if parallel.gradient_compression != "exact":
+        rule = parallel.gradient_compression
+        problems.append(
+            f"parallel.gradient_compression is {rule}, {but} between which gradients could be compressed; {remedy}"
         )
-    rule = run.config.parallel.gradient_compression
-    if rule != "exact" and run.mesh.shape[REPLICA] == 1:
-        raise RequestError(
-            f"parallel.gradient_compression is {rule}, but mesh {run.config.mesh} has no replicas between which "
-            f"gradients could be compressed; leave it out, or give the {REPLICA} axis more devices"
-        )
+    if parallel.delayed_gradients:
+        problems.append(f"parallel.delayed_gradients is true, {but} between which gradients could be delayed; {remedy}")
+    if local_steps:
+        problems.append(f"train.local_steps is {local_steps}, {but} that could take steps by themselves; {remedy}")
+    if problems:
+        raise RequestError(*problems)
 
 
 def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:
     """Write how the run is made, and cut its metrics back to the step that it resumes from."""
-    prepared.checkpoints.notes += [*folder.notes, *folder.cut_metrics(prepared.first, run.config.log.every)]
+    prepared.checkpoints.notes += [*folder.notes, *folder.cut_metrics(prepared.first, run.config)]
     devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
     xla = xla_options.settings(run.layout.platform, run.compiler_options)
     folder.write(run.config, run.task.tokenizer, devices, {"processes": jax.process_count()} | xla)
@@ -288,8 +295,11 @@ class Trainer:
         """Return what is lost, and where the run resumes, if it ends on the spot."""
         return self.runner.unfinished + where_it_resumes(self.folder)
 
-    def step(self, step: int, state: TrainState, batch: Batch) -> TrainState:
-        """Take one step. Raises `SaveFailed` where a checkpoint in the background could not be written."""
+    def step(self, step: int, state: Tree, batch: Batch) -> Tree:
+        """Take one step, from what the runner carries to what it carries on.
+
+        Raises `SaveFailed` where a checkpoint in the background could not be written.
+        """
         self.job.note(STEPPING, step)
         self.profile.before(step, state)
         state = self.runner.take(step, state, batch)

@@ -141,6 +141,10 @@ PARALLEL = {
         "cnn_digits --mesh replica=2 --model.dropout 0.1 --train.local-steps 10",
         [("local_steps is 10", "dropout of model.family cnn")],
     ),
+    "local steps with delayed gradients": Wrong(
+        "--mesh replica=2 --train.local-steps 10 --parallel.delayed-gradients true",
+        [("local_steps is 10", "delayed_gradients is true")],
+    ),
     "an outer step of no local steps": Wrong(
         "--mesh replica=2 --optimizer.outer-rate 0.7", [("outer_rate is 0.7", "train.local_steps 0")]
     ),

@@ -287,12 +287,12 @@ model.embed model.heads model.vocab train.max_skipped checkpoint.keep log.every
 """
 COUNTS_OR_0 = """
 model.kv_heads model.mlp pipeline.virtual_stages optimizer.warmup train.steps validation.every
-validation.batches checkpoint.every checkpoint.keep_every cluster.processes
+validation.batches checkpoint.every checkpoint.keep_every cluster.processes train.local_steps
 """
 AT_LEAST_0 = """
 optimizer.final optimizer.weight_decay optimizer.clip
 """
-BELOW_1 = "model.dropout optimizer.beta1 optimizer.beta2"
+BELOW_1 = "model.dropout optimizer.beta1 optimizer.beta2 optimizer.outer_momentum"
 LARGEST = 2**31 - 1
 
 EDGES = {
@@ -311,6 +311,7 @@ EDGES = {
     "model.classes": ([2, LARGEST], [1, LARGEST + 1]),
     "model.rope_theta": ([1.0, 3e38], [0.999, 3.5e38]),
     "optimizer.learning_rate": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
+    "optimizer.outer_rate": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
     "optimizer.decay_fraction": ([0.0, 1.0], [-1e-9, 1.000001]),
     "data.validation_fraction": ([1e-9, 0.999999], [0.0, 1.0]),
     "train.epochs": ([0.0, 1e6], [-1e-9, 1.000001e6]),

@@ -105,9 +105,10 @@ class Played(trainer.Trainer):
     def __init__(self, folder: RunFolder, every: int, first: int = 0, stopped: bool = False):
         self.steps, self.folder, self.first, self.validated = 12, folder, first, []
         self.config = Config(validation=dict(every=every), train=dict(steps=12))
+        self.local_steps = 0
         self.run = SimpleNamespace(validate=self._loss)
         self.job = SimpleNamespace(stop=SimpleNamespace(due=lambda: False, here=lambda: stopped), note=lambda *_: None)
-        self.save_policy = SimpleNamespace(due=lambda step: False, save_if_best=lambda step, state, loss: None)
+        self.save_policy = SimpleNamespace(due=lambda steps: False, save_if_best=lambda step, state, loss: None)
         self.log = SimpleNamespace(metrics=lambda values: self.validated.append(values["step"]))
         self.prepared = SimpleNamespace(check_lock=lambda: None)
 
@@ -142,8 +143,8 @@ class NoProfile(contextlib.nullcontext):
 def played(tmp_path, monkeypatch):
     """The validations of a run that goes on from step `first` in a folder whose metrics are these."""
     idle = SimpleNamespace(catch_up=lambda: None, next=next, paused=contextlib.nullcontext, step=None)
-    monkeypatch.setattr(trainer, "Meter", lambda run, log: idle)
-    nothing_in_flight = SimpleNamespace(drain=lambda step, state: state)
+    monkeypatch.setattr(trainer, "Meter", lambda run, log, first: idle)
+    nothing_in_flight = SimpleNamespace(drain=lambda step, state: state, program=None, unfinished="")
     monkeypatch.setattr(trainer, "StepRunner", lambda *_, **__: nothing_in_flight)
     monkeypatch.setattr(trainer, "Profile", lambda *_: NoProfile())
 

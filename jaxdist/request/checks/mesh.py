@@ -245,6 +245,25 @@ def _compression_of_images(config: Config) -> Iterator[str]:
         )
 
 
+@fit("parallel.delayed_gradients", "pipeline.schedule")
+def _delay_of_stages(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+    if config.parallel.delayed_gradients and shape[PIPELINE] > 1 and config.pipeline.asynchronous:
+        yield (
+            "parallel.delayed_gradients is true, but pipedream updates a stage as soon as it has a gradient, which is "
+            "late already; " + remedy("pipeline.schedule to 1f1b", "parallel.delayed_gradients to false")
+        )
+
+
+@check("parallel.delayed_gradients", "model.family")
+def _delay_of_images(config: Config) -> Iterator[str]:
+    if config.parallel.delayed_gradients and config.model.images:
+        yield (
+            f"parallel.delayed_gradients is true, but model.family {config.model.family} has batch statistics: those "
+            f"of a step that is skipped would have to be taken back after the next step has begun with them; "
+            f"set parallel.delayed_gradients to false"
+        )
+
+
 @fit("train.global_batch_size", "train.accumulation", "pipeline.microbatches")
 def _batch(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     size = config.train.global_batch_size

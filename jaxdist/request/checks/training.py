@@ -86,6 +86,16 @@ def _local_steps_of_stages(config: Config, shape: Mapping[str, int]) -> Iterator
         ) + remedy("pipeline.schedule to 1f1b", "train.local_steps to 0")
 
 
+@check("train.local_steps", "parallel.delayed_gradients")
+def _local_and_late(config: Config) -> Iterator[str]:
+    local_steps = config.train.local_steps
+    if local_steps and config.parallel.delayed_gradients:
+        yield (
+            f"train.local_steps is {local_steps}, whose steps send no gradients, but parallel.delayed_gradients is "
+            f"true; "
+        ) + remedy("parallel.delayed_gradients to false", "train.local_steps to 0")
+
+
 @check("train.local_steps", "model.family", "model.dropout")
 def _local_steps_of_images(config: Config) -> Iterator[str]:
     model = config.model

@@ -25,7 +25,7 @@ from jaxdist.config import RequestError
 from jaxdist.training.checkpoint.readback import Shapes, unreadable
 from jaxdist.training.checkpoint.step_dir import StepDir
 
-ITEMS = ("params", "variables", "training", "errors")
+ITEMS = ("params", "variables", "training", "errors", "velocity")
 """What a step may hold, each a tree of arrays that can be read alone; beside them stand the JSON-able `facts`."""
 
 RESTORE_GB = 1

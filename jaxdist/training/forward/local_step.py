@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
 from jaxdist.models import Params
@@ -102,7 +103,7 @@ class LocalStep(Step):
         `weights`, which follow from `params`, is the only field without a dim for the replica.
         """
         own = replicas.alone(to_device(state._replace(weights=None)))
-        new, metrics = self.update(own._replace(weights=state.weights), batch)
+        new, metrics = self.step_on_device(own._replace(weights=state.weights), batch)
         state = self.at_rest(self._of_each(new._replace(weights=None)))
         return state._replace(weights=new.weights), self._of_each(metrics)
 
@@ -119,7 +120,9 @@ class LocalStep(Step):
         weight = learned / jnp.maximum(jnp.sum(learned), 1)
 
         def change(place: Placement, w: Array, own: Array) -> Array:
-            return place.partial_sums_of((self._of_each(w) - own) * replicas.like(weight, own))
+            moved = (self._of_each(w) - own) * replicas.like(weight, own)
+            # Where data splits a gradient only while it crosses, a device takes its part of what it has.
+            return replicas.partial_sums(place, reshard(moved, place.errors))
 
         changes = jax.tree.map(change, self.places, common.params, to_device(own))
         delta, errors = self.cross(changes, common.errors, jnp.max(step))

@@ -55,7 +55,9 @@ class TrainState(NamedTuple):
     variables: Params = {}  # noqa: RUF012  # nobody changes it in place
     """What the model changes while it computes: batch statistics, counts of random numbers."""
     in_flight: Tree = None
-    """What an asynchronous pipeline is working on; the pipeline is emptied before its state is saved."""
+    """What a step leaves for the next ones to finish; it is finished before the state is saved.
+
+    An asynchronous pipeline leaves the batches in it, and `DelayedStep` the gradient that has not crossed yet."""
     errors: Params | None = None
     """What each replica has rounded off its gradients and still owes, [..., R] (`parallel.gradient_compression`)."""
     velocity: Params | None = None
@@ -170,8 +172,10 @@ class Step:
 
     def no_errors(self, params: Params) -> Params | None:
         """Return errors of zero for these parameters, where gradients are compressed."""
-        if self.compression is None:
-            return None
+        return None if self.compression is None else self.zeros_per_replica(params)
+
+    def zeros_per_replica(self, params: Params) -> Params:
+        """Return zeros for what each replica holds of the gradients for itself, [..., R] in f32."""
 
         def zeros(place: Placement, w: jax.Array) -> jax.Array:
             return reshard(jnp.zeros((*w.shape, self.replicas), jnp.float32), place.errors)
@@ -252,39 +256,48 @@ class Step:
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take one optimizer step. A loss or gradient that is not finite changes nothing except the counts."""
-        state, metrics = self.update(to_device(state), batch)
+        state, metrics = self.step_on_device(to_device(state), batch)
         return self.at_rest(state), metrics
 
-    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def step_on_device(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Do what `train` does with a state that is on the devices, and stays there."""
-        weights = state.weights if self.keep else self.forward.weights(state.params)
-        assert weights is not None
-        loss, sums, count, variables, further = self._means(weights, state.variables, batch, state.step)
+        loss, sums, count, variables, further = self._means(self.weights_of(state), state.variables, batch, state.step)
         grads, errors = self.cross(sums, state.errors, state.step)
+        updated, norm = self.updated(state._replace(errors=errors), grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        state = self.settled(state, updated._replace(variables=variables), finite)
+        metrics = Metrics(loss, norm, count, state.skipped, state.skipped_in_a_row, further)
+        return state._replace(step=state.step + 1), metrics
+
+    def weights_of(self, state: TrainState) -> Params:
+        """Return the weights that a step from this state computes with."""
+        if not self.keep:
+            return self.forward.weights(state.params)
+        assert state.weights is not None
+        return state.weights
+
+    def updated(self, state: TrainState, grads: Grads) -> tuple[TrainState, Float[Array, ""]]:
+        """Return (the state after the update by a gradient, the norm of the gradient before clipping)."""
         norm = optax.tree.norm(grads)
         updates, optimizer = self.optimizer.update(clip(grads, norm, self.max_norm), state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Params = optax.apply_updates(state.params, updates)  # type: ignore[assignment]  # a tree like its first
+        return state._replace(params=params, optimizer=optimizer), norm
 
+    def settled(self, state: TrainState, updated: TrainState, finite: Bool[Array, ""]) -> TrainState:
+        """Return `updated` where that step was `finite`; otherwise `state`, with one more skipped step."""
         # A step that is not finite is skipped on the devices: nobody waits for the host to look at it.
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        new = (params, optimizer, variables, errors)
+        new = (updated.params, updated.optimizer, updated.variables, updated.errors)
         old = (state.params, state.optimizer, state.variables, state.errors)
         params, optimizer, variables, errors = _choose(finite, new, old)
-        weights = self.forward.weights(params) if self.keep else None
-        skipped = state.skipped + ~finite
-        in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
-        metrics = Metrics(loss, norm, count, skipped, in_a_row, further)
-        state = TrainState(
-            step=state.step + 1,
+        return state._replace(
             params=params,
             optimizer=optimizer,
-            skipped=skipped,
-            skipped_in_a_row=in_a_row,
-            weights=weights,
+            skipped=state.skipped + ~finite,
+            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+            weights=self.forward.weights(params) if self.keep else None,
             variables=variables,
             errors=errors,
         )
-        return state, metrics
 
     def cross(self, sums: Params, errors: Params | None, step: Int[Array, ""]) -> tuple[Params, Params | None]:
         """Add up partial sums over the replicas; return (gradients, as parameters lie between steps; new errors)."""
