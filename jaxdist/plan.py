@@ -38,8 +38,9 @@ KNOBS = (
     "parallel.gradient_compression",
     "parallel.compression_density",
     "parallel.compression_rank",
+    "parallel.delayed_gradients",
 )
-"""Those of what is planned. Compression and local steps change the loss: the search takes them as they are given."""
+"""Those of what is planned. Those of `parallel`, and local steps, change the loss: the search takes them as given."""
 
 EXTRAS = [
     Extra("devices", 8, "Number of devices.", Devices),

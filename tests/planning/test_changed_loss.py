@@ -27,6 +27,7 @@ from jaxdist.request.knobs import KNOBS
 SLOW = cluster("two-sites-1g")
 INT8 = {"parallel.gradient_compression": "int8"}
 LOCAL = {"train.local_steps": "10"}
+LATE = {"parallel.delayed_gradients": "true"}
 COMMAND = ["gpt2_124m", "--devices", "16", "--train.global-batch-size", "64"]
 NOT_THE_SAME = "the loss is not that of one device"
 
@@ -128,6 +129,18 @@ def test_nothing_hides_what_crosses_the_replicas(rule):
     assert once.parts[DATA] > sum(seconds(one, once.shape, SLOW) for one in crossing) > 0.1
 
 
+def test_delayed_gradients_cross_while_the_next_step_computes():
+    """A part of it slows the arithmetic down."""
+    near = replace(SLOW, between=Link(100e9, 1e-5))
+    on_time, late = (step("replica=2,data=8", near, **more) for more in ({"parallel.replica_zero": "false"}, LATE))
+    assert late.transfers == on_time.transfers
+    crossing = [one for one in merge_calls(late.transfers) if one.axes == (REPLICA,)]
+    took = sum(seconds(one, late.shape, near) for one in crossing)
+    assert 0 < took < late.parts["arithmetic"]
+    assert on_time.parts[DATA] - late.parts[DATA] == pytest.approx((2 - near.overlap) * took)
+    assert late.in_force == "delayed gradients"
+
+
 def test_the_rough_estimate_finds_the_fastest_of_all():
     small = asked(**{"model.layers": "2", "train.global_batch_size": "16"}, **INT8)
     columns = candidates(small, meshes(small, 4), 2)
@@ -138,7 +151,7 @@ def test_the_rough_estimate_finds_the_fastest_of_all():
     assert min(one.seconds for one in search(small, 4, where).ranked) <= 1.005 * min(one.seconds for one in every)
 
 
-@pytest.mark.parametrize("more", [INT8, LOCAL | {"optimizer.outer_momentum": "0.9"}, INT8 | LOCAL])
+@pytest.mark.parametrize("more", [INT8 | LATE, LOCAL | {"optimizer.outer_momentum": "0.9"}, INT8 | LOCAL])
 def test_every_candidate_is_a_request_that_train_takes(more):
     config = asked(**more)
     columns = candidates(config, meshes(config, 16), 2)
@@ -155,6 +168,7 @@ def test_every_candidate_is_a_request_that_train_takes(more):
     [
         (["--parallel.gradient-compression", "int8"], ["gradients cross replica=2 by int8", "mesh and ZeRO stage"]),
         (["--train.local-steps", "10"], ["its 2 replicas part for 10 steps before they average their weights"]),
+        (["--parallel.delayed-gradients", "true", "--parallel.gradient-compression", "int8"], ["one step late"]),
     ],
 )
 def test_the_command_says_that_the_loss_is_not_the_same(capsys, plans, more, option, words):
@@ -167,7 +181,7 @@ def test_the_command_says_that_the_loss_is_not_the_same(capsys, plans, more, opt
         sentences = [told["loss"]]
         assert told["exact"]["seconds"] == price
         assert told["exact"]["changes_loss"] is None
-        assert told["ranked"][0]["changes_loss"] in ("int8", "10 local steps")
+        assert told["ranked"][0]["changes_loss"] in ("int8", "10 local steps", "int8 and delayed gradients")
         assert told["ranked"][0]["seconds"] < price / 2
         assert told["slow_link"] is None
     for word in (NOT_THE_SAME, *words, f"takes {price:.3g} s a step"):

@@ -1,4 +1,4 @@
-"""What sends less over the replicas and changes the loss: gradient compression and local steps.
+"""What makes the replicas wait less and changes the loss: gradient compression, delayed gradients and local steps.
 
 A search never chooses them, since a plan is to have the loss of one device. It prices them where the user asks for
 them: in every candidate with replicas. Without replicas nothing would be sent in another way, so that those candidates
@@ -14,7 +14,7 @@ from jaxdist.mesh import REPLICA
 from jaxdist.request.knobs import KNOBS as ALL_KNOBS
 
 KNOBS = {
-    "parallel": ("gradient_compression", "compression_density", "compression_rank"),
+    "parallel": ("gradient_compression", "compression_density", "compression_rank", "delayed_gradients"),
     "train": ("local_steps",),
     "optimizer": ("outer_rate", "outer_momentum"),
 }
@@ -35,6 +35,8 @@ def given(config: Config) -> str:
     words: list[str] = []
     if config.parallel.gradient_compression != "exact":
         words.append(config.parallel.gradient_compression)
+    if config.parallel.delayed_gradients:
+        words.append("delayed gradients")
     if config.train.local_steps:
         words.append(f"{config.train.local_steps} local steps")
     return " and ".join(words)
@@ -58,4 +60,6 @@ def sentence(config: Config, shape: Mapping[str, int]) -> str:
     if rule != "exact":
         what = "changes of weights" if local_steps else "gradients"
         reasons.append(f"{what} cross {REPLICA}={replicas} by {rule}, whose rounding depends on mesh and ZeRO stage")
+    if config.parallel.delayed_gradients:
+        reasons.append("each gradient updates the weights one step late")
     return f"the loss is not that of one device: {', and '.join(reasons)}"

@@ -9,8 +9,8 @@ The time of a step is the sum of its arithmetic, the communication that nothing 
     model         collectives over `model`: each layer needs their results before it goes on
     pipeline      messages between stages
     data          weights and gradients: overlapped with the arithmetic where they are sent layer by layer (ZeRO 2 and
-                  3), and with nothing where they are sent once per step (0 and 1, and over the replicas always); of
-                  H local steps, each pays a part of the outer step
+                  3), and with nothing where they are sent once per step (0 and 1, and over the replicas always, but
+                  for delayed gradients); of H local steps, each pays a part of the outer step
     optimizer     reads and writes parameters, moments and gradients once
 
 `communication` predicts the bytes and calls of each transfer, and `explain` compares them with the compiled program;
@@ -48,6 +48,7 @@ from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.parameter_layout import compute_width
+from jaxdist.planning.pipeline_traffic import BETWEEN_REPLICAS, SECOND_FACTORS
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.predicted_collectives import Transfer
 from jaxdist.planning.search import changed_loss
@@ -186,7 +187,7 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
     overlapping = 0.0
     for transfer in merge_calls(transfers):
         took = seconds(transfer, shape, cluster)
-        if _sent_layer_by_layer(transfer, config, shape):
+        if _overlaps_arithmetic(transfer, config, shape):
             overlapping += took
         else:
             exposed_seconds[purpose(transfer)] += took
@@ -317,11 +318,12 @@ def purpose(transfer: Transfer) -> str:
     return MODEL if MODEL in transfer.axes else PIPELINE
 
 
-def _sent_layer_by_layer(transfer: Transfer, config: Config, shape: Mapping[str, int]) -> bool:
-    """Return whether a transfer carries weights or gradients of a layer while other layers are computed."""
+def _overlaps_arithmetic(transfer: Transfer, config: Config, shape: Mapping[str, int]) -> bool:
+    """Return whether a transfer carries weights or gradients while others are computed with: those of other layers."""
     if transfer.axes == (REPLICA,):
-        # What crosses the replicas does so before the first layer, or after the last.
-        return False
+        # What crosses the replicas does so before the first layer, or after the last, but for gradients that do so
+        # during the next step.
+        return config.parallel.delayed_gradients and transfer.what in (BETWEEN_REPLICAS, SECOND_FACTORS)
     once_per_layer = transfer.calls * shape[PIPELINE] >= config.model.layers
     return purpose(transfer) == DATA and config.parallel.zero >= 2 and once_per_layer
 

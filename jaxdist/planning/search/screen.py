@@ -79,10 +79,12 @@ class Screen:
         data = few._data_seconds()[kinds]
         replicas = few._replica_seconds()[kinds]
         updated = few._bytes_updated()[kinds]
-        # Only ZeRO 2 and 3 send layer by layer, and never over the replicas; overlap slows both down, so that not all
-        # of it is hidden.
-        overlaps = self.columns["zero"] >= 2
-        hidden = np.where(overlaps, np.minimum(data, busy) * (2 - self.cluster.overlap), 0.0)
+        # Only ZeRO 2 and 3 send layer by layer, and over the replicas only delayed gradients wait for nothing; overlap
+        # slows both down, so that not all of it is hidden.
+        overlaps = np.where(self.columns["zero"] >= 2, data, 0.0)
+        if self.config.parallel.delayed_gradients:
+            overlaps = overlaps + replicas
+        hidden = np.minimum(overlaps, busy) * (2 - self.cluster.overlap)
         return busy + model_and_pipeline + data - hidden + replicas + updated / self.cluster.bandwidth
 
     def distinct(self, *names: str) -> tuple[Screen, Column]:
@@ -150,14 +152,14 @@ class Screen:
         return self.config.parallel.gradient_compression != "exact"
 
     @property
-    def exact(self) -> bool:
-        """Whether replicas learn what one device learns, so that they may share masters and optimizer state."""
+    def alike(self) -> bool:
+        """Whether replicas hold the same between steps, so that they may share masters and optimizer state."""
         return not changed_loss.given(self.config)
 
     @cached_property
     def replica_shards(self) -> Column:
         """The parts into which the replicas split what ZeRO splits between steps."""
-        splits = (self.columns["zero"] > 0) & self.config.parallel.replica_zero & self.exact
+        splits = (self.columns["zero"] > 0) & self.config.parallel.replica_zero & self.alike
         return np.where(splits, self.columns[REPLICA], 1)
 
     @cached_property
@@ -204,6 +206,8 @@ class Screen:
         of_replicas: Numbers = 0
         if self.compressed:
             of_replicas = F32 * self.crossing
+        if self.config.parallel.delayed_gradients:
+            of_replicas = of_replicas + F32 * self.crossing
         if self.config.train.local_steps:
             # What all replicas have in common: the weights, and the momentum of the outer step.
             of_replicas = of_replicas + F32 * self.at_rest * (1 + (self.config.optimizer.outer_momentum > 0))
@@ -392,7 +396,7 @@ class Screen:
             if rule == "topk-int8":
                 return two_shots + call(ALL_GATHER, replicas * 2 * PLACED * parallel.compression_density)
             return two_shots
-        if self.exact and parallel.replica_zero:
+        if self.alike and parallel.replica_zero:
             shared = call(REDUCE_SCATTER, F32) + call(ALL_GATHER, self.width)
             return np.where(self.columns["zero"] > 0, shared, call(ALL_REDUCE, F32))
         return call(ALL_REDUCE, F32)
