@@ -17,6 +17,8 @@ Two shots are an all-to-all, after which each device sums its piece in float32, 
 INT8 would overflow, and one of bfloat16 would round at every hop. The scales of a block are in the same message as its
 numbers. The device that has summed a piece adds what the second shot loses to its own error.
 
+Between two replicas one shot sends as many bytes: each gets all that the other one sends, and nothing is rounded twice.
+
 Gradients of fewer than `SMALLEST` elements on a device, such as those of norms, are summed exactly: a message of that
 size takes no less time in fewer bits.
 """
@@ -53,7 +55,7 @@ Own = Float[Array, "..."]
 """A device's own part of a sum, in float32."""
 
 Code = tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]
-"""(values [..., BLOCK] -> what is sent, and back)."""
+"""(values [..., BLOCK] -> what is sent, as INT8, and back)."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,12 @@ class Compression:
         if not self.compresses(x.shape, stacked, jax.lax.axis_size(REPLICA)):
             return jax.lax.psum(x, REPLICA), jnp.zeros_like(x)
         if self.rule == "bfloat16":
-            return _two_shots(x, (_to_bfloat16, _from_bfloat16))
+            return _coded_sum(x, (_to_bfloat16, _from_bfloat16))
         if self.rule == "int8":
-            return _two_shots(x, (_to_int8, _from_int8))
+            return _coded_sum(x, (_to_int8, _from_int8))
         if self.rule == "topk-int8":
             largest, others = _largest(x, self.largest)
-            small, error = _two_shots(others, (_to_int8, _from_int8))
+            small, error = _coded_sum(others, (_to_int8, _from_int8))
             return largest + small, error
         return _low_rank(x, stacked, self.rank, step)
 
@@ -124,11 +126,35 @@ def padded(size: int, replicas: int) -> int:
     return -(-size // (replicas * BLOCK)) * replicas * BLOCK
 
 
-def _two_shots(x: Own, code: Code) -> tuple[Own, Own]:
-    """Return (sum, own error): all-to-all of coded parts, sum in float32, all-gather of the coded sums."""
-    encode, decode = code
+def _coded_sum(x: Own, code: Code) -> tuple[Own, Own]:
+    """Return (sum, own error), sent in one shot between two replicas and in two shots among more."""
     replicas = jax.lax.axis_size(REPLICA)
     pieces = _pieces(x, replicas)
+    shots = _one_shot if replicas == 2 else _two_shots
+    total, error = shots(pieces, code)
+    return _unpadded(total, x), _unpadded(error, x)
+
+
+def _one_shot(pieces: Float[Array, "2 blocks 256"], code: Code) -> tuple[jax.Array, jax.Array]:
+    """Return (sum, own error) between two replicas, each of which gets the code of the other one.
+
+    An all-gather would do. But XLA joins the all-reduces of all gradients into one, and gloo's, unlike its all-gather
+    and all-to-all, sends in both directions at the same time, in half the time. The sum of both codes, as whole numbers
+    that may overflow, less the own code, is the code of the other replica, to the bit.
+    """
+    encode, decode = code
+    sent = encode(pieces)
+    both = jax.lax.psum(sent, REPLICA)
+    # The same text on both replicas, so that both round alike: XLA may turn a product and a sum into one instruction.
+    first = jnp.where(jax.lax.axis_index(REPLICA) == 0, sent, both - sent)
+    second = both - first
+    return decode(first) + decode(second), pieces - decode(sent)
+
+
+def _two_shots(pieces: Float[Array, "R blocks 256"], code: Code) -> tuple[jax.Array, jax.Array]:
+    """Return (sum, own error): all-to-all of coded parts, sum in float32, all-gather of the coded sums."""
+    encode, decode = code
+    replicas = len(pieces)
     sent = encode(pieces)
     error = pieces - decode(sent)
     arrived = decode(jax.lax.all_to_all(sent, REPLICA, split_axis=0, concat_axis=0, tiled=True))
@@ -137,8 +163,7 @@ def _two_shots(x: Own, code: Code) -> tuple[Own, Own]:
     # The device that has summed a piece owes what the second shot loses.
     mine = jnp.arange(replicas) == jax.lax.axis_index(REPLICA)
     error = error + jnp.where(mine[:, None, None], (piece - decode(sent))[None], 0)
-    total = decode(jax.lax.all_gather(sent, REPLICA))
-    return _unpadded(total, x), _unpadded(error, x)
+    return decode(jax.lax.all_gather(sent, REPLICA)), error
 
 
 def _pieces(x: Own, replicas: int) -> Float[Array, "R blocks 256"]:
@@ -166,13 +191,15 @@ def _from_int8(sent: Int[Array, "... 260"]) -> Float[Array, "... 256"]:
     return sent[..., :BLOCK].astype(jnp.float32) * scale[..., None]
 
 
-def _to_bfloat16(x: Float[Array, "... 256"]) -> Int[Array, "... 256"]:
-    # As whole numbers: XLA:CPU would move a bfloat16 as a float32.
-    return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+def _to_bfloat16(x: Float[Array, "... 256"]) -> Int[Array, "... 512"]:
+    # As bytes: XLA:CPU would move a bfloat16 as a float32.
+    halves = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.int8)
+    return halves.reshape(*x.shape[:-1], 2 * BLOCK)
 
 
-def _from_bfloat16(sent: Int[Array, "... 256"]) -> Float[Array, "... 256"]:
-    return jax.lax.bitcast_convert_type(sent, jnp.bfloat16).astype(jnp.float32)
+def _from_bfloat16(sent: Int[Array, "... 512"]) -> Float[Array, "... 256"]:
+    halves = sent.reshape(*sent.shape[:-1], BLOCK, 2)
+    return jax.lax.bitcast_convert_type(halves, jnp.bfloat16).astype(jnp.float32)
 
 
 def _largest(x: Own, count: int) -> tuple[Own, Own]:

@@ -114,12 +114,12 @@ def _summed(rule: Compression | None, p: Placed, layout: Layout) -> Iterator[Tra
         return
     numbers = padded(size, replicas)
     if rule.rule == "bfloat16":
-        yield moved(ALL_TO_ALL, numbers, 2)
-        yield moved(ALL_GATHER, numbers, 2)
-        return
-    coded = numbers // BLOCK * (BLOCK + SCALE)
-    yield moved(ALL_TO_ALL, coded, 1)
-    yield moved(ALL_GATHER, coded, 1)
+        coded = 2 * numbers
+    else:
+        coded = numbers // BLOCK * (BLOCK + SCALE)
+    # As INT8: one shot between two replicas, two shots among more.
+    for kind in (ALL_REDUCE,) if replicas == 2 else (ALL_TO_ALL, ALL_GATHER):
+        yield moved(kind, coded, 1)
     if rule.rule == "topk-int8":
         blocks = -(-size // LARGEST_OF)
         yield moved(ALL_GATHER, replicas * blocks * PLACED * rule.largest, 2)

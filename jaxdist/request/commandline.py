@@ -199,7 +199,12 @@ def run(main: Callable[[list[str]], int], needs_output: bool = True) -> NoReturn
     """
     protect(output=not needs_output)
     try:
-        sys.exit(outcome(main, sys.argv[1:]))
+        try:
+            sys.exit(outcome(main, sys.argv[1:]))
+        finally:
+            # A pipe gets short texts only here. At Python's own flush, it is too late to catch an error.
+            if sys.stdout:
+                sys.stdout.flush()
     except BrokenPipeError:
         # The reader of a pipe has read enough, as in `--help | head`. Standard output leads to /dev/null from here on,
         # so that Python's final flush does not fail.

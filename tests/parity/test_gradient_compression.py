@@ -75,6 +75,8 @@ def test_what_arrives_and_what_is_owed_are_the_exact_sum(replicas, rule):
         else:
             # Of normal numbers INT8 in blocks of 256 loses 0.7 %, of these up to twice that, in either shot.
             most = {"bfloat16": 3e-3, "int8": 3e-2, "topk-int8": 1.2e-2, "powersgd": 0.99}[rule]
+            if replicas == 2 and rule != "powersgd":
+                most *= 0.6  # one shot
             assert 1e-4 < lost < most, (name, lost)
 
 

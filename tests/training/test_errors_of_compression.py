@@ -26,8 +26,8 @@ PAIR = "replica=2,data=2"
 
 
 @cache
-def made(mesh: str, folder: Path | None = None) -> Run:
-    run = Run(load(None, SIZES | {"mesh": mesh} | ({"run_dir": str(folder)} if folder else {})))
+def made(mesh: str, folder: Path | None = None, options: tuple[tuple[str, str], ...] = ()) -> Run:
+    run = Run(load(None, SIZES | {"mesh": mesh} | ({"run_dir": str(folder)} if folder else {}) | dict(options)))
     run.steps = 10  # of the schedule; no data is read
     return run
 
@@ -117,6 +117,39 @@ def test_without_replicas_the_first_gradient_gets_what_is_owed():
     size = sum(w.size for w in jax.tree.leaves(state.params))
     assert float(metrics[1].grad_norm) == pytest.approx(100 * np.sqrt(size), rel=0.01)
     assert float(metrics[2].grad_norm) < 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize(
+    "options", [{"precision": "mixed"}, {"parallel.offload": "optimizer"}], ids=["mixed", "offload"]
+)
+def test_errors_go_with_mixed_precision_and_with_offloading(tmp_path, zero, options):
+    """Three steps are close to exact ones, and the third is the same to the bit from a checkpoint of the second."""
+    options = options | {"parallel.zero": str(zero)}
+
+    def steps(run: Run, state, numbers: range):
+        take = jax.jit(run.step.train)
+        for number in numbers:
+            state, metrics = take(state, batch(run, number))
+        return state, float(metrics.loss)
+
+    exact = made(PAIR, options=tuple((options | {"parallel.gradient_compression": "exact"}).items()))
+    with jax.set_mesh(exact.mesh):
+        _, wanted = steps(exact, exact.init(), range(3))
+    run = made(PAIR, options=tuple(options.items()))
+    with jax.set_mesh(run.mesh), Checkpoints(tmp_path, keep=1) as checkpoints:
+        second, _ = steps(run, run.init(), range(2))
+        assert np.any(owed(second)["table"])
+        checkpoints.save(2, run.step.logical(second), {"step": 2})
+        third, loss = steps(run, second, range(2, 3))
+        again = run.step.resume(checkpoints.restore(run.abstract_logical(), checkpoints.find()))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.errors), jax.device_get(second.errors))
+        again, same = steps(run, again, range(2, 3))
+    assert loss == pytest.approx(wanted, rel=1e-2)
+    assert loss == same
+    assert loss != wanted
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(third))
 
 
 def test_a_new_run_without_replicas_is_refused():
