@@ -55,21 +55,26 @@ class Measured:
     """Of all steps."""
 
 
-def measure(network: Hosts, words: list[str], folder: Path, first: int, last: int, seconds: float = 120) -> Measured:
+def measure(network: Hosts, words: list[str], folder: Path, first: int, last: int, together: bool = True) -> Measured:
     """Train with `words` for `last` steps in `folder` on n0 and n1, one process each; measure the steps after `first`.
 
-    The link is as slow as the caller has made it. AssertionError, with the output of all processes, when the job fails.
+    The link is as slow as the caller has made it. Not `together`, each process is a run of its own, with no link to
+    wait for. AssertionError, with the output of all processes, when one fails.
     """
     port = free_port()
     commands = []
     for process, name in enumerate(("n0", "n1")):
         patch = COUNTING.format(first=first, last=last, interface=repr(name))
         program = jobs.PATCHED.format(patch=patch)
-        cluster = ["--cluster.processes=2", f"--cluster.process-id={process}", f"--cluster.coordinator=n0:{port}"]
-        run = over(words, f"--run-dir={folder}", f"--train.steps={last}", "--log.every=1")
-        commands.append(network.on(name, sys.executable, "-c", program, *run, *cluster))
+        run_dir = folder
+        cluster = [f"--cluster.process-id={process}", "--cluster.processes=2", f"--cluster.coordinator=n0:{port}"]
+        if not together:
+            run_dir = folder / name
+            cluster = []
+        run = over(words, f"--run-dir={run_dir}", f"--train.steps={last}", "--log.every=1", *cluster)
+        commands.append(network.on(name, sys.executable, "-c", program, *run))
     with started(commands) as running:
-        assert jobs.ends(running, seconds) == [0, 0], jobs.told(running)
+        assert jobs.ends(running, 300) == [0, 0], jobs.told(running)
         said = running[0].said()
     counted = [json.loads(line.removeprefix("counted ")) for line in said.splitlines() if line.startswith("counted ")]
     (_, sent_before, _, begun), (_, sent_after, ended, _) = counted
