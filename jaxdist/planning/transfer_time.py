@@ -15,17 +15,23 @@ from jaxdist.mesh import REPLICA, axes_across, device_numbers
 from jaxdist.planning import collective_time
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import ranks_together
-from jaxdist.planning.predicted_collectives import Transfer
+from jaxdist.planning.predicted_collectives import ALL_TO_ALL, Transfer
 
 
 def merge_calls(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """Merge transfers that the compiler sends in one call: same purpose, same axes, same time."""
+    """Merge transfers that the compiler sends in one call: same purpose, same axes, same time.
+
+    XLA combines collectives of any kind but all-to-all, of which each parameter has its own.
+    """
     merged: dict[tuple, Transfer] = {}
     for transfer in transfers:
         key = (transfer.axes, transfer.kind, transfer.what, transfer.width)
         other = merged.get(key)
         if other is not None:
-            calls = max(transfer.calls, other.calls)
+            if transfer.kind == ALL_TO_ALL:
+                calls = transfer.calls + other.calls
+            else:
+                calls = max(transfer.calls, other.calls)
             transfer = replace(transfer, calls=calls, elements=transfer.elements + other.elements)
         merged[key] = transfer
     return list(merged.values())
