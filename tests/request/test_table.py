@@ -73,7 +73,7 @@ OF_COMMAND = {
        ("path", "tokenizer", "validation_path")},  # looked at when the run's own model is known
     **{(command, "optimizer.warmup"): "zero huge" for command in ("explain", "plan", "bench step", "bench scaling")},
     # They have no local steps, whose outer step alone uses it.
-    **{(command, "optimizer.outer_rate"): "huge" for command in ("plan", "bench step", "bench scaling")},
+    **{(command, "optimizer.outer_rate"): "huge" for command in ("bench step", "bench scaling")},
     **{(command, "model.classes"): "huge" for command in ("explain", "plan", "bench step", "bench scaling")},
     ("doctor", "cluster.coordinator"): "word negative zero huge long nan unicode empty nul fifo folder binary",
     ("doctor", "cluster.processes"): "zero huge",  # the doctor tells what is wrong with them among its findings
