@@ -107,18 +107,18 @@ def test_the_rule_holds_for_the_outer_step_too():
 
 
 def test_every_message_waits_for_the_link():
-    """XLA joins all collectives but all-to-alls, of which each parameter has its own. PowerSGD's are in sequence."""
+    """Among four, each parameter has an all-to-all of its own; XLA joins all else, but not both factors of PowerSGD."""
     far = replace(SLOW, between=Link(1e18, 1.0))
     crossing = lambda one: sum(seconds(t, one.shape, far) for t in merge_calls(one.transfers) if t.axes == (REPLICA,))
-    # An all-reduce goes there and back. Between two replicas there is one of codes, and one of the vectors.
-    for rule in ("int8", "powersgd"):
-        once = step("replica=2,data=8", far, **{"parallel.gradient_compression": rule})
-        assert crossing(once) == pytest.approx(2 + 2, rel=1e-3)
-    among_four = [one for one in step("replica=4,data=4", far, **INT8).transfers if one.axes == (REPLICA,)]
-    parameters = [one.kind for one in among_four].count("all-to-all")
-    assert parameters > 6  # two tables, two matrices of attention, two of the MLP, and large biases
-    calls = {one.kind: one.calls for one in merge_calls(among_four)}
-    assert calls == {"all-to-all": parameters, "all-gather": 1, "all-reduce": 1}
+    coded = step("replica=4,data=4", far, **INT8)
+    large = [one for one in coded.transfers if one.axes == (REPLICA,) and one.kind == "all-to-all"]
+    # Two tables, two matrices of attention and two of the MLP, and the larger biases of both.
+    assert len(large) == 8
+    # A rank sends to two of the other site; then one all-gather, and one all-reduce there and back for all vectors.
+    assert crossing(coded) == pytest.approx(2 * len(large) + 1 + 2, rel=1e-3)
+    assert crossing(step("replica=2,data=8", far, **INT8)) == pytest.approx(2 + 2, rel=1e-3)
+    factors = step("replica=2,data=8", far, **{"parallel.gradient_compression": "powersgd"})
+    assert crossing(factors) == pytest.approx(2 + 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("rule", ["exact", "int8"])
