@@ -17,6 +17,8 @@ TEAL = "#44AA99"
 INDIGO = "#332288"
 OLIVE = "#999933"
 SAND = "#DDCC77"
+ROSE = "#CC6677"
+FOREST = "#117733"
 PALE = "#DDDDDD"
 
 TIME = {
@@ -36,6 +38,8 @@ MEMORY = {
     "batch": PALE,
     "batch statistics": OLIVE,
     "in flight": BLACK,
+    "errors of compression": ROSE,
+    "at the last outer step": FOREST,
     "gradients": YELLOW,
     "weights in use": PINK,
     "activations": TEAL,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Config, RequestError
@@ -17,6 +16,10 @@ from jaxdist.request import STEP_KNOBS, Extra, arguments, check_picture, run
 from jaxdist.values import DevicesOrZero, FileName, Suggested
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from jaxdist.planning.clusters import Cluster
+    from jaxdist.planning.cross_compile import Lower
     from jaxdist.planning.report import Report
 
 DESCRIPTION = (
@@ -24,6 +27,9 @@ DESCRIPTION = (
     "program, and whether both are as predicted. Nothing is run, no data is read, and no device has to be present. The "
     "exit code is 1 if the collectives differ from the prediction, unless the difference is a known one."
 )
+ReportT = TypeVar("ReportT", bound="Report")
+
+KNOBS = (*STEP_KNOBS, "train.local_steps")
 TargetName = Annotated[str, Suggested(GPUS)]
 ClusterName = Annotated[FileName, Suggested(PRESETS)]
 EXTRAS = [
@@ -44,7 +50,7 @@ EXTRAS = [
 
 def main(argv: list[str] | None = None) -> int:
     """Compile the step and print the report. Return the exit code."""
-    request = arguments(argv, "explain", DESCRIPTION, extras=EXTRAS, knobs=STEP_KNOBS)
+    request = arguments(argv, "explain", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
     check_alone("explain")
     extras = request.extras
     check_picture(extras["picture"], "memory.png")
@@ -60,28 +66,24 @@ def main(argv: list[str] | None = None) -> int:
         from jaxdist.planning.report_picture import draw
 
         draw(report, Path(extras["picture"]))
-    return FAILED if report.unknown else DONE
+    return DONE if report.agrees else FAILED
 
 
 def explain(config: Config, target: str | None = None, devices: int = 0, cluster: str = "") -> Report:
     """Compile the step of `config` in a process of its own, for CPU devices or a GPU of `planning.hardware.GPUS`.
 
     `cluster` is the name or the file of the cluster whose hosts and sites the devices fill; empty: that of the GPU.
+    With local steps, the step of a replica and the outer step are compiled.
     Raises `RequestError` for a wrong request, and where this machine cannot compile for the target.
     """
     # Imported late, so that --help and wrong requests answer before jax is imported.
-    from jaxdist import models
-    from jaxdist.cluster import xla_options
-    from jaxdist.cluster.rendezvous import across_hosts
-    from jaxdist.mesh import abstract_mesh, device_numbers, devices_asked, fill, parse_mesh
-    from jaxdist.models.attention import NO_DOCUMENTS
-    from jaxdist.parallel.delayed_gradients import delayed
+    from jaxdist.mesh import AXES, REPLICA, device_numbers, devices_asked, fill, parse_mesh
     from jaxdist.planning import clusters
-    from jaxdist.planning.cross_compile import compile_apart
+    from jaxdist.planning.outer_report import OuterReport, of_local_step
     from jaxdist.planning.report import Report
     from jaxdist.planning.target import gpu_of
     from jaxdist.request import check_mesh_fits
-    from jaxdist.sharding import Layout, rules
+    from jaxdist.training.rounds import lower_local_step, lower_outer_step
     from jaxdist.training.run import lower_step
 
     gpu = gpu_of(target) if target else None
@@ -90,20 +92,59 @@ def explain(config: Config, target: str | None = None, devices: int = 0, cluster
         raise RequestError(f"--cluster {cluster} has {where.gpu}, but --target is {target}; name the same GPU in both")
     shape = parse_mesh(config.mesh)
     shape = fill(shape, devices or devices_asked(shape))
+    count = devices_asked(shape)
     sites = 1
     if where:
-        clusters.check_sites(where, prod(shape.values()))
-        sites = where.sites(prod(shape.values()))
+        clusters.check_sites(where, count)
+        sites = where.sites(count)
     if config.precision == "auto":
         config = config.model_copy(update={"precision": "bfloat16" if gpu else "float32"})
     check_mesh_fits(config, shape)
-    mesh = abstract_mesh(shape)
-    layout = Layout.on(mesh, rules(config, shape), gpu or CPU)
-    program = compile_apart(partial(lower_step, config, sites=sites), target, mesh.size)
+    numbers = device_numbers(shape, sites)
+    if not config.train.local_steps:
+        return _compiled(Report, config, numbers, count, partial(lower_step, config, sites=sites), target, where)
+    lower = partial(lower_outer_step, config, sites=sites)
+    outer = _compiled(OuterReport, config, numbers, count, lower, target, where)
+    # Replicas differ only in their devices.
+    numbers = numbers.take([0], axis=AXES.index(REPLICA))
+    lower = partial(lower_local_step, config, sites=sites)
+    own = of_local_step(config, outer.layout)
+    return replace(_compiled(Report, own, numbers, count, lower, target, where), outer=outer)
+
+
+def _compiled(
+    kind: type[ReportT],
+    config: Config,
+    numbers: np.ndarray,
+    count: int,
+    lower: Lower,
+    target: str | None,
+    where: Cluster | None,
+) -> ReportT:
+    """Compile `lower(devices)` for `count` devices, and return the report of this kind.
+
+    `numbers` has those of the devices that the program's mesh has, as `mesh.device_numbers` does; `config` is what they
+    compute.
+    """
+    from jaxdist import models
+    from jaxdist.cluster import xla_options
+    from jaxdist.cluster.rendezvous import across_hosts
+    from jaxdist.mesh import AXES, abstract_mesh
+    from jaxdist.models.attention import NO_DOCUMENTS
+    from jaxdist.parallel.delayed_gradients import delayed
+    from jaxdist.planning import clusters
+    from jaxdist.planning.cross_compile import compile_apart
+    from jaxdist.planning.target import gpu_of
+    from jaxdist.sharding import Layout, rules
+
+    gpu = gpu_of(target) if target else None
+    mesh = abstract_mesh(dict(zip(AXES, numbers.shape, strict=True)))
+    layout = Layout.on(mesh, rules(config, mesh.shape), gpu or CPU)
+    program = compile_apart(lower, target, count)
     if target:
         # Neighbours in the mesh share a host, as in a run.
         per_host = (where or clusters.of_gpu(target)).per_host
-        host_of = [number // per_host for number in device_numbers(shape, sites).ravel().tolist()]
+        host_of = [number // per_host for number in numbers.ravel().tolist()]
     else:
         host_of = [0] * mesh.size
     sequence = layout.parts("residual") > 1
@@ -115,7 +156,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0, cluster
     if config.model.documents == "apart" and gpu:
         notes.append(f"attention runs in blocks of queries, because {NO_DOCUMENTS}")
     program = replace(program, notes=tuple(notes))
-    return Report(config, models.build(config.model, layout), layout, mesh, program, target, gpu, where)
+    return kind(config, models.build(config.model, layout), layout, mesh, program, target, gpu, where)
 
 
 class CPU:

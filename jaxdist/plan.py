@@ -29,7 +29,19 @@ DESCRIPTION = (
 Counts = Annotated[str, AfterValidator(numbers("numbers of devices", 1, MOST_DEVICES, "16,32,64"))]
 ClusterName = Annotated[FileName, Suggested(PRESETS)]
 
-KNOBS = ("precision", "model", "optimizer", "train.global_batch_size")
+KNOBS = (
+    "precision",
+    "model",
+    "optimizer",
+    "train.global_batch_size",
+    "train.local_steps",
+    "parallel.gradient_compression",
+    "parallel.compression_density",
+    "parallel.compression_rank",
+    "parallel.delayed_gradients",
+)
+"""Those of what is planned. Those of `parallel`, and local steps, change the loss: the search takes them as given."""
+
 EXTRAS = [
     Extra("devices", 8, "Number of devices.", Devices),
     Extra("cluster", "h100-ndr", "A cluster that jaxdist knows, or a TOML file that describes one.", ClusterName),
@@ -57,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
     # These import jax, which takes seconds: wrong options are reported before.
     from jaxdist.planning.clusters import cluster
-    from jaxdist.planning.search import text
+    from jaxdist.planning.search import slow_link, text
     from jaxdist.planning.search.plan import search
     from jaxdist.planning.search.questions import scaling, why_not
 
@@ -67,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     name = request.positional or DEFAULT
     base = load(name, {})
     plan = search(request.config, extras["devices"], where)
+    slow_link.check_replicas(plan)
     more = []
     if extras["compare"]:
         more = scaling(request.config, as_list(extras["compare"]), where)
@@ -86,8 +99,11 @@ def main(argv: list[str] | None = None) -> int:
             sections.append(text.trade_off(plan))
         if more:
             sections.append(text.compared(more))
+        changed = slow_link.sentence(plan)
         if not sections:
             sections.append(text.lines(plan, name, base))
+        elif changed:
+            sections.append([changed])
         print("\n\n".join("\n".join(lines) for lines in sections))
     if extras["picture"]:
         _draw(plan, more, Path(extras["picture"]))

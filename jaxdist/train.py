@@ -79,7 +79,7 @@ def choose_mesh(config: Config, log: LogFile) -> Config:
             line = f"plan        {row}"
             print(line, file=sys.stderr)
             log.write(line)
-    return plan.ranked[0].config
+    return automatic.chosen(plan)
 
 
 def dry_run(config: Config, target: str = "") -> int:

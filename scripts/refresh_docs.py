@@ -19,14 +19,16 @@ The comment may have further lines:
     lines: /A/ /B/../C/    show only lines that match A, and from B to C; `...` stands for what is left out
     exit: 2                the exit code of the command, which otherwise has to be 0; several for a transcript
     measured               all numbers are measurements: only the text around them is compared
-    unstable               the text itself differs from run to run: only the first line is compared
+    unstable               the text itself differs from run to run: only its first line is compared
     quiet                  without what the command prints on standard error
     slow                   takes more than some seconds, or needs a slow one before it
     after: FILE ...        a `python` block goes on where this program, with these arguments, has ended
 
-The commands of a page run one after the other in an empty home folder, on CPU devices. Two outputs count as the same if
-they differ only in what varies from run to run: times, dates, versions, sizes of this machine. A block that is the same
-is not touched, except with `--all`.
+The commands of a page run one after the other in an empty home folder, on CPU devices; those of a recipe in
+docs/contributing run in a copy of the repository to which the diff of the recipe is applied. Two outputs count as the
+same if they differ only in what varies from run to run: times, dates, versions, sizes of this machine, and places where
+lines are left out, because on a slow machine there may be a line of progress. A block that is the same is not touched,
+except with `--all`.
 """
 
 from __future__ import annotations
@@ -81,14 +83,16 @@ VOLATILE = [
     ),
     (r"(traced|compiled) +in [\d.]+ s", r"\1 in SECONDS"),
     (r"[\d,.]+ (tokens|images)/s", "RATE"),
-    (r"(lr \S+ +)\d+ ms", r"\1MS"),
+    (r"(lr \S+ +)\d+ ms( +data [\d.]+ ms)?", r"\1MS"),
     (r"of [\d.]+ GiB per device", "of CAPACITY per device"),
     (r"[\d.]+ [GT]B free", "FREE"),
     (r"\d+ open files", "LIMIT open files"),
     (r"[\d.]+ GB/s within a host", "RATE within a host"),
-    (r"\b\d\.\de[+-]\d\d\b", "ROUNDING"),
+    (r"\b\d\.\de[+-]\d\d\b|\b\d\.\d+e-0[6-9]\b", "ROUNDING"),
     (r"\b[0-9a-f]{32}\b", "HASH"),
     (r"(~)[\d.]+ s a step", r"\1SECONDS a step"),
+    (r"\d+ deselected", "OTHERS deselected"),
+    (r"(passed|skipped|deselected|warnings?) in [\d.]+s( \([\d:]+\))?", r"\1 in SECONDS"),
 ]
 """What differs from run to run, machine to machine or version to version, and what stands for it in a comparison."""
 
@@ -97,7 +101,7 @@ COMMENT = re.compile(
     r"|run the block above)(.*?)-->",
     re.DOTALL,
 )
-FENCE = re.compile(r"^```(\S*)$")
+FENCE = re.compile(r"^(`{3,})([^\s`]*)$")
 
 
 @dataclass
@@ -141,12 +145,13 @@ class Wrong(Exception):
 
 
 def pages() -> list[Path]:
-    """Return every page whose blocks are refreshed.
+    """Return every page whose blocks are refreshed."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-    Those of docs/contributing show what a tree prints to which their diff has been applied: `tests/test_recipes.py`.
-    """
-    of_docs = (ROOT / "docs").rglob("*.md")
-    return [ROOT / "README.md", *sorted(page for page in of_docs if page.parent.name != "contributing")]
+
+def is_recipe(page: Path) -> bool:
+    """Return whether the commands of a page need the changes that its diff makes."""
+    return page.parent == ROOT / "docs" / "contributing"
 
 
 def blocks(page: Path) -> list[Block]:
@@ -157,8 +162,8 @@ def blocks(page: Path) -> list[Block]:
     while index < len(lines):
         fence = FENCE.match(lines[index])
         if fence:
-            end = next(i for i in range(index + 1, len(lines)) if lines[i] == "```")
-            found.append(Block(page, index + 1, end, fence[1], lines[index + 1 : end]))
+            end = next(i for i in range(index + 1, len(lines)) if lines[i] == fence[1])
+            found.append(Block(page, index + 1, end, fence[2], lines[index + 1 : end]))
             index = end
         index += 1
     return found
@@ -223,11 +228,31 @@ def transcript(lines: list[str]) -> list[tuple[list[str], str]]:
     return [(shown, commands([*shown])[0].removeprefix("$ ")) for shown, _ in found]
 
 
+def change_a_copy(page: Path, tree: Path) -> None:
+    """Copy the repository to `tree`, and apply the diff of a recipe. Raises `Wrong` where it does not fit."""
+    # First, because another checkout may be installed, and has tests too.
+    sys.path.insert(0, str(ROOT))
+    from tests import recipes
+
+    sys.path.remove(str(ROOT))
+
+    recipes.copy(tree)
+    try:
+        recipes.apply(recipes.diff_of(page), tree)
+    except AssertionError as error:
+        raise Wrong(f"{page}: {error}") from None
+
+
 class Session:
-    """An empty home folder in which the commands of pages run, with `python` and `jaxdist` of this repository."""
+    """An empty home folder in which the commands of pages run, with `python` and `jaxdist` of this repository.
+
+    The commands of a recipe run in a changed copy of the repository, and use the code of the copy.
+    """
 
     def __init__(self, folder: Path):
         self.home = folder / "home"
+        self.tree = ROOT
+        self.place = self.home
         self._tools = folder / "tools"
         self._tools.mkdir()
         self.home.mkdir()
@@ -235,6 +260,14 @@ class Session:
             tool = self._tools / name
             tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words}"$@"\n')
             tool.chmod(0o755)
+
+    def begin(self, page: Path) -> None:
+        """Make everything ready for a page. Raises `Wrong` if it is a recipe whose diff does not fit."""
+        self.clear()
+        self.tree, self.place = ROOT, self.home
+        if is_recipe(page):
+            self.tree = self.place = self.home / "jaxdist"
+            change_a_copy(page, self.tree)
 
     def clear(self) -> None:
         """Remove what a page has left behind, but not the tokens of the standard library, which take long to make."""
@@ -251,7 +284,7 @@ class Session:
         """Write a Python program of these lines, after those of the file that `after` names; return its command."""
         file, *arguments = after.split() or [""]
         before = (ROOT / file).read_text() if file else ""
-        (self.home / "program.py").write_text(before + "\n".join(lines) + "\n")
+        (self.place / "program.py").write_text(before + "\n".join(lines) + "\n")
         return " ".join(["python", "program.py", *arguments])
 
     def run(self, command: str, page: Path, code: int = 0, quiet: bool = False) -> list[str]:
@@ -260,14 +293,14 @@ class Session:
         environment = {name: os.environ[name] for name in kept if name in os.environ} | {
             "HOME": str(self.home),
             "PATH": f"{self._tools}:{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(self.tree),
             "JAX_PLATFORMS": "cpu",
             "COLUMNS": "120",
         }
         try:
             done = subprocess.run(
                 ["bash", "-c", command],
-                cwd=self.home,
+                cwd=self.place,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -326,8 +359,9 @@ def produced(page: Path, marker: Marker, session: Session) -> list[str]:
 
 def compared(marker: Marker, lines: list[str]) -> list[str]:
     """Return the lines of a block without what differs from run to run."""
+    lines = [line for line in lines if line != "..."]
     if marker.unstable:
-        lines = lines[:1]
+        lines = lines[: 2 if marker.kind == "below" else 1]
     result = []
     for line in lines:
         for pattern, instead in VOLATILE:
@@ -344,7 +378,7 @@ def refreshed(page: Path, session: Session, fast: bool, everything: bool) -> Ite
 
     With `everything`, every block counts as out of date.
     """
-    session.clear()
+    session.begin(page)
     for marker in markers(page):
         if marker.kind == "elsewhere" or (fast and marker.slow):
             continue

@@ -1,13 +1,30 @@
-"""The diffs in docs/contributing, and how they are applied to a tree without git or patch."""
+"""The diffs in docs/contributing, and how they are applied to a copy of the repository without git or patch."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs" / "contributing").glob("*.md"))
+
+COPIED = (
+    "benchmarks",
+    "docs",
+    "examples",
+    "jaxdist",
+    "scripts",
+    "tests",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
+    "README.md",
+    "mkdocs.yml",
+    "pyproject.toml",
+)
+"""The files that a recipe may change, or a test of it needs."""
 
 HEADING = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 
@@ -19,6 +36,17 @@ class Hunk(NamedTuple):
     """Where the old lines begin, counted from 1."""
     old: list[str]
     new: list[str]
+
+
+def copy(tree: Path) -> None:
+    """Copy the repository to `tree`; with all of its packages, because by these ruff sorts the imports."""
+    tree.mkdir(exist_ok=True)
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, tree / name)
 
 
 def diff_of(page: Path) -> str:

@@ -12,7 +12,12 @@ from jaxdist.request.knobs import KNOBS, SECTIONS, kind, shown
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / ".github").glob("*.md")),
+    *sorted(DOCS.rglob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+]
 
 
 def name(page: Path) -> str:

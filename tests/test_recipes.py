@@ -1,10 +1,8 @@
 """The recipes of docs/contributing are true: their diffs fit this tree, and what they add works."""
 
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,18 +18,6 @@ PROOFS = {
 }
 """Recipe -> a file of tests, and which of them are run in the changed copy."""
 
-SHOWN = ("jaxdist", "tests", "docs", "examples", "scripts", "README.md", "CHANGELOG.md", "pyproject.toml")
-
-
-def whole_copy(tree: Path) -> None:
-    """Copy the files that a recipe may change, or a test of it needs; by the packages ruff sorts the imports."""
-    for name in SHOWN:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, tree / name)
-
 
 def test_every_recipe_has_a_proof():
     assert {page.stem for page in PAGES} == PROOFS.keys()
@@ -42,7 +28,7 @@ def test_every_recipe_has_a_proof():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_diff_fits_this_tree_and_is_formatted(page, tmp_path):
     """What it leaves is as ruff wants it, so that who follows the recipe passes CI's first check."""
-    whole_copy(tmp_path)
+    recipes.copy(tmp_path)
     changed = recipes.apply(recipes.diff_of(page), tmp_path)
     python = [str(path) for path in changed if path.suffix == ".py"]
     for command in (["check"], ["format", "--check"]):
@@ -55,7 +41,7 @@ def test_the_diff_fits_this_tree_and_is_formatted(page, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROOFS)
 def test_what_the_recipe_adds_works(name, tmp_path):
-    whole_copy(tmp_path)
+    recipes.copy(tmp_path)
     recipes.apply(recipes.diff_of(ROOT / "docs" / "contributing" / f"{name}.md"), tmp_path)
     path, which = PROOFS[name]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTEST_ADDOPTS": ""}

@@ -12,6 +12,8 @@ SCRIPT = ROOT / "scripts" / "refresh_docs.py"
 CHEAP = ["configuration", "meshes", "pipelines", "planning", "processes", "slurm"]
 """How-to guides whose fast blocks are refusals, dry runs and plans: nothing of them trains or compiles."""
 
+RECIPES = sorted((ROOT / "docs" / "contributing").glob("*.md"))
+
 
 @pytest.fixture(scope="module")
 def refresh():
@@ -27,7 +29,8 @@ def test_every_output_has_its_command_or_a_reason(refresh):
     for page in refresh.pages():
         marked = refresh.markers(page)
         outputs = {block.start for block in refresh.blocks(page) if block.language == ""}
-        assert outputs == {marker.block.start for marker in marked if marker.block}, page
+        # A block with a language may be an output too, such as a file that a command has written.
+        assert outputs <= {marker.block.start for marker in marked if marker.block}, page
         lines = page.read_text().split("\n")
         for marker in (marker for marker in marked if marker.kind == "elsewhere"):
             named.add(marker.text)
@@ -106,14 +109,59 @@ def test_measurements_are_compared_without_their_numbers(refresh):
     marker = refresh.Marker("of", "", silent=False, line=0, measured=True)
     assert refresh.compared(marker, ["step  12.5 ms"]) == refresh.compared(marker, ["step 9,000.25 s"])
     assert refresh.compared(marker, ["step  12.5 ms"]) != refresh.compared(marker, ["loss  12.5 ms"])
+    assert refresh.compared(marker, ["...", "step 1 s"]) == refresh.compared(marker, ["step 2 s", "..."])
     marker.measured = False
     assert refresh.compared(marker, ["step  12.5 ms"]) != refresh.compared(marker, ["step  12.6 ms"])
+
+
+@pytest.mark.parametrize(("kind", "compared"), [("of", 1), ("below", 2)])
+def test_of_an_unstable_text_the_first_line_is_compared(refresh, kind, compared):
+    """In a transcript, a command stands above it."""
+    marker = refresh.Marker(kind, "", silent=False, line=0, unstable=True)
+    lines = ["one", "two", "three"]
+    for index in range(3):
+        changed = [*lines[:index], "other", *lines[index + 1 :]]
+        assert (refresh.compared(marker, changed) == refresh.compared(marker, lines)) == (index >= compared)
 
 
 @pytest.mark.slow
 def test_the_guides_show_what_their_commands_print():
     """A cheap set; the whole is run by hand: `python scripts/refresh_docs.py --check`."""
-    pages = [str(ROOT / "docs" / "how-to" / f"{name}.md") for name in CHEAP]
-    command = [sys.executable, str(SCRIPT), "--check", "--fast", *pages]
+    check_fast_blocks([ROOT / "docs" / "how-to" / f"{name}.md" for name in CHEAP])
+
+
+@pytest.mark.slow
+def test_the_recipes_show_what_a_changed_tree_prints():
+    """What a user sees of the addition; the outputs of pytest are in the slow blocks."""
+    check_fast_blocks(RECIPES)
+
+
+def check_fast_blocks(pages: list[Path]) -> None:
+    command = [sys.executable, str(SCRIPT), "--check", "--fast", *map(str, pages)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_a_recipe_runs_in_a_changed_copy_and_other_pages_here(refresh, tmp_path):
+    session = refresh.Session(tmp_path)
+    seen = {}
+    for name in ("contributing/add-a-lecture-claim.md", "how-to/meshes.md"):
+        session.begin(ROOT / "docs" / name)
+        counted = session.run('grep -c "^pipeline-chunks" "$PYTHONPATH/jaxdist/lab/claims.csv" || true', ROOT)
+        seen[name] = (session.tree, counted)
+    assert list(seen.values()) == [(tmp_path / "home" / "jaxdist", ["1"]), (ROOT, ["0"])]
+
+
+def test_a_diff_that_does_not_fit_fails_the_check(refresh, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("```diff\n--- a/README.md\n+++ b/README.md\n@@ -1 +1 @@\n-gone\n+there\n```\n")
+    monkeypatch.setattr(refresh, "is_recipe", lambda page: True)
+    monkeypatch.setattr(sys, "argv", ["refresh_docs.py", "--check", str(page)])
+    assert refresh.main() == 1
+    assert "these lines are not there (any more):\ngone" in capsys.readouterr().err
+
+
+def test_a_fence_ends_with_as_many_marks(refresh, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("````diff\n```\n````\n```\nan output\n```\n")
+    assert [(block.language, block.lines) for block in refresh.blocks(page)] == [("diff", ["```"]), ("", ["an output"])]

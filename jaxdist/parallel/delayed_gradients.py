@@ -46,5 +46,5 @@ def cross_at_once(places: Placements, parts: Params) -> Params:
 
     before = tuple(place.errors for place in all_places)
     after = tuple(place.rest for place in all_places)
-    summed = jax.shard_map(add, in_specs=before, out_specs=after, check_vma=False)(*leaves)
-    return jax.tree.unflatten(tree, summed)
+    crossed = jax.shard_map(add, in_specs=before, out_specs=after, check_vma=False)(*leaves)
+    return jax.tree.unflatten(tree, crossed)

@@ -21,7 +21,6 @@ from jaxdist.models.loss import chunk_length
 from jaxdist.planning import pipeline_traffic
 from jaxdist.planning.parameter_layout import Placed, compute_width, placed
 from jaxdist.planning.pipeline_traffic import (
-    BETWEEN_REPLICAS,
     between_replicas,
     gathered,
     looks_up_positions,
@@ -94,7 +93,7 @@ def compression_that_costs(config: Config, model: Model | Foreign, layout: Layou
         parallel = config.parallel.model_copy(update={"gradient_compression": name})
         asked = config.model_copy(update={"parallel": parallel})
         found = [one for p in parameters for one in between_replicas(asked, p, layout)]
-        sent.append(sum(one.wire_bytes for one in found if one.what == BETWEEN_REPLICAS))
+        sent.append(sum(one.wire_bytes for one in found if one.axes == (REPLICA,)))
     if not crossing or sent[0] <= sent[1]:
         return ""
     mine, plain = (f"{wire / crossing:.2f}" for wire in sent)

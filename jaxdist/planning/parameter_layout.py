@@ -175,6 +175,8 @@ def notes(config: Config, parameters: list[Placed], layout: Layout) -> list[str]
         found.append(f"parallel.sequence splits nothing here, because {MODEL} is 1")
     if parallel.gradient_compression != "exact":
         found.append(_compressed(config, layout))
+    if config.train.local_steps and layout.size(REPLICA) == 1:
+        found.append(f"the outer step of train.local_steps averages nothing here, because {REPLICA} is 1")
     if parallel.delayed_gradients:
         found.append(_delayed(layout))
     pipe = pipeline_of(config, layout)
@@ -198,8 +200,9 @@ def _compressed(config: Config, layout: Layout) -> str:
     rule = config.parallel.gradient_compression
     if layout.size(REPLICA) == 1:
         return f"parallel.gradient_compression {rule} compresses nothing here, because {REPLICA} is 1"
+    crossing = "changes of weights" if config.train.local_steps else "gradients"
     return (
-        f"gradients cross {REPLICA}={layout.size(REPLICA)} by {rule}, which adds what it rounds off to the next: "
+        f"{crossing} cross {REPLICA}={layout.size(REPLICA)} by {rule}, which adds what it rounds off to the next: "
         f"the loss depends on the mesh and the ZeRO stage, more than by the rounding of float32"
     )
 

@@ -42,6 +42,9 @@ from jaxdist.sharding import Layout
 BETWEEN_REPLICAS = "gradients between replicas"
 """`Transfer.what` of the sums over the replicas."""
 
+SECOND_FACTORS = "second factors between replicas"
+"""`Transfer.what` of the sums that powersgd can begin only when it has those of the first factors."""
+
 
 def looks_up_positions(config: Config) -> bool:
     """Return whether each document has its own positions, from a table that is split as the residual stream is."""
@@ -97,16 +100,17 @@ def _summed(rule: Compression | None, p: Placed, layout: Layout) -> Iterator[Tra
     stacked = p.place.stacked
     size = math.prod(p.shard)
 
-    def moved(kind: str, elements: int, width: int) -> Transfer:
-        return transfer(layout, BETWEEN_REPLICAS, kind, {REPLICA}, 1, elements, width)
+    def moved(kind: str, elements: int, width: int, what: str = BETWEEN_REPLICAS) -> Transfer:
+        return transfer(layout, what, kind, {REPLICA}, 1, elements, width)
 
     if rule is None or not rule.compresses(p.shard, stacked, replicas):
         yield moved(ALL_REDUCE, size, F32)
         return
     if rule.rule == "powersgd":
         layers = math.prod(p.shard[:stacked])
-        for side in matrix(p.shard[stacked:]):
-            yield moved(ALL_REDUCE, layers * side * rule.rank, F32)
+        rows, columns = matrix(p.shard[stacked:])
+        yield moved(ALL_REDUCE, layers * rows * rule.rank, F32)
+        yield moved(ALL_REDUCE, layers * columns * rule.rank, F32, SECOND_FACTORS)
         return
     numbers = padded(size, replicas)
     if rule.rule == "bfloat16":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from jax.sharding import AbstractMesh
 
@@ -24,6 +25,9 @@ from jaxdist.planning.predicted_collectives import ALL_REDUCE, Transfer
 from jaxdist.planning.remedies import fitting
 from jaxdist.planning.target import room, too_large
 from jaxdist.sharding import Layout
+
+if TYPE_CHECKING:
+    from jaxdist.planning.outer_report import OuterReport
 
 PACKED = 32
 """Elements that may be packed scalars: more than a step sums over one set of axes."""
@@ -128,7 +132,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """A compiled step and its prediction."""
+    """A compiled step and its prediction; with local steps, the step of one replica, on its part of the mesh."""
 
     config: Config
     model: Model | Foreign
@@ -140,6 +144,23 @@ class Report:
     gpu: Gpu | None
     where: Cluster | None = None
     """The cluster whose hosts and sites the devices fill; None: the shipped one of the GPU."""
+    outer: OuterReport | None = None
+    """The outer step of local steps, which all devices of the run take together."""
+
+    @property
+    def whole(self) -> Report:
+        """The report whose mesh has all devices of the run."""
+        return self.outer or self
+
+    @property
+    def beside(self) -> dict[str, int]:
+        """The bytes that lie on the device beside the program, for the outer step, by name."""
+        return self.outer.held if self.outer else {}
+
+    @property
+    def peak_bytes(self) -> int:
+        """The bytes that a device needs: those of the program, and what lies beside it."""
+        return self.program.peak_bytes + sum(self.beside.values())
 
     @cached_property
     def collectives(self) -> list[Collective]:
@@ -215,6 +236,11 @@ class Report:
         """The rows where the program moves other elements or bytes than predicted, or that have no prediction."""
         return [row for row in self.rows if not row.as_predicted]
 
+    @property
+    def agrees(self) -> bool:
+        """Whether the programs are as predicted, but for known differences."""
+        return not self.unknown and (self.outer is None or self.outer.agrees)
+
     @cached_property
     def known(self) -> dict[Key, str]:
         """The expected ones among `differences`, with the reason of each."""
@@ -273,8 +299,9 @@ class Report:
     @property
     def notes(self) -> list[str]:
         """How the step was compiled, what is not split (evenly), and what counts more often than it runs."""
-        parameters = parameter_layout.placed(self.config, self.model, self.layout)
-        found = [*self.program.notes, *parameter_layout.notes(self.config, parameters, self.layout)]
+        whole = self.whole
+        parameters = parameter_layout.placed(whole.config, whole.model, whole.layout)
+        found = [*self.program.notes, *parameter_layout.notes(whole.config, parameters, whole.layout)]
         if any(one.branch for one in self.collectives):
             found.append(
                 "collectives in branches count in every tick, although a rank skips those where it has nothing to run"
@@ -286,19 +313,25 @@ class Report:
         """A sentence for each axis other than `replica` that spans sites, with what it costs."""
         if self.where is None:
             return []
-        return transfer_time.warnings(self.mesh.shape, self.transfers, self.where)
+        shape = self.whole.mesh.shape
+        if self.outer is None:
+            return transfer_time.warnings(shape, self.transfers, self.where)
+        return transfer_time.warnings(shape, self.transfers, self.where, self.outer.transfers, self.outer.local_steps)
 
     @property
     def too_large(self) -> str:
         """A sentence where the target has too little memory, with what to change; empty where the step fits."""
         if self.target is None:
             return ""
-        needed = self.program.peak_bytes
+        needed = self.peak_bytes
+        if self.outer:
+            needed = max(needed, self.outer.peak_bytes)
         if needed <= room(self.target):
             return ""
         # Assume that prediction and program differ by the same factor after a change.
-        predicted = room(self.target) * self.memory.total / needed
-        return too_large(needed, self.target, fitting(self.config, self.model, self.layout, predicted))
+        whole = self.whole
+        predicted = room(self.target) * whole.memory.total / needed
+        return too_large(needed, self.target, fitting(whole.config, whole.model, whole.layout, predicted))
 
     def json(self) -> dict[str, object]:
         """Return the schema of `docs/reference/json.md`."""
@@ -308,8 +341,8 @@ class Report:
         if self.unpredicted:
             notes.append(self.unpredicted)
         return {
-            "devices": self.mesh.size,
-            "mesh": describe(self.mesh.shape),
+            "devices": self.whole.mesh.size,
+            "mesh": describe(self.whole.mesh.shape),
             "target": self.target,
             "jax": program.jax,
             "precision": self.config.precision,
@@ -325,12 +358,13 @@ class Report:
                 "predicted": {**asdict(held), "arguments": held.arguments, "total": held.total},
             },
             "kernels": self.kernels.json() if self.kernels else None,
-            "collectives": [_compiled(one) for one in self.collectives],
-            "predicted_collectives": [_predicted(transfer) for transfer in self.transfers],
+            "collectives": [compiled_json(one) for one in self.collectives],
+            "predicted_collectives": [predicted_json(transfer) for transfer in self.transfers],
             "wire_bytes_per_axis": self.wire_bytes_per_axis,
             "beside": {axes: asdict(one) for axes, one in self.sent.items()},
             "ratio_to_data_parallel": self.ratio_to_data_parallel,
-            "differences": [_differing(row, self.known.get((row.axes, row.kind))) for row in self.differences],
+            "differences": [differing_json(row, self.known.get((row.axes, row.kind))) for row in self.differences],
+            "outer": self.outer.json() if self.outer else None,
             "lower_seconds": program.lower_seconds,
             "compile_seconds": program.compile_seconds,
             "too_large": self.too_large,
@@ -339,7 +373,7 @@ class Report:
         }
 
 
-def _compiled(one: Collective) -> dict[str, object]:
+def compiled_json(one: Collective) -> dict[str, object]:
     """Return a collective of the program as JSON."""
     return {
         "axis": "+".join(one.axes),
@@ -355,7 +389,7 @@ def _compiled(one: Collective) -> dict[str, object]:
     }
 
 
-def _predicted(transfer: Transfer) -> dict[str, object]:
+def predicted_json(transfer: Transfer) -> dict[str, object]:
     """Return a predicted collective as JSON."""
     return {
         "axis": "+".join(transfer.axes),
@@ -368,7 +402,7 @@ def _predicted(transfer: Transfer) -> dict[str, object]:
     }
 
 
-def _differing(row: Row, known: str | None) -> dict[str, object]:
+def differing_json(row: Row, known: str | None) -> dict[str, object]:
     """Return a difference as JSON; `known` is its reason where it is expected."""
     return {
         "axis": "+".join(row.axes),

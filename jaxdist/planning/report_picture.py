@@ -21,15 +21,16 @@ def draw(report: Report, path: Path) -> None:
     held = report.memory
     program = report.program
     columns = {
-        "predicted": {**held.persistent, **held.transient},
+        "predicted": {**held.persistent, **report.beside, **held.transient},
         "compiled": {
             "arguments": program.argument_bytes,
+            **report.beside,
             "temporaries": program.peak_bytes - program.argument_bytes,
         },
     }
     figure = Figure(figsize=(6, 5), layout="constrained")
     FigureCanvasAgg(figure)
-    title = f"{describe(report.mesh.shape)}, ZeRO {report.config.parallel.zero}, {report.config.precision}"
+    title = f"{describe(report.whole.mesh.shape)}, ZeRO {report.config.parallel.zero}, {report.config.precision}"
     axes = figure.add_subplot(ylabel="GiB per device", title=title)
     for column, parts in columns.items():
         bottom = 0.0

@@ -6,6 +6,7 @@ from jaxdist import models
 from jaxdist.mesh import describe, micro_batches
 from jaxdist.planning import overlap, pipelines
 from jaxdist.planning.collective_time import group_over
+from jaxdist.planning.outer_report import OuterReport
 from jaxdist.planning.report import Report, Row
 from jaxdist.planning.tables import table
 from jaxdist.units import size
@@ -16,13 +17,15 @@ BAR = 60
 
 def lines(report: Report) -> list[str]:
     """Return the lines that `python -m jaxdist.explain` prints: sections, with an empty line between two of them."""
-    sections = (
+    sections = [
         _head(report),
         _memory(report),
         _kernels(report),
         _collectives(report),
         [*_totals(report), *_verdict(report)],
-    )
+    ]
+    if report.outer:
+        sections += [_outer_memory(report.outer), _collectives(report.outer, "outer step"), _outer_totals(report.outer)]
     found: list[str] = []
     for section in sections:
         if found and section:
@@ -36,13 +39,19 @@ def _head(report: Report) -> list[str]:
     config = report.config
     program = report.program
     where = f"{report.gpu.kind}, not here" if report.gpu else "CPU"
-    k = micro_batches(config, report.mesh.shape)
+    mesh = report.whole.mesh
+    k = micro_batches(config, mesh.shape)
     found = [
-        f"compiled    for {report.mesh.size} x {where}, by jax {program.jax}: traced in {program.lower_seconds:.1f} s, "
+        f"compiled    for {mesh.size} x {where}, by jax {program.jax}: traced in {program.lower_seconds:.1f} s, "
         f"compiled in {program.compile_seconds:.1f} s",
-        f"mesh        {describe(report.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}; "
+        f"mesh        {describe(mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}; "
         f"{k} micro-batch(es); remat {config.model.remat}",
     ]
+    if report.outer:
+        found.append(
+            f"local steps {report.outer.local_steps} by each of {mesh.size // report.mesh.size} replica(s), on "
+            f"{report.mesh.size} device(s), then an outer step averages; the loss is not that of one device"
+        )
     if report.pipeline:
         found.append(f"pipeline    {pipelines.describe(report.pipeline)}")
     found.append(f"model       {models.parameters(report.model):,} parameters")
@@ -67,7 +76,9 @@ def _memory(report: Report) -> list[str]:
     rows += [(f"  {part}", size(count), "", "") for part, count in held.persistent.items() if count]
     rows.append(_compared(name, temporaries, program.temporary_bytes))
     rows += [(f"  {part}, about", size(count), "", "") for part, count in held.transient.items() if count]
-    rows.append(_compared("together", arguments + temporaries, program.peak_bytes))
+    beside = sum(report.beside.values())
+    rows += [(f"beside it, {part}", size(count), "", "") for part, count in report.beside.items()]
+    rows.append(_compared("together", arguments + temporaries + beside, report.peak_bytes))
     rows += _host_memory(report)
     found = [*table(rows, right=True), "", _bar(report)]
     if report.too_large:
@@ -109,15 +120,19 @@ def _host_memory(report: Report) -> list[tuple[str, str, str, str]]:
 def _bar(report: Report) -> str:
     """Return a stacked bar of the compiled bytes, as long as the memory of the device where that is known."""
     program = report.program
-    whole = program.peak_bytes
+    whole = report.peak_bytes
     capacity = "in all"
     if report.gpu:
         whole = max(whole, report.gpu.memory)
         capacity = f"of {size(report.gpu.memory)}"
     arguments = round(BAR * program.argument_bytes / whole)
     temporaries = round(BAR * program.peak_bytes / whole) - arguments
-    bar = ("#" * arguments + "=" * temporaries).ljust(BAR, ".")
-    return f"[{bar}] {size(program.peak_bytes)} {capacity}: # arguments, = temporaries"
+    bar = "#" * arguments + "=" * temporaries
+    parts = "# arguments, = temporaries"
+    if report.beside:
+        bar += "+" * (round(BAR * report.peak_bytes / whole) - len(bar))
+        parts += ", + beside them"
+    return f"[{bar.ljust(BAR, '.')}] {size(report.peak_bytes)} {capacity}: {parts}"
 
 
 def _kernels(report: Report) -> list[str]:
@@ -139,10 +154,10 @@ def _kernels(report: Report) -> list[str]:
     return table(rows)
 
 
-def _collectives(report: Report) -> list[str]:
+def _collectives(report: Report, step: str = "step") -> list[str]:
     """Return the table of collectives, predicted beside compiled."""
     if not report.rows:
-        return ["no collectives: there is one device"]
+        return [f"no collectives: there is one device{' in each replica' if report.outer else ''}"]
     rows = [("axes", "collective", "calls", "predicted", "compiled", "sent", "for")]
     for row in report.rows:
         rows.append(
@@ -156,7 +171,7 @@ def _collectives(report: Report) -> list[str]:
                 _purpose(report, row),
             )
         )
-    return ["collectives of one step, bytes of one device", *table(rows, right=True)]
+    return [f"collectives of one {step}, bytes of one device", *table(rows, right=True)]
 
 
 def _purpose(report: Report, row: Row) -> str:
@@ -174,11 +189,7 @@ def _totals(report: Report) -> list[str]:
     """Return bytes and time by axis, the ratio of the ZeRO paper, and what overlaps compute."""
     found = []
     for axes, sent in report.wire_bytes_per_axis.items():
-        time = ""
-        if report.cluster:
-            rate = float(group_over(report.mesh.shape, axes.split("+"), report.cluster).rate)
-            time = f", {1e3 * sent / rate:,.1f} ms at {rate / 1e9:g} GB/s"
-        found.append(f"sent over {axes}: {size(sent)} per device and step{time}")
+        found.append(f"sent over {axes}: {size(sent)} per device and step{_time(report, axes, sent)}")
     traffic = report.memory.host_traffic
     if traffic:
         time = ""
@@ -192,6 +203,48 @@ def _totals(report: Report) -> list[str]:
         )
     found += [overlap.line(axes, sent) for axes, sent in report.sent.items()]
     return found
+
+
+def _time(report: Report, axes: str, sent: float) -> str:
+    """Return how long the links between the devices take to carry these bytes; empty where they are not known."""
+    if not report.cluster:
+        return ""
+    rate = float(group_over(report.whole.mesh.shape, axes.split("+"), report.cluster).rate)
+    return f", {1e3 * sent / rate:,.1f} ms at {rate / 1e9:g} GB/s"
+
+
+def _outer_memory(outer: OuterReport) -> list[str]:
+    """Return what the program of the outer step holds, predicted beside compiled."""
+    program = outer.program
+    arguments = sum(outer.arguments.values())
+    rows = [("memory per device", "predicted", "compiled", "")]
+    if not outer.gpu:
+        arguments += outer.host_arguments
+    rows.append(_compared("arguments", arguments, program.argument_bytes))
+    rows += [(f"  {part}", size(count), "", "") for part, count in outer.arguments.items() if count]
+    if outer.host_arguments and outer.gpu:
+        rows.append(_compared("host memory", outer.host_arguments, program.host_argument_bytes))
+    elif outer.host_arguments:
+        rows.append(("  host memory", size(outer.host_arguments), "", ""))
+    rows.append(("temporaries", "", size(program.temporary_bytes), ""))
+    rows.append(("together, with the optimizer", "", size(outer.peak_bytes), ""))
+    return [
+        f"outer step, once in {outer.local_steps} steps: traced in {program.lower_seconds:.1f} s, compiled in "
+        f"{program.compile_seconds:.1f} s",
+        *table(rows, right=True),
+    ]
+
+
+def _outer_totals(outer: OuterReport) -> list[str]:
+    """Return bytes and time of the outer step by axis, once and divided among local steps, and the verdict."""
+    found = []
+    for axes, sent in outer.wire_bytes_per_axis.items():
+        each = outer.wire_bytes_per_axis_and_step[axes]
+        found.append(
+            f"sent over {axes}: {size(sent)} per device once in {outer.local_steps} steps{_time(outer, axes, sent)}; "
+            f"per step {size(each)}{_time(outer, axes, each)}"
+        )
+    return [*found, *_verdict(outer)]
 
 
 def _verdict(report: Report) -> list[str]:

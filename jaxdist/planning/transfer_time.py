@@ -15,17 +15,23 @@ from jaxdist.mesh import REPLICA, axes_across, device_numbers
 from jaxdist.planning import collective_time
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import ranks_together
-from jaxdist.planning.predicted_collectives import Transfer
+from jaxdist.planning.predicted_collectives import ALL_TO_ALL, Transfer
 
 
 def merge_calls(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """Merge transfers that the compiler sends in one call: same purpose, same axes, same time."""
+    """Merge transfers that the compiler sends in one call: same purpose, same axes, same time.
+
+    XLA combines collectives of any kind but all-to-all, of which each parameter has its own.
+    """
     merged: dict[tuple, Transfer] = {}
     for transfer in transfers:
         key = (transfer.axes, transfer.kind, transfer.what, transfer.width)
         other = merged.get(key)
         if other is not None:
-            calls = max(transfer.calls, other.calls)
+            if transfer.kind == ALL_TO_ALL:
+                calls = transfer.calls + other.calls
+            else:
+                calls = max(transfer.calls, other.calls)
             transfer = replace(transfer, calls=calls, elements=transfer.elements + other.elements)
         merged[key] = transfer
     return list(merged.values())
@@ -54,33 +60,56 @@ def misplaced(shape: Mapping[str, int], cluster: Cluster) -> list[str]:
     return [axis for axis in axes_across(numbers // cluster.per_site) if axis != REPLICA]
 
 
-def warnings(shape: Mapping[str, int], transfers: Iterable[Transfer], cluster: Cluster) -> list[str]:
-    """Return a sentence for each axis other than `replica` that spans sites of `cluster`, with what it costs."""
+def warnings(
+    shape: Mapping[str, int],
+    transfers: Iterable[Transfer],
+    cluster: Cluster,
+    outer: Iterable[Transfer] = (),
+    local_steps: int = 0,
+) -> list[str]:
+    """Return a sentence for each axis other than `replica` that spans sites of `cluster`, with what it costs.
+
+    `transfers` are those of a step, `outer` those of the outer step that ends each round of so many local steps.
+    """
     transfers = list(transfers)
+    outer = list(outer)
     costs = {
         f"over the link of {cluster.name}": cluster,
         "within one site": replace(cluster, hosts_per_site=0, between=None),
     }
     sites = cluster.sites(_devices(shape))
-    return [warning(axis, shape, sites, transfers, costs) for axis in misplaced(shape, cluster)]
+    return [warning(axis, shape, sites, transfers, costs, outer, local_steps) for axis in misplaced(shape, cluster)]
 
 
 def warning(
-    axis: str, shape: Mapping[str, int], sites: int, transfers: Iterable[Transfer], costs: Mapping[str, Cluster]
+    axis: str,
+    shape: Mapping[str, int],
+    sites: int,
+    transfers: Iterable[Transfer],
+    costs: Mapping[str, Cluster],
+    outer: Iterable[Transfer] = (),
+    local_steps: int = 0,
 ) -> str:
     """Return a sentence about an axis other than `replica` that spans sites, with what its collectives cost.
 
-    `costs` has the clusters for which they are predicted, by where that is, such as `within one site`.
+    `costs` has the clusters for which they are predicted, by where that is, such as `within one site`. Those of an
+    outer step are divided among the local steps of its round.
     """
     over = [transfer for transfer in merge_calls(transfers) if axis in transfer.axes]
+    over_outer = [transfer for transfer in merge_calls(outer) if axis in transfer.axes]
     predicted = []
     for where, cluster in costs.items():
         took = sum(seconds(transfer, shape, cluster) for transfer in over)
+        if over_outer:
+            took += sum(seconds(transfer, shape, cluster) for transfer in over_outer) / local_steps
         predicted.append(f"{took:.3g} s of a step {where}")
-    text = f": its collectives take {', '.join(predicted)}" if over else ""
+    text = f": its collectives take {', '.join(predicted)}" if over or over_outer else ""
+    crosses = "only the sum of gradients crosses, once per step"
+    if local_steps:
+        crosses = f"only the outer step crosses, once in {local_steps} steps"
     return (
         f"{axis}={shape[axis]} spans {sites} sites{text}; where {REPLICA} is a multiple of {sites} and the other axes "
-        f"fit into a site, only the sum of gradients crosses, once per step"
+        f"fit into a site, {crosses}"
     )
 
 

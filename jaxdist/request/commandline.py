@@ -41,8 +41,18 @@ STEP_KNOBS = (
 JOB_KNOBS = ("cluster", "fault")
 """Knobs of the rendezvous of several processes, and of fault tolerance."""
 
-PLANNED_KNOBS = ("parallel", "pipeline", "train.accumulation", "model.remat")
-"""Knobs that `--mesh auto` decides besides the mesh."""
+PLANNED_KNOBS = (
+    "parallel.zero",
+    "parallel.sequence",
+    "parallel.replica_zero",
+    "parallel.micro_batches",
+    "parallel.offload",
+    "parallel.rules",
+    "pipeline",
+    "train.accumulation",
+    "model.remat",
+)
+"""Knobs that `--mesh auto` decides besides the mesh. What changes the loss it takes as it is given."""
 
 RUN_KNOBS = (*LAYOUT_KNOBS, *JOB_KNOBS, "data", "train.global_batch_size", "train.accumulation")
 """Knobs that may differ when a checkpoint of a run is used."""
@@ -120,7 +130,7 @@ def arguments(
     failed = KNOBS if positional == "RUN" and config is None else scan.failed
     result, more = read(config, scan.options, failed, knobs, also=chosen)
     problems = problems + more
-    planned = [option(name) for name in scan.options if name.startswith(PLANNED_KNOBS)]
+    planned = [option(name) for name in scan.options if within(name, PLANNED_KNOBS)]
     if result.mesh == AUTO and planned:
         problems.append(f"--mesh {AUTO} decides {', '.join(planned)} too; leave it out, or write the mesh")
     if problems:
@@ -189,7 +199,12 @@ def run(main: Callable[[list[str]], int], needs_output: bool = True) -> NoReturn
     """
     protect(output=not needs_output)
     try:
-        sys.exit(outcome(main, sys.argv[1:]))
+        try:
+            sys.exit(outcome(main, sys.argv[1:]))
+        finally:
+            # A pipe gets short texts only here. At Python's own flush, it is too late to catch an error.
+            if sys.stdout:
+                sys.stdout.flush()
     except BrokenPipeError:
         # The reader of a pipe has read enough, as in `--help | head`. Standard output leads to /dev/null from here on,
         # so that Python's final flush does not fail.

@@ -6,11 +6,12 @@ whole mesh and the meshes of the replicas without a copy: the shards on the devi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from jaxdist.config import Config
 from jaxdist.mesh import REPLICA, of_one_replica
 from jaxdist.parallel.replicas import filled, join, joined, mesh_of, part, value
 from jaxdist.sharding import on_devices
@@ -182,6 +183,29 @@ def lower_outer(run: Run, take: jax.stages.Lowered) -> jax.stages.Lowered:
     common = Common(state.params, state.velocity, state.errors)
     outer = jax.jit(step.outer_step, donate_argnums=(0, 1), compiler_options=run.compiler_options)
     return outer.lower(common, everyone.params, metrics.loss, everyone.step, metrics)
+
+
+def lower_local_step(config: Config, devices: Sequence[jax.Device], sites: int = 1) -> jax.stages.Lowered:
+    """Lower the step of the first replica of `config` over these devices, as `run.lower_step` does for all of them."""
+    _, take = _lowered(config, devices, sites)
+    return take
+
+
+def lower_outer_step(config: Config, devices: Sequence[jax.Device], sites: int = 1) -> jax.stages.Lowered:
+    """Lower the outer step of `config` over these devices, as `run.lower_step` does for a step of all of them."""
+    run, take = _lowered(config, devices, sites)
+    with jax.set_mesh(run.mesh):
+        return lower_outer(run, take)
+
+
+def _lowered(config: Config, devices: Sequence[jax.Device], sites: int) -> tuple[Run, jax.stages.Lowered]:
+    """Return the run of `config` over these devices, and the step of its first replica."""
+    run = Run(config, devices=devices, sites=sites)
+    # For the schedule alone: no data says how many rows an epoch has.
+    run.steps = max(config.train.steps, 1)
+    one = run_of(run, mesh_of(run.mesh, 0))
+    with jax.set_mesh(one.mesh):
+        return run, lower_take(one)
 
 
 def _step_of(run: Run) -> LocalStep:

@@ -198,20 +198,22 @@ def _sites(run: Run) -> list[Row]:
     transfers = []
     if not communication.unpredicted(run.config, run.layout):
         transfers = communication.predict(run.config, run.model, run.layout)
-        transfers += communication.outer(run.config, run.model, run.layout)
+    outer = communication.outer(run.config, run.model, run.layout)
+    local_steps = run.config.train.local_steps
     costs = {
         f"over the link of {name}": replace(cluster(name), per_host=largest, hosts_per_site=1) for name in TWO_SITES
     }
     spanning = [axis for axis in axes_across(numbers) if axis != REPLICA]
-    rows = [("warning", warning(axis, run.mesh.shape, sites, transfers, costs)) for axis in spanning]
-    crossing = [transfer for transfer in transfers if transfer.axes == (REPLICA,)]
+    rows = [
+        ("warning", warning(axis, run.mesh.shape, sites, transfers, costs, outer, local_steps)) for axis in spanning
+    ]
+    crossing = [transfer for transfer in (*transfers, *outer) if transfer.axes == (REPLICA,)]
     if crossing:
         sent = size(sum(transfer.wire_bytes for transfer in crossing))
         took = [
             f"{sum(seconds(one, run.mesh.shape, where) for one in merge_calls(crossing)):.3g} s {link}"
             for link, where in costs.items()
         ]
-        local_steps = run.config.train.local_steps
         when = f"once in {local_steps} steps" if local_steps else "in a step"
         rows.append(("sites", f"{sites}; a device sends {sent} over {REPLICA} {when}: {', '.join(took)}"))
     return rows

@@ -71,6 +71,16 @@ def test_only_steps_for_several_gpus_have_options():
     assert xla_options.options("gpu", 1, across=False) == xla_options.options("cpu", 8, across=True) == {}
 
 
+@pytest.mark.parametrize(("across", "sequence"), [(False, False), (True, False), (True, True)])
+def test_delayed_gradients_may_cross_beside_other_collectives(across, sequence):
+    """One option more than otherwise, on several GPUs alone."""
+    on_time = xla_options.options("gpu", 8, across, sequence)
+    late = xla_options.options("gpu", 8, across, sequence, late=True)
+    assert late == on_time | {xla_options.OVERLAP.name: 4}
+    jax.jit(jnp.sin, compiler_options=late).lower(1.0).compile()
+    assert xla_options.options("cpu", 8, across, sequence, late=True) == {}
+
+
 def test_the_initial_state_is_compiled_with_little_optimization_on_a_cpu_alone(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     options = xla_options.options_for_init("cpu")

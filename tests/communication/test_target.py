@@ -8,8 +8,10 @@ import pytest
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.explain import explain
 from jaxdist.planning import target
+from jaxdist.planning.overlap import by_axes
 from jaxdist.planning.parameter_layout import placed
 from jaxdist.planning.report import PACKED, Report
+from jaxdist.request import load
 from tests.memory.test_target import llama_1b
 from tests.tiers import exhaustive
 
@@ -90,3 +92,12 @@ def test_every_collective_is_predicted(mesh, accumulation, model, parallel):
     assert found.differences == []
     assert all(abs(row.payload_bytes - row.predicted_bytes) <= 4 * PACKED for row in found.rows)
     assert found.program.argument_bytes == found.memory.arguments
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_delayed_gradients_cross_beside_matmuls(zero):
+    """All of them, of two hosts of 8 GPUs, even where a loop of matmuls has all-gathers of its own."""
+    asked = {"mesh": "replica=2,data=8", "model.layers": "8", "parallel.zero": str(zero)}
+    found = explain(load("llama_1b", asked | {"parallel.delayed_gradients": "true"}), "h100")
+    over = by_axes(found.collectives)["replica"]
+    assert over.products == over.total > 0

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 STATUS = ROOT / "docs" / "status.md"
 
-PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
 SOURCES = [*(ROOT / "jaxdist").rglob("*.py"), *(ROOT / "examples").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
 
 UNTRIED = re.compile(

@@ -21,6 +21,7 @@ from jaxdist.models import build
 from jaxdist.planning import target
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.collective_time import ranks_inside
+from jaxdist.planning.memory import Memory
 from jaxdist.planning.search import picture
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import FORMULAS, estimate, exposed
@@ -249,6 +250,8 @@ def test_each_part_has_a_colour_of_its_own():
     shared = set(colours.TIME.values()) & set(colours.MEMORY.values())
     assert shared == {colours.TIME["optimizer"]}
     parts = [name for name in colours.MEMORY if name not in ("arguments", "temporaries")]
+    nothing = Memory(*[0] * 8)
+    assert set(parts) == {*nothing.persistent, *nothing.transient}
     assert len({colours.MEMORY[name] for name in parts}) == len(parts)
 
 

@@ -168,6 +168,18 @@ def test_the_warning_has_the_predicted_cost():
     assert warnings(shape("replica=2,data=8"), [transfer], WIDE) == []
 
 
+def test_the_cost_of_an_outer_step_is_divided_among_the_local_steps():
+    """Beside what crosses in each of them."""
+    transfer = Transfer("gradients", ALL_REDUCE, (DATA,), 16, 1, 10**9, 4)
+    gathered = Transfer("summed gradients", ALL_GATHER, (DATA,), 16, 1, 10**9, 4)
+    each, once = (seconds_of(one, shape("16x1x1"), WIDE) for one in (transfer, gathered))
+    (sentence,) = warnings(shape("16x1x1"), [transfer], WIDE, [gathered], local_steps=10)
+    assert f"take {each + once / 10:.3g} s of a step over the link" in sentence
+    assert sentence.endswith("only the outer step crosses, once in 10 steps")
+    (alone,) = warnings(shape("16x1x1"), [], WIDE, [gathered], local_steps=10)
+    assert f"take {once / 10:.3g} s of a step over the link" in alone
+
+
 def with_model(name: str) -> tuple[Config, Model]:
     wanted = with_precision(load(name, BATCH), "h100")
     return wanted, build(wanted.model)

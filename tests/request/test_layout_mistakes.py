@@ -148,6 +148,15 @@ PARALLEL = {
     "an outer step of no local steps": Wrong(
         "--mesh replica=2 --optimizer.outer-rate 0.7", [("outer_rate is 0.7", "train.local_steps 0")]
     ),
+    "delayed gradients of PipeDream": Wrong(
+        "--mesh replica=2,pipeline=2 --parallel.delayed-gradients true --pipeline.schedule pipedream "
+        "--optimizer.clip 0",
+        [("delayed_gradients is true", "pipedream", "pipeline.schedule to 1f1b")],
+    ),
+    "delayed gradients of a classifier": Wrong(
+        "cnn_digits --mesh replica=2 --parallel.delayed-gradients true",
+        [("delayed_gradients is true", "cnn has batch statistics", "delayed_gradients to false")],
+    ),
     "micro-batches of stage 1": Wrong("--parallel.micro-batches outside --parallel.zero 1", [("parallel.zero 1",)]),
 }
 

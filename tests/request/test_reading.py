@@ -91,7 +91,9 @@ profile.* cluster.* fault.*
 """
 """Knobs that may differ when a run of text goes on, written out here so that none becomes free by mistake."""
 
-NOT_FREE = "parallel.gradient_compression parallel.compression_density parallel.compression_rank"
+NOT_FREE = """
+parallel.gradient_compression parallel.compression_density parallel.compression_rank parallel.delayed_gradients
+"""
 """Those of `FREE` that may not, because they change the loss."""
 
 

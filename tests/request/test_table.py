@@ -23,7 +23,8 @@ LEGAL = {
         *("parallel.replica_zero", "parallel.micro_batches", "parallel.offload", "pipeline.schedule"),
         *("data.validation_path", "data.validation_fraction", "data.augment", "data.prefetch"),
         *("optimizer.name", "optimizer.schedule", "optimizer.decay_fraction"),
-        *("train.global_batch_size", "train.accumulation", "cluster.process_id", "optimizer.outer_rate"),
+        *("train.global_batch_size", "train.accumulation", "cluster.process_id"),
+        "optimizer.outer_rate",
         *("tokens", "samples", "cluster", "compare", "devices", "processes", "nodes", "time"),
         *("checkpoint.grace_seconds", "fault.heartbeat_seconds", "fault.start_seconds", "minutes", "seconds"),
         *("mode", "models", "parts", "schedule", "stages", "microbatches", "algorithm"),
@@ -32,15 +33,9 @@ LEGAL = {
     "zero": (
         *("model.kv_heads", "model.tied", "model.dropout", "parallel.zero", "parallel.sequence"),
         *("pipeline.microbatches", "pipeline.virtual_stages", "optimizer.warmup", "optimizer.beta1", "optimizer.beta2"),
-        *(
-            "train.epochs",
-            "optimizer.outer_momentum",
-            "checkpoint.epochs",
-            "checkpoint.minutes",
-            "log.tensorboard",
-            "cluster.processes",
-        ),
-        *("fault.hang_seconds", "optimizer.outer_momentum"),
+        "parallel.delayed_gradients",
+        *("train.epochs", "checkpoint.epochs", "checkpoint.minutes", "log.tensorboard", "cluster.processes"),
+        *("fault.hang_seconds", "optimizer.outer_momentum", "parallel.delayed_gradients"),
         *("gpus_per_node", "tasks_per_node", "cpus_per_task", "virtual_stages", "zero"),
     ),
     "huge": (
@@ -48,14 +43,7 @@ LEGAL = {
         *("checkpoint.keep", "log.every", "checkpoint", "repeats"),
     ),
     "zero huge": (
-        *(
-            "model.mlp",
-            "train.local_steps",
-            "optimizer.final",
-            "optimizer.weight_decay",
-            "optimizer.clip",
-            "train.seed",
-        ),
+        *("model.mlp", "optimizer.final", "optimizer.weight_decay", "optimizer.clip", "train.seed"),
         *("validation.every", "validation.batches", "checkpoint.every", "checkpoint.keep_every"),
         *("temperature", "top_k", "seed", "train.local_steps", "restarts", "warmup", "rows"),
     ),
@@ -85,6 +73,8 @@ OF_COMMAND = {
     **{("evaluate", f"data.{name}"): "word negative zero huge nan unicode fifo folder binary" for name in
        ("path", "tokenizer", "validation_path")},  # looked at when the run's own model is known
     **{(command, "optimizer.warmup"): "zero huge" for command in ("explain", "plan", "bench step", "bench scaling")},
+    # They have no local steps, whose outer step alone uses it.
+    **{(command, "optimizer.outer_rate"): "huge" for command in ("plan", "bench step", "bench scaling")},
     **{(command, "model.classes"): "huge" for command in ("explain", "plan", "bench step", "bench scaling")},
     ("doctor", "cluster.coordinator"): "word negative zero huge long nan unicode empty nul fifo folder binary",
     ("doctor", "cluster.processes"): "zero huge",  # the doctor tells what is wrong with them among its findings

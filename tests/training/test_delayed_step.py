@@ -288,13 +288,7 @@ def test_compressed_gradients_are_rounded_when_they_cross():
     assert np.isfinite(losses).all()
 
 
-def test_requests_that_make_no_sense_are_refused():
-    for knobs, told in [
-        ({"mesh": "replica=2,pipeline=2", "pipeline.schedule": "pipedream", "optimizer.clip": "0"}, "late already"),
-        ({"mesh": "replica=2", "model.family": "cnn", "model.vocab": "2048"}, "batch statistics"),
-    ]:
-        with pytest.raises(RequestError, match=f"delayed_gradients is true, but .*{told}"):
-            asked(knobs | LATE)
+def test_a_new_run_without_replicas_is_refused():
     check_new(asked({"mesh": "replica=2"} | LATE))
     with pytest.raises(RequestError, match="delayed_gradients is true, but mesh 2x1x1 has no replicas"):
         check_new(asked({"mesh": "2x1x1"} | LATE))
@@ -335,7 +329,8 @@ def test_resumed_on_another_mesh(run, request_of, capsys, after, told):
     assert ("gradients cross one step late" in said) == (not told)
     a, b = ([line["loss"] for line in lines(one) if "loss" in line] for one in (moved, straight))
     if told:
-        assert a[:8] == b[:8]
-        assert not np.allclose(a[9:], b[9:], rtol=1e-4)
+        # The first step after the save has the same weights, and the second has those of a gradient that is on time.
+        np.testing.assert_allclose(a[:8], b[:8], rtol=1e-5)
+        assert a[8] != pytest.approx(b[8], rel=1e-4)
     else:
         np.testing.assert_allclose(a, b, rtol=1e-5)

@@ -34,6 +34,7 @@ def asked(**knobs):
             dict(parallel__gradient_compression="topk-int8", parallel__compression_density=0.02),
             ["parallel.compression_density"],
         ),
+        (dict(), dict(parallel__delayed_gradients=True), ["parallel.delayed_gradients"]),
     ],
 )
 def test_what_follows_from_other_knobs_is_not_compared(old, new, names):

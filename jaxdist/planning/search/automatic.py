@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from jaxdist.config import Config, RequestError
 from jaxdist.planning.clusters import Cluster, cluster, of_kind, one_site
 from jaxdist.planning.hardware import GPUS
+from jaxdist.planning.search import changed_loss
 from jaxdist.planning.search.plan import Plan, search
 
 WHOLE = 0.97
@@ -35,6 +36,20 @@ def plan(config: Config, found: Found) -> Plan:
     Raises `RequestError` for a kind of GPU that no cluster has, for several sites, and as `search` does.
     """
     return search(config, found.count, cluster_of(found))
+
+
+def chosen(plan: Plan) -> Config:
+    """Return the configuration of the best plan, with what the user asks for that depends on replicas.
+
+    The plan leaves it out where it has no replicas. A run must not: it refuses, or if it resumes it has it in force
+    again when it gets replicas.
+    """
+    config = plan.ranked[0].config
+    update = {}
+    for section, names in changed_loss.KNOBS.items():
+        given = {name: getattr(getattr(plan.config, section), name) for name in names}
+        update[section] = getattr(config, section).model_copy(update=given)
+    return config.model_copy(update=update)
 
 
 def cluster_of(found: Found) -> Cluster:

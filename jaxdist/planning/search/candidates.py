@@ -2,7 +2,7 @@
 
 The axes `expert` and `context` are not built, and so not proposed; neither is the asynchronous pipeline (PipeDream),
 because it learns something else. The `replica` axis holds the ranks over which ZeRO does not shard, so that it makes a
-difference only from ZeRO 1 on.
+difference only from ZeRO 1 on, or where the user asks for something that depends on replicas (`changed_loss`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import AXES, DATA, MODEL, PIPELINE, REPLICA, MeshShape
+from jaxdist.planning.search import changed_loss
 from jaxdist.request.checks import check_mesh_fits
 from jaxdist.units import divisors
 
@@ -132,8 +133,9 @@ def _legal(config: Config, c: Columns, sites: int) -> np.ndarray:
     sequence_divides = (c[MODEL] > 1) & (config.model.sequence % c[MODEL] == 0)
     sequence = np.where(c["sequence"] == 1, sequence_divides, True)
     # Sharding over one rank, or replicas of what is not sharded, are plain data parallelism. Over several sites they
-    # are not the same: `replica` alone lies outside the other axes there.
-    zero = np.where(c["zero"] > 0, c[DATA] > 1, np.isin(c[REPLICA], (1, sites)))
+    # are not the same: `replica` alone lies outside the other axes there. Nor are they where replicas change the loss.
+    unsharded = True if changed_loss.given(config) else np.isin(c[REPLICA], (1, sites))
+    zero = np.where(c["zero"] > 0, c[DATA] > 1, unsharded)
     outside = np.where(c["outside"] == 1, (c["zero"] >= 2) & (c["micro"] > 1) & ~staged, True)
     batch = config.train.global_batch_size % (c[REPLICA] * c[DATA] * c["micro"]) == 0
     layers = config.model.layers >= c[PIPELINE] * c["virtual"]
@@ -155,8 +157,10 @@ def _powers_of_two(most: int) -> Iterator[int]:
 
 
 def candidate_config(config: Config, row: dict[str, int]) -> Config:
-    """Return `config` with the choices of a candidate."""
+    """Return `config` with the choices of a candidate; without replicas it is exact."""
     base = neutral_config(config)
+    if row[REPLICA] == 1:
+        base = changed_loss.exact(base)
     parallel: dict[str, object] = dict(zero=row["zero"], sequence=bool(row["sequence"]))
     if row["outside"]:
         parallel["micro_batches"] = "outside"

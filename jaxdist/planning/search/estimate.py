@@ -9,11 +9,13 @@ The time of a step is the sum of its arithmetic, the communication that nothing 
     model         collectives over `model`: each layer needs their results before it goes on
     pipeline      messages between stages
     data          weights and gradients: overlapped with the arithmetic where they are sent layer by layer (ZeRO 2 and
-                  3), and with nothing where they are sent once per step (0 and 1)
+                  3), and with nothing where they are sent once per step (0 and 1, and over the replicas always, but
+                  for delayed gradients); of H local steps, each pays a part of the outer step
     optimizer     reads and writes parameters, moments and gradients once
 
 `communication` predicts the bytes and calls of each transfer, and `explain` compares them with the compiled program;
-`collective_time` predicts the seconds. Not included: kernel launches, the input, other jobs on the network.
+`collective_time` predicts the seconds. Not included: kernel launches, the input, other jobs on the network, and the
+arithmetic of gradient compression and of outer steps.
 """
 
 from __future__ import annotations
@@ -26,7 +28,17 @@ from typing import TypeVar
 import numpy as np
 
 from jaxdist.config import Config, ModelConfig
-from jaxdist.mesh import BATCH_AXES, DATA, MODEL, PIPELINE, MeshShape, abstract_mesh, micro_batches, parse_mesh
+from jaxdist.mesh import (
+    BATCH_AXES,
+    DATA,
+    MODEL,
+    PIPELINE,
+    REPLICA,
+    MeshShape,
+    abstract_mesh,
+    micro_batches,
+    parse_mesh,
+)
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
 from jaxdist.planning import communication, memory
@@ -36,8 +48,10 @@ from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.parameter_layout import compute_width
+from jaxdist.planning.pipeline_traffic import BETWEEN_REPLICAS, SECOND_FACTORS
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.predicted_collectives import Transfer
+from jaxdist.planning.search import changed_loss
 from jaxdist.planning.search.products import layer_products
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.planning.transfer_time import merge_calls, seconds
@@ -59,6 +73,9 @@ FORMULAS = {
     "optimizer": "(2 x (parameters + moments) + gradients + copy) / memory bandwidth",
 }
 """How the seconds of each part of a step are computed."""
+
+OUTER_FORMULA = "; and the outer step over local steps"
+"""What local steps add to the formula of `data`."""
 
 ATTENTION_RATE = 0.65
 """The rate of fused attention over that of a matmul with weights: on A100 it reaches 50 to 73 % of the peak (Dao 2023),
@@ -84,6 +101,10 @@ class Estimate:
     transfers: tuple[Transfer, ...]
     parts: Mapping[str, float]
     """The seconds of a step by part, as listed at the top of this file."""
+    outer: tuple[Transfer, ...] = ()
+    """The transfers of the outer step, once in `train.local_steps` steps; none without local steps."""
+    refused: str = ""
+    """Why no run takes the compression that is asked for on this mesh; empty where it does."""
 
     @cached_property
     def seconds(self) -> float:
@@ -113,12 +134,21 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits into the memory of a device."""
-        return self.memory.total <= self.cluster.memory
+        """Whether the step fits into the memory of a device, and is not refused."""
+        return self.memory.total <= self.cluster.memory and not self.refused
+
+    @property
+    def in_force(self) -> str:
+        """What changes the loss, such as `int8`; empty where it is that of one device."""
+        return changed_loss.in_force(self.config, self.shape)
 
     def sent(self, part: str) -> float:
         """Return the bytes that a device sends per step for a part of it: for `data`, weights and gradients."""
-        return sum(transfer.wire_bytes for transfer in self.transfers if purpose(transfer) == part)
+        each_step = sum(transfer.wire_bytes for transfer in self.transfers if purpose(transfer) == part)
+        if not self.outer:
+            return each_step
+        of_round = sum(transfer.wire_bytes for transfer in self.outer if purpose(transfer) == part)
+        return each_step + of_round / self.config.train.local_steps
 
     def share(self, part: str) -> float:
         """Return the share of the step's time that a part of it takes."""
@@ -134,6 +164,8 @@ def label(candidate: Estimate) -> str:
     if candidate.shape[PIPELINE] > 1:
         words.append(config.pipeline.schedule)
     words += [f"{candidate.micro} micro-batch(es)", f"remat {config.model.remat}"]
+    if candidate.in_force:
+        words.append(candidate.in_force)
     return ", ".join(words)
 
 
@@ -145,7 +177,9 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
     shape = parse_mesh(config.mesh)
     layout = layout_of(config, shape, cluster)
     held = memory.predict(config, model, layout)
+    # With local steps, the transfers of a step are those of one replica, priced where it lies on the whole mesh.
     transfers = tuple(communication.predict(config, model, layout))
+    outer = tuple(communication.outer(config, model, layout))
     pipe = pipeline_of(config, layout)
     work, lockstep = _arithmetic(config, layout, pipe, cluster)
 
@@ -153,10 +187,12 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
     overlapping = 0.0
     for transfer in merge_calls(transfers):
         took = seconds(transfer, shape, cluster)
-        if _sent_layer_by_layer(transfer, config, shape):
+        if _overlaps_arithmetic(transfer, config, shape):
             overlapping += took
         else:
             exposed_seconds[purpose(transfer)] += took
+    for transfer in merge_calls(outer):
+        exposed_seconds[DATA] += seconds(transfer, shape, cluster) / config.train.local_steps
     if pipe and not pipe.schedule.uniform:
         # A rank takes part in the collectives of its own units only, not in those of every tick.
         exposed_seconds[MODEL] *= pipe.schedule.micro_batches * pipe.schedule.virtual / pipe.ticks("F")
@@ -170,7 +206,8 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
         **exposed_seconds,
         "optimizer": updated / cluster.bandwidth,
     }
-    return Estimate(config, shape, cluster, held, transfers, parts)
+    refused = communication.compression_that_costs(config, model, layout)
+    return Estimate(config, shape, cluster, held, transfers, parts, outer, refused)
 
 
 def layout_of(config: Config, shape: MeshShape, cluster: Cluster) -> Layout:
@@ -281,8 +318,12 @@ def purpose(transfer: Transfer) -> str:
     return MODEL if MODEL in transfer.axes else PIPELINE
 
 
-def _sent_layer_by_layer(transfer: Transfer, config: Config, shape: Mapping[str, int]) -> bool:
-    """Return whether a transfer carries weights or gradients of a layer while other layers are computed."""
+def _overlaps_arithmetic(transfer: Transfer, config: Config, shape: Mapping[str, int]) -> bool:
+    """Return whether a transfer carries weights or gradients while others are computed with: those of other layers."""
+    if transfer.axes == (REPLICA,):
+        # What crosses the replicas does so before the first layer, or after the last, but for gradients that do so
+        # during the next step.
+        return config.parallel.delayed_gradients and transfer.what in (BETWEEN_REPLICAS, SECOND_FACTORS)
     once_per_layer = transfer.calls * shape[PIPELINE] >= config.model.layers
     return purpose(transfer) == DATA and config.parallel.zero >= 2 and once_per_layer
 

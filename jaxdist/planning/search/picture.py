@@ -38,7 +38,7 @@ def draw(plan: Plan, more: Sequence[tuple[int, Estimate | str]], path: Path) -> 
     FigureCanvasAgg(figure)
     time, held, *scaled = figure.subplots(1, panels)
     best = plan.ranked[:MOST_BARS]
-    names = [f"{candidate.config.mesh}\nZeRO {candidate.config.parallel.zero}" for candidate in best]
+    names = [_name(candidate) for candidate in best]
 
     _stack(time, names, [candidate.parts for candidate in best], 1.0, TIME)
     time.set(ylabel="seconds of a step", title="predicted time")
@@ -57,6 +57,14 @@ def draw(plan: Plan, more: Sequence[tuple[int, Estimate | str]], path: Path) -> 
         _draw_scaling(axes, more)
     figure.suptitle(f"{plan.devices} x {plan.cluster.name}: predicted, not measured", fontsize="medium")
     write_picture(path, figure, dpi=130)
+
+
+def _name(candidate: Estimate) -> str:
+    """Return what stands below the bar of a candidate: where it changes the loss, that too."""
+    lines = [candidate.config.mesh, f"ZeRO {candidate.config.parallel.zero}"]
+    if candidate.in_force:
+        lines.append(candidate.in_force)
+    return "\n".join(lines)
 
 
 def _stack(

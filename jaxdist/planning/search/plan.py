@@ -12,7 +12,7 @@ from jaxdist.config import FAMILIES, Config, RequestError
 from jaxdist.mesh import MODEL, PIPELINE, REPLICA, describe
 from jaxdist.models import Model, build_decoder
 from jaxdist.planning.clusters import Cluster, check_sites
-from jaxdist.planning.search import advice
+from jaxdist.planning.search import advice, changed_loss
 from jaxdist.planning.search.candidates import REMATS, Columns, candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import Estimate, estimate
 from jaxdist.planning.search.screen import Screen, best
@@ -54,6 +54,13 @@ class Plan:
     rough_seconds: np.ndarray
     looked_at: tuple[Estimate, ...] = ()
     """The candidates that were predicted exactly: the fastest in the rough estimate, whether they fit or not."""
+
+    @cached_property
+    def exact(self) -> Plan:
+        """The plan with the loss of one device: this one, where the user asks for nothing that changes it."""
+        if not changed_loss.given(self.config):
+            return self
+        return search(changed_loss.exact(self.config), self.devices, self.cluster)
 
     def predicted(self, row: int) -> Estimate:
         """Return the exact prediction of a candidate."""
@@ -110,6 +117,9 @@ def search(config: Config, devices: int, cluster: Cluster) -> Plan:
     plan = Plan(config, devices, cluster, model, columns, screen.memory(), screen.seconds())
     plan = replace(plan, looked_at=tuple(_predict_best(plan)))
     if not plan.ranked:
+        refused = [candidate.refused for candidate in plan.looked_at if candidate.refused]
+        if refused:
+            raise RequestError(refused[0])
         smallest = min(plan.looked_at, key=lambda candidate: candidate.memory.total)
         raise RequestError(advice.nothing_fits(config, devices, cluster, smallest))
     return plan
@@ -159,12 +169,15 @@ def complexity(candidate: Estimate) -> tuple[int, ...]:
     """Return a sort key, simplest first in the order of the lecture.
 
     Data parallelism comes before ZeRO 2, then tensor parallelism inside a node, then a pipeline. A mesh that crosses
-    sites by `replica` alone comes before all others.
+    sites by `replica` alone comes before all others, and only the loss of one device comes before that. Where replicas
+    change the loss, fewer of them come first.
     """
     config = candidate.config
     shape = candidate.shape
     staged = shape[PIPELINE] > 1
+    changing = shape[REPLICA] if changed_loss.in_force(config, shape) else 0
     return (
+        changing,
         len(misplaced(shape, candidate.cluster)),
         int(staged),
         int(shape[MODEL] > 1),

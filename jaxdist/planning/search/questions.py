@@ -39,6 +39,8 @@ def why_not(plan: Plan, mesh: str) -> str:
     candidate = _fastest(plan, rows)
     if candidate is None:
         least = smallest(plan, rows)
+        if least.refused:
+            return f"{mesh} is not possible: {least.refused}"
         return f"{mesh} does not fit: at least {units.size(least.memory.total)} ({label(least)}): {_held(least)}"
     if describe(candidate.shape) == describe(plan.ranked[0].shape):
         return f"{mesh} is the first: {label(candidate)}"
@@ -92,6 +94,11 @@ def scaling(config: Config, counts: Sequence[int], cluster: Cluster) -> list[tup
         except RequestError as error:
             found.append((count, error.problems[0]))
     return found
+
+
+def fastest_with_replicas(plan: Plan) -> Estimate | None:
+    """Return the fastest candidate with replicas that fits, or None."""
+    return _fastest(plan, np.flatnonzero(plan.columns[REPLICA] > 1))
 
 
 def rows_of(plan: Plan, shape: MeshShape) -> np.ndarray:

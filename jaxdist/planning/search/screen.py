@@ -19,6 +19,7 @@ from jaxdist.config import Config
 from jaxdist.mesh import AXES, DATA, MODEL, PIPELINE, REPLICA, abstract_mesh
 from jaxdist.models import Model
 from jaxdist.models.loss import chunk_rows
+from jaxdist.parallel.gradient_compression import PLACED
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
 from jaxdist.parallel.pipeline.simulate import Times
 from jaxdist.parallel.pipeline.stages import BLOCKS
@@ -36,6 +37,7 @@ from jaxdist.planning.predicted_collectives import (
     PERMUTE,
     REDUCE_SCATTER,
 )
+from jaxdist.planning.search import changed_loss
 from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT, Columns
 from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
 from jaxdist.planning.search.estimate import (
@@ -75,11 +77,15 @@ class Screen:
 
         few, kinds = self.distinct(*MESH, "zero", "micro", "outside", "virtual")
         data = few._data_seconds()[kinds]
+        replicas = few._replica_seconds()[kinds]
         updated = few._bytes_updated()[kinds]
-        # Only ZeRO 2 and 3 send layer by layer; overlap slows both down, so that not all of it is hidden.
-        overlaps = self.columns["zero"] >= 2
-        hidden = np.where(overlaps, np.minimum(data, busy) * (2 - self.cluster.overlap), 0.0)
-        return busy + model_and_pipeline + data - hidden + updated / self.cluster.bandwidth
+        # Only ZeRO 2 and 3 send layer by layer, and over the replicas only delayed gradients wait for nothing; overlap
+        # slows both down, so that not all of it is hidden.
+        overlaps = np.where(self.columns["zero"] >= 2, data, 0.0)
+        if self.config.parallel.delayed_gradients:
+            overlaps = overlaps + replicas
+        hidden = np.minimum(overlaps, busy) * (2 - self.cluster.overlap)
+        return busy + model_and_pipeline + data - hidden + replicas + updated / self.cluster.bandwidth
 
     def distinct(self, *names: str) -> tuple[Screen, Column]:
         """Return a screen of the distinct rows of these columns alone, and for each row its index in that screen."""
@@ -145,16 +151,26 @@ class Screen:
         """Whether gradients cross the replicas in fewer bits, so that each replica keeps errors."""
         return self.config.parallel.gradient_compression != "exact"
 
+    @property
+    def alike(self) -> bool:
+        """Whether replicas hold the same between steps, so that they may share masters and optimizer state."""
+        return not changed_loss.given(self.config)
+
     @cached_property
     def replica_shards(self) -> Column:
         """The parts into which the replicas split what ZeRO splits between steps."""
-        splits = (self.columns["zero"] > 0) & self.config.parallel.replica_zero & (not self.compressed)
+        splits = (self.columns["zero"] > 0) & self.config.parallel.replica_zero & self.alike
         return np.where(splits, self.columns[REPLICA], 1)
 
     @cached_property
     def held(self) -> Column:
         """The elements of all parameters between steps."""
         return self.at_rest / self.replica_shards
+
+    @cached_property
+    def crossing(self) -> Column:
+        """The elements of all parameters that cross the replicas; data splits them at stage 0 too."""
+        return self.in_use / self.columns[DATA]
 
     @cached_property
     def rows(self) -> Column:
@@ -187,8 +203,16 @@ class Screen:
         copy: Numbers = 0
         if self.config.precision == "mixed":
             copy = step_bytes.copy(self.columns["zero"], self.width, self.at_rest, self.in_use, self.staged)
-        errors = np.where(self.compressed & (self.columns[REPLICA] > 1), F32 * self.at_rest, 0)
-        return F32 * self.held * (1 + MOMENTS[self.config.optimizer.name]) + copy + errors
+        of_replicas: Numbers = 0
+        if self.compressed:
+            of_replicas = F32 * self.crossing
+        if self.config.parallel.delayed_gradients:
+            of_replicas = of_replicas + F32 * self.crossing
+        if self.config.train.local_steps:
+            # What all replicas have in common: the weights, and the momentum of the outer step.
+            of_replicas = of_replicas + F32 * self.at_rest * (1 + (self.config.optimizer.outer_momentum > 0))
+        of_replicas = np.where(self.columns[REPLICA] > 1, of_replicas, 0)
+        return F32 * self.held * (1 + MOMENTS[self.config.optimizer.name]) + copy + of_replicas
 
     def _gradients_and_weights(self) -> Column:
         """Return the bytes of gradients, sums included, and of weights that are cast or gathered for use."""
@@ -326,7 +350,7 @@ class Screen:
         return 3 * c["micro"] * chunks * self._seconds_over((MODEL, PIPELINE), ALL_REDUCE, size, ranks)
 
     def _data_seconds(self) -> Column:
-        """Return the seconds of the collectives of weights and gradients, as if nothing overlapped them."""
+        """Return the seconds of the collectives of weights and gradients in a replica, as if none overlapped."""
         c = self.columns
         zero = c["zero"]
         # Without a pipeline, one loop over the layers serves all micro-batches, unless they run outside it.
@@ -341,29 +365,40 @@ class Screen:
             ranks = np.prod([c[axis] for axis in axes], axis=0)
             return calls * self._seconds_over(axes, kind, size / calls, ranks)
 
-        shared = self._seconds_over((REPLICA,), ALL_REDUCE, F32 * self.in_use / c[DATA], c[REPLICA])
-        plain = all_calls(ALL_REDUCE, F32 * self.in_use, DATA) + shared
+        plain = all_calls(ALL_REDUCE, F32 * self.in_use, DATA)
         sharded = reduces * all_calls(REDUCE_SCATTER, F32 * self.in_use, DATA)
-        sharded = sharded + self._replica_seconds()
         sharded = sharded + gathers * all_calls(ALL_GATHER, self.width * self.in_use, DATA)
         return np.where(zero > 0, sharded, plain)
 
     def _replica_seconds(self) -> Column:
-        """Return the seconds in which shards of gradients, and of weights, cross the replicas once per step."""
+        """Return a step's part of the seconds in which gradients, and weights, cross the replicas."""
+        once = self._crossing_seconds()
+        if self.config.train.local_steps:
+            return once / self.config.train.local_steps
+        return once
 
-        def call(kind: str, width: int) -> Column:
-            return self._seconds_over((REPLICA,), kind, width * self.at_rest, self.columns[REPLICA])
+    def _crossing_seconds(self) -> Column:
+        """Return the seconds in which the shards of gradients, and of weights, cross the replicas once."""
+        replicas = self.columns[REPLICA]
 
-        rule = self.config.parallel.gradient_compression
+        def call(kind: str, width: Numbers) -> Column:
+            return self._seconds_over((REPLICA,), kind, width * self.crossing, replicas)
+
+        parallel = self.config.parallel
+        rule = parallel.gradient_compression
         if rule == "powersgd":
             # Two factors of rank r in the place of a matrix, which is taken to be square.
             side = np.sqrt(self.layer / 12)
-            return call(ALL_REDUCE, F32) * np.minimum(1, 2 * self.config.parallel.compression_rank / side)
+            return call(ALL_REDUCE, F32) * np.minimum(1, 2 * parallel.compression_rank / side)
         if self.compressed:
             width = 2 if rule == "bfloat16" else 1
-            return call(ALL_TO_ALL, width) + call(ALL_GATHER, width)
-        if self.config.parallel.replica_zero:
-            return call(REDUCE_SCATTER, F32) + call(ALL_GATHER, self.width)
+            two_shots = call(ALL_TO_ALL, width) + call(ALL_GATHER, width)
+            if rule == "topk-int8":
+                return two_shots + call(ALL_GATHER, replicas * 2 * PLACED * parallel.compression_density)
+            return two_shots
+        if self.alike and parallel.replica_zero:
+            shared = call(REDUCE_SCATTER, F32) + call(ALL_GATHER, self.width)
+            return np.where(self.columns["zero"] > 0, shared, call(ALL_REDUCE, F32))
         return call(ALL_REDUCE, F32)
 
     def _seconds_over(self, axes: tuple[str, ...], kind: str, size: Numbers, ranks: Column) -> Column:

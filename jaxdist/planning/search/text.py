@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from shlex import quote
 from typing import Any
 
@@ -13,8 +14,10 @@ from jaxdist.planning import clusters, collective_time, parameter_layout, transf
 from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
 from jaxdist.planning.collective_time import ranks_together
 from jaxdist.planning.hardware import GPUS
+from jaxdist.planning.search import changed_loss, slow_link
 from jaxdist.planning.search.estimate import (
     FORMULAS,
+    OUTER_FORMULA,
     Estimate,
     label,
     layout_of,
@@ -36,6 +39,8 @@ MEMORY_FORMULAS = {
     "parameters": "4 x elements at rest: divided by model, pipeline, and by data from ZeRO 1 on",
     "optimizer": "4 x elements at rest x moments of the update rule",
     "their bfloat16 copy": "2 x elements in use, at ZeRO 3 at rest",
+    "errors of compression": "4 x elements that cross the replicas",
+    "at the last outer step": "4 x elements at rest, and as much again with outer momentum",
     "batch": "4 x (tokens + labels) of all micro-batches",
     "gradients": "f32 sums and the gradients of one micro-batch; from ZeRO 2 on, shards and one whole layer",
     "weights in use": "cast or gathered: all, or at ZeRO 3 one layer",
@@ -70,6 +75,12 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     yield from ranking(plan)
     yield ""
     yield f"chosen      {reason(plan)}"
+    changed = slow_link.sentence(plan)
+    if changed:
+        yield f"loss        {changed}"
+    advice = slow_link.advice(plan, slow_link.cheaper(plan))
+    if advice:
+        yield f"slow link   {advice}"
     for sentence in transfer_time.warnings(first.shape, first.transfers, cluster):
         yield f"warning     {sentence}"
     for note in notes(first, plan.model):
@@ -107,6 +118,13 @@ def ranking(plan: Plan) -> Iterator[str]:
     for place, candidate in enumerate(plan.ranked[:SHOWN], 1):
         tied = plan.tied(candidate) and place > 1
         rows.append(("1=" if tied else str(place), *row(candidate, plan)))
+    if plan.ranked[0].in_force:
+        rows.append(("-", *row(plan.exact.ranked[0], plan)))
+    if changed_loss.given(plan.config):
+        shown = [*plan.ranked[:SHOWN], plan.exact.ranked[0]]
+        replicas = ["replicas", *(candidate.in_force or "exact" for candidate in shown)]
+        # After the mesh and the ZeRO stage, on which the loss then depends.
+        rows = [(*cells[:3], words, *cells[3:]) for cells, words in zip(rows, replicas, strict=False)]
     yield from table(rows)
 
 
@@ -164,6 +182,9 @@ def summary(plan: Plan) -> Iterator[str]:
     if not calibrated(plan.cluster):
         yield how_to_calibrate(plan.devices)
     yield f"{label(first)}, {size(first.memory.total)}, {took(first.seconds, plan.cluster)} a step: {reason(plan)}"
+    changed = slow_link.sentence(plan)
+    if changed:
+        yield changed
 
 
 def changes(candidate: Estimate, base: Config) -> dict[str, str]:
@@ -204,7 +225,10 @@ def why(plan: Plan) -> Iterator[str]:
         yield how_to_calibrate(plan.devices)
     yield f"{label(first)} on {plan.cluster.name}"
     yield ""
-    yield from table([(part, f"{count:.4g} s", FORMULAS[part]) for part, count in first.parts.items()])
+    formulas_of_parts = dict(FORMULAS)
+    if first.outer:
+        formulas_of_parts[DATA] += OUTER_FORMULA
+    yield from table([(part, f"{count:.4g} s", formulas_of_parts[part]) for part, count in first.parts.items()])
     yield ""
     held = first.memory.persistent | first.memory.transient
     yield from table([(name, size(count), MEMORY_FORMULAS.get(name, "")) for name, count in held.items() if count])
@@ -220,10 +244,15 @@ def why(plan: Plan) -> Iterator[str]:
 
 
 def collectives(plan: Plan) -> list[tuple[tuple[str, ...], str]]:
-    """Return for each collective of the first candidate a row of figures, and how the time of one call is computed."""
+    """Return for each collective of the first candidate a row of figures, and how the time of one call is computed.
+
+    Figures are those of a step; of an outer step, which ends `train.local_steps` steps, those of that one.
+    """
     first = plan.ranked[0]
     found: list[tuple[tuple[str, ...], str]] = []
-    for transfer in merge_calls(first.transfers):
+    every = f", every {first.config.train.local_steps} steps"
+    outer = [replace(transfer, what=transfer.what + every) for transfer in first.outer]
+    for transfer in [*merge_calls(first.transfers), *merge_calls(outer)]:
         over = " ".join(f"{axis}={first.shape[axis]}" for axis in transfer.axes)
         seconds_of_all = seconds(transfer, first.shape, plan.cluster)
         sent = size(transfer.wire_bytes)
@@ -299,6 +328,7 @@ def run_time(plan: Plan) -> str:
 
 def json(plan: Plan, base: Config, more: Sequence[tuple[int, Estimate | str]], reason: str) -> dict[str, Any]:
     """Return the object that `docs/reference/json.md` describes; `reason` answers `--why-not`, if that was given."""
+    cheaper = slow_link.cheaper(plan)
     return {
         "why": [formula for _, formula in collectives(plan)],
         "why_not": reason or None,
@@ -309,6 +339,10 @@ def json(plan: Plan, base: Config, more: Sequence[tuple[int, Estimate | str]], r
         "devices": plan.devices,
         "candidates": len(plan.rough_memory),
         "rejected": dict(plan.rejected),
+        "loss": slow_link.sentence(plan) or None,
+        "exact": _json(plan.exact.ranked[0], base) if changed_loss.given(plan.config) else None,
+        "slow_link": slow_link.advice(plan, cheaper) or None,
+        "cheaper": [_json(one.first, base) for one in cheaper],
         "notes": notes(plan.ranked[0], plan.model),
         "warnings": transfer_time.warnings(plan.ranked[0].shape, plan.ranked[0].transfers, plan.cluster),
         "ranked": [_json(candidate, base) for candidate in plan.ranked],
@@ -326,6 +360,7 @@ def _json(candidate: Estimate, base: Config) -> dict[str, Any]:
     return {
         "options": changes(candidate, base),
         "mesh": {axis: candidate.shape[axis] for axis in (REPLICA, DATA, MODEL, PIPELINE)},
+        "changes_loss": candidate.in_force or None,
         "memory": candidate.memory.total,
         "seconds": candidate.seconds,
         "parts": dict(candidate.parts),

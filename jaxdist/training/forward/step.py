@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -280,7 +280,7 @@ class Step:
         """Return (the state after the update by a gradient, the norm of the gradient before clipping)."""
         norm = optax.tree.norm(grads)
         updates, optimizer = self.optimizer.update(clip(grads, norm, self.max_norm), state.optimizer, state.params)
-        params: Params = optax.apply_updates(state.params, updates)  # type: ignore[assignment]  # a tree like its first
+        params = cast(Params, optax.apply_updates(state.params, updates))
         return state._replace(params=params, optimizer=optimizer), norm
 
     def settled(self, state: TrainState, updated: TrainState, finite: Bool[Array, ""]) -> TrainState:
