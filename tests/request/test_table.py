@@ -33,7 +33,6 @@ LEGAL = {
     "zero": (
         *("model.kv_heads", "model.tied", "model.dropout", "parallel.zero", "parallel.sequence"),
         *("pipeline.microbatches", "pipeline.virtual_stages", "optimizer.warmup", "optimizer.beta1", "optimizer.beta2"),
-        "parallel.delayed_gradients",
         *("train.epochs", "checkpoint.epochs", "checkpoint.minutes", "log.tensorboard", "cluster.processes"),
         *("fault.hang_seconds", "optimizer.outer_momentum", "parallel.delayed_gradients"),
         *("gpus_per_node", "tasks_per_node", "cpus_per_task", "virtual_stages", "zero"),
@@ -74,7 +73,7 @@ OF_COMMAND = {
        ("path", "tokenizer", "validation_path")},  # looked at when the run's own model is known
     **{(command, "optimizer.warmup"): "zero huge" for command in ("explain", "plan", "bench step", "bench scaling")},
     # They have no local steps, whose outer step alone uses it.
-    **{(command, "optimizer.outer_rate"): "huge" for command in ("plan", "bench step", "bench scaling")},
+    **{(command, "optimizer.outer_rate"): "huge" for command in ("bench step", "bench scaling")},
     **{(command, "model.classes"): "huge" for command in ("explain", "plan", "bench step", "bench scaling")},
     ("doctor", "cluster.coordinator"): "word negative zero huge long nan unicode empty nul fifo folder binary",
     ("doctor", "cluster.processes"): "zero huge",  # the doctor tells what is wrong with them among its findings

@@ -393,9 +393,10 @@ class Screen:
         if self.compressed:
             width = 2 if rule == "bfloat16" else 1
             two_shots = call(ALL_TO_ALL, width) + call(ALL_GATHER, width)
+            coded = np.where(replicas == 2, call(ALL_REDUCE, width), two_shots)
             if rule == "topk-int8":
-                return two_shots + call(ALL_GATHER, replicas * 2 * PLACED * parallel.compression_density)
-            return two_shots
+                return coded + call(ALL_GATHER, replicas * 2 * PLACED * parallel.compression_density)
+            return coded
         if self.alike and parallel.replica_zero:
             shared = call(REDUCE_SCATTER, F32) + call(ALL_GATHER, self.width)
             return np.where(self.columns["zero"] > 0, shared, call(ALL_REDUCE, F32))

@@ -81,7 +81,7 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     advice = slow_link.advice(plan, slow_link.cheaper(plan))
     if advice:
         yield f"slow link   {advice}"
-    for sentence in transfer_time.warnings(first.shape, first.transfers, cluster):
+    for sentence in _sites_spanned(plan):
         yield f"warning     {sentence}"
     for note in notes(first, plan.model):
         yield f"note        {note}"
@@ -108,6 +108,13 @@ def _sites(plan: Plan) -> str:
         f"; {sites} sites of {plan.cluster.per_site}, {link.bandwidth / 1e9:g} GB/s and {link.latency * 1e3:g} ms "
         f"between them for all of a site"
     )
+
+
+def _sites_spanned(plan: Plan) -> list[str]:
+    """Return a sentence for each axis of the first candidate, other than `replica`, that spans sites."""
+    first = plan.ranked[0]
+    local_steps = first.config.train.local_steps
+    return transfer_time.warnings(first.shape, first.transfers, plan.cluster, first.outer, local_steps)
 
 
 def ranking(plan: Plan) -> Iterator[str]:
@@ -344,7 +351,7 @@ def json(plan: Plan, base: Config, more: Sequence[tuple[int, Estimate | str]], r
         "slow_link": slow_link.advice(plan, cheaper) or None,
         "cheaper": [_json(one.first, base) for one in cheaper],
         "notes": notes(plan.ranked[0], plan.model),
-        "warnings": transfer_time.warnings(plan.ranked[0].shape, plan.ranked[0].transfers, plan.cluster),
+        "warnings": _sites_spanned(plan),
         "ranked": [_json(candidate, base) for candidate in plan.ranked],
     }
 
