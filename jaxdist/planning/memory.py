@@ -144,7 +144,7 @@ def _classifier(config: Config, model: Foreign, layout: Layout, parameters: list
         weights=int(step_bytes.weights(zero, width, elements, config.precision)),
         activations=0,
         working=0,
-        host_traffic=at_rest["host"],
+        host_traffic=_host_traffic(config, parameters),
     )
 
 
@@ -160,7 +160,7 @@ def _pipeline(config: Config, layout: Layout, parameters: list[Placed], pipe: Pi
         gradients=pipeline_memory.gradients(config, parameters),
         weights=pipeline_memory.weights(config, parameters, pipe),
         **pipeline_memory.activations(config, layout, pipe, rows),
-        host_traffic=at_rest["host"],
+        host_traffic=_host_traffic(config, parameters),
     )
 
 
@@ -196,7 +196,7 @@ def _decoder(config: Config, layout: Layout, parameters: list[Placed]) -> Memory
         activations=kept - to_host,
         working=working(sizes, layout, rows, width, remat, later=later),
         host_activations=to_host,
-        host_traffic=at_rest["host"] + groups * to_host,
+        host_traffic=_host_traffic(config, parameters) + groups * to_host,
     )
 
 
@@ -231,6 +231,11 @@ def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = N
         "in_flight": _delayed_counters(config, parameters) + sum(_delayed(config, p) for p in parameters),
         "common": (common.parameters + common.optimizer) * held,
     }
+
+
+def _host_traffic(config: Config, parameters: list[Placed]) -> int:
+    """Return the bytes of offloaded state that a step reads and writes; an outer step is another program."""
+    return widths(config).host * sum(p.held for p in parameters)
 
 
 def _rows(config: Config, layout: Layout) -> int:
