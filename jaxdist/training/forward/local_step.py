@@ -113,8 +113,8 @@ class LocalStep(Step):
         """End a round; return what is common, the replicas' parameters, the step, and metrics of the whole mesh.
 
         `own` are the replicas' parameters [..., R], `learned` the labels, or rows, from which each has learned in the
-        round, and `metrics` [R] those of each one's last step. The loss is the
-        mean over their labels, the norm the mean of the replicas' own. Of skipped steps the most of a replica count.
+        round, and `metrics` [R] those of each one's last step. The loss is the mean over their labels, the norm the
+        mean of the replicas' own. Of skipped steps the most of a replica count.
         """
         common = to_device(common)
         weight = learned / jnp.maximum(jnp.sum(learned), 1)
