@@ -82,10 +82,13 @@ class Watchdog:
         if self._heartbeat:
             self._heartbeat.stop(code)
 
-    def note(self, phase: str, step: int | None = None) -> None:
-        """Note progress: the run now is in `phase` of `step`, or of the same step as before."""
+    def note(self, phase: str, step: int | None = None, begins: bool = True) -> None:
+        """Note progress: the run now is in `phase` of `step`, or of the same step as before.
+
+        A step `begins` what is measured, and taken for usual; of a round of local steps only the first does.
+        """
         now = time.monotonic()
-        if phase == STEPPING:
+        if phase == STEPPING and begins:
             if self._step_began is not None:
                 self._step_seconds.append(now - self._step_began)
             if self._phase == WAITING:

@@ -300,7 +300,8 @@ class Trainer:
 
         Raises `SaveFailed` where a checkpoint in the background could not be written.
         """
-        self.job.note(STEPPING, step)
+        # What is usual is a whole round, whose last step has the outer step in it.
+        self.job.note(STEPPING, step, begins=not self.runner.unfinished)
         self.profile.before(step, state)
         state = self.runner.take(step, state, batch)
         self.profile.after(step, state)

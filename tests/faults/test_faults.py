@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from jaxdist.cluster import watchdog
 from jaxdist.cluster.heartbeat import AWAITING, COMPILING, READING, STEPPING, VALIDATING, WAITING
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.watchdog import Watchdog
@@ -265,3 +266,16 @@ def test_how_long_is_too_long():
     short.note(STEPPING, 4)
     assert short._limit_text() == "the 7.5 s of fault.hang_seconds"
     assert dog._limit_text() == "1000 s; fault.hang_seconds sets another limit"
+
+
+def test_of_local_steps_the_round_is_what_is_usual(monkeypatch):
+    """Its last step has the outer step in it, which may take far longer than a local step."""
+    now = 0.0
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now)
+    dog = Watchdog(ProcessEnv(), 0)
+    for step in range(1, 10):
+        first_of_round = step % 4 == 1
+        dog.note(WAITING)
+        dog.note(STEPPING, step, begins=first_of_round)
+        now += 1.0 if step % 4 else 97.0
+    assert dog.limit() == 10 * (3 * 1.0 + 97.0)
