@@ -21,6 +21,7 @@ from jaxdist.training.run import Run
 from jaxdist.training.step_runner import StepRunner
 from jaxdist.training.trainer import check_new
 from tests.communication.reading import collectives
+from tests.tiers import thinned
 from tests.training.curves import lines
 from tests.training.test_resume import kill_after, saved, without_times
 
@@ -40,6 +41,8 @@ LAYOUTS = {
     "zero3": {"mesh": "replica=2,data=2", "parallel.zero": "3", **K2},
     "stages": {"mesh": "replica=2,data=2,pipeline=2", "parallel.zero": "1", **STAGES},
 }
+
+EACH = thinned([(name,) for name in LAYOUTS], 4, first=1)
 
 BATCHES = 5
 DRAINED_AFTER = (3, 5)
@@ -124,7 +127,7 @@ def trained(name: str):
     return told, state
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", EACH)
 def test_equals_one_device_that_applies_gradients_late(name):
     losses, norms, params = on_one_device()
     told, state = trained(name)
@@ -141,7 +144,7 @@ def test_equals_one_device_that_applies_gradients_late(name):
     assert not np.allclose(losses[1:3], [losses[0]] * 2, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", EACH)
 def test_replicas_have_the_same_weights_to_the_bit(name):
     _, state = trained(name)
     for leaf in jax.tree.leaves(state.params):
@@ -161,7 +164,7 @@ def moved(run: Run, program: jax.stages.Compiled) -> Counter:
     return +found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", EACH)
 def test_bytes_sent_and_held_are_predicted_exactly(name):
     run, program = late(name)
     predicted = Counter()
@@ -192,7 +195,7 @@ def waits_for(body: list[hlo_text.Instruction], name: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", EACH)
 def test_what_crosses_does_not_wait_for_the_batch(name):
     """In the compiled program no tokens or labels are among what the one large all-reduce over the replicas needs."""
     run, program = late(name)
