@@ -143,9 +143,10 @@ def children(process) -> list[int]:
     for path in os.listdir("/proc"):
         if path.isdigit():
             try:
-                with open(f"/proc/{path}/stat") as file:
+                # Those of other tests may have any bytes in their words.
+                with open(f"/proc/{path}/stat", errors="replace") as file:
                     parent = int(file.read().rpartition(")")[2].split()[1])
-                with open(f"/proc/{path}/cmdline") as file:
+                with open(f"/proc/{path}/cmdline", errors="replace") as file:
                     place = [word for word in file.read().split("\0") if "process_id" in word or "process-id" in word]
             except OSError:
                 continue
