@@ -197,7 +197,7 @@ def test_rounds_end_with_the_multiples_and_with_the_run():
             ("replica=2,pipeline=2", {"parallel.zero": "1", "parallel.gradient_compression": "int8"}),
         ],
         3,
-        first=2,
+        first=3,
     ),
 )
 def test_bytes_at_rest_and_over_replicas_are_as_predicted(mesh, more):
