@@ -245,6 +245,7 @@ def test_without_replicas_there_is_nothing_to_price(option):
         command.main(["gpt2_124m", "--devices", "1", *option])
 
 
+@pytest.mark.slow
 def test_a_rule_that_sends_more_than_bfloat16_is_no_candidate():
     rule = {"parallel.gradient_compression": "topk-int8", "parallel.compression_density": "0.3"}
     plan = search(asked(**rule), 16, SLOW)
@@ -252,6 +253,7 @@ def test_a_rule_that_sends_more_than_bfloat16_is_no_candidate():
     assert "topk-int8 sends" in why_not(plan, "replica=16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [["--parallel.gradient-compression=int8"], ["--train.local-steps=10"]])
 def test_the_automatic_mesh_keeps_what_it_does_not_decide(option, tmp_path):
     """A run of one device has no replicas, and says so; the plan does not drop the rule."""

@@ -98,7 +98,7 @@ def synchronous():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "zero"), thinned([(PAIR, 3), ("replica=4", 1), (PAIR, 0), ("replica=2,pipeline=2", 1)], 4, first=2)
+    ("mesh", "zero"), thinned([(PAIR, 3), ("replica=4", 1), (PAIR, 0), ("replica=2,pipeline=2", 1)], 4, first=4)
 )
 def test_one_local_step_with_sgd_is_the_synchronous_step(mesh, zero):
     """The changes are weighted by labels, of which the replicas have unequal numbers."""
