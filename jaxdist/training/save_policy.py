@@ -96,6 +96,7 @@ class SavePolicy:
         """Return the state of that step, laid out for the run's mesh; `say` prints what changes the loss curve."""
         facts = self.checkpoints.facts(found)
         self._say_what_is_late(facts.get("late", 0), say)
+        self._say_what_is_averaged(self.checkpoints.replicas_of(found), say)
         self._say_what_is_owed(self.checkpoints.owed_by(found), say)
         best = facts["best"]
         # Without the checkpoint of that loss, which was set aside, the best one is to be found again.
@@ -116,15 +117,25 @@ class SavePolicy:
             replicas = self.run.mesh.shape[REPLICA]
             say(f"note        from here on gradients cross {REPLICA}={replicas} one step late, until here on time")
 
+    def _say_what_is_averaged(self, before: int, say: Callable[[str], None]) -> None:
+        """Say what becomes of the moments of local steps that `before` replicas have saved (0: there are none)."""
+        now = self.run.mesh.shape[REPLICA]
+        if before not in (0, now):
+            say(
+                f"note        {before} replicas have saved moments of their own, of which each of {now} gets the mean: "
+                f"the loss is close, not equal"
+            )
+
     def _say_what_is_owed(self, before: int, say: Callable[[str], None]) -> None:
         """Say what becomes of the errors of compression that `before` replicas have saved (0: there are none)."""
         now = self.run.mesh.shape[REPLICA]
         if before in (0, now):
             return
         if now == 1:
+            first = "outer step" if self.run.config.train.local_steps else "gradient"
             say(
                 f"note        what gradient compression between {before} replicas has rounded off is added to the "
-                f"first gradient; without replicas nothing is compressed, and no errors are held from then on"
+                f"first {first}; without replicas nothing is compressed, and no errors are held from then on"
             )
         else:
             say(

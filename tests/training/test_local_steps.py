@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -257,6 +258,15 @@ def test_on_other_replicas_each_gets_the_mean_of_the_moments(diloco, saved, mesh
     assert after.skipped.shape == (replicas,)
 
 
+def test_from_a_step_that_is_skipped_nothing_is_learned(diloco):
+    _, runner, _, _ = diloco
+    runner._learned = [0, 0]
+    of = lambda count, in_a_row: SimpleNamespace(count=jnp.asarray([count]), skipped_in_a_row=jnp.asarray([in_a_row]))
+    runner._count((of(5, 0), of(7, 1)))
+    runner._count((of(2, 2), of(3, 0)))
+    assert runner._learned == [5, 3]
+
+
 def test_a_new_run_without_replicas_is_refused():
     with pytest.raises(RequestError, match="local_steps is 3, but mesh 1x1x1 has no replicas"):
         check_new(made("1x1x1", 3, train__steps="7", parallel__zero="1", **knobs(DILOCO)))
@@ -282,10 +292,11 @@ def test_killed_within_a_round_and_resumed_equals_straight_to_the_bit(run, reque
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", ["replica=4", "1x1x1"])
-def test_killed_and_resumed_with_other_replicas_the_loss_is_close(run, request_of, after):
+def test_killed_and_resumed_with_other_replicas_the_loss_is_close(run, request_of, capsys, after):
     straight = run("straight", *ROUNDS)
     kill_after(11, 6, request_of("moved", *ROUNDS))
     moved = run("moved", *over(list(ROUNDS), f"--mesh={after}"))
+    assert f"of which each of {4 if after == 'replica=4' else 1} gets the mean" in capsys.readouterr().err
     a, b = ([line["loss"] for line in lines(one) if "loss" in line] for one in (moved, straight))
     np.testing.assert_allclose(a, b, rtol=2e-2)
 

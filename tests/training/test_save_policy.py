@@ -34,6 +34,9 @@ class Kept:
     def owed_by(self, found):
         return 0
 
+    def replicas_of(self, found):
+        return 0
+
     def restore(self, abstract, found):
         return STATE
 
