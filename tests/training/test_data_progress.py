@@ -67,7 +67,7 @@ def test_a_run_shows_it_and_counts_it_as_moving(run, monkeypatch, tmp_path, caps
     monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(data_progress, "SHORT", 1e-9)
     note, noted = Watchdog.note, []
-    monkeypatch.setattr(Watchdog, "note", lambda dog, *told: (noted.append(told[0]), note(dog, *told)))
+    monkeypatch.setattr(Watchdog, "note", lambda dog, *told, **more: (noted.append(told[0]), note(dog, *told, **more)))
     run("shown", "--train.steps=2")
     said = capsys.readouterr().err
     order = [said.index(f"\n{word} ") for word in ("mesh", "tokenizing", "data", "run folder", "compiled")]
