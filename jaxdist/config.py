@@ -13,7 +13,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from jaxdist import exit_codes
+from jaxdist import exit_codes, rope_scaling
+from jaxdist.rope_scaling import RopeScaling
 from jaxdist.values import (
     Channels,
     Count,
@@ -30,6 +31,7 @@ from jaxdist.values import (
     PositiveFloat32,
     PositiveSeconds,
     Resume,
+    RopeScalingText,
     Rows,
     Seconds,
     Seed,
@@ -113,17 +115,31 @@ class ModelConfig(Section):
     embed: Count = 128
     """Width of the residual stream (D)."""
     heads: Count = 4
-    """Attention heads (N); must divide embed."""
+    """Attention heads (N); must divide embed, if head_dim is 0."""
+    head_dim: CountOrZero = 0
+    """Size of llama's heads (H); 0: embed / heads."""
     kv_heads: CountOrZero = 0
     """Key/value heads (K) of llama's grouped-query attention (GQA); must divide heads; 0: as many as heads."""
     rope_theta: Annotated[PositiveFloat32, Field(ge=1)] = 500_000.0
     """Base of llama's rotary position embeddings (RoPE)."""
+    rope_scaling: RopeScalingText = "none"
+    """RoPE for longer contexts: none, or linear, llama3 or yarn with numbers, such as llama3,factor=8,original=8192."""
+    qkv_bias: bool = False
+    """Add a bias to llama's queries, keys and values, as Qwen 2 does; gpt always has it."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """RMS norm of llama's queries and keys before RoPE: of each head (Qwen 3), or of all heads together (OLMo)."""
+    norm_eps: PositiveFloat32 = 1e-5
+    """Added to the variance or mean square in every norm."""
     mlp: CountOrZero = 0
     """Width of the MLP (F); 0: 4 x embed, or for llama 8/3 x embed rounded up to a multiple of 256."""
     vocab: Count = 2048
     """Vocabulary size: rows of the embedding table (V). A tokenizer trained on the data gets this size."""
     sequence: Sequence = 128
     """Tokens per row (S)."""
+    positions: CountOrZero = 0
+    """Rows of gpt's table of learned positions; 0: as many as sequence."""
+    window: CountOrZero = 0
+    """Sliding window of attention: a token sees itself and at most window - 1 tokens before it; 0: all before it."""
     documents: Literal["joined", "apart"] = "joined"
     """joined: tokens attend to earlier documents of their row; apart: they do not, and positions restart in each."""
     tied: bool = True
@@ -154,6 +170,21 @@ class ModelConfig(Section):
     def key_value_heads(self) -> int:
         """Key/value heads (K), with the default filled in."""
         return self.kv_heads or self.heads
+
+    @property
+    def head_size(self) -> int:
+        """Size of a head (H), with the default filled in."""
+        return self.head_dim or self.embed // self.heads
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the table of learned positions, with the default filled in."""
+        return self.positions or self.sequence
+
+    @property
+    def rope(self) -> RopeScaling:
+        """The scaling of the rotary positions."""
+        return rope_scaling.parse(self.rope_scaling)
 
     @property
     def mlp_size(self) -> int:

@@ -15,6 +15,8 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
+from jaxdist import rope_scaling
+
 LONGEST_PATH = 4000
 """Bytes of the longest path. Linux accepts 4,095, and the files of a run have names of their own below its folder."""
 
@@ -112,6 +114,13 @@ def _not_one_bit(value: object) -> object:
     return value
 
 
+def _rope_scaling(text: str) -> str:
+    try:
+        return str(rope_scaling.parse(text))
+    except ValueError as problem:
+        raise PydanticCustomError("rope_scaling", str(problem)) from None
+
+
 MOST_DEVICES = 2**20
 """Devices that a request may name, whether this machine has them or not."""
 
@@ -160,6 +169,7 @@ FractionFloat32 = Annotated[float, Field(ge=0, lt=1), AfterValidator(_float32_be
 
 Resume = Annotated[str, AfterValidator(_auto_never_or_step), Suggested(["auto", "never"])]
 Checkpoint = Annotated[str, AfterValidator(_latest_best_or_step), Suggested(["latest", "best"])]
+RopeScalingText = Annotated[str, AfterValidator(_rope_scaling), Suggested(["none", "linear", "llama3", "yarn"])]
 GradientCompression = Annotated[
     Literal["exact", "bfloat16", "int8", "topk-int8", "powersgd"], BeforeValidator(_not_one_bit)
 ]

@@ -22,9 +22,10 @@ PREDICTIONS = ["memory", "activations", "communication", "predicted_collectives"
 PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic", "clusters", "collective_time", "search"]
 
 FORBIDDEN = {
-    "values": ["jaxdist", "jax", "flax", "numpy"],
+    "rope_scaling": ["jaxdist", "jax", "flax", "numpy"],
+    "values": ["jaxdist.!rope_scaling", "jax", "flax", "numpy"],
     "exit_codes": ["jaxdist", "jax", "flax", "numpy"],
-    "config": ["jaxdist.!values,exit_codes", "jax", "flax"],
+    "config": ["jaxdist.!rope_scaling,values,exit_codes", "jax", "flax"],
     "files": ["jaxdist", "jax", "numpy"],
     "streams": ["jaxdist.!files", "jax", "numpy"],
     "mesh": ["jaxdist.!config,values"],

@@ -18,6 +18,7 @@ LEGAL = {
     "": (
         *("CONFIG", "RUN", "mesh", "precision", "resume", "init_from"),
         *("model.family", "model.layers", "model.embed", "model.heads", "model.rope_theta", "model.sequence"),
+        *("model.rope_scaling", "model.qk_norm"),
         *("model.documents", "model.remat", "model.classes", "model.image", "model.channels"),
         *("parallel.gradient_compression", "parallel.compression_density", "parallel.compression_rank"),
         *("parallel.replica_zero", "parallel.micro_batches", "parallel.offload", "pipeline.schedule"),
@@ -31,17 +32,26 @@ LEGAL = {
         *("dry_run", "verify", "prune", "force", "json", "why", "trade_off", "submit"),
     ),
     "zero": (
-        *("model.kv_heads", "model.tied", "model.dropout", "parallel.zero", "parallel.sequence"),
+        *(
+            "model.kv_heads",
+            "model.head_dim",
+            "model.qkv_bias",
+            "model.tied",
+            "model.dropout",
+            "parallel.zero",
+            "parallel.sequence",
+        ),
         *("pipeline.microbatches", "pipeline.virtual_stages", "optimizer.warmup", "optimizer.beta1", "optimizer.beta2"),
         *("train.epochs", "checkpoint.epochs", "checkpoint.minutes", "log.tensorboard", "cluster.processes"),
         *("fault.hang_seconds", "optimizer.outer_momentum", "parallel.delayed_gradients"),
         *("gpus_per_node", "tasks_per_node", "cpus_per_task", "virtual_stages", "zero"),
     ),
     "huge": (
-        *("model.vocab", "optimizer.learning_rate", "train.steps", "train.max_skipped"),
+        *("model.vocab", "model.norm_eps", "optimizer.learning_rate", "train.steps", "train.max_skipped"),
         *("checkpoint.keep", "log.every", "checkpoint", "repeats"),
     ),
     "zero huge": (
+        *("model.positions", "model.window"),
         *("model.mlp", "optimizer.final", "optimizer.weight_decay", "optimizer.clip", "train.seed"),
         *("validation.every", "validation.batches", "checkpoint.every", "checkpoint.keep_every"),
         *("temperature", "top_k", "seed", "train.local_steps", "restarts", "warmup", "rows"),

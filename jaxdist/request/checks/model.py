@@ -94,14 +94,28 @@ def _key_value_heads(config: Config) -> Iterator[str]:
         )
 
 
-@check("model.family", "model.kv_heads", "model.rope_theta")
+OF_LLAMA = ("kv_heads", "head_dim", "rope_theta", "rope_scaling", "qkv_bias", "qk_norm")
+"""Knobs of attention that only families with rotary positions use."""
+
+
+@check("model.family", "model.positions", *(f"model.{name}" for name in OF_LLAMA))
 def _attention(config: Config) -> Iterator[str]:
     model = config.model
     # Of models of images, `_other_kind` reports all knobs of text.
-    if model.traits.text and not model.traits.grouped:
-        yield from unused(config, "model.kv_heads", f"model.family {model.family}")
-    if model.traits.text and not model.traits.rotary:
-        yield from unused(config, "model.rope_theta", f"model.family {model.family}")
+    if not model.traits.text:
+        return
+    for name in ("positions",) if model.traits.rotary else OF_LLAMA:
+        yield from unused(config, f"model.{name}", f"model.family {model.family}")
+
+
+@check("model.family", "model.positions", "model.sequence")
+def _positions(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.traits.text and not model.traits.rotary and 0 < model.positions < model.sequence:
+        yield (
+            f"model.sequence {model.sequence} is longer than the table of learned positions, whose rows are "
+            f"model.positions {model.positions}; lower model.sequence to at most {model.positions}"
+        )
 
 
 @check("model.family", "model.dropout")
@@ -116,10 +130,17 @@ TEXT_KNOBS = (
     "model.embed",
     "model.heads",
     "model.kv_heads",
+    "model.head_dim",
     "model.rope_theta",
+    "model.rope_scaling",
+    "model.qkv_bias",
+    "model.qk_norm",
+    "model.norm_eps",
     "model.mlp",
     "model.vocab",
     "model.sequence",
+    "model.positions",
+    "model.window",
     "model.tied",
     "model.remat",
     "model.documents",
