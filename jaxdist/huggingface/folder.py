@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import RequestError
-from jaxdist.files import WRONG_CONTENT, open_regular
+from jaxdist.files import open_regular
+from jaxdist.huggingface.safetensors_file import read_header
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -39,9 +40,6 @@ OTHER_FORMS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".gguf")
 LARGEST_JSON = 1 << 26
 """Bytes of the largest JSON file that is read. The index of a model of 400 billion parameters has 100 thousand."""
 
-LENGTH_BYTES = 8
-"""Bytes at the start of a safetensors file that give the length of its header."""
-
 
 @dataclass(frozen=True)
 class Folder:
@@ -56,7 +54,9 @@ class Folder:
 
 def is_folder(path: Path) -> bool:
     """Return whether `path` is meant as a folder of Hugging Face: it has a `config.json`, and is not that of a run."""
-    return os.path.isfile(path / CONFIG) and not any(os.path.lexists(path / name) for name in ("config.toml", "run.json"))
+    return os.path.isfile(path / CONFIG) and not any(
+        os.path.lexists(path / name) for name in ("config.toml", "run.json")
+    )
 
 
 def open_config(path: Path) -> Folder:
@@ -78,7 +78,7 @@ def open_folder(path: Path) -> Folder:
     if os.path.lexists(path / INDEX):
         return Folder(path, folder.config, _files_of_index(path))
     if os.path.lexists(path / SINGLE):
-        return Folder(path, folder.config, dict.fromkeys(tensor_names(path / SINGLE), path / SINGLE))
+        return Folder(path, folder.config, dict.fromkeys(read_header(path / SINGLE), path / SINGLE))
     raise RequestError(_without_weights(path))
 
 
@@ -100,20 +100,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def tensor_names(path: Path) -> list[str]:
-    """Return the names of the tensors in a safetensors file. Raises `RequestError` where its header is damaged."""
-    try:
-        with open_regular(path, links=True) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            if length > size - LENGTH_BYTES:
-                raise ValueError("its header is longer than the file")
-            header = json.loads(file.read(length))
-        return [name for name in header.keys() if name != "__metadata__"]
-    except WRONG_CONTENT as error:
-        raise RequestError(f"'{path}' is not a safetensors file ({error}); copy it again") from error
-
-
 def _files_of_index(path: Path) -> dict[str, Path]:
     """Return the file of each tensor as the index gives it. Raises `RequestError` with a sentence for each problem."""
     index = path / INDEX
@@ -123,7 +109,9 @@ def _files_of_index(path: Path) -> dict[str, Path]:
     names = sorted({str(name) for name in weight_map.values()})
     # A name with a slash would lead out of the folder.
     wrong = [name for name in names if not name.endswith(".safetensors") or "/" in name]
-    problems = [f"'{index}' names '{name}', which is not a *.safetensors file beside it; copy it again" for name in wrong]
+    problems = [
+        f"'{index}' names '{name}', which is not a *.safetensors file beside it; copy it again" for name in wrong
+    ]
     missing = [name for name in names if name not in wrong and not os.path.isfile(path / name)]
     if missing:
         problems.append(f"'{index}' names files that are not there: {', '.join(missing)}; copy them too")

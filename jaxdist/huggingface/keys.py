@@ -1,4 +1,4 @@
-"""Every known key of `config.json`, by `model_type`: the knob that it sets, the values allowed, or that it does nothing.
+"""List every known key of `config.json`: the knob that it sets, the values that are computed, or that it has no effect.
 
 A key that is not listed here is refused: it may change what a model computes. Names and defaults are those of the
 configuration classes of transformers 4.40 to 5.24.

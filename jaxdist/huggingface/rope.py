@@ -106,7 +106,7 @@ def _text(key: str, kind: Any, numbers: dict[str, Any]) -> tuple[str, list[str]]
 
 
 def rope_json(theta: float, scaling: RopeScaling) -> dict[str, Any]:
-    """Return the keys of both forms for the rotary positions of a model: programs of last year read those of 4 alone."""
+    """Return the keys of both forms for the rotary positions of a model: older programs read those of 4 alone."""
     if scaling.kind == "none":
         parameters: dict[str, Any] = {"rope_type": "default"}
         old = None
