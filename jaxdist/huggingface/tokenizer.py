@@ -22,9 +22,6 @@ TOKENIZER = "tokenizer.json"
 OTHER_FORMS = {"tokenizer.model": "sentencepiece", "tekken.json": "tekken", "vocab.json": "a vocabulary with merges"}
 """Files of tokenizers in other forms, and what to call these forms."""
 
-PROBE = "a"
-"""A text that every tokenizer knows, which shows what the post-processor puts before a text."""
-
 
 def folder_problem(folder: Path) -> str | None:
     """Return why the folder cannot be a data.tokenizer, or None if it holds a tokenizer.json."""
@@ -82,11 +79,13 @@ def _bos(folder: Path, tokenizer: Tokenizer, add: Any, names: dict[str, Any], id
 
 def _put_before(tokenizer: Tokenizer) -> list[int]:
     """Return the ids that the post-processor puts before a text."""
-    bare = tokenizer.encode(PROBE, add_special_tokens=False).ids
-    whole = tokenizer.encode(PROBE).ids
-    for place in range(len(whole) - len(bare) + 1):
-        if whole[place : place + len(bare)] == bare:
-            return whole[:place]
+    # Its own tokens are texts that every tokenizer knows; nearly always the first one is enough.
+    for text in tokenizer.get_vocab():
+        encoding = tokenizer.encode(text)
+        # None for the tokens of the post-processor, 0 for those of the text.
+        sequences = encoding.sequence_ids
+        if 0 in sequences:
+            return encoding.ids[: sequences.index(0)]
     return []
 
 
