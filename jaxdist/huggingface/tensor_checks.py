@@ -87,15 +87,15 @@ def _headers(folder: Folder) -> tuple[dict[str, Path], dict[str, Entry]]:
     absent = [name for name in folder.files if name not in files]
     if absent:
         where = ", ".join(sorted({f"'{folder.files[name]}'" for name in absent}))
-        problems.append(f"the index of '{folder.path}' names tensors that {where} lacks: {_listed(absent)}; copy it again")
+        problems.append(
+            f"the index of '{folder.path}' names tensors that {where} lacks: {_listed(absent)}; copy it again"
+        )
     if problems:
         raise RequestError(*problems)
     return files, entries
 
 
-def _names(
-    folder: Folder, family: Family, shapes: Mapping[str, object], entries: Iterable[str]
-) -> dict[str, str]:
+def _names(folder: Folder, family: Family, shapes: Mapping[str, object], entries: Iterable[str]) -> dict[str, str]:
     """Return the name in its file of each tensor, by the name that it has in `families`, or in the file."""
     names: dict[str, str] = {}
     for name in entries:
