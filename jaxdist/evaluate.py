@@ -70,7 +70,7 @@ def open_data(trained: Trained, job: Job) -> None:
         if job.env.leader:
             print(f"note: this is not the data that the run was trained on{task.kept}", file=sys.stderr)
         # The loss is comparable only with the tokenizer of the run.
-        tokenizer = RunFolder(trained.run.config.folder).tokenizer
+        tokenizer = RunFolder(trained.run.config.folder).tokenizer_source
         leader_first("tokens of the run's tokenizer", partial(task.keep, tokenizer))
     check_alike("data", task.fingerprint, "let all processes read the same files")
 

@@ -13,7 +13,7 @@ DESCRIPTION = "Generate text from a run's checkpoint. Needs only the run folder;
 EXTRAS = [
     Extra("checkpoint", "latest", "Step to use: latest, best (by validation loss) or a number.", Checkpoint),
     Extra("prompt", "def ", "Text to continue; the model sees its last model.sequence tokens.", Prompt),
-    Extra("tokens", 100, "Tokens to generate.", Tokens),
+    Extra("tokens", 100, "Tokens to generate, at most.", Tokens),
     Extra("samples", 1, "Texts to generate.", Samples),
     Extra("temperature", 0.8, "Divisor of the logits; 0: always take the most likely token.", NonNegativeFloat32),
     Extra("top_k", 50, "Sample from this many most likely tokens; 0: all.", CountOrZero),
@@ -36,22 +36,28 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.heartbeat import STEPPING
     from jaxdist.cluster.job import Job
+    from jaxdist.data.given_tokenizer import largest_id
     from jaxdist.training.restore import restore
     from jaxdist.training.run_dir import RunFolder
     from jaxdist.training.sampling import Choice, sample
 
     with Job(place, config, enough=Enough(config)) as job:
         check_request(request.text)
-        tokenizer = RunFolder(config.folder).load_tokenizer()
+        folder = RunFolder(config.folder)
+        tokenizer = folder.load_tokenizer()
+        special = folder.load_special_tokens(tokenizer)
         trained = restore(config, extras["checkpoint"], batch=False)
         prompt = tokenizer.encode(extras["prompt"], add_special_tokens=False).ids
+        if special.bos is not None:
+            prompt = [special.bos, *prompt]
         texts = sample(
             trained,
             prompt,
             extras["tokens"],
             extras["samples"],
-            Choice(extras["temperature"], extras["top_k"]),
+            Choice(extras["temperature"], extras["top_k"], entries=largest_id(tokenizer) + 1),
             extras["seed"],
+            stops=special.stops,
             moving=partial(job.note, STEPPING),
         )
         # Every process has the texts; the leader prints them.

@@ -24,6 +24,9 @@ from tokenizers import Tokenizer
 
 from jaxdist import __version__
 from jaxdist.config import Config, RequestError
+from jaxdist.data import special_tokens
+from jaxdist.data.given_tokenizer import read_tokenizer
+from jaxdist.data.special_tokens import SpecialTokens
 from jaxdist.files import write_whole
 from jaxdist.request import load, to_toml
 from jaxdist.streams import clock
@@ -40,6 +43,7 @@ FILES = (
     "config.toml",
     "environment.json",
     "tokenizer.json",
+    special_tokens.FILE,
     "metrics.jsonl",
     "run.json",
     "loss.png",
@@ -78,6 +82,7 @@ class RunFolder:
         self.config = self.path / "config.toml"
         self.environment = self.path / "environment.json"
         self.tokenizer = self.path / "tokenizer.json"
+        self.special_tokens = self.path / special_tokens.FILE
         self.metrics = self.path / "metrics.jsonl"
         self.run = self.path / FILE
         self.log = self.path / "log.txt"
@@ -251,7 +256,27 @@ class RunFolder:
         tokenizer.no_padding()
         return tokenizer
 
-    def write(self, config: Config, tokenizer: str | None, devices: list[str], more: Mapping[str, object]) -> None:
+    def load_special_tokens(self, tokenizer: Tokenizer) -> SpecialTokens:
+        """Return the special tokens of the run, whose `tokenizer` has been loaded. Raises `RequestError`."""
+        if self.special_tokens.is_file():
+            return special_tokens.from_json(self.special_tokens)
+        return special_tokens.special_tokens_of(tokenizer)
+
+    @property
+    def tokenizer_source(self) -> Path:
+        """What data.tokenizer must name to encode text as this run does: the folder, where it keeps special tokens."""
+        if self.special_tokens.is_file() and self.tokenizer.is_file():
+            return self.path
+        return self.tokenizer
+
+    def write(
+        self,
+        config: Config,
+        tokenizer: str | None,
+        special: SpecialTokens | None,
+        devices: list[str],
+        more: Mapping[str, object],
+    ) -> None:
         """Write how the run was made: its configuration, tokenizer and environment, of which `more` are entries."""
         self.path.mkdir(parents=True, exist_ok=True)
         # The choice of --resume holds for one start only.
@@ -259,6 +284,15 @@ class RunFolder:
         write_whole(self.environment, json.dumps(environment(devices, more), indent=2) + "\n")
         if tokenizer is not None:
             write_whole(self.tokenizer, tokenizer)
+            self._write_special_tokens(tokenizer, special)
+
+    def _write_special_tokens(self, tokenizer: str, special: SpecialTokens | None) -> None:
+        """Write what the tokenizer alone does not say, if anything."""
+        if special is None or special == special_tokens.special_tokens_of(Tokenizer.from_str(tokenizer)):
+            # A run that ended before its first checkpoint may have left another one's.
+            self.special_tokens.unlink(missing_ok=True)
+        else:
+            write_whole(self.special_tokens, special_tokens.to_json(special))
 
     def cut_metrics(self, step: int, config: Config) -> list[str]:
         """Leave each step up to `step` once in metrics.jsonl; call it before `write`. `config` holds from now on.
@@ -303,8 +337,8 @@ def inheriting(config: Config) -> Config:
         return config
     tokenizer = source.load_tokenizer()
     if not data.tokenizer:
-        return _with_tokenizer(config, source.tokenizer)
-    if Tokenizer.from_file(str(data.tokenizer)).get_vocab() != tokenizer.get_vocab():
+        return _with_tokenizer(config, source.tokenizer_source)
+    if read_tokenizer(data.tokenizer).load().get_vocab() != tokenizer.get_vocab():
         raise RequestError(
             f"data.tokenizer {data.tokenizer} is not the one of {source.path}, whose weights know its tokens alone; "
             f"leave it out"

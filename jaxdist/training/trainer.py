@@ -134,7 +134,9 @@ def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:
     prepared.checkpoints.notes += [*folder.notes, *folder.cut_metrics(prepared.first, run.config)]
     devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
     xla = xla_options.settings(run.layout.platform, run.compiler_options)
-    folder.write(run.config, run.task.tokenizer, devices, {"processes": jax.process_count()} | xla)
+    folder.write(
+        run.config, run.task.tokenizer, run.task.special_tokens, devices, {"processes": jax.process_count()} | xla
+    )
 
 
 def loop(run: Run, folder: RunFolder, job: Job, screen: Screen, prepared: Prepared) -> int:

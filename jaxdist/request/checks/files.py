@@ -171,6 +171,7 @@ OF_A_RUN = frozenset(
         "environment.json",
         "run.json",
         "tokenizer.json",
+        "special_tokens.json",
         "metrics.jsonl",
         "log.txt",
         "log.txt.1",
