@@ -81,7 +81,8 @@ class ParameterReader:
             for piece in placed(leaf, self.sizes):
                 self._fill(piece, layer, [shard for shard in shards.values() if shard.holds(layer)])
 
-        def part(index: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
+        def part(index: tuple[slice, ...] | None) -> Shaped[np.ndarray, "..."]:
+            assert index is not None
             return shards[_spans(index, like.shape)].values
 
         made = jax.make_array_from_callback(like.shape, like.sharding, part, dtype=like.dtype)

@@ -63,7 +63,7 @@ class WeightFiles:
             filled = 0
             while filled < len(run):
                 # The system reads 2 GiB at a time at most.
-                count = os.preadv(descriptor, [run[filled:]], start + filled)
+                count = os.preadv(descriptor, [run[filled:].data], start + filled)
                 if count == 0:
                     raise DataLost(f"'{path}' has become shorter while it was read; copy it again")
                 filled += count
