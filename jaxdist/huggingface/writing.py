@@ -97,7 +97,7 @@ class Exporter:
     """Makes the tensors of theirs from our stored parameters."""
 
     def __init__(self, model: ModelConfig, arrays: Mapping[str, StoredArray], dtype: str):
-        """Raises `RequestError` where the arrays are not the parameters of `model`."""
+        """Take the arrays as the parameters of `model`. Raises `RequestError` where they are others."""
         self._arrays = arrays
         self._dtype = dtype
         self._sources = {source.piece.name(source.layer): source for source in _sources(model)}

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as a safetensors file, for other programs: no mesh, no optimizer, no stacked layers."""
+"""The weights of a checkpoint for other programs, as a safetensors file or a folder of Hugging Face."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ import numpy as np
 
 from jaxdist import __version__
 from jaxdist.config import Config
-from jaxdist.files import replacing
+from jaxdist.data.given_tokenizer import read_tokenizer
+from jaxdist.files import replacing, replacing_folder, write_whole
 from jaxdist.huggingface.safetensors_file import Tensor, write_file
+from jaxdist.huggingface.small_files import kept_dtype, read_kept, small_files
+from jaxdist.huggingface.writing import write_weights
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.request import to_toml
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.stored_arrays import StoredArray, whole
+from jaxdist.training.run_dir import RunFolder
 
 
 @contextmanager
@@ -51,6 +55,23 @@ def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
             write_file(temporary, tensors, lambda tensor: parts[tensor.name].data(), metadata)
     total = sum(tensor.size for tensor in tensors)
     return {"path": str(path), "step": found.step, "tensors": len(tensors), "bytes": total}
+
+
+def write_folder(config: Config, which: str, path: Path, dtype: str) -> dict[str, Any]:
+    """Write step `which` of the run in `config.run_dir` as a folder of Hugging Face, and return what was written.
+
+    `dtype` is a `WeightDtype`; empty: that of the folder that the run began with, or else of its precision. From
+    precision mixed, the masters are rounded once. Raises `RequestError` where that is not possible.
+    """
+    run = RunFolder(config.folder)
+    dtype = dtype or kept_dtype(run.path) or ("float32" if config.precision == "float32" else "bfloat16")
+    tokenizer = read_tokenizer(run.tokenizer_source) if run.tokenizer.is_file() else None
+    files = small_files(read_kept(run.path), config.model, dtype, tokenizer)
+    with step_of(config, which) as (checkpoints, found), replacing_folder(path) as temporary:
+        written = write_weights(temporary, config.model, checkpoints.arrays(found, "params"), dtype)
+        for name, content in files.items():
+            write_whole(temporary / name, content)
+    return {"path": str(path), "step": found.step, "dtype": dtype, **written}
 
 
 @dataclass(frozen=True)
