@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import ModelConfig, RequestError
 from jaxdist.data.given_tokenizer import GivenTokenizer
+from jaxdist.data.special_tokens import SpecialTokens
 from jaxdist.files import WRONG_CONTENT, read_regular
 from jaxdist.huggingface.folder import CONFIG, GENERATION, SMALL_FILES, TOKENIZER
 from jaxdist.huggingface.keys import MODEL_TYPES
@@ -75,15 +76,17 @@ def _config(source: Mapping[str, Any], model: ModelConfig, dtype: str) -> dict[s
 
 def _ids(tokenizer: GivenTokenizer | None) -> dict[str, Any]:
     """Return the special tokens as `config.json` gives them: without them, transformers takes those of Llama 2."""
-    if tokenizer is None:
-        return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    special = tokenizer.special
-    ends = list(special.stops) or [special.eos]
-    return {
-        "bos_token_id": special.bos,
-        "eos_token_id": ends if len(ends) > 1 else ends[0],
-        "pad_token_id": None,
-    }
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if tokenizer is not None:
+        special = tokenizer.special
+        ids["bos_token_id"] = special.bos
+        ids["eos_token_id"] = list(special.stops) if len(special.stops) > 1 else _end(special)
+    return ids
+
+
+def _end(special: SpecialTokens) -> int | None:
+    """Return the token that ends a text."""
+    return special.stops[0] if special.stops else special.eos
 
 
 def _generation(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,18 +103,16 @@ def _same(kept: bytes | None, tokenizer: GivenTokenizer) -> bool:
 def _own_tokenizer(tokenizer: GivenTokenizer, model: ModelConfig) -> dict[str, bytes]:
     """Return the files of a tokenizer that came with no folder, so that `AutoTokenizer` loads it."""
     loaded = tokenizer.load()
-    ids = _ids(tokenizer)
+    special = tokenizer.special
     names = {}
-    for kind in ("bos", "eos"):
-        found = ids[f"{kind}_token_id"]
-        first = found[0] if isinstance(found, list) else found
-        if first is not None:
-            names[f"{kind}_token"] = loaded.id_to_token(first)
+    for key, token in (("bos_token", special.bos), ("eos_token", _end(special))):
+        if token is not None:
+            names[key] = loaded.id_to_token(token)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.sequence,
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": tokenizer.special.bos is not None,
+        "add_bos_token": special.bos is not None,
         **names,
     }
     return {TOKENIZER: tokenizer.text.encode(), "tokenizer_config.json": _json(config)}
