@@ -60,10 +60,11 @@ def write_folder(config: Config, which: str, path: Path, dtype: str, tokenizer: 
     """Write step `which` of the run in `config.run_dir` as a folder of Hugging Face, and return what was written.
 
     `dtype` is a `WeightDtype`; empty: that of the folder that the run began with, or else of its precision. From
-    precision mixed, the masters are rounded once. `tokenizer` is where the run keeps its own, if it has one. Raises `RequestError` where that is not possible.
+    precision mixed, the masters are rounded once. `tokenizer` is where the run keeps its own, if it has one. Raises
+    `RequestError` where that is not possible.
     """
     run = config.folder
-    dtype = dtype or kept_dtype(run) or ("float32" if config.precision == "float32" else "bfloat16")
+    dtype = dtype or kept_dtype(run) or _compute_dtype(config)
     own = read_tokenizer(tokenizer) if tokenizer else None
     files = small_files(read_kept(run), config.model, dtype, own)
     with step_of(config, which) as (checkpoints, found), replacing_folder(path) as temporary:
@@ -71,6 +72,11 @@ def write_folder(config: Config, which: str, path: Path, dtype: str, tokenizer: 
         for name, content in files.items():
             write_whole(temporary / name, content)
     return {"path": str(path), "step": found.step, "dtype": dtype, **written}
+
+
+def _compute_dtype(config: Config) -> str:
+    """Return the dtype in which a run computes."""
+    return "float32" if config.precision == "float32" else "bfloat16"
 
 
 @dataclass(frozen=True)
