@@ -23,9 +23,9 @@ class Block(nnx.Module):
         out_scale = 0.02 / (2 * config.layers) ** 0.5
         self.layout = layout
         self.rate = config.dropout
-        self.norm1 = LayerNorm(config.embed)
+        self.norm1 = LayerNorm(config.embed, config.norm_eps)
         self.attention = Attention(config.embed, config.heads, layout, rngs, out_scale)
-        self.norm2 = LayerNorm(config.embed)
+        self.norm2 = LayerNorm(config.embed, config.norm_eps)
         self.mlp = MLP(config.embed, config.mlp_size, layout, rngs, out_scale)
 
     def __call__(
@@ -45,7 +45,7 @@ class GPT(Decoder):
         self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
         self.positions = weight(rngs, (config.sequence, config.embed), ("residual", "embed"), 0.01)
         self.blocks = jax.vmap(lambda rngs: Block(config, layout, rngs))(rngs.split(config.layers))
-        self.norm = LayerNorm(config.embed)
+        self.norm = LayerNorm(config.embed, config.norm_eps)
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
 
     def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts) -> Float[Array, "B s D"]:
