@@ -109,9 +109,10 @@ def column(
 class Attention(nnx.Module):
     """Causal multi-head self-attention (Vaswani et al. 2017, section 3.2); one matmul makes query, key and value."""
 
-    def __init__(self, embed: int, heads: int, layout: Layout, rngs: nnx.Rngs, out_scale: float):
+    def __init__(self, embed: int, heads: int, layout: Layout, rngs: nnx.Rngs, out_scale: float, window: int = 0):
         size = embed // heads
         self.layout = layout
+        self.window = window
         self.qkv = weight(rngs, (embed, 3, heads, size), ("embed", None, "heads", None))
         self.qkv_bias = constant(0.0, (3, heads, size), (None, "heads", None))
         self.out = weight(rngs, (heads, size, embed), ("heads", None, "embed"), out_scale)
@@ -123,7 +124,7 @@ class Attention(nnx.Module):
         qkv = qkv + spread(self.qkv_bias[...], qkv)
         # [B, S, 3, N, H] -> three times [B, S, N, H]
         q, k, v = (qkv[:, :, i] for i in range(3))
-        out = causal_attention(self.layout, q, k, v, starts)
+        out = causal_attention(self.layout, q, k, v, starts, self.window)
         out = einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...])
         return out + spread(self.out_bias[...], out)
 
@@ -137,10 +138,19 @@ class GroupedAttention(nnx.Module):
     """
 
     def __init__(
-        self, embed: int, heads: int, kv_heads: int, theta: float, layout: Layout, rngs: nnx.Rngs, out_scale: float
+        self,
+        embed: int,
+        heads: int,
+        kv_heads: int,
+        theta: float,
+        layout: Layout,
+        rngs: nnx.Rngs,
+        out_scale: float,
+        window: int = 0,
     ):
         size = embed // heads
         self.layout = layout
+        self.window = window
         self.theta = theta
         self.qkv = weight(rngs, (embed, kv_heads, heads // kv_heads + 2, size), ("embed", "kv_heads", None, None))
         self.out = weight(rngs, (heads, size, embed), ("heads", None, "embed"), out_scale)
@@ -153,7 +163,7 @@ class GroupedAttention(nnx.Module):
         q, k, v = (a.reshape(*a.shape[:2], -1, a.shape[4]) for a in (q, k, v))
         q = rotary(q, self.theta, starts)
         k = rotary(k, self.theta, starts)
-        out = causal_attention(self.layout, q, k, v, starts)
+        out = causal_attention(self.layout, q, k, v, starts, self.window)
         return einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...])
 
 

@@ -26,7 +26,14 @@ class Block(nnx.Module):
         out_scale = 0.02 / (2 * config.layers) ** 0.5
         self.norm1 = RMSNorm(config.embed)
         self.attention = GroupedAttention(
-            config.embed, config.heads, config.key_value_heads, config.rope_theta, layout, rngs, out_scale
+            config.embed,
+            config.heads,
+            config.key_value_heads,
+            config.rope_theta,
+            layout,
+            rngs,
+            out_scale,
+            config.window,
         )
         self.norm2 = RMSNorm(config.embed)
         self.mlp = SwiGLU(config.embed, config.mlp_size, layout, rngs, out_scale)

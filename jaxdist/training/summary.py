@@ -171,7 +171,7 @@ def _kernel(run: Run) -> Row:
     if config.model.images:
         return "statistics", STATISTICS
     apart = config.model.documents == "apart"
-    return "attention", attention_kernel(run.layout, queries(run), run.dtype, apart)
+    return "attention", attention_kernel(run.layout, queries(run), run.dtype, apart, config.model.window)
 
 
 def _places(run: Run) -> list[Row]:
