@@ -11,6 +11,7 @@ import pytest
 from jaxdist import models
 from jaxdist.config import ModelConfig
 from jaxdist.models.attention import attention_kernel, block_keys, causal_attention
+from jaxdist.planning.activations import in_layer
 from jaxdist.sharding import Layout, wide
 from jaxdist.training.forward.decoder import DecoderForward
 from tests.tiers import thinned
@@ -98,6 +99,20 @@ def test_blocks_skip_the_keys_before_the_window():
     assert block_keys(8192, 1024) == 2048  # 1,024 queries, and the 1,023 keys before the first, rounded up
     assert block_keys(8192, 8192) == 8192
     assert block_keys(S, 100) == 256
+
+
+def test_a_window_makes_the_scores_smaller_as_the_planner_predicts(one_device):
+    """Temporary bytes of a gradient, most of which are scores of a block."""
+    sizes = ModelConfig(layers=1, embed=32, heads=4, sequence=2048)
+    held, predicted = [], []
+    for window in (0, 128):
+        loss = lambda q, k, v, window=window: jnp.sum(causal_attention(one_device, q, k, v, window=window))
+        arrays = [jax.ShapeDtypeStruct((1, 2048, 4, 8), jnp.float32)] * 3
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays).compile()
+        held.append(compiled.memory_analysis().temp_size_in_bytes)
+        predicted.append(in_layer(sizes.model_copy(update={"window": window}), one_device, 1, 4, "block"))
+    assert held[0] - held[1] > 0.6 * held[0]
+    assert (held[0] - held[1]) / (predicted[0] - predicted[1]) == pytest.approx(1, abs=0.5)
 
 
 def test_the_kernel_names_the_window(monkeypatch):
