@@ -24,7 +24,7 @@ class Block(nnx.Module):
         self.layout = layout
         self.rate = config.dropout
         self.norm1 = LayerNorm(config.embed, config.norm_eps)
-        self.attention = Attention(config.embed, config.heads, layout, rngs, out_scale)
+        self.attention = Attention(config.embed, config.heads, layout, rngs, out_scale, config.window)
         self.norm2 = LayerNorm(config.embed, config.norm_eps)
         self.mlp = MLP(config.embed, config.mlp_size, layout, rngs, out_scale)
 
