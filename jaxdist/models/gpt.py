@@ -41,6 +41,7 @@ class GPT(Decoder):
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
         self.layout = layout
+        self.vocab = config.vocab
         self.rate = config.dropout
         self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
         self.positions = weight(rngs, (config.sequence, config.embed), ("residual", "embed"), 0.01)
@@ -50,7 +51,7 @@ class GPT(Decoder):
 
     def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts) -> Float[Array, "B s D"]:
         """Return the residual stream before the first block; positions are counted from the start of each document."""
-        x = lookup(self.layout, self.table[...], tokens)
+        x = lookup(self.layout, self.table[...], tokens, size=self.vocab)
         if starts is None:
             x = x + spread(self.positions[...][: tokens.shape[1]], x)
         else:
