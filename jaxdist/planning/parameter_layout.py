@@ -196,8 +196,8 @@ def _added_rows(vocabulary: Vocabulary) -> str:
     """Return what the mesh adds to the vocabulary, in a sentence."""
     parts = vocabulary.layout.parts("vocab")
     return (
-        f"vocabulary {vocabulary.size} padded to {vocabulary.rows} in memory, so that it divides by {parts}; the added "
-        f"rows are in no loss and no checkpoint"
+        f"vocabulary {vocabulary.size} padded to {vocabulary.rows} in memory, to divide by {parts}; the added rows are "
+        f"in no loss and no checkpoint"
     )
 
 

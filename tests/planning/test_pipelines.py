@@ -59,7 +59,7 @@ def test_padding_is_told_with_its_cost():
 def test_rows_added_to_the_vocabulary_are_told():
     (note,) = told("1x2x2", vocab=97)
     assert note == (
-        "vocabulary 97 padded to 100 in memory, so that it divides by 4; the added rows are in no loss and no checkpoint"
+        "vocabulary 97 padded to 100 in memory, to divide by 4; the added rows are in no loss and no checkpoint"
     )
     assert told("1x2x2", vocab=96) == []
     assert told("1x2x2", vocab=97, whole_vocab=True) == []

@@ -81,9 +81,11 @@ class DecoderForward(AccumulatingForward[Model]):
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """Return (parameters at rest, no variables)."""
+        vocabulary = self.vocabulary
+        assert vocabulary is not None
 
         def padded(key: Key[Array, ""]) -> Params:
-            return self.vocabulary.pad(self.model.init(key))
+            return vocabulary.pad(self.model.init(key))
 
         return made_at_rest(padded, self.places, key), {}
 
