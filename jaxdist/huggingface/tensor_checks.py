@@ -154,14 +154,15 @@ def _other_forms(
 
 def _listed(names: Iterable[str]) -> str:
     """Return names as text: those that differ by the number of a layer alone as one, `model.layers.{0-27}.x`."""
-    layers: dict[str, list[int]] = defaultdict(list)
+    layers: dict[tuple[str, str], list[int]] = {}
+    listed = []
     for name in names:
         found = re.search(r"(?<=\.)\d+(?=\.)", name)
         if found:
-            layers[f"{name[: found.start()]}{{}}{name[found.end() :]}"].append(int(found[0]))
+            layers.setdefault((name[: found.start()], name[found.end() :]), []).append(int(found[0]))
         else:
-            layers[name] = []
-    listed = [pattern.replace("{}", _numbers(numbers)) for pattern, numbers in layers.items()]
+            listed.append(name)
+    listed += [f"{start}{_numbers(numbers)}{end}" for (start, end), numbers in layers.items()]
     if len(listed) > LISTED:
         listed[LISTED:] = [f"{len(listed) - LISTED} more"]
     return ", ".join(listed)
@@ -169,9 +170,11 @@ def _listed(names: Iterable[str]) -> str:
 
 def _numbers(numbers: list[int]) -> str:
     """Return numbers of layers as text: `3`, `{0-27}` where none is left out, else `{0,2,5}`."""
-    if len(numbers) == 1:
-        return str(numbers[0])
     numbers = sorted(numbers)
-    if numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{{{numbers[0]}-{numbers[-1]}}}"
+    first = numbers[0]
+    last = numbers[-1]
+    if first == last:
+        return str(first)
+    if numbers == list(range(first, last + 1)):
+        return f"{{{first}-{last}}}"
     return "{" + ",".join(map(str, numbers)) + "}"
