@@ -1,8 +1,15 @@
 """Weights of Hugging Face's folders, read into the shards of a mesh: which numbers, how many bytes, how much memory."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxdist.config import Config, DataLost, ModelConfig, ParallelConfig, RequestError
 from jaxdist.huggingface import reading
@@ -285,3 +292,54 @@ def test_a_process_asks_for_the_bytes_of_its_own_shards_alone():
     for _, sharded_by_data, sharded_by_model in sorted(told(BYTES, 8, str(path))):
         for asked, held in (sharded_by_data, sharded_by_model):
             assert asked == held < total / 4
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+from jaxdist.huggingface.reading import read_parameters
+from tests.huggingface.test_reading import laid_out, model_of
+
+status = lambda name: next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
+path = Path(sys.argv[1])
+model = model_of(path)
+like = laid_out(model, sys.argv[2], int(sys.argv[3]))
+before = status("VmRSS:")
+found = read_parameters(path, model, like)
+held = {shard.data.unsafe_buffer_pointer(): shard.data.nbytes
+        for leaf in jax.tree.leaves(found) for shard in leaf.addressable_shards}
+print("took", sum(held.values()), status("VmHWM:") - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> tuple[Path, int]:
+    """A folder of 67 million parameters in 16 layers, and the bytes of its largest tensor."""
+    path = tmp_path_factory.mktemp("large")
+    config = json.loads((GOLDEN / "llama31" / "config.json").read_text())
+    config |= dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=16, vocab_size=4096, head_dim=64)
+    config |= dict(num_key_value_heads=8, tie_word_embeddings=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({}, path / "model.safetensors")
+    model = model_of(path)
+    tensors = {}
+    for leaf in family_of(model).leaves:
+        for piece in placed(leaf, sizes_of(model)):
+            for layer in range(model.layers if leaf.stacked else 1):
+                tensors[piece.name(layer)] = np.full(piece.shape, layer, ml_dtypes.bfloat16)
+    save_file(tensors, path / "model.safetensors")
+    return path, max(array.nbytes for array in tensors.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "zero"), [("1x1x1", 0), ("2x2x1", 3)])
+def test_reading_takes_two_tensors_beside_the_shards_at_most(large, mesh, zero):
+    """And 64 MiB. The largest parameter, all layers of two matrices, is 128 MiB."""
+    path, largest = large
+    command = [sys.executable, "-c", MEMORY, str(path), mesh, str(zero)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    held, peak = map(int, done.stdout.split("took")[1].split())
+    assert held > 256 * 2**20
+    assert peak - held <= 2 * largest + 64 * 2**20
