@@ -46,8 +46,8 @@ def check_tensors(folder: Folder, model: ModelConfig) -> Tensors:
     problems = _missing(folder, model, [own for own in shapes if own not in used and own not in family.copies])
     if unused:
         problems.append(
-            f"'{folder.path}' holds tensors that this model does not use: {_listed(unused)}; it is another model, of "
-            f"which config.json does not say all"
+            f"'{folder.path}' holds tensors that this model does not use: {_listed(unused)}; its config.json does not "
+            f"describe the model that they are of"
         )
     problems += _other_forms(folder, shapes, used, entries, copies)
     if problems:
@@ -139,7 +139,9 @@ def _other_forms(
     problems = []
     if reshaped:
         each = "; ".join(f"{_listed(names)} is {how}" for how, names in reshaped.items())
-        problems.append(f"'{folder.path}' holds tensors of other shapes: {each}; its config.json is of another model")
+        problems.append(
+            f"'{folder.path}' holds tensors of other shapes: {each}; its config.json describes another model"
+        )
     for dtype, names in unread.items():
         problems.append(
             f"'{folder.path}' holds {_listed(names)} as {dtype}, and only {', '.join(ITEM_BYTES)} are read; convert "
