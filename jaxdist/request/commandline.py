@@ -98,9 +98,9 @@ def arguments(
 ) -> Request:
     """Parse `argv` (None: that of the process), whose first word is an optional CONFIG, or a RUN folder.
 
-    With `pretrained`, a folder of Hugging Face may take the place of RUN. `command` is the name as users write it ("bench step"). `positional` is None for a command that trains nothing and
+    `command` is the name as users write it ("bench step"). `positional` is None for a command that trains nothing and
     takes only its own options. `knobs` are the knobs, or their sections, that the command uses; None means all of
-    them, or for a RUN `RUN_KNOBS`.
+    them, or for a RUN `RUN_KNOBS`. With `pretrained`, a folder of Hugging Face may take the place of RUN.
     Prints the help and raises `HelpShown` on --help. Raises `RequestError` with a sentence for each problem.
     """
     if argv is None:

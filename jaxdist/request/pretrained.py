@@ -9,11 +9,8 @@ from typing import Any
 
 from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.files import read_toml
-from jaxdist.huggingface.folder import TOKENIZER, is_folder, open_config
+from jaxdist.huggingface.folder import KEPT, TOKENIZER, is_folder, open_config
 from jaxdist.huggingface.model_config import differing, longest_sequence, maximum_of, model_values
-
-KEPT = "huggingface"
-"""The folder in that of a run with the small files of the folder of Hugging Face that the run began with."""
 
 RUNS = Path("runs")
 """Where the folders of runs are by default."""
@@ -104,12 +101,24 @@ def check_described(config: Config) -> None:
 
 def _differences(folder: Path, found: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each given knob of `model` that is not as in the folder."""
-    determined = [name for name in ModelConfig.model_fields if name not in OWN and f"model.{name}" in given]
+    names = [name for name in ModelConfig.model_fields if name not in OWN and f"model.{name}" in given]
+    ours = {name: given[f"model.{name}"] for name in names}
     theirs = ModelConfig(**found)
     return [
-        f"model.{name} is {given[f'model.{name}']}, but the model in '{folder}' has {getattr(theirs, name)}; leave it out"
-        for name in differing(found, {name: given[f"model.{name}"] for name in determined})
+        f"model.{name} is {ours[name]}, but the model in '{folder}' has {getattr(theirs, name)}; leave it out"
+        for name in differing(found, ours)
     ]
+
+
+def as_asked(config: Config) -> Config:
+    """Return `config` with the folder that it begins with as `data.tokenizer`, instead of what the run keeps of it.
+
+    So the configuration of a run is the same whether or not that folder is still there.
+    """
+    if config.data.tokenizer != config.folder / KEPT:
+        return config
+    data = config.data.model_copy(update={"tokenizer": config.init_from})
+    return config.model_copy(update={"data": data})
 
 
 def _began_with(run: Path, init_from: Path) -> bool:
