@@ -29,10 +29,17 @@ SMALL_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
 )
 """Files beside the weights that a run keeps: an export writes them again."""
+
+KEPT = "huggingface"
+"""The folder in that of a run with the small files of the folder of Hugging Face that the run began with."""
+
+SOURCE = "source.json"
+"""The file there with more about that folder: its path, the longest sequence, and the dtype of its weights."""
 
 OTHER_FORMS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".gguf")
 """Endings of files of weights that are not read."""
