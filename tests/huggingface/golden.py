@@ -28,8 +28,8 @@ def expected(name: str) -> tuple[np.ndarray, np.ndarray]:
 def config_of(name: str, mesh: str = "1x1x1", **model: object) -> Config:
     """The configuration of a run that begins with a folder; `model` replaces what the folder says."""
     tokens, _ = expected(name)
-    asked = {"init_from": str(GOLDEN / name), "mesh": mesh, "model.sequence": str(tokens.shape[1]), **MESHES[mesh]}
-    config = load(None, asked)
+    asked = {"init_from": GOLDEN / name, "data.tokenizer": GOLDEN / "llama31", "model.sequence": tokens.shape[1]}
+    config = load(None, {"mesh": mesh, **{knob: str(value) for knob, value in asked.items()}, **MESHES[mesh]})
     return config.model_copy(update={"model": config.model.model_copy(update=model)})
 
 

@@ -21,7 +21,9 @@ DEFAULT = {
 """The rows of the whole suite: every folder on one device and on another mesh; two of them on all."""
 
 ROWS = [
-    pytest.param(*row, marks=[] if row[1] == "1x1x1" else pytest.mark.slow if row in DEFAULT else pytest.mark.exhaustive)
+    pytest.param(
+        *row, marks=[] if row[1] == "1x1x1" else pytest.mark.slow if row in DEFAULT else pytest.mark.exhaustive
+    )
     for row in itertools.product(NAMES, MESHES)
 ]
 
