@@ -31,10 +31,17 @@ SMALL_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
 )
 """Files beside the weights that a run keeps: an export writes them again."""
+
+KEPT = "huggingface"
+"""The folder in that of a run with the small files of the folder of Hugging Face that the run began with."""
+
+SOURCE = "source.json"
+"""The file there with more about that folder: its path, the longest sequence, and the dtype of its weights."""
 
 WRITTEN = re.compile("|".join([*map(re.escape, SMALL_FILES), r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"]))
 """The names of the files that an export writes."""

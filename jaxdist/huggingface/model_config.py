@@ -75,12 +75,17 @@ def model_type_of(folder: Folder) -> ModelType:
     return MODEL_TYPES[name]
 
 
+def maximum_of(folder: Folder) -> int:
+    """Return the sequence S that the folder's model was made for; `model_values` has found it valid."""
+    return _maximum(folder, model_type_of(folder))
+
+
 def longest_sequence(folder: Folder, values: dict[str, Any]) -> int:
-    """Return the longest sequence S that the folder's model is for; `values` are those of `model_values`.
+    """Return the longest sequence S that the folder's model is good for; `values` are those of `model_values`.
 
     A scaling of rotary positions covers `factor` times the sequence that it begins with.
     """
-    maximum = _maximum(folder, model_type_of(folder))
+    maximum = maximum_of(folder)
     scaling = parse(values.get("rope_scaling", "none"))
     return max(maximum, int(scaling.factor * (scaling.original or maximum)))
 
@@ -94,7 +99,7 @@ def differing(values: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
     ours = theirs.model_copy(update=given)
     for name in given:
         attribute = RESOLVED.get(name, name)
-        if name in values and getattr(theirs, attribute) != getattr(ours, attribute):
+        if getattr(theirs, attribute) != getattr(ours, attribute):
             yield name
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxdist.config import Config, RequestError
+from jaxdist.huggingface.folder import is_folder
 from jaxdist.request.checks.registry import check, unused
 
 BYTE_LEVEL_VOCAB = 257
@@ -54,13 +55,23 @@ def _documents(config: Config) -> Iterator[str]:
 def _vocab(config: Config) -> Iterator[str]:
     if config.model.images:
         return
-    tokenized = config.data.path is not None and config.data.path.suffix.lower() == ".bin"
-    trains_tokenizer = not config.data.tokenizer and not tokenized
-    if trains_tokenizer and config.model.vocab < BYTE_LEVEL_VOCAB:
+    if not _trains_tokenizer(config):
+        return
+    if config.init_from and is_folder(config.init_from):
+        yield (
+            f"'{config.init_from}' has no tokenizer.json, and its weights know the tokens of one tokenizer alone; give "
+            f"that one as data.tokenizer, or data that are tokens already (.bin)"
+        )
+    elif config.model.vocab < BYTE_LEVEL_VOCAB:
         yield (
             f"model.vocab {config.model.vocab} is too small for the byte-level tokenizer that is trained on text; "
             f"set it to {BYTE_LEVEL_VOCAB} or more, or give a data.tokenizer"
         )
+
+
+def _trains_tokenizer(config: Config) -> bool:
+    tokenized = config.data.path is not None and config.data.path.suffix.lower() == ".bin"
+    return not config.data.tokenizer and not tokenized
 
 
 @check("run_dir")
@@ -81,7 +92,8 @@ def _run_dir(config: Config) -> Iterator[str]:
 
 @check("init_from")
 def _init_from(config: Config) -> Iterator[str]:
-    if config.init_from is None:
+    # The weights of a folder of Hugging Face are read without the library that has these limits.
+    if config.init_from is None or is_folder(config.init_from):
         return
     problem = path_problem(config.init_from)
     if problem:
