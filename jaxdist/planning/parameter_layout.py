@@ -293,7 +293,9 @@ def _wider(config: Config, ranks: int) -> str:
     sizes = config.model
     if sizes.images:
         return ""
-    # Rotary positions pair the values of a head, so its size is even.
-    head = 2 if sizes.traits.rotary else 1
-    unit = math.lcm(ranks, sizes.heads * head)
+    unit = ranks
+    if not sizes.head_dim:
+        # The width is that of all heads. Rotary positions pair the values of a head, so its size is even.
+        head = 2 if sizes.traits.rotary else 1
+        unit = math.lcm(ranks, sizes.heads * head)
     return to("model.embed", multiples(unit, near=sizes.embed))
