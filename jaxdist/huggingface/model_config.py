@@ -26,6 +26,9 @@ from jaxdist.rope_scaling import parse
 
 OTHER_MODEL = "take another model"
 
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
 RESOLVED = {"kv_heads": "key_value_heads", "head_dim": "head_size", "mlp": "mlp_size", "positions": "position_rows"}
 """Knobs of `model` whose 0 stands for another value, and the property that has it."""
 
@@ -72,12 +75,17 @@ def model_type_of(folder: Folder) -> ModelType:
     return MODEL_TYPES[name]
 
 
+def maximum_of(folder: Folder) -> int:
+    """Return the sequence S that the folder's model was made for; `model_values` has found it valid."""
+    return _maximum(folder, model_type_of(folder))
+
+
 def longest_sequence(folder: Folder, values: dict[str, Any]) -> int:
-    """Return the longest sequence S that the folder's model is for; `values` are those of `model_values`.
+    """Return the longest sequence S that the folder's model is good for; `values` are those of `model_values`.
 
     A scaling of rotary positions covers `factor` times the sequence that it begins with.
     """
-    maximum = _maximum(folder, model_type_of(folder))
+    maximum = maximum_of(folder)
     scaling = parse(values.get("rope_scaling", "none"))
     return max(maximum, int(scaling.factor * (scaling.original or maximum)))
 
@@ -91,7 +99,7 @@ def differing(values: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
     ours = theirs.model_copy(update=given)
     for name in given:
         attribute = RESOLVED.get(name, name)
-        if name in values and getattr(theirs, attribute) != getattr(ours, attribute):
+        if getattr(theirs, attribute) != getattr(ours, attribute):
             yield name
 
 
@@ -151,42 +159,45 @@ def _wrong_architecture(config: dict[str, Any], kind: ModelType) -> Iterator[str
 
 def _window(config: dict[str, Any], kind: ModelType, layers: Any) -> tuple[Any, list[str]]:
     """Return the sliding window that all layers have, or 0, and a sentence for each problem."""
+    if not isinstance(layers, int) or layers < 1:
+        # The sentence about this key is enough.
+        return 0, []
     window = config.get("sliding_window", None if kind.window == "none" else WINDOW_DEFAULT)
-    first = 0
-    if kind.window == "some":
-        if not config.get("use_sliding_window", False):
-            window = None
-        first = config.get("max_window_layers", FIRST_WINDOWED)
-    if not isinstance(layers, int) or not isinstance(first, int):
-        return 0, [f"num_hidden_layers {layers!r} and max_window_layers {first!r} must be whole numbers"]
-    types = ["full_attention" if window is None or layer < first else "sliding_attention" for layer in range(layers)]
-    listed = config.get("layer_types")
-    if listed is not None and kind.window == "some":
-        types = listed
-    problems = []
+    if kind.window == "some" and not config.get("use_sliding_window", False):
+        window = None
     if window is not None and kind.window == "none":
-        problems.append(f"sliding_window is {window!r}, which {config['model_type']} does not have; {OTHER_MODEL}")
+        return 0, [f"sliding_window is {_short(window)}, which this model_type does not have; {OTHER_MODEL}"]
     if window == 0:
-        problems.append("sliding_window is 0, which hides every token; write null for no window")
-    if listed is not None and listed != types:
-        problems.append(f"layer_types is {_short(listed)}, which sliding_window {window!r} contradicts; {OTHER_MODEL}")
-    if isinstance(types, list) and len(types) == layers:
-        problems += _mixed(types, window)
-    else:
-        problems.append(f"layer_types is {_short(types)}, which must be a list with one for each of {layers} layers")
-    return window or 0, problems
+        return 0, ["sliding_window is 0, which hides every token; write null for no window"]
+    first = config.get("max_window_layers", FIRST_WINDOWED) if kind.window == "some" else 0
+    if not isinstance(first, int):
+        return 0, [f"max_window_layers is {_short(first)}, which must be a whole number"]
+    implied = [FULL if window is None or layer < first else SLIDING for layer in range(layers)]
+    types = config.get("layer_types")
+    if types is None:
+        types = implied
+    problem = _wrong_types(types, layers, window)
+    if not problem and kind.window != "some" and types != implied:
+        problem = f"layer_types is {_short(types)}, which sliding_window {_short(window)} contradicts; {OTHER_MODEL}"
+    if problem:
+        return 0, [problem]
+    return (window if SLIDING in types else 0), []
 
 
-def _mixed(types: list[Any], window: Any) -> list[str]:
-    """Return a sentence where the layers are not all full attention, or all with the window."""
-    expected = "full_attention" if window is None else "sliding_attention"
-    others = [kind for kind in types if kind != expected]
-    if not others:
-        return []
-    return [
-        f"{len(others)} of {len(types)} layers have {others[0]} (layer_types, max_window_layers), the others "
-        f"{expected}, and all layers must have the same window; {OTHER_MODEL}"
-    ]
+def _wrong_types(types: Any, layers: int, window: Any) -> str:
+    """Return why `layer_types` gives no window that all layers have, or an empty string."""
+    shown = _short(types)
+    if not isinstance(types, list) or len(types) != layers or any(one not in (FULL, SLIDING) for one in types):
+        return f"layer_types is {shown}, and only {FULL} or {SLIDING} for each of {layers} layers is computed"
+    windowed = types.count(SLIDING)
+    if windowed and window is None:
+        return f"layer_types is {shown}, but sliding_window (with use_sliding_window) gives no window; {OTHER_MODEL}"
+    if 0 < windowed < layers:
+        return (
+            f"{windowed} of {layers} layers have a sliding window (layer_types, max_window_layers), and all layers "
+            f"must have the same; {OTHER_MODEL}"
+        )
+    return ""
 
 
 def _window_json(model: ModelConfig, kind: ModelType) -> dict[str, Any]:
@@ -196,7 +207,7 @@ def _window_json(model: ModelConfig, kind: ModelType) -> dict[str, Any]:
     window = model.window or None
     if kind.window == "all":
         return {"sliding_window": window}
-    layer_type = "sliding_attention" if window else "full_attention"
+    layer_type = SLIDING if window else FULL
     return {
         "sliding_window": window,
         "use_sliding_window": window is not None,

@@ -20,6 +20,9 @@ NAMES = {
 NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
 """Numbers of each kind that transformers has no default for."""
 
+WITH_DEFAULT = ("fast", "slow", "attention")
+"""Numbers of yarn that have the same defaults in transformers, and need not be written."""
+
 THETA = 10_000.0
 """The base of transformers where none is given."""
 
@@ -113,8 +116,8 @@ def rope_json(theta: float, scaling: RopeScaling) -> dict[str, Any]:
     else:
         parameters = {"rope_type": scaling.kind}
         for name in NUMBERS[scaling.kind]:
-            # No attention factor means the one that follows from the factor, in transformers too.
-            if name != "attention" or scaling.attention:
-                parameters[NAMES[name]] = getattr(scaling, name)
+            value = getattr(scaling, name)
+            if name not in WITH_DEFAULT or value != getattr(RopeScaling(), name):
+                parameters[NAMES[name]] = value
         old = dict(parameters)
     return {"rope_theta": theta, "rope_scaling": old, "rope_parameters": {**parameters, "rope_theta": theta}}
