@@ -361,7 +361,6 @@ def large(tmp_path_factory) -> tuple[Path, int]:
     config |= dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=16, vocab_size=4096, head_dim=64)
     config |= dict(num_key_value_heads=8, tie_word_embeddings=True)
     (path / "config.json").write_text(json.dumps(config))
-    save_file({}, path / "model.safetensors")
     model = model_of(path)
     tensors = {}
     for leaf in family_of(model).leaves:
@@ -373,11 +372,10 @@ def large(tmp_path_factory) -> tuple[Path, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "zero"), [("1x1x1", 0), ("2x2x1", 3)])
-def test_reading_takes_two_tensors_beside_the_shards_at_most(large, mesh, zero):
+def test_reading_takes_two_tensors_beside_the_shards_at_most(large):
     """And 64 MiB. The largest parameter, all layers of two matrices, is 128 MiB."""
     path, largest = large
-    command = [sys.executable, "-c", MEMORY, str(path), mesh, str(zero)]
+    command = [sys.executable, "-c", MEMORY, str(path), "2x2x1", "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     held, peak = map(int, done.stdout.split("took")[1].split())
     assert held > 256 * 2**20
