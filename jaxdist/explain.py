@@ -141,7 +141,7 @@ def _compiled(
 
     gpu = gpu_of(target) if target else None
     mesh = abstract_mesh(dict(zip(AXES, numbers.shape, strict=True)))
-    layout = Layout.on(mesh, rules(config, mesh.shape), gpu or CPU)
+    layout = Layout.on(mesh, rules(config), gpu or CPU)
     program = compile_apart(lower, target, count)
     if target:
         # Neighbours in the mesh share a host, as in a run.

@@ -110,11 +110,13 @@ def _llama(model: ModelConfig) -> Family:
     ]
     if model.qkv_bias:
         leaves.append(Leaf("blocks.attention.qkv_bias", "LKCH", _projections(attention, "bias", ())))
-    if model.qk_norm != "none":
-        # One scale for all heads, or of all heads together.
-        queries, keys = ("H", "H") if model.qk_norm == "head" else ("KGH", "KH")
-        leaves.append(_one("blocks.attention.q_norm.scale", "L" + queries, attention + "q_norm.weight", (queries,)))
-        leaves.append(_one("blocks.attention.k_norm.scale", "L" + keys, attention + "k_norm.weight", (keys,)))
+    norms = (attention + "q_norm.weight", attention + "k_norm.weight")
+    if model.qk_norm == "head":
+        leaves.append(_one("blocks.attention.q_norm.scale", "LH", norms[0], ("H",)))
+        leaves.append(_one("blocks.attention.k_norm.scale", "LH", norms[1], ("H",)))
+    elif model.qk_norm == "full":
+        pieces = (Piece(norms[0], ("KGH",)), Piece(norms[1], ("KH",)))
+        leaves.append(Leaf("blocks.attention.qk_norm.scale", "LKCH", pieces))
     ignored = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
     return _with_output(model, leaves, "model.embed_tokens.weight", "model.", ignored)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from jaxdist.files import open_regular
 from jaxdist.huggingface.safetensors_file import read_header
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
 
 SMALL_FILES = (
     CONFIG,
-    "generation_config.json",
+    GENERATION,
     TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -40,6 +42,9 @@ KEPT = "huggingface"
 
 SOURCE = "source.json"
 """The file there with more about that folder: its path, the longest sequence, and the dtype of its weights."""
+
+WRITTEN = re.compile("|".join([*map(re.escape, SMALL_FILES), r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"]))
+"""The names of the files that an export writes."""
 
 OTHER_FORMS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".gguf")
 """Endings of files of weights that are not read."""

@@ -50,6 +50,11 @@ class PlacedPiece:
         """The shape of their tensor with one dim for each letter."""
         return tuple(self.sizes[letter] for letter in self.piece.letters)
 
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """Where all its numbers lie in one layer of our parameter."""
+        return tuple(slice(*self.joined) if letter == JOINED else slice(None) for letter in self.letters)
+
     def name(self, layer: int) -> str:
         """Return the name of their tensor in a layer."""
         return self.piece.name.format(layer=layer)
@@ -71,6 +76,7 @@ class PlacedPiece:
         for letter in self.letters:
             first, last = self._common(spans) if letter == JOINED else spans[letter]
             start = spans[letter][0]
+            # Rows beyond the vocabulary are not in their tensor.
             place.append(slice(first - start, min(last, self.sizes.get(letter, last)) - start))
         return tuple(place)
 
@@ -83,7 +89,7 @@ class PlacedPiece:
         return values
 
     def to_theirs(self, values: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
-        """Return their whole tensor, from the part of one layer of ours that has its places along C."""
+        """Return their whole tensor, from the part `region` of one layer of ours."""
         if self._alone:
             values = values.squeeze(self.letters.index(JOINED))
         order = [self._theirs.index(letter) for letter in self.piece.letters]
@@ -130,12 +136,6 @@ def shape_of(leaf: Leaf, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of one of our parameters."""
     joined = placed(leaf, sizes)[-1].joined[1]
     return tuple(joined if letter == JOINED else sizes[letter] for letter in leaf.letters)
-
-
-def whole(leaf: Leaf, sizes: Mapping[str, int]) -> dict[str, Span]:
-    """Return the spans of a whole parameter of ours."""
-    shape = shape_of(leaf, sizes)
-    return {letter: (0, size) for letter, size in zip(leaf.letters, shape, strict=True)}
 
 
 def extents(box: Sequence[Span]) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Read the weights of a folder of Hugging Face straight into the shards of a mesh.
 
-No process reads more than its own devices hold, and no tensor is in memory whole but the one that is being read. All
-names and shapes are checked before the first weight is read.
+No process asks for more bytes than its own devices hold, and each of them once. Beside the shards, one tensor of the
+file is in memory, and on CPUs a shard is the memory into which it was read. Other devices get a parameter when all of
+it is read: until then its shards of this process are in the host's memory.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ from jaxdist.files import open_regular
 
 LENGTH = 8
 """Bytes that say how long the header is."""
+
+ALIGNMENT = 8
+"""The bytes of the tensors begin at a multiple of this."""
 
 LARGEST_HEADER = 100_000_000
 """Bytes of the longest header that the format allows."""
@@ -35,6 +39,49 @@ class Entry(NamedTuple):
     """Where its bytes begin, counted from the beginning of the file."""
     stop: int
     """Where its bytes end."""
+
+
+class Tensor(NamedTuple):
+    """One tensor of a file that is to be written."""
+
+    name: str
+    dtype: str
+    """As the header spells it, such as BF16."""
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def write_file(
+    path: Path, tensors: Sequence[Tensor], content: Callable[[Tensor], memoryview], metadata: Mapping[str, str]
+) -> None:
+    """Write a file of these tensors, in this order, in place of what `path` holds. Raises `OSError`.
+
+    `content` returns the bytes of a tensor when it is its turn, so that only one need be in memory.
+    """
+    with open(path, "wb") as file:
+        file.write(_described(tensors, metadata))
+        for tensor in tensors:
+            data = content(tensor)
+            assert data.nbytes == tensor.size
+            file.write(data)
+
+
+def _described(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of a file, and its length before it."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    start = 0
+    for tensor in tensors:
+        stop = start + tensor.size
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # Readers may map the file: numbers begin at a multiple of 8 bytes.
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(LENGTH, "little") + text
 
 
 def read_header(path: Path) -> dict[str, Entry]:

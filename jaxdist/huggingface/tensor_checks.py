@@ -46,8 +46,8 @@ def check_tensors(folder: Folder, model: ModelConfig) -> Tensors:
     problems = _missing(folder, model, [own for own in shapes if own not in used and own not in family.copies])
     if unused:
         problems.append(
-            f"'{folder.path}' holds tensors that this model does not use: {_listed(unused)}; it is another model, of "
-            f"which config.json does not say all"
+            f"'{folder.path}' holds tensors that this model does not use: {_listed(unused)}; its config.json does not "
+            f"describe the model that they are of"
         )
     problems += _other_forms(folder, shapes, used, entries, copies)
     if problems:
@@ -139,7 +139,9 @@ def _other_forms(
     problems = []
     if reshaped:
         each = "; ".join(f"{_listed(names)} is {how}" for how, names in reshaped.items())
-        problems.append(f"'{folder.path}' holds tensors of other shapes: {each}; its config.json is of another model")
+        problems.append(
+            f"'{folder.path}' holds tensors of other shapes: {each}; its config.json describes another model"
+        )
     for dtype, names in unread.items():
         problems.append(
             f"'{folder.path}' holds {_listed(names)} as {dtype}, and only {', '.join(ITEM_BYTES)} are read; convert "
@@ -154,14 +156,15 @@ def _other_forms(
 
 def _listed(names: Iterable[str]) -> str:
     """Return names as text: those that differ by the number of a layer alone as one, `model.layers.{0-27}.x`."""
-    layers: dict[str, list[int]] = defaultdict(list)
+    layers: dict[tuple[str, str], list[int]] = {}
+    listed = []
     for name in names:
         found = re.search(r"(?<=\.)\d+(?=\.)", name)
         if found:
-            layers[f"{name[: found.start()]}{{}}{name[found.end() :]}"].append(int(found[0]))
+            layers.setdefault((name[: found.start()], name[found.end() :]), []).append(int(found[0]))
         else:
-            layers[name] = []
-    listed = [pattern.replace("{}", _numbers(numbers)) for pattern, numbers in layers.items()]
+            listed.append(name)
+    listed += [f"{start}{_numbers(numbers)}{end}" for (start, end), numbers in layers.items()]
     if len(listed) > LISTED:
         listed[LISTED:] = [f"{len(listed) - LISTED} more"]
     return ", ".join(listed)
@@ -169,9 +172,11 @@ def _listed(names: Iterable[str]) -> str:
 
 def _numbers(numbers: list[int]) -> str:
     """Return numbers of layers as text: `3`, `{0-27}` where none is left out, else `{0,2,5}`."""
-    if len(numbers) == 1:
-        return str(numbers[0])
     numbers = sorted(numbers)
-    if numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{{{numbers[0]}-{numbers[-1]}}}"
+    first = numbers[0]
+    last = numbers[-1]
+    if first == last:
+        return str(first)
+    if numbers == list(range(first, last + 1)):
+        return f"{{{first}-{last}}}"
     return "{" + ",".join(map(str, numbers)) + "}"

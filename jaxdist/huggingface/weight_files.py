@@ -46,36 +46,34 @@ class WeightFiles:
         Raises `DataLost` where the file cannot be read any more.
         """
         entry = self._tensors.entries[name]
+        path = self._tensors.files[name]
         values = np.empty(extents(box), DTYPES[entry.dtype])
         # The dims from `inner` on lie side by side in the file: one run of bytes for each place in the dims before.
         inner = _first_inner_dim(shape, box)
         runs = values.reshape(math.prod(values.shape[:inner]), -1).view(np.uint8)
-        starts = _starts(shape, box, inner)
-        for run, start in zip(runs, starts, strict=True):
-            self._fill(name, run, entry.start + int(start) * values.itemsize)
-        return values
-
-    def _fill(self, name: str, run: Shaped[np.ndarray, " bytes"], start: int) -> None:
-        """Read bytes from `start` of the file of a tensor on, until `run` is full."""
-        path = self._tensors.files[name]
+        starts = entry.start + values.itemsize * _starts(shape, box, inner)
         try:
-            descriptor = self._descriptor(path)
-            filled = 0
-            while filled < len(run):
-                # The system reads 2 GiB at a time at most.
-                count = os.preadv(descriptor, [run[filled:].data], start + filled)
-                if count == 0:
+            if path not in self._open:
+                self._open[path] = os.open(path, os.O_RDONLY)
+            for run, start in zip(runs, starts.tolist(), strict=True):
+                if _fill(self._open[path], run, start) < len(run):
                     raise DataLost(f"'{path}' has become shorter while it was read; copy it again")
-                filled += count
         except OSError as error:
             raise DataLost(f"'{path}' cannot be read any more: {(error.strerror or str(error)).lower()}") from error
-        self.asked += len(run)
+        self.asked += runs.size
+        return values
 
-    def _descriptor(self, path: Path) -> int:
-        """Return the open file at `path`."""
-        if path not in self._open:
-            self._open[path] = os.open(path, os.O_RDONLY)
-        return self._open[path]
+
+def _fill(descriptor: int, run: Shaped[np.ndarray, " bytes"], start: int) -> int:
+    """Read bytes from `start` of a file on until `run` is full or the file ends; return how many were read."""
+    filled = 0
+    while filled < len(run):
+        # The system reads 2 GiB at a time at most.
+        count = os.preadv(descriptor, [run[filled:].data], start + filled)
+        if count == 0:
+            break
+        filled += count
+    return filled
 
 
 def _first_inner_dim(shape: Sequence[int], box: Sequence[Span]) -> int:

@@ -22,6 +22,7 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.layers import RMSNorm, SwiGLU, rotary
 from jaxdist.models.loss import cross_entropy
+from jaxdist.rope_scaling import RopeScaling
 from jaxdist.sharding import RULES, Layout
 
 BOUNDS = {"bfloat16": 2**-5, "float16": 2**-8, "float32": 2**-8, "float64": 1e-10}
@@ -30,6 +31,9 @@ once can do. GPUs multiply float32 with the significand of float16 (TF32). float
 
 THETA = 10_000.0
 """Base of the rotary positions here."""
+
+EPS = 1e-5
+"""What the norm here adds to the mean square."""
 
 
 class Difference(NamedTuple):
@@ -56,6 +60,8 @@ class Sizes:
     kv_heads: int = 1
     size: int = 64
     """Of a head."""
+    window: int = 0
+    """Tokens that a query sees; 0: all before it."""
     mlp: int = 256
     vocab: int = 512
 
@@ -69,7 +75,9 @@ def attention(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> list[Differ
     """Compare the attention that `models.attention` chooses on this device."""
     q = (sizes.rows, sizes.sequence, sizes.heads, sizes.size)
     kv = (sizes.rows, sizes.sequence, sizes.kv_heads, sizes.size)
-    return _compare("attention", "qkv", causal_attention, _plain_attention, (q, kv, kv), dtype, device)
+    fast = partial(causal_attention, window=sizes.window)
+    plain = partial(_plain_attention, window=sizes.window)
+    return _compare("attention", "qkv", fast, plain, (q, kv, kv), dtype, device)
 
 
 def everything(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> Iterator[Difference]:
@@ -86,7 +94,7 @@ def everything(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> Iterator[D
         return cross_entropy(layout, x, table, jnp.asarray(labels))
 
     def turn(layout: Layout, x: jax.Array) -> jax.Array:
-        return rotary(x, THETA)
+        return rotary(x, tuple(RopeScaling().frequencies(THETA, sizes.size)))
 
     yield from attention(sizes, dtype, device)
     plain_loss = partial(_plain_cross_entropy, labels)
@@ -140,14 +148,17 @@ def _error(a: Array, b: Array) -> float:
     return float(np.max(np.abs(found - wanted)) / np.max(np.abs(wanted)))
 
 
-def _plain_attention(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> Array:
+def _plain_attention(
+    q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], window: int = 0
+) -> Array:
     group = q.shape[2] // k.shape[2]
     sequence = q.shape[1]
     k = jnp.repeat(k, group, axis=2)
     v = jnp.repeat(v, group, axis=2)
     scores = jnp.einsum("BSNH,BTNH->BNST", q, k) * q.shape[3] ** -0.5
-    past = jnp.arange(sequence)[:, None] >= jnp.arange(sequence)
-    return jnp.einsum("BNST,BTNH->BSNH", jax.nn.softmax(jnp.where(past, scores, -jnp.inf)), v)
+    distance = jnp.arange(sequence)[:, None] - jnp.arange(sequence)
+    seen = (distance >= 0) & (distance < (window or sequence))
+    return jnp.einsum("BNST,BTNH->BSNH", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
 
 
 def _plain_cross_entropy(labels: np.ndarray, x: Float[Array, "k B S D"], table: Float[Array, "V D"]) -> Array:
@@ -158,13 +169,13 @@ def _plain_cross_entropy(labels: np.ndarray, x: Float[Array, "k B S D"], table: 
 
 
 def _rms_norm(layout: Layout, x: Float[Array, "B S D"], scale: Float[Array, " D"]) -> Array:
-    norm = RMSNorm(scale.size)
+    norm = RMSNorm(scale.size, EPS)
     norm.scale = nnx.Param(scale)
     return norm(x)
 
 
 def _plain_rms_norm(x: Float[Array, "B S D"], scale: Float[Array, " D"]) -> Array:
-    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-5) * scale
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + EPS) * scale
 
 
 def _swiglu(

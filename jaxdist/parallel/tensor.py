@@ -28,7 +28,7 @@ from jaxdist.sharding import LETTERS, Layout, gradient_spec, wide
 
 PRODUCT = "product"
 """The checkpoint name of every matmul with a weight: activation checkpointing (remat) policies see no operation inside
-a custom VJP, so they go by this name."""
+a custom VJP, so they go by this name. `mean_over_heads` uses it too, so that its all-reduce is not repeated."""
 
 
 def enter(layout: Layout, x: Float[Array, "B s D"], logical: str) -> Float[Array, "B S D"]:
@@ -112,13 +112,30 @@ def _matmul_backward(
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
+def mean_over_heads(layout: Layout, x: Float[Array, "B S K C"]) -> Float[Array, "B S 1 C"]:
+    """Return the mean over the key/value heads of the whole mesh, by an all-reduce where the model axis splits them.
+
+    Where `parallel.heads` has dealt them, each is there equally often.
+    """
+    mean = jnp.mean(x, 2, keepdims=True)
+    axes = layout.split("heads")
+    if layout.manual and axes:
+        mean = region.vary(jax.lax.pmean(mean, axes), axes)
+    return checkpoint_name(mean, PRODUCT)
+
+
 def lookup(
-    layout: Layout, table: Float[Array, "V D"], ids: Int[Array, "B S"], logical: str = "vocab"
+    layout: Layout,
+    table: Float[Array, "V D"],
+    ids: Int[Array, "B S"],
+    logical: str = "vocab",
+    size: int | None = None,
 ) -> Float[Array, "B s D"]:
     """Look up rows of a table; an id outside of it gives NaN.
 
     `logical` is the logical axis of V. Where V is split, each device looks up its own rows and the devices add up what
-    they found (Megatron-LM, section 3).
+    they found (Megatron-LM, section 3). A table that is split may have more rows than its `size`
+    (`parallel.vocabulary`); these are outside of it.
     """
     batch = layout.split("batch")
     split = layout.split(logical)
@@ -134,7 +151,8 @@ def lookup(
         if not split:
             return rows_of(table, ids).astype(dtype)
         own = ids - table.shape[0] * jax.lax.axis_index(split)
-        elsewhere = ((own < 0) | (own >= table.shape[0])) & (ids >= 0) & (ids < table.shape[0] * layout.parts(logical))
+        known = size or table.shape[0] * layout.parts(logical)
+        elsewhere = ((own < 0) | (own >= table.shape[0])) & (ids >= 0) & (ids < known)
         rows = jnp.where(elsewhere[..., None], 0, rows_of(table, jnp.where(elsewhere, 0, own))).astype(dtype)
         return _leave_manual(rows, split, stream)
 

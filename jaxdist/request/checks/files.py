@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ from jaxdist.request.checks.registry import check, unused
 
 BYTE_LEVEL_VOCAB = 257
 """Fewest entries of a byte-level tokenizer: one for each byte, and the end-of-text token."""
+
+LISTED = 3
+"""Names that an error lists at most."""
 
 
 @check("data.validation_path", "data.validation_fraction")
@@ -154,6 +158,35 @@ def check_output(what: str, path: str | Path, example: str) -> None:
         # For example, the name may be too long.
         reason = (error.strerror or str(error)).lower()
         raise RequestError(f"{output} cannot be written: {reason}; name another file") from error
+
+
+def check_output_folder(what: str, path: Path, replace: bool, written: re.Pattern[str]) -> None:
+    """Raise `RequestError` if `what` cannot write the folder `path`, before the work that produces its files.
+
+    A folder that is there must be empty; with `replace`, it may also hold files whose names match `written`, which are
+    replaced. It must not be, or belong to, a run.
+    """
+    output = f"{what} '{path}'"
+    try:
+        if path.is_symlink():
+            raise RequestError(f"{output} is a symbolic link; name the folder itself")
+        _check_folder(output, path.absolute().parent)
+        _check_no_run(output, path)
+        if not os.path.lexists(path):
+            return
+        if not path.is_dir():
+            raise RequestError(f"{output} is not a folder; name one that is empty, or new")
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise RequestError(f"{output} cannot be written: {reason}; name another folder") from error
+    if names and not replace:
+        raise RequestError(f"{output} is not empty; name another folder, or add --force to replace it")
+    others = [name for name in names if not written.fullmatch(name)]
+    if others:
+        raise RequestError(
+            f"{output} holds other things ({', '.join(others[:LISTED])}), which are not replaced; name another folder"
+        )
 
 
 def _check_regular(output: str, path: Path, example: str) -> None:
