@@ -22,7 +22,7 @@ from jaxdist.training.checkpoint.readback import array_names
 CHUNK_BYTES = 8 << 20
 """Bytes of the largest chunk of a parameter that is written. A chunk is compressed, and read, as a whole."""
 
-CACHE_BYTES = 16 << 20
+CACHE_BYTES = 16777216
 """Bytes of decoded chunks that are kept: the pieces of one leaf are often read one after the other."""
 
 Region = tuple[slice, ...]
