@@ -193,6 +193,9 @@ class Layout:
         if "norm" in logical:
             # A norm is applied element by element to the residual stream, whose sequence may be sharded too.
             axes = (*axes, *self.split("residual"))
+        if "head_norm" in logical:
+            # All heads share one scale.
+            axes = (*axes, *self.split("heads"))
         return frozenset(axes)
 
 

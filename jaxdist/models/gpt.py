@@ -23,9 +23,9 @@ class Block(nnx.Module):
         out_scale = 0.02 / (2 * config.layers) ** 0.5
         self.layout = layout
         self.rate = config.dropout
-        self.norm1 = LayerNorm(config.embed)
+        self.norm1 = LayerNorm(config.embed, config.norm_eps)
         self.attention = Attention(config.embed, config.heads, layout, rngs, out_scale)
-        self.norm2 = LayerNorm(config.embed)
+        self.norm2 = LayerNorm(config.embed, config.norm_eps)
         self.mlp = MLP(config.embed, config.mlp_size, layout, rngs, out_scale)
 
     def __call__(
@@ -43,18 +43,23 @@ class GPT(Decoder):
         self.layout = layout
         self.rate = config.dropout
         self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
-        self.positions = weight(rngs, (config.sequence, config.embed), ("residual", "embed"), 0.01)
+        # A table longer than a row is never split: the part that a device needs is not its part of the table.
+        self.whole_table = config.position_rows > config.sequence
+        dim = "positions" if self.whole_table else "residual"
+        self.positions = weight(rngs, (config.position_rows, config.embed), (dim, "embed"), 0.01)
         self.blocks = jax.vmap(lambda rngs: Block(config, layout, rngs))(rngs.split(config.layers))
-        self.norm = LayerNorm(config.embed)
+        self.norm = LayerNorm(config.embed, config.norm_eps)
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
 
     def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts) -> Float[Array, "B s D"]:
         """Return the residual stream before the first block; positions are counted from the start of each document."""
         x = lookup(self.layout, self.table[...], tokens)
-        if starts is None:
-            x = x + spread(self.positions[...][: tokens.shape[1]], x)
+        table = self.positions[...]
+        if starts is None and not (self.whole_table and self.layout.split("residual")):
+            x = x + spread(table[: tokens.shape[1]], x)
         else:
-            # A lookup, because each row has its own positions.
+            # A lookup, because each row has its own positions, or each device its own part of the sequence.
+            starts = jnp.zeros_like(tokens) if starts is None else starts
             places = jnp.arange(tokens.shape[1], dtype=starts.dtype)[None] - starts
-            x = x + lookup(self.layout, self.positions[...], places, "residual")
+            x = x + lookup(self.layout, table, places, "positions" if self.whole_table else "residual")
         return dropout(self.layout, x, self.rate, keys, site=0)

@@ -8,13 +8,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
+from jaxdist.config import ModelConfig
 from jaxdist.models.attention import Starts, causal_attention
 from jaxdist.parallel import region
-from jaxdist.parallel.tensor import einsum, enter
+from jaxdist.parallel.tensor import einsum, enter, mean_over_heads
 from jaxdist.sharding import Layout, spread, wide
 
 
@@ -57,40 +57,46 @@ rest. That takes less time than writing it to memory and reading it back, and sa
 
 
 class LayerNorm(nnx.Module):
-    """Layer normalisation over D (Ba et al. 2016, eq. 4), computed in f32 at least."""
+    """Layer normalisation over D (Ba et al. 2016, eq. 4), computed in f32 at least; `eps` is added to the variance."""
 
-    def __init__(self, embed: int):
+    def __init__(self, embed: int, eps: float):
+        self.eps = eps
         self.scale = constant(1.0, (embed,), ("norm",))
         self.bias = constant(0.0, (embed,), ("norm",))
 
     def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
         """Return (x - mean) / deviation * scale + bias, in the dtype of `x`."""
-        return _layer_norm(x, self.scale[...], self.bias[...])
+        return _layer_norm(self.eps, x, self.scale[...], self.bias[...])
 
 
-@recomputed
-def _layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+@partial(recomputed, static_argnums=0)
+def _layer_norm(eps: float, x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     y = x.astype(wide(x.dtype))
     y = y - jnp.mean(y, -1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + 1e-5)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + eps)
     return (y * spread(scale, y) + spread(bias, y)).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square normalisation over D (Zhang and Sennrich 2019, eq. 4), computed in f32 at least."""
+    """Root mean square normalisation over the last dim (Zhang and Sennrich 2019, eq. 4), computed in f32 at least.
 
-    def __init__(self, embed: int):
-        self.scale = constant(1.0, (embed,), ("norm",))
+    `eps` is added to the mean square. The scale has the logical axis `logical`: "norm" on the residual stream,
+    "head_norm" where each head is normalised.
+    """
 
-    def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
+    def __init__(self, size: int, eps: float, logical: str = "norm"):
+        self.eps = eps
+        self.scale = constant(1.0, (size,), (logical,))
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Return x / root mean square * scale, in the dtype of `x`."""
-        return _rms_norm(x, self.scale[...])
+        return _rms_norm(self.eps, x, self.scale[...])
 
 
-@recomputed
-def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+@partial(recomputed, static_argnums=0)
+def _rms_norm(eps: float, x: jax.Array, scale: jax.Array) -> jax.Array:
     y = x.astype(wide(x.dtype))
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + 1e-5)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + eps)
     return (y * spread(scale, y)).astype(x.dtype)
 
 
@@ -129,49 +135,107 @@ class Attention(nnx.Module):
 
 
 class GroupedAttention(nnx.Module):
-    """Grouped-query attention (GQA): `kv_heads` keys and values serve `heads` queries (Ainslie et al. 2023, 2.2).
+    """Grouped-query attention (GQA): K keys and values serve N queries (Ainslie et al. 2023, section 2.2).
 
     One matmul makes them all: C = G + 2 heads for each key/value head, the G queries that it serves, its key and its
     value. The model axis splits K; where it has more devices, each key and value is on several (`parallel.heads`), and
     here K and G are those of the weight in use. The positions are rotary (Su et al. 2021).
     """
 
-    def __init__(
-        self, embed: int, heads: int, kv_heads: int, theta: float, layout: Layout, rngs: nnx.Rngs, out_scale: float
-    ):
-        size = embed // heads
+    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs, out_scale: float):
+        size = config.head_size
+        heads = (config.key_value_heads, config.heads // config.key_value_heads + 2, size)
         self.layout = layout
-        self.theta = theta
-        self.qkv = weight(rngs, (embed, kv_heads, heads // kv_heads + 2, size), ("embed", "kv_heads", None, None))
-        self.out = weight(rngs, (heads, size, embed), ("heads", None, "embed"), out_scale)
+        self.frequencies = tuple(config.rope.frequencies(config.rope_theta, size))
+        self.attention_factor = config.rope.attention_factor
+        self.qkv = weight(rngs, (config.embed, *heads), ("embed", "kv_heads", None, None))
+        self.qkv_bias = constant(0.0, heads, ("kv_heads", None, None)) if config.qkv_bias else None
+        of_head = config.qk_norm == "head"
+        self.q_norm = RMSNorm(size, config.norm_eps, "head_norm") if of_head else None
+        self.k_norm = RMSNorm(size, config.norm_eps, "head_norm") if of_head else None
+        self.qk_norm = FullNorm(config, layout) if config.qk_norm == "full" else None
+        self.out = weight(rngs, (config.heads, size, config.embed), ("heads", None, "embed"), out_scale)
 
     def __call__(self, x: Float[Array, "B s D"], starts: Starts) -> Float[Array, "B s D"]:
         """Return the output of all heads, contracted back onto the residual stream."""
         qkv = column(self.layout, "heads", "BSD,DKCH->BSKCH", x, self.qkv[...])
-        # [B, S, K, G + 2, H] -> queries [B, S, K G, H], keys and values [B, S, K, H]
+        if self.qkv_bias is not None:
+            qkv = qkv + spread(self.qkv_bias[...], qkv)
+        # [B, S, K, G + 2, H] -> queries [B, S, K, G, H], keys and values [B, S, K, 1, H]
         q, k, v = jax.lax.split(qkv, (qkv.shape[3] - 2, 1, 1), axis=3)
+        q, k = self._normalised(q, k)
+        # -> queries [B, S, K G, H], keys and values [B, S, K, H]
         q, k, v = (a.reshape(*a.shape[:2], -1, a.shape[4]) for a in (q, k, v))
-        q = rotary(q, self.theta, starts)
-        k = rotary(k, self.theta, starts)
+        q = rotary(q, self.frequencies, starts, self.attention_factor)
+        k = rotary(k, self.frequencies, starts, self.attention_factor)
         out = causal_attention(self.layout, q, k, v, starts)
         return einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...])
 
+    def _normalised(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return queries and keys after the norm that they have, if any."""
+        if self.q_norm is not None and self.k_norm is not None:
+            return self.q_norm(q), self.k_norm(k)
+        if self.qk_norm is not None:
+            return self.qk_norm(q, k)
+        return q, k
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def rotary(x: Float[Array, "B S N H"], theta: float, starts: Starts = None) -> Float[Array, "B S N H"]:
-    """Turn dims i and i + H/2 of position s by the angle s theta^(-2i/H) (Su et al. 2021, section 3.2.2).
 
-    So a query times a key depends only on how far apart they are. The paper pairs neighbouring dims; halves are the
-    same up to the order of the dims, and cheaper to cut. Nothing is kept for the backward pass, which turns the
-    gradient back. Where documents have `starts`, positions are counted from there.
+class FullNorm(nnx.Module):
+    """RMS norm of all queries of a token together, and of all its keys together (OLMo 2, 2025, section 2.1).
+
+    One scale [K, G + 1, H] holds, for each key/value head, those of its G queries, then that of its key.
     """
-    return _turn(x, theta, starts, 1)
+
+    def __init__(self, config: ModelConfig, layout: Layout):
+        group = config.heads // config.key_value_heads
+        heads = (config.key_value_heads, group + 1, config.head_size)
+        self.layout = layout
+        self.eps = config.norm_eps
+        self.scale = constant(1.0, heads, ("normed_kv_heads", None, None))
+
+    def __call__(
+        self, q: Float[Array, "B S K G H"], k: Float[Array, "B S K 1 H"]
+    ) -> tuple[Float[Array, "B S K G H"], Float[Array, "B S K 1 H"]]:
+        """Return queries and keys, each over their root mean square, times their scales."""
+        # One array [B, S, 1, 2], so that one all-reduce serves both.
+        means = mean_over_heads(self.layout, _squares_of_heads(q, k))
+        of_queries, of_key = jax.lax.split(self.scale[...], (q.shape[3], 1), axis=1)
+        return (
+            _scaled(self.eps, q, means[..., :1, None], of_queries),
+            _scaled(self.eps, k, means[..., 1:, None], of_key),
+        )
 
 
-def _turn(x: jax.Array, theta: float, starts: Starts, way: int) -> jax.Array:
+@recomputed
+def _squares_of_heads(q: jax.Array, k: jax.Array) -> Float[Array, "B S K 2"]:
+    """Return the mean squares of the queries that share a key, and of the key."""
+    both = [jnp.mean(jnp.square(a.astype(wide(a.dtype))), (3, 4)) for a in (q, k)]
+    return jnp.stack(both, axis=3)
+
+
+@partial(recomputed, static_argnums=0)
+def _scaled(eps: float, x: jax.Array, mean_square: jax.Array, scale: jax.Array) -> jax.Array:
+    y = x.astype(wide(x.dtype)) * jax.lax.rsqrt(mean_square + eps)
+    return (y * spread(scale, y)).astype(x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 3))
+def rotary(
+    x: Float[Array, "B S N H"], frequencies: tuple[float, ...], starts: Starts = None, factor: float = 1.0
+) -> Float[Array, "B S N H"]:
+    """Turn dims i and i + H/2 of position s by the angle s frequencies[i], and multiply by `factor`.
+
+    So a query times a key depends only on how far apart they are (Su et al. 2021, section 3.2.2). The paper pairs
+    neighbouring dims; halves are the same up to the order of the dims, and cheaper to cut. Nothing is kept for the
+    backward pass, which turns the gradient back. Where documents have `starts`, positions are counted from there.
+    """
+    return _turn(x, frequencies, factor, starts, 1)
+
+
+def _turn(x: jax.Array, frequencies: tuple[float, ...], factor: float, starts: Starts, way: int) -> jax.Array:
     """Turn by the positions' angles (`way` 1), or back (-1)."""
-    _, sequence, _, size = x.shape
-    speeds = jnp.asarray(theta ** -(np.arange(0, size, 2) / size), wide(x.dtype))
+    sequence = x.shape[1]
+    speeds = jnp.asarray(frequencies, wide(x.dtype))
     places = jnp.arange(sequence, dtype=speeds.dtype)
     # Angles are [S, H/2], or with documents [B, S, H/2]: `rows` gives the former a dim for B.
     if starts is None:
@@ -180,18 +244,22 @@ def _turn(x: jax.Array, theta: float, starts: Starts, way: int) -> jax.Array:
     else:
         angles = (places[None] - starts)[..., None] * speeds[None, None]
         rows = slice(None)
-    cos = jnp.cos(angles)[rows, :, None]
-    sin = way * jnp.sin(angles)[rows, :, None]
+    cos = factor * jnp.cos(angles)[rows, :, None]
+    sin = factor * way * jnp.sin(angles)[rows, :, None]
     a, b = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def _rotary_forward(x: jax.Array, theta: float, starts: Starts) -> tuple[jax.Array, Starts]:
-    return rotary(x, theta, starts), starts
+def _rotary_forward(
+    x: jax.Array, frequencies: tuple[float, ...], starts: Starts, factor: float
+) -> tuple[jax.Array, Starts]:
+    return rotary(x, frequencies, starts, factor), starts
 
 
-def _rotary_backward(theta: float, starts: Starts, g: jax.Array) -> tuple[jax.Array, None]:
-    return _turn(g, theta, starts, -1), None
+def _rotary_backward(
+    frequencies: tuple[float, ...], factor: float, starts: Starts, g: jax.Array
+) -> tuple[jax.Array, None]:
+    return _turn(g, frequencies, factor, starts, -1), None
 
 
 rotary.defvjp(_rotary_forward, _rotary_backward)

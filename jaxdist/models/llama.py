@@ -24,11 +24,9 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
         # As in the GPT: the papers do not say what theirs is.
         out_scale = 0.02 / (2 * config.layers) ** 0.5
-        self.norm1 = RMSNorm(config.embed)
-        self.attention = GroupedAttention(
-            config.embed, config.heads, config.key_value_heads, config.rope_theta, layout, rngs, out_scale
-        )
-        self.norm2 = RMSNorm(config.embed)
+        self.norm1 = RMSNorm(config.embed, config.norm_eps)
+        self.attention = GroupedAttention(config, layout, rngs, out_scale)
+        self.norm2 = RMSNorm(config.embed, config.norm_eps)
         self.mlp = SwiGLU(config.embed, config.mlp_size, layout, rngs, out_scale)
 
     def __call__(
@@ -46,7 +44,7 @@ class Llama(Decoder):
         self.layout = layout
         self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
         self.blocks = jax.vmap(lambda rngs: Block(config, layout, rngs))(rngs.split(config.layers))
-        self.norm = RMSNorm(config.embed)
+        self.norm = RMSNorm(config.embed, config.norm_eps)
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
 
     def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts) -> Float[Array, "B s D"]:

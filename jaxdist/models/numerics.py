@@ -22,6 +22,7 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.layers import RMSNorm, SwiGLU, rotary
 from jaxdist.models.loss import cross_entropy
+from jaxdist.rope_scaling import RopeScaling
 from jaxdist.sharding import RULES, Layout
 
 BOUNDS = {"bfloat16": 2**-5, "float16": 2**-8, "float32": 2**-8, "float64": 1e-10}
@@ -30,6 +31,9 @@ once can do. GPUs multiply float32 with the significand of float16 (TF32). float
 
 THETA = 10_000.0
 """Base of the rotary positions here."""
+
+EPS = 1e-5
+"""What the norm here adds to the mean square."""
 
 
 class Difference(NamedTuple):
@@ -86,7 +90,7 @@ def everything(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> Iterator[D
         return cross_entropy(layout, x, table, jnp.asarray(labels))
 
     def turn(layout: Layout, x: jax.Array) -> jax.Array:
-        return rotary(x, THETA)
+        return rotary(x, tuple(RopeScaling().frequencies(THETA, sizes.size)))
 
     yield from attention(sizes, dtype, device)
     plain_loss = partial(_plain_cross_entropy, labels)
@@ -158,13 +162,13 @@ def _plain_cross_entropy(labels: np.ndarray, x: Float[Array, "k B S D"], table: 
 
 
 def _rms_norm(layout: Layout, x: Float[Array, "B S D"], scale: Float[Array, " D"]) -> Array:
-    norm = RMSNorm(scale.size)
+    norm = RMSNorm(scale.size, EPS)
     norm.scale = nnx.Param(scale)
     return norm(x)
 
 
 def _plain_rms_norm(x: Float[Array, "B S D"], scale: Float[Array, " D"]) -> Array:
-    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-5) * scale
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + EPS) * scale
 
 
 def _swiglu(

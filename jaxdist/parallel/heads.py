@@ -3,19 +3,21 @@
 With grouped-query attention (GQA), one attention weight [..., K, G + 2, H] holds, for each of K key/value heads, the G
 query heads that it serves, then its key, then its value. When n K devices split the heads, each of them needs a key
 and a value, so the weight in use is [..., n K, G/n + 2, H]: query heads are dealt out, each key and value is repeated
-n times.
+n times. A bias is dealt in the same way, and so are the scales [..., K, G + 1, H] of a norm of queries and keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-KEY_AND_VALUE = 2
+REPEATED = dict(kv_heads=2, normed_kv_heads=1)
+"""The logical axes of a dim K, and how many heads that the queries share stand last in the dim behind it: key and
+value, or the key alone."""
 
 
 @dataclass(frozen=True)
@@ -26,22 +28,27 @@ class HeadDeal:
     """The dim of K."""
     parts: int
     """How many devices share a key/value head: n."""
+    repeated: int = 2
+    """How many heads that the queries share stand last in the dim behind K."""
 
     @property
     def layer(self) -> HeadDeal:
         """The deal for one layer of a stack, which has no leading dim of layers."""
-        return HeadDeal(self.dim - 1, self.parts)
+        return replace(self, dim=self.dim - 1)
 
 
-def dealt(shape: tuple[int, ...], dim: int, n: int) -> tuple[int, ...]:
-    """Return the shape that `deal` makes of a weight of `shape` whose K is at `dim`."""
-    heads, shared, *rest = shape[dim:]
-    return (*shape[:dim], heads * n, (shared - KEY_AND_VALUE) // n + KEY_AND_VALUE, *rest)
+def dealt(shape: tuple[int, ...], of: HeadDeal) -> tuple[int, ...]:
+    """Return the shape that `deal` makes of a weight of `shape`."""
+    heads, shared, *rest = shape[of.dim :]
+    queries = shared - of.repeated
+    return (*shape[: of.dim], heads * of.parts, queries // of.parts + of.repeated, *rest)
 
 
-def deal(w: Float[Array, "..."], dim: int, n: int) -> Float[Array, "..."]:
-    """Deal the heads of [..., K, G + 2, H], with K at `dim`, to n K devices: [..., n K, G/n + 2, H]."""
-    queries, keys_and_values = _split_queries(w, dim)
+def deal(w: Float[Array, "..."], of: HeadDeal) -> Float[Array, "..."]:
+    """Deal the heads of [..., K, G + 2, H] to n K devices: [..., n K, G/n + 2, H]."""
+    dim = of.dim
+    n = of.parts
+    queries, keys_and_values = _split_queries(w, of)
     # Queries are dealt out: [..., K, G, H] -> [..., K, n, G/n, H] -> [..., n K, G/n, H].
     lead = queries.shape[:dim]
     heads = queries.shape[dim]
@@ -53,9 +60,11 @@ def deal(w: Float[Array, "..."], dim: int, n: int) -> Float[Array, "..."]:
     return jnp.concatenate([queries, keys_and_values], axis=dim + 1)
 
 
-def collect(g: Float[Array, "..."], dim: int, n: int) -> Float[Array, "..."]:
+def collect(g: Float[Array, "..."], of: HeadDeal) -> Float[Array, "..."]:
     """Transpose `deal`: [..., n K, G/n + 2, H] -> [..., K, G + 2, H], summing the copies of each key and value."""
-    queries, keys_and_values = _split_queries(g, dim)
+    dim = of.dim
+    n = of.parts
+    queries, keys_and_values = _split_queries(g, of)
     lead = g.shape[:dim]
     heads = g.shape[dim] // n
     rest = g.shape[dim + 2 :]
@@ -67,7 +76,8 @@ def collect(g: Float[Array, "..."], dim: int, n: int) -> Float[Array, "..."]:
     return jnp.concatenate([queries, keys_and_values.sum(dim + 1)], axis=dim + 1)
 
 
-def _split_queries(w: jax.Array, dim: int) -> Sequence[jax.Array]:
-    """Return [queries, keys and values] of one attention weight with K at `dim`."""
-    sizes = (w.shape[dim + 1] - KEY_AND_VALUE, KEY_AND_VALUE)
-    return jax.lax.split(w, sizes, axis=dim + 1)
+def _split_queries(w: jax.Array, of: HeadDeal) -> Sequence[jax.Array]:
+    """Return [queries, keys and values] of one attention weight."""
+    behind = of.dim + 1
+    sizes = (w.shape[behind] - of.repeated, of.repeated)
+    return jax.lax.split(w, sizes, axis=behind)

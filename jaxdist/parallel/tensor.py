@@ -28,7 +28,7 @@ from jaxdist.sharding import LETTERS, Layout, gradient_spec, wide
 
 PRODUCT = "product"
 """The checkpoint name of every matmul with a weight: activation checkpointing (remat) policies see no operation inside
-a custom VJP, so they go by this name."""
+a custom VJP, so they go by this name. `mean_over_heads` uses it too, so that its all-reduce is not repeated."""
 
 
 def enter(layout: Layout, x: Float[Array, "B s D"], logical: str) -> Float[Array, "B S D"]:
@@ -110,6 +110,18 @@ def _matmul_backward(
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def mean_over_heads(layout: Layout, x: Float[Array, "B S K C"]) -> Float[Array, "B S 1 C"]:
+    """Return the mean over the key/value heads of the whole mesh, by an all-reduce where the model axis splits them.
+
+    Where `parallel.heads` has dealt them, each is there equally often.
+    """
+    mean = jnp.mean(x, 2, keepdims=True)
+    axes = layout.split("heads")
+    if layout.manual and axes:
+        mean = region.vary(jax.lax.pmean(mean, axes), axes)
+    return checkpoint_name(mean, PRODUCT)
 
 
 def lookup(

@@ -134,12 +134,12 @@ class Placement:
         """
         if self.deal is None:
             return shape
-        return heads.dealt(shape, self.deal.dim, self.deal.parts)
+        return heads.dealt(shape, self.deal)
 
     def gather(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         """All-gather weights over data: at rest -> in use."""
         if self.deal is not None:
-            w = heads.deal(w, self.deal.dim, self.deal.parts)
+            w = heads.deal(w, self.deal)
             w = self._exchange(w, self.rest, self._shard, back=False)
         if self.shard_dim is None or self.use == self.rest:
             return reshard(w, self.use)
@@ -153,7 +153,7 @@ class Placement:
         """Do what `gather` does, inside a pipeline's region: this device's part at rest -> its part in use."""
         if self.deal is not None:
             # Deal before the all-gather over data, so that it gathers only the heads that this device uses.
-            w = heads.deal(w, self.deal.dim, self.deal.parts)
+            w = heads.deal(w, self.deal)
             w = self._all_to_all(w, back=False) if self.exchanged else region.own(w, self._head_axes, self.deal.dim)
         if self.shard_dim is not None:
             w = jax.lax.all_gather(w, DATA, axis=self.shard_dim, tiled=True)
@@ -176,7 +176,7 @@ class Placement:
         if self.deal is None:
             return g
         g = self._exchange(g, self._shard, self.rest, back=True)
-        return heads.collect(g, self.deal.dim, self.deal.parts)
+        return heads.collect(g, self.deal)
 
     def cross(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
         """Add up the replicas' partial sums: what `reduce` returns -> the sum, which lies as `held` says."""
@@ -233,10 +233,10 @@ class Placement:
             return g
         # Heads come last, when a device has the least to send.
         if self.exchanged:
-            return heads.collect(self._all_to_all(g, back=True), self.deal.dim, self.deal.parts)
+            return heads.collect(self._all_to_all(g, back=True), self.deal)
         # The copies of a key or a value are summed on the way.
         g = region.placed(g, self._head_axes, self.deal.dim)
-        g = heads.collect(g, self.deal.dim, self.deal.parts)
+        g = heads.collect(g, self.deal)
         return region.add_up(g, self._head_axes)
 
     def deferred_manual(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -273,7 +273,7 @@ class Placement:
             g = self._all_to_all(g, back=True)
         else:
             g = jax.lax.all_gather(g, self._head_axes, axis=self.deal.dim, tiled=True)
-        return heads.collect(g, self.deal.dim, self.deal.parts)
+        return heads.collect(g, self.deal)
 
     def _exchange(self, w: jax.Array, source: P, target: P, back: bool) -> jax.Array:
         """Move dealt heads from `source` to `target`: by an all-to-all, or by a reshard where heads are whole."""
@@ -432,7 +432,7 @@ def _place(
     over_replicas: bool,
 ) -> Placement:
     # Key/value heads are split over the same mesh axes as the query heads that they serve.
-    axes_in_use = tuple("heads" if name == "kv_heads" else name for name in axes)
+    axes_in_use = tuple("heads" if name in heads.REPEATED else name for name in axes)
     rest = list(layout.spec(axes_in_use).partitions)
     deal = _head_deal(layout, axes, shape)
     taken: tuple[int, ...] = ()
@@ -463,16 +463,16 @@ def _place(
 
 def _head_deal(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...]) -> HeadDeal | None:
     """Return how key/value heads are dealt; None for a parameter that has none, or has enough to split."""
-    if "kv_heads" not in axes:
+    dim = next((dim for dim, name in enumerate(axes) if name in heads.REPEATED), None)
+    if dim is None:
         return None
-    dim = axes.index("kv_heads")
     count = shape[dim]
     parts = layout.parts("heads")
     if count % parts == 0:
         return None
     if parts % count:
         raise ValueError(f"{count} key/value heads neither split nor repeat evenly over {parts} parts")
-    return HeadDeal(dim, parts // count)
+    return HeadDeal(dim, parts // count, heads.REPEATED[str(axes[dim])])
 
 
 def _free_dims(layout: Layout, axes: LogicalAxes, taken: Collection[int]) -> list[int]:

@@ -14,7 +14,7 @@ def queries(run: Run) -> tuple[int, int, int, int]:
     """Return the shape [B, S, N, H] of a micro-batch's queries on the whole mesh."""
     model = run.config.model
     rows = run.config.train.global_batch_size // run.task.micro_batches
-    return rows, model.sequence, model.heads, model.embed // model.heads
+    return rows, model.sequence, model.heads, model.head_size
 
 
 def check_attention(run: Run) -> str:
@@ -28,7 +28,7 @@ def check_attention(run: Run) -> str:
         return ""
     group = model.heads // model.key_value_heads
     device = jax.local_devices()[0]
-    sizes = numerics.Sizes(heads=2 * group, kv_heads=2, size=model.embed // model.heads)
+    sizes = numerics.Sizes(heads=2 * group, kv_heads=2, size=model.head_size)
     found = numerics.attention(sizes, run.dtype, device)
     for one in found:
         if not one.fine:

@@ -17,6 +17,11 @@ def summed_loss(logits, labels):
     return jnp.sum(jnp.where(labels >= 0, nll, 0))
 
 
+def frequencies(theta: float, size: int) -> tuple[float, ...]:
+    """The angles by which one position turns the pairs of a head (Su et al. 2021, section 3.2.2)."""
+    return tuple(theta ** (-2 * i / size) for i in range(size // 2))
+
+
 def layers(params, count: int):
     return [jax.tree.map(lambda a, i=i: a[i], params["blocks"]) for i in range(count)]
 

@@ -19,6 +19,7 @@ from jaxdist.models.layers import rotary
 from jaxdist.sharding import Layout, wide
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.step import Step
+from tests.models.plain import frequencies
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.smoke
@@ -70,7 +71,7 @@ def assert_near(a, b, dtype: str, name: str = "") -> None:
 def test_rotary_positions_begin_anew_in_each_document(one_device):
     """Which no attention shows: it looks at how far apart two positions are."""
     x, starts = jax.random.normal(jax.random.key(0), (2, 40, 2, 8)), np.repeat([[0, 24]], [24, 16], axis=1)
-    turned = lambda x, *starts: jax.vjp(lambda x: rotary(x, 100.0, *starts), x)
+    turned = lambda x, *starts: jax.vjp(lambda x: rotary(x, frequencies(100.0, 8), *starts), x)
     got, pull = turned(x, jnp.asarray(np.tile(starts, (2, 1)), jnp.int32))
     for part in (slice(0, 24), slice(24, 40)):
         wanted, pull_part = turned(x[:, part])

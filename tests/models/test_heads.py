@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxdist.parallel import heads, zero
+from jaxdist.parallel.heads import HeadDeal
 from jaxdist.sharding import Layout
 
 K, G, H = 2, 4, 3
@@ -14,8 +15,9 @@ K, G, H = 2, 4, 3
 def test_a_device_has_its_queries_in_order_and_the_key_and_value_that_serve_them(n):
     w = np.arange(5 * K * (G + 2) * H, dtype=np.float32).reshape(5, K, G + 2, H)
     queries, keys, values = w[:, :, :G].reshape(5, K * G, H), w[:, :, G], w[:, :, G + 1]
-    got = heads.deal(w, 1, n)
-    assert got.shape == heads.dealt(w.shape, 1, n) == (5, n * K, G // n + 2, H)
+    of = HeadDeal(1, n)
+    got = heads.deal(w, of)
+    assert got.shape == heads.dealt(w.shape, of) == (5, n * K, G // n + 2, H)
     for device in range(n * K):
         q, k, v = np.split(np.asarray(got[:, device]), (-2, -1), axis=1)
         own = np.arange(G // n) + device * G // n
@@ -26,10 +28,11 @@ def test_a_device_has_its_queries_in_order_and_the_key_and_value_that_serve_them
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_collect_is_the_transpose_of_deal(n):
+    of = HeadDeal(1, n)
     w, g = np.zeros((7, K, G + 2, H), np.float32), np.random.default_rng(0).normal(size=(7, n * K, G // n + 2, H))
-    transposed = jax.linear_transpose(lambda w: heads.deal(w, 1, n), w)
+    transposed = jax.linear_transpose(lambda w: heads.deal(w, of), w)
     wanted = transposed(g.astype(np.float32))[0]
-    np.testing.assert_allclose(heads.collect(g.astype(np.float32), 1, n), wanted, rtol=1e-6)
+    np.testing.assert_allclose(heads.collect(g.astype(np.float32), of), wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

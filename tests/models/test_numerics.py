@@ -39,7 +39,7 @@ def test_each_backward_pass_is_the_derivative():
         there = [
             *found(np.dtype("float64")).values(),
             *compare("GELU", "x", lambda _, x: layers.gelu(x), jax.nn.gelu, shapes[:1]),
-            *compare("LayerNorm", "xsb", lambda _, *given: layers._layer_norm(*given), plain_layer_norm, shapes),
+            *compare("LayerNorm", "xsb", lambda _, *given: layers._layer_norm(1e-5, *given), plain_layer_norm, shapes),
         ]
     assert {one.what: one.error for one in there if not one.error < 1e-10} == {}
     assert len(there) == sum(1 + len(inputs) for inputs in FORMS.values()) + 2 + 4
