@@ -113,7 +113,7 @@ def step(
         "rows": run.config.train.global_batch_size,
         "remat": run.config.model.remat,
         "layers": "unrolled" if unroll else "scan",
-        "attention": attention_kernel(run.layout, queries(run), run.dtype),
+        "attention": attention_kernel(run.layout, queries(run), run.dtype, window=run.config.model.window),
         "predicted_bytes": memory.predict(run.config, run.model, run.layout).total,
         "sizes": run.config.model.model_dump(),
         "torch": _for_torch(run.config, warmup + repeats),

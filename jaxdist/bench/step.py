@@ -86,7 +86,7 @@ def report(timed: Timed) -> dict[str, object]:
     from jaxdist.cluster.runtime import peak_bytes
     from jaxdist.mesh import describe
     from jaxdist.planning.hardware import peak_flops
-    from jaxdist.planning.timing import FLOPS_FORMULA, mfu
+    from jaxdist.planning.timing import flops_formula, mfu
 
     run = timed.run
     low, median, high = timed.quartiles
@@ -108,7 +108,7 @@ def report(timed: Timed) -> dict[str, object]:
         f"{unit}s_per_step": timed.units,
         f"{unit}s_per_second": timed.units / median,
         f"flops_per_{unit}": flops,
-        "flops_formula": flops and FLOPS_FORMULA,
+        "flops_formula": flops and flops_formula(run.config.model),
         "peak_flops": peak,
         "mfu": mfu(timed.units / median, flops, run.mesh.size, peak),
         "memory_bytes": peak_bytes(run.device),

@@ -4,13 +4,15 @@ Query heads are N = G K: each of the K key/value heads serves G of them in a row
 et al. 2023). Nothing repeats keys or values.
 
 Where the documents of a row are kept apart, `starts` holds for each position where in its row its document starts: the
-past begins there.
+past begins there. With a sliding window of W tokens (Beltagy et al. 2020, section 3.1; Jiang et al. 2023, section 2) a
+query sees itself and the W - 1 tokens before it; 0 means no window.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,28 +41,40 @@ def causal_attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
     starts: Starts = None,
+    window: int = 0,
 ) -> Float[Array, "B S N H"]:
     """Attend to the past (Vaswani et al. 2017, eq. 1), softmax in f32; the heads are those of the whole mesh.
 
     `attention_kernel` says which form runs.
     """
+    window = _effective(window, q.shape[1])
     if why_not_cudnn(layout, q.shape, q.dtype, starts is not None):
-        return _blocked_attention(q, k, v, starts)
-    return _cudnn_attention(layout, q, k, v)
+        return _blocked_attention(q, k, v, starts, window)
+    return _cudnn_attention(layout, q, k, v, window)
 
 
-def attention_kernel(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False) -> str:
+def attention_kernel(
+    layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False, window: int = 0
+) -> str:
     """Describe which attention runs for queries of `shape` [B, S, N, H] on the whole mesh, and why.
 
     `apart`: documents of a row do not see each other.
     """
     reason = why_not_cudnn(layout, shape, dtype, apart)
-    if not reason:
-        return f"cuDNN flash attention: {layout.platform}, {jnp.dtype(dtype).name}, heads of {shape[3]}"
     sequence = shape[1]
+    seen = ""
+    if _effective(window, sequence):
+        seen = f" in a window of {window:,} tokens"
+    if not reason:
+        return f"cuDNN flash attention{seen}: {layout.platform}, {jnp.dtype(dtype).name}, heads of {shape[3]}"
     blocks = sequence // block_rows(sequence)
     within = " within documents" if apart else ""
-    return f"causal attention{within} in {blocks} block(s) of queries, because {reason}"
+    return f"causal attention{within}{seen} in {blocks} block(s) of queries, because {reason}"
+
+
+def _effective(window: int, sequence: int) -> int:
+    """Return the window, or 0 where it hides nothing from a row of `sequence` tokens."""
+    return window if window < sequence else 0
 
 
 def why_not_cudnn(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False) -> str:
@@ -113,34 +127,39 @@ def is_cudnn_forward(primitive: jax.extend.core.Primitive, *_: object, **__: obj
     return primitive.name == "dot_product_attention_fwd_wrapper"
 
 
-def _cudnn_attention(layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _cudnn_attention(layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array, window: int) -> jax.Array:
     """Run FlashAttention-2 (Dao 2023) of cuDNN on each device's own rows and heads.
 
     docs/status.md says where it has run.
     """
     own = layout.activation("BSNH")
-    local = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    # JAX counts the tokens before the query's own, and after it.
+    seen = (window - 1, 0) if window else None
+    local = partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=seen, implementation="cudnn")
     if layout.manual:
         return local(q, k, v)
     return jax.shard_map(local, in_specs=(own, own, own), out_specs=own)(q, k, v)
 
 
 def _blocked_attention(
-    q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], starts: Starts
+    q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], starts: Starts, window: int
 ) -> Float[Array, "B S N H"]:
-    """Attend in blocks of queries that skip the keys after them.
+    """Attend in blocks of queries that skip the keys after them, and those that a window hides from all of them.
 
-    With n blocks the work is (n + 1) / 2n of the full square (Dao 2023, section 3.1.1). No S x S array is kept: the
-    backward pass recomputes each block's probabilities from the log sum exp of its rows (section 3.1). The blocks are
-    unrolled, at most 8, so that the program does not grow with S.
+    With n blocks the work is (n + 1) / 2n of the full square (Dao 2023, section 3.1.1), and with a window that of S
+    rows of at most S / n + W keys. No S x S array is kept: the backward pass recomputes each block's probabilities from
+    the log sum exp of its rows (section 3.1). The blocks are unrolled, at most 8, so that the program does not grow
+    with S.
     """
     # Remat policies see nothing inside a custom VJP: so the results are made and named before it.
-    results = _blocked_forward(*jax.lax.stop_gradient((q, k, v)), starts)
+    results = _blocked_forward(*jax.lax.stop_gradient((q, k, v)), starts, window)
     out, sums = (checkpoint_name(a, ATTENTION) for a in results)
-    return _with_gradient(q, k, v, starts, out, sums)
+    return _with_gradient(window, q, k, v, starts, out, sums)
 
 
-def _blocked_forward(q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts) -> tuple[jax.Array, jax.Array]:
+def _blocked_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, window: int
+) -> tuple[jax.Array, jax.Array]:
     """Return the output [B, S, N, H], laid out as its matmul with a weight keeps it, and log sum exp [B, K, S', 1].
 
     S' is G S: see `_group`. The keys' S is called T.
@@ -152,13 +171,13 @@ def _blocked_forward(q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts) -
     v = v.swapaxes(1, 2)
     blocks = []
     sums = []
-    for rows, past in _blocks(sequence, group):
-        scores = _scores(q[:, :, rows], k[:, :, past], group, starts)
+    for block in _blocks(sequence, group, window):
+        scores = _scores(q[:, :, block.rows], k[:, :, block.past], block, group, window, starts)
         # The maximum is subtracted so that exp does not overflow (Dao et al. 2022, section 3.1).
         highest = jnp.max(scores, -1, keepdims=True)
         p = jnp.exp(scores - highest)
         total = jnp.sum(p, -1, keepdims=True)
-        out = jnp.einsum("BKST,BKTH->BKSH", p.astype(v.dtype), v[:, :, past], preferred_element_type=total.dtype)
+        out = jnp.einsum("BKST,BKTH->BKSH", p.astype(v.dtype), v[:, :, block.past], preferred_element_type=total.dtype)
         blocks.append((out / total).astype(v.dtype))
         sums.append(highest + jnp.log(total))
     return _ungroup(jnp.concatenate(blocks, axis=2), group), jnp.concatenate(sums, axis=2)
@@ -168,21 +187,23 @@ Saved = tuple[jax.Array, jax.Array, jax.Array, Starts, jax.Array, jax.Array]
 """(q, k, v, starts, out, sums) of `_with_gradient`."""
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_gradient(
-    q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, out: jax.Array, sums: jax.Array
+    window: int, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, out: jax.Array, sums: jax.Array
 ) -> jax.Array:
     """Return `out`, whose gradient goes to q, k and v."""
     return out
 
 
 def _with_gradient_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, out: jax.Array, sums: jax.Array
+    window: int, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, out: jax.Array, sums: jax.Array
 ) -> tuple[jax.Array, Saved]:
     return out, (q, k, v, starts, out, sums)
 
 
-def _with_gradient_backward(saved: Saved, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None, None, None]:
+def _with_gradient_backward(
+    window: int, saved: Saved, g: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None, None, None]:
     """Return the gradients of q, k and v (Dao et al. 2022, appendix B.2)."""
     q, k, v, starts, out, sums = saved
     group = q.shape[2] // k.shape[2]
@@ -203,15 +224,17 @@ def _with_gradient_backward(saved: Saved, g: jax.Array) -> tuple[jax.Array, jax.
     # The blocks' shares of dK and dV are accumulated in f32.
     dk: jax.Array | int = 0
     dv: jax.Array | int = 0
-    for rows, past in _blocks(sequence, group):
-        after = [(0, 0), (0, 0), (0, 0), (0, sequence - past.stop)]
-        p = jnp.exp(_scores(q[:, :, rows], k[:, :, past], group, starts) - sums[:, :, rows])
+    for block in _blocks(sequence, group, window):
+        rows = block.rows
+        past = block.past
+        around = [(0, 0), (0, 0), (0, 0), (past.start, sequence - past.stop)]
+        p = jnp.exp(_scores(q[:, :, rows], k[:, :, past], block, group, window, starts) - sums[:, :, rows])
         dp = jnp.einsum("BKSH,BKTH->BKST", g[:, :, rows], v[:, :, past], preferred_element_type=p.dtype)
         # dS = P * (dP - rowsum(dO * O)), times the scale of the scores.
         ds = (p * (dp - correction[:, :, rows]) * q.shape[-1] ** -0.5).astype(q.dtype)
         dq.append(jnp.einsum("BKST,BKTH->BKSH", ds, k[:, :, past]))
-        dk += jnp.pad(transposed(q_columns[..., rows], ds), after)
-        dv += jnp.pad(transposed(g_columns[..., rows], p.astype(g.dtype)), after)
+        dk += jnp.pad(transposed(q_columns[..., rows], ds), around)
+        dv += jnp.pad(transposed(g_columns[..., rows], p.astype(g.dtype)), around)
     dk, dv = (jnp.moveaxis(d, 3, 1).astype(k.dtype) for d in (dk, dv))
     return _ungroup(jnp.concatenate(dq, axis=2), group), dk, dv, None, None, None
 
@@ -219,21 +242,42 @@ def _with_gradient_backward(saved: Saved, g: jax.Array) -> tuple[jax.Array, jax.
 _with_gradient.defvjp(_with_gradient_forward, _with_gradient_backward)
 
 
+class _Block(NamedTuple):
+    """A block of queries, and the keys that some of them see."""
+
+    rows: slice
+    """The queries, as `_group` lays them out."""
+    queries: slice
+    """Their positions."""
+    past: slice
+    """The positions of the keys."""
+
+
 def _scores(
-    q: Float[Array, "B K S' H"], k: Float[Array, "B K T H"], group: int, starts: Starts
+    q: Float[Array, "B K S' H"],
+    k: Float[Array, "B K T H"],
+    block: _Block,
+    group: int,
+    window: int,
+    starts: Starts,
 ) -> Float[Array, "B K S' T"]:
-    """Return the scores of the last block of queries with all keys up to its end, -inf where a key is not visible."""
+    """Return the scores of a block's queries with its keys, -inf where a key is not visible."""
     scores = jnp.einsum("BKSH,BKTH->BKST", q * q.shape[-1] ** -0.5, k, preferred_element_type=wide(q.dtype))
-    return jnp.where(_visible(q.shape[2] // group, k.shape[2], group, starts), scores, -jnp.inf)
+    return jnp.where(_visible(block, group, window, starts), scores, -jnp.inf)
 
 
-def _visible(rows: int, keys: int, group: int, starts: Starts) -> Bool[Array, "... S' T"]:
-    """Return which of `keys` positions the last `rows` of them see: those that are not later, in the same document."""
-    past = jnp.tile(jnp.tril(jnp.ones((rows, keys), bool), keys - rows), (group, 1))
+def _visible(block: _Block, group: int, window: int, starts: Starts) -> Bool[Array, "... S' T"]:
+    """Return which keys each query of a block sees: those that are not later, in its window and in its document."""
+    queries = jnp.arange(block.queries.start, block.queries.stop)[:, None]
+    keys = jnp.arange(block.past.start, block.past.stop)[None]
+    seen = keys <= queries
+    if window:
+        seen &= keys > queries - window
+    seen = jnp.tile(seen, (group, 1))
     if starts is None:
-        return past
-    first = jnp.tile(starts[:, keys - rows : keys], (1, group))[:, None, :, None]
-    return past[None, None] & (first <= jnp.arange(keys, dtype=starts.dtype)[None, None, None])
+        return seen
+    first = jnp.tile(starts[:, block.queries], (1, group))[:, None, :, None]
+    return seen[None, None] & (first <= keys[None, None].astype(starts.dtype))
 
 
 def _group(a: Float[Array, "B S N H"], group: int) -> Float[Array, "B K S' H"]:
@@ -261,11 +305,24 @@ def _ungroup(a: Float[Array, "B K S' H"], group: int) -> Float[Array, "B S N H"]
     return a.swapaxes(1, 2)
 
 
-def _blocks(sequence: int, group: int) -> list[tuple[slice, slice]]:
-    """Return for every block (its queries, as `_group` lays them out; the keys that some of them see)."""
+def _blocks(sequence: int, group: int, window: int) -> list[_Block]:
+    """Return all blocks of queries."""
     rows = block_rows(sequence)
-    ends = range(rows, sequence + 1, rows)
-    return [(slice(group * (end - rows), group * end), slice(0, end)) for end in ends]
+    blocks = []
+    for start in range(0, sequence, rows):
+        end = start + rows
+        first = 0
+        if window:
+            # In steps, because matmuls of odd sizes are slow on GPUs.
+            first = max(0, start - window + 1) // BLOCK * BLOCK
+        blocks.append(_Block(slice(group * start, group * end), slice(start, end), slice(first, end)))
+    return blocks
+
+
+def block_keys(sequence: int, window: int = 0) -> int:
+    """Return how many keys a block of queries sees at most in blocked attention."""
+    blocks = _blocks(sequence, 1, _effective(window, sequence))
+    return max(block.past.stop - block.past.start for block in blocks)
 
 
 def block_rows(sequence: int) -> int:

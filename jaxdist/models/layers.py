@@ -115,9 +115,10 @@ def column(
 class Attention(nnx.Module):
     """Causal multi-head self-attention (Vaswani et al. 2017, section 3.2); one matmul makes query, key and value."""
 
-    def __init__(self, embed: int, heads: int, layout: Layout, rngs: nnx.Rngs, out_scale: float):
+    def __init__(self, embed: int, heads: int, layout: Layout, rngs: nnx.Rngs, out_scale: float, window: int = 0):
         size = embed // heads
         self.layout = layout
+        self.window = window
         self.qkv = weight(rngs, (embed, 3, heads, size), ("embed", None, "heads", None))
         self.qkv_bias = constant(0.0, (3, heads, size), (None, "heads", None))
         self.out = weight(rngs, (heads, size, embed), ("heads", None, "embed"), out_scale)
@@ -129,7 +130,7 @@ class Attention(nnx.Module):
         qkv = qkv + spread(self.qkv_bias[...], qkv)
         # [B, S, 3, N, H] -> three times [B, S, N, H]
         q, k, v = (qkv[:, :, i] for i in range(3))
-        out = causal_attention(self.layout, q, k, v, starts)
+        out = causal_attention(self.layout, q, k, v, starts, self.window)
         out = einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...])
         return out + spread(self.out_bias[...], out)
 
@@ -146,6 +147,7 @@ class GroupedAttention(nnx.Module):
         size = config.head_size
         heads = (config.key_value_heads, config.heads // config.key_value_heads + 2, size)
         self.layout = layout
+        self.window = config.window
         self.frequencies = tuple(config.rope.frequencies(config.rope_theta, size))
         self.attention_factor = config.rope.attention_factor
         self.qkv = weight(rngs, (config.embed, *heads), ("embed", "kv_heads", None, None))
@@ -168,7 +170,7 @@ class GroupedAttention(nnx.Module):
         q, k, v = (a.reshape(*a.shape[:2], -1, a.shape[4]) for a in (q, k, v))
         q = rotary(q, self.frequencies, starts, self.attention_factor)
         k = rotary(k, self.frequencies, starts, self.attention_factor)
-        out = causal_attention(self.layout, q, k, v, starts)
+        out = causal_attention(self.layout, q, k, v, starts, self.window)
         return einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...])
 
     def _normalised(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -60,6 +60,8 @@ class Sizes:
     kv_heads: int = 1
     size: int = 64
     """Of a head."""
+    window: int = 0
+    """Tokens that a query sees; 0: all before it."""
     mlp: int = 256
     vocab: int = 512
 
@@ -73,7 +75,9 @@ def attention(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> list[Differ
     """Compare the attention that `models.attention` chooses on this device."""
     q = (sizes.rows, sizes.sequence, sizes.heads, sizes.size)
     kv = (sizes.rows, sizes.sequence, sizes.kv_heads, sizes.size)
-    return _compare("attention", "qkv", causal_attention, _plain_attention, (q, kv, kv), dtype, device)
+    fast = partial(causal_attention, window=sizes.window)
+    plain = partial(_plain_attention, window=sizes.window)
+    return _compare("attention", "qkv", fast, plain, (q, kv, kv), dtype, device)
 
 
 def everything(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> Iterator[Difference]:
@@ -144,14 +148,17 @@ def _error(a: Array, b: Array) -> float:
     return float(np.max(np.abs(found - wanted)) / np.max(np.abs(wanted)))
 
 
-def _plain_attention(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> Array:
+def _plain_attention(
+    q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], window: int = 0
+) -> Array:
     group = q.shape[2] // k.shape[2]
     sequence = q.shape[1]
     k = jnp.repeat(k, group, axis=2)
     v = jnp.repeat(v, group, axis=2)
     scores = jnp.einsum("BSNH,BTNH->BNST", q, k) * q.shape[3] ** -0.5
-    past = jnp.arange(sequence)[:, None] >= jnp.arange(sequence)
-    return jnp.einsum("BNST,BTNH->BSNH", jax.nn.softmax(jnp.where(past, scores, -jnp.inf)), v)
+    distance = jnp.arange(sequence)[:, None] - jnp.arange(sequence)
+    seen = (distance >= 0) & (distance < (window or sequence))
+    return jnp.einsum("BNST,BTNH->BSNH", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
 
 
 def _plain_cross_entropy(labels: np.ndarray, x: Float[Array, "k B S D"], table: Float[Array, "V D"]) -> Array:

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxdist.config import ModelConfig
-from jaxdist.models.attention import beyond_cudnn, block_rows
+from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows
 from jaxdist.models.loss import chunk_rows
+from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import Layout
 
 
@@ -29,7 +30,7 @@ class _Widths(NamedTuple):
 
 def _widths(m: ModelConfig, layout: Layout, mlps: int) -> _Widths:
     """Return the widths of a layer; `mlps` arrays of the MLP's hidden width count as one."""
-    size = m.embed // m.heads
+    size = m.head_size
     heads = m.heads // layout.parts("heads")
     # Every device holds at least one key/value head (grouped-query attention).
     key_value_heads = max(1, m.key_value_heads // layout.parts("heads"))
@@ -98,8 +99,9 @@ def in_layer(m: ModelConfig, layout: Layout, rows: int, width: int, remat: str) 
     # cuDNN's attention never writes its scores to memory.
     if flash(m, layout, rows, width):
         return layer
-    # Three arrays in f32, for one block of queries.
-    return layer + 3 * 4 * rows * m.heads // layout.parts("heads") * block_rows(m.sequence) * m.sequence
+    # Three arrays in f32, for one block of queries and the keys that it sees.
+    scores = block_rows(m.sequence) * block_keys(m.sequence, m.window)
+    return layer + 3 * 4 * rows * m.heads // layout.parts("heads") * scores
 
 
 def in_loss(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
@@ -110,7 +112,8 @@ def in_loss(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
     else:
         # In the compute dtype; the gradient overwrites the logits.
         bytes_per_logit = width
-    return bytes_per_logit * min(chunk_rows(layout), rows * m.sequence) * m.vocab // layout.parts("vocab")
+    columns = Vocabulary(layout, m.vocab).rows // layout.parts("vocab")
+    return bytes_per_logit * min(chunk_rows(layout), rows * m.sequence) * columns
 
 
 def flash(m: ModelConfig, layout: Layout, rows: int, width: int) -> bool:
@@ -120,6 +123,6 @@ def flash(m: ModelConfig, layout: Layout, rows: int, width: int) -> bool:
     """
     # In a manual region an array has the rows of one device, elsewhere the rows of all ranks.
     ranks = 1 if layout.manual else layout.ranks
-    queries = (rows * ranks, m.sequence, m.heads, m.embed // m.heads)
+    queries = (rows * ranks, m.sequence, m.heads, m.head_size)
     dtype = jnp.float32 if width == 4 else jnp.bfloat16
     return not beyond_cudnn(layout, queries, dtype, m.documents == "apart")

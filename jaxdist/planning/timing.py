@@ -4,17 +4,42 @@ from __future__ import annotations
 
 from jaxdist.config import ModelConfig
 
-FLOPS_FORMULA = "6 x matrix parameters (output table included) + 6 x layers x sequence x embed (causal attention)"
-
 
 def flops_per_token(model: ModelConfig) -> int:
     """Return the FLOPs to train on one token, forward and backward, without recomputation.
 
-    They are 6 for every parameter that multiplies the token (PaLM, Chowdhery et al. 2022, appendix B), and attention's
-    two matmuls of S x D per layer. These are halved, because a causal model needs one half of them.
+    They are 6 for every parameter that multiplies the token (PaLM, Chowdhery et al. 2022, appendix B), and three times
+    those of attention's forward pass.
     """
     matrices = model.layers * matrices_per_layer(model) + model.vocab * model.embed
-    return 6 * matrices + 6 * model.layers * model.sequence * model.embed
+    return 6 * matrices + round(3 * model.layers * attention_flops_per_token(model))
+
+
+def flops_formula(model: ModelConfig) -> str:
+    """Describe what `flops_per_token` counts."""
+    width = "embed" if model.heads * model.head_size == model.embed else "heads x head_dim"
+    if model.window and model.window < model.sequence:
+        tokens = "(2 x window - window^2 / sequence)"
+        kind = "causal attention in a window"
+    else:
+        tokens = "sequence"
+        kind = "causal attention"
+    return f"6 x matrix parameters (output table included) + 6 x layers x {tokens} x {width} ({kind})"
+
+
+def attention_flops_per_token(model: ModelConfig) -> float:
+    """Return the forward FLOPs of attention's two matmuls of queries with keys, for one token in one layer."""
+    return 4 * keys_per_query(model) * model.heads * model.head_size
+
+
+def keys_per_query(model: ModelConfig) -> float:
+    """Return how many keys a query sees, on average over a row of S tokens.
+
+    They are S / 2, because a causal model needs one half of the S x S square. A window of W tokens hides a triangle of
+    that half, whose sides are S - W tokens: this leaves W - W^2 / 2S.
+    """
+    seen = min(model.window or model.sequence, model.sequence)
+    return seen - seen**2 / (2 * model.sequence)
 
 
 def matrices_per_layer(model: ModelConfig) -> int:
@@ -22,10 +47,11 @@ def matrices_per_layer(model: ModelConfig) -> int:
 
     Biases and norms are left out, since no matmul reads them.
     """
-    key_value = 2 * model.embed**2 * model.key_value_heads // model.heads
+    query = model.embed * model.heads * model.head_size
+    key_value = 2 * model.embed * model.key_value_heads * model.head_size
     arrays = 3 if model.traits.gated else 2
     mlp = arrays * model.embed * model.mlp_size
-    return 2 * model.embed**2 + key_value + mlp
+    return 2 * query + key_value + mlp
 
 
 def mfu(tokens_per_second: float, flops: int | None, devices: int, peak: float | None) -> float | None:

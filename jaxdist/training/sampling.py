@@ -63,6 +63,7 @@ def sample(
     assert isinstance(forward, DecoderForward | PipelineForward)
     layout = trained.run.layout
     sequence = trained.run.config.model.sequence
+    vocab = trained.run.config.model.vocab
     # The same number on every device; the surplus is dropped.
     rows = -(-samples // layout.ranks) * layout.ranks
     begin = np.zeros((rows, sequence), np.int32)
@@ -77,8 +78,8 @@ def sample(
         """Return (the window with one token more, its length, that token); a full window drops its first token."""
         logits = forward.logits(forward.weights(params), reshard(ids, layout.activation("BS")))
         last = jax.lax.dynamic_index_in_dim(logits, length - 1, axis=1, keepdims=False)
-        # Whole on every device, so that all draw the same token.
-        last = reshard(last, layout.spec((None, None)))
+        # Whole on every device, and without the rows that the mesh adds, so that all draw the same token.
+        last = reshard(last, layout.spec((None, None)))[:, :vocab]
         token = choice(jax.random.fold_in(key, number), last.astype(jnp.float32))
         full = length == sequence
         ids = jnp.where(full, jnp.roll(ids, -1, axis=1), ids)

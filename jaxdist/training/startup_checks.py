@@ -9,6 +9,9 @@ from jaxdist.models import numerics
 from jaxdist.models.attention import why_not_cudnn
 from jaxdist.training.run import Run
 
+WINDOW = 100
+"""Longest sliding window of the comparison: shorter than its rows, so that the window hides something."""
+
 
 def queries(run: Run) -> tuple[int, int, int, int]:
     """Return the shape [B, S, N, H] of a micro-batch's queries on the whole mesh."""
@@ -28,7 +31,7 @@ def check_attention(run: Run) -> str:
         return ""
     group = model.heads // model.key_value_heads
     device = jax.local_devices()[0]
-    sizes = numerics.Sizes(heads=2 * group, kv_heads=2, size=model.head_size)
+    sizes = numerics.Sizes(heads=2 * group, kv_heads=2, size=model.head_size, window=min(model.window, WINDOW))
     found = numerics.attention(sizes, run.dtype, device)
     for one in found:
         if not one.fine:

@@ -23,7 +23,7 @@ from jaxdist.models.attention import attention_kernel
 from jaxdist.planning import communication, memory, parameter_layout, pipelines, remedies
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.hardware import GPUS, Gpu, that_hold
-from jaxdist.planning.timing import FLOPS_FORMULA
+from jaxdist.planning.timing import flops_formula
 from jaxdist.planning.transfer_time import merge_calls, seconds, warning
 from jaxdist.request import Enough
 from jaxdist.training.run import Run
@@ -132,7 +132,7 @@ def _training(run: Run, length: str) -> list[Row]:
     if config.train.local_steps:
         rows.append(("local steps", _rounds(run)))
     if run.task.flops:
-        rows.append(("arithmetic", f"{run.task.flops:,} FLOPs per token = {FLOPS_FORMULA}"))
+        rows.append(("arithmetic", f"{run.task.flops:,} FLOPs per token = {flops_formula(config.model)}"))
     return rows
 
 
@@ -171,7 +171,7 @@ def _kernel(run: Run) -> Row:
     if config.model.images:
         return "statistics", STATISTICS
     apart = config.model.documents == "apart"
-    return "attention", attention_kernel(run.layout, queries(run), run.dtype, apart)
+    return "attention", attention_kernel(run.layout, queries(run), run.dtype, apart, config.model.window)
 
 
 def _places(run: Run) -> list[Row]:

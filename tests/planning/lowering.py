@@ -25,13 +25,13 @@ def product(devices):
     return jax.jit(lambda x, w: (x @ w).sum(0), out_shardings=whole).lower(x, w)
 
 
-def attention(devices):
+def attention(devices, window=0):
     """Causal, forward and backward, as a model has it on GPUs that can run cuDNN's."""
     mesh = make_mesh(parse_mesh(f"{len(devices)}x1x1"), devices)
     layout = Layout.on(mesh)
     place = jax.NamedSharding(mesh, layout.activation("BSNH"))
     q, kv = (jax.ShapeDtypeStruct((8, 256, heads, 64), jnp.bfloat16, sharding=place) for heads in (8, 4))
-    loss = lambda q, k, v: causal_attention(layout, q, k, v).astype(jnp.float32).sum()
+    loss = lambda q, k, v: causal_attention(layout, q, k, v, window=window).astype(jnp.float32).sum()
     with jax.set_mesh(mesh):
         return jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, kv, kv)
 

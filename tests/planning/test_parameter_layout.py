@@ -23,7 +23,7 @@ class Plan:
         train = TrainConfig(global_batch_size=rows)
         self.config = Config(mesh=mesh, precision="float32", model=sizes, parallel=parallel, train=train)
         shape = parse_mesh(mesh)
-        split = rules(self.config, shape)
+        split = rules(self.config)
         axes = {name: size for name, size in shape.items() if size > 1}
         by = {logical: tuple(axis for axis in axes if axis in names) for logical, names in split.items()}
         self.layout = Layout(tuple(axes.items()), "cpu", tuple(by.items()))
@@ -64,6 +64,13 @@ def test_much_that_stays_whole_is_a_warning_with_sizes_that_work():
     for embed in (32, 40):
         assert not any("warning" in note for note in Plan("8x1x1", zero=2, embed=embed).notes)
     assert not any("warning" in note for note in Plan("4x1x1", zero=2, embed=36).notes)
+
+
+def test_a_width_apart_from_the_heads_is_offered_in_smaller_steps():
+    """With a head_dim, the width need not divide by the heads."""
+    (note,) = Plan("8x1x1", zero=2, embed=36, family="llama", heads=16, head_dim=10, mlp=36).notes
+    assert note.startswith("warning: data=8 finds no dim to split in ")
+    assert "set model.embed to 32 or 40" in note
 
 
 def test_explain_names_what_stays_whole(monkeypatch):

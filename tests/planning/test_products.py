@@ -11,9 +11,11 @@ from jaxdist.request import load
 CORES = GPUS["a100"].cores
 
 
-@pytest.mark.parametrize("name", ["gpt2_124m", "llama_8b"])
-def test_without_known_cores_they_are_what_matrices_say(name):
-    m = load(name, {}).model
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("gpt2_124m", {}), ("llama_8b", {}), ("llama_8b", {"model.head_dim": "256"})]
+)
+def test_without_known_cores_they_are_what_matrices_say(name, sizes):
+    m = load(name, sizes).model
     assert layer_products(m, 1000, 1, "cpu") == pytest.approx((2 * 1000 * matrices_per_layer(m),) * 3)
 
 

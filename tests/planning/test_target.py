@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -164,6 +165,13 @@ def test_attention_is_that_of_a_gpu_with_cudnn():
     text = compile_apart(lowering.attention, "h100", 8).text
     assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
     assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
+
+
+@needs_plugin
+@pytest.mark.slow
+def test_attention_of_a_gpu_has_the_window():
+    text = compile_apart(partial(lowering.attention, window=100), "h100", 8).text
+    assert len(re.findall(r'"sliding_window_length": ?100\b', text)) == 2
 
 
 @needs_plugin

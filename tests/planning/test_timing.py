@@ -6,7 +6,7 @@ import pytest
 from jaxdist import models
 from jaxdist.config import ModelConfig
 from jaxdist.planning.hardware import peak_flops
-from jaxdist.planning.timing import flops_per_token
+from jaxdist.planning.timing import flops_formula, flops_per_token
 from jaxdist.request import load
 
 
@@ -25,6 +25,41 @@ def test_llama_counts_grouped_heads_and_three_matrices(name, billions):
     c = load(name, {}).model
     matrices = (flops_per_token(c) - 6 * c.layers * c.sequence * c.embed) / 6
     assert matrices / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def attention_flops(**sizes: int) -> int:
+    """Of one layer, and one token: what is not 6 for each matrix parameter."""
+    c = ModelConfig(family="llama", layers=1, embed=64, heads=4, mlp=96, vocab=8, sequence=1000, **sizes)
+    width = 4 * c.head_size
+    return flops_per_token(c) - 6 * (4 * 64 * width + 3 * 64 * 96 + 8 * 64)
+
+
+@pytest.mark.parametrize("window", [1, 10, 400, 999])
+def test_attention_in_a_window_counts_the_keys_that_are_seen(window):
+    """Each of two products has 2 FLOPs forward and 4 backward for each value of a query with a key.
+
+    Of the mask, half a key is left out for each of the first queries, as half of the diagonal is without a window.
+    """
+    mask = sum(min(place + 1, window) for place in range(1000))
+    assert attention_flops(window=window) == pytest.approx(2 * 6 * 64 * (mask - window / 2) / 1000, abs=1)
+
+
+def test_a_window_as_long_as_the_row_is_none():
+    assert attention_flops(window=1000) == attention_flops(window=5000) == attention_flops()
+
+
+def test_attention_is_as_wide_as_its_heads():
+    """Twice as wide as the residual stream."""
+    assert attention_flops(head_dim=32) == 2 * attention_flops()
+
+
+def test_the_formula_names_what_it_counts():
+    c = ModelConfig(family="llama", embed=64, heads=4, sequence=100)
+    told = lambda **sizes: flops_formula(c.model_copy(update=sizes)).partition("included) + ")[2]
+    assert told() == told(window=100, head_dim=16) == "6 x layers x sequence x embed (causal attention)"
+    assert told(head_dim=32) == "6 x layers x sequence x heads x head_dim (causal attention)"
+    in_window = "6 x layers x (2 x window - window^2 / sequence) x embed (causal attention in a window)"
+    assert told(window=99) == in_window
 
 
 def test_mixed_computes_at_the_peak_of_bfloat16():

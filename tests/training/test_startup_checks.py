@@ -53,13 +53,13 @@ def cudnn(monkeypatch):
     def put(kernel):
         for module in attention, startup_checks:
             monkeypatch.setattr(module, "why_not_cudnn", lambda *_, **__: "")
-        monkeypatch.setattr(attention, "_cudnn_attention", lambda layout, q, k, v: kernel(q, k, v))
+        monkeypatch.setattr(attention, "_cudnn_attention", lambda layout, q, k, v, window: kernel(q, k, v))
 
     return put
 
 
-def grouped() -> Run:
-    knobs = {"model.family": "llama", "model.heads": "4", "model.kv_heads": "2", "precision": "bfloat16"}
+def grouped(**knobs: str) -> Run:
+    knobs |= {"model.family": "llama", "model.heads": "4", "model.kv_heads": "2", "precision": "bfloat16"}
     return Run(load(None, knobs | {"mesh": "2x1x1", "model.embed": "64"}))
 
 
@@ -92,6 +92,13 @@ def test_a_wrong_kernel_is_refused(cudnn, kernel, what):
     (problem,) = caught.value.problems
     assert problem.startswith("cuDNN's attention is wrong on this cpu: " + what)
     assert problem.endswith("or train with --precision float32, which does without it")
+
+
+def test_a_kernel_without_the_window_is_refused(cudnn):
+    """However long the window is: the rows that are compared are longer."""
+    cudnn(right)
+    with pytest.raises(RequestError, match="attention is off"):
+        startup_checks.check_attention(grouped(**{"model.window": "4096", "model.sequence": "8192"}))
 
 
 @pytest.mark.parametrize("place", [(0, 0), (3, 1)])

@@ -53,7 +53,7 @@ from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.predicted_collectives import Transfer
 from jaxdist.planning.search import changed_loss
 from jaxdist.planning.search.products import layer_products
-from jaxdist.planning.timing import flops_per_token
+from jaxdist.planning.timing import attention_flops_per_token, flops_per_token
 from jaxdist.planning.transfer_time import merge_calls, seconds
 from jaxdist.sharding import Layout, rules
 
@@ -212,7 +212,7 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
 
 def layout_of(config: Config, shape: MeshShape, cluster: Cluster) -> Layout:
     """Return the layout of `config` over a mesh of the cluster's devices."""
-    return Layout.on(abstract_mesh(shape), rules(config, shape), Device(cluster))
+    return Layout.on(abstract_mesh(shape), rules(config), Device(cluster))
 
 
 def exposed(communication: float, arithmetic: float, cluster: Cluster) -> float:
@@ -225,8 +225,8 @@ def exposed(communication: float, arithmetic: float, cluster: Cluster) -> float:
 
 
 def attention_flops(m: ModelConfig, tokens: Numbers) -> Numbers:
-    """Return the forward FLOPs of attention's two matmuls of tokens with tokens, halved because it is causal."""
-    return 2 * tokens * m.sequence * m.embed
+    """Return the forward FLOPs of attention's two matmuls of tokens with the tokens that they see, in one layer."""
+    return tokens * attention_flops_per_token(m)
 
 
 Number = TypeVar("Number", float, np.ndarray)

@@ -26,8 +26,9 @@ def layer_products(m: ModelConfig, tokens: Numbers, ways: Numbers, gpu: str) -> 
     """
     arrays = 2 if m.traits.gated else 1  # the gate and up projections are computed as one
     up = arrays * m.mlp_size / ways
-    qkv = m.embed * (1 + 2 * m.key_value_heads / m.heads) / ways
-    weights = [(m.embed, qkv), (m.embed / ways, m.embed), (m.embed, up), (m.mlp_size / ways, m.embed)]
+    query = m.heads * m.head_size / ways
+    qkv = query * (1 + 2 * m.key_value_heads / m.heads)
+    weights = [(m.embed, qkv), (query, m.embed), (m.embed, up), (m.mlp_size / ways, m.embed)]
     forward = sum(2 * _whole_waves(tokens, out, gpu) * into for into, out in weights)
     inputs = sum(2 * _whole_waves(tokens, into, gpu) * out for into, out in weights)
     gradients = sum(2 * _whole_waves(into, out, gpu) * tokens for into, out in weights)
