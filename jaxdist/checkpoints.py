@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxdist.cluster.process_env import check_alone
-from jaxdist.config import RequestError
+from jaxdist.config import Config, RequestError
 from jaxdist.files import WRONG_CONTENT
-from jaxdist.request import Extra, arguments, check_output, run
+from jaxdist.huggingface.folder import WRITTEN
+from jaxdist.request import Extra, arguments, check_output, check_output_folder, run
 from jaxdist.training.checkpoint.step_dir import UNREADABLE_SEAL, UNSEALED, StepDir
 from jaxdist.training.run_dir import RunFolder
-from jaxdist.values import Checkpoint, FileName
+from jaxdist.values import Checkpoint, FileName, WeightDtype
 
 DESCRIPTION = (
     "List the checkpoints of a run: size, time, the mesh that wrote them, and whether they are intact. The exit code "
@@ -31,10 +33,18 @@ EXTRAS = [
     Extra(
         "export",
         "",
-        "Write the weights to this .safetensors file, one tensor for each parameter of each layer.",
+        "Write the weights to this .safetensors file, under our names in float32; or to this folder (a name that ends "
+        "in /, or a folder that exists), in the form of Hugging Face's transformers.",
         FileName,
     ),
-    Extra("force", False, "Let --export replace an existing regular file, but never a file of a run."),
+    Extra(
+        "dtype",
+        "",
+        "Numbers of an exported folder: float32, bfloat16 or float16; empty: those of the folder that the run began "
+        "with, or else of the run's precision.",
+        WeightDtype,
+    ),
+    Extra("force", False, "Let --export replace a file, or a folder that an export wrote, but never one of a run."),
     Extra("checkpoint", "latest", "Step to export: latest, best (by validation loss) or a number.", Checkpoint),
     Extra("json", False, "Print one JSON object and nothing else."),
 ]
@@ -53,8 +63,13 @@ def main(argv: list[str] | None = None) -> int:
     folder = config.folder
     RunFolder(folder).check_layout()
     result: dict[str, Any] = {"run": str(folder)}
+    if extras["dtype"] and not _is_folder(extras["export"]):
+        raise RequestError(
+            f"--dtype {extras['dtype']} is for a folder, and --export is '{extras['export']}'; "
+            f"add --export FOLDER/, or leave --dtype out"
+        )
     if extras["export"]:
-        result["export"] = export(config, extras["checkpoint"], Path(extras["export"]), extras["force"])
+        result["export"] = export(config, extras)
     if extras["prune"]:
         result.update(prune(folder, config.checkpoint.keep, config.checkpoint.keep_every))
     rows = list(listing(folder, extras["verify"]))
@@ -123,7 +138,7 @@ def _facts(step_dir: StepDir, step: int) -> dict[str, Any]:
 def as_text(result: dict[str, Any]) -> Iterator[str]:
     """Yield the lines that show the result to the user."""
     if "export" in result:
-        yield "wrote {path}: {tensors} tensors, {bytes:,} bytes, of step {step}".format(**result["export"])
+        yield _exported(result["export"])
     for path in result.get("removed", ()):
         yield f"removed {path}"
     for path, reason in result.get("left", {}).items():
@@ -146,6 +161,14 @@ def as_text(result: dict[str, Any]) -> Iterator[str]:
         if row["damage"]:
             state += f": {row['damage']}"
         yield form(row["step"], kind, size, saved, row["mesh"] or "?", state)
+
+
+def _exported(exported: Mapping[str, Any]) -> str:
+    """Return the line about an export."""
+    size = f"{exported['bytes']:,} bytes"
+    if "files" in exported:
+        size += f" of {exported['dtype']} in {exported['files']} file(s)"
+    return f"wrote {exported['path']}: {exported['tensors']} tensors, {size}, of step {exported['step']}"
 
 
 def prune(folder: Path, newest: int, every: int) -> dict[str, Any]:
@@ -187,15 +210,41 @@ def prune(folder: Path, newest: int, every: int) -> dict[str, Any]:
     return {"removed": [str(path) for path in removed], "left": left}
 
 
-def export(config: Any, which: str, path: Path, force: bool) -> dict[str, Any]:
-    """Write the weights of a step to `path`. Raises `RequestError`, before reading them, if that is not possible."""
+def export(config: Config, extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the weights of a step, and return what was written.
+
+    Raises `RequestError`, before reading them, if that is not possible.
+    """
+    which = extras["checkpoint"]
+    path = Path(extras["export"])
+    if _is_folder(extras["export"]):
+        return export_folder(config, which, path, extras["dtype"], extras["force"])
     check_output("--export", path, "weights.safetensors")
-    if path.exists() and not force:
+    if path.exists() and not extras["force"]:
         raise RequestError(f"--export '{path}' exists; name another file, or add --force to replace it")
     # This module imports jax.
     from jaxdist.training.checkpoint.export import write_safetensors
 
     return write_safetensors(config, which, path)
+
+
+def export_folder(config: Config, which: str, path: Path, dtype: str, force: bool) -> dict[str, Any]:
+    """Write the weights of a step as a folder that transformers loads. Raises `RequestError`."""
+    if config.model.images:
+        raise RequestError(
+            f"--export '{path}' is a folder, and transformers has no form of family {config.model.family}; name a "
+            f".safetensors file"
+        )
+    check_output_folder("--export", path, force, WRITTEN)
+    # This module imports jax.
+    from jaxdist.training.checkpoint.export import write_folder
+
+    return write_folder(config, which, Path(os.path.abspath(path)), dtype)
+
+
+def _is_folder(target: str) -> bool:
+    """Return whether the text of --export means a folder."""
+    return target.endswith("/") or os.path.isdir(target)
 
 
 if __name__ == "__main__":

@@ -430,7 +430,7 @@ class Config(Section):
     resume: Resume = "auto"
     """auto: resume the run in run_dir; never: fail if the run exists; a number: go back to that step's checkpoint."""
     init_from: FilePath | None = None
-    """Run or checkpoint whose weights a new run starts from; same model and, for text, same tokenizer."""
+    """Weights to start from: a run or a checkpoint, of the same model; or a folder of Hugging Face, which gives it."""
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()

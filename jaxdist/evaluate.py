@@ -1,4 +1,4 @@
-"""`python -m jaxdist.evaluate RUN`: compute the validation loss of a run's checkpoint, on any mesh."""
+"""`python -m jaxdist.evaluate RUN`: compute the validation loss of a run's checkpoint, or of pretrained weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     from jaxdist.cluster.job import Job
     from jaxdist.training.restore import Trained
 
-DESCRIPTION = "Compute the loss of a run's checkpoint on the whole held-out part of its data, on any mesh."
+DESCRIPTION = (
+    "Compute the loss of a run's checkpoint on the whole held-out part of its data, on any mesh. RUN may also be a "
+    "folder of Hugging Face, with config.json and *.safetensors, into which nothing is written; its rows have "
+    "--model.sequence tokens."
+)
 CHECKPOINT = Extra("checkpoint", "latest", "Step to use: latest, best (by validation loss) or a number.", Checkpoint)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the validation loss of a checkpoint. Return the exit code."""
-    request = arguments(argv, "evaluate", DESCRIPTION, positional="RUN", extras=[CHECKPOINT])
+    request = arguments(argv, "evaluate", DESCRIPTION, positional="RUN", extras=[CHECKPOINT], pretrained=True)
     config = request.config
     place = find(config.cluster)
 
@@ -51,7 +55,7 @@ def open_data(trained: Trained, job: Job) -> None:
     from jaxdist.cluster.heartbeat import AWAITING, READING
     from jaxdist.training.console import Screen
     from jaxdist.training.data_progress import DataProgress
-    from jaxdist.training.run_dir import RunFolder
+    from jaxdist.training.run_dir import RunFolder, check_tokenizer
 
     task = trained.run.task
 
@@ -66,11 +70,13 @@ def open_data(trained: Trained, job: Job) -> None:
         leader_first("tokens", read)
     finally:
         screen.pause()
-    if task.fingerprint != trained.data:
+    if trained.data is None:
+        check_tokenizer(trained.run.config.folder, trained.run.config.data.tokenizer)
+    elif task.fingerprint != trained.data:
         if job.env.leader:
             print(f"note: this is not the data that the run was trained on{task.kept}", file=sys.stderr)
         # The loss is comparable only with the tokenizer of the run.
-        tokenizer = RunFolder(trained.run.config.folder).tokenizer
+        tokenizer = RunFolder(trained.run.config.folder).tokenizer_source
         leader_first("tokens of the run's tokenizer", partial(task.keep, tokenizer))
     check_alike("data", task.fingerprint, "let all processes read the same files")
 
@@ -81,8 +87,9 @@ def result_line(trained: Trained, metrics: dict[str, float]) -> str:
     units = f"{task.unit}s"
     others = {name: value for name, value in metrics.items() if name not in ("loss", "batches", units)}
     percentages = "".join(f"  {name} {value:.2%}" for name, value in others.items())
+    which = f"weights of {task.config.folder}" if trained.step is None else f"step {trained.step}"
     return (
-        f"step {trained.step}  validation loss {metrics['loss']:.4f} nats per {task.unit} over "
+        f"{which}  validation loss {metrics['loss']:.4f} nats per {task.unit} over "
         f"{rounded(metrics[units])} {units}{percentages}  ({task.baseline_name} {task.baseline():.4f})"
     )
 

@@ -13,6 +13,7 @@ from jaxdist.config import Config, RequestError
 from jaxdist.exit_codes import DONE, FAILED
 from jaxdist.planning.hardware import GPUS, PRESETS
 from jaxdist.request import STEP_KNOBS, Extra, arguments, check_picture, run
+from jaxdist.request.pretrained import check_described
 from jaxdist.values import DevicesOrZero, FileName, Suggested
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ DESCRIPTION = (
 )
 ReportT = TypeVar("ReportT", bound="Report")
 
-KNOBS = (*STEP_KNOBS, "train.local_steps")
+KNOBS = (*STEP_KNOBS, "init_from", "train.local_steps")
 TargetName = Annotated[str, Suggested(GPUS)]
 ClusterName = Annotated[FileName, Suggested(PRESETS)]
 EXTRAS = [
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     """Compile the step and print the report. Return the exit code."""
     request = arguments(argv, "explain", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
     check_alone("explain")
+    check_described(request.config)
     extras = request.extras
     check_picture(extras["picture"], "memory.png")
     report = explain(request.config, extras["target"] or None, extras["devices"], extras["cluster"])
@@ -139,7 +141,7 @@ def _compiled(
 
     gpu = gpu_of(target) if target else None
     mesh = abstract_mesh(dict(zip(AXES, numbers.shape, strict=True)))
-    layout = Layout.on(mesh, rules(config, mesh.shape), gpu or CPU)
+    layout = Layout.on(mesh, rules(config), gpu or CPU)
     program = compile_apart(lower, target, count)
     if target:
         # Neighbours in the mesh share a host, as in a run.

@@ -1,4 +1,4 @@
-"""`python -m jaxdist.generate RUN`: generate text from a run's checkpoint, on any mesh."""
+"""`python -m jaxdist.generate RUN`: generate text from a run's checkpoint, or from pretrained weights, on any mesh."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from jaxdist.config import RequestError
 from jaxdist.request import JOB_KNOBS, LAYOUT_KNOBS, Enough, Extra, arguments, run
 from jaxdist.values import Checkpoint, CountOrZero, NonNegativeFloat32, Prompt, Samples, Seed, Tokens
 
-DESCRIPTION = "Generate text from a run's checkpoint. Needs only the run folder; all devices of the mesh take part."
+DESCRIPTION = (
+    "Generate text from a run's checkpoint. Needs only the run folder; all devices of the mesh take part. RUN may also "
+    "be a folder of Hugging Face, with config.json and *.safetensors, into which nothing is written; the model then "
+    "sees --model.sequence tokens."
+)
 EXTRAS = [
     Extra("checkpoint", "latest", "Step to use: latest, best (by validation loss) or a number.", Checkpoint),
     Extra("prompt", "def ", "Text to continue; the model sees its last model.sequence tokens.", Prompt),
-    Extra("tokens", 100, "Tokens to generate.", Tokens),
+    Extra("tokens", 100, "Tokens to generate, at most.", Tokens),
     Extra("samples", 1, "Texts to generate.", Samples),
     Extra("temperature", 0.8, "Divisor of the logits; 0: always take the most likely token.", NonNegativeFloat32),
     Extra("top_k", 50, "Sample from this many most likely tokens; 0: all.", CountOrZero),
@@ -24,7 +28,7 @@ EXTRAS = [
 def main(argv: list[str] | None = None) -> int:
     """Print texts sampled from a checkpoint. Return the exit code."""
     knobs = (*LAYOUT_KNOBS, *JOB_KNOBS)
-    request = arguments(argv, "generate", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=knobs)
+    request = arguments(argv, "generate", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=knobs, pretrained=True)
     config = request.config
     extras = request.extras
     if config.model.images:
@@ -36,22 +40,25 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.heartbeat import STEPPING
     from jaxdist.cluster.job import Job
-    from jaxdist.training.restore import restore
-    from jaxdist.training.run_dir import RunFolder
+    from jaxdist.data.given_tokenizer import largest_id
+    from jaxdist.training.restore import restore, tokenizer_of
     from jaxdist.training.sampling import Choice, sample
 
     with Job(place, config, enough=Enough(config)) as job:
         check_request(request.text)
-        tokenizer = RunFolder(config.folder).load_tokenizer()
+        tokenizer, special = tokenizer_of(config.folder)
         trained = restore(config, extras["checkpoint"], batch=False)
         prompt = tokenizer.encode(extras["prompt"], add_special_tokens=False).ids
+        if special.bos is not None:
+            prompt = [special.bos, *prompt]
         texts = sample(
             trained,
             prompt,
             extras["tokens"],
             extras["samples"],
-            Choice(extras["temperature"], extras["top_k"]),
+            Choice(extras["temperature"], extras["top_k"], entries=largest_id(tokenizer) + 1),
             extras["seed"],
+            stops=special.stops,
             moving=partial(job.note, STEPPING),
         )
         # Every process has the texts; the leader prints them.

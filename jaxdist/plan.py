@@ -16,6 +16,7 @@ from jaxdist.mesh import fill, parse_mesh
 from jaxdist.planning.hardware import PRESETS
 from jaxdist.request import DEFAULT, Extra, arguments, check_output, check_picture, load, run, to_toml
 from jaxdist.request.numbers import as_list, numbers
+from jaxdist.request.pretrained import check_described
 from jaxdist.values import MOST_DEVICES, Devices, FileName, Suggested
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ ClusterName = Annotated[FileName, Suggested(PRESETS)]
 
 KNOBS = (
     "precision",
+    "init_from",
     "model",
     "optimizer",
     "train.global_batch_size",
@@ -61,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     """Search for a plan, and print, plot or save it. Returns the exit code."""
     request = arguments(argv, "plan", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
     check_alone("plan")
+    check_described(request.config)
     extras = request.extras
     if extras["picture"]:
         check_picture(extras["picture"], "plan.png")
@@ -76,8 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     if extras["why_not"]:
         check_why_not(extras["why_not"], extras["devices"])
     where = cluster(extras["cluster"])
-    name = request.positional or DEFAULT
-    base = load(name, {})
+    name = request.positional or str(request.config.init_from or DEFAULT)
+    base = load(name, {}, knobs=KNOBS)
     plan = search(request.config, extras["devices"], where)
     slow_link.check_replicas(plan)
     more = []

@@ -60,15 +60,12 @@ RULES: Rules = dict(batch=BATCH_AXES, heads=(MODEL,), mlp=(MODEL,), vocab=(PIPEL
 all share the work on the vocabulary."""
 
 
-def rules(config: Config, shape: Mapping[str, int]) -> Rules:
-    """Return the rules that `config` asks for on a mesh of `shape`.
-
-    Pipeline stages share the vocabulary if it divides among them.
-    """
+def rules(config: Config) -> Rules:
+    """Return the rules that `config` asks for; the stages of a pipeline share the vocabulary, if it is split."""
     split: dict[str, Sequence[str]] = {}
     for name, axis in config.parallel.rules:
         split[name] = (axis,) if axis else ()
-    if split["vocab"] and config.model.vocab % (shape[PIPELINE] * shape[MODEL]) == 0:
+    if split["vocab"]:
         split["vocab"] = RULES["vocab"]
     # Sequence parallelism shards the residual stream over the same devices as the heads.
     split["residual"] = split["heads"] if config.parallel.sequence else ()

@@ -173,5 +173,7 @@ RopeScalingText = Annotated[str, AfterValidator(_rope_scaling), Suggested(["none
 GradientCompression = Annotated[
     Literal["exact", "bfloat16", "int8", "topk-int8", "powersgd"], BeforeValidator(_not_one_bit)
 ]
+WeightDtype = Literal["", "float32", "bfloat16", "float16"]
+"""The dtype of weights in a file; empty: the one that they come from."""
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_strictly_integer)]
 """A ZeRO stage."""

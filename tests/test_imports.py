@@ -21,6 +21,11 @@ READERS = [
 PREDICTIONS = ["memory", "activations", "communication", "predicted_collectives", "parameter_layout", "step_bytes"]
 PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic", "clusters", "collective_time", "search"]
 
+WITHOUT_JAX = ["folder", "keys", "rope", "model_config"]
+"""What reads and writes config.json: requests ask it, and answer in a moment."""
+
+OF_CONFIGS = ["jaxdist.!config,files,values,rope_scaling,huggingface", "jax", "flax", "numpy"]
+
 FORBIDDEN = {
     "rope_scaling": ["jaxdist", "jax", "flax", "numpy"],
     "values": ["jaxdist.!rope_scaling", "jax", "flax", "numpy"],
@@ -32,10 +37,12 @@ FORBIDDEN = {
     "gpu_memory": ["jaxdist.!config", "jax", "flax", "numpy"],
     "units": ["jaxdist", "jax", "numpy"],
     "sharding": ["jaxdist.!config,mesh"],
-    "request": ["jaxdist.!config,values,exit_codes,files,mesh,request,data,streams,units"],
+    "request": ["jaxdist.!config,values,exit_codes,files,mesh,request,data,huggingface,streams,units"],
     "parallel": ["jaxdist.models", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
     "models": ["jaxdist.parallel.zero", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
-    "data": ["jaxdist.!config,files,mesh,sharding,units,data"],
+    "data": ["jaxdist.!config,files,mesh,sharding,units,data,huggingface"],
+    **dict.fromkeys((f"huggingface.{name}" for name in WITHOUT_JAX), OF_CONFIGS),
+    "huggingface.tokenizer": ["jaxdist.!config,data", "jax", "flax"],
     "planning": ["jaxdist.training", "jaxdist.data", "jaxdist.cluster"],
     **dict.fromkeys((f"planning.{name}" for name in PREDICTIONS), READERS),
     "cluster": ["jaxdist.!config,exit_codes,files,gpu_memory,mesh,streams,units,cluster"],

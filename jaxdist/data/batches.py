@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int, UInt64
+from jaxtyping import Array, Bool, Int, UInt64
 
 from jaxdist.data.tokens import Tokens
 from jaxdist.sharding import Layout
@@ -93,7 +93,7 @@ def train_batch(
     Each process reads only the rows of its own devices. `batch` must divide by k times the number of parts into which
     the layout splits it. A row of -1 is all padding.
     """
-    abstract = abstract_batch(rows.size, sequence, accumulation, mesh, layout, apart=tokens.end is not None)
+    abstract = abstract_batch(rows.size, sequence, accumulation, mesh, layout, apart=tokens.apart)
     return global_batch(rows, abstract, partial(_read, tokens, sequence))
 
 
@@ -102,7 +102,7 @@ def abstract_batch(
 ) -> AbstractBatch:
     """Return the shapes and shardings of a batch of `rows` rows as `train_batch` makes it.
 
-    Set `apart` for tokens with an `end`, whose documents are apart.
+    Set `apart` for tokens whose documents are apart.
     """
     names = ["tokens", "labels"]
     if apart:
@@ -128,14 +128,24 @@ def validation_batches(
         yield train_batch(tokens, rows, sequence, accumulation, mesh, layout)
 
 
-def document_starts(ids: Int[np.ndarray, "n S"], end: int) -> Int[np.ndarray, "n S"]:
-    """Return the position in its row where the document of each token starts.
+def document_ends(windows: Int[np.ndarray, "n S+1"], begin: int | None, end: int | None) -> Bool[np.ndarray, "n S"]:
+    """Return which tokens are the last ones of their documents: each `end`, and each token before a `begin`."""
+    ends = np.zeros((windows.shape[0], windows.shape[1] - 1), bool)
+    if end is not None:
+        ends |= windows[:, :-1] == end
+    if begin is not None:
+        ends |= windows[:, 1:] == begin
+    return ends
 
-    Documents end with the token `end`; the document of the first token of a row starts at 0.
+
+def document_starts(ends: Bool[np.ndarray, "n S"]) -> Int[np.ndarray, "n S"]:
+    """Return the position in its row where the document of each token starts, from `document_ends`.
+
+    The document of the first token of a row starts at 0.
     """
     # A token after an end starts a document; the running maximum carries its position to the tokens that follow.
-    starts = np.zeros(ids.shape, np.int32)
-    starts[:, 1:] = np.where(ids[:, :-1] == end, np.arange(1, ids.shape[1]), 0)
+    starts = np.zeros(ends.shape, np.int32)
+    starts[:, 1:] = np.where(ends[:, :-1], np.arange(1, ends.shape[1]), 0)
     return np.maximum.accumulate(starts, axis=1)
 
 
@@ -282,11 +292,12 @@ def _read(tokens: Tokens, sequence: int, rows: np.ndarray) -> dict[str, np.ndarr
     windows[rows >= 0] = tokens.window(rows[rows >= 0], sequence)
     ids = np.ascontiguousarray(windows[:, :-1])
     labels = np.where(rows[:, None] >= 0, windows[:, 1:], np.int32(IGNORED))
-    if tokens.end is None:
+    if not tokens.apart:
         return {"tokens": ids, "labels": labels}
     # If documents are apart, nothing predicts the first token of the next document, so it does not count.
-    labels[ids == tokens.end] = IGNORED
-    return {"tokens": ids, "labels": labels, "starts": document_starts(ids, tokens.end)}
+    ends = document_ends(windows, tokens.begin, tokens.end)
+    labels[ends] = IGNORED
+    return {"tokens": ids, "labels": labels, "starts": document_starts(ends)}
 
 
 def _feistel(x: UInt64[np.ndarray, "..."], width: int, keys: UInt64[np.ndarray, " rounds"]) -> np.ndarray:

@@ -19,16 +19,16 @@ from tokenizers import Tokenizer
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.data import token_files
 from jaxdist.data.documents import Source, open_sources, reading, split
+from jaxdist.data.given_tokenizer import GivenTokenizer, largest_id, read_tokenizer
 from jaxdist.data.progress import Pass, Progress, unseen
 from jaxdist.data.readers import FORMS
+from jaxdist.data.special_tokens import ENDS, SpecialTokens, special_tokens_of
 from jaxdist.data.token_cache import open_cache
 from jaxdist.data.tokenizing import (
     ALPHABET,
-    ENDS,
     PARTS,
     TOKENIZER,
     Split,
-    end_of_text,
     resume_point,
     train_tokenizer,
     write_parts,
@@ -49,6 +49,8 @@ class Corpus:
     validation: Tokens
     tokenizer: str | None
     """Content of the tokenizer.json; None for a .bin without data.tokenizer."""
+    special: SpecialTokens
+    """The tokens that delimit its documents."""
     fingerprint: str
     """Hexadecimal hash of the source's content, the tokenizer and the split. A resumed run must find the same one."""
     source: str
@@ -69,7 +71,8 @@ def open_corpus(
     source, held_out = open_sources(config)
     given = None
     if config.tokenizer:
-        given = _read_tokenizer(config.tokenizer, vocab)
+        given = read_tokenizer(config.tokenizer)
+        _check_vocab(given, config.tokenizer, vocab)
     open_source = _open_tokens if source.kind == "bin" else _open_text
     corpus = open_source(source, held_out, given, config, vocab, progress)
     _check_rows(corpus, sequence, config)
@@ -95,7 +98,12 @@ def programs_folder() -> Path:
 
 
 def _open_tokens(
-    source: Source, held_out: Source | None, given: str | None, config: DataConfig, vocab: int, progress: Progress
+    source: Source,
+    held_out: Source | None,
+    given: GivenTokenizer | None,
+    config: DataConfig,
+    vocab: int,
+    progress: Progress,
 ) -> Corpus:
     """Open a `.bin` of uint16 tokens in place. Without a validation file, its tail is held out."""
     paths = [file.root for file in (source, held_out) if file]
@@ -109,14 +117,21 @@ def _open_tokens(
         cut = total - int(total * config.validation_fraction)
         train = parts[0].part(0, cut)
         validation = parts[0].part(cut, total)
-    return Corpus(train, validation, given, _digest(content, given), f"{source.root}, {_sizes(train, validation)}")
+    return Corpus(
+        train,
+        validation,
+        tokenizer=given.text if given else None,
+        special=given.special if given else SpecialTokens(),
+        fingerprint=_digest(content, *_identity(given)),
+        source=f"{source.root}, {_sizes(train, validation)}",
+    )
 
 
-def _check_token_files(paths: list[Path], given: str | None, vocab: int, progress: Progress) -> None:
+def _check_token_files(paths: list[Path], given: GivenTokenizer | None, vocab: int, progress: Progress) -> None:
     """Raise `RequestError` with every problem of these `.bin` files."""
     entries = None
     if given:
-        entries = _largest_id(Tokenizer.from_str(given)) + 1
+        entries = largest_id(given.load()) + 1
     problems = []
     for path in paths:
         with reading(path):
@@ -129,7 +144,12 @@ def _check_token_files(paths: list[Path], given: str | None, vocab: int, progres
 
 
 def _open_text(
-    source: Source, held_out: Source | None, given: str | None, config: DataConfig, vocab: int, progress: Progress
+    source: Source,
+    held_out: Source | None,
+    given: GivenTokenizer | None,
+    config: DataConfig,
+    vocab: int,
+    progress: Progress,
 ) -> Corpus:
     """Open text of any kind from the cache, after filling it if it lacks this text, tokenizer and split."""
     if given is None and vocab < len(ALPHABET) + 1:
@@ -140,7 +160,8 @@ def _open_text(
     stamp = _stamp(source, held_out)
     content = _content(source, held_out, config, progress)
     # The key holds everything that determines the token files.
-    folder = cache_folder() / _digest(VERSION, content, given, vocab)
+    tokenizer_text, *marks = _identity(given)
+    folder = cache_folder() / _digest(VERSION, content, tokenizer_text, vocab, *marks)
 
     def documents(reading: Pass) -> Split:
         return split(source, held_out, config.validation_fraction, reading.read)
@@ -150,11 +171,13 @@ def _open_text(
         done = resume_point(new)
         if done is None:
             sampling = Pass(progress, "reading text for the tokenizer", _size(source, held_out))
-            write_whole(new / TOKENIZER, given or train_tokenizer(documents(sampling), source.size, vocab))
+            text = given.text if given else train_tokenizer(documents(sampling), source.size, vocab)
+            write_whole(new / TOKENIZER, text)
         tokenizer = Tokenizer.from_file(str(new / TOKENIZER))
+        special = given.special if given else special_tokens_of(tokenizer)
         encoding = Pass(progress, "tokenizing", _size(source, held_out))
         before = done["documents"] if done else 0
-        count = write_parts(new, tokenizer, documents(encoding), _dtype(vocab), encoding, before)
+        count = write_parts(new, tokenizer, special, documents(encoding), _dtype(vocab), encoding, before)
         # The key was computed from an earlier read, so the content must not have changed since.
         if _stamp(source, held_out) != stamp:
             raise RequestError(f"'{source.root}' changed while it was read; start again when it is complete")
@@ -162,61 +185,71 @@ def _open_text(
 
     facts = open_cache(folder, fill, progress)
     train, validation = (Tokens.open(folder / part, _dtype(vocab)) for part in PARTS)
-    tokenizer = (folder / TOKENIZER).read_text("utf-8")
+    if given is None:
+        text = (folder / TOKENIZER).read_text("utf-8")
+        used = GivenTokenizer(text, special_tokens_of(Tokenizer.from_str(text)))
+    else:
+        used = given
     description = ", ".join(
         [
             _describe(source, facts["documents"]),
             _sizes(train, validation),
-            _describe_tokenizer(tokenizer, config, vocab),
+            _describe_tokenizer(used, config, vocab),
         ]
     )
-    return Corpus(train, validation, tokenizer, _digest(content, tokenizer), description)
+    return Corpus(
+        train,
+        validation,
+        tokenizer=used.text,
+        special=used.special,
+        fingerprint=_digest(content, *_identity(used)),
+        source=description,
+    )
 
 
 def _apart(corpus: Corpus) -> Corpus:
-    """Return the corpus with tokens that know where documents end."""
-    end = None
-    if corpus.tokenizer:
-        end = end_of_text(Tokenizer.from_str(corpus.tokenizer))
-    if end is None:
+    """Return the corpus with tokens that know where documents begin and end."""
+    special = corpus.special
+    if not special.delimits():
         raise RequestError(
             f"model.documents is apart, but no tokenizer says which token ends a document; give a data.tokenizer with "
             f"one of {', '.join(ENDS)}, or set model.documents to joined"
         )
-    train = replace(corpus.train, end=end)
-    validation = replace(corpus.validation, end=end)
+    train = replace(corpus.train, begin=special.bos, end=special.eos)
+    validation = replace(corpus.validation, begin=special.bos, end=special.eos)
     if not train.several_documents():
+        between = f"end-of-text token (id {special.eos})"
+        if special.eos is None:
+            between = f"BOS token (id {special.bos})"
         raise RequestError(
-            f"model.documents is apart, but the training data is one document: no end-of-text token (id {end}) stands "
+            f"model.documents is apart, but the training data is one document: no {between} stands "
             "between its tokens; give several documents, such as a .jsonl, or set model.documents to joined"
         )
     return replace(corpus, train=train, validation=validation, source=f"{corpus.source}; documents apart")
 
 
-def _read_tokenizer(path: Path, vocab: int) -> str:
-    """Return the content of a tokenizer.json. Raises `RequestError` if it is none, or its ids do not fit the model."""
-    try:
-        text = path.read_text("utf-8")
-        tokenizer = Tokenizer.from_str(text)
-    except Exception as error:
-        # The package `tokenizers` raises no narrower exception.
-        reason = str(error).partition("\n")[0]
-        raise RequestError(
-            f"data.tokenizer '{path}' is not a tokenizer ({reason}); give a tokenizer.json of the tokenizers library, "
-            "or leave it out to train one on the text"
-        ) from error
-    largest = _largest_id(tokenizer)
+def _check_vocab(given: GivenTokenizer, path: Path, vocab: int) -> None:
+    """Raise `RequestError` if the ids of the tokenizer do not fit the model."""
+    largest = largest_id(given.load())
     if largest >= vocab:
         raise RequestError(
             f"data.tokenizer '{path}' has ids up to {largest} but model.vocab is {vocab}; set model.vocab to at least "
             f"{largest + 1}"
         )
-    return text
 
 
-def _largest_id(tokenizer: Tokenizer) -> int:
-    """Return the largest id, or -1 if the tokenizer has no entries."""
-    return max(tokenizer.get_vocab().values(), default=-1)
+def _identity(given: GivenTokenizer | None) -> list[str | int | None]:
+    """Return what names a tokenizer, and with it the tokens of a text.
+
+    BOS and EOS are named only where they differ from what the tokenizer alone gives, so that a run that was begun
+    without them still finds its data.
+    """
+    if given is None:
+        return [None]
+    alone = special_tokens_of(given.load())
+    if (given.special.bos, given.special.eos) == (alone.bos, alone.eos):
+        return [given.text]
+    return [given.text, given.special.bos, given.special.eos]
 
 
 def _check_rows(corpus: Corpus, sequence: int, config: DataConfig) -> None:
@@ -279,13 +312,21 @@ def _sizes(train: Tokens, validation: Tokens) -> str:
     return f"{rounded(train.length)} tokens and {rounded(validation.length)} held out"
 
 
-def _describe_tokenizer(text: str, config: DataConfig, vocab: int) -> str:
-    tokenizer = Tokenizer.from_str(text)
+def _describe_tokenizer(used: GivenTokenizer, config: DataConfig, vocab: int) -> str:
+    tokenizer = used.load()
     if config.tokenizer:
-        if end_of_text(tokenizer) is None:
-            return f"tokenizer {config.tokenizer} (without an end-of-text token)"
-        return f"tokenizer {config.tokenizer}"
+        return f"tokenizer {config.tokenizer}{_describe_special(used.special, tokenizer)}"
     size = tokenizer.get_vocab_size()
     if size < vocab:
         return f"byte-level BPE of {size} entries (too little text for {vocab})"
     return f"byte-level BPE of {size} entries"
+
+
+def _describe_special(special: SpecialTokens, tokenizer: Tokenizer) -> str:
+    """Return what is unusual about the delimiters of documents, in parentheses."""
+    unusual = []
+    if special.bos is not None:
+        unusual.append(f"{tokenizer.id_to_token(special.bos)} before each document")
+    if special.eos is None:
+        unusual.append("without an end-of-text token")
+    return f" ({', '.join(unusual)})" if unusual else ""

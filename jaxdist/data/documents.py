@@ -14,6 +14,7 @@ from jaxdist.config import DataConfig, RequestError
 from jaxdist.data import magics
 from jaxdist.data.readers import FORMS
 from jaxdist.data.readers.document import Document, OnRead
+from jaxdist.huggingface.tokenizer import folder_problem
 
 BLOCK_BYTES = 64 << 10
 """Plain text is cut into blocks of about this many bytes."""
@@ -125,12 +126,11 @@ def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
     empty, or is of the wrong kind or format.
     """
     texts = {"data.path": config.path, "data.validation_path": config.validation_path}
-    files = {
-        "data.path": config.path,
-        "data.tokenizer": config.tokenizer,
-        "data.validation_path": config.validation_path,
-    }
-    found = [_file_problem(knob, path) for knob, path in files.items() if path]
+    found = [
+        _file_problem("data.path", config.path),
+        _tokenizer_problem(config.tokenizer),
+        _file_problem("data.validation_path", config.validation_path),
+    ]
     foreign = [_foreign(knob, path) for knob, path in texts.items() if path]
     problems = [problem for problem in found + foreign if problem]
     source = _source(config.path)
@@ -179,7 +179,15 @@ def _library(root: Path) -> Iterator[Path]:
                 yield Path(folder, name)
 
 
-def _file_problem(knob: str, path: Path) -> str | None:
+def _tokenizer_problem(path: Path | None) -> str | None:
+    if path and path.is_dir():
+        return folder_problem(path)
+    return _file_problem("data.tokenizer", path)
+
+
+def _file_problem(knob: str, path: Path | None) -> str | None:
+    if path is None:
+        return None
     if not path.exists():
         return f"{knob} '{path}' {_absent(path)}"
     if path.is_dir():
@@ -248,7 +256,7 @@ def _blocks(file: BufferedReader, path: Path, size: int, on_read: OnRead) -> Ite
             block += file.read(1)
             following = file.peek(1)[:1]
         try:
-            yield Document(block.decode("utf-8"), ends=not following)
+            yield Document(block.decode("utf-8"), ends=not following, begins=place == 0)
         except UnicodeDecodeError as error:
             raise RequestError(
                 f"'{path}' is not utf-8 text (byte {place + error.start + 1} is {block[error.start]:#04x}); convert "

@@ -20,13 +20,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxdist.data.progress import Pass
 from jaxdist.data.readers.document import Document
+from jaxdist.data.special_tokens import ENDS, SpecialTokens
 from jaxdist.data.token_cache import PROGRESS
 from jaxdist.data.tokens import TokenWriter
 from jaxdist.files import checksum, open_no_follow, read_regular, write_whole
-
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""End-of-text tokens. The first one that the tokenizer has is put after each document; a tokenizer trained here has
-the first of the list, as id 0."""
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 """A letter for each of the 256 bytes, which a byte-level tokenizer starts from."""
@@ -82,15 +79,6 @@ def _sample(documents: Split, wanted: int, size: int) -> Iterator[str]:
         left -= len(text)
 
 
-def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """Return the id of the token that ends documents, or None if the tokenizer has none."""
-    for name in ENDS:
-        token = tokenizer.token_to_id(name)
-        if token is not None:
-            return token
-    return None
-
-
 def resume_point(folder: Path) -> dict[str, Any] | None:
     """Restore what a killed process has left in `folder`, and return its progress.
 
@@ -117,7 +105,13 @@ def resume_point(folder: Path) -> dict[str, Any] | None:
 
 
 def write_parts(
-    folder: Path, tokenizer: Tokenizer, documents: Split, dtype: Literal["uint16", "uint32"], reading: Pass, before: int
+    folder: Path,
+    tokenizer: Tokenizer,
+    special: SpecialTokens,
+    documents: Split,
+    dtype: Literal["uint16", "uint32"],
+    reading: Pass,
+    before: int,
 ) -> int:
     """Encode both parts as a stream, with one batch of documents in memory. Return the number of documents.
 
@@ -126,7 +120,6 @@ def write_parts(
     # A tokenizer.json from elsewhere may ask for truncation or padding.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    end = end_of_text(tokenizer)
     count = before
     saved = time.monotonic()
     tokenizer_checksum = list(checksum(folder / TOKENIZER))
@@ -138,8 +131,10 @@ def write_parts(
             encoded = tokenizer.encode_batch_fast([document.text for _, document in batch], add_special_tokens=False)
             for (held_out, document), encoding in zip(batch, encoded, strict=True):
                 ids = encoding.ids
-                if document.ends and end is not None:
-                    ids = [*ids, end]
+                if document.begins and special.bos is not None:
+                    ids = [special.bos, *ids]
+                if document.ends and special.eos is not None:
+                    ids = [*ids, special.eos]
                 writer = validation if held_out else train
                 writer.write(np.array(ids, np.int64))
             count += len(batch)

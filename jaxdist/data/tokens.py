@@ -34,8 +34,10 @@ class Tokens:
     dtype: Literal["uint16", "uint32"]
     length: int
     start: int = 0
+    begin: int | None = None
+    """The token that begins each document, if documents are to be apart and such a token exists."""
     end: int | None = None
-    """The token that ends each document, if documents are to be apart."""
+    """The token that ends each document, if documents are to be apart and such a token exists."""
 
     @classmethod
     def open(cls, path: Path, dtype: Literal["uint16", "uint32"]) -> Tokens:
@@ -66,10 +68,16 @@ class Tokens:
             row[:] = self.read(first * sequence, (first + 1) * sequence + 1)
         return out
 
+    @property
+    def apart(self) -> bool:
+        """Whether documents are to be apart."""
+        return self.begin is not None or self.end is not None
+
     def several_documents(self) -> bool:
-        """Return whether any token follows an `end`. Reads up to the first `end`."""
+        """Return whether any token follows an `end`, or any but the first is a `begin`. Reads up to that token."""
         but_the_last = self.part(0, max(0, self.length - 1))
-        return any((chunk == self.end).any() for chunk in but_the_last._chunks())
+        but_the_first = self.part(min(1, self.length), self.length)
+        return but_the_last._contains(self.end) or but_the_first._contains(self.begin)
 
     def largest(self, on_read: Callable[[int], None] | None = None) -> int:
         """Return the largest id, or -1 if there are no tokens.
@@ -125,6 +133,12 @@ class Tokens:
             return self.path.open("rb", buffering=0)
         except OSError as error:
             raise DataLost(f"'{self.path}' cannot be opened any more ({error.strerror}); put it back") from error
+
+    def _contains(self, token: int | None) -> bool:
+        """Return whether one of the tokens is this one. Reads up to it."""
+        if token is None:
+            return False
+        return any((chunk == token).any() for chunk in self._chunks())
 
     def _chunks(self) -> Iterator[np.ndarray]:
         for start in range(0, self.length, CHUNK):

@@ -40,6 +40,11 @@ class Model:
     forward_only: frozenset[str]
     """Names of the parameters whose values no gradient needs."""
 
+    @property
+    def vocab(self) -> int:
+        """V: the tokens."""
+        return self.abstract["table"].shape[0]
+
     def init(self, key: Key[Array, ""]) -> Params:
         """Return parameters in f32, with the same bits on every mesh."""
         return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(params=key))))

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.models.loss import cross_entropy
 from jaxdist.parallel.tensor import einsum, enter
+from jaxdist.parallel.vocabulary import without_added
 from jaxdist.sharding import Layout
 
 
@@ -17,6 +18,8 @@ class Decoder(nnx.Module):
     """
 
     layout: Layout
+    vocab: int
+    """V: the tokens. On a mesh the tables may have further rows (`parallel.vocabulary`)."""
     table: nnx.Param
     blocks: nnx.Module
     norm: nnx.Module
@@ -25,12 +28,13 @@ class Decoder(nnx.Module):
 
     def loss(self, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:
         """Return the summed cross-entropy in nats over the labels that are not -1."""
-        return cross_entropy(self.layout, self.norm(x), self._output_table(), labels)
+        return cross_entropy(self.layout, self.norm(x), self._output_table(), labels, self.vocab)
 
     def logits(self, x: Float[Array, "B s D"]) -> Float[Array, "B S V"]:
-        """Return the logits of every position."""
+        """Return the logits of every position; those of rows that belong to no token are minus infinity."""
         x = enter(self.layout, self.norm(x), "vocab")
-        return einsum(self.layout, "BSD,VD->BSV", x, self._output_table())
+        logits = einsum(self.layout, "BSD,VD->BSV", x, self._output_table())
+        return without_added(self.layout, logits, self.vocab)
 
     def _output_table(self) -> Float[Array, "V D"]:
         if self.output is None:

@@ -41,6 +41,7 @@ class GPT(Decoder):
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
         self.layout = layout
+        self.vocab = config.vocab
         self.rate = config.dropout
         self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
         # A table longer than a row is never split: the part that a device needs is not its part of the table.
@@ -53,7 +54,7 @@ class GPT(Decoder):
 
     def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts) -> Float[Array, "B s D"]:
         """Return the residual stream before the first block; positions are counted from the start of each document."""
-        x = lookup(self.layout, self.table[...], tokens)
+        x = lookup(self.layout, self.table[...], tokens, size=self.vocab)
         table = self.positions[...]
         if starts is None and not (self.whole_table and self.layout.split("residual")):
             x = x + spread(table[: tokens.shape[1]], x)

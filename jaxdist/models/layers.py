@@ -147,6 +147,7 @@ class GroupedAttention(nnx.Module):
         size = config.head_size
         heads = (config.key_value_heads, config.heads // config.key_value_heads + 2, size)
         self.layout = layout
+        self.window = config.window
         self.frequencies = tuple(config.rope.frequencies(config.rope_theta, size))
         self.attention_factor = config.rope.attention_factor
         self.window = config.window

@@ -42,6 +42,7 @@ class Llama(Decoder):
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
         self.layout = layout
+        self.vocab = config.vocab
         self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
         self.blocks = jax.vmap(lambda rngs: Block(config, layout, rngs))(rngs.split(config.layers))
         self.norm = RMSNorm(config.embed, config.norm_eps)
@@ -49,4 +50,4 @@ class Llama(Decoder):
 
     def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts) -> Float[Array, "B s D"]:
         """Return the residual stream before the first block."""
-        return lookup(self.layout, self.table[...], tokens)
+        return lookup(self.layout, self.table[...], tokens, size=self.vocab)

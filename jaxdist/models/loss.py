@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.parallel import region
 from jaxdist.parallel.tensor import leave
+from jaxdist.parallel.vocabulary import tokens_of, without_added
 from jaxdist.sharding import Layout, gradient_spec, scale_partial, wide
 
 CHUNK_ROWS = dict(cpu=256, gpu=4096)
@@ -23,7 +24,11 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def cross_entropy(
-    layout: Layout, x: Float[Array, "k B s D"], table: Float[Array, "V D"], labels: Int[Array, "k B S"]
+    layout: Layout,
+    x: Float[Array, "k B s D"],
+    table: Float[Array, "V D"],
+    labels: Int[Array, "k B S"],
+    size: int | None = None,
 ) -> Float[Array, ""]:
     """Sum log sum exp(x E^T) - (x E^T)[label] over all labels that are not negative (padding), in nats, in f32.
 
@@ -32,20 +37,22 @@ def cross_entropy(
     matmuls in place of four. Chunks are cut along S, which leaves B split over the devices as it is. Where the
     vocabulary is split, each device has its own columns of the logits, and only sums over them travel.
 
+    Rows of the table beyond the vocabulary's `size` have no part in the loss (`parallel.vocabulary`); None takes all.
+
     On a GPU logits are kept in the dtype of `x`, elsewhere in f32 at least; what is computed from them is in f32.
     """
-    return _fused(layout, x, table, labels)
+    return _fused(layout, size, x, table, labels)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(layout: Layout, x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fused(layout: Layout, size: int | None, x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
     def micro_batch(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         x, labels = part
         x = _whole_sequence(layout, x)
         length, starts = _chunks(layout, x)
 
         def chunk(total: jax.Array, at: jax.Array) -> tuple[jax.Array, None]:
-            logits, lse = _logits(layout, _cut(x, at, length), table)
+            logits, lse = _logits(layout, size, _cut(x, at, length), table)
             return total + _nll(layout, logits, lse, _cut(labels, at, length)), None
 
         return jax.lax.scan(chunk, total, starts)
@@ -54,7 +61,7 @@ def _fused(layout: Layout, x: jax.Array, table: jax.Array, labels: jax.Array) ->
 
 
 def _fused_forward(
-    layout: Layout, x: jax.Array, table: jax.Array, labels: jax.Array
+    layout: Layout, size: int | None, x: jax.Array, table: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """Return the loss, and as residuals its gradients for a cotangent of 1."""
     partial_sums = layout.activation("BSD", unreduced=frozenset(layout.split("vocab")))
@@ -70,8 +77,8 @@ def _fused_forward(
             loss, dx, d_table = carry
             part = _cut(x, at, length)
             ids = _cut(labels, at, length)
-            logits, lse = _logits(layout, part, table)
-            hit = _vocabulary(layout, logits) == ids[..., None]
+            logits, lse = _logits(layout, size, part, table)
+            hit = tokens_of(layout, logits) == ids[..., None]
             # The gradient of the logits: softmax minus one-hot, zero for padding.
             g = jnp.where((ids >= 0)[..., None], jnp.exp(logits - lse) - hit, 0).astype(x.dtype)
             # Each device has its columns of the vocabulary, so its dx is a partial sum until `leave`.
@@ -93,7 +100,7 @@ def _fused_forward(
 
 
 def _fused_backward(
-    layout: Layout, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
+    layout: Layout, size: int | None, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     dx, d_table, table = saved
     dx = dx * g.astype(dx.dtype)
@@ -135,12 +142,14 @@ def chunk_length(layout: Layout, sequence: int, rows: int) -> int:
     return length
 
 
-def _logits(layout: Layout, x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _logits(layout: Layout, size: int | None, x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the logits, and their log sum exp, in f32 at least."""
     kept = wide(x.dtype) if layout.platform == "cpu" else x.dtype
     logits = jnp.einsum("BSD,VD->BSV", x, table, out_sharding=layout.activation("BSV"), preferred_element_type=kept)
     # XLA fuses the cast into what uses it, which makes no array.
     logits = logits.astype(wide(x.dtype))
+    if size is not None:
+        logits = without_added(layout, logits, size)
     if not layout.manual:
         return logits, jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     vocab = layout.split("vocab")
@@ -154,19 +163,10 @@ def _logits(layout: Layout, x: jax.Array, table: jax.Array) -> tuple[jax.Array, 
 
 def _nll(layout: Layout, logits: jax.Array, lse: jax.Array, labels: jax.Array) -> jax.Array:
     """Return the summed negative log likelihood of the labels that are not negative."""
-    target = jnp.sum(jnp.where(_vocabulary(layout, logits) == labels[..., None], logits, 0), axis=-1)
+    target = jnp.sum(jnp.where(tokens_of(layout, logits) == labels[..., None], logits, 0), axis=-1)
     if layout.manual:
         target = region.add_up(target, layout.split("vocab"))
     return jnp.sum(jnp.where(labels >= 0, lse[..., 0] - target, 0))
-
-
-def _vocabulary(layout: Layout, logits: jax.Array) -> jax.Array:
-    """Return the token that each logit belongs to."""
-    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-    vocab = layout.split("vocab")
-    if not (layout.manual and vocab):
-        return ids
-    return ids + logits.shape[2] * jax.lax.axis_index(vocab)
 
 
 def _whole_sequence(layout: Layout, x: jax.Array) -> jax.Array:

@@ -125,12 +125,17 @@ def mean_over_heads(layout: Layout, x: Float[Array, "B S K C"]) -> Float[Array, 
 
 
 def lookup(
-    layout: Layout, table: Float[Array, "V D"], ids: Int[Array, "B S"], logical: str = "vocab"
+    layout: Layout,
+    table: Float[Array, "V D"],
+    ids: Int[Array, "B S"],
+    logical: str = "vocab",
+    size: int | None = None,
 ) -> Float[Array, "B s D"]:
     """Look up rows of a table; an id outside of it gives NaN.
 
     `logical` is the logical axis of V. Where V is split, each device looks up its own rows and the devices add up what
-    they found (Megatron-LM, section 3).
+    they found (Megatron-LM, section 3). A table that is split may have more rows than its `size`
+    (`parallel.vocabulary`); these are outside of it.
     """
     batch = layout.split("batch")
     split = layout.split(logical)
@@ -146,7 +151,8 @@ def lookup(
         if not split:
             return rows_of(table, ids).astype(dtype)
         own = ids - table.shape[0] * jax.lax.axis_index(split)
-        elsewhere = ((own < 0) | (own >= table.shape[0])) & (ids >= 0) & (ids < table.shape[0] * layout.parts(logical))
+        known = size or table.shape[0] * layout.parts(logical)
+        elsewhere = ((own < 0) | (own >= table.shape[0])) & (ids >= 0) & (ids < known)
         rows = jnp.where(elsewhere[..., None], 0, rows_of(table, jnp.where(elsewhere, 0, own))).astype(dtype)
         return _leave_manual(rows, split, stream)
 

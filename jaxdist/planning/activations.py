@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxdist.config import ModelConfig
 from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows
 from jaxdist.models.loss import chunk_rows
+from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import Layout
 
 
@@ -111,7 +112,8 @@ def in_loss(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
     else:
         # In the compute dtype; the gradient overwrites the logits.
         bytes_per_logit = width
-    return bytes_per_logit * min(chunk_rows(layout), rows * m.sequence) * m.vocab // layout.parts("vocab")
+    columns = Vocabulary(layout, m.vocab).rows // layout.parts("vocab")
+    return bytes_per_logit * min(chunk_rows(layout), rows * m.sequence) * columns
 
 
 def flash(m: ModelConfig, layout: Layout, rows: int, width: int) -> bool:

@@ -14,6 +14,7 @@ from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline.stages import BLOCKS
+from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.parallel.zero import Placements
 from jaxdist.planning import pipelines
 from jaxdist.planning.pipelines import pipeline_of
@@ -74,9 +75,12 @@ def compute_width(config: Config) -> int:
 def placed(config: Config, model: Model | Foreign, layout: Layout) -> list[Placed]:
     """Return every parameter, in the order in which the model names them. Runs nothing and touches no device.
 
-    In a pipeline, the parameters of layers are [v, S, depth, ...], as ranks hold them, padding included.
+    In a pipeline, the parameters of layers are [v, S, depth, ...], as ranks hold them, padding included. Tables have
+    the rows that the mesh adds to the vocabulary.
     """
     abstract = model.abstract
+    if not isinstance(model, Foreign):
+        abstract = Vocabulary(layout, model.vocab).abstract(abstract)
     axes = model.axes
     pipe = pipeline_of(config, layout)
     if pipe:
@@ -179,10 +183,22 @@ def notes(config: Config, parameters: list[Placed], layout: Layout) -> list[str]
         found.append(f"the outer step of train.local_steps averages nothing here, because {REPLICA} is 1")
     if parallel.delayed_gradients:
         found.append(_delayed(layout))
+    vocabulary = Vocabulary(layout, config.model.vocab)
+    if vocabulary.added and not config.model.images:
+        found.append(_added_rows(vocabulary))
     pipe = pipeline_of(config, layout)
-    if pipe:
-        found += pipelines.notes(config, layout, pipe)
+    if pipe and pipe.stages.padded:
+        found.append(pipelines.uneven(config, pipe))
     return found
+
+
+def _added_rows(vocabulary: Vocabulary) -> str:
+    """Return what the mesh adds to the vocabulary, in a sentence."""
+    parts = vocabulary.layout.parts("vocab")
+    return (
+        f"vocabulary {vocabulary.size} padded to {vocabulary.rows} in memory, to divide by {parts}; the added rows are "
+        f"in no loss and no checkpoint"
+    )
 
 
 def _each_replica_holds_all(config: Config, layout: Layout) -> str:

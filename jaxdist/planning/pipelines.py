@@ -217,16 +217,9 @@ def _cut(pipe: Pipeline) -> str:
     return cut
 
 
-def notes(config: Config, layout: Layout, pipe: Pipeline) -> list[str]:
-    """Return a sentence for each thing that the stages do not share evenly."""
-    return [note for note in (_uneven(config, pipe), _vocabulary(config, layout)) if note]
-
-
-def _uneven(config: Config, pipe: Pipeline) -> str:
+def uneven(config: Config, pipe: Pipeline) -> str:
     """Describe the cost of padding: all ranks hold the longest chunk, and in lockstep all take its time."""
     stages = pipe.stages
-    if not stages.padded:
-        return ""
     layers = config.model.layers
     chunks = len(stages.sizes)
     held = chunks * stages.depth
@@ -235,20 +228,4 @@ def _uneven(config: Config, pipe: Pipeline) -> str:
         f"is padded to {stages.depth}; {pipe.padding} of {held} layers are padding, which takes "
         f"{held / layers - 1:.1%} more memory and time for the layers; "
         + remedy(to("model.layers", multiples(chunks, layers)))
-    )
-
-
-def _vocabulary(config: Config, layout: Layout) -> str:
-    """Describe the cost of a vocabulary that the stages do not share."""
-    split = layout.split("vocab")
-    # An empty rule asks for a vocabulary that nothing splits.
-    if PIPELINE in split or not config.parallel.rules.vocab:
-        return ""
-    others = layout.parts("vocab")
-    ways = layout.size(PIPELINE) * others
-    factors = [f"{axis}={layout.size(axis)}" for axis in (PIPELINE, *split)]
-    part = f"1/{others}" if others > 1 else "all"
-    return (
-        f"model.vocab {config.model.vocab} does not divide by {' x '.join(factors)}: every stage holds and computes "
-        f"{part} of the vocabulary, not 1/{ways}; " + remedy(to("model.vocab", multiples(ways, config.model.vocab)))
     )

@@ -87,7 +87,7 @@ def _larger_mesh(config: Config, model: Model | Foreign, layout: Layout, room: f
         for axis in (DATA, MODEL):
             shape = here | {axis: here[axis] * times}
             if _divides(config, shape):
-                wider = Layout.on(abstract_mesh(shape), rules(config, shape), Like(layout))
+                wider = Layout.on(abstract_mesh(shape), rules(config), Like(layout))
                 total = memory.predict(config, model, wider).total
                 if total <= room:
                     return [_with_total(f"the mesh to {describe(shape).replace(' ', ',')}", total)]

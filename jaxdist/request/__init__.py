@@ -1,6 +1,14 @@
 """Turn a TOML file and a command line into a checked `Config`; report all problems together. No jax here."""
 
-from jaxdist.request.checks import Enough, check_mesh_fits, check_output, check_picture, fits, fitting
+from jaxdist.request.checks import (
+    Enough,
+    check_mesh_fits,
+    check_output,
+    check_output_folder,
+    check_picture,
+    fits,
+    fitting,
+)
 from jaxdist.request.commandline import JOB_KNOBS, LAYOUT_KNOBS, STEP_KNOBS, Request, arguments, outcome, run
 from jaxdist.request.options import Extra
 from jaxdist.request.reading import DEFAULT, SHIPPED, load, to_toml
@@ -17,6 +25,7 @@ __all__ = [
     "arguments",
     "check_mesh_fits",
     "check_output",
+    "check_output_folder",
     "check_picture",
     "fits",
     "fitting",

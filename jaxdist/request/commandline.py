@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.exit_codes import DONE, FAILED
+from jaxdist.huggingface.folder import is_folder
 from jaxdist.mesh import AUTO
 from jaxdist.request.checks.files import path_problem
 from jaxdist.request.helptext import help_text
@@ -93,12 +94,13 @@ def arguments(
     positional: Literal["CONFIG", "RUN"] | None = "CONFIG",
     extras: Sequence[Extra] = (),
     knobs: Collection[str] | None = None,
+    pretrained: bool = False,
 ) -> Request:
     """Parse `argv` (None: that of the process), whose first word is an optional CONFIG, or a RUN folder.
 
     `command` is the name as users write it ("bench step"). `positional` is None for a command that trains nothing and
     takes only its own options. `knobs` are the knobs, or their sections, that the command uses; None means all of
-    them, or for a RUN `RUN_KNOBS`.
+    them, or for a RUN `RUN_KNOBS`. With `pretrained`, a folder of Hugging Face may take the place of RUN.
     Prints the help and raises `HelpShown` on --help. Raises `RequestError` with a sentence for each problem.
     """
     if argv is None:
@@ -112,10 +114,17 @@ def arguments(
     problems = scan.problems
     word = scan.positionals[0] if scan.positionals else None
     config = None
-    if positional == "RUN":
+    run = None
+    if positional == "RUN" and pretrained and word and is_folder(Path(word)):
+        # Not the name of a shipped config, which a folder may have too.
+        config = os.path.join(os.curdir, word)
+        knobs = (*(knobs or ()), "model.sequence")
+    elif positional == "RUN":
         config, problem = _config_of_run(command, word)
         if problem:
             problems.append(problem)
+        else:
+            run = Path(word or "")
     elif positional:
         config = word
     surplus = scan.positionals[1:] if positional else scan.positionals
@@ -128,7 +137,7 @@ def arguments(
             _set_extra(extra, scan.options.pop(extra.name), chosen, problems)
     # Without the config of the run, no value of a knob can be checked.
     failed = KNOBS if positional == "RUN" and config is None else scan.failed
-    result, more = read(config, scan.options, failed, knobs, also=chosen)
+    result, more = read(config, scan.options, failed, knobs, also=chosen, run=run)
     problems = problems + more
     planned = [option(name) for name in scan.options if within(name, PLANNED_KNOBS)]
     if result.mesh == AUTO and planned:

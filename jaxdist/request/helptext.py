@@ -15,7 +15,8 @@ LEFT = 34
 """Columns for an option and its type."""
 
 ARGUMENTS = {
-    "CONFIG": f"a TOML file, or one of {', '.join(SHIPPED)} (default {DEFAULT}); options override its values",
+    "CONFIG": f"a TOML file, or one of {', '.join(SHIPPED)} (default {DEFAULT}); options override its values. A folder "
+    f"of Hugging Face is the same as --init-from with it",
     "RUN": "the folder of a run, such as runs/gpt_tiny; options override its config.toml",
 }
 

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from jaxdist import __version__
 from jaxdist.config import Config, RequestError, leaves, nearest
 from jaxdist.files import read_toml
-from jaxdist.request import checks
+from jaxdist.huggingface.folder import is_folder
+from jaxdist.request import checks, pretrained
 from jaxdist.request.knobs import KNOBS, SECTIONS, canonical, from_text, nest, option, sentence, shown, suggest, within
 from jaxdist.values import path_error
 
@@ -37,7 +38,8 @@ class Source:
 def load(config: str | None, overrides: Mapping[str, str], knobs: Collection[str] | None = None) -> Config:
     """Return the configuration that a file, or the shipped config of that name, and the command line give together.
 
-    Without `config` it is the shipped `gpt_tiny`. `overrides` maps dotted names to the text given for them; they
+    Without `config` it is the shipped `gpt_tiny`. A folder of Hugging Face, as `config` or as `init_from`, gives the
+    model. `overrides` maps dotted names to the text given for them; they
     override the file, which overrides the defaults. `knobs` are the knobs, or their sections, that a command uses; None
     means all. Other knobs may not be overridden, and problems that concern only them are not checked.
     Raises `RequestError` with a sentence for each problem.
@@ -65,10 +67,12 @@ def read(
     failed: Iterable[str] = (),
     knobs: Collection[str] | None = None,
     also: Iterable[str] = (),
+    run: Path | None = None,
 ) -> tuple[Config, list[str]]:
     """Return the configuration as `load` does, and the problems; invalid values are replaced by defaults.
 
     `failed` are knobs that failed on the command line before; `also` are further names that a misspelt name may mean.
+    `run` is the folder of the run whose file `config` is, which may have been moved.
     """
     used = list(KNOBS)
     if knobs is not None:
@@ -79,14 +83,41 @@ def read(
     _choose_length(file, line)
     values = {**file.values, **line.values}
     if values.get("run_dir") is None:
-        values["run_dir"] = Path("runs") / name
+        own = pretrained.default_run_dir(values.get("init_from")) if config is None else None
+        values["run_dir"] = own or pretrained.RUNS / name
     if "optimizer.warmup" not in values:
         steps = values.get("train.steps", KNOBS["train.steps"].default)
         values["optimizer.warmup"] = usual_warmup(steps, values.get("train.epochs", 0.0))
-    result = Config.model_validate(nest(values))
     # A valid value on the command line replaces an invalid one in the file.
     invalid = (file.failed - set(line.values)) | line.failed
-    return result, file.problems + line.problems + checks.problems(result, set(used) - invalid)
+    problems = file.problems + line.problems
+    named = config is not None and is_folder(Path(config))
+    if named and values["init_from"] != Path(config or ""):
+        problems.append(f"'{config}' and init_from '{values['init_from']}' both give a model; leave one of them out")
+    more = _complete(values, run or values["run_dir"], named or "init_from" in used, "data.tokenizer" in used)
+    if more:
+        problems += more
+        invalid |= {*pretrained.MODEL_KNOBS, "data.tokenizer"}
+    result = Config.model_validate(nest(values))
+    return result, problems + checks.problems(result, set(used) - invalid)
+
+
+def _complete(values: dict[str, Any], run: Path, model: bool, tokenizer: bool) -> list[str]:
+    """Add to `values` what a folder of Hugging Face that the request begins with gives: its model and its tokenizer.
+
+    `run` is the folder of the run; `model` and `tokenizer` are whether the command uses these. Returns a sentence for
+    each problem.
+    """
+    folder = pretrained.folder_of(values.get("init_from"), run)
+    if folder is None:
+        return []
+    problems: list[str] = []
+    if model:
+        found, problems = pretrained.model_of(folder, values)
+        values.update(found)
+    if model or tokenizer:
+        values.update(pretrained.with_tokenizer(folder, values, default=model))
+    return problems
 
 
 def _read_config(config: str | None) -> tuple[str, Source]:
@@ -101,6 +132,8 @@ def _read_config(config: str | None) -> tuple[str, Source]:
         problem = "config is empty; name a TOML file or a shipped config, or leave it out"
     elif path_error(path):
         problem = f"config {shown(config)} {path_error(path)}"
+    elif is_folder(path):
+        return pretrained.name_of(path), Source({"init_from": path})
     elif os.path.isdir(path):
         problem = f"config '{config}' is a folder; name a TOML file in it, such as {path / 'config.toml'}"
     elif not os.path.exists(path):

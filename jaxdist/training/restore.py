@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
+from tokenizers import Tokenizer
 
-from jaxdist.config import Config
+from jaxdist.config import Config, RequestError
+from jaxdist.data.given_tokenizer import read_tokenizer
+from jaxdist.data.special_tokens import SpecialTokens
+from jaxdist.huggingface.folder import is_folder
 from jaxdist.models import Params
-from jaxdist.training.checkpoint.manager import Checkpoints
+from jaxdist.training import pretrained
+from jaxdist.training.checkpoint.manager import LATEST, Checkpoints
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
 
@@ -18,15 +24,21 @@ class Trained(NamedTuple):
     """The weights of a run's checkpoint, and the run that they belong to."""
 
     run: Run
-    step: int
+    step: int | None
+    """None for the weights of a folder of Hugging Face."""
     params: Params
     variables: Params
-    data: str
-    """Fingerprint of the data that they were trained on."""
+    data: str | None
+    """Fingerprint of the data that they were trained on; None where nobody knows it."""
 
 
 def restore(config: Config, which: str, batch: bool = True) -> Trained:
-    """Return the parameters of step `which` ("latest", "best" or a number) of the run in `config.run_dir`."""
+    """Return the parameters of step `which` ("latest", "best" or a number) of the run in `config.run_dir`.
+
+    They are the weights themselves where that is a folder of Hugging Face, which has no steps.
+    """
+    if is_folder(config.folder):
+        return _pretrained(config, which, batch)
     RunFolder(config.folder).check_layout()
     # The optimizer state, which may rest in the host's memory, is not read.
     without_offload = config.parallel.model_copy(update={"offload": "none"})
@@ -39,3 +51,23 @@ def restore(config: Config, which: str, batch: bool = True) -> Trained:
         params, variables = checkpoints.restore_params(state.params, state.variables, found)
         data = checkpoints.facts(found)["data"]
         return Trained(run, found.step, run.step.folded(params), variables, data)
+
+
+def tokenizer_of(folder: Path) -> tuple[Tokenizer, SpecialTokens]:
+    """Return the tokenizer of a run, or of a folder of Hugging Face, and its special tokens. Raises `RequestError`."""
+    if is_folder(folder):
+        given = read_tokenizer(folder)
+        return given.load(), given.special
+    run = RunFolder(folder)
+    tokenizer = run.load_tokenizer()
+    return tokenizer, run.load_special_tokens(tokenizer)
+
+
+def _pretrained(config: Config, which: str, batch: bool) -> Trained:
+    """Return the parameters of the folder of Hugging Face at `config.run_dir`."""
+    if which != LATEST:
+        raise RequestError(f"'{config.folder}' is a folder of Hugging Face, without steps; leave --checkpoint out")
+    run = Run(config, batch=batch)
+    with jax.set_mesh(run.mesh):
+        params = run.step.folded(pretrained.parameters(run, config.folder))
+        return Trained(run, None, params, {}, None)

@@ -77,7 +77,7 @@ class Run:
         """One of the devices, or its description; all are of its kind."""
         check_mesh_fits(config, self.mesh.shape, batch)
 
-        self.layout = Layout.on(self.mesh, rules(config, self.mesh.shape), self.device)
+        self.layout = Layout.on(self.mesh, rules(config), self.device)
         self.compiler_options = {}
         if not dry:
             sequence = self.layout.parts("residual") > 1

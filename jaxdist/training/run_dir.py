@@ -24,8 +24,14 @@ from tokenizers import Tokenizer
 
 from jaxdist import __version__
 from jaxdist.config import Config, RequestError
+from jaxdist.data import special_tokens
+from jaxdist.data.given_tokenizer import read_tokenizer
+from jaxdist.data.special_tokens import SpecialTokens
 from jaxdist.files import write_whole
+from jaxdist.huggingface.folder import KEPT, SMALL_FILES, SOURCE, TOKENIZER, is_folder, open_folder
+from jaxdist.huggingface.tensor_checks import check_tensors
 from jaxdist.request import load, to_toml
+from jaxdist.request.pretrained import as_asked
 from jaxdist.streams import clock
 from jaxdist.training import history
 from jaxdist.training.checkpoint.step_dir import STEP, StepDir
@@ -40,11 +46,13 @@ FILES = (
     "config.toml",
     "environment.json",
     "tokenizer.json",
+    special_tokens.FILE,
     "metrics.jsonl",
     "run.json",
     "loss.png",
     "log.txt",
     "log.txt.1",
+    *(f"{KEPT}/{name}" for name in (*SMALL_FILES, SOURCE)),
 )
 """Files that jaxdist reads and writes in the folder of a run, beside the steps in the `STEP_DIRS`."""
 
@@ -55,6 +63,7 @@ FOLDERS = (
     "checkpoints",
     "heartbeats",
     "slurm",
+    KEPT,
     "tensorboard",
     "profile",
     "wandb",
@@ -63,7 +72,7 @@ FOLDERS = (
 )
 """Folders that jaxdist reads and writes in the folder of a run."""
 
-BEFORE_A_RUN = {".lock", "checkpoints", "heartbeats", "slurm", "run.json", "log.txt", "log.txt.1"}
+BEFORE_A_RUN = {".lock", "checkpoints", "heartbeats", KEPT, "slurm", "run.json", "log.txt", "log.txt.1"}
 """Names that may exist in a folder in which no run has begun yet, or one was killed as it began."""
 
 LISTED = 3
@@ -78,6 +87,7 @@ class RunFolder:
         self.config = self.path / "config.toml"
         self.environment = self.path / "environment.json"
         self.tokenizer = self.path / "tokenizer.json"
+        self.special_tokens = self.path / special_tokens.FILE
         self.metrics = self.path / "metrics.jsonl"
         self.run = self.path / FILE
         self.log = self.path / "log.txt"
@@ -138,12 +148,13 @@ class RunFolder:
         if config.init_from and not config.data.tokenizer:
             config = _with_tokenizer(config, old.data.tokenizer)
         from_step = int(config.resume) if config.resume.isdecimal() else max(steps)
-        longer = lengthened(old, config, from_step)
+        asked = as_asked(config)
+        longer = lengthened(old, asked, from_step)
         if longer:
             self.notes.append(longer)
             return with_warmup(config, old.optimizer.warmup)
-        if differing(old, config):
-            raise RequestError(f"run folder {self.path} holds a run with another config: {refusal(old, config)}")
+        if differing(old, asked):
+            raise RequestError(f"run folder {self.path} holds a run with another config: {refusal(old, asked)}")
         return config
 
     def check_layout(self) -> None:
@@ -251,14 +262,43 @@ class RunFolder:
         tokenizer.no_padding()
         return tokenizer
 
-    def write(self, config: Config, tokenizer: str | None, devices: list[str], more: Mapping[str, object]) -> None:
+    def load_special_tokens(self, tokenizer: Tokenizer) -> SpecialTokens:
+        """Return the special tokens of the run, whose `tokenizer` has been loaded. Raises `RequestError`."""
+        if self.special_tokens.is_file():
+            return special_tokens.from_json(self.special_tokens)
+        return special_tokens.special_tokens_of(tokenizer)
+
+    @property
+    def tokenizer_source(self) -> Path:
+        """What data.tokenizer must name to encode text as this run does: the folder, where it keeps special tokens."""
+        if self.special_tokens.is_file() and self.tokenizer.is_file():
+            return self.path
+        return self.tokenizer
+
+    def write(
+        self,
+        config: Config,
+        tokenizer: str | None,
+        special: SpecialTokens | None,
+        devices: list[str],
+        more: Mapping[str, object],
+    ) -> None:
         """Write how the run was made: its configuration, tokenizer and environment, of which `more` are entries."""
         self.path.mkdir(parents=True, exist_ok=True)
         # The choice of --resume holds for one start only.
-        write_whole(self.config, to_toml(config.model_copy(update={"resume": "auto"})))
+        write_whole(self.config, to_toml(as_asked(config).model_copy(update={"resume": "auto"})))
         write_whole(self.environment, json.dumps(environment(devices, more), indent=2) + "\n")
         if tokenizer is not None:
             write_whole(self.tokenizer, tokenizer)
+            self._write_special_tokens(tokenizer, special)
+
+    def _write_special_tokens(self, tokenizer: str, special: SpecialTokens | None) -> None:
+        """Write what the tokenizer alone does not say, if anything."""
+        if special is None or special == special_tokens.special_tokens_of(Tokenizer.from_str(tokenizer)):
+            # A run that ended before its first checkpoint may have left another one's.
+            self.special_tokens.unlink(missing_ok=True)
+        else:
+            write_whole(self.special_tokens, special_tokens.to_json(special))
 
     def cut_metrics(self, step: int, config: Config) -> list[str]:
         """Leave each step up to `step` once in metrics.jsonl; call it before `write`. `config` holds from now on.
@@ -285,31 +325,46 @@ def checkpoint_of(path: Path) -> tuple[RunFolder, str]:
         run.check_layout()
         return run, path.name
     raise RequestError(
-        f"init_from {path} is neither the folder of a run nor a checkpoint in one; "
-        f"name such as runs/gpt_tiny, or runs/gpt_tiny/checkpoints/best"
+        f"init_from {path} is neither the folder of a run nor a checkpoint in one, nor a folder of Hugging Face with a "
+        f"config.json; name such as runs/gpt_tiny, or runs/gpt_tiny/checkpoints/best"
     )
 
 
 def inheriting(config: Config) -> Config:
     """Return `config` with the tokenizer of the run whose weights it begins with, and refuse another one.
 
-    Data that are already tokens cannot be checked. Raises `RequestError`.
+    Data that are already tokens cannot be checked. A folder of Hugging Face must hold the tensors of the model; its
+    tokenizer is that of `config` already, where none was given. Raises `RequestError`.
     """
     data = config.data
     if not config.init_from:
+        return config
+    if is_folder(config.init_from):
+        check_tensors(open_folder(config.init_from), config.model)
+        check_tokenizer(config.init_from, data.tokenizer)
         return config
     source, _ = checkpoint_of(config.init_from)
     if config.model.images or (data.path and data.path.suffix.lower() == ".bin"):
         return config
     tokenizer = source.load_tokenizer()
     if not data.tokenizer:
-        return _with_tokenizer(config, source.tokenizer)
-    if Tokenizer.from_file(str(data.tokenizer)).get_vocab() != tokenizer.get_vocab():
-        raise RequestError(
-            f"data.tokenizer {data.tokenizer} is not the one of {source.path}, whose weights know its tokens alone; "
-            f"leave it out"
-        )
+        return _with_tokenizer(config, source.tokenizer_source)
+    _check_same(data.tokenizer, tokenizer, source.path)
     return config
+
+
+def check_tokenizer(folder: Path, tokenizer: Path | None) -> None:
+    """Refuse a tokenizer that is not the one of a folder of Hugging Face, where the folder has one."""
+    if tokenizer and tokenizer != folder and (folder / TOKENIZER).is_file():
+        _check_same(tokenizer, read_tokenizer(folder).load(), folder)
+
+
+def _check_same(path: Path, tokenizer: Tokenizer, source: Path) -> None:
+    """Refuse the tokenizer at `path` if it has other tokens than `tokenizer`, which is that of `source`."""
+    if read_tokenizer(path).load().get_vocab() != tokenizer.get_vocab():
+        raise RequestError(
+            f"data.tokenizer {path} is not the one of {source}, whose weights know its tokens alone; leave it out"
+        )
 
 
 def _with_tokenizer(config: Config, tokenizer: Path | None) -> Config:

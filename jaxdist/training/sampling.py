@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,9 +26,13 @@ class Choice(NamedTuple):
     """Divides the logits; 0 always takes the likeliest token."""
     top_k: int
     """Draw among this many likeliest tokens; 0: among all."""
+    entries: int | None = None
+    """Draw no id from this one on, because the tokenizer has none of them; None: draw any."""
 
     def __call__(self, key: Key[Array, ""], logits: Float[Array, "B V"]) -> Int[Array, " B"]:
         """Draw a token for each row."""
+        if self.entries is not None:
+            logits = jnp.where(jnp.arange(logits.shape[-1]) < self.entries, logits, -jnp.inf)
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         if 0 < self.top_k < logits.shape[-1]:
@@ -43,12 +48,14 @@ def sample(
     samples: int,
     choice: Choice,
     seed: int,
+    stops: tuple[int, ...] = (),
     moving: Callable[[], object] = lambda: None,
 ) -> list[list[int]]:
-    """Return `samples` continuations of `prompt`, prompt included, by `tokens` tokens each.
+    """Return `samples` continuations of `prompt`, prompt included, by at most `tokens` tokens each.
 
-    The model reads only as many of the last tokens as its sequence has, of a long prompt too. `moving` is called before
-    each token, as a sign of life. Raises `RequestError` for an empty prompt.
+    A continuation ends before the first of the tokens `stops`. The model reads only as many of the last tokens as its
+    sequence has, of a long prompt too. `moving` is called before each token, as a sign of life. Raises `RequestError`
+    for an empty prompt.
     """
     if not prompt:
         raise RequestError("--prompt is empty; give at least one character to continue")
@@ -56,6 +63,7 @@ def sample(
     assert isinstance(forward, DecoderForward | PipelineForward)
     layout = trained.run.layout
     sequence = trained.run.config.model.sequence
+    vocab = trained.run.config.model.vocab
     # The same number on every device; the surplus is dropped.
     rows = -(-samples // layout.ranks) * layout.ranks
     begin = np.zeros((rows, sequence), np.int32)
@@ -70,8 +78,8 @@ def sample(
         """Return (the window with one token more, its length, that token); a full window drops its first token."""
         logits = forward.logits(forward.weights(params), reshard(ids, layout.activation("BS")))
         last = jax.lax.dynamic_index_in_dim(logits, length - 1, axis=1, keepdims=False)
-        # Whole on every device, so that all draw the same token.
-        last = reshard(last, layout.spec((None, None)))
+        # Whole on every device, and without the rows that the mesh adds, so that all draw the same token.
+        last = reshard(last, layout.spec((None, None)))[:, :vocab]
         token = choice(jax.random.fold_in(key, number), last.astype(jnp.float32))
         full = length == sequence
         ids = jnp.where(full, jnp.roll(ids, -1, axis=1), ids)
@@ -79,12 +87,22 @@ def sample(
         return jnp.where(jnp.arange(sequence)[None] == length - 1, token[:, None], ids), length, token
 
     # Only one token comes back from the devices at a time; the window stays there.
-    written = [np.tile(prompt, (rows, 1))]
+    written: list[np.ndarray] = []
+    stopped = np.zeros(rows, bool)
     with jax.set_mesh(trained.run.mesh):
         ids = jnp.asarray(begin)
         length = jnp.asarray(len(window))
         for number in range(tokens):
+            # Alike in all processes, which have the same tokens.
+            if stopped[:samples].all():
+                break
             moving()
             ids, length, token = extend(trained.params, ids, length, jnp.asarray(number))
-            written.append(np.asarray(token)[:, None])
-    return np.concatenate(written, axis=1)[:samples].tolist()
+            written.append(np.asarray(token))
+            stopped |= np.isin(written[-1], stops)
+    return [[*prompt, *_until(stops, [int(drawn[row]) for drawn in written])] for row in range(samples)]
+
+
+def _until(stops: tuple[int, ...], ids: list[int]) -> list[int]:
+    """Return the ids before the first of `stops`."""
+    return list(itertools.takewhile(lambda token: token not in stops, ids))

@@ -14,7 +14,9 @@ from typing import TypedDict
 import jax
 
 from jaxdist.cluster.consensus import agreed, from_leader, leader
+from jaxdist.huggingface.folder import is_folder
 from jaxdist.mesh import REPLICA, describe
+from jaxdist.training import pretrained
 from jaxdist.training.checkpoint.finite_state import first_not_finite
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.step_dir import StepDir
@@ -80,9 +82,14 @@ class SavePolicy:
 
     def begin(self, say: Callable[[str], None]) -> TrainState:
         """Return the state before the first step, with new weights, or with those of `init_from`."""
-        if not self.run.config.init_from:
+        init_from = self.run.config.init_from
+        if not init_from:
             return self.run.init()
-        folder, which = checkpoint_of(self.run.config.init_from)
+        if is_folder(init_from):
+            params = pretrained.parameters(self.run, init_from)
+            say(f"weights     from {init_from}; the optimizer begins anew, and its warm-up with it")
+            return self.run.begin(params, {})
+        folder, which = checkpoint_of(init_from)
         with Checkpoints(folder.path, keep=None) as checkpoints:
             found = checkpoints.find(which)
             abstract = self.run.abstract_logical()

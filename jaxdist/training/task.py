@@ -17,6 +17,7 @@ from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.images import Images
 from jaxdist.data.progress import Progress, unseen
+from jaxdist.data.special_tokens import SpecialTokens
 from jaxdist.mesh import PIPELINE, micro_batches
 from jaxdist.models import ModelT
 from jaxdist.sharding import Layout
@@ -59,6 +60,11 @@ class Task(ABC, Generic[ModelT]):
         """The tokenizer as JSON, where there is one."""
         return None
 
+    @property
+    def special_tokens(self) -> SpecialTokens | None:
+        """The tokens that delimit documents, where there is a tokenizer."""
+        return None
+
     @abstractmethod
     def forward(self, dtype: DTypeLike) -> Forward:
         """Return the forward pass, computing in `dtype`."""
@@ -90,7 +96,7 @@ class Task(ABC, Generic[ModelT]):
 
     @abstractmethod
     def keep(self, path: Path) -> None:
-        """Read other data with the run's tokenizer, at `path`, where there is one."""
+        """Read other data with the run's tokenizer, at `path` (as data.tokenizer names it), where there is one."""
 
     def validation_batches(self, limit: int) -> Iterator[Batch]:
         """Yield every held-out row once, as many at a time as fit while training fits.

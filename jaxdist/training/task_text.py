@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxdist.config import DataConfig
 from jaxdist.data.batches import AbstractBatch, Batch, abstract_batch, train_batch, validation_batches
 from jaxdist.data.corpus import Corpus, open_corpus
+from jaxdist.data.special_tokens import SpecialTokens
 from jaxdist.models import Model
 from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline.stages import stages_of
@@ -87,6 +88,11 @@ class TextTask(Task[Model]):
     def tokenizer(self) -> str | None:
         """The tokenizer as JSON; None where the data came as tokens."""
         return self.data.tokenizer
+
+    @property
+    def special_tokens(self) -> SpecialTokens | None:
+        """The tokens that delimit documents; None where the data came as tokens."""
+        return self.data.special if self.data.tokenizer else None
 
     def available(self) -> tuple[int, str]:
         """Return (number of rows to train on, what they are called)."""

@@ -22,7 +22,7 @@ from jaxdist.exit_codes import DONE, FAILED, STOPPED
 from jaxdist.mesh import REPLICA
 from jaxdist.request import to_toml
 from jaxdist.sharding import Tree
-from jaxdist.training import history
+from jaxdist.training import history, pretrained
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.orbax_writer import SaveFailed
 from jaxdist.training.checkpoint.step_dir import StepDir
@@ -132,9 +132,14 @@ def check_new(run: Run) -> None:
 def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:
     """Write how the run is made, and cut its metrics back to the step that it resumes from."""
     prepared.checkpoints.notes += [*folder.notes, *folder.cut_metrics(prepared.first, run.config)]
+    if prepared.found is None:
+        # Before config.toml, which says that a run began with these files.
+        pretrained.keep_files(run.config.init_from, folder.path)
     devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
     xla = xla_options.settings(run.layout.platform, run.compiler_options)
-    folder.write(run.config, run.task.tokenizer, devices, {"processes": jax.process_count()} | xla)
+    folder.write(
+        run.config, run.task.tokenizer, run.task.special_tokens, devices, {"processes": jax.process_count()} | xla
+    )
 
 
 def loop(run: Run, folder: RunFolder, job: Job, screen: Screen, prepared: Prepared) -> int:

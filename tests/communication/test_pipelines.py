@@ -32,7 +32,7 @@ ROWS = [
     ("2x2x2", dict(zero=3, schedule="gpipe", sequence=True, remat="dots")),
     ("replica=2,data=2,pipeline=2", dict(zero=2, family="llama", tied=False)),
     ("1x2x2", dict(sequence=True, layers=2)),
-    ("1x2x2", dict(sequence=True, vocab=98, remat="none")),  # a vocabulary that stages do not share
+    ("1x2x2", dict(sequence=True, vocab=97, remat="none")),  # a vocabulary with added rows
     ("1x2x2", dict(whole_vocab=True)),
     ("1x1x2", dict(microbatches=1, rows=4)),
     ("2x2x2", dict(zero=3, sequence=True, schedule="interleaved", layers=8, virtual=2)),

@@ -42,6 +42,7 @@ ROWS = [
     ("replica=2,data=2,model=2", 1, LLAMA, dict(zero=1, replica_zero=False)),
     ("replica=2,model=4", 4, LLAMA, dict(zero=0)),  # copies of key/value heads
     ("replica=2,model=4", 1, LLAMA, dict(zero=1)),
+    ("2x2x1", 1, UNTIED.model_copy(update={"vocab": 97}), dict(zero=3, sequence=True)),
 ]
 
 

@@ -121,6 +121,19 @@ def test_apart_each_document_has_its_start_and_foretells_no_other(tmp_path):
     assert batch["starts"].sharding == batch["tokens"].sharding
 
 
+def test_apart_a_document_may_begin_with_a_token_of_its_own(tmp_path):
+    """A token before it has no label, also the last one of a row, and whether or not it is an end."""
+    path = tmp_path / "tokens.bin"
+    np.array([8, 5, 9, 8, 6, 7, 8, 5, 8, 5, 5, 5, 8], "<u2").tofile(path)
+    batch = train_batch(
+        replace(Tokens.open(path, "uint16"), begin=8, end=9), np.array([0, 1, 2, -1]), 4, 2, *on("2x1x1")
+    )
+    rows = {name: np.asarray(batch[name]).reshape(4, 4)[:3].tolist() for name in ("tokens", "labels", "starts")}
+    assert rows["tokens"] == [[8, 5, 9, 8], [6, 7, 8, 5], [8, 5, 5, 5]]
+    assert rows["labels"] == [[5, 9, -1, 6], [7, -1, 5, -1], [5, 5, 5, -1]]
+    assert rows["starts"] == [[0, 0, 0, 3], [0, 0, 2, 2], [0, 0, 0, 0]]
+
+
 def test_a_process_reads_only_its_rows_and_each_once(tokens, monkeypatch):
     seen = []
     window = Tokens.window

@@ -27,7 +27,7 @@ ROWS = [
     ("2x2x2", dict(precision="mixed", zero=3, schedule="interleaved", tied=False)),
     ("2x1x2", dict(precision="float32", zero=3, schedule="gpipe", layers=5, tied=False)),
     ("1x4x2", dict(precision="mixed", zero=0, **GROUPED)),
-    ("2x2x2", dict(precision="mixed", zero=2, sequence=True, vocab=98, dropout=0.1)),
+    ("2x2x2", dict(precision="mixed", zero=2, sequence=True, vocab=97, dropout=0.1)),
     ("replica=2,data=2,pipeline=2", dict(precision="bfloat16", zero=1, **GROUPED)),
     ("2x1x2", dict(precision="mixed", zero=0, schedule="interleaved", layers=7)),
     ("1x2x2", dict(precision="float32", sequence=True, documents="apart")),

@@ -59,6 +59,26 @@ def test_on_a_gpu_logits_are_rounded_and_sums_are_not(layout):
     assert "bf16[2,256,400] = dot_general" in arrays
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_added_rows_have_no_part_in_the_loss_and_no_gradient(platform):
+    """Even where they are large. Ten tokens on eight devices: three of them hold added rows alone."""
+    mesh = make_mesh(parse_mesh("1x8x1"), jax.devices())
+    layout = dataclasses.replace(Layout.on(mesh), platform=platform)
+    x = jax.random.normal(jax.random.key(0), (1, 4, 6, 8))
+    table = jax.random.normal(jax.random.key(1), (10, 8))
+    labels = jax.random.randint(jax.random.key(2), (1, 4, 6), -1, 10)
+    wanted = jax.value_and_grad(lambda *a: plain(*a, labels[0]), (0, 1))(x[0], table)
+    padded = jnp.concatenate([table, jnp.full((6, 8), 50.0)])
+    with jax.set_mesh(mesh):
+        arrays = jax.device_put((x, padded), (layout.spec((None,) * 4), layout.spec(("vocab", None))))
+        ours = jax.value_and_grad(lambda x, table: loss.cross_entropy(layout, x, table, labels, 10), (0, 1))
+        value, (dx, d_table) = jax.device_get(jax.jit(ours)(*arrays))
+    np.testing.assert_allclose(value, wanted[0], rtol=1e-6)
+    np.testing.assert_allclose(dx[0], wanted[1][0], atol=1e-5)
+    np.testing.assert_allclose(d_table[:10], wanted[1][1], atol=1e-5)
+    assert not d_table[10:].any()
+
+
 def test_large_logits_do_not_overflow(layout):
     x, table = 100 * jnp.ones((1, 1, 2, 4)), 100 * jnp.eye(6, 4)
     value, grads = jax.value_and_grad(loss.cross_entropy, (1, 2))(layout, x, table, jnp.array([[[5, 0]]]))

@@ -43,10 +43,10 @@ class Outcome:
         return jax.tree.map(np.subtract, self.after, self.before)
 
 
-def rows(seed: int = 0, padded: bool = True, count: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+def rows(seed: int = 0, padded: bool = True, count: int = ROWS, vocab: int = VOCAB) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and labels of a global batch; rows have unequal numbers of labels that count, those beyond ROWS none."""
     rng = np.random.default_rng(seed)
-    text = rng.integers(0, VOCAB, (ROWS, SEQUENCE + 1), dtype=np.int32)
+    text = rng.integers(0, vocab, (ROWS, SEQUENCE + 1), dtype=np.int32)
     tokens, labels = text[:, :-1], text[:, 1:].copy()
     if padded:
         labels[np.arange(SEQUENCE) >= rng.integers(1, SEQUENCE + 1, (ROWS, 1))] = -1
@@ -100,7 +100,7 @@ def train(
     devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
     pipeline = pipeline or PipelineConfig()
     config = Config(model=model, parallel=ParallelConfig(zero=stage, sequence=sequence), pipeline=pipeline)
-    layout = replace(Layout.on(devices, rules(config, shape)), platform=platform)
+    layout = replace(Layout.on(devices, rules(config)), platform=platform)
     optimizer = optax.chain(remember(), optimizer or optax.sgd(0.5))
     options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype, stage=stage)
     options["replica_zero"] = replica_zero and compression is None
@@ -108,20 +108,18 @@ def train(
         forward = PipelineForward(
             models.build(model, replace(layout, manual=True)), layout, stages, pipeline.schedule, **options
         )
-        folded, logical = jax.jit(stages.folded), jax.jit(stages.unfolded)
     else:
         forward = DecoderForward(models.build(model, layout), layout, inside=inside, **options)
-        folded = logical = lambda tree: tree
     step = Step(forward, optimizer, max_norm=max_norm, keep=keep, compression=compression, replicas=shape["replica"])
     with jax.set_mesh(devices):
         initial = weights(model.model_copy(update={"remat": "none"}))
         params = jax.tree.map(lambda a: jax.device_put(a.astype(param_dtype), replicated(devices)), initial)
         before, losses, norms, gradients = jax.device_get(params), [], [], []
-        state = jax.jit(lambda params: step.start(step.place(params)))(folded(params))
-        take = jax.jit(step.train)
+        state = jax.jit(lambda params: step.start(step.place(params)))(step.folded(params))
+        take, logical = jax.jit(step.train), jax.jit(step.unfolded)
         for number in range(steps):
             further = {"starts": starts(number, count)} if apart else {}
-            batch = on_mesh(devices, layout, *rows(number, count=count), accumulation, **further)
+            batch = on_mesh(devices, layout, *rows(number, count=count, vocab=model.vocab), accumulation, **further)
             state, metrics = take(state, batch)
             losses.append(float(metrics.loss))
             norms.append(float(metrics.grad_norm))

@@ -170,6 +170,35 @@ def test_the_whole_product_of_layouts_equals_one_device(row):
     check(row)
 
 
+ODD = {
+    "gpt-tied": TIED.model_copy(update={"vocab": 97}),
+    "llama-untied": cases.LLAMA.model_copy(update={"vocab": 97, "tied": False}),
+}
+"""A vocabulary that no mesh divides: it gets further rows."""
+
+
+@cache
+def odd_on_one_device(model: str) -> cases.Outcome:
+    return cases.train(model=ODD[model])
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "options"),
+    thinned(
+        [
+            ("gpt-tied", "1x2x1", dict(sequence=True)),
+            ("gpt-tied", "2x2x1", dict(stage=3, keep=True)),
+            ("llama-untied", "1x8x1", dict(platform="gpu")),
+            ("llama-untied", "1x2x2", dict(accumulation=4, sequence=True)),
+        ],
+        4,
+    ),
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
+)
+def test_a_vocabulary_with_added_rows_equals_one_device(model, mesh, options):
+    cases.assert_equal(cases.train(mesh, model=ODD[model], **options), odd_on_one_device(model))
+
+
 @pytest.mark.smoke
 def test_accumulation_equals_one_batch_to_1e6():
     """Weighted by labels that count, which differ from row to row."""

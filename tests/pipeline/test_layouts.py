@@ -16,7 +16,7 @@ def run_on(mesh: str, schedule: str = "1f1b", virtual: int = 0, zero: int = 0, *
     config = Config(
         mesh=mesh,
         precision="float32",
-        model=dict(layers=6, embed=32, heads=4, vocab=98, sequence=16, dropout=0.1),
+        model=dict(layers=6, embed=32, heads=4, vocab=97, sequence=16, dropout=0.1),
         parallel=dict(zero=zero),
         pipeline=dict(schedule=schedule, virtual_stages=virtual),
         train=dict(steps=4, global_batch_size=16, **train),
@@ -55,13 +55,13 @@ def test_logits_and_validation_are_those_of_one_device(mesh, pipeline):
     for run in (run_on("1x1x1"), run_on(mesh, *pipeline)):
         with jax.set_mesh(run.mesh):
             weights = run.forward.weights(run.init().params)
-            tokens = np.arange(16 * 16, dtype=np.int32).reshape(16, 16) % 98
+            tokens = np.arange(16 * 16, dtype=np.int32).reshape(16, 16) % 97
             logits = jax.jit(run.forward.logits)(weights, jax.device_put(tokens, run.layout.spec(["batch", None])))
             batch = {"tokens": tokens[None], "labels": np.roll(tokens, -1, 1)[None], "rows": np.arange(16)[None]}
             batch = {name: a.reshape(run.task.micro_batches, -1, *a.shape[2:]) for name, a in batch.items()}
             batch = jax.device_put(batch, run.layout.spec([None, "batch"]))
             told.append(jax.device_get((logits, jax.jit(run.forward.evaluate)(weights, {}, batch)[0])))
-    np.testing.assert_allclose(told[1][0], told[0][0], atol=2e-6)
+    np.testing.assert_allclose(told[1][0][..., :97], told[0][0], atol=2e-6)
     np.testing.assert_allclose(told[1][1], told[0][1], rtol=1e-6)
 
 

@@ -34,4 +34,4 @@ def config(
 
 def laid(config: Config) -> Layout:
     shape = parse_mesh(config.mesh)
-    return Layout.on(abstract_mesh(shape), rules(config, shape), GPUS["h100"])
+    return Layout.on(abstract_mesh(shape), rules(config), GPUS["h100"])

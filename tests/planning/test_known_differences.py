@@ -38,7 +38,7 @@ def faked(config: Config, jax: str = "0.10.2", gpu: str | None = None, less: dic
     """
     shape = parse_mesh(config.mesh)
     mesh = abstract_mesh(shape)
-    layout = Layout.on(mesh, rules(config, shape), GPUS[gpu] if gpu else explain.CPU)
+    layout = Layout.on(mesh, rules(config), GPUS[gpu] if gpu else explain.CPU)
     program = Program("", 1, 1, 0, 1, 0.1, 0.1, 1, jax)
     report = Report(config, models.build(config.model, layout), layout, mesh, program, gpu, GPUS[gpu] if gpu else None)
     report.__dict__["collectives"] = moved(report.transfers, less or {})

@@ -23,7 +23,7 @@ class Plan:
         train = TrainConfig(global_batch_size=rows)
         self.config = Config(mesh=mesh, precision="float32", model=sizes, parallel=parallel, train=train)
         shape = parse_mesh(mesh)
-        split = rules(self.config, shape)
+        split = rules(self.config)
         axes = {name: size for name, size in shape.items() if size > 1}
         by = {logical: tuple(axis for axis in axes if axis in names) for logical, names in split.items()}
         self.layout = Layout(tuple(axes.items()), "cpu", tuple(by.items()))

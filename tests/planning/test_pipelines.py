@@ -56,15 +56,13 @@ def test_padding_is_told_with_its_cost():
     assert told("1x1x2", layers=6) == []
 
 
-def test_a_vocabulary_that_stages_cannot_share_is_told():
-    (note,) = told("1x2x2", vocab=98)
+def test_rows_added_to_the_vocabulary_are_told():
+    (note,) = told("1x2x2", vocab=97)
     assert note == (
-        "model.vocab 98 does not divide by pipeline=2 x model=2: every stage holds and computes 1/2 of the vocabulary, "
-        "not 1/4; set model.vocab to 96 or 100"
+        "vocabulary 97 padded to 100 in memory, to divide by 4; the added rows are in no loss and no checkpoint"
     )
-    (note,) = told("1x1x2", vocab=97)
-    assert "every stage holds and computes all of the vocabulary, not 1/2" in note
-    assert told("1x2x2", vocab=98, whole_vocab=True) == []  # as asked for
+    assert told("1x2x2", vocab=96) == []
+    assert told("1x2x2", vocab=97, whole_vocab=True) == []
 
 
 @pytest.mark.parametrize(
@@ -117,7 +115,7 @@ def test_the_summary_tells_all_of_it(capsys):
         "(F : B as 1 : 3); micro-batches in flight by rank: 3 1\n"
     ) in said
     assert "are padding" in said
-    assert "model.vocab 2050 does not divide" in said
+    assert "vocabulary 2050 padded to 2052 in memory" in said
     assert "16 rows x 128 = 2,048 tokens per step, 4 micro-batch(es)" in said
 
 

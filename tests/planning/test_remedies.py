@@ -19,7 +19,7 @@ EVERYTHING = 1e15
 
 
 def laid(config: Config) -> Layout:
-    return Layout.on(abstract_mesh(parse_mesh(config.mesh)), rules(config, parse_mesh(config.mesh)), GPUS["h100"])
+    return Layout.on(abstract_mesh(parse_mesh(config.mesh)), rules(config), GPUS["h100"])
 
 
 def offered(

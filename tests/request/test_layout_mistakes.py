@@ -32,12 +32,11 @@ MODEL = {
 }
 
 SPLIT = {
-    "heads, MLP and vocabulary": Wrong(
-        "--mesh 1x3x1 --model.vocab 2050",
+    "heads and MLP": Wrong(
+        "--mesh 1x3x1",
         [
             ("model.heads 4", "model=3 (mesh 1x3x1)", "; set the model axis to 2"),
             ("model.mlp 0, which means 512, does", "mlp to 510 or 513, or the model axis to 2"),
-            ("model.vocab 2050", "2049 or 2052, or the model axis to 2, or parallel.rules.vocab to ''"),
         ],
     ),
     "more devices than heads": Wrong(
@@ -50,9 +49,6 @@ SPLIT = {
         ],
     ),
     "MLP alone": Wrong("--mesh 1x4x1 --model.mlp 510", [("model.mlp 510 does", "508 or 512, or the model axis to 2")]),
-    "odd vocabulary": Wrong(
-        "--mesh model=2 --model.vocab 50257", [("50257", "model=2 (mesh model=2)", "50256 or 50258")]
-    ),
     "by a filled mesh's other axis": Wrong("--mesh -1x8x1", [("model.heads 4", "model=8 (mesh -1x8x1)")]),
     "sequence": Wrong(
         "--mesh 1x4x1 --parallel.sequence true --model.sequence 126",
@@ -67,8 +63,8 @@ SPLIT = {
             )
         ],
     ),
-    "kv heads and a vocabulary": Wrong(
-        f"{LLAMA} 4 --mesh 1x6x1 --model.vocab 2052 --model.mlp 300",
+    "kv heads beside other sizes": Wrong(
+        f"{LLAMA} 4 --mesh 1x6x1 --model.mlp 300",
         [("model.kv_heads 4 can neither", "model.kv_heads to 3 or 6, or the model axis to 4 or 12")],
     ),
     "batch and heads": Wrong("--mesh 3x8x1", [("16 does not divide by 3 data ranks",), ("model.heads 4", "model=8")]),

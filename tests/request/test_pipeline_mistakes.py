@@ -98,7 +98,7 @@ def test_every_mistake_is_told(case, tmp_path, monkeypatch):
         "--mesh 2x1x2 --train.global-batch-size 16",
         "--mesh 1x1x2 --pipeline.schedule zb-u --model.remat block --pipeline.virtual-stages 2",
         "--mesh 1x1x3",  # layers that do not divide are padded
-        "--mesh 1x1x2 --model.vocab 2049",  # and a vocabulary that does not is whole on every stage
+        "--mesh 1x1x2 --model.vocab 2049",  # and so is a vocabulary
     ],
 )
 def test_what_is_offered_works(argv):

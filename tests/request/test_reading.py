@@ -193,14 +193,14 @@ def test_the_most_devices_that_fit(mesh, devices, most):
 
 
 def test_a_filled_axis_is_checked_when_it_is_known():
-    config = load(None, {"mesh": "1x-1x1", "model.vocab": "2050"})
+    config = load(None, {"mesh": "1x-1x1", "model.mlp": "510"})
     check_mesh_fits(config, parse_mesh("1x2x1"))
     with pytest.raises(RequestError) as caught:
         check_mesh_fits(config, parse_mesh("3x8x1"))
-    batch, heads, vocab = caught.value.problems
+    batch, heads, mlp = caught.value.problems
     assert "does not divide by 3 data ranks" in batch
     assert heads.endswith("by model=8 (mesh 1x-1x1); set model.heads to 8, or the model axis to 2")
-    assert "set model.vocab to 2048 or 2056, or the model axis to 2" in vocab
+    assert "set model.mlp to 504 or 512, or the model axis to 2" in mlp
 
 
 LLAMA = {"model.family": "llama", "model.embed": "96", "model.heads": "12"}
@@ -211,15 +211,15 @@ LLAMA = {"model.family": "llama", "model.embed": "96", "model.heads": "12"}
     [
         {"mesh": "2x4x1", "parallel.zero": "3", "parallel.sequence": "true", "precision": "mixed"},
         {"mesh": "1x-1x1", "parallel.sequence": "true", "parallel.zero": "2", "parallel.micro_batches": "outside"},
-        {"mesh": "1x3x1", "parallel.rules.heads": "", "parallel.rules.mlp": "", "model.vocab": "2049"},
+        {"mesh": "1x3x1", "parallel.rules.heads": "", "parallel.rules.mlp": "", "model.vocab": "2050"},
         {"mesh": "1x3x1", "parallel.rules.heads": "", "parallel.rules.vocab": "", "model.mlp": "300"},
         {"mesh": "1x16x1", "parallel.rules.heads": "", "model.heads": "4"},
-        {"mesh": "1x2x1", "model.vocab": "50257", "parallel.rules.vocab": ""},
+        {"mesh": "1x2x1", "model.vocab": "50257"},
         {"mesh": "data=2,replica=2,model=2", "model.sequence": "127"},
         {**LLAMA, "model.kv_heads": "4", "mesh": "1x2x1"},
         {**LLAMA, "model.kv_heads": "2", "mesh": "1x4x1"},
         {**LLAMA, "model.kv_heads": "12", "model.rope_theta": "10000", "mesh": "1x4x1"},
-        {**LLAMA, "model.kv_heads": "1", "mesh": "1x6x1", "model.mlp": "6", "model.vocab": "600"},
+        {**LLAMA, "model.kv_heads": "1", "mesh": "1x6x1", "model.mlp": "6"},
     ],
 )
 def test_requests_that_fit(write, overrides):

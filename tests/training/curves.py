@@ -3,12 +3,10 @@
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
-from jaxdist.training.checkpoint.orbax_writer import OrbaxWriter
-from jaxdist.training.checkpoint.step_dir import StepDir
+from jaxdist.training.checkpoint.stored_arrays import open_arrays, whole
 
 FIGURES = ("loss", "grad_norm", "validation_loss")
 
@@ -36,8 +34,5 @@ def alike(one: Path, other: Path, steps: int) -> None:
 
 def parameters(folder: Path, step: int) -> np.ndarray:
     """All those of a checkpoint, in one row."""
-    store = OrbaxWriter(StepDir((folder / "checkpoints").resolve()), keep=1)
-    try:
-        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(store.read(step, "params"))])
-    finally:
-        store.close()
+    arrays = open_arrays((folder / "checkpoints" / str(step) / "params").resolve())
+    return np.concatenate([np.ravel(array.read(whole(array.shape))) for _, array in sorted(arrays.items())])

@@ -62,6 +62,44 @@ def test_tokens_and_samples_are_drawn_apart_and_by_the_seed(trained):
     assert (drawn != again).mean() > 0.9
 
 
+@pytest.mark.parametrize("choice", [Choice(0.0, 0, entries=9), Choice(9.0, 0, entries=9), Choice(9.0, 50, entries=9)])
+def test_rows_beyond_the_tokenizer_are_never_drawn(trained, choice):
+    drawn = np.array(sample(trained, [5, 40, 7], 12, 8, choice, seed=0))[:, 3:]
+    assert drawn.max() < 9
+    assert len(np.unique(drawn)) > 1
+
+
+def test_the_top_k_are_chosen_among_the_tokenizers_entries():
+    """The likeliest of all is no entry, and takes no place."""
+    logits = jnp.tile(jnp.array([0.5, 2.0, -1.0, 9.0]), (200, 1))
+    assert set(np.unique(Choice(1.0, 2, entries=3)(jax.random.key(0), logits))) == {0, 1}
+
+
+def test_a_continuation_ends_before_a_stop_and_others_go_on(trained):
+    choice = Choice(temperature=2.0, top_k=0)
+    whole = sample(trained, [5, 40, 7], 12, 3, choice, seed=0)
+    stops = (whole[0][6], whole[1][9])
+    ended = sample(trained, [5, 40, 7], 12, 3, choice, seed=0, stops=stops)
+    firsts = [min([place for place in range(3, 15) if text[place] in stops], default=15) for text in whole]
+    assert ended == [text[:first] for text, first in zip(whole, firsts, strict=True)]
+    assert len(set(firsts)) > 1
+
+
+def test_a_stop_in_the_prompt_ends_nothing(trained):
+    text = sample(trained, [5, 40, 7], 4, 1, GREEDY, seed=0)
+    assert sample(trained, [5, 40, 7], 4, 1, GREEDY, seed=0, stops=(40,)) == text
+    assert 40 not in text[0][3:]
+
+
+def test_nothing_is_computed_after_all_have_stopped(trained):
+    moves = []
+    written = sample(trained, [5, 40, 7], 8, 1, GREEDY, seed=0)[0][3:]
+    stop = max(written, key=written.index)
+    sample(trained, [5, 40, 7], 8, 1, GREEDY, seed=0, stops=(stop,), moving=lambda: moves.append(1))
+    assert len(moves) == written.index(stop) + 1
+    assert len(moves) > 3
+
+
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 @pytest.mark.parametrize("top_k", [0, 2, 3, 4, 5])
 def test_frequencies_are_those_of_the_softmax(temperature, top_k):

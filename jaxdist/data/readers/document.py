@@ -15,6 +15,8 @@ class Document(NamedTuple):
     text: str
     ends: bool
     """Whether the document ends here, so that an end-of-text token follows."""
+    begins: bool = True
+    """Whether the document begins here, so that a BOS token precedes where the tokenizer has one."""
 
 
 def is_unicode(text: str) -> bool:

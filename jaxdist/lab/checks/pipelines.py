@@ -115,7 +115,7 @@ def stashed(expected: str, tolerance: str, schedule: str = "pipedream") -> Outco
 def planned(config: Config) -> tuple[Layout, models.Model, pipelines.Pipeline | None]:
     """Return layout, model and pipeline of a configuration, without its devices."""
     shape = parse_mesh(config.mesh)
-    layout = Layout.on(abstract_mesh(shape), rules(config, shape), CPU)
+    layout = Layout.on(abstract_mesh(shape), rules(config), CPU)
     return layout, models.build(config.model, layout), pipelines.pipeline_of(config, layout)
 
 

@@ -212,7 +212,7 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
 
 def layout_of(config: Config, shape: MeshShape, cluster: Cluster) -> Layout:
     """Return the layout of `config` over a mesh of the cluster's devices."""
-    return Layout.on(abstract_mesh(shape), rules(config, shape), Device(cluster))
+    return Layout.on(abstract_mesh(shape), rules(config), Device(cluster))
 
 
 def exposed(communication: float, arithmetic: float, cluster: Cluster) -> float:

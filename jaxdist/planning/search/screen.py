@@ -126,10 +126,10 @@ class Screen:
         """The elements in use of the largest parameter outside the layers."""
         return max(leaf.size for leaf in self._leaves_outside()) / (self.columns[MODEL] * self.columns[PIPELINE])
 
-    @cached_property
-    def vocab_shared(self) -> Column:
-        """Whether each stage holds a part of the vocabulary."""
-        return self.config.model.vocab % (self.columns[MODEL] * self.columns[PIPELINE]) == 0
+    @property
+    def vocab_shared(self) -> bool:
+        """Whether each stage holds a part of the vocabulary; an empty rule leaves it whole."""
+        return bool(self.config.parallel.rules.vocab)
 
     @cached_property
     def in_use(self) -> Column:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from jaxdist.config import Config, RequestError
+from jaxdist.huggingface.folder import is_folder
 from jaxdist.request.checks.registry import check, unused
 
 BYTE_LEVEL_VOCAB = 257
 """Fewest entries of a byte-level tokenizer: one for each byte, and the end-of-text token."""
+
+LISTED = 3
+"""Names that an error lists at most."""
 
 
 @check("data.validation_path", "data.validation_fraction")
@@ -50,13 +55,23 @@ def _documents(config: Config) -> Iterator[str]:
 def _vocab(config: Config) -> Iterator[str]:
     if config.model.images:
         return
-    tokenized = config.data.path is not None and config.data.path.suffix.lower() == ".bin"
-    trains_tokenizer = not config.data.tokenizer and not tokenized
-    if trains_tokenizer and config.model.vocab < BYTE_LEVEL_VOCAB:
+    if not _trains_tokenizer(config):
+        return
+    if config.init_from and is_folder(config.init_from):
+        yield (
+            f"'{config.init_from}' has no tokenizer.json, and its weights know the tokens of one tokenizer alone; give "
+            f"that one as data.tokenizer, or data that are tokens already (.bin)"
+        )
+    elif config.model.vocab < BYTE_LEVEL_VOCAB:
         yield (
             f"model.vocab {config.model.vocab} is too small for the byte-level tokenizer that is trained on text; "
             f"set it to {BYTE_LEVEL_VOCAB} or more, or give a data.tokenizer"
         )
+
+
+def _trains_tokenizer(config: Config) -> bool:
+    tokenized = config.data.path is not None and config.data.path.suffix.lower() == ".bin"
+    return not config.data.tokenizer and not tokenized
 
 
 @check("run_dir")
@@ -77,7 +92,8 @@ def _run_dir(config: Config) -> Iterator[str]:
 
 @check("init_from")
 def _init_from(config: Config) -> Iterator[str]:
-    if config.init_from is None:
+    # The weights of a folder of Hugging Face are read without the library that has these limits.
+    if config.init_from is None or is_folder(config.init_from):
         return
     problem = path_problem(config.init_from)
     if problem:
@@ -144,6 +160,35 @@ def check_output(what: str, path: str | Path, example: str) -> None:
         raise RequestError(f"{output} cannot be written: {reason}; name another file") from error
 
 
+def check_output_folder(what: str, path: Path, replace: bool, written: re.Pattern[str]) -> None:
+    """Raise `RequestError` if `what` cannot write the folder `path`, before the work that produces its files.
+
+    A folder that is there must be empty; with `replace`, it may also hold files whose names match `written`, which are
+    replaced. It must not be, or belong to, a run.
+    """
+    output = f"{what} '{path}'"
+    try:
+        if path.is_symlink():
+            raise RequestError(f"{output} is a symbolic link; name the folder itself")
+        _check_folder(output, path.absolute().parent)
+        _check_no_run(output, path)
+        if not os.path.lexists(path):
+            return
+        if not path.is_dir():
+            raise RequestError(f"{output} is not a folder; name one that is empty, or new")
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise RequestError(f"{output} cannot be written: {reason}; name another folder") from error
+    if names and not replace:
+        raise RequestError(f"{output} is not empty; name another folder, or add --force to replace it")
+    others = [name for name in names if not written.fullmatch(name)]
+    if others:
+        raise RequestError(
+            f"{output} holds other things ({', '.join(others[:LISTED])}), which are not replaced; name another folder"
+        )
+
+
 def _check_regular(output: str, path: Path, example: str) -> None:
     # Opening a FIFO would wait forever, and replacing a link would leave the file that it names unchanged.
     try:
@@ -171,6 +216,7 @@ OF_A_RUN = frozenset(
         "environment.json",
         "run.json",
         "tokenizer.json",
+        "special_tokens.json",
         "metrics.jsonl",
         "log.txt",
         "log.txt.1",
@@ -178,6 +224,7 @@ OF_A_RUN = frozenset(
         ".lock",
         "checkpoints",
         "heartbeats",
+        "huggingface",
         "profile",
         "slurm",
         "tensorboard",

@@ -323,13 +323,6 @@ def _mlp(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     yield from _divides(config, shape, "model.mlp", value, to("model.mlp", multiples(shape[MODEL], size)))
 
 
-@fit("model.vocab", "parallel.rules.vocab")
-def _vocab(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    vocab = config.model.vocab
-    near = to("model.vocab", multiples(shape[MODEL], vocab))
-    yield from _divides(config, shape, "model.vocab", f"model.vocab {vocab}", near, "parallel.rules.vocab to ''")
-
-
 @fit("model.sequence", "parallel.sequence")
 def _sequence(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     sequence = config.model.sequence
@@ -360,7 +353,6 @@ def _sizes(config: Config) -> dict[str, int]:
     sizes = {
         "model.heads": (rules.heads, model.heads),
         "model.mlp": (rules.mlp, model.mlp_size),
-        "model.vocab": (rules.vocab, model.vocab),
         "model.sequence": (MODEL if config.parallel.sequence else "", model.sequence),
     }
     return {knob: size for knob, (axis, size) in sizes.items() if axis == MODEL}

@@ -1,23 +1,41 @@
-"""The weights of a checkpoint as a safetensors file, for other programs: no mesh, no optimizer, no stacked layers."""
+"""The weights of a checkpoint for other programs, as a safetensors file or a folder of Hugging Face."""
 
 from __future__ import annotations
 
-import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxdist import __version__
 from jaxdist.config import Config
-from jaxdist.files import replacing
+from jaxdist.data.given_tokenizer import read_tokenizer
+from jaxdist.files import replacing, replacing_folder, write_whole
+from jaxdist.huggingface.safetensors_file import Tensor, write_file
+from jaxdist.huggingface.small_files import kept_dtype, read_kept, small_files
+from jaxdist.huggingface.writing import write_weights
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.request import to_toml
-from jaxdist.training.checkpoint.manager import Checkpoints
+from jaxdist.training.checkpoint.manager import Checkpoints, Found
+from jaxdist.training.checkpoint.stored_arrays import StoredArray, whole
+from jaxdist.training.run_dir import RunFolder
+
+
+@contextmanager
+def step_of(config: Config, which: str) -> Iterator[tuple[Checkpoints, Found]]:
+    """Open the checkpoints of the run in `config.run_dir`, and yield them with its step `which`, found complete."""
+    # Nothing is computed here. The setting has no effect once a device was used.
+    jax.config.update("jax_platforms", "cpu")
+    with Checkpoints(config.folder, keep=None) as checkpoints:
+        found = checkpoints.find(which)
+        for note in checkpoints.notes:
+            print(f"note: {note}", file=sys.stderr)
+        yield checkpoints, found
 
 
 def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
@@ -25,35 +43,65 @@ def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
 
     Batch statistics, where the model has them, are written too, under `variables.`. Names are those of our parameter
     tree, with a layer's number after `blocks`: `blocks.3.mlp.up` [D, F]. The metadata hold the run's configuration, so
-    that one file is enough to build the model again.
+    that one file is enough to build the model again. Only one tensor at a time is in memory.
     """
-    # Nothing is computed here. The setting has no effect once a device was used.
-    jax.config.update("jax_platforms", "cpu")
-    with Checkpoints(config.folder, keep=None) as checkpoints:
-        found = checkpoints.find(which)
-        for note in checkpoints.notes:
-            print(f"note: {note}", file=sys.stderr)
-        tensors = dict(_named(checkpoints.arrays(found, "params"), stacked=not config.model.images))
-        variables = checkpoints.arrays(found, "variables")
-        for name, array in _named(variables, stacked=False):
-            tensors[f"variables.{name}"] = array
-    metadata = {"format": "jaxdist", "version": __version__, "step": str(found.step), "config": to_toml(config)}
-    with replacing(path) as temporary:
-        mode = stat.S_IMODE(temporary.stat().st_mode)
-        # It makes a file of its own, which nobody else may read: give it the mode of the temporary one again.
-        save_file(tensors, temporary, metadata)
-        temporary.chmod(mode)
-    total = sum(array.nbytes for array in tensors.values())
+    with step_of(config, which) as (checkpoints, found):
+        parts = dict(_by_layer(checkpoints.arrays(found, "params"), stacked=not config.model.images))
+        for name, array in checkpoints.arrays(found, "variables").items():
+            parts[f"variables.{name}"] = Part(array)
+        tensors = [Tensor(name, "F32", parts[name].shape) for name in sorted(parts)]
+        metadata = {"format": "jaxdist", "version": __version__, "step": str(found.step), "config": to_toml(config)}
+        with replacing(path) as temporary:
+            write_file(temporary, tensors, lambda tensor: parts[tensor.name].data(), metadata)
+    total = sum(tensor.size for tensor in tensors)
     return {"path": str(path), "step": found.step, "tensors": len(tensors), "bytes": total}
 
 
-def _named(tree: Any, stacked: bool) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, array) of every leaf; if `stacked`, one for each layer of the blocks, whose arrays are [L, ...]."""
-    for keys, array in jax.tree_util.tree_leaves_with_path(tree):
-        first, *rest = (str(key.key) for key in keys)
+def write_folder(config: Config, which: str, path: Path, dtype: str) -> dict[str, Any]:
+    """Write step `which` of the run in `config.run_dir` as a folder of Hugging Face, and return what was written.
+
+    `dtype` is a `WeightDtype`; empty: that of the folder that the run began with, or else of its precision. From
+    precision mixed, the masters are rounded once. Raises `RequestError` where that is not possible.
+    """
+    run = RunFolder(config.folder)
+    dtype = dtype or kept_dtype(run.path) or ("float32" if config.precision == "float32" else "bfloat16")
+    tokenizer = read_tokenizer(run.tokenizer_source) if run.tokenizer.is_file() else None
+    files = small_files(read_kept(run.path), config.model, dtype, tokenizer)
+    with step_of(config, which) as (checkpoints, found), replacing_folder(path) as temporary:
+        written = write_weights(temporary, config.model, checkpoints.arrays(found, "params"), dtype)
+        for name, content in files.items():
+            write_whole(temporary / name, content)
+    return {"path": str(path), "step": found.step, "dtype": dtype, **written}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stored array, or one layer of it."""
+
+    array: StoredArray
+    layer: int | None = None
+    """The place in the first dim, which is dropped; None for the whole array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return self.array.shape if self.layer is None else self.array.shape[1:]
+
+    def data(self) -> memoryview:
+        """Return its numbers in f32, as bytes in row-major order."""
+        region = whole(self.array.shape)
+        if self.layer is not None:
+            region = (slice(self.layer, self.layer + 1), *region[1:])
+        return self.array.read(region).astype(np.float32, copy=False).reshape(-1).view(np.uint8).data
+
+
+def _by_layer(arrays: Mapping[str, StoredArray], stacked: bool) -> Iterator[tuple[str, Part]]:
+    """Yield (name, part) of every array; if `stacked`, one for each layer of the blocks, whose arrays are [L, ...]."""
+    for name, array in arrays.items():
+        first, _, rest = name.partition(".")
         # Other programs expect a layer by itself, not [L, ...].
         if stacked and first == BLOCKS:
-            for number, layer in enumerate(np.asarray(array)):
-                yield ".".join((first, str(number), *rest)), np.ascontiguousarray(layer)
+            for layer in range(array.shape[0]):
+                yield f"{first}.{layer}.{rest}", Part(array, layer)
         else:
-            yield ".".join((first, *rest)), np.ascontiguousarray(array)
+            yield name, Part(array)

@@ -10,7 +10,7 @@ position in the data is the step, because the order of the data is a function of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from jaxdist.parallel import replicas
 from jaxdist.training.checkpoint.orbax_writer import OrbaxWriter, SaveFailed, array_shapes
 from jaxdist.training.checkpoint.readback import Shapes, unreadable
 from jaxdist.training.checkpoint.step_dir import STEP, UNSEALED, StepDir
+from jaxdist.training.checkpoint.stored_arrays import StoredArray, open_arrays
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run_facts import run_id
 
@@ -236,9 +237,9 @@ class Checkpoints:
         restored = found.store.restore(found.step, trees)
         return restored["params"], restored.get("variables", {})
 
-    def arrays(self, found: Found, item: str) -> Any:
-        """Return one item of a step, such as `params`, as it was saved, on one device; {} where it holds none."""
-        return found.store.read(found.step, item)
+    def arrays(self, found: Found, item: str) -> Mapping[str, StoredArray]:
+        """Return the arrays of one item of a step, such as `params`, by name, unread; none where it holds none."""
+        return open_arrays(found.store.step_dir.path(found.step) / item)
 
     def _choose(self, which: str, expected: Expected) -> Found:
         """Return the step for `which`; the leader alone calls this. Raises `RequestError`."""

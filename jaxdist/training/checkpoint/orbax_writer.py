@@ -22,8 +22,10 @@ import orbax.checkpoint as ocp
 
 from jaxdist.cluster.consensus import leader
 from jaxdist.config import RequestError
+from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.training.checkpoint.readback import Shapes, unreadable
 from jaxdist.training.checkpoint.step_dir import StepDir
+from jaxdist.training.checkpoint.stored_arrays import CHUNK_BYTES
 
 ITEMS = ("params", "variables", "training", "errors", "velocity")
 """What a step may hold, each a tree of arrays that can be read alone; beside them stand the JSON-able `facts`."""
@@ -86,6 +88,8 @@ class OrbaxWriter:
         self.wait()
         self.step = step
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        # They are the only ones that are read a part at a time, by an export.
+        items["params"] = ocp.args.StandardSave(trees["params"], save_args=_chunks(trees["params"]))
         with self._raising_save_failed():
             if leader():
                 self.step_dir.folder.mkdir(parents=True, exist_ok=True)
@@ -137,20 +141,6 @@ class OrbaxWriter:
             raise
         except Exception as error:  # Orbax raises whatever its parts raise
             raise RequestError(f"checkpoint {path} cannot be read into this run: {_first_line(error)}") from error
-
-    def read(self, step: int, item: str) -> Any:
-        """Return a tree as it was saved, on the first device; {} if the step does not hold it."""
-        path = self.step_dir.path(step) / item
-        if not path.exists():
-            return {}
-        handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=RESTORE_GB)
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-        def on_one_device(leaf: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-        tree = jax.tree.map(on_one_device, handler.metadata(path).tree, is_leaf=_has_shape)
-        return handler.restore(path, args=ocp.args.StandardRestore(tree))
 
     def shapes(self, step: int, item: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the arrays of an item by name; {} if the step does not hold it."""
@@ -226,6 +216,19 @@ def _silence_orbax() -> None:
             hook(unraisable)
 
     sys.unraisablehook = hook_without_closed_loops
+
+
+def _chunks(tree: Any) -> Any:
+    """Return for each array how it is cut into chunks: large ones into parts that can be read alone, layer by layer."""
+
+    def of_array(path: Any, leaf: Any) -> ocp.SaveArgs:
+        if leaf.size * leaf.dtype.itemsize <= CHUNK_BYTES:
+            return ocp.SaveArgs()
+        # Orbax cuts these axes first, and down to 1.
+        first = (0,) if _key_name(path[0]) == BLOCKS else ()
+        return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=first)
+
+    return jax.tree_util.tree_map_with_path(of_array, tree)
 
 
 def _cause(error: BaseException | None) -> str:

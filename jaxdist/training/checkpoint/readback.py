@@ -97,10 +97,11 @@ def _arrays_by_item(folder: Path) -> dict[str, Shapes]:
     missing = {"params", "training"} - set(items)
     if missing:
         raise ValueError(f"{' and '.join(sorted(missing))} missing")
-    return {item: _array_names(json.loads(read_regular(folder / item / "_METADATA"))) for item in items}
+    return {item: array_names(json.loads(read_regular(folder / item / "_METADATA"))) for item in items}
 
 
-def _array_names(metadata: dict[str, Any]) -> Shapes:
+def array_names(metadata: dict[str, Any]) -> Shapes:
+    """Return the names of the arrays that Orbax's metadata of an item describe; any shape will do."""
     names: dict[str, tuple[int, ...] | None] = {}
     for leaf in metadata["tree_metadata"].values():
         if not leaf["value_metadata"]["skip_deserialize"]:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Int, Key
 
 from jaxdist.models import ModelT, Params
 from jaxdist.parallel.pipeline.stages import Stages
+from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.parallel.zero import Placements
 from jaxdist.training.forward.step import Batch
 
@@ -25,6 +26,8 @@ class ForwardBase(Generic[ModelT]):
     abstract: Params
     """Shapes and dtypes of the parameters, as the step holds them."""
     stages: Stages | None = None
+    vocabulary: Vocabulary | None = None
+    """The rows of the embedding tables; None where the model is no decoder."""
     dtype: DTypeLike
     """Compute dtype of the model."""
     stage: int

@@ -19,6 +19,7 @@ from jaxdist.models import Model, Params
 from jaxdist.models.attention import Starts
 from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline.stages import BLOCKS
+from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import Layout, Tree
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
 from jaxdist.training.forward.base import layer_keys, made_at_rest
@@ -60,8 +61,9 @@ class DecoderForward(AccumulatingForward[Model]):
         self.stage = stage
         self.inside = inside
         self.unroll = unroll
-        self.abstract = model.abstract
-        self.places = zero.placements(layout, model.axes, model.abstract, stage, replica_zero=replica_zero)
+        self.vocabulary = Vocabulary(layout, model.vocab)
+        self.abstract = self.vocabulary.abstract(model.abstract)
+        self.places = zero.placements(layout, model.axes, self.abstract, stage, replica_zero=replica_zero)
 
         self.remat: Wrapper = keep_all
         """Wraps a layer of one micro-batch."""
@@ -79,7 +81,13 @@ class DecoderForward(AccumulatingForward[Model]):
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """Return (parameters at rest, no variables)."""
-        return made_at_rest(self.model.init, self.places, key), {}
+        vocabulary = self.vocabulary
+        assert vocabulary is not None
+
+        def padded(key: Key[Array, ""]) -> Params:
+            return vocabulary.pad(self.model.init(key))
+
+        return made_at_rest(padded, self.places, key), {}
 
     def loss(
         self, weights: Params, sinks: Params | None, variables: Params, parts: Batch, step: Int[Array, ""] | None

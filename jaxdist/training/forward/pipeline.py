@@ -20,6 +20,7 @@ from jaxdist.parallel.pipeline.pipedream import PipeDream
 from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import make_table
+from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import Layout, Tree
 from jaxdist.training.forward.base import ForwardBase, layer_keys, made_at_rest
 from jaxdist.training.forward.remat import recompute
@@ -64,6 +65,9 @@ class StagedForward(ForwardBase[ModelT], ABC):
         self.seed = seed
         self.stage = stage
         self.abstract = stages.abstract(model.abstract)
+        if isinstance(model, Model):
+            self.vocabulary = Vocabulary(layout, model.vocab)
+            self.abstract = self.vocabulary.abstract(self.abstract)
         self.places = zero.placements(
             layout,
             stages.axes(model.axes),
@@ -93,8 +97,9 @@ class StagedForward(ForwardBase[ModelT], ABC):
         return made_at_rest(self.new_params, self.places, key), {}
 
     def new_params(self, key: Key[Array, ""]) -> Params:
-        """Return new parameters, folded into stages; padding is zero."""
-        return self.stages.fold(self.logical_params(key))
+        """Return new parameters, folded into stages, with the rows that the mesh adds; padding is zero."""
+        params = self.stages.fold(self.logical_params(key))
+        return self.vocabulary.pad(params) if self.vocabulary else params
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Return (summed loss, its gradient in f32, variables, further sums).

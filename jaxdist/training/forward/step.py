@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxdist.models import Params
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.pipeline.stages import Stages
+from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.parallel.zero import Placement, Placements
 from jaxdist.sharding import Tree, scale_partial
 from jaxdist.training.forward.offload import to_device, to_host
@@ -91,6 +92,10 @@ class Forward(Protocol):
     @property
     def stages(self) -> Stages | None:
         """Return how a pipeline holds the layers; None without a pipeline."""
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """Return how the mesh holds the rows of the embedding tables; None where the model is no decoder."""
 
     @property
     def stage(self) -> int:
@@ -219,31 +224,51 @@ class Step:
         return {"weights": self.forward.weights(to_device(state.params))}
 
     def logical(self, state: TrainState) -> TrainState:
-        """Return the state as a checkpoint holds it: layers as [L, ...], whatever the mesh.
+        """Return the state as a checkpoint holds it: layers as [L, ...] and tables as [V, D], whatever the mesh.
 
         What `derived` can make again is left out.
         """
         state = state._replace(weights=None, in_flight=None)
-        if self.forward.stages is None:
+        if not self._folds:
             return state
         return self._unfolded(state)
 
     @cached_property
     def _unfolded(self) -> Callable[[TrainState], TrainState]:
         """A compiled function that is kept, because every save calls it."""
+        return jax.jit(lambda state: self.at_rest(self.unfolded(to_device(state))))
+
+    @property
+    def _folds(self) -> bool:
+        """Whether a step holds parameters in another form than a checkpoint."""
+        vocabulary = self.forward.vocabulary
+        return self.forward.stages is not None or (vocabulary is not None and vocabulary.added > 0)
+
+    def unfolded(self, tree: Tree) -> Tree:
+        """Return parameters, or a tree that has their names, as a checkpoint holds them."""
         stages = self.forward.stages
-        assert stages is not None
-        return jax.jit(lambda state: self.at_rest(stages.unfolded(to_device(state))))
+        vocabulary = self.forward.vocabulary
+        if stages is not None:
+            tree = stages.unfolded(tree)
+        return vocabulary.cut(tree) if vocabulary else tree
 
     def folded(self, tree: Tree) -> Tree:
         """Return parameters of a checkpoint, or a tree that has their names, as a step holds them.
 
-        With stages, layers [L, ...] become [v, S, depth, ...], with padding where the layers do not divide.
+        With stages, layers [L, ...] become [v, S, depth, ...], with padding where the layers do not divide. Tables get
+        the rows that the mesh adds, if it does not divide the vocabulary.
         """
-        stages = self.forward.stages
-        if stages is None:
+        if not self._folds:
             return tree
-        return jax.jit(lambda tree: stages.folded(to_device(tree)))(tree)
+        return jax.jit(self._folded)(tree)
+
+    def _folded(self, tree: Tree) -> Tree:
+        stages = self.forward.stages
+        vocabulary = self.forward.vocabulary
+        tree = to_device(tree)
+        if stages is not None:
+            tree = stages.folded(tree)
+        return vocabulary.padded(tree) if vocabulary else tree
 
     def resume(self, state: TrainState) -> TrainState:
         """Return the inverse of `logical`, with the fields that a checkpoint does not hold computed anew."""

@@ -1,0 +1,64 @@
+"""Read the tokenizer that data.tokenizer names: a tokenizer.json, or a folder that holds one and says more about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from jaxdist.config import RequestError
+from jaxdist.data.special_tokens import FILE, SpecialTokens, from_json, special_tokens_of
+from jaxdist.huggingface.tokenizer import TOKENIZER, folder_problem, read_special_tokens
+
+
+@dataclass(frozen=True)
+class GivenTokenizer:
+    """The content of a tokenizer.json, and its special tokens."""
+
+    text: str
+    special: SpecialTokens
+
+    def load(self) -> Tokenizer:
+        """Return the tokenizer, which neither truncates nor pads."""
+        tokenizer = Tokenizer.from_str(self.text)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+
+def read_tokenizer(path: Path) -> GivenTokenizer:
+    """Return the tokenizer at `path`: a file, a folder of Hugging Face, or the folder of a run.
+
+    Raises `RequestError` if there is none, or if the folder contradicts it.
+    """
+    folder = path if path.is_dir() else None
+    if folder:
+        problem = folder_problem(folder)
+        if problem:
+            raise RequestError(problem)
+        path = folder / TOKENIZER
+    try:
+        given = GivenTokenizer(path.read_text("utf-8"), SpecialTokens())
+        tokenizer = given.load()
+    except Exception as error:
+        # The package `tokenizers` raises no narrower exception.
+        reason = str(error).partition("\n")[0]
+        raise RequestError(
+            f"data.tokenizer '{path}' is not a tokenizer ({reason}); give a tokenizer.json of the tokenizers library, "
+            "or leave it out to train one on the text"
+        ) from error
+    return GivenTokenizer(given.text, _special_tokens(folder, tokenizer))
+
+
+def largest_id(tokenizer: Tokenizer) -> int:
+    """Return the largest id, or -1 if the tokenizer has no entries."""
+    return max(tokenizer.get_vocab().values(), default=-1)
+
+
+def _special_tokens(folder: Path | None, tokenizer: Tokenizer) -> SpecialTokens:
+    if folder is None:
+        return special_tokens_of(tokenizer)
+    if (folder / FILE).is_file():
+        return from_json(folder / FILE)
+    return read_special_tokens(folder, tokenizer)

@@ -1,0 +1,147 @@
+"""Find what a folder of Hugging Face holds: its `config.json`, and the file of every tensor. No weight is read.
+
+The files may be symbolic links, as in the cache of the Hub.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config import RequestError
+from jaxdist.files import open_regular
+from jaxdist.huggingface.safetensors_file import read_header
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+
+SMALL_FILES = (
+    CONFIG,
+    GENERATION,
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files beside the weights that a run keeps: an export writes them again."""
+
+KEPT = "huggingface"
+"""The folder in that of a run with the small files of the folder of Hugging Face that the run began with."""
+
+SOURCE = "source.json"
+"""The file there with more about that folder: its path, the longest sequence, and the dtype of its weights."""
+
+WRITTEN = re.compile("|".join([*map(re.escape, SMALL_FILES), r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"]))
+"""The names of the files that an export writes."""
+
+OTHER_FORMS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".gguf")
+"""Endings of files of weights that are not read."""
+
+LARGEST_JSON = 1 << 26
+"""Bytes of the largest JSON file that is read. The index of a model of 400 billion parameters has 100 thousand."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of Hugging Face."""
+
+    path: Path
+    config: dict[str, Any]
+    """The content of `config.json`."""
+    files: dict[str, Path] = field(default_factory=dict)
+    """The safetensors file of each tensor, by the tensor's name."""
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether `path` is meant as a folder of Hugging Face: it has a `config.json`, and is not that of a run."""
+    return os.path.isfile(path / CONFIG) and not any(
+        os.path.lexists(path / name) for name in ("config.toml", "run.json")
+    )
+
+
+def open_config(path: Path) -> Folder:
+    """Return the folder with its `config.json` alone: predictions need no weights. Raises `RequestError`."""
+    if not path.is_dir():
+        raise RequestError(f"'{path}' is not a folder; name a folder with {CONFIG} and *.safetensors")
+    if not os.path.lexists(path / CONFIG):
+        raise RequestError(f"'{path}' has no {CONFIG}, so it is not a folder of Hugging Face; name one that has it")
+    config = read_json(path / CONFIG)
+    return Folder(path, config)
+
+
+def open_folder(path: Path) -> Folder:
+    """Return the folder with its `config.json` and the file of each tensor.
+
+    Raises `RequestError` where it has no weights in safetensors files, or where its index does not fit them.
+    """
+    folder = open_config(path)
+    if os.path.lexists(path / INDEX):
+        return Folder(path, folder.config, _files_of_index(path))
+    if os.path.lexists(path / SINGLE):
+        return Folder(path, folder.config, dict.fromkeys(read_header(path / SINGLE), path / SINGLE))
+    raise RequestError(_without_weights(path))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises `RequestError` where it cannot be read or is something else."""
+    try:
+        with open_regular(path, links=True) as file:
+            content = file.read(LARGEST_JSON + 1)
+    except OSError as error:
+        raise RequestError(f"'{path}' cannot be read: {(error.strerror or str(error)).lower()}") from error
+    if len(content) > LARGEST_JSON:
+        raise RequestError(f"'{path}' is larger than {LARGEST_JSON >> 20} MiB; put the right file there")
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"'{path}' is not valid JSON ({error}); put the right file there") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"'{path}' is JSON, but not an object with keys; put the right file there")
+    return value
+
+
+def _files_of_index(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor as the index gives it. Raises `RequestError` with a sentence for each problem."""
+    index = path / INDEX
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise RequestError(f"'{index}' has no weight_map, which gives the file of each tensor; copy it again")
+    names = sorted({str(name) for name in weight_map.values()})
+    # A name with a slash would lead out of the folder.
+    wrong = [name for name in names if not name.endswith(".safetensors") or "/" in name]
+    problems = [
+        f"'{index}' names '{name}', which is not a *.safetensors file beside it; copy it again" for name in wrong
+    ]
+    missing = [name for name in names if name not in wrong and not os.path.isfile(path / name)]
+    if missing:
+        problems.append(f"'{index}' names files that are not there: {', '.join(missing)}; copy them too")
+    if problems:
+        raise RequestError(*problems)
+    return {tensor: path / name for tensor, name in weight_map.items()}
+
+
+def _without_weights(path: Path) -> str:
+    """Return a sentence for a folder with neither an index nor a single safetensors file."""
+    names = sorted(os.listdir(path))
+    parts = [name for name in names if name.endswith(".safetensors")]
+    if parts:
+        return f"'{path}' holds {', '.join(parts[:3])}, but neither {SINGLE} nor {INDEX}; copy the index too"
+    others = [name for name in names if name.endswith(OTHER_FORMS)]
+    if others:
+        return (
+            f"'{path}' holds its weights as {', '.join(others[:3])}, and only *.safetensors are read; convert it: load "
+            f"it with transformers, and write it with save_pretrained"
+        )
+    return f"'{path}' has a {CONFIG}, but no weights; copy its *.safetensors too"

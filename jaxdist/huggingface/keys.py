@@ -1,0 +1,283 @@
+"""List every known key of `config.json`: the knob that it sets, the values that are computed, or that it has no effect.
+
+A key that is not listed here is refused: it may change what a model computes. Names and defaults are those of the
+configuration classes of transformers 4.40 to 5.24.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key that sets a knob of `model`."""
+
+    knob: str
+    default: Any
+    """The value where the key is absent, as in transformers."""
+    null: Any = None
+    """The value that null stands for; None where null is not a valid value."""
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """A `model_type` of transformers."""
+
+    family: str
+    """The value of `model.family`."""
+    architectures: tuple[str, ...]
+    settings: dict[str, Setting]
+    allowed: dict[str, tuple[Any, ...]]
+    """Keys of which only these values are computed here; the first is the default."""
+    implied: dict[str, Any]
+    """Knobs of `model` that the type itself sets."""
+    maximum: str
+    """The key with the longest sequence."""
+    maximum_default: int
+    window: Literal["none", "all", "some"] = "none"
+    """Which layers may have the window of `sliding_window`; some: those that `LAYERED_WINDOW` says."""
+
+    @property
+    def rotary(self) -> bool:
+        """Whether positions are rotary."""
+        return self.family == "llama"
+
+
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+"""Keys of rotary positions, which `rope.py` reads."""
+
+WINDOW = ("sliding_window", "layer_types")
+"""Keys of the sliding window, which `model_config.py` reads."""
+
+LAYERED_WINDOW = ("use_sliding_window", "max_window_layers")
+"""Further keys of the sliding window, of types in which some layers may have it."""
+
+WINDOW_DEFAULT = 4096
+"""The window of transformers where the type has one and the key is absent."""
+
+FIRST_WINDOWED = 28
+"""The default of `max_window_layers`: how many layers have no window."""
+
+
+def _decoder(vocab: int, kv_heads: int, mlp: int, head_dim: int = 0) -> dict[str, Setting]:
+    """Return the settings of the types with rotary positions, whose defaults differ in these sizes."""
+    return {
+        "vocab_size": Setting("vocab", vocab),
+        "hidden_size": Setting("embed", 4096),
+        "intermediate_size": Setting("mlp", mlp),
+        "num_hidden_layers": Setting("layers", 32),
+        "num_attention_heads": Setting("heads", 32),
+        "num_key_value_heads": Setting("kv_heads", kv_heads, null=0),
+        "head_dim": Setting("head_dim", head_dim, null=0),
+        "rms_norm_eps": Setting("norm_eps", 1e-6),
+        "tie_word_embeddings": Setting("tied", False),
+    }
+
+
+SILU = {"hidden_act": ("silu", "swish")}
+NO_BIAS = {"attention_bias": (False,)}
+
+MODEL_TYPES = {
+    "llama": ModelType(
+        family="llama",
+        architectures=("LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM"),
+        settings=_decoder(vocab=32000, kv_heads=0, mlp=11008),
+        allowed={**SILU, **NO_BIAS, "mlp_bias": (False,)},
+        implied={},
+        maximum="max_position_embeddings",
+        maximum_default=2048,
+    ),
+    "mistral": ModelType(
+        family="llama",
+        architectures=("MistralForCausalLM", "MistralModel"),
+        settings=_decoder(vocab=32000, kv_heads=8, mlp=14336),
+        allowed=SILU,
+        implied={},
+        maximum="max_position_embeddings",
+        maximum_default=131072,
+        window="all",
+    ),
+    "qwen2": ModelType(
+        family="llama",
+        architectures=("Qwen2ForCausalLM", "Qwen2Model"),
+        settings=_decoder(vocab=151936, kv_heads=32, mlp=22016),
+        allowed=SILU,
+        implied={"qkv_bias": True},
+        maximum="max_position_embeddings",
+        maximum_default=32768,
+        window="some",
+    ),
+    "qwen3": ModelType(
+        family="llama",
+        architectures=("Qwen3ForCausalLM", "Qwen3Model"),
+        settings=_decoder(vocab=151936, kv_heads=32, mlp=22016, head_dim=128),
+        allowed={**SILU, **NO_BIAS},
+        implied={"qk_norm": "head"},
+        maximum="max_position_embeddings",
+        maximum_default=32768,
+        window="some",
+    ),
+    "gpt2": ModelType(
+        family="gpt",
+        architectures=("GPT2LMHeadModel", "GPT2Model"),
+        settings={
+            "vocab_size": Setting("vocab", 50257),
+            "n_positions": Setting("positions", 1024),
+            "n_embd": Setting("embed", 768),
+            "n_layer": Setting("layers", 12),
+            "n_head": Setting("heads", 12),
+            "n_inner": Setting("mlp", 0, null=0),
+            "layer_norm_epsilon": Setting("norm_eps", 1e-5),
+            "tie_word_embeddings": Setting("tied", True),
+        },
+        allowed={
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+        },
+        implied={},
+        maximum="n_positions",
+        maximum_default=1024,
+    ),
+}
+"""The types that can be read and written, by their names in `model_type`."""
+
+OFF: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "rope_interleaved": (False, None),
+    "use_mrope": (False, None),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "auto_map": (None,),
+    "partial_rotary_factor": (1.0, None),
+    "logit_scale": (1.0, None),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (1.0, None),
+    "residual_multiplier": (1.0, None),
+    "logits_scaling": (1.0, None),
+}
+"""Keys of all types that must be off: anything else would change what the model computes."""
+
+ADVICE = {
+    "quantization_config": "give the weights that are not quantized",
+    "compression_config": "give the weights that are not quantized",
+    "auto_map": "a model with code of its own cannot be read",
+}
+"""What to do about a value that is not allowed, where it is not to take another model."""
+
+TRAINING = (
+    "attention_dropout",
+    "attn_pdrop",
+    "embd_pdrop",
+    "resid_pdrop",
+    "gradient_checkpointing",
+    "hidden_dropout",
+    "initializer_range",
+    "neftune_noise_alpha",
+    "pretraining_tp",
+    "reorder_and_upcast_attn",
+)
+"""Keys of how transformers trains or computes a model: a run says this itself (`model.dropout`, `precision`)."""
+
+NAMES = (
+    "_name_or_path",
+    "_num_labels",
+    "architectures",
+    "dtype",
+    "finetuning_task",
+    "id2label",
+    "is_llama_config",
+    "label2id",
+    "max_sequence_length",
+    "model_type",
+    "n_ctx",
+    "name_or_path",
+    "prefix",
+    "problem_type",
+    "task_specific_params",
+    "tokenizer_class",
+    "torch_dtype",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+)
+"""Keys that describe a model or its origin."""
+
+TOKENS = (
+    "bos_token_id",
+    "decoder_start_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "sep_token_id",
+    "unk_token_id",
+)
+"""Ids of tokens, which the tokenizer's files are asked for."""
+
+OUTPUTS = (
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_attn_implementation_internal",
+    "attn_implementation",
+    "cache_implementation",
+    "chunk_size_feed_forward",
+    "is_decoder",
+    "keys_to_ignore_at_inference",
+    "output_attentions",
+    "output_hidden_states",
+    "output_past",
+    "output_scores",
+    "return_dict",
+    "return_dict_in_generate",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "tf_legacy_loss",
+    "tie_encoder_decoder",
+    "torchscript",
+    "use_bfloat16",
+    "use_cache",
+)
+"""Keys of what transformers returns or stores beside the logits."""
+
+GENERATION = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+)
+"""Keys of how transformers samples text."""
+
+NO_EFFECT = frozenset([*TRAINING, *NAMES, *TOKENS, *OUTPUTS, *GENERATION])
+"""Keys of all types that do not change the logits."""

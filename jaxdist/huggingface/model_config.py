@@ -1,0 +1,267 @@
+"""Turn `config.json` into values of `model`, and back. What would change the function and is not known is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxdist.config import ModelConfig, RequestError
+from jaxdist.huggingface.folder import CONFIG, Folder
+from jaxdist.huggingface.keys import (
+    ADVICE,
+    FIRST_WINDOWED,
+    LAYERED_WINDOW,
+    MODEL_TYPES,
+    NO_EFFECT,
+    OFF,
+    ROPE,
+    WINDOW,
+    WINDOW_DEFAULT,
+    ModelType,
+)
+from jaxdist.huggingface.rope import rope_json, rope_values
+from jaxdist.rope_scaling import parse
+
+OTHER_MODEL = "take another model"
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+RESOLVED = {"kv_heads": "key_value_heads", "head_dim": "head_size", "mlp": "mlp_size", "positions": "position_rows"}
+"""Knobs of `model` whose 0 stands for another value, and the property that has it."""
+
+
+def model_values(folder: Folder) -> dict[str, Any]:
+    """Return the knobs of `model` that `config.json` determines, such as `{"family": "llama", "layers": 16, ...}`.
+
+    `sequence` is never among them: how long rows are is up to a run. Raises `RequestError` with a sentence for each
+    value that is not known or not computed here, by the name of its key.
+    """
+    kind = model_type_of(folder)
+    config = folder.config
+    problems = [*_unknown(config, kind), *_not_allowed(config, kind), *_wrong_architecture(config, kind)]
+    values: dict[str, Any] = {"family": kind.family, **kind.implied}
+    keys: dict[str, str] = {}
+    for key, setting in kind.settings.items():
+        value = config.get(key, setting.default)
+        values[setting.knob] = setting.null if value is None else value
+        keys[setting.knob] = key
+    if kind.rotary:
+        rope, more = rope_values(config, config.get(kind.maximum, kind.maximum_default))
+        values.update(rope)
+        problems += more
+        window, more = _window(config, kind, values["layers"])
+        values["window"] = window
+        problems += more
+        keys.update(rope_theta="rope_theta", window="sliding_window")
+    problems += _invalid(values, keys)
+    if not isinstance(_maximum(folder, kind), int):
+        problems.append(f"{kind.maximum} is {_maximum(folder, kind)!r}, which must be a whole number")
+    if problems:
+        raise RequestError(*(f"{folder.path / CONFIG}: {problem}" for problem in problems))
+    return values
+
+
+def model_type_of(folder: Folder) -> ModelType:
+    """Return the type of the model. Raises `RequestError` for one that cannot be read."""
+    name = folder.config.get("model_type")
+    if not isinstance(name, str) or name not in MODEL_TYPES:
+        raise RequestError(
+            f"{folder.path / CONFIG}: model_type is {name!r}, and only {', '.join(sorted(MODEL_TYPES))} can be read; "
+            f"{OTHER_MODEL}"
+        )
+    return MODEL_TYPES[name]
+
+
+def maximum_of(folder: Folder) -> int:
+    """Return the sequence S that the folder's model was made for; `model_values` has found it valid."""
+    return _maximum(folder, model_type_of(folder))
+
+
+def longest_sequence(folder: Folder, values: dict[str, Any]) -> int:
+    """Return the longest sequence S that the folder's model is good for; `values` are those of `model_values`.
+
+    A scaling of rotary positions covers `factor` times the sequence that it begins with.
+    """
+    maximum = maximum_of(folder)
+    scaling = parse(values.get("rope_scaling", "none"))
+    return max(maximum, int(scaling.factor * (scaling.original or maximum)))
+
+
+def differing(values: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
+    """Yield the names among `given` knobs of `model` whose values are not those of a folder, `values`.
+
+    A value of 0 counts as the one that it stands for.
+    """
+    theirs = ModelConfig(**values)
+    ours = theirs.model_copy(update=given)
+    for name in given:
+        attribute = RESOLVED.get(name, name)
+        if getattr(theirs, attribute) != getattr(ours, attribute):
+            yield name
+
+
+def to_json(model: ModelConfig, *, maximum: int, dtype: str, model_type: str | None = None) -> dict[str, Any]:
+    """Return `config.json` for a decoder, with the keys of transformers 4 and 5, without the ids of tokens.
+
+    `maximum` is the longest sequence, `dtype` such as bfloat16 that of the weights. `model_type` is that of the folder
+    that a run began with; None: the simplest type that computes the model. Raises `RequestError` where there is none.
+    """
+    name = _type_for(model, model_type)
+    kind = MODEL_TYPES[name]
+    config: dict[str, Any] = {
+        "architectures": [kind.architectures[0]],
+        "model_type": name,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        kind.maximum: maximum,
+    }
+    config.update((key, values[0]) for key, values in kind.allowed.items())
+    for key, setting in kind.settings.items():
+        config[key] = getattr(model, RESOLVED.get(setting.knob, setting.knob))
+    if kind.rotary:
+        config.update(rope_json(model.rope_theta, model.rope))
+        config.update(_window_json(model, kind))
+    return config
+
+
+def _unknown(config: dict[str, Any], kind: ModelType) -> Iterator[str]:
+    """Yield a sentence for each key that is not in the tables."""
+    known = NO_EFFECT | {*OFF, *kind.settings, *kind.allowed, kind.maximum}
+    if kind.rotary:
+        known |= {*ROPE, *WINDOW}
+    if kind.window == "some":
+        known |= set(LAYERED_WINDOW)
+    for key in config:
+        if key not in known:
+            yield (
+                f"{key} is {_short(config[key])}, and this key is not known, so that it might change what the model "
+                f"computes; remove it if it does not, or {OTHER_MODEL}"
+            )
+
+
+def _not_allowed(config: dict[str, Any], kind: ModelType) -> Iterator[str]:
+    """Yield a sentence for each key that has a value other than those computed here."""
+    for key, values in {**OFF, **kind.allowed}.items():
+        if key in config and config[key] not in values and key not in kind.settings:
+            valid = " or ".join(_short(value) for value in values)
+            yield f"{key} is {_short(config[key])}, and only {valid} is computed; {ADVICE.get(key, OTHER_MODEL)}"
+
+
+def _wrong_architecture(config: dict[str, Any], kind: ModelType) -> Iterator[str]:
+    """Yield a sentence where the model is not a decoder of text, such as a classifier."""
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or any(name not in kind.architectures for name in names):
+        yield f"architectures is {_short(names)}, and only {kind.architectures[0]} is computed; {OTHER_MODEL}"
+
+
+def _window(config: dict[str, Any], kind: ModelType, layers: Any) -> tuple[Any, list[str]]:
+    """Return the sliding window that all layers have, or 0, and a sentence for each problem."""
+    if not isinstance(layers, int) or layers < 1:
+        # The sentence about this key is enough.
+        return 0, []
+    window = config.get("sliding_window", None if kind.window == "none" else WINDOW_DEFAULT)
+    if kind.window == "some" and not config.get("use_sliding_window", False):
+        window = None
+    if window is not None and kind.window == "none":
+        return 0, [f"sliding_window is {_short(window)}, which this model_type does not have; {OTHER_MODEL}"]
+    if window == 0:
+        return 0, ["sliding_window is 0, which hides every token; write null for no window"]
+    first = config.get("max_window_layers", FIRST_WINDOWED) if kind.window == "some" else 0
+    if not isinstance(first, int):
+        return 0, [f"max_window_layers is {_short(first)}, which must be a whole number"]
+    implied = [FULL if window is None or layer < first else SLIDING for layer in range(layers)]
+    types = config.get("layer_types")
+    if types is None:
+        types = implied
+    problem = _wrong_types(types, layers, window)
+    if not problem and kind.window != "some" and types != implied:
+        problem = f"layer_types is {_short(types)}, which sliding_window {_short(window)} contradicts; {OTHER_MODEL}"
+    if problem:
+        return 0, [problem]
+    return (window if SLIDING in types else 0), []
+
+
+def _wrong_types(types: Any, layers: int, window: Any) -> str:
+    """Return why `layer_types` gives no window that all layers have, or an empty string."""
+    shown = _short(types)
+    if not isinstance(types, list) or len(types) != layers or any(one not in (FULL, SLIDING) for one in types):
+        return f"layer_types is {shown}, and only {FULL} or {SLIDING} for each of {layers} layers is computed"
+    windowed = types.count(SLIDING)
+    if windowed and window is None:
+        return f"layer_types is {shown}, but sliding_window (with use_sliding_window) gives no window; {OTHER_MODEL}"
+    if 0 < windowed < layers:
+        return (
+            f"{windowed} of {layers} layers have a sliding window (layer_types, max_window_layers), and all layers "
+            f"must have the same; {OTHER_MODEL}"
+        )
+    return ""
+
+
+def _window_json(model: ModelConfig, kind: ModelType) -> dict[str, Any]:
+    """Return the keys of the sliding window."""
+    if kind.window == "none":
+        return {}
+    window = model.window or None
+    if kind.window == "all":
+        return {"sliding_window": window}
+    layer_type = SLIDING if window else FULL
+    return {
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "max_window_layers": 0 if window else model.layers,
+        "layer_types": [layer_type] * model.layers,
+    }
+
+
+def _type_for(model: ModelConfig, preferred: str | None) -> str:
+    """Return the `model_type` that computes a model. Raises `RequestError` where there is none."""
+    fitting = [name for name, kind in MODEL_TYPES.items() if _computes(kind, model)]
+    if preferred in fitting:
+        return preferred
+    if not fitting:
+        of_text = f"family {model.family}"
+        if model.traits.rotary:
+            of_text += f" with qkv_bias {model.qkv_bias}, qk_norm {model.qk_norm}, window {model.window}"
+        raise RequestError(f"no model type of transformers that jaxdist writes computes a model of {of_text}")
+    return fitting[0]
+
+
+def _computes(kind: ModelType, model: ModelConfig) -> bool:
+    """Return whether a type computes the model, given its family, biases, norms and window."""
+    if kind.family != model.family:
+        return False
+    if not kind.rotary:
+        return True
+    if model.window and kind.window == "none":
+        return False
+    return model.qkv_bias == kind.implied.get("qkv_bias", False) and model.qk_norm == kind.implied.get(
+        "qk_norm", "none"
+    )
+
+
+def _maximum(folder: Folder, kind: ModelType) -> Any:
+    """Return the longest sequence that `config.json` names, or the default of its type."""
+    return folder.config.get(kind.maximum, kind.maximum_default)
+
+
+def _invalid(values: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:
+    """Yield a sentence for each value that its knob does not accept; `keys` gives the key of each knob."""
+    try:
+        ModelConfig.model_validate(values, strict=True)
+    except ValidationError as invalid:
+        for error in invalid.errors():
+            knob = str(error["loc"][0])
+            reason = error["msg"].removeprefix("Input ")
+            yield f"{keys.get(knob, knob)} is {_short(error['input'])}, which {reason[:1].lower()}{reason[1:]}"
+
+
+def _short(value: object) -> str:
+    """Return a value as JSON writes it, shortened if it is long."""
+    words = {True: "true", False: "false", None: "null"}
+    if value is None or isinstance(value, bool):
+        return words[value]
+    text = repr(value)
+    return text if len(text) <= 60 else text[:56] + " ..."

@@ -1,0 +1,157 @@
+"""Read the weights of a folder of Hugging Face straight into the shards of a mesh.
+
+No process asks for more bytes than its own devices hold, and each of them once. Beside the shards, one tensor of the
+file is in memory, and on CPUs a shard is the memory into which it was read. Other devices get a parameter when all of
+it is read: until then its shards of this process are in the host's memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Shaped
+
+from jaxdist.config import ModelConfig, RequestError
+from jaxdist.huggingface.families import Leaf, family_of, sizes_of
+from jaxdist.huggingface.folder import open_folder
+from jaxdist.huggingface.parts import PlacedPiece, Span, extents, placed, shape_of
+from jaxdist.huggingface.tensor_checks import Tensors, check_tensors
+from jaxdist.huggingface.weight_files import WeightFiles
+from jaxdist.sharding import Params, name_of
+
+ALIGNMENT = 64
+"""Memory that begins at a multiple of so many bytes becomes an array of a CPU device without a copy."""
+
+
+def read_parameters(path: Path, model: ModelConfig, abstract: Params) -> Params:
+    """Return the parameters of `model` from the folder at `path`, on any mesh.
+
+    `abstract` holds a `jax.ShapeDtypeStruct` with a sharding for each parameter; numbers are cast to its dtype, and
+    rows of a table beyond the vocabulary of the model are zero. Raises `RequestError` as `check_tensors` does.
+    """
+    tensors = check_tensors(open_folder(path), model)
+    with WeightFiles(tensors) as files:
+        return ParameterReader(files, tensors, model).read(abstract)
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A part of a parameter, which one device of this process or several hold."""
+
+    spans: dict[str, Span]
+    """The span of each letter of the parameter."""
+    values: Shaped[np.ndarray, "..."]
+
+    def layer(self, number: int) -> Shaped[np.ndarray, "..."]:
+        """Return the part of one layer; of a parameter that holds no layers, all of it."""
+        if "L" not in self.spans:
+            return self.values
+        return self.values[number - self.spans["L"][0]]
+
+    def holds(self, number: int) -> bool:
+        """Return whether a part of that layer is in it."""
+        first, last = self.spans.get("L", (0, 1))
+        return first <= number < last
+
+
+class ParameterReader:
+    """Reads parameters from the files of a folder."""
+
+    def __init__(self, files: WeightFiles, tensors: Tensors, model: ModelConfig):
+        self.files = files
+        self.tensors = tensors
+        self.sizes = sizes_of(model)
+        self.leaves = {leaf.path: leaf for leaf in family_of(model).leaves}
+
+    def read(self, abstract: Params) -> Params:
+        """Return all parameters, laid out as `abstract` says."""
+        paths = {name_of(path) for path, _ in jax.tree.leaves_with_path(abstract)}
+        assert paths == self.leaves.keys(), paths ^ self.leaves.keys()
+        return jax.tree.map_with_path(lambda path, like: self._parameter(self.leaves[name_of(path)], like), abstract)
+
+    def _parameter(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+        """Return one parameter."""
+        shards = self._shards(leaf, like)
+        for layer in range(self.sizes["L"] if leaf.stacked else 1):
+            for piece in placed(leaf, self.sizes):
+                self._fill(piece, layer, [shard for shard in shards.values() if shard.holds(layer)])
+
+        def part(index: tuple[slice, ...] | None) -> Shaped[np.ndarray, "..."]:
+            assert index is not None
+            return shards[_spans(index, like.shape)].values
+
+        made = jax.make_array_from_callback(like.shape, like.sharding, part, dtype=like.dtype)
+        # Otherwise the shards of the next parameter would be in the host's memory beside these.
+        return jax.block_until_ready(made)
+
+    def _shards(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> dict[tuple[Span, ...], Shard]:
+        """Return the parts of a parameter that devices of this process hold, each once and still empty."""
+        for letter, size, known in zip(leaf.letters, like.shape, shape_of(leaf, self.sizes), strict=True):
+            assert size == known or (letter == "V" and size > known), (leaf.path, like.shape)
+        shards = {}
+        for index in like.sharding.addressable_devices_indices_map(like.shape).values():
+            spans = _spans(index, like.shape)
+            if spans not in shards:
+                values = _aligned_zeros(extents(spans), like.dtype)
+                shards[spans] = Shard(dict(zip(leaf.letters, spans, strict=True)), values)
+        return shards
+
+    def _fill(self, piece: PlacedPiece, layer: int, shards: Sequence[Shard]) -> None:
+        """Read what these shards hold of a tensor of theirs: at once where their parts lie side by side."""
+        boxes = [(shard, piece.box(shard.spans)) for shard in shards]
+        wanted = [(shard, box) for shard, box in boxes if box is not None]
+        if not wanted:
+            return
+        around = _around([box for _, box in wanted])
+        if math.prod(extents(around)) == sum(math.prod(extents(box)) for _, box in wanted):
+            groups = [(around, wanted)]
+        else:
+            groups = [(box, [(shard, box)]) for shard, box in wanted]
+        for read, parts in groups:
+            values = self._read(piece, layer, read)
+            for shard, box in parts:
+                cut = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(box, read, strict=True))
+                shard.layer(layer)[piece.place(shard.spans)] = piece.to_ours(values[cut])
+
+    def _read(self, piece: PlacedPiece, layer: int, box: Sequence[Span]) -> Shaped[np.ndarray, "..."]:
+        """Read a part of a tensor of theirs. Raises `RequestError` where a copy of it in the folder differs."""
+        name = piece.name(layer)
+        values = self.files.read(name, piece.split_shape, box)
+        for copy, original in self.tensors.copies.items():
+            if original != name:
+                continue
+            there = self.files.read(copy, piece.split_shape, box)
+            if not np.array_equal(there.view(np.uint8), values.view(np.uint8)):
+                raise RequestError(
+                    f"'{self.tensors.path}' holds {copy} with other numbers than {name}, to which config.json ties it; "
+                    f"set tie_word_embeddings to false if the model was trained so, or remove {copy}"
+                )
+        return values
+
+
+def _spans(index: Sequence[slice], shape: Sequence[int]) -> tuple[Span, ...]:
+    """Return the span of each dim of an array of `shape` that slices take."""
+    spans = []
+    for part, size in zip(index, shape, strict=True):
+        first, last, _ = part.indices(size)
+        spans.append((first, last))
+    return tuple(spans)
+
+
+def _around(boxes: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
+    """Return the smallest box that holds all `boxes`."""
+    return tuple((min(a for a, _ in spans), max(b for _, b in spans)) for spans in zip(*boxes, strict=True))
+
+
+def _aligned_zeros(shape: Sequence[int], dtype: DTypeLike) -> Shaped[np.ndarray, "..."]:
+    """Return zeros in memory that begins at a multiple of `ALIGNMENT` bytes."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)

@@ -1,0 +1,122 @@
+"""The small files beside the weights of a folder that is written: configuration, generation, tokenizer, chat template.
+
+They are those of the folder that the run began with, as it keeps them, with what the run determines itself written
+over. A run that began with no folder gets new ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from jaxdist.config import ModelConfig, RequestError
+from jaxdist.data.given_tokenizer import GivenTokenizer
+from jaxdist.data.special_tokens import SpecialTokens
+from jaxdist.files import WRONG_CONTENT, read_regular
+from jaxdist.huggingface.folder import CONFIG, GENERATION, SMALL_FILES, TOKENIZER
+from jaxdist.huggingface.keys import MODEL_TYPES
+from jaxdist.huggingface.model_config import to_json
+from jaxdist.huggingface.writing import DTYPES
+
+KEPT = "huggingface"
+"""The folder in that of a run with the small files of the folder that it began with."""
+
+SOURCE = "source.json"
+"""The file there with what the run must know of that folder: the `dtype` of its weights, and more."""
+
+
+def small_files(
+    kept: Mapping[str, bytes], model: ModelConfig, dtype: str, tokenizer: GivenTokenizer | None
+) -> dict[str, bytes]:
+    """Return the content of each file by its name.
+
+    `kept` are the files of the folder that the run began with; `dtype` is that of the weights, such as bfloat16, and
+    `tokenizer` that of the run, where it has one. Raises `RequestError` where transformers has no such model.
+    """
+    source = json.loads(kept[CONFIG]) if CONFIG in kept else {}
+    config = {**_ids(tokenizer), **source, **_config(source, model, dtype)}
+    files = {CONFIG: _json(config), GENERATION: kept.get(GENERATION) or _json(_generation(config))}
+    if tokenizer is None or _same(kept.get(TOKENIZER), tokenizer):
+        return files | {name: content for name, content in kept.items() if name not in files}
+    return files | _own_tokenizer(tokenizer, model)
+
+
+def read_kept(run: Path) -> dict[str, bytes]:
+    """Return the small files that a run keeps, by their names; none where it began with no folder."""
+    folder = run / KEPT
+    return {name: read_regular(folder / name) for name in SMALL_FILES if (folder / name).exists()}
+
+
+def kept_dtype(run: Path) -> str | None:
+    """Return the dtype of the weights that a run began with; None where it began with no folder."""
+    path = run / KEPT / SOURCE
+    if not path.exists():
+        return None
+    try:
+        dtype = json.loads(read_regular(path))["dtype"]
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype}")
+    except WRONG_CONTENT as error:
+        raise RequestError(f"'{path}' does not give the dtype of weights; add --dtype, such as bfloat16") from error
+    return str(dtype)
+
+
+def _config(source: Mapping[str, Any], model: ModelConfig, dtype: str) -> dict[str, Any]:
+    """Return the keys of `config.json` that the run determines; `source` is the one that it began with, or empty."""
+    kind = MODEL_TYPES.get(source.get("model_type", ""))
+    if kind is None:
+        return to_json(model, maximum=model.sequence, dtype=dtype)
+    maximum = source.get(kind.maximum, kind.maximum_default)
+    return to_json(model, maximum=maximum, dtype=dtype, model_type=source["model_type"])
+
+
+def _ids(tokenizer: GivenTokenizer | None) -> dict[str, Any]:
+    """Return the special tokens as `config.json` gives them: without them, transformers takes those of Llama 2."""
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if tokenizer is not None:
+        special = tokenizer.special
+        ids["bos_token_id"] = special.bos
+        ids["eos_token_id"] = list(special.stops) if len(special.stops) > 1 else _end(special)
+    return ids
+
+
+def _end(special: SpecialTokens) -> int | None:
+    """Return the token that ends a text."""
+    return special.stops[0] if special.stops else special.eos
+
+
+def _generation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `generation_config.json` for the ids in a `config.json`."""
+    ids = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+def _same(kept: bytes | None, tokenizer: GivenTokenizer) -> bool:
+    """Return whether the tokenizer that is kept is the one of the run, which may have been given another."""
+    return kept is not None and Tokenizer.from_str(kept.decode()).get_vocab() == tokenizer.load().get_vocab()
+
+
+def _own_tokenizer(tokenizer: GivenTokenizer, model: ModelConfig) -> dict[str, bytes]:
+    """Return the files of a tokenizer that came with no folder, so that `AutoTokenizer` loads it."""
+    loaded = tokenizer.load()
+    special = tokenizer.special
+    names = {}
+    for key, token in (("bos_token", special.bos), ("eos_token", _end(special))):
+        if token is not None:
+            names[key] = loaded.id_to_token(token)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.sequence,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": special.bos is not None,
+        **names,
+    }
+    return {TOKENIZER: tokenizer.text.encode(), "tokenizer_config.json": _json(config)}
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -1,0 +1,182 @@
+"""Check that a folder holds the tensors of a model, all of them and no others, from the headers of its files alone."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxdist.config import ModelConfig, RequestError
+from jaxdist.huggingface.families import Family, family_of, sizes_of
+from jaxdist.huggingface.folder import Folder
+from jaxdist.huggingface.parts import placed
+from jaxdist.huggingface.safetensors_file import ITEM_BYTES, Entry, read_header
+
+LISTED = 12
+"""Tensors that a problem names at most; one that each layer has counts once."""
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of a model in a folder, by the names that they have in `families`."""
+
+    path: Path
+    """The folder."""
+    files: Mapping[str, Path]
+    entries: Mapping[str, Entry]
+    copies: Mapping[str, str]
+    """Of these tensors, the one that each has to equal."""
+
+
+def check_tensors(folder: Folder, model: ModelConfig) -> Tensors:
+    """Return the tensors of `model` in a folder. No weight is read.
+
+    Raises `RequestError` with a sentence for each kind of problem: tensors that are missing, are not used, or have
+    another shape or a dtype that is not read.
+    """
+    family = family_of(model)
+    shapes = _shapes(family, model)
+    files, entries = _headers(folder)
+    names = _names(folder, family, shapes, entries)
+    unused = [name for own, name in names.items() if own not in shapes and not family.ignored.fullmatch(name)]
+    used = {own: name for own, name in names.items() if own in shapes}
+    copies = {copy: table for copy, table in family.copies.items() if copy in used}
+    problems = _missing(folder, model, [own for own in shapes if own not in used and own not in family.copies])
+    if unused:
+        problems.append(
+            f"'{folder.path}' holds tensors that this model does not use: {_listed(unused)}; its config.json does not "
+            f"describe the model that they are of"
+        )
+    problems += _other_forms(folder, shapes, used, entries, copies)
+    if problems:
+        raise RequestError(*problems)
+    return Tensors(
+        folder.path,
+        {own: files[name] for own, name in used.items()},
+        {own: entries[name] for own, name in used.items()},
+        copies,
+    )
+
+
+def _shapes(family: Family, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of the model by its name, with the copies that a file may hold."""
+    sizes = sizes_of(model)
+    shapes = {}
+    for leaf in family.leaves:
+        for piece in placed(leaf, sizes):
+            for layer in range(model.layers if leaf.stacked else 1):
+                shapes[piece.name(layer)] = piece.shape
+    for copy, table in family.copies.items():
+        shapes[copy] = shapes[table]
+    return shapes
+
+
+def _headers(folder: Folder) -> tuple[dict[str, Path], dict[str, Entry]]:
+    """Return (file, entry) of each tensor in the files of a folder. Raises `RequestError` where they contradict."""
+    problems = []
+    files: dict[str, Path] = {}
+    entries: dict[str, Entry] = {}
+    for path in sorted(set(folder.files.values())):
+        for name, entry in read_header(path).items():
+            if name in files:
+                problems.append(f"tensor {name} is in '{files[name]}' and in '{path}'; remove one of them")
+            files[name] = path
+            entries[name] = entry
+    absent = [name for name in folder.files if name not in files]
+    if absent:
+        where = ", ".join(sorted({f"'{folder.files[name]}'" for name in absent}))
+        problems.append(
+            f"the index of '{folder.path}' names tensors that {where} lacks: {_listed(absent)}; copy it again"
+        )
+    if problems:
+        raise RequestError(*problems)
+    return files, entries
+
+
+def _names(folder: Folder, family: Family, shapes: Mapping[str, object], entries: Iterable[str]) -> dict[str, str]:
+    """Return the name in its file of each tensor, by the name that it has in `families`, or in the file."""
+    names: dict[str, str] = {}
+    for name in entries:
+        own = name
+        if name not in shapes and family.prefix + name in shapes:
+            own = family.prefix + name
+        if own in names:
+            raise RequestError(f"'{folder.path}' holds both {names[own]} and {name}, which are one; remove one of them")
+        names[own] = name
+    return names
+
+
+def _missing(folder: Folder, model: ModelConfig, missing: list[str]) -> list[str]:
+    """Return a sentence for tensors that a folder lacks, in a list that may be empty."""
+    if not missing:
+        return []
+    if missing == ["lm_head.weight"]:
+        return [
+            f"'{folder.path}' lacks lm_head.weight, though its output is not tied; set tie_word_embeddings in "
+            f"config.json to true if the model was trained so"
+        ]
+    return [f"'{folder.path}' lacks tensors of this model: {_listed(missing)}; copy the whole folder"]
+
+
+def _other_forms(
+    folder: Folder,
+    shapes: Mapping[str, tuple[int, ...]],
+    used: Mapping[str, str],
+    entries: Mapping[str, Entry],
+    copies: Mapping[str, str],
+) -> list[str]:
+    """Return a sentence for tensors of other shapes, and one for dtypes that are not read."""
+    reshaped = defaultdict(list)
+    unread = defaultdict(list)
+    for own, name in used.items():
+        entry = entries[name]
+        if entry.shape != shapes[own]:
+            reshaped[f"{entry.shape} there and {shapes[own]} in this model"].append(name)
+        if entry.dtype not in ITEM_BYTES:
+            unread[entry.dtype].append(name)
+    problems = []
+    if reshaped:
+        each = "; ".join(f"{_listed(names)} is {how}" for how, names in reshaped.items())
+        problems.append(
+            f"'{folder.path}' holds tensors of other shapes: {each}; its config.json describes another model"
+        )
+    for dtype, names in unread.items():
+        problems.append(
+            f"'{folder.path}' holds {_listed(names)} as {dtype}, and only {', '.join(ITEM_BYTES)} are read; convert "
+            f"quantised weights first"
+        )
+    for copy, table in copies.items():
+        here, there = entries[used[copy]].dtype, entries[used[table]].dtype
+        if here != there:
+            problems.append(f"'{folder.path}' holds {copy} as {here} and {table}, to which it is tied, as {there}")
+    return problems
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return names as text: those that differ by the number of a layer alone as one, `model.layers.{0-27}.x`."""
+    layers: dict[tuple[str, str], list[int]] = {}
+    listed = []
+    for name in names:
+        found = re.search(r"(?<=\.)\d+(?=\.)", name)
+        if found:
+            layers.setdefault((name[: found.start()], name[found.end() :]), []).append(int(found[0]))
+        else:
+            listed.append(name)
+    listed += [f"{start}{_numbers(numbers)}{end}" for (start, end), numbers in layers.items()]
+    if len(listed) > LISTED:
+        listed[LISTED:] = [f"{len(listed) - LISTED} more"]
+    return ", ".join(listed)
+
+
+def _numbers(numbers: list[int]) -> str:
+    """Return numbers of layers as text: `3`, `{0-27}` where none is left out, else `{0,2,5}`."""
+    numbers = sorted(numbers)
+    first = numbers[0]
+    last = numbers[-1]
+    if first == last:
+        return str(first)
+    if numbers == list(range(first, last + 1)):
+        return f"{{{first}-{last}}}"
+    return "{" + ",".join(map(str, numbers)) + "}"

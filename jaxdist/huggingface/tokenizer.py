@@ -1,0 +1,131 @@
+"""Read from a Hugging Face folder which special tokens its tokenizer uses: BOS, EOS, and what ends generation.
+
+`tokenizer_config.json` names tokens; `config.json` and `generation_config.json` give ids; the post-processor of
+`tokenizer.json` puts tokens around a text.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from jaxdist.config import RequestError
+from jaxdist.data.special_tokens import SpecialTokens, is_id, special_tokens_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER = "tokenizer.json"
+"""The tokenizer's file in a folder."""
+
+OTHER_FORMS = {"tokenizer.model": "sentencepiece", "tekken.json": "tekken", "vocab.json": "a vocabulary with merges"}
+"""Files of tokenizers in other forms, and what to call these forms."""
+
+
+def folder_problem(folder: Path) -> str | None:
+    """Return why the folder cannot be a data.tokenizer, or None if it holds a tokenizer.json."""
+    path = folder / TOKENIZER
+    if path.is_file() and path.stat().st_size > 0:
+        return None
+    for name, form in OTHER_FORMS.items():
+        if (folder / name).is_file():
+            return (
+                f"data.tokenizer '{folder}' has no {TOKENIZER}, only {name} ({form}); convert it where transformers is "
+                f'installed: python -c "from transformers import AutoTokenizer; AutoTokenizer.from_pretrained('
+                f"'{folder}').save_pretrained('{folder}')\""
+            )
+    return f"data.tokenizer '{folder}' is a folder without a {TOKENIZER}; name the folder of a tokenizer, or its file"
+
+
+def read_special_tokens(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
+    """Return the special tokens of a folder whose tokenizer.json is `tokenizer`.
+
+    Raises `RequestError` for a file that cannot be read, and for a token that the tokenizer lacks.
+    """
+    config = _read_json(folder / "tokenizer_config.json")
+    # Older versions of transformers wrote the names of the tokens into a file of their own.
+    names = _read_json(folder / "special_tokens_map.json") | {key: name for key, name in config.items() if name}
+    ids = _read_json(folder / "config.json")
+    generation = _read_json(folder / "generation_config.json")
+
+    bos = _bos(folder, tokenizer, config.get("add_bos_token"), names, ids)
+    eos = _token(folder, tokenizer, "eos", names, ids)
+    if eos is None:
+        eos = special_tokens_of(tokenizer).eos
+    stops = _ids(folder, "eos", generation) or _ids(folder, "eos", ids)
+    if not stops and eos is not None:
+        stops = (eos,)
+    if bos == eos:
+        # One token between two documents is enough.
+        eos = None
+    return SpecialTokens(bos, eos, stops)
+
+
+def _bos(folder: Path, tokenizer: Tokenizer, add: Any, names: dict[str, Any], ids: dict[str, Any]) -> int | None:
+    """Return the token that is put before a text: `add` (add_bos_token) decides, else the post-processor does."""
+    if add is True:
+        return _token(folder, tokenizer, "bos", names, ids)
+    if add is False:
+        return None
+    before = _put_before(tokenizer)
+    if len(before) > 1:
+        raise RequestError(
+            f"data.tokenizer '{folder}' puts {len(before)} tokens before each text (ids {before}), and one at most can "
+            f"be; name its {TOKENIZER} to put none"
+        )
+    return before[0] if before else None
+
+
+def _put_before(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that the post-processor puts before a text."""
+    # Its own tokens are texts that every tokenizer knows; nearly always the first one is enough.
+    for text in tokenizer.get_vocab():
+        encoding = tokenizer.encode(text)
+        # None for the tokens of the post-processor, 0 for those of the text.
+        sequences = encoding.sequence_ids
+        if 0 in sequences:
+            return encoding.ids[: sequences.index(0)]
+    return []
+
+
+def _token(
+    folder: Path, tokenizer: Tokenizer, kind: Literal["bos", "eos"], names: dict[str, Any], ids: dict[str, Any]
+) -> int | None:
+    """Return the id of a token by its name, or, where it has no name, the first one of config.json that is there."""
+    name = names.get(f"{kind}_token")
+    if isinstance(name, dict):
+        name = name.get("content")
+    if not name:
+        return next((found for found in _ids(folder, kind, ids) if tokenizer.id_to_token(found) is not None), None)
+    token = tokenizer.token_to_id(name)
+    if token is None:
+        raise RequestError(
+            f"data.tokenizer '{folder}' names {kind}_token '{name}', which its {TOKENIZER} lacks; put the two files of "
+            "one tokenizer there"
+        )
+    return token
+
+
+def _ids(folder: Path, kind: Literal["bos", "eos"], config: dict[str, Any]) -> tuple[int, ...]:
+    """Return the ids of a kind of token in config.json or generation_config.json, which may be one, several or none."""
+    value = config.get(f"{kind}_token_id")
+    if value is None:
+        return ()
+    found = value if isinstance(value, list) else [value]
+    if not all(is_id(token) for token in found):
+        raise RequestError(f"'{folder}' has {kind}_token_id {value}, which is not a token id; correct it")
+    return tuple(found)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one where the file is absent."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RequestError(f"'{path}' cannot be read as JSON ({error}); copy it again") from error
+    if not isinstance(found, dict):
+        raise RequestError(f"'{path}' holds no JSON object; copy it again")
+    return found

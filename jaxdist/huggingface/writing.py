@@ -1,0 +1,164 @@
+"""Write the weights of a saved step as the safetensors files of a Hugging Face folder, one tensor at a time.
+
+In memory are one tensor of the file and a chunk of the step: a model passes through a machine that could not hold it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float
+
+from jaxdist.config import ModelConfig, RequestError
+from jaxdist.files import write_whole
+from jaxdist.huggingface.families import Leaf, family_of, sizes_of
+from jaxdist.huggingface.folder import INDEX, SINGLE
+from jaxdist.huggingface.parts import JOINED, PlacedPiece, placed, shape_of
+from jaxdist.huggingface.safetensors_file import Tensor, write_file
+
+if TYPE_CHECKING:
+    from jaxdist.training.checkpoint.stored_arrays import Region, StoredArray
+
+SHARD_BYTES = 5 * 10**9
+"""Bytes of the tensors in the largest file. A tensor that is larger has a file of its own."""
+
+DTYPES = {
+    "float32": ("F32", np.dtype(np.float32)),
+    "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)),
+    "float16": ("F16", np.dtype(np.float16)),
+}
+"""What weights can be written in: the name in the header of a file, and the dtype."""
+
+METADATA = {"format": "pt"}
+"""Older versions of transformers load no file that does not say this."""
+
+
+def write_weights(
+    folder: Path, model: ModelConfig, arrays: Mapping[str, StoredArray], dtype: str, shard_bytes: int = SHARD_BYTES
+) -> dict[str, int]:
+    """Write the parameters of `model`, which are `arrays` by name, into an empty folder, and return what was written.
+
+    `dtype` is one of `DTYPES`: numbers are rounded once. Raises `RequestError` where the arrays are not those of the
+    model, or a number is too large for the dtype.
+    """
+    exporter = Exporter(model, arrays, dtype)
+    files = _files(exporter.tensors(), shard_bytes)
+    for name, tensors in files.items():
+        write_file(folder / name, tensors, exporter.content, METADATA)
+    written = [tensor for tensors in files.values() for tensor in tensors]
+    total = sum(tensor.size for tensor in written)
+    if len(files) > 1:
+        places = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        write_whole(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    return {"tensors": len(written), "files": len(files), "bytes": total}
+
+
+def _files(tensors: list[Tensor], shard_bytes: int) -> dict[str, list[Tensor]]:
+    """Return the tensors of each file, which has at most `shard_bytes` of them or a single one."""
+    groups: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.size > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.size
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{number:05}-of-{len(groups):05}.safetensors": group for number, group in enumerate(groups, 1)}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the numbers of a tensor of theirs lie."""
+
+    leaf: Leaf
+    piece: PlacedPiece
+    layer: int
+
+    @property
+    def region(self) -> Region:
+        """The part of our parameter that has the numbers."""
+        sizes = self.piece.sizes
+        spans = [self.piece.joined if letter == JOINED else (0, sizes[letter]) for letter in self.piece.letters]
+        if self.leaf.stacked:
+            spans = [(self.layer, self.layer + 1), *spans]
+        return tuple(slice(first, last) for first, last in spans)
+
+
+class Exporter:
+    """Makes the tensors of theirs from our stored parameters."""
+
+    def __init__(self, model: ModelConfig, arrays: Mapping[str, StoredArray], dtype: str):
+        """Take the arrays as the parameters of `model`. Raises `RequestError` where they are others."""
+        self._arrays = arrays
+        self._dtype = dtype
+        self._sources = {source.piece.name(source.layer): source for source in _sources(model)}
+        _check_shapes(model, arrays)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of theirs, in the order of the layers."""
+        spelled, _ = DTYPES[self._dtype]
+        return [Tensor(name, spelled, source.piece.shape) for name, source in self._sources.items()]
+
+    def content(self, tensor: Tensor) -> memoryview:
+        """Return the bytes of a tensor of theirs. Raises `RequestError` where a number is too large for the dtype."""
+        source = self._sources[tensor.name]
+        _, dtype = DTYPES[self._dtype]
+        theirs = np.empty(source.piece.split_shape, dtype)
+        # The same memory, with its dims in our order.
+        ours = source.piece.to_ours(theirs)
+        if source.leaf.stacked:
+            ours = ours[None]
+        for place, numbers in self._arrays[source.leaf.path].blocks(source.region):
+            ours[place] = self._rounded(tensor.name, numbers, dtype)
+        return theirs.reshape(-1).view(np.uint8).data
+
+    def _rounded(self, name: str, numbers: Float[np.ndarray, "..."], dtype: np.dtype) -> Float[np.ndarray, "..."]:
+        """Return f32 numbers in `dtype`. Raises `RequestError` where a finite one becomes infinite."""
+        with np.errstate(over="ignore"):
+            rounded = numbers.astype(dtype)
+        lost = np.isfinite(numbers) & ~np.isfinite(rounded)
+        if lost.any():
+            raise RequestError(
+                f"{name} has the number {numbers[lost][0]:.7g}, which is infinite in {self._dtype}; export in another "
+                f"--dtype, such as float32"
+            )
+        return rounded
+
+
+def _sources(model: ModelConfig) -> Iterator[Source]:
+    """Yield where each tensor of theirs comes from: those beside the layers first, then layer by layer."""
+    sizes = sizes_of(model)
+    leaves = family_of(model).leaves
+    pieces = [(leaf, piece) for leaf in leaves for piece in placed(leaf, sizes)]
+    for leaf, piece in pieces:
+        if not leaf.stacked:
+            yield Source(leaf, piece, 0)
+    for layer in range(sizes["L"]):
+        for leaf, piece in pieces:
+            if leaf.stacked:
+                yield Source(leaf, piece, layer)
+
+
+def _check_shapes(model: ModelConfig, arrays: Mapping[str, StoredArray]) -> None:
+    """Raise `RequestError` with a sentence for each array that is not a parameter of `model`, or has another shape."""
+    sizes = sizes_of(model)
+    expected: dict[str, Any] = {leaf.path: shape_of(leaf, sizes) for leaf in family_of(model).leaves}
+    problems = []
+    for name in sorted({*expected, *arrays}):
+        there = arrays[name].shape if name in arrays else None
+        if there != expected.get(name):
+            problems.append(
+                f"the checkpoint has {name} of shape {there}, and the run's config.toml means {expected.get(name)}; "
+                f"use the [model] section that the run was trained with"
+            )
+    if problems:
+        raise RequestError(*problems)

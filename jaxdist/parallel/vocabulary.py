@@ -1,0 +1,132 @@
+"""Rows that are added to the embedding tables so that the mesh divides them.
+
+A vocabulary of V tokens that is split into n parts is held as V' rows, V' being the next multiple of n. The added rows
+come last and exist in memory only: new parameters and checkpoints have V rows, whatever the mesh.
+
+Added rows are zero. Their logits are minus infinity, so that they have no part in the loss, get no gradient, and stay
+zero in every update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import P
+from jaxtyping import Array, Float, Int
+
+from jaxdist.sharding import Layout, Tree
+
+TABLES = ("table", "output")
+"""The names of the parameters [V, D] with a row for each token."""
+
+Partition = str | tuple[str, ...] | None
+"""The mesh axes that split one dim, as `PartitionSpec` writes them."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a model, and the rows that a mesh holds for them."""
+
+    layout: Layout
+    size: int
+    """V: the tokens."""
+
+    @property
+    def rows(self) -> int:
+        """V': the rows of a table on the mesh."""
+        parts = self.layout.parts("vocab")
+        return -(-self.size // parts) * parts
+
+    @property
+    def added(self) -> int:
+        """The rows that belong to no token."""
+        return self.rows - self.size
+
+    def pad(self, tree: Tree) -> Tree:
+        """Add the rows to new parameters."""
+        return of_tables(self._pad, tree) if self.added else tree
+
+    def abstract(self, tree: Tree) -> Tree:
+        """Return the shapes of `pad(tree)`, from shapes."""
+        return of_tables(lambda a: jax.ShapeDtypeStruct((self.rows, *a.shape[1:]), a.dtype), tree)
+
+    def padded(self, tree: Tree) -> Tree:
+        """Add the rows to arrays on the mesh: to parameters, or to what has their names, such as an optimizer state."""
+        return of_tables(lambda a: _relaid(a, self._pad, self._split_rows(a)), tree) if self.added else tree
+
+    def cut(self, tree: Tree) -> Tree:
+        """Return the inverse of `padded`: what checkpoints hold."""
+        return of_tables(lambda a: _relaid(a, self._cut, self._split_columns(a)), tree) if self.added else tree
+
+    def _pad(self, a: Float[Array, "V ..."]) -> Float[Array, "V ..."]:
+        return jnp.pad(a, [(0, self.added), *((0, 0) for _ in a.shape[1:])])
+
+    def _cut(self, a: Float[Array, "V ..."]) -> Float[Array, "V ..."]:
+        return a[: self.size]
+
+    def _split_rows(self, a: jax.Array) -> P:
+        """Return the layout of a table [V', D, ...] whose rows the mesh splits, from that of [V, D, ...]."""
+        _, columns, *rest = jax.typeof(a).sharding.spec.partitions
+        rows = self.layout.split("vocab")
+        others = tuple(axis for axis in _axes(columns) if axis not in rows)
+        return P(_partition(rows), _partition(others), *rest)
+
+    def _split_columns(self, a: jax.Array) -> P:
+        """Return the layout of a table [V, D, ...]: what split its rows splits D too, or nothing where D is too small.
+
+        The mesh does not divide V, and a whole table on every device could exceed its memory.
+        """
+        rows, columns, *rest = jax.typeof(a).sharding.spec.partitions
+        both = _axes(columns) + _axes(rows)
+        if a.shape[1] % self.layout.pieces(P(both)):
+            return P(None, columns, *rest)
+        return P(None, _partition(both), *rest)
+
+
+def of_tables(f: Callable[[Any], Any], tree: Tree) -> Tree:
+    """Apply `f` to everything that belongs to a table of the vocabulary, and leave the rest as it is."""
+
+    def apply(path: tuple[Any, ...], a: Any) -> Any:
+        # An optimizer state wraps the names of parameters in its own, which are no dict keys.
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        return f(a) if len(names) == 1 and names[0] in TABLES else a
+
+    return jax.tree.map_with_path(apply, tree)
+
+
+def tokens_of(layout: Layout, logits: Float[Array, "B S V"]) -> Int[Array, "B S V"]:
+    """Return the token that each logit belongs to; that of an added row is V or more."""
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+    split = layout.split("vocab")
+    if not (layout.manual and split):
+        return ids
+    return ids + logits.shape[2] * jax.lax.axis_index(split)
+
+
+def without_added(layout: Layout, logits: Float[Array, "B S V"], size: int) -> Float[Array, "B S V"]:
+    """Set the logits of rows beyond the vocabulary's `size` to minus infinity."""
+    if not Vocabulary(layout, size).added:
+        return logits
+    return jnp.where(tokens_of(layout, logits) < size, logits, -jnp.inf)
+
+
+def _axes(partition: Partition) -> tuple[str, ...]:
+    if isinstance(partition, str):
+        return (partition,)
+    return partition or ()
+
+
+def _partition(axes: tuple[str, ...]) -> Partition:
+    # JAX distinguishes one axis from a tuple with one axis.
+    if len(axes) == 1:
+        return axes[0]
+    return axes or None
+
+
+def _relaid(a: Array, f: Callable[[Array], Array], spec: P) -> Array:
+    """Return `f(a)`, laid out by `spec`."""
+    return jax.sharding.auto_axes(f, out_sharding=spec)(a)

@@ -1,0 +1,129 @@
+"""Take the model, and by default the tokenizer, from the folder of Hugging Face that a request begins with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config import Config, ModelConfig, RequestError
+from jaxdist.files import read_toml
+from jaxdist.huggingface.folder import KEPT, TOKENIZER, is_folder, open_config
+from jaxdist.huggingface.model_config import differing, longest_sequence, maximum_of, model_values
+
+RUNS = Path("runs")
+"""Where the folders of runs are by default."""
+
+USUAL_SEQUENCE = 1024
+"""Tokens per row where nothing is given and the model is for as many: the longest ones cost too much by default."""
+
+OWN = ("sequence", "documents", "dropout", "remat", "classes", "image", "channels")
+"""Knobs of `model` that are up to a run; a folder determines the others."""
+
+MODEL_KNOBS = frozenset(f"model.{name}" for name in ModelConfig.model_fields)
+"""Knobs that depend on the folder."""
+
+
+def folder_of(init_from: object, run: Path) -> Path | None:
+    """Return the folder of Hugging Face that `init_from` names; None where it names something else.
+
+    Where that folder is gone, it is what the run in the folder `run` keeps of it, if that run began with it.
+    """
+    if not isinstance(init_from, Path):
+        return None
+    if is_folder(init_from):
+        return init_from
+    if not init_from.exists() and _began_with(run, init_from) and is_folder(run / KEPT):
+        return run / KEPT
+    return None
+
+
+def model_of(folder: Path, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the knobs of `model` by their dotted names, and a sentence for each problem.
+
+    `given` are the knobs of the request; those of `model` must be as in the folder. `model.sequence` is up to them.
+    """
+    try:
+        opened = open_config(folder)
+        found = model_values(opened)
+    except RequestError as error:
+        return {}, error.problems
+    problems = _differences(folder, found, given)
+    values = {f"model.{name}": value for name, value in found.items()}
+    longest = longest_sequence(opened, found)
+    sequence = given.get("model.sequence")
+    if sequence is None:
+        values["model.sequence"] = min(USUAL_SEQUENCE, maximum_of(opened))
+    # A table of learned positions has a check of its own.
+    elif sequence > longest and not found.get("positions"):
+        problems.append(
+            f"model.sequence {sequence} is more than the {longest} tokens that the model in '{folder}' is for "
+            f"(max_position_embeddings); lower it"
+        )
+    return values, problems
+
+
+def default_run_dir(init_from: object) -> Path | None:
+    """Return the folder of a run that begins with a folder of Hugging Face, where no config gives the run a name."""
+    if not isinstance(init_from, Path):
+        return None
+    run = RUNS / name_of(init_from)
+    return run if folder_of(init_from, run) else None
+
+
+def name_of(folder: Path) -> str:
+    """Return the name of a folder, which may be written as `.` too."""
+    return Path(os.path.abspath(folder)).name
+
+
+def with_tokenizer(folder: Path, given: Mapping[str, Any], default: bool) -> dict[str, Any]:
+    """Return `data.tokenizer` where it is that of the folder, else nothing.
+
+    It is where a request names the folder itself, or, with `default`, where it names none and the folder has one.
+    """
+    tokenizer = given.get("data.tokenizer")
+    if tokenizer is None and default and (folder / TOKENIZER).is_file():
+        return {"data.tokenizer": folder}
+    if tokenizer is not None and tokenizer == given.get("init_from"):
+        return {"data.tokenizer": folder}
+    return {}
+
+
+def check_described(config: Config) -> None:
+    """Refuse an `init_from` that is a run, for commands that take nothing else from it than the model."""
+    if config.init_from and not is_folder(config.init_from):
+        raise RequestError(
+            f"init_from '{config.init_from}' is not a folder of Hugging Face with a config.json, and only the model of "
+            f"such a folder has an effect on this command; leave it out, and name the config.toml of a run as CONFIG"
+        )
+
+
+def _differences(folder: Path, found: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each given knob of `model` that is not as in the folder."""
+    names = [name for name in ModelConfig.model_fields if name not in OWN and f"model.{name}" in given]
+    ours = {name: given[f"model.{name}"] for name in names}
+    theirs = ModelConfig(**found)
+    return [
+        f"model.{name} is {ours[name]}, but the model in '{folder}' has {getattr(theirs, name)}; leave it out"
+        for name in differing(found, ours)
+    ]
+
+
+def as_asked(config: Config) -> Config:
+    """Return `config` with the folder that it begins with as `data.tokenizer`, instead of what the run keeps of it.
+
+    So the configuration of a run is the same whether or not that folder is still there.
+    """
+    if config.data.tokenizer != config.folder / KEPT:
+        return config
+    data = config.data.model_copy(update={"tokenizer": config.init_from})
+    return config.model_copy(update={"data": data})
+
+
+def _began_with(run: Path, init_from: Path) -> bool:
+    """Return whether the run in this folder began with `init_from`."""
+    try:
+        return read_toml(run / "config.toml").get("init_from") == str(init_from)
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,97 @@
+"""The arrays of a saved step, read a part at a time: nothing is copied to a device, and no array is ever whole.
+
+A leaf of a large model does not fit into the memory of the machine that exports it. TensorStore reads any region, but
+decodes each chunk of the file as a whole; `CHUNK_BYTES`, which the writer keeps to, bounds what that takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tensorstore as ts
+from jaxtyping import Shaped
+
+from jaxdist.files import read_regular
+from jaxdist.training.checkpoint.readback import array_names
+
+CHUNK_BYTES = 8 << 20
+"""Bytes of the largest chunk of a parameter that is written. A chunk is compressed, and read, as a whole."""
+
+CACHE_BYTES = 16 << 20
+"""Bytes of decoded chunks that are kept: the pieces of one leaf are often read one after the other."""
+
+Region = tuple[slice, ...]
+"""A part of an array: start and stop in each dim, with step 1."""
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """One array on disk. Methods raise `ValueError` where a chunk cannot be decoded."""
+
+    store: ts.TensorStore
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole array."""
+        return tuple(self.store.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype on disk."""
+        return np.dtype(self.store.dtype.numpy_dtype)
+
+    def blocks(self, region: Region) -> Iterator[tuple[Region, Shaped[np.ndarray, "..."]]]:
+        """Yield a region chunk by chunk: which part of the region it is, counted from its corner, and the numbers."""
+        chunk = [size for size in self.store.chunk_layout.read_chunk.shape or () if size is not None]
+        cuts = [_cut(span, size) for span, size in zip(region, chunk, strict=True)]
+        for block in itertools.product(*cuts):
+            place = tuple(
+                slice(part.start - span.start, part.stop - span.start) for part, span in zip(block, region, strict=True)
+            )
+            yield place, np.asarray(self.store[block].read().result())
+
+    def read(self, region: Region) -> Shaped[np.ndarray, "..."]:
+        """Return the numbers of a region."""
+        numbers = np.empty([span.stop - span.start for span in region], self.dtype)
+        for place, block in self.blocks(region):
+            numbers[place] = block
+        return numbers
+
+
+def whole(shape: Sequence[int]) -> Region:
+    """Return the region that is all of an array of this shape."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def open_arrays(item: Path) -> Mapping[str, StoredArray]:
+    """Return the arrays of an item of a step, such as `params`, by name; none where the step does not hold it.
+
+    `item` is the item's folder. Raises `OSError` or `ValueError` if its description cannot be read.
+    """
+    if not item.exists():
+        return {}
+    context = ts.Context(
+        {
+            "cache_pool": {"total_bytes_limit": CACHE_BYTES},
+            # Each chunk in flight takes memory.
+            "data_copy_concurrency": {"limit": 1},
+            "file_io_concurrency": {"limit": 1},
+        }
+    )
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{item}/"}}
+    arrays = {}
+    for name in array_names(json.loads(read_regular(item / "_METADATA"))):
+        spec = {"driver": "zarr", "kvstore": {**store, "path": f"{name}/"}}
+        arrays[name] = StoredArray(ts.open(spec, context=context, open=True, read=True).result())
+    return arrays
+
+
+def _cut(span: slice, size: int) -> list[slice]:
+    """Return the parts of `span` that lie in different chunks of `size`."""
+    first = span.start // size * size
+    return [slice(max(at, span.start), min(at + size, span.stop)) for at in range(first, span.stop, size)]

@@ -1,0 +1,366 @@
+"""`config.json` becomes values of `model`, or is refused by the names of its keys; and values become `config.json`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxdist.config import ModelConfig, RequestError
+from jaxdist.huggingface.folder import Folder
+from jaxdist.huggingface.model_config import differing, longest_sequence, model_values, to_json
+from tests.huggingface import configs
+from tests.huggingface.configs import small
+
+GOLDEN = Path(__file__).parent / "golden"
+TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+
+
+def values(config):
+    return model_values(Folder(Path("model"), config))
+
+
+def refusal(config):
+    with pytest.raises(RequestError) as refused:
+        values(config)
+    return refused.value.problems
+
+
+PUBLISHED = {
+    "LLAMA_1_7B": dict(norm_eps=1e-6, kv_heads=0, rope_theta=1e4, tied=False, head_dim=0),
+    "LLAMA_2_7B": dict(embed=4096, mlp=11008, kv_heads=32, norm_eps=1e-5, rope_theta=1e4, rope_scaling="none"),
+    "LLAMA_31_8B": dict(rope_theta=5e5, rope_scaling="llama3,factor=8,original=8192", kv_heads=8, vocab=128256),
+    "LLAMA_32_1B": dict(rope_scaling="llama3,factor=32,original=8192", head_dim=64, tied=True, layers=16),
+    "MISTRAL_7B": dict(window=4096, kv_heads=8, rope_theta=1e4, norm_eps=1e-5),
+    "MISTRAL_NEMO": dict(window=0, head_dim=128, embed=5120, heads=32, rope_theta=1e6),
+    "QWEN_25_05B": dict(qkv_bias=True, window=0, norm_eps=1e-6, tied=True, heads=14, kv_heads=2, rope_theta=1e6),
+    "QWEN_3_06B": dict(qk_norm="head", head_dim=128, embed=1024, heads=16, window=0, tied=True),
+    "GPT_2": dict(family="gpt", positions=1024, embed=768, layers=12, heads=12, mlp=0, tied=True, norm_eps=1e-5),
+    "SMOLLM_2_135M": dict(embed=576, heads=9, kv_heads=3, rope_theta=100000, tied=True, vocab=49152),
+    "TINYLLAMA": dict(embed=2048, kv_heads=4, layers=22, mlp=5632, tied=False),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_gives_its_model(name):
+    found = values(getattr(configs, name))
+    assert {knob: found[knob] for knob in PUBLISHED[name]} == PUBLISHED[name]
+    assert "sequence" not in found
+    ModelConfig(**found)
+
+
+DEFAULTS = {
+    "llama": dict(vocab=32000, embed=4096, mlp=11008, layers=32, heads=32, kv_heads=0, norm_eps=1e-6, tied=False),
+    "mistral": dict(vocab=32000, mlp=14336, kv_heads=8, norm_eps=1e-6, tied=False, window=4096, rope_theta=1e4),
+    "qwen2": dict(vocab=151936, mlp=22016, kv_heads=32, norm_eps=1e-6, tied=False, window=0, qkv_bias=True),
+    "qwen3": dict(vocab=151936, mlp=22016, head_dim=128, norm_eps=1e-6, tied=False, window=0, qk_norm="head"),
+    "gpt2": dict(vocab=50257, embed=768, layers=12, heads=12, mlp=0, positions=1024, norm_eps=1e-5, tied=True),
+}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_an_absent_key_has_the_default_of_transformers(model_type):
+    found = values(dict(model_type=model_type))
+    assert {knob: found[knob] for knob in DEFAULTS[model_type]} == DEFAULTS[model_type]
+
+
+LONGEST = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "gpt2": 1024}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_the_longest_sequence_has_the_default_of_transformers(model_type):
+    folder = Folder(Path("model"), dict(model_type=model_type))
+    assert longest_sequence(folder, model_values(folder)) == LONGEST[model_type]
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_small_config_is_accepted(model_type):
+    assert values(small(model_type))["embed"] == 64
+
+
+OTHER_VALUES = [
+    ("llama", "model_type", "gemma3"),
+    ("llama", "hidden_act", "gelu"),
+    ("mistral", "hidden_act", "relu"),
+    ("qwen2", "hidden_act", "gelu_new"),
+    ("qwen3", "hidden_act", "gelu"),
+    ("gpt2", "activation_function", "gelu"),
+    ("gpt2", "activation_function", "relu"),
+    ("llama", "attention_bias", True),
+    ("mistral", "attention_bias", True),
+    ("qwen2", "attention_bias", True),
+    ("qwen3", "attention_bias", True),
+    ("llama", "mlp_bias", True),
+    ("llama", "sliding_window", 8),
+    ("gpt2", "sliding_window", 8),
+    ("mistral", "sliding_window", 0),
+    ("mistral", "sliding_window", "all"),
+    ("llama", "layer_types", ["full_attention", "sliding_attention"]),
+    ("mistral", "layer_types", ["sliding_attention", "full_attention"]),
+    ("qwen3", "layer_types", ["full_attention", "linear_attention"]),
+    ("qwen3", "layer_types", ["full_attention"]),
+    ("qwen2", "layer_types", "full_attention"),
+    ("qwen2", "max_window_layers", "two"),
+    ("llama", "max_window_layers", 2),
+    ("llama", "head_dim", "8"),
+    ("llama", "hidden_size", None),
+    ("llama", "hidden_size", 64.5),
+    ("llama", "num_hidden_layers", 0),
+    ("llama", "num_hidden_layers", True),
+    ("llama", "max_position_embeddings", "64"),
+    ("llama", "rms_norm_eps", -1.0),
+    ("gpt2", "layer_norm_epsilon", 0),
+    ("llama", "tie_word_embeddings", "yes"),
+    ("llama", "rope_theta", "10000"),
+    ("llama", "rope_theta", 0.5),
+    ("llama", "rope_scaling", "linear"),
+    ("llama", "partial_rotary_factor", 0.5),
+    ("llama", "rope_interleaved", True),
+    ("qwen2", "use_mrope", True),
+    ("llama", "attn_logit_softcapping", 50.0),
+    ("llama", "final_logit_softcapping", 30.0),
+    ("llama", "logit_scale", 0.0625),
+    ("llama", "attention_multiplier", 0.015625),
+    ("llama", "embedding_multiplier", 12.0),
+    ("llama", "residual_multiplier", 0.22),
+    ("llama", "logits_scaling", 8.0),
+    ("llama", "quantization_config", {"quant_method": "gptq"}),
+    ("llama", "auto_map", {"AutoModel": "modeling.Mine"}),
+    ("llama", "num_local_experts", 8),
+    ("qwen2", "dual_chunk_attention_config", {"chunk_size": 262144}),
+    ("gpt2", "scale_attn_weights", False),
+    ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+    ("gpt2", "add_cross_attention", True),
+    ("llama", "is_encoder_decoder", True),
+    ("llama", "pruned_heads", {"0": [1]}),
+    ("llama", "architectures", ["LlamaForSequenceClassification"]),
+]
+
+
+@pytest.mark.parametrize(("model_type", "key", "value"), OTHER_VALUES)
+def test_a_value_that_is_not_computed_is_refused_by_its_key(model_type, key, value):
+    problems = refusal(small(model_type) | {key: value})
+    shown = repr(value) if not isinstance(value, bool | None) else json.dumps(value)
+    assert any(key in problem and shown in problem for problem in problems), problems
+    assert all(problem.startswith("model/config.json: ") for problem in problems)
+
+
+def test_all_problems_are_listed_at_once():
+    problems = refusal(small("llama", hidden_act="gelu", logit_scale=2.0, new_key=1, num_hidden_layers=-2))
+    keys = ("new_key", "logit_scale", "hidden_act", "num_hidden_layers")
+    assert [key for key in keys if any(key in problem for problem in problems)] == list(keys)
+    assert len(problems) == 4
+
+
+def test_an_unknown_key_is_refused_even_if_it_is_null():
+    assert "new_key is null" in refusal(small("llama", new_key=None))[0]
+
+
+ROPES = {
+    "none": ({}, "none"),
+    "null": (dict(rope_scaling=None), "none"),
+    "default": (dict(rope_parameters=dict(rope_type="default")), "none"),
+    "linear of 4": (dict(rope_scaling=dict(type="linear", factor=4.0)), "linear,factor=4"),
+    "linear of 5": (dict(rope_parameters=dict(rope_type="linear", factor=4.0)), "linear,factor=4"),
+    "llama3": (dict(rope_scaling=dict(rope_type="llama3", **LLAMA3)), "llama3,factor=8,original=16"),
+    "llama3, other frequencies": (
+        dict(rope_scaling=dict(rope_type="llama3", **LLAMA3) | dict(low_freq_factor=2.0, high_freq_factor=8.0)),
+        "llama3,factor=8,original=16,low=2,high=8",
+    ),
+    "yarn": (dict(rope_scaling=dict(type="yarn", factor=4.0)), "yarn,factor=4,original=64"),
+    "yarn with all": (
+        dict(
+            rope_parameters=dict(
+                rope_type="yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                beta_fast=16,
+                beta_slow=2,
+                attention_factor=1.5,
+                truncate=True,
+            )
+        ),
+        "yarn,factor=4,original=16,fast=16,slow=2,attention=1.5",
+    ),
+    "both": (
+        dict(
+            rope_scaling=dict(rope_type="linear", factor=4.0),
+            rope_parameters=dict(rope_type="linear", factor=4, rope_theta=1e4),
+        ),
+        "linear,factor=4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_positions_of_both_versions_are_read(name):
+    keys, expected = ROPES[name]
+    assert values(small("llama", **keys))["rope_scaling"] == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "theta"),
+    [
+        ({}, 1e4),
+        (dict(rope_theta=5e5), 5e5),
+        (dict(rope_theta=5e5, rope_parameters=dict(rope_type="default")), 5e5),
+        (dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)), 1e6),
+        (dict(rope_theta=1000000, rope_parameters=dict(rope_type="default", rope_theta=1e6)), 1e6),
+    ],
+)
+def test_the_base_of_rotary_positions_is_found_in_both_versions(keys, theta):
+    assert values(small("llama", **keys))["rope_theta"] == theta
+
+
+WRONG_ROPES = {
+    "dynamic": (dict(type="dynamic", factor=2.0), "rope_type 'dynamic'"),
+    "longrope": (dict(rope_type="longrope", factor=2.0), "rope_type 'longrope'"),
+    "mscale": (dict(rope_type="yarn", factor=2.0, mscale=1.0), "mscale 1.0"),
+    "mscale_all_dim": (dict(rope_type="yarn", factor=2.0, mscale_all_dim=1.0), "mscale_all_dim 1.0"),
+    "not truncated": (dict(rope_type="yarn", factor=2.0, truncate=False), "truncate False"),
+    "part": (dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.25), "partial_rotary_factor 0.25"),
+    "no factor": (dict(rope_type="linear"), "lacks factor"),
+    "no frequencies": (dict(rope_type="llama3", factor=8.0), "lacks low_freq_factor, high_freq_factor"),
+    "shrinks": (dict(rope_type="linear", factor=0.5), "factor=0.5"),
+    "by layer": (dict(full_attention=dict(rope_type="default")), "full_attention"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ROPES)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_another_scaling_is_refused_by_name(key, name):
+    table, expected = WRONG_ROPES[name]
+    problems = refusal(small("llama", **{key: table}))
+    assert len(problems) == 1
+    assert key in problems[0]
+    assert expected in problems[0]
+
+
+def test_two_bases_that_differ_are_refused():
+    keys = dict(rope_theta=1e4, rope_parameters=dict(rope_type="default", rope_theta=1e6))
+    assert (
+        "rope_parameters.rope_theta (1000000.0) and rope_theta (10000.0) differ" in refusal(small("llama", **keys))[0]
+    )
+
+
+def test_two_scalings_that_differ_are_refused():
+    old = dict(type="linear", factor=4.0)
+    new = dict(rope_type="linear", factor=2.0)
+    assert "differ" in refusal(small("llama", rope_scaling=old, rope_parameters=new))[0]
+
+
+WINDOWS = {
+    "mistral, null": ("mistral", dict(sliding_window=None), 0),
+    "mistral": ("mistral", dict(sliding_window=8), 8),
+    "mistral, listed": ("mistral", dict(sliding_window=8, layer_types=["sliding_attention"] * 2), 8),
+    "llama, listed": ("llama", dict(sliding_window=None, layer_types=["full_attention"] * 2), 0),
+    "qwen, not used": ("qwen2", dict(sliding_window=8), 0),
+    "qwen, not used by any layer": ("qwen2", dict(sliding_window=8, use_sliding_window=True, max_window_layers=2), 0),
+    "qwen, used by all layers": ("qwen3", dict(sliding_window=8, use_sliding_window=True, max_window_layers=0), 8),
+    "qwen, listed": (
+        "qwen3",
+        dict(sliding_window=8, use_sliding_window=True, layer_types=["sliding_attention"] * 2),
+        8,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_the_window_of_all_layers_is_read(name):
+    model_type, keys, expected = WINDOWS[name]
+    assert values(small(model_type, **keys))["window"] == expected
+
+
+MIXED = {
+    "by number": dict(sliding_window=8, use_sliding_window=True, max_window_layers=1),
+    "by list": dict(sliding_window=8, use_sliding_window=True, layer_types=["full_attention", "sliding_attention"]),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_windows_that_differ_between_layers_are_refused(name):
+    assert "1 of 2 layers have a sliding window" in refusal(small("qwen2", **MIXED[name]))[0]
+
+
+def test_layers_that_slide_over_no_window_are_refused():
+    problems = refusal(small("qwen2", sliding_window=8, layer_types=["sliding_attention"] * 2))
+    assert "gives no window" in problems[0]
+
+
+def test_a_scaling_covers_more_than_the_longest_sequence():
+    config = small("qwen2", rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=64))
+    folder = Folder(Path("model"), config)
+    assert longest_sequence(folder, model_values(folder)) == 256
+
+
+def test_a_maximum_that_counts_the_scaling_already_stays():
+    folder = Folder(Path("model"), configs.LLAMA_31_8B)
+    assert longest_sequence(folder, model_values(folder)) == 131072
+
+
+def test_a_zero_that_stands_for_the_same_value_does_not_differ():
+    theirs = values(small("llama", num_key_value_heads=8, head_dim=8))
+    assert list(differing(theirs, dict(kv_heads=0, head_dim=0, embed=64))) == []
+    assert list(differing(theirs, dict(kv_heads=2, head_dim=16, embed=64))) == ["kv_heads", "head_dim"]
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir()))
+def test_a_config_that_is_written_again_means_the_same(name):
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    model = ModelConfig(**values(config))
+    written = to_json(model, maximum=64, dtype="bfloat16", model_type=config["model_type"])
+    again = ModelConfig(**values(json.loads(json.dumps(written))))
+    head_size = dict(head_dim=model.head_size if model.family == "llama" else 0)
+    assert again == model.model_copy(update=head_size)
+    assert written["model_type"] == config["model_type"]
+    assert written["torch_dtype"] == written["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir()))
+def test_a_config_is_written_as_transformers_writes_it(name):
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    written = to_json(ModelConfig(**values(config)), maximum=64, dtype="bfloat16", model_type=config["model_type"])
+    # A number of layers without a window, where there is no window, may be any. Version 4 had two names for rope_type.
+    ours = {key: value for key, value in written.items() if key in config and key != "max_window_layers"}
+    if config.get("rope_scaling"):
+        config["rope_scaling"]["rope_type"] = config["rope_scaling"].pop("type")
+    assert ours == {key: config[key] for key in ours}
+
+
+def test_the_keys_of_both_versions_are_written():
+    model = ModelConfig(family="llama", rope_theta=5e5, rope_scaling="llama3,factor=8,original=16")
+    written = to_json(model, maximum=128, dtype="float32")
+    table = dict(rope_type="llama3", **LLAMA3)
+    assert written["rope_theta"] == 5e5
+    assert written["rope_scaling"] == table
+    assert written["rope_parameters"] == dict(table, rope_theta=5e5)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "expected"),
+    [
+        (dict(family="gpt"), "gpt2"),
+        (dict(family="llama"), "llama"),
+        (dict(family="llama", window=8), "mistral"),
+        (dict(family="llama", qkv_bias=True), "qwen2"),
+        (dict(family="llama", qkv_bias=True, window=8), "qwen2"),
+        (dict(family="llama", qk_norm="head"), "qwen3"),
+    ],
+)
+def test_a_model_of_our_own_gets_the_simplest_type(knobs, expected):
+    model = ModelConfig(**knobs)
+    written = to_json(model, maximum=128, dtype="float32")
+    assert written["model_type"] == expected
+    found = values(written)
+    assert {knob: found.get(knob) for knob in knobs} == knobs
+
+
+def test_a_type_that_cannot_compute_the_model_is_not_kept():
+    model = ModelConfig(family="llama", qkv_bias=True)
+    assert to_json(model, maximum=128, dtype="float32", model_type="llama")["model_type"] == "qwen2"
+
+
+@pytest.mark.parametrize("knobs", [dict(qk_norm="full"), dict(qk_norm="head", qkv_bias=True)])
+def test_a_model_without_a_type_is_refused(knobs):
+    with pytest.raises(RequestError, match="no model type"):
+        to_json(ModelConfig(family="llama", **knobs), maximum=128, dtype="float32")
