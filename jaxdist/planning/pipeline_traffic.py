@@ -316,7 +316,10 @@ class _Stream:
                 yield self.moved(what, REDUCE_SCATTER, self.split, summed)
             yield self.moved(what, ALL_REDUCE, shared, summed, part=True)
             yield self.moved(what, ALL_GATHER, self.split, gathered)
-        if looks_up_positions(self.config) and not has_more_positions(self.config):
+        if has_more_positions(self.config):
+            # Each device takes its part of what it looked up in a whole table; the gradients of the parts are summed.
+            yield self.moved("looked-up positions", ALL_REDUCE, self.split, pipe.unembedded)
+        elif looks_up_positions(self.config):
             calls = 0 if scattered_with_vectors(self.layout) else pipe.embedded
             yield self.moved("looked-up positions", REDUCE_SCATTER, self.split, calls)
         yield self.moved("last hidden states", ALL_REDUCE, {PIPELINE}, pipe.ticks("H"), part=True)
