@@ -275,7 +275,7 @@ class DataConfig(Section):
     path: FilePath | None = None
     """Text, .jsonl with "text", uint16 tokens (.bin); images: .npz or a folder; none: Python's library, or digits."""
     tokenizer: FilePath | None = None
-    """Path of a tokenizer.json; none: train a byte-level BPE on the text."""
+    """A tokenizer.json, or the folder of a tokenizer (Hugging Face), for its BOS too; none: train a byte-level BPE."""
     validation_path: FilePath | None = None
     """Validation data of the same kind; none: a fraction of path is held out."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
