@@ -24,7 +24,7 @@ PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic", "clusters", 
 WITHOUT_JAX = ["folder", "keys", "rope", "model_config"]
 """What reads and writes config.json: requests ask it, and answer in a moment."""
 
-OF_CONFIGS = ["jaxdist.!config,files,values,rope_scaling,huggingface", "jax", "flax", "numpy"]
+OF_CONFIGS = ["jaxdist.!config,files,rope_scaling,huggingface", "jax", "flax", "numpy"]
 
 FORBIDDEN = {
     "rope_scaling": ["jaxdist", "jax", "flax", "numpy"],
@@ -41,6 +41,7 @@ FORBIDDEN = {
     "parallel": ["jaxdist.models", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
     "models": ["jaxdist.parallel.zero", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
     "data": ["jaxdist.!config,files,mesh,sharding,units,data,huggingface"],
+    "huggingface": ["jaxdist.!config,data,files,rope_scaling,sharding,huggingface"],
     **dict.fromkeys((f"huggingface.{name}" for name in WITHOUT_JAX), OF_CONFIGS),
     "huggingface.tokenizer": ["jaxdist.!config,data", "jax", "flax"],
     "planning": ["jaxdist.training", "jaxdist.data", "jaxdist.cluster"],

@@ -77,10 +77,7 @@ class ParameterReader:
 
     def _parameter(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Return one parameter."""
-        shards = self._shards(leaf, like)
-        for layer in range(self.sizes["L"] if leaf.stacked else 1):
-            for piece in placed(leaf, self.sizes):
-                self._fill(piece, layer, [shard for shard in shards.values() if shard.holds(layer)])
+        shards = self.shards(leaf, like)
 
         def part(index: tuple[slice, ...] | None) -> Shaped[np.ndarray, "..."]:
             assert index is not None
@@ -90,8 +87,17 @@ class ParameterReader:
         # Otherwise the shards of the next parameter would be in the host's memory beside these.
         return jax.block_until_ready(made)
 
-    def _shards(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> dict[tuple[Span, ...], Shard]:
-        """Return the parts of a parameter that devices of this process hold, each once and still empty."""
+    def shards(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> dict[tuple[Span, ...], Shard]:
+        """Return the parts of a parameter that devices of this process hold, each once, by their spans."""
+        shards = self._empty_shards(leaf, like)
+        for layer in range(self.sizes["L"] if leaf.stacked else 1):
+            holders = [shard for shard in shards.values() if shard.holds(layer)]
+            for piece in placed(leaf, self.sizes):
+                self._fill(piece, layer, holders)
+        return shards
+
+    def _empty_shards(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> dict[tuple[Span, ...], Shard]:
+        """Return the same with nothing read."""
         for letter, size, known in zip(leaf.letters, like.shape, shape_of(leaf, self.sizes), strict=True):
             assert size == known or (letter == "V" and size > known), (leaf.path, like.shape)
         shards = {}

@@ -17,16 +17,10 @@ from jaxdist.config import ModelConfig, RequestError
 from jaxdist.data.given_tokenizer import GivenTokenizer
 from jaxdist.data.special_tokens import SpecialTokens
 from jaxdist.files import WRONG_CONTENT, read_regular
-from jaxdist.huggingface.folder import CONFIG, GENERATION, SMALL_FILES, TOKENIZER
+from jaxdist.huggingface.folder import CONFIG, GENERATION, KEPT, SMALL_FILES, SOURCE, TOKENIZER
 from jaxdist.huggingface.keys import MODEL_TYPES
 from jaxdist.huggingface.model_config import to_json
 from jaxdist.huggingface.writing import DTYPES
-
-KEPT = "huggingface"
-"""The folder in that of a run with the small files of the folder that it began with."""
-
-SOURCE = "source.json"
-"""The file there with what the run must know of that folder: the `dtype` of its weights, and more."""
 
 
 def small_files(

@@ -29,7 +29,6 @@ from jaxdist.data.given_tokenizer import read_tokenizer
 from jaxdist.data.special_tokens import SpecialTokens
 from jaxdist.files import write_whole
 from jaxdist.huggingface.folder import KEPT, SMALL_FILES, SOURCE, TOKENIZER, is_folder, open_folder
-from jaxdist.huggingface.tensor_checks import check_tensors
 from jaxdist.request import load, to_toml
 from jaxdist.request.pretrained import as_asked
 from jaxdist.streams import clock
@@ -340,6 +339,9 @@ def inheriting(config: Config) -> Config:
     if not config.init_from:
         return config
     if is_folder(config.init_from):
+        # It imports numpy, which most commands that look into the folder of a run do not need.
+        from jaxdist.huggingface.tensor_checks import check_tensors
+
         check_tensors(open_folder(config.init_from), config.model)
         check_tokenizer(config.init_from, data.tokenizer)
         return config

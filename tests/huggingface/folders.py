@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jaxdist.config import ModelConfig
-from jaxdist.huggingface.folder import open_folder
+from jaxdist.huggingface.folder import open_config
 from jaxdist.huggingface.model_config import model_values
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -17,7 +17,7 @@ NAMES = sorted(path.name for path in GOLDEN.iterdir())
 
 def model_of(path: Path, **more) -> ModelConfig:
     """The model of a folder, with rows of 16 tokens."""
-    return ModelConfig(**{**model_values(open_folder(path)), "sequence": 16, **more})
+    return ModelConfig(**{**model_values(open_config(path)), "sequence": 16, **more})
 
 
 def tensors_of(path: Path) -> dict[str, np.ndarray]:

@@ -105,7 +105,7 @@ def options_of(command: Command) -> Options:
     """The options that a command takes, asked from itself."""
     found = Options()
 
-    def record(argv, name, about, *, positional="CONFIG", extras=(), knobs: Collection[str] | None = None):
+    def record(argv, name, about, *, positional="CONFIG", extras=(), knobs: Collection[str] | None = None, **_):
         knobs = RUN_KNOBS if knobs is None and positional == "RUN" else knobs
         found.extras = list(extras)
         found.knobs = [knob for knob in KNOBS if knobs is None or within(knob, knobs)]

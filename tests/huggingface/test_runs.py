@@ -1,0 +1,135 @@
+"""Runs that begin with a folder of Hugging Face and go on without it; the folder itself, evaluated and continued."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jaxdist import evaluate, generate, train
+from jaxdist.config import RequestError
+from jaxdist.training.pretrained import keep_files
+from jaxdist.training.run_dir import RunFolder
+
+GOLDEN = Path(__file__).parent / "golden"
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "dog", "ran"]
+
+SMALL = ["--data.path=text.txt", "--validation.batches=2", "--train.global-batch-size=8", "--log.every=1"]
+SMALL += ["--log.tensorboard=false", "--precision=float32"]
+STILL = ["--optimizer.learning-rate=1e-9", "--optimizer.warmup=0"]
+"""Steps after which the weights are what they were."""
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A folder `model` with weights and a tokenizer, and a text beside it."""
+    monkeypatch.chdir(tmp_path)
+    numbers = random.Random(0)
+    text = "\n\n".join(" ".join(numbers.choices(WORDS, k=60)) for _ in range(60))
+    Path("text.txt").write_text(text)
+    shutil.copytree(GOLDEN / "llama31", "model")
+    return Path("model")
+
+
+def trained(*options):
+    return train.main(["--init-from=model", "--run-dir=run", *SMALL, *options])
+
+
+def losses(run="run"):
+    lines = map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def contents(folder):
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_to_the_same_loss_when_the_folder_is_gone(model, capsys):
+    """On a mesh of its own too: 2x2x1 with ZeRO 3 and then 1x2x1."""
+    options = ["--train.steps=2", "--checkpoint.every=1", "--optimizer.learning-rate=1e-2", "--optimizer.warmup=0"]
+    assert trained("--mesh=2x2x1", "--parallel.zero=3", *options) == 0
+    assert "weights     from model; the optimizer begins anew" in capsys.readouterr().err
+    before = losses()
+    assert "config.json" in os.listdir("run/huggingface")
+    written = Path("run/config.toml").read_text()
+    shutil.move("model", "gone")
+    assert trained("--mesh=1x2x1", "--resume=1", *options) == 0
+    assert "from the checkpoint of step 1" in capsys.readouterr().err
+    assert losses()[2] == pytest.approx(before[2], rel=1e-5)
+    assert before[2] < before[1]
+    same = [line for line in Path("run/config.toml").read_text().splitlines() if not line.startswith(("mesh", "zero"))]
+    assert same == [line for line in written.splitlines() if not line.startswith(("mesh", "zero"))]
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_folder_is_that_of_the_run_that_begins_with_it(model, capsys):
+    before = contents(model)
+    assert evaluate.main(["model", "--data.path=text.txt", "--mesh=1x2x1", "--train.global-batch-size=8"]) == 0
+    pretrained = capsys.readouterr().out
+    assert pretrained.startswith("weights of model  validation loss ")
+    assert generate.main(["model", "--tokens=6", "--temperature=0", "--prompt=the cat", "--model.sequence=16"]) == 0
+    text = capsys.readouterr().out
+    assert contents(model) == before
+
+    assert trained("--train.steps=1", "--mesh=2x1x1", *STILL) == 0
+    shutil.move("model", "gone")
+    capsys.readouterr()
+    assert evaluate.main(["run", "--train.global-batch-size=8"]) == 0
+    assert capsys.readouterr().out.split("loss")[1] == pretrained.split("loss")[1]
+    assert generate.main(["run", "--tokens=6", "--temperature=0", "--prompt=the cat"]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_a_run_keeps_what_it_needs_of_the_folder(model):
+    keep_files(model, Path("run"))
+    names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    assert sorted(os.listdir("run/huggingface")) == sorted([*names, "source.json"])
+    for name in names:
+        assert Path("run/huggingface", name).read_bytes() == Path("model", name).read_bytes()
+    source = json.loads(Path("run/huggingface/source.json").read_text())
+    assert source == {"path": str(model.resolve()), "maximum": 64, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("init_from", "left"), [("llama1", ["config.json", "generation_config.json", "source.json"]), (None, [])]
+)
+def test_a_new_start_keeps_nothing_of_an_earlier_folder(model, init_from, left):
+    keep_files(model, Path("run"))
+    keep_files(init_from and GOLDEN / init_from, Path("run"))
+    assert sorted(os.listdir("run/huggingface")) == left
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_is_written(model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    with pytest.raises(RequestError, match="gate_proj"):
+        trained("--train.steps=1")
+    assert not Path("run").exists()
+
+
+def test_another_tokenizer_than_the_folders_is_refused(model):
+    text = (model / "tokenizer.json").read_text()
+    Path("other.json").write_text(text.replace("<|end_of_text|>", "<|end|>"))
+    for refused in (
+        lambda: trained("--train.steps=1", "--data.tokenizer=other.json"),
+        lambda: evaluate.main(["model", "--data.path=text.txt", "--data.tokenizer=other.json"]),
+    ):
+        with pytest.raises(RequestError, match=r"data.tokenizer other.json is not the one of model"):
+            refused()
+
+
+def test_a_folder_has_no_steps(model):
+    with pytest.raises(RequestError, match="without steps; leave --checkpoint out"):
+        evaluate.main(["model", "--data.path=text.txt", "--checkpoint=best"])
+
+
+def test_a_link_among_the_kept_files_is_refused(model):
+    keep_files(model, Path("run"))
+    RunFolder(Path("run")).check_layout()
+    Path("run/huggingface/config.json").unlink()
+    Path("run/huggingface/config.json").symlink_to(model.resolve() / "config.json")
+    with pytest.raises(RequestError, match=r"huggingface/config.json is a symbolic link"):
+        RunFolder(Path("run")).check_layout()
