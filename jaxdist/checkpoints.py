@@ -239,7 +239,9 @@ def export_folder(config: Config, which: str, path: Path, dtype: str, force: boo
     # This module imports jax.
     from jaxdist.training.checkpoint.export import write_folder
 
-    return write_folder(config, which, Path(os.path.abspath(path)), dtype)
+    run = RunFolder(config.folder)
+    tokenizer = run.tokenizer_source if run.tokenizer.is_file() else None
+    return write_folder(config, which, Path(os.path.abspath(path)), dtype, tokenizer)
 
 
 def _is_folder(target: str) -> bool:

@@ -65,9 +65,9 @@ def write_file(
     with open(path, "wb") as file:
         file.write(_described(tensors, metadata))
         for tensor in tensors:
-            data = content(tensor)
-            assert data.nbytes == tensor.size
-            file.write(data)
+            # Without a name for the bytes: they would still be in memory while the next tensor is made.
+            written = file.write(content(tensor))
+            assert written == tensor.size, tensor
 
 
 def _described(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:

@@ -63,7 +63,9 @@ def _config(source: Mapping[str, Any], model: ModelConfig, dtype: str) -> dict[s
     """Return the keys of `config.json` that the run determines; `source` is the one that it began with, or empty."""
     kind = MODEL_TYPES.get(source.get("model_type", ""))
     if kind is None:
-        return to_json(model, maximum=model.sequence, dtype=dtype)
+        # A scaling of positions is for so much longer a sequence.
+        maximum = max(model.sequence, int(model.rope.factor * model.rope.original))
+        return to_json(model, maximum=maximum, dtype=dtype)
     maximum = source.get(kind.maximum, kind.maximum_default)
     return to_json(model, maximum=maximum, dtype=dtype, model_type=source["model_type"])
 

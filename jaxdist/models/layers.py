@@ -115,7 +115,7 @@ def column(
 class Attention(nnx.Module):
     """Causal multi-head self-attention (Vaswani et al. 2017, section 3.2); one matmul makes query, key and value."""
 
-    def __init__(self, embed: int, heads: int, layout: Layout, rngs: nnx.Rngs, out_scale: float, window: int = 0):
+    def __init__(self, embed: int, heads: int, layout: Layout, rngs: nnx.Rngs, out_scale: float, window: int):
         size = embed // heads
         self.layout = layout
         self.window = window
@@ -150,6 +150,7 @@ class GroupedAttention(nnx.Module):
         self.window = config.window
         self.frequencies = tuple(config.rope.frequencies(config.rope_theta, size))
         self.attention_factor = config.rope.attention_factor
+        self.window = config.window
         self.qkv = weight(rngs, (config.embed, *heads), ("embed", "kv_heads", None, None))
         self.qkv_bias = constant(0.0, heads, ("kv_heads", None, None)) if config.qkv_bias else None
         of_head = config.qk_norm == "head"

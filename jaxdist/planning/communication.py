@@ -23,7 +23,9 @@ from jaxdist.planning.parameter_layout import Placed, compute_width, placed
 from jaxdist.planning.pipeline_traffic import (
     between_replicas,
     gathered,
+    has_more_positions,
     looks_up_positions,
+    norms_of_all_heads,
     scattered_with_vectors,
 )
 from jaxdist.planning.pipelines import pipeline_of
@@ -209,7 +211,11 @@ def _stream(config: Config, layout: Layout) -> Iterator[Transfer]:
     for what in ("looked-up vectors", "last hidden states"):
         for kind, calls in moves.items():
             yield _streamed(config, layout, what, kind, split or vocab, calls)
-    if looks_up_positions(config):
+    if has_more_positions(config):
+        # Each device takes its part of what it looked up in a whole table. Where it looks up tokens so too, one gather
+        # of the gradient serves both.
+        yield _streamed(config, layout, "looked-up positions", ALL_GATHER, split, int(bool(vocab)))
+    elif looks_up_positions(config):
         scatters = 0 if scattered_with_vectors(layout) else 1
         # The backward pass of the vocabulary's lookup gathers the same gradient already.
         gathers = 0 if vocab else 1
@@ -233,6 +239,10 @@ def _layers(config: Config, layout: Layout) -> Iterator[Transfer]:
         for kind, calls in moves.items():
             what = "residual stream of the layers"
             yield _streamed(config, layout, what, kind, layout.split(logical), calls * sizes.layers)
+        if logical == "heads":
+            # The sum of all heads' squares is made, and its gradient, as often as attention's output is.
+            calls = reductions * sizes.layers * config.train.accumulation
+            yield from norms_of_all_heads(config, layout, calls, _tokens(config, layout))
 
 
 def _streamed(config: Config, layout: Layout, what: str, kind: str, axes: tuple[str, ...], calls: int) -> Transfer:

@@ -46,6 +46,22 @@ SECOND_FACTORS = "second factors between replicas"
 """`Transfer.what` of the sums that powersgd can begin only when it has those of the first factors."""
 
 
+def has_more_positions(config: Config) -> bool:
+    """Return whether the table of learned positions has more rows than a row has tokens, so that it is not split."""
+    traits = config.model.traits
+    return traits.text and not traits.rotary and config.model.position_rows > config.model.sequence
+
+
+def norms_of_all_heads(config: Config, layout: Layout, calls: int, tokens: int) -> Iterator[Transfer]:
+    """Yield the sums over the heads' squares of two numbers for each token, if one norm has all heads (qk_norm full).
+
+    They are those of all queries and of all keys; `tokens` are those of a call.
+    """
+    if config.model.qk_norm == "full":
+        what = "mean squares of queries and keys"
+        yield transfer(layout, what, ALL_REDUCE, layout.split("heads"), calls, 2 * tokens * calls, F32)
+
+
 def looks_up_positions(config: Config) -> bool:
     """Return whether each document has its own positions, from a table that is split as the residual stream is."""
     traits = config.model.traits
@@ -268,6 +284,8 @@ class _Stream:
                 moves = {ALL_REDUCE: reduced}
             for kind, calls in moves.items():
                 yield self.moved("residual stream of the layers", kind, self.layout.split(logical), calls)
+            if logical == "heads":
+                yield from norms_of_all_heads(self.config, self.layout, reduced, self.tokens)
 
     def _reduced_again(self, logical: str) -> int:
         """Return whether B recomputes a matmul that contracts `logical`, back onto the residual stream."""
@@ -298,7 +316,10 @@ class _Stream:
                 yield self.moved(what, REDUCE_SCATTER, self.split, summed)
             yield self.moved(what, ALL_REDUCE, shared, summed, part=True)
             yield self.moved(what, ALL_GATHER, self.split, gathered)
-        if looks_up_positions(self.config):
+        if has_more_positions(self.config):
+            # Each device takes its part of what it looked up in a whole table; the gradients of the parts are summed.
+            yield self.moved("looked-up positions", ALL_REDUCE, self.split, pipe.unembedded)
+        elif looks_up_positions(self.config):
             calls = 0 if scattered_with_vectors(self.layout) else pipe.embedded
             yield self.moved("looked-up positions", REDUCE_SCATTER, self.split, calls)
         yield self.moved("last hidden states", ALL_REDUCE, {PIPELINE}, pipe.ticks("H"), part=True)

@@ -21,10 +21,12 @@ def test_every_family_has_traits_and_a_model():
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", models.DECODERS)
 def test_the_matrices_are_those_that_the_traits_predict(family, tied):
-    """A gate, shared key/value heads and a table of positions each change the number."""
-    shared = 2 if FAMILIES[family].grouped else 0
-    for kv_heads in {0, shared}:
-        config = ModelConfig(family=family, tied=tied, kv_heads=kv_heads, **SIZES)
+    """A gate, shared key/value heads, their size and a table of positions each change the number; biases do not."""
+    changed = dict(kv_heads=2, head_dim=12, qkv_bias=True, qk_norm="full")
+    if not FAMILIES[family].rotary:
+        changed = dict(positions=24)
+    for knobs in ({}, changed):
+        config = ModelConfig(family=family, tied=tied, **knobs, **SIZES)
         model = models.build(config)
         sizes = jax.tree.map(lambda leaf, matrix: leaf.size * matrix, model.abstract, models.matrices(model))
         assert sum(jax.tree.leaves(sizes)) == decoder_parameters(config)

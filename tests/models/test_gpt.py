@@ -24,9 +24,9 @@ pytestmark = pytest.mark.smoke
 CONFIG = ModelConfig(layers=2, embed=32, heads=4, vocab=plain.VOCAB, sequence=plain.SEQUENCE)
 
 
-def norm(x, p):
+def norm(x, p, eps=1e-5):
     x = x - x.mean(-1, keepdims=True)
-    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["scale"] + p["bias"]
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * p["scale"] + p["bias"]
 
 
 def attention(x, p):
@@ -41,19 +41,29 @@ def mlp(x, p):
     return jax.nn.gelu(x @ p["up"] + p["up_bias"], approximate=True) @ p["down"] + p["down_bias"]
 
 
-def reference(params, tokens):
+def reference(params, tokens, eps=1e-5):
     """Logits."""
     x = params["table"][tokens] + params["positions"][: tokens.shape[1]]
     for layer in plain.layers(params, CONFIG.layers):
-        x = x + attention(norm(x, layer["norm1"]), layer["attention"])
-        x = x + mlp(norm(x, layer["norm2"]), layer["mlp"])
-    return norm(x, params["norm"]) @ params.get("output", params["table"]).T
+        x = x + attention(norm(x, layer["norm1"], eps), layer["attention"])
+        x = x + mlp(norm(x, layer["norm2"], eps), layer["mlp"])
+    return norm(x, params["norm"], eps) @ params.get("output", params["table"]).T
 
 
 @pytest.mark.parametrize("tied", thinned([(False,), (True,)], 2))
 def test_loss_gradient_and_logits_are_the_papers(one_device, tied):
     model = models.build(CONFIG.model_copy(update={"tied": tied}), one_device)
     plain.assert_same(one_device, model, reference, noise=0.05)
+
+
+@pytest.mark.slow
+def test_a_longer_table_of_positions_and_another_epsilon_are_the_papers(one_device):
+    """Rows of the table beyond a row of text are not used, and their gradient is zero."""
+    config = CONFIG.model_copy(update={"positions": plain.SEQUENCE + 7, "norm_eps": 0.01})
+    model = models.build(config, one_device)
+    assert model.abstract["positions"].shape == (plain.SEQUENCE + 7, config.embed)
+    assert models.matrices(model)["positions"]
+    plain.assert_same(one_device, model, partial(reference, eps=0.01), noise=0.05)
 
 
 @pytest.mark.slow

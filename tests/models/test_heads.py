@@ -35,6 +35,21 @@ def test_collect_is_the_transpose_of_deal(n):
     np.testing.assert_allclose(heads.collect(g.astype(np.float32), of), wanted, rtol=1e-6)
 
 
+def test_a_scale_without_values_is_dealt_likewise():
+    """[K, G + 1, H]: the key alone is on several devices."""
+    scale = np.arange(K * (G + 1) * H, dtype=np.float32).reshape(K, G + 1, H)
+    of = HeadDeal(0, 2, repeated=1)
+    got = np.asarray(heads.deal(scale, of))
+    assert got.shape == heads.dealt(scale.shape, of) == (2 * K, G // 2 + 1, H)
+    for device in range(2 * K):
+        first = device % 2 * G // 2
+        np.testing.assert_array_equal(got[device, :-1], scale[device // 2, first : first + G // 2])
+        np.testing.assert_array_equal(got[device, -1], scale[device // 2, G])
+    twice = np.asarray(heads.collect(got, of))
+    np.testing.assert_array_equal(twice[:, :G], scale[:, :G])
+    np.testing.assert_array_equal(twice[:, G], 2 * scale[:, G])
+
+
 @pytest.mark.parametrize(
     ("data", "model", "shape", "rest"),
     [

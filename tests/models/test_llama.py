@@ -22,23 +22,38 @@ SIZES = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=plain.VOCAB,
 CONFIG = ModelConfig(family="llama", **SIZES)
 
 
-def norm(x, p):
-    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["scale"]
+def norm(x, p, eps=1e-5):
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * p["scale"]
 
 
-def turned(x, theta):
-    """Dims i and i + H/2 are a complex number, turned by the angle s theta^(-2i/H)."""
+def turned(x, frequencies):
+    """Dims i and i + H/2 are a complex number, turned by the angle s frequencies[i]."""
     half = x.shape[-1] // 2
-    angles = np.arange(x.shape[1])[:, None] * theta ** (-2 * np.arange(half) / x.shape[-1])
+    angles = np.arange(x.shape[1])[:, None] * np.asarray(frequencies)
     z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[None, :, None]
     return jnp.concatenate([z.real, z.imag], -1)
 
 
-def attention(x, p, theta):
-    heads = jnp.moveaxis(jnp.tensordot(x, p["qkv"], 1), 2, 0)  # of each key/value head: its queries, its key, its value
+def normed(q, k, p, eps):
+    """Each head by itself, or all heads in one vector; that scale holds, for each key, those of its queries first."""
+    if "q_norm" in p:
+        return norm(q, p["q_norm"], eps), norm(k, p["k_norm"], eps)
+    if "qk_norm" not in p:
+        return q, k
+    of_queries, of_keys = p["qk_norm"]["scale"][:, :-1], p["qk_norm"]["scale"][:, -1]
+    flat = lambda a, scale: norm(a.reshape(*a.shape[:2], -1), {"scale": scale.ravel()}, eps).reshape(a.shape)
+    return flat(q, of_queries), flat(k, of_keys)
+
+
+def attention(x, p, config):
+    qkv = jnp.tensordot(x, p["qkv"], 1) + p.get("qkv_bias", 0)
+    heads = jnp.moveaxis(qkv, 2, 0)  # of each key/value head: its queries, its key, its value
     q = jnp.concatenate([head[:, :, :-2] for head in heads], 2)
-    k, v = (jnp.repeat(jnp.stack(list(heads[..., i, :]), 2), q.shape[2] // len(heads), 2) for i in (-2, -1))
-    q, k = turned(q, theta), turned(k, theta)
+    k, v = (jnp.stack(list(heads[..., i, :]), 2) for i in (-2, -1))
+    q, k = normed(q, k, p, config.norm_eps)
+    k, v = (jnp.repeat(a, q.shape[2] // len(heads), 2) for a in (k, v))
+    frequencies, factor = config.rope.frequencies(config.rope_theta, q.shape[-1]), config.rope.attention_factor
+    q, k = factor * turned(q, frequencies), factor * turned(k, frequencies)
     scores = jnp.einsum("bsnh,btnh->bnst", q, k) / math.sqrt(q.shape[-1])
     p_attend = jax.nn.softmax(jnp.where(np.tri(x.shape[1], dtype=bool), scores, -jnp.inf))
     return jnp.tensordot(jnp.einsum("bnst,btnh->bsnh", p_attend, v), p["out"], 2)
@@ -53,15 +68,39 @@ def reference(config, params, tokens):
     """Logits."""
     x = params["table"][tokens]
     for layer in plain.layers(params, config.layers):
-        x = x + attention(norm(x, layer["norm1"]), layer["attention"], config.rope_theta)
-        x = x + mlp(norm(x, layer["norm2"]), layer["mlp"])
-    return norm(x, params["norm"]) @ params.get("output", params["table"]).T
+        x = x + attention(norm(x, layer["norm1"], config.norm_eps), layer["attention"], config)
+        x = x + mlp(norm(x, layer["norm2"], config.norm_eps), layer["mlp"])
+    return norm(x, params["norm"], config.norm_eps) @ params.get("output", params["table"]).T
 
 
 @pytest.mark.parametrize(("tied", "kv_heads"), thinned([(True, 2), (False, 1), (True, 0)], 3))
 def test_loss_gradient_and_logits_are_the_papers(one_device, tied, kv_heads):
     config = CONFIG.model_copy(update={"tied": tied, "kv_heads": kv_heads, "rope_theta": 100.0})
     plain.assert_same(one_device, models.build(config, one_device), partial(reference, config), noise=0.1)
+
+
+ADDITIONS = {
+    "Qwen 2": dict(qkv_bias=True, norm_eps=0.01),
+    "Qwen 3": dict(head_dim=12, qk_norm="head", norm_eps=0.01, qkv_bias=True, rope_scaling="linear,factor=3"),
+    "OLMo 2": dict(kv_heads=0, qk_norm="full", norm_eps=0.01),
+    "all heads normed together, few keys": dict(head_dim=4, qk_norm="full", rope_scaling="yarn,factor=4,original=16"),
+}
+
+
+@pytest.mark.parametrize("knobs", thinned(zip(ADDITIONS.values()), 2, first=1), ids=ADDITIONS)
+def test_biases_norms_head_sizes_and_scaled_positions_are_the_papers(one_device, knobs):
+    config = CONFIG.model_copy(update={"rope_theta": 100.0, **knobs})
+    plain.assert_same(one_device, models.build(config, one_device), partial(reference, config), noise=0.1)
+
+
+def test_scales_and_biases_of_attention_do_not_decay():
+    for qk_norm in ("head", "full"):
+        model = models.build(CONFIG.model_copy(update={"qkv_bias": True, "qk_norm": qk_norm}))
+        decays = models.matrices(model)["blocks"]["attention"]
+        assert decays.pop("qkv")
+        assert decays.pop("out")
+        assert len(decays) == (3 if qk_norm == "head" else 2)
+        assert not any(jax.tree.leaves(decays))
 
 
 def test_scores_depend_on_how_far_apart_positions_are(one_device):
@@ -79,7 +118,7 @@ def test_scores_depend_on_how_far_apart_positions_are(one_device):
 def test_rotary_turns_halves_and_its_gradient_is_the_derivative(one_device):
     x, g = jax.random.normal(jax.random.key(0), (2, 2, 10, 3, 8))
     got, pull = jax.vjp(lambda x: rotary(x, plain.frequencies(100.0, 8)), x)
-    wanted, pull_plain = jax.vjp(lambda x: turned(x, 100.0), x)
+    wanted, pull_plain = jax.vjp(lambda x: turned(x, plain.frequencies(100.0, 8)), x)
     np.testing.assert_allclose(got, wanted, atol=1e-5)
     np.testing.assert_allclose(pull(g)[0], pull_plain(g)[0], atol=1e-5)
 

@@ -102,7 +102,7 @@ def test_blocks_skip_the_keys_before_the_window():
 
 
 def test_a_window_makes_the_scores_smaller_as_the_planner_predicts(one_device):
-    """Temporary bytes of a gradient, most of which are scores of a block."""
+    """Temporary bytes of a gradient, most of which are scores: the compiler decides how many exist at once."""
     sizes = ModelConfig(layers=1, embed=32, heads=4, sequence=2048)
     held, predicted = [], []
     for window in (0, 128):
@@ -111,8 +111,8 @@ def test_a_window_makes_the_scores_smaller_as_the_planner_predicts(one_device):
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays).compile()
         held.append(compiled.memory_analysis().temp_size_in_bytes)
         predicted.append(in_layer(sizes.model_copy(update={"window": window}), one_device, 1, 4, "block"))
-    assert held[0] - held[1] > 0.6 * held[0]
-    assert (held[0] - held[1]) / (predicted[0] - predicted[1]) == pytest.approx(1, abs=0.5)
+    assert held[1] / held[0] == pytest.approx(predicted[1] / predicted[0], abs=0.1)
+    assert predicted[1] < 0.4 * predicted[0]
 
 
 def test_the_kernel_names_the_window(monkeypatch):

@@ -26,6 +26,7 @@ WORK = (
     "jaxdist.planning.search.plan.search",
     "jaxdist.planning.cross_compile.compile_apart",
     "jaxdist.training.checkpoint.export.write_safetensors",
+    "jaxdist.training.checkpoint.export.write_folder",
     "jaxdist.doctor.__main__.Doctor.examine",
     "jaxdist.doctor.watching.watch",
     "jaxdist.cluster.local.Supervisor.run",

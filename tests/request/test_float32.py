@@ -23,6 +23,7 @@ FRACTION = (ZERO, ONE, ["0", "1.1754945e-38", "0.5", "0.9999999", "0.99999997"])
 
 OF_DEVICES = {
     "model.rope_theta": ([], INFINITE, ["1", "1e4", "3.4028234e38"]),  # at least 1: the angles are powers of 1 / theta
+    "model.norm_eps": NUMBER,
     "model.dropout": FRACTION,
     "optimizer.learning_rate": NUMBER,
     "optimizer.final": NUMBER_OR_ZERO,

@@ -22,7 +22,24 @@ MODEL = {
         [("embed 60 in 4 model.heads", "size 15", "heads to 3 or 5, or model.embed to 56 or 64")],
     ),
     "heads of llama": Wrong(
-        "--model.family llama --model.heads 7", [("does not divide", "heads to 4 or 8", "embed to 126 or 140")]
+        "--model.family llama --model.heads 7",
+        [("does not divide", "heads to 4 or 8", "embed to 126 or 140", "head_dim to 18 or 20")],
+    ),
+    "given heads of odd size": Wrong(
+        "--model.family llama --model.heads 7 --model.head-dim 15",
+        [("model.head_dim 15 is odd", "llama rotate pairs; set model.head_dim to 14 or 16")],
+    ),
+    "kv heads of given size": Wrong(
+        "--model.family llama --model.heads 7 --model.kv-heads 3 --model.head-dim 16",
+        [("heads 7 does not divide by model.kv_heads 3; set model.kv_heads to 1 or 7, or model.heads to 6 or 9",)],
+    ),
+    "head size of gpt": Wrong("--model.head-dim 16", [("model.head_dim is 16", "model.family gpt", "default is 0")]),
+    "head size does not mend gpt's heads": Wrong(
+        "--model.heads 7 --model.head-dim 16", [("model.embed 128", "model.heads 7"), ("model.head_dim is 16",)]
+    ),
+    "yarn of one speed": Wrong(
+        "--model.family llama --model.rope-theta 1 --model.rope-scaling yarn,factor=4,original=64",
+        [("model.rope_theta is 1", "yarn", "set model.rope_theta above 1, or model.rope_scaling to linear")],
     ),
     "kv heads of gpt": Wrong("--model.kv-heads 2", [("model.kv_heads is 2", "model.family gpt", "default is 0")]),
     "rotary base of gpt": Wrong("--model.rope-theta 1e4", [("rope_theta is 10000.0", "gpt", "default is 500000.0")]),
@@ -47,6 +64,10 @@ SPLIT = {
                 "set model.heads to 8, or the model axis to 4",
             )
         ],
+    ),
+    "heads of given size": Wrong(
+        "--mesh 1x4x1 --model.family llama --model.heads 6 --model.head-dim 16",
+        [("model.heads 6 does not divide by model=4 (mesh 1x4x1); set model.heads to 4 or 8, or the model axis to 2",)],
     ),
     "MLP alone": Wrong("--mesh 1x4x1 --model.mlp 510", [("model.mlp 510 does", "508 or 512, or the model axis to 2")]),
     "by a filled mesh's other axis": Wrong("--mesh -1x8x1", [("model.heads 4", "model=8 (mesh -1x8x1)")]),

@@ -215,7 +215,8 @@ SEVERAL = {
     "nor is one without a value": Wrong("--model.embed 255 --model.heads", [("--model.heads needs a value",)]),
     "no file, so its sizes are unknown": Wrong("gone.toml --model.embed 255", [("config 'gone.toml'",)]),
     "but what stands on the command line is": Wrong(
-        "gone.toml --model.embed 255 --model.heads 2", [("config 'gone.toml'",), ("model.heads 2",)]
+        "gone.toml --model.family gpt --model.embed 255 --model.heads 2 --model.head-dim 0",
+        [("config 'gone.toml'",), ("model.heads 2",)],
     ),
 }
 

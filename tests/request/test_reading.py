@@ -102,6 +102,7 @@ def another(name: str) -> object:
     """A legal value of a knob that is not its default."""
     default, kind = KNOBS[name].default, KNOBS[name].annotation
     given = {"resume": "7", "mesh": "2x1x1", "train.epochs": 1.5, "model.rope_theta": 1e4}
+    given["model.rope_scaling"] = "linear,factor=2"
     if name in given:
         return given[name]
     if get_origin(kind) is Annotated:
@@ -289,7 +290,8 @@ COUNTS = """
 model.embed model.heads model.vocab train.max_skipped checkpoint.keep log.every
 """
 COUNTS_OR_0 = """
-model.kv_heads model.mlp pipeline.virtual_stages optimizer.warmup train.steps validation.every
+model.kv_heads model.head_dim model.mlp model.positions model.window
+pipeline.virtual_stages optimizer.warmup train.steps validation.every
 validation.batches checkpoint.every checkpoint.keep_every cluster.processes train.local_steps
 """
 AT_LEAST_0 = """
@@ -313,6 +315,8 @@ EDGES = {
     "pipeline.microbatches": ([0, 2**16], [-1, 2**16 + 1]),
     "model.classes": ([2, LARGEST], [1, LARGEST + 1]),
     "model.rope_theta": ([1.0, 3e38], [0.999, 3.5e38]),
+    "model.rope_scaling": (["none", "linear,factor=1.5"], ["", "ntk", "linear,factor=0.999", "none,factor=1"]),
+    "model.norm_eps": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
     "optimizer.learning_rate": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
     "optimizer.outer_rate": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
     "optimizer.decay_fraction": ([0.0, 1.0], [-1e-9, 1.000001]),

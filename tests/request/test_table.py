@@ -58,6 +58,7 @@ LEGAL = {
     ),
     "empty": (
         *("parallel.rules.heads", "parallel.rules.mlp", "parallel.rules.vocab", "log.wandb", "profile.steps"),
+        "dtype",
         *("cluster.coordinator", "target", "picture", "why_not", "fit", "out"),
     ),
     "empty binary": ("env",),
@@ -65,7 +66,7 @@ LEGAL = {
     "binary": ("data.path", "data.tokenizer"),
     "word negative zero huge nan unicode folder": ("run_dir",),
     "word negative zero huge nan unicode empty binary": ("save", "output"),
-    "word negative zero huge nan unicode empty": ("export",),  # replaces a file with --force only
+    "word negative zero huge nan unicode empty folder": ("export",),  # replaces a file with --force only
     "word negative zero huge long nan fifo folder binary": ("partition", "account"),
     "word negative zero huge nan unicode empty fifo folder binary": ("container",),
     "word negative zero huge long nan unicode empty fifo folder binary": ("job_name",),

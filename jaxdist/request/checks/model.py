@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from jaxdist.config import Config, ModelConfig
@@ -14,20 +15,19 @@ MOST_PARAMETERS = 2**44
 
 def decoder_parameters(model: ModelConfig) -> int:
     """Return the number of parameters of a decoder, without biases and norms, which are few."""
-    # Queries and the output projection are embed x embed; keys and values are narrower with grouped-query attention.
-    head_size = model.embed // model.heads
-    attention = 2 * model.embed**2 + 2 * model.embed * head_size * model.key_value_heads
+    # Queries and the output projection have all heads; keys and values have fewer with grouped-query attention.
+    attention = 2 * model.embed * model.head_size * (model.heads + model.key_value_heads)
     # An untied model has a second table as its output projection.
     table_rows = model.vocab if model.tied else 2 * model.vocab
     if not model.traits.rotary:
         # A table of learned positions.
-        table_rows += model.sequence
+        table_rows += model.position_rows
     matrices = 3 if model.traits.gated else 2
     mlp = matrices * model.embed * model.mlp_size
     return model.layers * (attention + mlp) + table_rows * model.embed
 
 
-SIZES = ("layers", "embed", "heads", "kv_heads", "mlp", "vocab", "sequence")
+SIZES = ("layers", "embed", "heads", "head_dim", "kv_heads", "mlp", "vocab", "sequence", "positions")
 
 
 @check("model.family", "model.tied", *(f"model.{size}" for size in SIZES))
@@ -46,7 +46,12 @@ def _parameters(config: Config) -> Iterator[str]:
 
 
 def head_counts(model: ModelConfig, ways: int = 1) -> list[int]:
-    """Return the numbers of heads that fit the other sizes and divide by `ways`."""
+    """Return the numbers of heads that fit the other sizes and divide by `ways`.
+
+    Where the size of a head is given, any number fits the width of the model: these are the two next to its own.
+    """
+    if _has_head_dim(model):
+        return multiples(math.lcm(ways, model.kv_heads or 1), near=model.heads)
     counts = [n for n in divisors(model.embed) if n % ways == 0]
     if model.traits.grouped and model.kv_heads:
         counts = [n for n in counts if n % model.kv_heads == 0]
@@ -56,19 +61,32 @@ def head_counts(model: ModelConfig, ways: int = 1) -> list[int]:
     return counts
 
 
-@check("model.embed", "model.heads")
+def _has_head_dim(model: ModelConfig) -> bool:
+    """Return whether the request gives the size of a head, to a family that uses it."""
+    return model.traits.rotary and model.head_dim > 0
+
+
+@check("model.family", "model.embed", "model.heads", "model.head_dim")
 def _heads(config: Config) -> Iterator[str]:
-    embed = config.model.embed
-    heads = config.model.heads
-    if embed % heads:
-        yield f"model.embed {embed} does not divide by model.heads {heads}; {_other_heads(config.model)}"
+    model = config.model
+    if model.embed % model.heads and not _has_head_dim(model):
+        yield f"model.embed {model.embed} does not divide by model.heads {model.heads}; {_other_heads(model)}"
 
 
-@check("model.family", "model.embed", "model.heads")
+@check("model.family", "model.embed", "model.heads", "model.head_dim")
 def _rotary(config: Config) -> Iterator[str]:
     model = config.model
+    if not model.traits.rotary:
+        return
+    if model.head_dim:
+        if model.head_dim % 2:
+            yield (
+                f"model.head_dim {model.head_dim} is odd, but the rotary positions of {model.family} rotate pairs; "
+                + remedy(to("model.head_dim", multiples(2, near=model.head_dim)))
+            )
+        return
     size, rest = divmod(model.embed, model.heads)
-    if model.traits.rotary and not rest and size % 2:
+    if not rest and size % 2:
         yield (
             f"model.embed {model.embed} in {model.heads} model.heads makes heads of size {size}, but the rotary "
             f"positions of {model.family} rotate pairs and need an even size; {_other_heads(model)}"
@@ -78,10 +96,22 @@ def _rotary(config: Config) -> Iterator[str]:
 def _other_heads(model: ModelConfig) -> str:
     heads = closest(head_counts(model), model.heads)
     unit = model.heads
+    given_size = ""
     if model.traits.rotary:
-        # The size of a head must be even.
+        # The size of a head must be even, and may be given.
         unit *= 2
-    return remedy(to("model.heads", heads), to("model.embed", multiples(unit, near=model.embed)))
+        given_size = to("model.head_dim", multiples(2, near=model.embed // model.heads))
+    return remedy(to("model.heads", heads), to("model.embed", multiples(unit, near=model.embed)), given_size)
+
+
+@check("model.family", "model.rope_theta", "model.rope_scaling")
+def _yarn(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.traits.rotary and model.rope.kind == "yarn" and model.rope_theta == 1:
+        yield (
+            "model.rope_theta is 1, with which all pairs of a head turn equally fast, but model.rope_scaling yarn "
+            "tells them apart by how fast they turn; set model.rope_theta above 1, or model.rope_scaling to linear"
+        )
 
 
 @check("model.family", "model.heads", "model.kv_heads")

@@ -23,7 +23,6 @@ from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.request import to_toml
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.stored_arrays import StoredArray, whole
-from jaxdist.training.run_dir import RunFolder
 
 
 @contextmanager
@@ -57,21 +56,27 @@ def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
     return {"path": str(path), "step": found.step, "tensors": len(tensors), "bytes": total}
 
 
-def write_folder(config: Config, which: str, path: Path, dtype: str) -> dict[str, Any]:
+def write_folder(config: Config, which: str, path: Path, dtype: str, tokenizer: Path | None) -> dict[str, Any]:
     """Write step `which` of the run in `config.run_dir` as a folder of Hugging Face, and return what was written.
 
     `dtype` is a `WeightDtype`; empty: that of the folder that the run began with, or else of its precision. From
-    precision mixed, the masters are rounded once. Raises `RequestError` where that is not possible.
+    precision mixed, the masters are rounded once. `tokenizer` is where the run keeps its own, if it has one. Raises
+    `RequestError` where that is not possible.
     """
-    run = RunFolder(config.folder)
-    dtype = dtype or kept_dtype(run.path) or ("float32" if config.precision == "float32" else "bfloat16")
-    tokenizer = read_tokenizer(run.tokenizer_source) if run.tokenizer.is_file() else None
-    files = small_files(read_kept(run.path), config.model, dtype, tokenizer)
+    run = config.folder
+    dtype = dtype or kept_dtype(run) or _compute_dtype(config)
+    own = read_tokenizer(tokenizer) if tokenizer else None
+    files = small_files(read_kept(run), config.model, dtype, own)
     with step_of(config, which) as (checkpoints, found), replacing_folder(path) as temporary:
         written = write_weights(temporary, config.model, checkpoints.arrays(found, "params"), dtype)
         for name, content in files.items():
             write_whole(temporary / name, content)
     return {"path": str(path), "step": found.step, "dtype": dtype, **written}
+
+
+def _compute_dtype(config: Config) -> str:
+    """Return the dtype in which a run computes."""
+    return "float32" if config.precision == "float32" else "bfloat16"
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,6 @@ from jaxdist.training.checkpoint.readback import array_names
 CHUNK_BYTES = 8 << 20
 """Bytes of the largest chunk of a parameter that is written. A chunk is compressed, and read, as a whole."""
 
-CACHE_BYTES = 16 << 20
-"""Bytes of decoded chunks that are kept: the pieces of one leaf are often read one after the other."""
-
 Region = tuple[slice, ...]
 """A part of an array: start and stop in each dim, with step 1."""
 
@@ -77,8 +74,8 @@ def open_arrays(item: Path) -> Mapping[str, StoredArray]:
         return {}
     context = ts.Context(
         {
-            "cache_pool": {"total_bytes_limit": CACHE_BYTES},
-            # Each chunk in flight takes memory.
+            # Chunks that are kept, and each that is in flight, take memory.
+            "cache_pool": {"total_bytes_limit": 0},
             "data_copy_concurrency": {"limit": 1},
             "file_io_concurrency": {"limit": 1},
         }
