@@ -36,6 +36,8 @@ AXES = dict(
 class Toy:
     """What a `PipelineForward` or `DecoderForward` asks of a model."""
 
+    vocab = VOCAB
+
     def __init__(self, layout: Layout, layers: int, rate: float = 0.0):
         self.layout, self.rate, self.axes = layout, rate, AXES
         blocks = dict(scale=(EMBED,), up=(EMBED, MLP), bias=(MLP,), down=(MLP, EMBED), shift=(EMBED,))
