@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.heartbeat import STEPPING
     from jaxdist.cluster.job import Job
-    from jaxdist.data.given_tokenizer import largest_id
+    from jaxdist.huggingface.given_tokenizer import largest_id
     from jaxdist.training.restore import restore, tokenizer_of
     from jaxdist.training.sampling import Choice, sample
 

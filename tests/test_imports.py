@@ -21,8 +21,8 @@ READERS = [
 PREDICTIONS = ["memory", "activations", "communication", "predicted_collectives", "parameter_layout", "step_bytes"]
 PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic", "clusters", "collective_time", "search"]
 
-WITHOUT_JAX = ["folder", "keys", "rope", "model_config"]
-"""What reads and writes config.json: requests ask it, and answer in a moment."""
+WITHOUT_JAX = ["folder", "keys", "rope", "model_config", "tokenizer", "special_tokens", "given_tokenizer"]
+"""What reads and writes small files: requests ask it, and answer in a moment."""
 
 OF_CONFIGS = ["jaxdist.!config,files,rope_scaling,huggingface", "jax", "flax", "numpy"]
 
@@ -41,9 +41,8 @@ FORBIDDEN = {
     "parallel": ["jaxdist.models", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
     "models": ["jaxdist.parallel.zero", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
     "data": ["jaxdist.!config,files,mesh,sharding,units,data,huggingface"],
-    "huggingface": ["jaxdist.!config,data,files,rope_scaling,sharding,huggingface"],
+    "huggingface": ["jaxdist.!config,files,rope_scaling,sharding,huggingface"],
     **dict.fromkeys((f"huggingface.{name}" for name in WITHOUT_JAX), OF_CONFIGS),
-    "huggingface.tokenizer": ["jaxdist.!config,data", "jax", "flax"],
     "planning": ["jaxdist.training", "jaxdist.data", "jaxdist.cluster"],
     **dict.fromkeys((f"planning.{name}" for name in PREDICTIONS), READERS),
     "cluster": ["jaxdist.!config,exit_codes,files,gpu_memory,mesh,streams,units,cluster"],

@@ -19,10 +19,8 @@ from tokenizers import Tokenizer
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.data import token_files
 from jaxdist.data.documents import Source, open_sources, reading, split
-from jaxdist.data.given_tokenizer import GivenTokenizer, largest_id, read_tokenizer
 from jaxdist.data.progress import Pass, Progress, unseen
 from jaxdist.data.readers import FORMS
-from jaxdist.data.special_tokens import ENDS, SpecialTokens, special_tokens_of
 from jaxdist.data.token_cache import open_cache
 from jaxdist.data.tokenizing import (
     ALPHABET,
@@ -35,6 +33,8 @@ from jaxdist.data.tokenizing import (
 )
 from jaxdist.data.tokens import Tokens
 from jaxdist.files import write_whole
+from jaxdist.huggingface.given_tokenizer import GivenTokenizer, largest_id, read_tokenizer
+from jaxdist.huggingface.special_tokens import ENDS, SpecialTokens, special_tokens_of
 from jaxdist.units import rounded
 
 VERSION = 2

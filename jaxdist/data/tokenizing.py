@@ -20,10 +20,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxdist.data.progress import Pass
 from jaxdist.data.readers.document import Document
-from jaxdist.data.special_tokens import ENDS, SpecialTokens
 from jaxdist.data.token_cache import PROGRESS
 from jaxdist.data.tokens import TokenWriter
 from jaxdist.files import checksum, open_no_follow, read_regular, write_whole
+from jaxdist.huggingface.special_tokens import ENDS, SpecialTokens
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 """A letter for each of the 256 bytes, which a byte-level tokenizer starts from."""

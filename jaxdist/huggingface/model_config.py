@@ -26,6 +26,9 @@ from jaxdist.rope_scaling import parse
 
 OTHER_MODEL = "take another model"
 
+MOST_LAYERS = 2**12
+"""Layers of the deepest model that has a list of the windows of its layers."""
+
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
@@ -42,6 +45,9 @@ def model_values(folder: Folder) -> dict[str, Any]:
     kind = model_type_of(folder)
     config = folder.config
     problems = [*_unknown(config, kind), *_not_allowed(config, kind), *_wrong_architecture(config, kind)]
+    maximum = maximum_of(folder)
+    if type(maximum) is not int or maximum < 1:
+        problems.append(f"{kind.maximum} is {_short(maximum)}, which must be a whole number from 1 on")
     values: dict[str, Any] = {"family": kind.family, **kind.implied}
     keys: dict[str, str] = {}
     for key, setting in kind.settings.items():
@@ -49,7 +55,7 @@ def model_values(folder: Folder) -> dict[str, Any]:
         values[setting.knob] = setting.null if value is None else value
         keys[setting.knob] = key
     if kind.rotary:
-        rope, more = rope_values(config, config.get(kind.maximum, kind.maximum_default))
+        rope, more = rope_values(config, maximum)
         values.update(rope)
         problems += more
         window, more = _window(config, kind, values["layers"])
@@ -57,8 +63,6 @@ def model_values(folder: Folder) -> dict[str, Any]:
         problems += more
         keys.update(rope_theta="rope_theta", window="sliding_window")
     problems += _invalid(values, keys)
-    if not isinstance(_maximum(folder, kind), int):
-        problems.append(f"{kind.maximum} is {_maximum(folder, kind)!r}, which must be a whole number")
     if problems:
         raise RequestError(*(f"{folder.path / CONFIG}: {problem}" for problem in problems))
     return values
@@ -76,8 +80,9 @@ def model_type_of(folder: Folder) -> ModelType:
 
 
 def maximum_of(folder: Folder) -> int:
-    """Return the sequence S that the folder's model was made for; `model_values` has found it valid."""
-    return _maximum(folder, model_type_of(folder))
+    """Return the longest sequence S that `config.json` names, or the default of its type; `model_values` checks it."""
+    kind = model_type_of(folder)
+    return folder.config.get(kind.maximum, kind.maximum_default)
 
 
 def longest_sequence(folder: Folder, values: dict[str, Any]) -> int:
@@ -159,8 +164,8 @@ def _wrong_architecture(config: dict[str, Any], kind: ModelType) -> Iterator[str
 
 def _window(config: dict[str, Any], kind: ModelType, layers: Any) -> tuple[Any, list[str]]:
     """Return the sliding window that all layers have, or 0, and a sentence for each problem."""
-    if not isinstance(layers, int) or layers < 1:
-        # The sentence about this key is enough.
+    if not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
+        # `ModelConfig` has a sentence about this number.
         return 0, []
     window = config.get("sliding_window", None if kind.window == "none" else WINDOW_DEFAULT)
     if kind.window == "some" and not config.get("use_sliding_window", False):
@@ -240,11 +245,6 @@ def _computes(kind: ModelType, model: ModelConfig) -> bool:
     return model.qkv_bias == kind.implied.get("qkv_bias", False) and model.qk_norm == kind.implied.get(
         "qk_norm", "none"
     )
-
-
-def _maximum(folder: Folder, kind: ModelType) -> Any:
-    """Return the longest sequence that `config.json` names, or the default of its type."""
-    return folder.config.get(kind.maximum, kind.maximum_default)
 
 
 def _invalid(values: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:

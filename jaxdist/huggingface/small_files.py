@@ -14,12 +14,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from jaxdist.config import ModelConfig, RequestError
-from jaxdist.data.given_tokenizer import GivenTokenizer
-from jaxdist.data.special_tokens import SpecialTokens
 from jaxdist.files import WRONG_CONTENT, read_regular
 from jaxdist.huggingface.folder import CONFIG, GENERATION, KEPT, SMALL_FILES, SOURCE, TOKENIZER
+from jaxdist.huggingface.given_tokenizer import GivenTokenizer
 from jaxdist.huggingface.keys import MODEL_TYPES
 from jaxdist.huggingface.model_config import to_json
+from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.huggingface.writing import DTYPES
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxdist.config import RequestError
-from jaxdist.data.special_tokens import SpecialTokens, is_id, special_tokens_of
+from jaxdist.huggingface.special_tokens import SpecialTokens, is_id, special_tokens_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

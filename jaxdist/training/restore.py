@@ -10,9 +10,9 @@ import jax
 from tokenizers import Tokenizer
 
 from jaxdist.config import Config, RequestError
-from jaxdist.data.given_tokenizer import read_tokenizer
-from jaxdist.data.special_tokens import SpecialTokens
 from jaxdist.huggingface.folder import is_folder
+from jaxdist.huggingface.given_tokenizer import read_tokenizer
+from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Params
 from jaxdist.training import pretrained
 from jaxdist.training.checkpoint.manager import LATEST, Checkpoints

@@ -24,11 +24,11 @@ from tokenizers import Tokenizer
 
 from jaxdist import __version__
 from jaxdist.config import Config, RequestError
-from jaxdist.data import special_tokens
-from jaxdist.data.given_tokenizer import read_tokenizer
-from jaxdist.data.special_tokens import SpecialTokens
 from jaxdist.files import write_whole
+from jaxdist.huggingface import special_tokens
 from jaxdist.huggingface.folder import KEPT, SMALL_FILES, SOURCE, TOKENIZER, is_folder, open_folder
+from jaxdist.huggingface.given_tokenizer import read_tokenizer
+from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.request import load, to_toml
 from jaxdist.request.pretrained import as_asked
 from jaxdist.streams import clock

@@ -17,7 +17,7 @@ from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.images import Images
 from jaxdist.data.progress import Progress, unseen
-from jaxdist.data.special_tokens import SpecialTokens
+from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.mesh import PIPELINE, micro_batches
 from jaxdist.models import ModelT
 from jaxdist.sharding import Layout

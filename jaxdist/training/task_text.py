@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxdist.config import DataConfig
 from jaxdist.data.batches import AbstractBatch, Batch, abstract_batch, train_batch, validation_batches
 from jaxdist.data.corpus import Corpus, open_corpus
-from jaxdist.data.special_tokens import SpecialTokens
+from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Model
 from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline.stages import stages_of

@@ -47,6 +47,8 @@ ROWS = [
     ("replica=2,data=2,pipeline=2", dict(zero=0)),
     ("replica=2,data=2,pipeline=2", dict(zero=1, schedule="zb-u", remat="none")),
     ("replica=2,data=2,pipeline=2", dict(zero=2, schedule="pipedream", microbatches=1)),
+    ("1x2x2", dict(sequence=True, positions=24)),  # more of them than a row has tokens
+    ("1x4x2", dict(remat="block", head_dim=8, qkv_bias=True, qk_norm="full", **GROUPED)),
 ]
 
 

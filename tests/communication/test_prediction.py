@@ -13,6 +13,10 @@ from tests.tiers import thinned
 
 GPT, LLAMA = cases.MODEL, cases.LLAMA
 UNTIED = LLAMA.model_copy(update={"tied": False, "kv_heads": 4})
+QWEN = LLAMA.model_copy(update={"head_dim": 8, "qkv_bias": True, "qk_norm": "head", "window": 5})
+OLMO = QWEN.model_copy(update={"qk_norm": "full"})
+LONG = GPT.model_copy(update={"positions": 24})
+"""More learned positions than a row has tokens."""
 BLOCK, APART = {"remat": "block"}, {"documents": "apart"}
 
 ROWS = [
@@ -43,6 +47,9 @@ ROWS = [
     ("replica=2,model=4", 4, LLAMA, dict(zero=0)),  # copies of key/value heads
     ("replica=2,model=4", 1, LLAMA, dict(zero=1)),
     ("2x2x1", 1, UNTIED.model_copy(update={"vocab": 97}), dict(zero=3, sequence=True)),
+    ("2x4x1", 4, QWEN, dict(zero=3, sequence=True)),
+    ("2x4x1", 4, OLMO.model_copy(update=BLOCK), dict(zero=1, sequence=True)),
+    ("2x2x1", 1, LONG, dict(zero=3, sequence=True)),
 ]
 
 

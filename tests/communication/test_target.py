@@ -22,6 +22,7 @@ pytestmark = [
 
 GPT = ModelConfig(layers=3, embed=128, heads=4, vocab=512, sequence=64)
 LLAMA = GPT.model_copy(update=dict(family="llama", heads=8, kv_heads=2, mlp=256, tied=False, remat="block"))
+OLMO = LLAMA.model_copy(update=dict(head_dim=32, qkv_bias=True, qk_norm="full", window=16))
 
 
 @cache
@@ -83,6 +84,7 @@ def test_weights_are_gathered_in_bfloat16_and_gradients_reduced_in_float32(zero)
         ("2x4x1", 4, LLAMA, dict(zero=3, sequence=True)),
         ("8x2x1", 4, LLAMA, dict(zero=3, sequence=True)),  # data goes from host to host
         ("1x8x1", 1, LLAMA, dict(zero=0)),
+        ("2x4x1", 1, OLMO, dict(zero=1, sequence=True)),
         *exhaustive([("replica=2,data=4", 4, LLAMA, dict(zero=1)), ("1x8x1", 4, LLAMA, dict(zero=0))]),
     ],  # every axis, stage, model, accumulation and sequence parallelism; the other pairs are proved on CPU
     ids=str,

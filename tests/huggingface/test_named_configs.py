@@ -1,8 +1,12 @@
 """The shipped configurations of published models have the published number of parameters, described with no device."""
 
+import json
+
 import pytest
 
 from jaxdist import models
+from jaxdist.huggingface.folder import open_config
+from jaxdist.huggingface.model_config import differing, model_values
 from jaxdist.request import load
 
 PARAMETERS = {
@@ -45,3 +49,48 @@ def test_it_has_the_published_number_of_parameters(name):
 def test_it_has_the_published_values_that_no_parameter_shows(name):
     model = load(name, {}).model
     assert {knob: getattr(model, knob) for knob in MODEL[name]} == MODEL[name]
+
+
+def config_json(kind, **sizes):
+    """Return the keys of a published config.json that determine the function."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    return {
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        **dict(zip(names, sizes.pop("five"), strict=True)),
+        **sizes,
+    }
+
+
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
+PUBLISHED = {
+    "llama31_8b": config_json(
+        "llama", five=(4096, 32, 32, 8, 14336), vocab_size=128_256, rms_norm_eps=1e-5, rope_theta=5e5,
+        rope_scaling=LLAMA3, max_position_embeddings=131_072,
+    ),
+    "mistral_7b": config_json(
+        "mistral", five=(4096, 32, 32, 8, 14336), vocab_size=32_000, rms_norm_eps=1e-5, rope_theta=1e4,
+        sliding_window=4096, max_position_embeddings=32_768,
+    ),
+    "qwen25_7b": config_json(
+        "qwen2", five=(3584, 28, 28, 4, 18944), vocab_size=152_064, rms_norm_eps=1e-6, rope_theta=1e6,
+        use_sliding_window=False, sliding_window=131_072, max_window_layers=28, max_position_embeddings=131_072,
+    ),
+    "qwen3_8b": config_json(
+        "qwen3", five=(4096, 36, 32, 8, 12288), vocab_size=151_936, rms_norm_eps=1e-6, rope_theta=1e6, head_dim=128,
+        use_sliding_window=False, sliding_window=None, max_window_layers=36, max_position_embeddings=40_960,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_it_fits_the_folder_of_the_published_weights(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    found = model_values(open_config(tmp_path))
+    ours = load(name, {}).model.model_dump()
+    assert list(differing(found, {knob: ours[knob] for knob in found})) == []
+    assert list(differing(found, {"mlp": 1})) == ["mlp"]

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from jaxdist import evaluate, generate, train
 from jaxdist.config import RequestError
-from jaxdist.data.given_tokenizer import read_tokenizer
-from jaxdist.data.special_tokens import SpecialTokens, from_json, to_json
+from jaxdist.huggingface.given_tokenizer import read_tokenizer
+from jaxdist.huggingface.special_tokens import SpecialTokens, from_json, to_json
 from jaxdist.training.run_dir import RunFolder
 from tests.data.files import lines, open_
 from tests.training.conftest import SMALL, over

@@ -17,7 +17,11 @@ ODD = MODEL.model_copy(update={"embed": 36})
 GROUPED = MODEL.model_copy(update={"family": "llama", "kv_heads": 2, "mlp": 64})
 ADDED_ROWS = MODEL.model_copy(update={"vocab": 97})
 APART = MODEL.model_copy(update={"documents": "apart"})
+QWEN = GROUPED.model_copy(update={"head_dim": 12, "qkv_bias": True, "qk_norm": "head", "window": 5})
+OLMO = QWEN.model_copy(update={"qk_norm": "full"})
+LONG = MODEL.model_copy(update={"positions": 24})
 MODELS = {"apart": APART, "gpt": MODEL, "odd": ODD, "llama": GROUPED, "rows": ADDED_ROWS}
+MODELS |= {"qwen": QWEN, "olmo": OLMO, "long": LONG}
 
 
 def config(mesh: str, precision: str, zero: int, sequence: bool = False, model=MODEL, **train) -> Config:
@@ -70,10 +74,13 @@ ROWS = [
     ("apart", "2x2x1", "float32", 3, True),
     ("gpt", "replica=4,data=2", "mixed", 3, False),
     ("odd", "replica=4,data=2", "float32", 1, False),  # of some dims 4 x 2 divides none, but 4 another one
+    ("qwen", "2x4x1", "mixed", 3, True),
+    ("olmo", "1x4x1", "float32", 0, False),
+    ("long", "2x2x1", "bfloat16", 3, True),
 ]
 
 
-COMPILED = [ROWS[place] for place in (5, 1, 7, 8, 10, 11, 14, 17)]
+COMPILED = [ROWS[place] for place in (5, 1, 7, 8, 10, 11, 14, 17, 20)]
 """Each stage, precision, family and axis once or more."""
 
 

@@ -101,6 +101,7 @@ def test_blocks_skip_the_keys_before_the_window():
     assert block_keys(S, 100) == 256
 
 
+@pytest.mark.slow
 def test_a_window_makes_the_scores_smaller_as_the_planner_predicts(one_device):
     """Temporary bytes of a gradient, most of which are scores: the compiler decides how many exist at once."""
     sizes = ModelConfig(layers=1, embed=32, heads=4, sequence=2048)

@@ -65,7 +65,11 @@ def check(model: str, mesh: str, options: dict, remat: str, apart: bool) -> None
     cases.assert_equal(got, one_device(model, apart))
 
 
-@pytest.mark.parametrize(("model", "mesh", "options", "remat", "apart"), thinned(ROWS, len(ROWS)), ids=str)
+@pytest.mark.parametrize(
+    ("model", "mesh", "options", "remat", "apart"),
+    thinned(ROWS, len(ROWS)),
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
+)
 def test_equals_one_device(model, mesh, options, remat, apart):
     check(model, mesh, options, remat, apart)
 

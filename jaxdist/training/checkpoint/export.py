@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxdist import __version__
 from jaxdist.config import Config
-from jaxdist.data.given_tokenizer import read_tokenizer
 from jaxdist.files import replacing, replacing_folder, write_whole
+from jaxdist.huggingface.given_tokenizer import read_tokenizer
 from jaxdist.huggingface.safetensors_file import Tensor, write_file
 from jaxdist.huggingface.small_files import kept_dtype, read_kept, small_files
 from jaxdist.huggingface.writing import write_weights

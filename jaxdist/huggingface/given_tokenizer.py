@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
-from jaxdist.data.special_tokens import FILE, SpecialTokens, from_json, special_tokens_of
+from jaxdist.huggingface.special_tokens import FILE, SpecialTokens, from_json, special_tokens_of
 from jaxdist.huggingface.tokenizer import TOKENIZER, folder_problem, read_special_tokens
 
 
