@@ -88,13 +88,6 @@ class PlacedPiece:
             return np.expand_dims(values, self.letters.index(JOINED))
         return values
 
-    def to_theirs(self, values: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
-        """Return their whole tensor, from the part `region` of one layer of ours."""
-        if self._alone:
-            values = values.squeeze(self.letters.index(JOINED))
-        order = [self._theirs.index(letter) for letter in self.piece.letters]
-        return values.transpose(order).reshape(self.shape)
-
     @property
     def _alone(self) -> bool:
         """Whether the piece has one place along C, for which their tensor has no dim."""

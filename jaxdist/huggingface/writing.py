@@ -19,7 +19,7 @@ from jaxdist.config import ModelConfig, RequestError
 from jaxdist.files import write_whole
 from jaxdist.huggingface.families import Leaf, family_of, sizes_of
 from jaxdist.huggingface.folder import INDEX, SINGLE
-from jaxdist.huggingface.parts import JOINED, PlacedPiece, placed, shape_of
+from jaxdist.huggingface.parts import PlacedPiece, placed, shape_of
 from jaxdist.huggingface.safetensors_file import Tensor, write_file
 
 if TYPE_CHECKING:
@@ -86,11 +86,8 @@ class Source:
     @property
     def region(self) -> Region:
         """The part of our parameter that has the numbers."""
-        sizes = self.piece.sizes
-        spans = [self.piece.joined if letter == JOINED else (0, sizes[letter]) for letter in self.piece.letters]
-        if self.leaf.stacked:
-            spans = [(self.layer, self.layer + 1), *spans]
-        return tuple(slice(first, last) for first, last in spans)
+        region = self.piece.region
+        return (slice(self.layer, self.layer + 1), *region) if self.leaf.stacked else region
 
 
 class Exporter:

@@ -153,22 +153,6 @@ def test_rows_beyond_the_vocabulary_are_zero():
     assert not table[97:].any()
 
 
-def test_their_tensors_are_cut_out_of_ours_with_the_same_bits():
-    for name in NAMES:
-        model = model_of(GOLDEN / name)
-        ours = assembled(GOLDEN / name, model)
-        theirs = {}
-        for leaf in family_of(model).leaves:
-            for layer in range(model.layers if leaf.stacked else 1):
-                whole = ours[leaf.path][layer] if leaf.stacked else ours[leaf.path]
-                for piece in placed(leaf, sizes_of(model)):
-                    theirs[piece.name(layer)] = piece.to_theirs(whole[piece.region])
-        expected = tensors_of(GOLDEN / name)
-        assert theirs.keys() == expected.keys()
-        for tensor, array in expected.items():
-            np.testing.assert_array_equal(theirs[tensor], array.astype(np.float32), err_msg=tensor)
-
-
 def read(path, **more) -> dict:
     model = model_of(path, **more)
     return read_parameters(path, model, on_one_device(model))

@@ -35,4 +35,4 @@ def alike(one: Path, other: Path, steps: int) -> None:
 def parameters(folder: Path, step: int) -> np.ndarray:
     """All those of a checkpoint, in one row."""
     arrays = open_arrays((folder / "checkpoints" / str(step) / "params").resolve())
-    return np.concatenate([np.ravel(array.read(whole(array.shape))) for _, array in sorted(arrays.items())])
+    return np.concatenate([np.ravel(array.read(whole(len(array.shape)))) for _, array in sorted(arrays.items())])

@@ -41,7 +41,7 @@ def chunks(array: StoredArray) -> tuple[int, ...]:
 def test_any_region_of_a_sharded_array_is_read(tmp_path, spec):
     arrays = stored(tmp_path, spec)
     assert set(arrays) == {"blocks.up", "blocks.bias", "table"}
-    np.testing.assert_array_equal(arrays["table"].read(whole(TABLE.shape)), TABLE)
+    np.testing.assert_array_equal(arrays["table"].read(whole(2)), TABLE)
     region = (slice(1, 3), slice(5, 61), slice(31, 97))
     np.testing.assert_array_equal(arrays["blocks.up"].read(region), UP[region])
 
@@ -62,7 +62,7 @@ def test_large_arrays_are_saved_in_small_chunks_of_one_layer(tmp_path, monkeypat
     assert 1024 <= np.prod(chunks(arrays["blocks.up"])) * 4 <= 4096
     assert np.prod(chunks(arrays["table"])) * 4 <= 4096
     assert chunks(arrays["blocks.bias"]) == SMALL.shape
-    np.testing.assert_array_equal(arrays["blocks.up"].read(whole(UP.shape)), UP)
+    np.testing.assert_array_equal(arrays["blocks.up"].read(whole(3)), UP)
 
 
 def test_an_item_that_a_step_lacks_has_no_arrays(tmp_path):

@@ -94,7 +94,7 @@ class Part:
 
     def data(self) -> memoryview:
         """Return its numbers in f32, as bytes in row-major order."""
-        region = whole(self.array.shape)
+        region = whole(len(self.array.shape))
         if self.layer is not None:
             region = (slice(self.layer, self.layer + 1), *region[1:])
         return self.array.read(region).astype(np.float32, copy=False).reshape(-1).view(np.uint8).data

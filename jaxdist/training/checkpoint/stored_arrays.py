@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ CHUNK_BYTES = 8 << 20
 """Bytes of the largest chunk of a parameter that is written. A chunk is compressed, and read, as a whole."""
 
 Region = tuple[slice, ...]
-"""A part of an array: start and stop in each dim, with step 1."""
+"""A part of an array, as it is indexed: a slice for each dim, with step 1."""
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,30 @@ class StoredArray:
 
     def blocks(self, region: Region) -> Iterator[tuple[Region, Shaped[np.ndarray, "..."]]]:
         """Yield a region chunk by chunk: which part of the region it is, counted from its corner, and the numbers."""
+        spans = self._spans(region)
         chunk = [size for size in self.store.chunk_layout.read_chunk.shape or () if size is not None]
-        cuts = [_cut(span, size) for span, size in zip(region, chunk, strict=True)]
+        cuts = [_cut(span, size) for span, size in zip(spans, chunk, strict=True)]
         for block in itertools.product(*cuts):
             place = tuple(
-                slice(part.start - span.start, part.stop - span.start) for part, span in zip(block, region, strict=True)
+                slice(part.start - span.start, part.stop - span.start) for part, span in zip(block, spans, strict=True)
             )
             yield place, np.asarray(self.store[block].read().result())
 
     def read(self, region: Region) -> Shaped[np.ndarray, "..."]:
         """Return the numbers of a region."""
-        numbers = np.empty([span.stop - span.start for span in region], self.dtype)
+        numbers = np.empty([span.stop - span.start for span in self._spans(region)], self.dtype)
         for place, block in self.blocks(region):
             numbers[place] = block
         return numbers
 
+    def _spans(self, region: Region) -> list[slice]:
+        """Return the start and stop of a region in each dim."""
+        return [slice(*span.indices(size)[:2]) for span, size in zip(region, self.shape, strict=True)]
 
-def whole(shape: Sequence[int]) -> Region:
-    """Return the region that is all of an array of this shape."""
-    return tuple(slice(0, size) for size in shape)
+
+def whole(dims: int) -> Region:
+    """Return the region that is all of an array of so many dims."""
+    return (slice(None),) * dims
 
 
 def open_arrays(item: Path) -> Mapping[str, StoredArray]:
