@@ -9,6 +9,7 @@ from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.outer_report import OuterReport
 from jaxdist.planning.report import Report, Row
 from jaxdist.planning.tables import table
+from jaxdist.planning.timing import in_window
 from jaxdist.units import size
 
 BAR = 60
@@ -54,7 +55,7 @@ def _head(report: Report) -> list[str]:
         )
     if report.pipeline:
         found.append(f"pipeline    {pipelines.describe(report.pipeline)}")
-    found.append(f"model       {models.parameters(report.model):,} parameters")
+    found.append(f"model       {models.parameters(report.model):,} parameters{in_window(config.model)}")
     found += [f"warning     {sentence}" for sentence in report.warnings]
     found += [f"note        {note}" for note in report.notes]
     return found

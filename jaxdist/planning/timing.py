@@ -18,13 +18,23 @@ def flops_per_token(model: ModelConfig) -> int:
 def flops_formula(model: ModelConfig) -> str:
     """Describe what `flops_per_token` counts."""
     width = "embed" if model.heads * model.head_size == model.embed else "heads x head_dim"
-    if model.window and model.window < model.sequence:
+    if has_window(model):
         tokens = "(2 x window - window^2 / sequence)"
         kind = "causal attention in a window"
     else:
         tokens = "sequence"
         kind = "causal attention"
     return f"6 x matrix parameters (output table included) + 6 x layers x {tokens} x {width} ({kind})"
+
+
+def has_window(model: ModelConfig) -> bool:
+    """Return whether a sliding window hides something from a row of tokens."""
+    return 0 < model.window < model.sequence
+
+
+def in_window(model: ModelConfig) -> str:
+    """Return the end of a line about a model whose attention has a sliding window; empty for another."""
+    return f"; attention in a window of {model.window:,} tokens" if has_window(model) else ""
 
 
 def attention_flops_per_token(model: ModelConfig) -> float:

@@ -162,7 +162,7 @@ def a_stage_turns_back_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_uneven_split_is_not_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pipelines, "notes", lambda config, layout, pipe: [])
+    patch.setattr(pipelines, "uneven", lambda config, pipe: "")
 
 
 def the_server_adds_up_and_does_not_average(patch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 from jaxdist import models
 from jaxdist.config import ModelConfig
 from jaxdist.planning.hardware import peak_flops
-from jaxdist.planning.timing import flops_formula, flops_per_token
+from jaxdist.planning.timing import flops_formula, flops_per_token, in_window
 from jaxdist.request import load
 
 
@@ -46,6 +46,12 @@ def test_attention_in_a_window_counts_the_keys_that_are_seen(window):
 
 def test_a_window_as_long_as_the_row_is_none():
     assert attention_flops(window=1000) == attention_flops(window=5000) == attention_flops()
+
+
+def test_a_line_about_a_model_names_a_window_that_hides_something():
+    c = ModelConfig(sequence=8192, window=4096)
+    assert in_window(c) == "; attention in a window of 4,096 tokens"
+    assert in_window(c.model_copy(update={"window": 8192})) == in_window(c.model_copy(update={"window": 0})) == ""
 
 
 def test_attention_is_as_wide_as_its_heads():

@@ -45,7 +45,7 @@ def test_what_follows_from_other_knobs_is_not_compared(old, new, names):
 def test_steps_bind_a_run_to_its_config_wherever_they_lie(tmp_path, name):
     """The newest, the best, and those set aside: without any the run has learned nothing that another config loses."""
     folder, own, other = RunFolder(tmp_path), asked(), asked(optimizer__learning_rate=0.5)
-    folder.write(own, None, [], {})
+    folder.write(own, tokenizer=None, special=None, devices=[], more={})
     assert folder.enter(other) == other
     put(StepDir(tmp_path / name), 5)
     assert folder.enter(own) == own

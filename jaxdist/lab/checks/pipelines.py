@@ -122,15 +122,15 @@ def planned(config: Config) -> tuple[Layout, models.Model, pipelines.Pipeline | 
 def layer_split(expected: str, tolerance: str, stages: int = 64) -> Outcome:
     """Measure how many stages have how many layers, and whether the planner's note says what an uneven split costs."""
     config = Config(mesh=f"1x8x{stages}", precision="mixed", model=GPT3, pipeline=PipelineConfig(microbatches=stages))
-    layout, _, pipe = planned(config)
+    _, _, pipe = planned(config)
     counts = sorted(Counter(pipe.stages.sizes).items(), reverse=True)
     value = f"{counts[0][1]} stages of {counts[0][0]}"
     for layers, count in counts[1:]:
         value += f" and {count} of {layers}"
-    notes = [note for note in pipelines.notes(config, layout, pipe) if note.startswith("model.layers")]
+    note = pipelines.uneven(config, pipe)
     # Stages of different sizes are padded, which costs time, and the planner must say so.
-    reported = bool(notes) == pipe.stages.padded
-    lines = [line for note in notes for line in textwrap.wrap(note, 120)]
+    reported = bool(note) == pipe.stages.padded
+    lines = textwrap.wrap(note, 120)
     if not lines:
         lines = ["all stages are alike"]
     drawn = partial(pictures.cube, model=8, layers=pipe.stages.sizes)

@@ -63,8 +63,8 @@ pass."""
 
 FORMULAS = {
     "arithmetic": "micro-batches x (F + B + recomputed + head); F = layers x (2 tokens x (matrices, in whole waves of "
-    "tiles, + sequence x embed / 0.65) / (model axis x matmul x peak) + 2 x saved bytes / memory bandwidth); "
-    "a split backward pass adds 2 x stashed bytes / memory bandwidth",
+    "tiles, + 2 x keys seen x heads x head size / 0.65) / (model axis x matmul x peak) + 2 x saved bytes / memory "
+    "bandwidth); a split backward pass adds 2 x stashed bytes / memory bandwidth",
     "waiting": "ticks of the schedule x their slots, less the arithmetic; includes the padding of uneven stages",
     MODEL: "every collective of the residual stream over the model axis: nothing overlaps them",
     PIPELINE: "messages between stages, and collectives of the vocabulary that all stages share",

@@ -26,6 +26,7 @@ from jaxdist.planning.search.plan import Plan
 from jaxdist.planning.search.questions import alone
 from jaxdist.planning.search.reasons import reason
 from jaxdist.planning.tables import table
+from jaxdist.planning.timing import in_window
 from jaxdist.planning.transfer_time import merge_calls, seconds
 from jaxdist.units import size
 
@@ -65,7 +66,7 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     )
     yield (
         f"model       {parameters(plan.model):,} parameters; {batch} rows x {sequence:,} = {batch * sequence:,} tokens "
-        f"per step; {plan.config.precision}"
+        f"per step; {plan.config.precision}{in_window(plan.config.model)}"
     )
     yield (
         f"candidates  {len(plan.rough_memory):,}: {rejected['memory']:,} need more memory, {rejected['slower']:,} are "
