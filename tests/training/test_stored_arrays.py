@@ -57,7 +57,7 @@ def test_blocks_cover_a_region_once_and_none_reaches_over_a_chunk(tmp_path):
 
 def test_large_arrays_are_saved_in_small_chunks_of_one_layer(tmp_path, monkeypatch):
     monkeypatch.setattr(orbax_writer, "CHUNK_BYTES", 4096)
-    arrays = stored(tmp_path, P(None, "a", None))
+    arrays = stored(tmp_path, P(None, "a", "b"))
     assert chunks(arrays["blocks.up"])[0] == 1
     assert 1024 <= np.prod(chunks(arrays["blocks.up"])) * 4 <= 4096
     assert np.prod(chunks(arrays["table"])) * 4 <= 4096
