@@ -29,8 +29,10 @@ from jaxdist.request import load
 from jaxdist.training.run import Run
 
 
-def plain_attention(layout, q, k, v, starts=None):
+def plain_attention(layout, q, k, v, starts=None, window=0):
     """Scores of all tokens with all, kept for the backward pass."""
+    assert starts is None
+    assert window == 0
     group, sequence = q.shape[2] // k.shape[2], q.shape[1]
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
     scores = jnp.einsum("BSNH,BTNH->BNST", q, k, preferred_element_type=jnp.float32) * q.shape[3] ** -0.5
@@ -38,11 +40,17 @@ def plain_attention(layout, q, k, v, starts=None):
     return jnp.einsum("BNST,BTNH->BSNH", jax.nn.softmax(scores).astype(v.dtype), v)
 
 
-def plain_loss(layout, x, table, labels):
+def plain_loss(layout, x, table, labels, size):
     """All logits at once, in float32."""
+    assert size == table.shape[0]
     logits = jnp.einsum("kBSD,VD->kBSV", x, table, preferred_element_type=jnp.float32)
     likely = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
     return -jnp.sum(jnp.where(labels >= 0, likely, 0))
+
+
+def plain_rotary(x, frequencies, starts=None, factor=1.0):
+    """The turn itself, which autodiff turns back."""
+    return layers._turn(x, frequencies, factor, starts, 1)
 
 
 def unwrapped(*names: str) -> list[tuple[object, str, Callable]]:
@@ -59,7 +67,7 @@ FORMS: dict[str, list[tuple[object, str, Callable]]] = {
         *unwrapped("_activate_and_contract", "_gate_and_contract"),
         (layers, "gelu", lambda x: jax.nn.gelu(x, approximate=True)),
     ],
-    "rotary positions": [(layers, "rotary", lambda x, theta, starts=None: layers._turn(x, theta, starts, 1))],
+    "rotary positions": [(layers, "rotary", plain_rotary)],
     "columns": unwrapped("column"),
 }
 """What each is exchanged for: (module, name, plain form)."""
