@@ -178,8 +178,10 @@ class Layout:
     def partial(self, logical: Sequence[str | None]) -> frozenset[str]:
         """Return the mesh axes over which the gradient of a parameter is a sum of per-device partial gradients.
 
-        `logical` are the logical axes of the parameter.
+        `logical` are the logical axes of the parameter. An axis that splits it is never among them: each device has
+        the whole gradient of its own part.
         """
+        own = {axis for name in logical for axis in self.split(name)}
         axes = self.split("batch")
         if "norm" in logical:
             # A norm is applied element by element to the residual stream, whose sequence may be sharded too.
@@ -187,7 +189,7 @@ class Layout:
         if "head_norm" in logical:
             # All heads share one scale.
             axes = (*axes, *self.split("heads"))
-        return frozenset(axes)
+        return frozenset(axes) - own
 
 
 def partition(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
