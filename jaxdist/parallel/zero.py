@@ -1,9 +1,9 @@
 """Data parallelism and FSDP: where parameters lie, and the collectives between (ZeRO, Rajbhandari et al. 2020).
 
-In use, a weight is whole over the data axis and typed `reduced` over the axes of the batch. That makes its gradient
-`unreduced`: each device holds its own partial sum, and only `reduce` may add them up. So two collectives are all that
-ever moves over `data`: `gather` (all-gather) before weights are used, and `reduce` (reduce-scatter; or all-reduce,
-where nothing is sharded) after gradients are made.
+In use, a weight is whole over its ZeRO group and typed `reduced` over the axes of the batch. The group of each
+parameter (`Placement.over`) is the data axis. The gradient is `unreduced`: each device holds its own partial sum, and
+only `reduce` may add them up. So two collectives are all that ever moves over `data`: `gather` (all-gather) before
+weights are used, and `reduce` (reduce-scatter; or all-reduce, where nothing is sharded) after gradients are made.
 
     stage   sharded over data at rest      gather                reduce                   elements per parameter
     0       nothing (DDP)                  -                     once per step            2
@@ -404,10 +404,10 @@ def placements(
     """Return a `Placement` for every parameter, from its logical axes and shape.
 
     `summed`: gradients are partial sums of the devices, so weights in use are `reduced`. `split` holds for every
-    parameter whether ZeRO may split it (None: it may split all). `stacks`: stacked layers are used as they lie
-    at rest, by a module that gathers each layer when it is its turn. `defers`: gradients wait for the end of the step
-    before they are summed over the replicas. `replica_zero`: between steps, `replica` splits what `split` allows; this
-    needs a stage of 1 or more.
+    parameter whether ZeRO may split it (None: it may split all). `stacks`: stacked layers are used as they lie at rest,
+    by a module that gathers each layer when it is its turn. `defers`: gradients wait for the end of the step before
+    they are summed over the replicas. `replica_zero`: between steps, `replica` splits what `split` allows; this needs a
+    stage of 1 or more.
 
     Where key/value heads are too few to be split as the query heads are, they are dealt out in use (`parallel.heads`),
     and at rest their size is split, if the mesh divides it. Raises `ValueError` where heads cannot be dealt evenly.
@@ -490,7 +490,7 @@ def _replica_dim(
 ) -> int | None:
     """Return the dim that the replicas split between steps, or None.
 
-    It is `zero_dim`, of which ZeRO makes so many shards, where it divides; else another.
+    It is `zero_dim`, which ZeRO splits into `shards`, where they divide these further; else another.
     """
     ways = layout.size(REPLICA)
     if zero_dim is not None and shape[zero_dim] % (shards * ways) == 0:

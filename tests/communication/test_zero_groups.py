@@ -50,12 +50,14 @@ def on(mesh: jax.sharding.Mesh, a: np.ndarray, spec: P) -> jax.Array:
 
 def partial_sums(place: Placement, parts: jax.Array) -> jax.Array:
     """[8, ...] with a part for each device -> a gradient in use."""
-    axes = place.use.reduced
-    spec = P(*place.use.partitions, unreduced=axes)
-    of_each = P(tuple(a for a in (REPLICA, DATA, MODEL) if a in axes), *place.use.partitions)
-    return jax.shard_map(lambda g: jax.lax.pcast(g[0], tuple(axes), to="unreduced"), in_specs=of_each, out_specs=spec)(
-        parts
-    )
+    axes = tuple(axis for axis in (REPLICA, DATA, MODEL) if axis in place.use.reduced)
+
+    def own(parts: jax.Array) -> jax.Array:
+        return jax.lax.pcast(parts[0], axes, to="unreduced")
+
+    of_each = P(axes, *place.use.partitions)
+    in_use = P(*place.use.partitions, unreduced=place.use.reduced)
+    return jax.shard_map(own, in_specs=of_each, out_specs=in_use)(parts)
 
 
 def test_a_parameter_is_sharded_over_the_axes_that_do_not_split_it():
@@ -93,10 +95,9 @@ def test_one_reduce_scatter_over_the_group_sums_a_gradient(axes, over):
     mesh, layout = mesh_and_layout("data=2,model=4")
     place = placement(layout, axes)
     parts = PARTS[: layout.size(*over)]
+    of_each = on(mesh, parts, P(over, *place.use.partitions))
     with jax.set_mesh(mesh):
-        program = jax.jit(lambda parts: place.reduce(partial_sums(place, parts)))
-        of_each = on(mesh, parts, P(over, *place.use.partitions))
-        program = program.lower(of_each).compile()
+        program = jax.jit(lambda parts: place.reduce(partial_sums(place, parts))).lower(of_each).compile()
     total = program(of_each)
     assert np.array_equal(total, parts.sum(0))
     assert total.sharding.is_equivalent_to(NamedSharding(mesh, place.rest), 2)
