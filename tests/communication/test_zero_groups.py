@@ -9,7 +9,8 @@ from jax.sharding import NamedSharding
 
 from jaxdist.config import Config
 from jaxdist.mesh import DATA, MODEL, REPLICA, make_mesh, parse_mesh
-from jaxdist.parallel import zero
+from jaxdist.parallel import replicas, zero
+from jaxdist.parallel.delayed_gradients import cross_at_once
 from jaxdist.parallel.zero import Placement
 from jaxdist.planning import parameter_layout
 from jaxdist.planning.hlo import summary
@@ -137,6 +138,19 @@ def test_what_the_group_has_scattered_crosses_the_replicas(stage, replica_zero, 
         total = add_up(on(mesh, PARTS, P((REPLICA, DATA, MODEL), None, None)))
     assert np.array_equal(total, PARTS.sum(0))
     assert total.sharding.is_equivalent_to(NamedSharding(mesh, held), 2)
+
+
+def test_late_gradients_are_gathered_over_the_group_after_they_cross():
+    mesh, layout = mesh_and_layout("replica=2,data=2,model=2")
+    place = placement(layout, DENSE, stage=0)
+
+    def add_up(parts: jax.Array) -> jax.Array:
+        kept = replicas.kept(place, place.reduce(partial_sums(place, parts)))
+        return cross_at_once({"w": place}, {"w": kept})["w"]
+
+    with jax.set_mesh(mesh):
+        total = jax.jit(add_up)(on(mesh, PARTS, P((REPLICA, DATA, MODEL), None, None)))
+    assert np.array_equal(total, PARTS.sum(0))
 
 
 @pytest.mark.parametrize(("axes", "over", "devices"), [(DENSE, (DATA, MODEL), 8), (SPLIT, (DATA,), 2)])
