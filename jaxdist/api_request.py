@@ -165,8 +165,8 @@ def unsplit(layout: Layout, axes: Params, forward: Forward, split: Params) -> Un
     ranks = layout.size(DATA)
     parameters = parameter_layout.lay_out(layout, axes, forward.abstract, forward.places)
     requested = [p for p, may in zip(parameters, jax.tree.leaves(split), strict=True) if may]
-    whole = [p for p in requested if p.whole]
-    if not whole or ranks == 1:
+    whole = parameter_layout.unsplit(requested)
+    if not whole:
         return Unsplit("", "")
     note = parameter_layout.left_whole(parameters, whole, ranks, most=len(whole))
     if parameter_layout.part_of(parameters, whole) <= parameter_layout.MUCH:

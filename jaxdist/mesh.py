@@ -39,6 +39,9 @@ AXES_OVER_SITES = (REPLICA, *(axis for axis in AXES if axis != REPLICA))
 BATCH_AXES = (REPLICA, DATA)
 """The axes that split the rows of a batch."""
 
+ZERO_AXES = (DATA,)
+"""The axes over which ZeRO may shard a parameter, outermost first. Gradients are partial sums over each of them."""
+
 LAYER_AXES = (MODEL,)
 """The axes that may split the dims of a layer: its heads, its MLP, the vocabulary."""
 

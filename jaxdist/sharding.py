@@ -121,11 +121,12 @@ class Layout:
 
     def parts(self, logical: str | None) -> int:
         """Return the number of parts into which a logical axis is split."""
-        return math.prod(self.size(axis) for axis in self.split(logical))
+        return self.size(*self.split(logical))
 
-    def size(self, axis: str) -> int:
-        """Return the size of a mesh axis."""
-        return dict(self.axes).get(axis, 1)
+    def size(self, *axes: str) -> int:
+        """Return the number of devices along mesh axes: the product of their sizes."""
+        sizes = dict(self.axes)
+        return math.prod(sizes.get(axis, 1) for axis in axes)
 
     def pieces(self, spec: P) -> int:
         """Return the number of parts into which an array with this spec is split."""
@@ -133,7 +134,7 @@ class Layout:
         for part in spec.partitions:
             # A part is one axis, several axes, or None.
             axes = (part,) if isinstance(part, str) else (part or ())
-            count *= math.prod(self.size(axis) for axis in axes)
+            count *= self.size(*axes)
         return count
 
     def shard_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
@@ -168,14 +169,7 @@ class Layout:
         # Arrays in a manual region are shards already.
         if self.manual:
             return P(*(None for _ in logical))
-        partitions: list[str | tuple[str, ...] | None] = []
-        for part in split:
-            # JAX distinguishes one axis from a tuple with one axis.
-            if len(part) == 1:
-                partitions.append(part[0])
-            else:
-                partitions.append(part or None)
-        return P(*partitions, **kinds)
+        return P(*map(partition, split), **kinds)
 
     def activation(self, letters: str, **kinds: frozenset[str]) -> P:
         """Return the `PartitionSpec` of an activation whose dims are named by letters: `"BSD"`."""
@@ -184,8 +178,10 @@ class Layout:
     def partial(self, logical: Sequence[str | None]) -> frozenset[str]:
         """Return the mesh axes over which the gradient of a parameter is a sum of per-device partial gradients.
 
-        `logical` are the logical axes of the parameter.
+        `logical` are the logical axes of the parameter. An axis that splits it is never among them: each device has
+        the whole gradient of its own part.
         """
+        own = {axis for name in logical for axis in self.split(name)}
         axes = self.split("batch")
         if "norm" in logical:
             # A norm is applied element by element to the residual stream, whose sequence may be sharded too.
@@ -193,7 +189,15 @@ class Layout:
         if "head_norm" in logical:
             # All heads share one scale.
             axes = (*axes, *self.split("heads"))
-        return frozenset(axes)
+        return frozenset(axes) - own
+
+
+def partition(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """Return the entry of a `PartitionSpec` for a dim that these mesh axes split, outermost first."""
+    # JAX distinguishes one axis from a tuple with one axis.
+    if len(axes) == 1:
+        return axes[0]
+    return axes or None
 
 
 def _check(rules: Rules, names: Collection[str]) -> None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.config import Config
-from jaxdist.mesh import DATA, REPLICA
+from jaxdist.mesh import REPLICA
 from jaxdist.parallel.zero import Placements
 from jaxdist.sharding import Layout, Params
 
@@ -40,7 +40,7 @@ def cross_at_once(places: Placements, parts: Params) -> Params:
             ends.append(ends[-1] + math.prod(part.shape))
             g = total[ends[-2] : ends[-1]].reshape(part.shape[:-1])
             if place.crossing_dim is not None:
-                g = jax.lax.all_gather(g, DATA, axis=place.crossing_dim, tiled=True)
+                g = jax.lax.all_gather(g, place.over, axis=place.crossing_dim, tiled=True)
             found.append(g)
         return tuple(found)
 

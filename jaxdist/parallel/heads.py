@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxdist.sharding import Layout, LogicalAxes
+
 REPEATED = dict(kv_heads=2, normed_kv_heads=1)
 """The logical axes of a dim K, and how many heads that the queries share stand last in the dim behind it: key and
 value, or the key alone."""
@@ -35,6 +37,23 @@ class HeadDeal:
     def layer(self) -> HeadDeal:
         """The deal for one layer of a stack, which has no leading dim of layers."""
         return replace(self, dim=self.dim - 1)
+
+
+def deal_of(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...]) -> HeadDeal | None:
+    """Return how key/value heads are dealt; None for a parameter that has none, or has enough to split.
+
+    Raises `ValueError` where they cannot be dealt evenly.
+    """
+    dim = next((dim for dim, name in enumerate(axes) if name in REPEATED), None)
+    if dim is None:
+        return None
+    count = shape[dim]
+    parts = layout.parts("heads")
+    if count % parts == 0:
+        return None
+    if parts % count:
+        raise ValueError(f"{count} key/value heads neither split nor repeat evenly over {parts} parts")
+    return HeadDeal(dim, parts // count, REPEATED[str(axes[dim])])
 
 
 def dealt(shape: tuple[int, ...], of: HeadDeal) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """Data parallelism and FSDP: where parameters lie, and the collectives between (ZeRO, Rajbhandari et al. 2020).
 
-In use, a weight is whole over the data axis and typed `reduced` over the axes of the batch. That makes its gradient
-`unreduced`: each device holds its own partial sum, and only `reduce` may add them up. So two collectives are all that
-ever moves over `data`: `gather` (all-gather) before weights are used, and `reduce` (reduce-scatter; or all-reduce,
-where nothing is sharded) after gradients are made.
+In use, a weight is whole over its ZeRO group and typed `reduced` over the axes of the batch. The group of each
+parameter (`Placement.over`) is the data axis. The gradient is `unreduced`: each device holds its own partial sum, and
+only `reduce` may add them up. So two collectives are all that ever moves over `data`: `gather` (all-gather) before
+weights are used, and `reduce` (reduce-scatter; or all-reduce, where nothing is sharded) after gradients are made.
 
     stage   sharded over data at rest      gather                reduce                   elements per parameter
     0       nothing (DDP)                  -                     once per step            2
@@ -38,12 +38,12 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import Config
-from jaxdist.mesh import DATA, PIPELINE, REPLICA
+from jaxdist.mesh import PIPELINE, REPLICA, ZERO_AXES
 from jaxdist.parallel import heads, region
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.heads import HeadDeal
 from jaxdist.parallel.sink import with_sink
-from jaxdist.sharding import LAYERS, STAGES, Layout, LogicalAxes, Params, wide
+from jaxdist.sharding import LAYERS, STAGES, Layout, LogicalAxes, Params, partition, wide
 
 Placements = dict[str, Any]
 """A `Placement` for every parameter, nested as the parameters are."""
@@ -63,6 +63,9 @@ class Placement:
 
     rest: P
     use: P
+    over: tuple[str, ...] = ()
+    """Its ZeRO group, outermost first: the axes over which ZeRO shards it, where a dim divides. None splits it in use.
+    """
     deal: HeadDeal | None = None
     """How its key/value heads are dealt in use; None where the heads of the mesh split them evenly."""
     deferred: frozenset[str] = frozenset()
@@ -70,7 +73,7 @@ class Placement:
     replica_dim: int | None = None
     """The dim that `replica` splits between steps; None where each replica holds the parameter."""
     crossing_dim: int | None = None
-    """The dim that data splits while a gradient crosses `replica`, where nothing is sharded at rest (stage 0)."""
+    """The dim that `over` splits while a gradient crosses `replica`, where nothing is sharded at rest (stage 0)."""
     stacked: int = 0
     """How many leading dims count layers."""
 
@@ -96,8 +99,9 @@ class Placement:
         if self.replica_dim is None:
             return self.rest
         split = list(self.rest.partitions)
-        # Data comes first, so that gathering the replicas' parts makes one rank's shard.
-        split[self.replica_dim] = (DATA, REPLICA) if split[self.replica_dim] == DATA else REPLICA
+        # The group comes first, so that gathering the replicas' parts makes one rank's shard.
+        group = self.over if self.replica_dim == self.shard_dim else ()
+        split[self.replica_dim] = partition((*group, REPLICA))
         return P(*split)
 
     @property
@@ -119,13 +123,13 @@ class Placement:
 
     @property
     def shard_dim(self) -> int | None:
-        """The dim that the data axis splits at rest, or None.
+        """The dim that `over` splits at rest, or None.
 
-        None means that every rank along data holds all of the parameter: at ZeRO 0, or where no dim divides.
+        None means that every rank of the group holds all of the parameter: at ZeRO 0, or where no dim divides.
         """
-        if DATA not in self.rest.partitions:
+        if not self.over or partition(self.over) not in self.rest.partitions:
             return None
-        return self.rest.partitions.index(DATA)
+        return self.rest.partitions.index(partition(self.over))
 
     def in_use(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape in use of a parameter of `shape`.
@@ -137,26 +141,26 @@ class Placement:
         return heads.dealt(shape, self.deal)
 
     def gather(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
-        """All-gather weights over data: at rest -> in use."""
+        """All-gather weights over their group: at rest -> in use."""
         if self.deal is not None:
             w = heads.deal(w, self.deal)
             w = self._exchange(w, self.rest, self._shard, back=False)
         if self.shard_dim is None or self.use == self.rest:
             return reshard(w, self.use)
-        shard = P(*self._shard.partitions, reduced=self.use.reduced - {DATA})
-        whole = P(*self.use.partitions, reduced=self.use.reduced | {DATA})
-        # The all-gather is written out so that its result is `reduced` over data; the reshards move nothing.
-        gather = partial(jax.lax.all_gather, axis_name=DATA, axis=self.shard_dim, tiled=True, to="reduced")
+        shard = P(*self._shard.partitions, reduced=self.use.reduced - set(self.over))
+        whole = P(*self.use.partitions, reduced=self.use.reduced | set(self.over))
+        # The all-gather is written out so that its result is `reduced` over the group; the reshards move nothing.
+        gather = partial(jax.lax.all_gather, axis_name=self.over, axis=self.shard_dim, tiled=True, to="reduced")
         return reshard(jax.shard_map(gather, in_specs=shard, out_specs=whole)(reshard(w, shard)), self.use)
 
     def gather_manual(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         """Do what `gather` does, inside a pipeline's region: this device's part at rest -> its part in use."""
         if self.deal is not None:
-            # Deal before the all-gather over data, so that it gathers only the heads that this device uses.
+            # Deal before the all-gather over the group, so that it gathers only the heads that this device uses.
             w = heads.deal(w, self.deal)
             w = self._all_to_all(w, back=False) if self.exchanged else region.own(w, self._head_axes, self.deal.dim)
         if self.shard_dim is not None:
-            w = jax.lax.all_gather(w, DATA, axis=self.shard_dim, tiled=True)
+            w = jax.lax.all_gather(w, self.over, axis=self.shard_dim, tiled=True)
         return region.vary(w, self.use.reduced)
 
     def reduce(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -187,9 +191,9 @@ class Placement:
 
         def add(g: jax.Array) -> jax.Array:
             g = jax.lax.psum(g, REPLICA)
-            return jax.lax.all_gather(g, DATA, axis=self.crossing_dim, tiled=True, to="reduced")
+            return jax.lax.all_gather(g, self.over, axis=self.crossing_dim, tiled=True, to="reduced")
 
-        whole = P(*self.rest.partitions, reduced={DATA})
+        whole = P(*self.rest.partitions, reduced=frozenset(self.over))
         return reshard(jax.shard_map(add, in_specs=self.reduced, out_specs=whole)(g), self.rest)
 
     @property
@@ -205,7 +209,7 @@ class Placement:
         def add(g: jax.Array, error: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
             total, error = rule.add_up(g, error[..., 0], self.stacked, step)
             if self.crossing_dim is not None:
-                total = jax.lax.all_gather(total, DATA, axis=self.crossing_dim, tiled=True)
+                total = jax.lax.all_gather(total, self.over, axis=self.crossing_dim, tiled=True)
             return total, error[..., None]
 
         # Unchecked, because there a partial sum is what it is, the device's own part; checked, it can only be added up.
@@ -226,8 +230,8 @@ class Placement:
         """Do what `reduce` does, inside a pipeline's region: partial sums in use -> this device's part, reduced."""
         summed = self.use.reduced - self.deferred
         if self.scatter_dim is not None:
-            g = jax.lax.psum_scatter(g, DATA, scatter_dimension=self.scatter_dim, tiled=True)
-            summed = summed - {DATA}
+            g = jax.lax.psum_scatter(g, self.over, scatter_dimension=self.scatter_dim, tiled=True)
+            summed = summed - set(self.over)
         g = region.add_up(g, sorted(summed))
         if self.deal is None:
             return g
@@ -290,11 +294,11 @@ class Placement:
         return jax.lax.all_to_all(w, self._head_axes, split_axis=split, concat_axis=joined, tiled=True)
 
     def _reduce_scatter(self, g: jax.Array) -> jax.Array:
-        """Sum over data, keeping this device's shard; then all-reduce it over the other axes that do not wait."""
+        """Sum over the group, keeping this device's shard; then all-reduce it over the other axes that do not wait."""
         summed = self.use.reduced - self.deferred
         if self.scatter_dim is not None:
-            g = jax.lax.psum_scatter(g, DATA, scatter_dimension=self.scatter_dim, tiled=True)
-            summed = summed - {DATA}
+            g = jax.lax.psum_scatter(g, self.over, scatter_dimension=self.scatter_dim, tiled=True)
+            summed = summed - set(self.over)
         if not summed:
             return g
         return jax.lax.psum(g, tuple(sorted(summed)))
@@ -307,14 +311,14 @@ class Placement:
 
     @property
     def scatter_dim(self) -> int | None:
-        """The dim along which data scatters a gradient; None where it is all-reduced over data."""
+        """The dim along which the group scatters a gradient; None where it is all-reduced over the group."""
         return self.crossing_dim if self.shard_dim is None else self.shard_dim
 
     def _scattered(self, spec: P) -> P:
-        """Return `spec`, split over data as gradients are after `reduce`."""
+        """Return `spec`, split over the group as gradients are after `reduce`."""
         split = list(spec.partitions)
         if self.scatter_dim is not None:
-            split[self.scatter_dim] = DATA
+            split[self.scatter_dim] = partition(self.over)
         return P(*split)
 
     @property
@@ -341,10 +345,10 @@ class Placement:
 
     @property
     def _shard(self) -> P:
-        """The spec in use, but split over data as at rest."""
+        """The spec in use, but split over the group as at rest."""
         split = list(self.use.partitions)
         if self.shard_dim is not None:
-            split[self.shard_dim] = DATA
+            split[self.shard_dim] = partition(self.over)
         return P(*split)
 
 
@@ -400,10 +404,10 @@ def placements(
     """Return a `Placement` for every parameter, from its logical axes and shape.
 
     `summed`: gradients are partial sums of the devices, so weights in use are `reduced`. `split` holds for every
-    parameter whether the data axis may split it (None: it may split all). `stacks`: stacked layers are used as they lie
-    at rest, by a module that gathers each layer when it is its turn. `defers`: gradients wait for the end of the step
-    before they are summed over the replicas. `replica_zero`: between steps, `replica` splits what `split` allows; this
-    needs a stage of 1 or more.
+    parameter whether ZeRO may split it (None: it may split all). `stacks`: stacked layers are used as they lie at rest,
+    by a module that gathers each layer when it is its turn. `defers`: gradients wait for the end of the step before
+    they are summed over the replicas. `replica_zero`: between steps, `replica` splits what `split` allows; this needs a
+    stage of 1 or more.
 
     Where key/value heads are too few to be split as the query heads are, they are dealt out in use (`parallel.heads`),
     and at rest their size is split, if the mesh divides it. Raises `ValueError` where heads cannot be dealt evenly.
@@ -434,7 +438,7 @@ def _place(
     # Key/value heads are split over the same mesh axes as the query heads that they serve.
     axes_in_use = tuple("heads" if name in heads.REPEATED else name for name in axes)
     rest = list(layout.spec(axes_in_use).partitions)
-    deal = _head_deal(layout, axes, shape)
+    deal = heads.deal_of(layout, axes, shape)
     taken: tuple[int, ...] = ()
     if deal is not None:
         head_dim = deal.dim
@@ -442,37 +446,30 @@ def _place(
         divides = shape[size_dim] % layout.parts("heads") == 0
         rest[size_dim] = rest[head_dim] if divides else None
         rest[head_dim] = None
-        # Dealing heads, or exchanging them by an all-to-all, needs these dims whole over data.
+        # Dealing heads, or exchanging them by an all-to-all, needs these dims whole over the group.
         taken = (head_dim + 1, size_dim)
     reduced = layout.partial(axes) if summed else frozenset()
     deferred = reduced & {REPLICA} if defers else frozenset()
     free = _free_dims(layout, axes_in_use, taken)
-    data_dim = _first_that_divides(shape, free, layout.size(DATA))
+    over = _group(layout, axes_in_use)
+    zero_dim = _first_that_divides(shape, free, layout.size(*over))
     crossing_dim = None
-    if sharded and data_dim is not None:
-        rest[data_dim] = DATA
+    if sharded and zero_dim is not None:
+        rest[zero_dim] = partition(over)
     elif not sharded and deferred:
-        crossing_dim = data_dim
+        crossing_dim = zero_dim
     replica_dim = None
     if over_replicas and deferred:
-        replica_dim = _replica_dim(layout, shape, free, data_dim)
+        replica_dim = _replica_dim(layout, shape, free, zero_dim, layout.size(*over))
     use = layout.spec(axes_in_use, reduced=reduced)
     stacked = sum(name in (LAYERS, STAGES) for name in axes)
-    return Placement(P(*rest), use, deal, deferred, replica_dim, crossing_dim, stacked)
+    return Placement(P(*rest), use, over, deal, deferred, replica_dim, crossing_dim, stacked)
 
 
-def _head_deal(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...]) -> HeadDeal | None:
-    """Return how key/value heads are dealt; None for a parameter that has none, or has enough to split."""
-    dim = next((dim for dim, name in enumerate(axes) if name in heads.REPEATED), None)
-    if dim is None:
-        return None
-    count = shape[dim]
-    parts = layout.parts("heads")
-    if count % parts == 0:
-        return None
-    if parts % count:
-        raise ValueError(f"{count} key/value heads neither split nor repeat evenly over {parts} parts")
-    return HeadDeal(dim, parts // count, heads.REPEATED[str(axes[dim])])
+def _group(layout: Layout, axes: LogicalAxes) -> tuple[str, ...]:
+    """Return the axes over which ZeRO may shard a parameter with these logical axes: those that do not split it."""
+    taken = {axis for name in axes for axis in layout.split(name)}
+    return tuple(axis for axis in ZERO_AXES if layout.size(axis) > 1 and axis not in taken)
 
 
 def _free_dims(layout: Layout, axes: LogicalAxes, taken: Collection[int]) -> list[int]:
@@ -488,9 +485,14 @@ def _first_that_divides(shape: tuple[int, ...], dims: Collection[int], ways: int
     return next((dim for dim in dims if shape[dim] % ways == 0), None)
 
 
-def _replica_dim(layout: Layout, shape: tuple[int, ...], free: Collection[int], data_dim: int | None) -> int | None:
-    """Return the dim that the replicas split between steps: that of data where it divides, else another; or None."""
+def _replica_dim(
+    layout: Layout, shape: tuple[int, ...], free: Collection[int], zero_dim: int | None, shards: int
+) -> int | None:
+    """Return the dim that the replicas split between steps, or None.
+
+    It is `zero_dim`, which ZeRO splits into `shards`, where they divide these further; else another.
+    """
     ways = layout.size(REPLICA)
-    if data_dim is not None and shape[data_dim] % (layout.size(DATA) * ways) == 0:
-        return data_dim
-    return _first_that_divides(shape, [dim for dim in free if dim != data_dim], ways)
+    if zero_dim is not None and shape[zero_dim] % (shards * ways) == 0:
+        return zero_dim
+    return _first_that_divides(shape, [dim for dim in free if dim != zero_dim], ways)

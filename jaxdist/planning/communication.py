@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import jax
 
 from jaxdist.config import Config
-from jaxdist.mesh import AXES, DATA, REPLICA, of_one_replica
+from jaxdist.mesh import AXES, REPLICA, of_one_replica
 from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
@@ -164,9 +164,9 @@ def _reduce(config: Config, p: Placed, name: str, layout: Layout, calls: int, ti
     summed = set(p.place.use.reduced - p.place.deferred)
     held = p.use
     if p.place.scatter_dim is not None:
-        yield transfer(layout, what, REDUCE_SCATTER, {DATA}, calls, times * p.use, F32)
-        summed.discard(DATA)
-        held = p.use // layout.size(DATA)
+        yield transfer(layout, what, REDUCE_SCATTER, p.place.over, calls, times * p.use, F32)
+        summed -= set(p.place.over)
+        held = p.use // layout.size(*p.place.over)
     if summed:
         if layout.platform != "cpu" and p.layers == 1 and not p.place.dealt:
             # XLA:GPU moves the all-reduce behind a loop that only adds to a sum.

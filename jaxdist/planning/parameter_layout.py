@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxdist.config import Config
-from jaxdist.mesh import DATA, MODEL, REPLICA, micro_batches
+from jaxdist.mesh import DATA, MODEL, REPLICA, ZERO_AXES, micro_batches
 from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel import zero
@@ -63,7 +63,7 @@ class Placed:
 
     @property
     def whole(self) -> bool:
-        """Whether the data axis does not split it."""
+        """Whether ZeRO does not split it."""
         return self.place.shard_dim is None
 
 
@@ -169,9 +169,9 @@ def notes(config: Config, parameters: list[Placed], layout: Layout) -> list[str]
     found = []
     parallel = config.parallel
     over_replicas = any(p.place.replica_dim is not None for p in parameters)
-    if parallel.zero and layout.size(DATA) == 1 and not over_replicas:
+    if parallel.zero and layout.size(*ZERO_AXES) == 1 and not over_replicas:
         found.append(f"parallel.zero {parallel.zero} splits nothing here, because {DATA} is 1")
-    elif parallel.zero and layout.size(DATA) > 1 and any(p.whole for p in parameters):
+    elif parallel.zero and unsplit(parameters):
         found.append(_left_whole(config, parameters, layout))
     if parallel.replica_zero and layout.size(REPLICA) > 1 and not over_replicas:
         found.append(_each_replica_holds_all(config, layout))
@@ -237,7 +237,7 @@ def _delayed(layout: Layout) -> str:
 def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str:
     """Name the parameters that the data axis leaves whole; where that is much, warn and offer sizes that work."""
     ranks = layout.size(DATA)
-    whole = [p for p in parameters if p.whole]
+    whole = unsplit(parameters)
     message = left_whole(parameters, whole, ranks)
     if part_of(parameters, whole) <= MUCH:
         return message
@@ -248,6 +248,11 @@ def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str
     if any(options):
         message += "; " + remedy(*options)
     return f"warning: {message}"
+
+
+def unsplit(parameters: list[Placed]) -> list[Placed]:
+    """Return the parameters that ZeRO leaves whole although they have a group to split them."""
+    return [p for p in parameters if p.whole and p.place.over]
 
 
 def left_whole(parameters: list[Placed], whole: list[Placed], ranks: int, most: int = 3) -> str:

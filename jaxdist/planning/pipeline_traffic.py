@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from jaxdist.config import Config
-from jaxdist.mesh import DATA, PIPELINE, REPLICA
+from jaxdist.mesh import PIPELINE, REPLICA
 from jaxdist.models.loss import chunk_length
 from jaxdist.parallel.gradient_compression import (
     BLOCK,
@@ -87,10 +87,10 @@ def gathered(config: Config, p: Placed, layout: Layout, name: str, calls: int, e
         # The heads are dealt before the all-gather, so each device sends only its own part.
         own = elements
         if not p.whole:
-            own = elements // layout.size(DATA)
+            own = elements // layout.size(*p.place.over)
         yield transfer(layout, what, ALL_TO_ALL, layout.split("heads"), calls, own, width)
     if not p.whole:
-        yield transfer(layout, what, ALL_GATHER, {DATA}, calls, elements, width)
+        yield transfer(layout, what, ALL_GATHER, p.place.over, calls, elements, width)
 
 
 def between_replicas(config: Config, p: Placed, layout: Layout) -> Iterator[Transfer]:
@@ -107,7 +107,7 @@ def between_replicas(config: Config, p: Placed, layout: Layout) -> Iterator[Tran
         return
     yield from _summed(compression(config.parallel), p, layout)
     if place.crossing_dim is not None:
-        yield transfer(layout, "summed gradients", ALL_GATHER, {DATA}, 1, p.rest, F32)
+        yield transfer(layout, "summed gradients", ALL_GATHER, place.over, 1, p.rest, F32)
 
 
 def _summed(rule: Compression | None, p: Placed, layout: Layout) -> Iterator[Transfer]:
@@ -219,9 +219,9 @@ def _gradients(config: Config, p: Placed, layout: Layout, pipe: Pipeline) -> Ite
         elements = calls * p.use
     what = f"gradients of {_name(p)}"
     if p.place.scatter_dim is not None:
-        yield transfer(layout, what, REDUCE_SCATTER, {DATA}, calls, elements, F32)
-        summed.discard(DATA)
-        elements //= layout.size(DATA)
+        yield transfer(layout, what, REDUCE_SCATTER, p.place.over, calls, elements, F32)
+        summed -= set(p.place.over)
+        elements //= layout.size(*p.place.over)
     if summed:
         yield transfer(layout, what, ALL_REDUCE, summed, calls, elements, F32)
     if p.place.exchanged:

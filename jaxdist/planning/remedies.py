@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxdist import units
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import AXES, DATA, MODEL, PIPELINE, abstract_mesh, describe, micro_batches
+from jaxdist.mesh import AXES, DATA, MODEL, PIPELINE, ZERO_AXES, abstract_mesh, describe, micro_batches
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import memory
@@ -142,7 +142,7 @@ def _changes(config: Config, layout: Layout) -> Iterator[Change]:
         yield "model.remat", "stage"
     if schedule == "gpipe":
         yield "pipeline.schedule", "1f1b"
-    if parallel.zero < 3 and layout.size(DATA) > 1:
+    if parallel.zero < 3 and layout.size(*ZERO_AXES) > 1:
         yield "parallel.zero", 3
     if schedule != "pipedream":
         knob = "pipeline.microbatches" if pipelined else "train.accumulation"
