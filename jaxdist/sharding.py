@@ -132,9 +132,7 @@ class Layout:
         """Return the number of parts into which an array with this spec is split."""
         count = 1
         for part in spec.partitions:
-            # A part is one axis, several axes, or None.
-            axes = (part,) if isinstance(part, str) else (part or ())
-            count *= self.size(*axes)
+            count *= self.size(*axes_of(part))
         return count
 
     def shard_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
@@ -192,12 +190,21 @@ class Layout:
         return frozenset(axes) - own
 
 
-def partition(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+Partition = str | tuple[str, ...] | None
+"""The mesh axes that split one dim, as `PartitionSpec` writes them."""
+
+
+def partition(axes: tuple[str, ...]) -> Partition:
     """Return the entry of a `PartitionSpec` for a dim that these mesh axes split, outermost first."""
     # JAX distinguishes one axis from a tuple with one axis.
     if len(axes) == 1:
         return axes[0]
     return axes or None
+
+
+def axes_of(part: Partition) -> tuple[str, ...]:
+    """Return the inverse of `partition`."""
+    return (part,) if isinstance(part, str) else (part or ())
 
 
 def _check(rules: Rules, names: Collection[str]) -> None:

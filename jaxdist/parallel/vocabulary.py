@@ -18,13 +18,10 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Float, Int
 
-from jaxdist.sharding import Layout, Tree
+from jaxdist.sharding import Layout, Tree, axes_of, partition
 
 TABLES = ("table", "output")
 """The names of the parameters [V, D] with a row for each token."""
-
-Partition = str | tuple[str, ...] | None
-"""The mesh axes that split one dim, as `PartitionSpec` writes them."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +69,8 @@ class Vocabulary:
         """Return the layout of a table [V', D, ...] whose rows the mesh splits, from that of [V, D, ...]."""
         _, columns, *rest = jax.typeof(a).sharding.spec.partitions
         rows = self.layout.split("vocab")
-        others = tuple(axis for axis in _axes(columns) if axis not in rows)
-        return P(_partition(rows), _partition(others), *rest)
+        others = tuple(axis for axis in axes_of(columns) if axis not in rows)
+        return P(partition(rows), partition(others), *rest)
 
     def _split_columns(self, a: jax.Array) -> P:
         """Return the layout of a table [V, D, ...]: what split its rows splits D too, or nothing where D is too small.
@@ -81,10 +78,10 @@ class Vocabulary:
         The mesh does not divide V, and a whole table on every device could exceed its memory.
         """
         rows, columns, *rest = jax.typeof(a).sharding.spec.partitions
-        both = _axes(columns) + _axes(rows)
+        both = axes_of(columns) + axes_of(rows)
         if a.shape[1] % self.layout.pieces(P(both)):
             return P(None, columns, *rest)
-        return P(None, _partition(both), *rest)
+        return P(None, partition(both), *rest)
 
 
 def of_tables(f: Callable[[Any], Any], tree: Tree) -> Tree:
@@ -112,19 +109,6 @@ def without_added(layout: Layout, logits: Float[Array, "B S V"], size: int) -> F
     if not Vocabulary(layout, size).added:
         return logits
     return jnp.where(tokens_of(layout, logits) < size, logits, -jnp.inf)
-
-
-def _axes(partition: Partition) -> tuple[str, ...]:
-    if isinstance(partition, str):
-        return (partition,)
-    return partition or ()
-
-
-def _partition(axes: tuple[str, ...]) -> Partition:
-    # JAX distinguishes one axis from a tuple with one axis.
-    if len(axes) == 1:
-        return axes[0]
-    return axes or None
 
 
 def _relaid(a: Array, f: Callable[[Array], Array], spec: P) -> Array:
