@@ -40,7 +40,7 @@ EXTRAS = [
     Extra(
         "dtype",
         "",
-        "Numbers of an exported folder: float32, bfloat16 or float16; empty: those of the folder that the run began "
+        "Dtype of an exported folder: float32, bfloat16 or float16; empty: the dtype of the folder that the run began "
         "with, or else of the run's precision.",
         WeightDtype,
     ),

@@ -61,10 +61,7 @@ class PlacedPiece:
 
     def box(self, spans: Spans) -> tuple[Span, ...] | None:
         """Return the part of `split_shape` that lies in these spans of ours; None where no number does."""
-        box = []
-        for letter in self.piece.letters:
-            first, last = self._own(letter, spans)
-            box.append((first, min(last, self.sizes[letter])))
+        box = [self._own(letter, spans) for letter in self.piece.letters]
         first, last = self._common(spans)
         if first >= last or any(first >= last for first, last in box):
             return None
@@ -76,8 +73,7 @@ class PlacedPiece:
         for letter in self.letters:
             first, last = self._common(spans) if letter == JOINED else spans[letter]
             start = spans[letter][0]
-            # Rows beyond the vocabulary are not in their tensor.
-            place.append(slice(first - start, min(last, self.sizes.get(letter, last)) - start))
+            place.append(slice(first - start, last - start))
         return tuple(place)
 
     def to_ours(self, values: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:

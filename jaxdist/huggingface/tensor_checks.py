@@ -150,7 +150,10 @@ def _other_forms(
     for copy, table in copies.items():
         here, there = entries[used[copy]].dtype, entries[used[table]].dtype
         if here != there:
-            problems.append(f"'{folder.path}' holds {copy} as {here} and {table}, to which it is tied, as {there}")
+            problems.append(
+                f"'{folder.path}' holds {copy} as {here} and {table}, to which it is tied, as {there}; remove {copy}, "
+                f"or set tie_word_embeddings in config.json to false if the model was trained so"
+            )
     return problems
 
 

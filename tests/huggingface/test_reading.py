@@ -141,18 +141,6 @@ def test_every_dtype_is_cast_exactly(tmp_path, dtype):
     assert_equal(read_parameters(path, model, on_one_device(model)), assembled(path, model))
 
 
-def test_rows_beyond_the_vocabulary_are_zero():
-    """A mesh of 2 rows of devices splits a table of 97 rows only with one more."""
-    model = model_of(GOLDEN / "gpt2")
-    like = on_one_device(model)
-    two = jax.make_mesh((2,), ("rows",), devices=jax.devices()[:2])
-    split = jax.NamedSharding(two, jax.P("rows"))
-    like["table"] = jax.ShapeDtypeStruct((104, 64), np.float32, sharding=split)
-    table = np.asarray(read_parameters(GOLDEN / "gpt2", model, like)["table"])
-    np.testing.assert_array_equal(table[:97], assembled(GOLDEN / "gpt2", model)["table"])
-    assert not table[97:].any()
-
-
 def read(path, **more) -> dict:
     model = model_of(path, **more)
     return read_parameters(path, model, on_one_device(model))
