@@ -93,11 +93,14 @@ class Traits(NamedTuple):
     """Whether the MLP has a third matrix, the gate."""
     dropout: bool = False
     """Whether it has dropout."""
+    routed: bool = False
+    """Whether each MLP is a mixture of experts, of which a router chooses some for each token."""
 
 
 FAMILIES = {
     "gpt": Traits(text=True, dropout=True),
     "llama": Traits(text=True, rotary=True, grouped=True, gated=True),
+    "moe": Traits(text=True, rotary=True, grouped=True, gated=True, routed=True),
     "cnn": Traits(text=False, dropout=True),
     "resnet18": Traits(text=False),
     "resnet50": Traits(text=False),
@@ -108,8 +111,8 @@ FAMILIES = {
 class ModelConfig(Section):
     """Model family (a text decoder or an image classifier) and its sizes."""
 
-    family: Literal["gpt", "llama", "cnn", "resnet18", "resnet50"] = "gpt"
-    """Text: gpt (the GPT-2 decoder) or llama. Images: cnn (a small convolutional network) or a ResNet."""
+    family: Literal["gpt", "llama", "moe", "cnn", "resnet18", "resnet50"] = "gpt"
+    """Text: gpt (the GPT-2 decoder), llama, or moe (llama with experts). Images: cnn (small, convolutional), resnet*."""
     layers: Layers = 4
     """Decoder blocks (L)."""
     embed: Count = 128
@@ -131,7 +134,29 @@ class ModelConfig(Section):
     norm_eps: PositiveFloat32 = 1e-5
     """Added to the variance or mean square in every norm."""
     mlp: CountOrZero = 0
-    """Width of the MLP (F); 0: 4 x embed, or for llama 8/3 x embed rounded up to a multiple of 256."""
+    """Width of the MLP (F); 0: 4 x embed, or for llama and moe 8/3 x embed rounded up to a multiple of 256."""
+    experts: Count = 8
+    """Experts in each layer of moe (E)."""
+    experts_per_token: Count = 2
+    """Experts that the router chooses for each token (k)."""
+    expert_mlp: CountOrZero = 0
+    """Width of each expert; 0: mlp."""
+    shared_experts: CountOrZero = 0
+    """Experts that every token goes through, beside the chosen ones: one MLP of shared_experts x expert_mlp."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the experts: softmax over all of them, or the sigmoid of each (DeepSeek-V3)."""
+    router_renormalize: bool = True
+    """Divide the scores of a token's chosen experts by their sum, as Mixtral does and OLMoE does not."""
+    router_scale: PositiveFloat32 = 1.0
+    """Factor of the chosen experts' scores, after they are renormalized."""
+    balance_rate: NonNegativeFloat32 = 1e-3
+    """Step of the balance, a bias of each expert that steers the choice alone, by the sign of its load; 0: none."""
+    balance_loss: NonNegativeFloat32 = 0.0
+    """Factor of the load-balancing loss, which each row has of its own; 0: none."""
+    z_loss: NonNegativeFloat32 = 0.0
+    """Factor of the router's z-loss, the square of the logarithm of the sum of exponentials; 0: none."""
+    capacity_factor: Annotated[PositiveFloat32, Field(ge=0.125, le=64)] = 1.25
+    """Room of the first round of dispatch, in even shares of the tokens; no token is dropped, more rounds follow."""
     vocab: Count = 2048
     """Vocabulary size: rows of the embedding table (V). A tokenizer trained on the data gets this size."""
     sequence: Sequence = 128
@@ -185,6 +210,11 @@ class ModelConfig(Section):
     def rope(self) -> RopeScaling:
         """The scaling of the rotary positions."""
         return rope_scaling.parse(self.rope_scaling)
+
+    @property
+    def expert_size(self) -> int:
+        """Width of each expert, with the default filled in."""
+        return self.expert_mlp or self.mlp_size
 
     @property
     def mlp_size(self) -> int:

@@ -36,10 +36,10 @@ AXES_OVER_SITES = (REPLICA, *(axis for axis in AXES if axis != REPLICA))
 """The order over the devices of several sites: only the gradients of `replica` then cross the slow link between them.
 """
 
-BATCH_AXES = (REPLICA, DATA)
-"""The axes that split the rows of a batch."""
+BATCH_AXES = (REPLICA, DATA, EXPERT)
+"""The axes that split the rows of a batch. Between its router and its experts, a token crosses `expert`."""
 
-ZERO_AXES = (DATA,)
+ZERO_AXES = (DATA, EXPERT)
 """The axes over which ZeRO may shard a parameter, outermost first. Gradients are partial sums over each of them."""
 
 LAYER_AXES = (MODEL,)

@@ -5,7 +5,7 @@ A model writes `einsum(layout, "BSD,DF->BSF", x, w)` and declares that `w` has t
 code.
 
 Letters: B rows, S sequence, D embed, F mlp, N heads, K key/value heads, H head size, V vocabulary, L layers; s is the
-sequence of the residual stream, which sequence parallelism splits; C counts weights stacked in one array.
+sequence of the residual stream, which sequence parallelism splits; E experts; C counts weights stacked in one array.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxdist.config import Config, nearest
-from jaxdist.mesh import AXES, BATCH_AXES, MODEL, PIPELINE
+from jaxdist.mesh import AXES, BATCH_AXES, EXPERT, MODEL, PIPELINE
 
 LAYERS = "layers"
 """The logical axis of the dim that stacks layers."""
@@ -32,11 +32,24 @@ LAYERS = "layers"
 BATCH = "batch"
 """The logical axis of the rows of a batch."""
 
+COUNTED = "counted"
+"""The logical axis of a parameter whose gradient is a count, such as of tokens, in the place of a derivative."""
+
 STAGES = "stages"
 """The logical axis of the dim that stacks the stages of a pipeline."""
 
 LETTERS = dict(
-    B=BATCH, S="sequence", s="residual", D="embed", F="mlp", N="heads", K="heads", H="head", V="vocab", L=LAYERS
+    B=BATCH,
+    S="sequence",
+    s="residual",
+    D="embed",
+    F="mlp",
+    N="heads",
+    K="heads",
+    H="head",
+    V="vocab",
+    E="experts",
+    L=LAYERS,
 )
 """The logical axis behind each letter of an einsum string."""
 
@@ -55,9 +68,16 @@ LogicalAxes = tuple[str | None, ...]
 Rules = Mapping[str, Sequence[str]]
 """Logical axis -> the mesh axes that split it. An axis without a rule is not sharded."""
 
-RULES: Rules = dict(batch=BATCH_AXES, heads=(MODEL,), mlp=(MODEL,), vocab=(PIPELINE, MODEL), stages=(PIPELINE,))
-"""Data parallelism, tensor parallelism as in Megatron-LM (Shoeybi et al. 2019, section 3), and pipeline stages, which
-all share the work on the vocabulary."""
+RULES: Rules = dict(
+    batch=BATCH_AXES,
+    heads=(MODEL,),
+    mlp=(MODEL,),
+    vocab=(PIPELINE, MODEL),
+    experts=(EXPERT,),
+    stages=(PIPELINE,),
+)
+"""Data parallelism, tensor parallelism as in Megatron-LM (Shoeybi et al. 2019, section 3), expert parallelism as in
+GShard (Lepikhin et al. 2021), and pipeline stages, which all share the work on the vocabulary."""
 
 
 def rules(config: Config) -> Rules:
@@ -181,7 +201,7 @@ class Layout:
         """
         own = {axis for name in logical for axis in self.split(name)}
         axes = self.split("batch")
-        if "norm" in logical:
+        if "norm" in logical or COUNTED in logical:
             # A norm is applied element by element to the residual stream, whose sequence may be sharded too.
             axes = (*axes, *self.split("residual"))
         if "head_norm" in logical:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
@@ -17,9 +18,10 @@ from jaxdist.models.decoder import Decoder
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.gpt import GPT
 from jaxdist.models.llama import Llama
-from jaxdist.sharding import LAYERS, ONE_DEVICE, Layout, LogicalAxes, Params, name_of
+from jaxdist.models.moe import Moe
+from jaxdist.sharding import LAYERS, ONE_DEVICE, Layout, LogicalAxes, Params, name_of, wide
 
-DECODERS = {"gpt": GPT, "llama": Llama}
+DECODERS = {"gpt": GPT, "llama": Llama, "moe": Moe}
 """The decoders by their family; the traits of a family are in `config.FAMILIES`."""
 
 
@@ -39,6 +41,8 @@ class Model:
     """Logical axes of every parameter, one name (or None) for each dim."""
     forward_only: frozenset[str]
     """Names of the parameters whose values no gradient needs."""
+    exact: frozenset[str] = frozenset()
+    """Names of the parameters that are f32 at least in any compute dtype."""
 
     @property
     def vocab(self) -> int:
@@ -48,6 +52,16 @@ class Model:
     def init(self, key: Key[Array, ""]) -> Params:
         """Return parameters in f32, with the same bits on every mesh."""
         return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(params=key))))
+
+    def cast(self, params: Params, dtype: DTypeLike) -> Params:
+        """Return the parameters, or those of one layer, in `dtype`; those that are `exact` in f32 at least."""
+
+        def cast(path: tuple[Any, ...], w: jax.Array) -> jax.Array:
+            name = name_of(path)
+            exact = name in self.exact or f"blocks.{name}" in self.exact
+            return w.astype(wide(dtype) if exact else dtype)
+
+        return jax.tree.map_with_path(cast, params)
 
     def embed(
         self, params: Params, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts = None
@@ -85,15 +99,14 @@ def describe(make: Callable[[nnx.Rngs], Decoder]) -> Model:
     module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
     graph, state = nnx.split(module)
     axes = jax.tree.map(_axes, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
-    marks = jax.tree.map(_forward_only, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
-    marked = jax.tree.leaves_with_path(nnx.to_pure_dict(marks))
     return Model(
         make,
         graph,
         nnx.graphdef(module.blocks),
         nnx.to_pure_dict(state),
         nnx.to_pure_dict(axes),
-        frozenset(name_of(path) for path, mark in marked if mark),
+        _marked(state, "forward_only"),
+        _marked(state, "exact"),
     )
 
 
@@ -102,8 +115,12 @@ def _axes(p: nnx.Variable) -> LogicalAxes:
     return (LAYERS,) * (p.ndim - len(p.axes)) + p.axes
 
 
-def _forward_only(p: nnx.Variable) -> bool:
-    return p.get_metadata().get("forward_only", False)
+def _marked(state: nnx.State, mark: str) -> frozenset[str]:
+    """Return the names of the parameters whose metadata has this mark."""
+    marks = jax.tree.map(
+        lambda p: p.get_metadata().get(mark, False), state, is_leaf=lambda p: isinstance(p, nnx.Variable)
+    )
+    return frozenset(name_of(path) for path, marked in jax.tree.leaves_with_path(nnx.to_pure_dict(marks)) if marked)
 
 
 def build(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model | Foreign:

@@ -55,6 +55,10 @@ class Foreign:
         """Return the module with these arrays, a copy that may be changed."""
         return nnx.merge(self.training if train else self.evaluation, params, variables, copy=True)
 
+    def cast(self, params: Params, dtype: DTypeLike) -> Params:
+        """Return the parameters in `dtype`."""
+        return jax.tree.map(lambda w: w.astype(dtype), params)
+
     def loss(self, loss_fn: LossFunction, params: Params, variables: Params, batch: Any, train: bool) -> Computed:
         """Return (loss, variables after it, further means) of the rows of `batch`.
 

@@ -38,17 +38,29 @@ def normal(key: Key[Array, ""], shape: Sequence[int], scale: float) -> Float[Arr
     return (2 * total - n * (2**bits - 1)).astype(jnp.float32) * jnp.float32(scale / deviation / 2)
 
 
-def weight(rngs: nnx.Rngs, shape: Sequence[int], axes: tuple[str | None, ...], scale: float = 0.02) -> nnx.Param:
-    """Make a parameter of normal numbers whose dims carry the logical `axes`."""
-    return nnx.Param(normal(rngs.params(), shape, scale), axes=axes)
+def weight(
+    rngs: nnx.Rngs, shape: Sequence[int], axes: tuple[str | None, ...], scale: float = 0.02, exact: bool = False
+) -> nnx.Param:
+    """Make a parameter of normal numbers whose dims carry the logical `axes`.
+
+    `exact` marks a parameter that is f32 at least in any compute dtype.
+    """
+    return nnx.Param(normal(rngs.params(), shape, scale), axes=axes, exact=exact)
 
 
-def constant(value: float, shape: Sequence[int], axes: tuple[str | None, ...], forward_only: bool = False) -> nnx.Param:
+def constant(
+    value: float,
+    shape: Sequence[int],
+    axes: tuple[str | None, ...],
+    forward_only: bool = False,
+    exact: bool = False,
+) -> nnx.Param:
     """Make a parameter filled with `value` whose dims carry the logical `axes`.
 
-    `forward_only` marks a parameter whose value no gradient needs; the planner reads it.
+    `forward_only` marks a parameter whose value no gradient needs; the planner reads it. `exact` marks one that is f32
+    at least in any compute dtype.
     """
-    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes, forward_only=forward_only)
+    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes, forward_only=forward_only, exact=exact)
 
 
 recomputed = partial(jax.checkpoint, prevent_cse=False)

@@ -27,7 +27,12 @@ class Block(nnx.Module):
         self.norm1 = RMSNorm(config.embed, config.norm_eps)
         self.attention = GroupedAttention(config, layout, rngs, out_scale)
         self.norm2 = RMSNorm(config.embed, config.norm_eps)
-        self.mlp = SwiGLU(config.embed, config.mlp_size, layout, rngs, out_scale)
+        self.mlp = self.make_mlp(config, layout, rngs, out_scale)
+
+    @staticmethod
+    def make_mlp(config: ModelConfig, layout: Layout, rngs: nnx.Rngs, out_scale: float) -> nnx.Module:
+        """Return what stands in the place of the MLP."""
+        return SwiGLU(config.embed, config.mlp_size, layout, rngs, out_scale)
 
     def __call__(
         self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None, starts: Starts
@@ -40,11 +45,13 @@ class Block(nnx.Module):
 class Llama(Decoder):
     """The decoder of Llama; positions enter through attention alone."""
 
+    block_type = Block
+
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
         self.layout = layout
         self.vocab = config.vocab
         self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
-        self.blocks = jax.vmap(lambda rngs: Block(config, layout, rngs))(rngs.split(config.layers))
+        self.blocks = jax.vmap(lambda rngs: self.block_type(config, layout, rngs))(rngs.split(config.layers))
         self.norm = RMSNorm(config.embed, config.norm_eps)
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
 

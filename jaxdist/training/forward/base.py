@@ -45,8 +45,8 @@ class ForwardBase(Generic[ModelT]):
         return count_labels(batch)
 
     def cast(self, params: Params) -> Params:
-        """Return the parameters in the compute dtype."""
-        return jax.tree.map(lambda w: w.astype(self.dtype), params)
+        """Return the parameters, or those of one layer, in the compute dtype."""
+        return self.model.cast(params, self.dtype)
 
     def dropout_keys(self, rows: Int[Array, "k B"], step: Int[Array, ""]) -> Key[Array, "k B"]:
         """Return a key for each global row, the same on every mesh, that changes from step to step."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxdist.models.attention import ATTENTION, is_cudnn_forward
+from jaxdist.parallel.experts import ROUTING
 from jaxdist.parallel.tensor import PRODUCT
 from jaxdist.sharding import HOST
 
@@ -16,7 +17,13 @@ INPUT = "input of a layer"
 """Name of a layer's input. It is given inside the layer, because a `scan` does not offload the carry that it is asked
 to offload."""
 
-SAVED_NAMES = dict(none=(PRODUCT, ATTENTION), dots=(PRODUCT,), block=(), stage=(), offload=())
+SAVED_NAMES = dict(
+    none=(PRODUCT, ATTENTION, ROUTING),
+    dots=(PRODUCT, ROUTING),
+    block=(ROUTING,),
+    stage=(ROUTING,),
+    offload=(ROUTING,),
+)
 """Activations that the forward pass of a layer saves beside its input, by the value of `model.remat`.
 
 `stage` recomputes blocks on a mesh without stages, where a run may continue that had a pipeline before.
@@ -41,7 +48,10 @@ def recompute(remat: str) -> Wrapper:
 def offload_input(layer: Layer) -> Layer:
     """Return `layer` recomputed from its input in the backward pass; the input waits in the host's memory."""
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=(), names_which_can_be_offloaded=(INPUT,), offload_src="device", offload_dst=HOST
+        names_which_can_be_saved=SAVED_NAMES["offload"],
+        names_which_can_be_offloaded=(INPUT,),
+        offload_src="device",
+        offload_dst=HOST,
     )
     return jax.checkpoint(layer, prevent_cse=False, policy=policy)
 

@@ -1,0 +1,246 @@
+"""A mixture of experts (MoE) in the place of an MLP: a router chooses k of E experts for each token.
+
+Nothing that a result depends on is counted per device, or per micro-batch: the choice is each token's own, the
+load-balancing loss each row's own (DeepSeek-V3, 2024, eq. 17-20), the z-loss each token's (ST-MoE, Zoph et al. 2022,
+eq. 5), and the load that moves the balance is a number of tokens of the whole batch (DeepSeek-V3, section 2.1.2).
+
+Two things leave a layer by a side door, so that its result is the residual stream alone: losses are attached to it
+(`attach`), and numbers to report are the gradients of parameters that do not take part (`count`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxdist.config import ModelConfig
+from jaxdist.models.layers import constant, weight
+from jaxdist.parallel import region
+from jaxdist.parallel.experts import ROUTING, Dispatch, rounds_for
+from jaxdist.parallel.tensor import einsum, enter, leave
+from jaxdist.sharding import COUNTED, Layout
+
+METERS = ("balance_loss", "z_loss", "dispatch_rounds")
+"""What a layer reports, in the order of `Experts.meter`: each summed over tokens."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a token's experts are chosen and weighted."""
+
+    experts: int
+    """E"""
+    per_token: int
+    """k"""
+    sigmoid: bool
+    """Whether the score of an expert is a sigmoid of its own; otherwise a softmax over all experts."""
+    renormalize: bool
+    scale: float
+    balance_loss: float
+    z_loss: float
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Router:
+        """Return the router that `config` asks for."""
+        return cls(
+            experts=config.experts,
+            per_token=config.experts_per_token,
+            sigmoid=config.router == "sigmoid",
+            renormalize=config.router_renormalize,
+            scale=config.router_scale,
+            balance_loss=config.balance_loss,
+            z_loss=config.z_loss,
+        )
+
+
+class Routes(NamedTuple):
+    """What the router says of tokens, and of the rows that they are in."""
+
+    p: Float[Array, "b s k"]
+    """The weights of the chosen experts."""
+    choice: Int[Array, "b s k"]
+    load: Float[Array, " E"]
+    """How many of the tokens chose each expert."""
+    balance_loss: Float[Array, ""]
+    """The sum over rows of S sum_e f_e P_e: a row with an even load has S."""
+    z_loss: Float[Array, ""]
+    """The sum over tokens of the square of log sum_e exp(logit_e)."""
+
+
+class Experts(nnx.Module):
+    """E gated MLPs of which each token goes through k, and one that all go through if `shared_experts` asks for it."""
+
+    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs, out_scale: float):
+        embed = config.embed
+        mlp = config.expert_size
+        shared = config.shared_experts * mlp
+        self.layout = layout
+        self.router_rule = Router.of(config)
+        self.capacity_factor = config.capacity_factor
+        self.router = weight(rngs, (embed, config.experts), ("norm", "router"), exact=True)
+        self.balance = constant(0.0, (config.experts,), (COUNTED,), exact=True)
+        self.meter = constant(0.0, (len(METERS),), (COUNTED,), exact=True)
+        self.gate_up = weight(rngs, (config.experts, embed, 2, mlp), ("experts", "embed", None, "mlp"))
+        self.down = weight(rngs, (config.experts, mlp, embed), ("experts", "mlp", "embed"), out_scale)
+        self.shared_gate_up = weight(rngs, (embed, 2, shared), ("embed", None, "mlp")) if shared else None
+        self.shared_down = weight(rngs, (shared, embed), ("mlp", "embed"), out_scale) if shared else None
+
+    def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
+        """Return the weighted sum of the results of each token's experts."""
+        held = (
+            self.router,
+            self.balance,
+            self.meter,
+            self.gate_up,
+            self.down,
+            self.shared_gate_up,
+            self.shared_down,
+        )
+        weights = [w[...] for w in held if w is not None]
+        if self.layout.manual:
+            return self._on_device(x, *weights)
+        specs = [jax.typeof(w).sharding.spec for w in weights]
+        stream = self.layout.activation("BsD")
+
+        def on_device(x: jax.Array, *weights: jax.Array) -> jax.Array:
+            return self._on_device(x, *(region.vary(w, spec.reduced) for w, spec in zip(weights, specs, strict=True)))
+
+        # A region of its own, of what runs in a pipeline's.
+        return jax.shard_map(on_device, in_specs=(stream, *specs), out_specs=stream)(x, *weights)
+
+    def _on_device(
+        self,
+        x: Float[Array, "b s D"],
+        router: Float[Array, "D E"],
+        balance: Float[Array, " E"],
+        meter: Float[Array, " 3"],
+        gate_up: Float[Array, "E D 2 F"],
+        down: Float[Array, "E F D"],
+        *shared: Float[Array, "..."],
+    ) -> Float[Array, "b s D"]:
+        """Do the work of `__call__` on one device's part of the residual stream and of the weights."""
+        layout = replace(self.layout, manual=True)
+        rule = self.router_rule
+        stream = layout.split("residual")
+        # The router reads what this device holds of the stream. Behind `enter`, its gradient would count once for each
+        # device that splits the experts' width.
+        routes = route(rule, stream, x, router, balance)
+        # One by one: where the sequence is split, each device has all of the former loss and its own part of the latter.
+        x = attach(x, rule.balance_loss * routes.balance_loss)
+        x = attach(x, rule.z_loss * routes.z_loss)
+        p = count(routes.p, balance, routes.load)
+        own_tokens = x.shape[0] * x.shape[1]
+
+        x = enter(layout, x, "mlp")
+        p = enter(layout, p.astype(x.dtype), "mlp")
+        choice = routes.choice
+        if stream:
+            choice = lax.all_gather(choice, stream, axis=1, tiled=True)
+        b, s, d = x.shape
+        k = rule.per_token
+        dispatch = Dispatch(layout, rounds_for(b * s, k, rule.experts, self.capacity_factor))
+        y, rounds = dispatch(x.reshape(-1, d), p.reshape(-1, k), choice.reshape(-1, k), gate_up, down)
+        y = y.reshape(b, s, d)
+        if shared:
+            y = y + _shared_expert(layout, x, *shared)
+        y = leave(layout, y, layout.split("mlp"))
+
+        # A row's loss is whole on each device that holds a part of the row.
+        own_loss = routes.balance_loss / layout.size(*stream)
+        told = jnp.stack([own_loss, routes.z_loss, own_tokens * rounds.astype(own_loss.dtype)])
+        return count(y, meter, region.vary(told.astype(meter.dtype), region.varying(y)))
+
+
+@partial(
+    jax.checkpoint,
+    prevent_cse=False,
+    policy=jax.checkpoint_policies.save_only_these_names(ROUTING),
+    static_argnums=(0, 1),
+)
+def route(
+    rule: Router,
+    stream: tuple[str, ...],
+    x: Float[Array, "b s D"],
+    router: Float[Array, "D E"],
+    balance: Float[Array, " E"],
+) -> Routes:
+    """Choose the experts of each token, in f32 at least; `stream` are the axes that split the sequence of `x`."""
+    dtype = router.dtype
+    logits = jnp.einsum("bsd,de->bse", x.astype(dtype), router, precision=lax.Precision.HIGHEST)
+    scores = jax.nn.sigmoid(logits) if rule.sigmoid else jax.nn.softmax(logits)
+    # The balance steers the choice and nothing else. Of equal scores, the expert with the lowest number is chosen.
+    _, choice = lax.top_k(lax.stop_gradient(scores + balance), rule.per_token)
+    # Never chosen again in the backward pass: fused otherwise, a near tie might fall to another expert there.
+    choice = checkpoint_name(choice, ROUTING)
+    chosen = choice[..., None] == jnp.arange(rule.experts)
+    p = jnp.sum(jnp.where(chosen, scores[:, :, None], 0), -1)
+    if rule.renormalize:
+        p = p / jnp.sum(p, -1, keepdims=True)
+
+    load = jnp.sum(chosen, 2, dtype=dtype)
+    shares = scores / jnp.sum(scores, -1, keepdims=True)
+    # Sums over a whole row; its sequence may be split.
+    length = region.add_up(region.vary(jnp.full((), x.shape[1], dtype), stream), stream)
+    row_load, row_shares = (region.add_up(jnp.sum(a, 1), stream) for a in (load, shares))
+    f = row_load * (rule.experts / rule.per_token) / length
+    balance_loss = jnp.sum(f * row_shares)
+    z_loss = jnp.sum(jnp.square(jax.nn.logsumexp(logits, -1)))
+    return Routes(rule.scale * p, choice, jnp.sum(load, (0, 1)), balance_loss, z_loss)
+
+
+def _shared_expert(
+    layout: Layout, x: Float[Array, "b s D"], gate_up: Float[Array, "D 2 F"], down: Float[Array, "F D"]
+) -> Float[Array, "b s D"]:
+    """Return the result of the MLP that every token goes through: a partial sum over the axes that split F."""
+    h = einsum(layout, "BSD,DCF->BSCF", x, gate_up)
+    return _gate_and_contract(layout, h, down)
+
+
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
+def _gate_and_contract(layout: Layout, h: jax.Array, down: jax.Array) -> jax.Array:
+    return einsum(layout, "BSF,FD->BSD", jax.nn.silu(h[:, :, 0]) * h[:, :, 1], down)
+
+
+@jax.custom_vjp
+def count(x: Float[Array, "..."], counted: Float[Array, "..."], numbers: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return `x`; the gradient of `counted` is `numbers`, whatever becomes of `x`.
+
+    So numbers are added up as gradients are: over micro-batches, devices, stages, once for each micro-batch.
+    """
+    return x
+
+
+def _count_forward(x: jax.Array, counted: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, numbers
+
+
+def _count_backward(numbers: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    return g, numbers, None
+
+
+count.defvjp(_count_forward, _count_backward)
+
+
+@jax.custom_vjp
+def attach(x: Float[Array, "..."], loss: Float[Array, ""]) -> Float[Array, "..."]:
+    """Return `x`; the gradient of `loss` is 1, as if it had been added to the sum that is differentiated."""
+    return x
+
+
+def _attach_forward(x: jax.Array, loss: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, loss
+
+
+def _attach_backward(loss: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return g, region.vary(jnp.ones((), loss.dtype), region.varying(loss))
+
+
+attach.defvjp(_attach_forward, _attach_backward)

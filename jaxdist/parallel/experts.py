@@ -1,0 +1,276 @@
+"""Expert parallelism: send each token to the experts it has chosen, wherever they are, and add up what they return.
+
+The devices along `expert` hold different experts of every layer (GShard, Lepikhin et al. 2021, section 3.2). A token
+has k choices; the T k choices of a device wait in a queue for each of the E experts. In one round each device
+
+    takes    the next C rows of every queue                     [T, D] -> [E, C, D]
+    sends    those of other devices' experts (all-to-all)       [E, C, D] -> [E/n, n C, D]
+    computes its own experts, each on its own rows              [E/n, n C, D] -> [E/n, n C, D]
+    returns  the results (all-to-all), and adds up the k of each token
+
+C is fixed, so all shapes are; what has no room in the first round takes further ones of C/4, until no queue of any
+device is left. No token is ever dropped: capacity decides how long a step takes and nothing else, so the result is the
+same on every mesh. Taking and adding up are both gathers, each the transpose of the other: there is no scatter, and
+sums have one order.
+
+All of it runs in a manual region, on arrays of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import P, lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxdist.mesh import EXPERT, PIPELINE
+from jaxdist.parallel import matmul, region
+from jaxdist.parallel.tensor import PRODUCT
+from jaxdist.sharding import Layout, Tree, wide
+
+ROUTING = "routing"
+"""The checkpoint name of the chosen experts, which every policy of activation checkpointing saves."""
+
+ALIGNED = 8
+"""Rows of a round are a multiple of this, which suits the tiles of a matmul."""
+
+FURTHER = 4
+"""A further round has the rows of the first one divided by this: a whole round for a few tokens would double the work.
+"""
+
+
+class Rounds(NamedTuple):
+    """How many rows of each queue a round takes, from each device."""
+
+    first: int
+    """C"""
+    further: int
+
+
+def rounds_for(tokens: int, per_token: int, experts: int, factor: float) -> Rounds:
+    """Return the rounds of a device with so many `tokens` (T), each of which chooses `per_token` (k) of E `experts`.
+
+    The first round has room for `factor` times the even share, T k / E.
+    """
+    first = _aligned(tokens * per_token / experts * factor)
+    return Rounds(first, _aligned(first / FURTHER))
+
+
+def _aligned(rows: float) -> int:
+    return max(1, -int(-rows // ALIGNED)) * ALIGNED
+
+
+class Queues(NamedTuple):
+    """The choices of one device's tokens, in a queue for each expert."""
+
+    choice: Int[Array, "T k"]
+    """The experts of each token."""
+    order: Int[Array, " Tk"]
+    """All choices, numbered token by token, in the order of their experts."""
+    start: Int[Array, " E"]
+    """Where in `order` each queue begins."""
+    length: Int[Array, " E"]
+    place: Int[Array, "T k"]
+    """The place of each choice in its queue."""
+
+
+def queues(choice: Int[Array, "T k"], experts: int) -> Queues:
+    """Line up the choices of tokens before so many experts."""
+    flat = choice.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    length = jnp.sum(flat[:, None] == jnp.arange(experts), 0)
+    start = jnp.cumsum(length) - length
+    numbers = jnp.arange(len(flat), dtype=flat.dtype)
+    rank = jnp.zeros_like(flat).at[order].set(numbers, unique_indices=True)
+    return Queues(choice, order, start, length, (rank - start[flat]).reshape(choice.shape))
+
+
+class Seats(NamedTuple):
+    """Which choice sits where in the [E, C] rows of one round."""
+
+    choice: Int[Array, "E C"]
+    """The number of the choice in each row."""
+    taken: Bool[Array, "E C"]
+    """Whether there is one."""
+    seat: Int[Array, "T k"]
+    """The row of each choice, or -1 where it is not in this round."""
+
+
+def seats(line: Queues, first: int | Int[Array, ""], size: int) -> Seats:
+    """Seat the `size` choices of each queue that begin at its place `first`."""
+    turn = first + jnp.arange(size)
+    at = jnp.clip(line.start[:, None] + turn, 0, len(line.order) - 1)
+    sits = (line.place >= first) & (line.place < first + size)
+    seat = jnp.where(sits, line.choice * size + line.place - first, -1)
+    return Seats(line.order[at], turn < line.length[:, None], seat)
+
+
+@jax.custom_vjp
+def take(x: Float[Array, "T D"], token: Int[Array, "E C"], taken: Bool[Array, "E C"], seat: Int[Array, "T k"]):
+    """Return the row of `x` for each seat, [E, C, D]: that of its `token`, or zeros where it is not `taken`."""
+    return jnp.where(taken[..., None], x[token], 0)
+
+
+@jax.custom_vjp
+def add_up(y: Float[Array, "E C D"], token: Int[Array, "E C"], taken: Bool[Array, "E C"], seat: Int[Array, "T k"]):
+    """Return the sum of the rows that are seats of each token, [T, D], added in f32 at least."""
+    rows = y.reshape(-1, y.shape[-1])
+    total = jnp.zeros((), wide(y.dtype))
+    for choice in range(seat.shape[1]):
+        own = seat[:, choice, None]
+        total = total + jnp.where(own >= 0, rows[own[:, 0]], 0).astype(total.dtype)
+    return total.astype(y.dtype)
+
+
+def _take_backward(where: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array | None, ...]:
+    return add_up(g, *where), None, None, None
+
+
+def _add_up_backward(where: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array | None, ...]:
+    return take(g, *where), None, None, None
+
+
+take.defvjp(lambda x, *where: (take(x, *where), where), _take_backward)
+add_up.defvjp(lambda y, *where: (add_up(y, *where), where), _add_up_backward)
+
+
+def grouped(layout: Layout, dims: str, x: Float[Array, "E R ..."], w: Float[Array, "E ..."]) -> Float[Array, "E R ..."]:
+    """Multiply the rows of each expert by its own weight, as the einsum string `dims` says."""
+    out = dims.split("->")[1]
+    y = matmul.dot(layout, dims, x, w, P(*(None for _ in out)))
+    return checkpoint_name(y, PRODUCT)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The experts of one layer, on one device of a manual region."""
+
+    layout: Layout
+    rounds: Rounds
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        p: Float[Array, "T k"],
+        choice: Int[Array, "T k"],
+        gate_up: Float[Array, "E D 2 F"],
+        down: Float[Array, "E F D"],
+    ) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
+        """Return (what the chosen experts make of each token, weighted by `p`; the number of rounds it took).
+
+        The former is a partial sum over the axes that split F. The weights are this device's experts, of E x n in all.
+        """
+        experts = len(gate_up) * self.layout.size(EXPERT)
+        line = queues(choice, experts)
+        y = self.one_round(line, 0, self.rounds.first, x, p, gate_up, down)
+        over = jnp.maximum(jnp.max(line.length) - self.rounds.first, 0)
+        further = -(-over // self.rounds.further)
+        # All devices that exchange rows take equally many rounds. The ranks of a pipeline are in other layers.
+        others = tuple(axis for axis in region.varying(further) if axis != PIPELINE)
+        further = lax.pmax(further, others) if others else further
+        return y + further_rounds(self, line, further, x, p, gate_up, down), 1 + further
+
+    @partial(
+        jax.checkpoint,
+        prevent_cse=False,
+        policy=jax.checkpoint_policies.save_only_these_names(PRODUCT),
+        static_argnums=(0, 3),
+    )
+    def one_round(
+        self,
+        line: Queues,
+        first: int | Int[Array, ""],
+        size: int,
+        x: Float[Array, "T D"],
+        p: Float[Array, "T k"],
+        gate_up: Float[Array, "E D 2 F"],
+        down: Float[Array, "E F D"],
+    ) -> Float[Array, "T D"]:
+        """Return what the experts add to each token in the round of so many rows from place `first` of each queue.
+
+        The rows are sent again in the backward pass: f k of them for each token are much to keep.
+        """
+        at = seats(line, first, size)
+        token = at.choice // line.choice.shape[1]
+        rows = self._send(take(x, token, at.taken, at.seat))
+        weight = self._send(take(p.reshape(-1, 1), at.choice, at.taken, at.seat.reshape(-1, 1)))
+        h = grouped(self.layout, "ERD,EDCF->ERCF", rows, gate_up)
+        # Weighted before the second product, whose result the backward pass then does not need.
+        h = jax.nn.silu(h[:, :, 0]) * h[:, :, 1] * weight
+        return add_up(self._return(grouped(self.layout, "ERF,EFD->ERD", h, down)), token, at.taken, at.seat)
+
+    def _send(self, rows: Float[Array, "E C D"]) -> Float[Array, "E R D"]:
+        """Exchange rows for other devices' experts for other devices' rows for this device's experts."""
+        if self.layout.size(EXPERT) == 1:
+            return rows
+        return lax.all_to_all(rows, EXPERT, split_axis=0, concat_axis=1, tiled=True)
+
+    def _return(self, rows: Float[Array, "E R D"]) -> Float[Array, "E C D"]:
+        """Do the inverse of `_send`."""
+        if self.layout.size(EXPERT) == 1:
+            return rows
+        return lax.all_to_all(rows, EXPERT, split_axis=1, concat_axis=0, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def further_rounds(
+    dispatch: Dispatch,
+    line: Queues,
+    count: Int[Array, ""],
+    x: Float[Array, "T D"],
+    p: Float[Array, "T k"],
+    gate_up: Float[Array, "E D 2 F"],
+    down: Float[Array, "E F D"],
+) -> Float[Array, "T D"]:
+    """Return what the experts add to each token in the `count` rounds after the first: zeros if that had room for all.
+
+    A loop of unknown length has no derivative of its own. This one is a sum, and so are its derivatives.
+    """
+    return _sum(count, lambda i: _further(dispatch, line, i)(x, p, gate_up, down))
+
+
+def _further(dispatch: Dispatch, line: Queues, i: Int[Array, ""]) -> Callable[..., jax.Array]:
+    """Return the further round number `i`, as a function of tokens and weights."""
+    first, size = dispatch.rounds
+    return lambda *arrays: dispatch.one_round(line, first + i * size, size, *arrays)
+
+
+def _sum(count: Int[Array, ""], term: Callable[[Int[Array, ""]], Tree]) -> Tree:
+    """Return the sum of `term(i)` for all i below `count`, added in f32 at least."""
+    like = jax.eval_shape(lambda: term(jnp.zeros((), count.dtype)))
+    zeros = jax.tree.map(lambda a: region.zeros(a.shape, wide(a.dtype), a.manual_axis_type.varying), like)
+
+    def add(carry: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
+        i, total = carry
+        return i + 1, jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, term(i))
+
+    _, total = lax.while_loop(lambda carry: carry[0] < count, add, (jnp.zeros((), count.dtype), zeros))
+    return jax.tree.map(lambda t, a: t.astype(a.dtype), total, like)
+
+
+def _further_forward(dispatch: Dispatch, *inputs: Tree) -> tuple[jax.Array, Tree]:
+    return further_rounds(dispatch, *inputs), inputs
+
+
+def _further_backward(dispatch: Dispatch, inputs: Tree, g: jax.Array) -> tuple[Tree, ...]:
+    # Two loops, each of which sends the rows, so that a pipeline may put off that of the weights' gradients.
+    line, count, x, p, gate_up, down = inputs
+
+    def of_tokens(i: jax.Array) -> Tree:
+        turn = _further(dispatch, line, i)
+        return jax.vjp(lambda x, p: turn(x, p, gate_up, down), x, p)[1](g)
+
+    def of_weights(i: jax.Array) -> Tree:
+        turn = _further(dispatch, line, i)
+        return jax.vjp(lambda gate_up, down: turn(x, p, gate_up, down), gate_up, down)[1](g)
+
+    return None, None, *_sum(count, of_tokens), *_sum(count, of_weights)
+
+
+further_rounds.defvjp(_further_forward, _further_backward)
