@@ -81,7 +81,7 @@ class Queues(NamedTuple):
 
 
 def queues(choice: Int[Array, "T k"], experts: int) -> Queues:
-    """Line up the choices of tokens before so many experts."""
+    """Line up the choices of tokens before so many experts; a choice of `experts`, one beyond the last, is none."""
     flat = choice.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     length = jnp.sum(flat[:, None] == jnp.arange(experts), 0)
@@ -111,7 +111,7 @@ def seats(line: Queues, first: int | Int[Array, ""], size: int) -> tuple[Seats, 
     at = jnp.clip(line.start[:, None] + turn, 0, len(line.order) - 1)
     choice = line.order[at]
     taken = turn < line.length[:, None]
-    sits = (line.place >= first) & (line.place < first + size)
+    sits = (line.place >= first) & (line.place < first + size) & (line.choice < len(line.length))
     seat = jnp.where(sits, line.choice * size + line.place - first, -1)
     per_token = seat.shape[1]
     return Seats(choice // per_token, taken, seat), Seats(choice, taken, seat.reshape(-1, 1))
@@ -164,7 +164,10 @@ class Dispatch:
         The former is a partial sum over the axes that split F. The weights are this device's experts, of E x n in all.
         """
         experts = len(gate_up) * self.layout.size(EXPERT)
-        line = queues(choice, experts)
+        # Experts make zeros of zeros. A pipeline has many, where it is idle or its stages are padded, and all of them
+        # would wait for the same experts.
+        needs_any = jnp.any(x != 0, -1, keepdims=True)
+        line = queues(jnp.where(needs_any, choice, experts), experts)
         y = self.one_round(line, 0, self.rounds.first, x, p, gate_up, down)
         over = jnp.maximum(jnp.max(line.length) - self.rounds.first, 0)
         further = -(-over // self.rounds.further)
