@@ -37,8 +37,7 @@ from jax import P
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
-from jaxdist.config import Config
-from jaxdist.mesh import PIPELINE, REPLICA, ZERO_AXES
+from jaxdist.mesh import REPLICA, ZERO_AXES
 from jaxdist.parallel import heads, region
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.heads import HeadDeal
@@ -367,27 +366,6 @@ def in_use(places: Placements, weights: Params, sinks: Params | None, stage: int
     if sinks is None:
         return weights
     return jax.tree.map(lambda p, w, s: p.with_sink(w, s), places, weights, sinks)
-
-
-def without_replica_zero(config: Config, layout: Layout) -> str:
-    """Return why `replica` splits nothing between steps, as the end of a sentence; empty where it splits.
-
-    The mesh has replicas. Forward passes whose gradients are not partial sums never split over them.
-    """
-    parallel = config.parallel
-    if not parallel.replica_zero:
-        return "parallel.replica_zero is false"
-    if parallel.zero == 0:
-        return "ZeRO 0 splits no state"
-    if config.train.local_steps:
-        return "with train.local_steps, each replica has moments of its own"
-    if parallel.gradient_compression != "exact":
-        return f"with gradient_compression {parallel.gradient_compression}, each replica keeps what it has rounded off"
-    if parallel.delayed_gradients:
-        return "with delayed_gradients, no step waits for what crosses the replicas, as it would for updated weights"
-    if layout.size(PIPELINE) > 1 and config.pipeline.asynchronous:
-        return "PipeDream updates its stages one by one, each as soon as it has a gradient"
-    return ""
 
 
 def placements(
