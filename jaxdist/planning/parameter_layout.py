@@ -22,7 +22,7 @@ from jaxdist.sharding import LAYERS, Layout, Params, name_of
 from jaxdist.units import closest, divisors, multiples, remedy, to
 
 MUCH = 0.1
-"""More than this part of the parameters, left whole by the data axis, is worth a warning."""
+"""More than this part of the parameters, left whole by ZeRO, is worth a warning."""
 
 
 @dataclass(frozen=True)
@@ -235,16 +235,16 @@ def _delayed(layout: Layout) -> str:
 
 
 def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str:
-    """Name the parameters that the data axis leaves whole; where that is much, warn and offer sizes that work."""
+    """Name the parameters that their ZeRO group leaves whole; where that is much, warn and offer sizes that work."""
     ranks = layout.size(DATA)
     whole = unsplit(parameters)
-    message = left_whole(parameters, whole, ranks)
+    message = left_whole(parameters, whole, layout)
     if part_of(parameters, whole) <= MUCH:
         return message
     # The rows of a micro-batch must divide among the data ranks.
     rows = config.train.global_batch_size // micro_batches(config, dict(layout.axes)) // (layout.ranks // ranks)
     fitting = [n for n in divisors(rows) if n > 1 and _left(parameters, layout, n) <= MUCH]
-    options = [_wider(config, ranks), to(DATA, closest(fitting, ranks))]
+    options = [_wider(config, layout.size(*ZERO_AXES)), to(DATA, closest(fitting, ranks))]
     if any(options):
         message += "; " + remedy(*options)
     return f"warning: {message}"
@@ -255,14 +255,14 @@ def unsplit(parameters: list[Placed]) -> list[Placed]:
     return [p for p in parameters if p.whole and p.place.over]
 
 
-def left_whole(parameters: list[Placed], whole: list[Placed], ranks: int, most: int = 3) -> str:
-    """Name at most `most` of the parameters in which `ranks` data ranks find no dim to split, in a sentence."""
+def left_whole(parameters: list[Placed], whole: list[Placed], layout: Layout, most: int = 3) -> str:
+    """Name at most `most` of the parameters in which their ZeRO groups find no dim to split, in a sentence."""
+    groups = {axis for p in whole for axis in p.place.over}
+    ranks = " x ".join(f"{axis}={layout.size(axis)}" for axis in ZERO_AXES if axis in groups)
     names = ", ".join(f"{p.name} ({'x'.join(map(str, p.shape))})" for p in whole[:most])
     more = f" and {len(whole) - most} more" if len(whole) > most else ""
     part = part_of(parameters, whole)
-    return (
-        f"{DATA}={ranks} finds no dim to split in {names}{more}: {part:.2%} of the parameters are left to every device"
-    )
+    return f"{ranks} finds no dim to split in {names}{more}: {part:.2%} of the parameters are left to every device"
 
 
 def part_of(parameters: list[Placed], some: list[Placed]) -> float:
@@ -290,11 +290,14 @@ def _unsplit(parameters: list[Placed], layout: Layout, ranks: int) -> list[Place
         # ZeRO splits a dim that no other axis splits, and never the dim of the layers.
         return [n for n, axis in zip(p.shape, p.axes, strict=True) if axis != LAYERS and not layout.split(axis)]
 
-    return [p for p in parameters if all(n % ranks for n in free(p))]
+    def group(p: Placed) -> int:
+        return ranks * layout.size(*(axis for axis in p.place.over if axis != DATA))
+
+    return [p for p in parameters if all(n % group(p) for n in free(p))]
 
 
 def _wider(config: Config, ranks: int) -> str:
-    """Offer the next widths of a decoder that divide; an image classifier has the widths of its family."""
+    """Offer the next widths of a decoder that `ranks` divide; an image classifier has the widths of its family."""
     sizes = config.model
     if sizes.images:
         return ""
