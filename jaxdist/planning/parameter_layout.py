@@ -18,7 +18,8 @@ from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.parallel.zero import Placements
 from jaxdist.planning import pipelines
 from jaxdist.planning.pipelines import pipeline_of
-from jaxdist.sharding import LAYERS, Layout, Params, name_of
+from jaxdist.planning.predicted_collectives import F32
+from jaxdist.sharding import COUNTED, LAYERS, Layout, Params, name_of
 from jaxdist.units import closest, divisors, multiples, remedy, to
 
 MUCH = 0.1
@@ -45,6 +46,8 @@ class Placed:
     """Layers that a device holds, padding included; 1 for a parameter that belongs to no layer."""
     forward_only: bool = False
     """Whether no gradient needs its value, so that the backward pass does not gather it again."""
+    exact: bool = False
+    """Whether it is in f32 in any compute dtype."""
 
     @property
     def elements(self) -> int:
@@ -62,9 +65,18 @@ class Placed:
         return self.name.partition(".")[0] == BLOCKS
 
     @property
+    def counted(self) -> bool:
+        """Whether its gradient is a count: every device holds it whole, and it has no moments."""
+        return COUNTED in self.axes
+
+    @property
     def whole(self) -> bool:
         """Whether ZeRO does not split it."""
         return self.place.shard_dim is None
+
+    def width(self, config: Config) -> int:
+        """Return the bytes of each of its numbers in use."""
+        return F32 if self.exact else compute_width(config)
 
 
 def compute_width(config: Config) -> int:
@@ -95,8 +107,9 @@ def placed(config: Config, model: Model | Foreign, layout: Layout) -> list[Place
         defers=pipe is None or pipe.flush,
         replica_zero=not zero.without_replica_zero(config, layout),
     )
-    forward_only = () if isinstance(model, Foreign) else model.forward_only
-    return lay_out(layout, axes, abstract, places, forward_only)
+    if isinstance(model, Foreign):
+        return lay_out(layout, axes, abstract, places)
+    return lay_out(layout, axes, abstract, places, model.forward_only, model.exact)
 
 
 def _on_all_rows(config: Config) -> bool:
@@ -105,9 +118,17 @@ def _on_all_rows(config: Config) -> bool:
 
 
 def lay_out(
-    layout: Layout, axes: Params, abstract: Params, places: Placements, forward_only: Collection[str] = ()
+    layout: Layout,
+    axes: Params,
+    abstract: Params,
+    places: Placements,
+    forward_only: Collection[str] = (),
+    exact: Collection[str] = (),
 ) -> list[Placed]:
-    """Return every parameter, from the trees of their logical axes, their shapes and their placements."""
+    """Return every parameter, from the trees of their logical axes, their shapes and their placements.
+
+    `forward_only` and `exact` are the names of those that are.
+    """
     leaves = jax.tree.leaves_with_path(abstract)
     axes_of = jax.tree.leaves(axes, is_leaf=zero.is_axes)
     found = []
@@ -124,6 +145,7 @@ def lay_out(
                 shard=layout.shard_shape(leaf.shape, place.reduced),
                 layers=math.prod(n for n, axis in zip(leaf.shape, names, strict=True) if axis == LAYERS),
                 forward_only=name_of(path) in forward_only,
+                exact=name_of(path) in exact,
             )
         )
     return found
@@ -252,7 +274,7 @@ def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str
 
 def unsplit(parameters: list[Placed]) -> list[Placed]:
     """Return the parameters that ZeRO leaves whole although they have a group to split them."""
-    return [p for p in parameters if p.whole and p.place.over]
+    return [p for p in parameters if p.whole and p.place.over and not p.counted]
 
 
 def left_whole(parameters: list[Placed], whole: list[Placed], layout: Layout, most: int = 3) -> str:
@@ -293,7 +315,7 @@ def _unsplit(parameters: list[Placed], layout: Layout, ranks: int) -> list[Place
     def group(p: Placed) -> int:
         return ranks * layout.size(*(axis for axis in p.place.over if axis != DATA))
 
-    return [p for p in parameters if all(n % group(p) for n in free(p))]
+    return [p for p in parameters if not p.counted and all(n % group(p) for n in free(p))]
 
 
 def _wider(config: Config, ranks: int) -> str:
