@@ -8,13 +8,14 @@ from shlex import quote
 from typing import Any
 
 from jaxdist.config import Config, leaves
-from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA
+from jaxdist.mesh import DATA, PIPELINE
 from jaxdist.models import Model, parameters
 from jaxdist.planning import clusters, collective_time, parameter_layout, transfer_time
 from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
 from jaxdist.planning.collective_time import ranks_together
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search import changed_loss, slow_link
+from jaxdist.planning.search.candidates import MESH
 from jaxdist.planning.search.estimate import (
     FORMULAS,
     OUTER_FORMULA,
@@ -367,7 +368,7 @@ def _json_or_reason(candidate: Estimate | str, base: Config) -> dict[str, Any]:
 def _json(candidate: Estimate, base: Config) -> dict[str, Any]:
     return {
         "options": changes(candidate, base),
-        "mesh": {axis: candidate.shape[axis] for axis in (REPLICA, DATA, MODEL, PIPELINE)},
+        "mesh": {axis: candidate.shape[axis] for axis in MESH},
         "changes_loss": candidate.in_force or None,
         "memory": candidate.memory.total,
         "seconds": candidate.seconds,
