@@ -19,7 +19,7 @@ from jaxdist.models.foreign import Foreign
 from jaxdist.models.gpt import GPT
 from jaxdist.models.llama import Llama
 from jaxdist.models.moe import Moe
-from jaxdist.sharding import LAYERS, ONE_DEVICE, Layout, LogicalAxes, Params, name_of, wide
+from jaxdist.sharding import COUNTED, LAYERS, ONE_DEVICE, Layout, LogicalAxes, Params, name_of, wide
 
 DECODERS = {"gpt": GPT, "llama": Llama, "moe": Moe}
 """The decoders by their family; the traits of a family are in `config.FAMILIES`."""
@@ -138,6 +138,19 @@ def build_decoder(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
 def parameters(model: Model | Foreign) -> int:
     """Return the number of parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(model.abstract))
+
+
+def active_parameters(model: Model, config: ModelConfig) -> int:
+    """Return the number of parameters that one token goes through: of the experts of a layer, those that it chooses."""
+    leaves = jax.tree.leaves(model.abstract)
+    axes = jax.tree.leaves(model.axes, is_leaf=lambda names: isinstance(names, tuple))
+    total = 0
+    for leaf, names in zip(leaves, axes, strict=True):
+        if "experts" in names:
+            total += leaf.size * config.experts_per_token // config.experts
+        elif COUNTED not in names:
+            total += leaf.size
+    return total
 
 
 def matrices(model: Model | Foreign) -> Params:

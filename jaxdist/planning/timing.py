@@ -15,6 +15,13 @@ def flops_per_token(model: ModelConfig) -> int:
     return 6 * matrices + round(3 * model.layers * attention_flops_per_token(model))
 
 
+def flops_of_padding(model: ModelConfig, padding: float) -> int:
+    """Return the FLOPs to train on one token that experts spend on padding: they compute `padding` rows for one."""
+    arrays = 3 if model.traits.gated else 2
+    chosen = model.layers * arrays * model.embed * model.expert_size * model.experts_per_token
+    return round(6 * chosen * (padding - 1))
+
+
 def flops_formula(model: ModelConfig) -> str:
     """Describe what `flops_per_token` counts."""
     width = "embed" if model.heads * model.head_size == model.embed else "heads x head_dim"
