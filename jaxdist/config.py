@@ -217,6 +217,11 @@ class ModelConfig(Section):
         return self.expert_mlp or self.mlp_size
 
     @property
+    def split_width(self) -> int:
+        """The width that the model axis splits: that of each expert, or of the MLP."""
+        return self.expert_size if self.traits.routed else self.mlp_size
+
+    @property
     def mlp_size(self) -> int:
         """Width of the MLP (F), with the default filled in."""
         if self.mlp:

@@ -24,10 +24,26 @@ def decoder_parameters(model: ModelConfig) -> int:
         table_rows += model.position_rows
     matrices = 3 if model.traits.gated else 2
     mlp = matrices * model.embed * model.mlp_size
+    if model.traits.routed:
+        expert = matrices * model.embed * model.expert_size
+        mlp = (model.experts + model.shared_experts) * expert + model.experts * model.embed
     return model.layers * (attention + mlp) + table_rows * model.embed
 
 
-SIZES = ("layers", "embed", "heads", "head_dim", "kv_heads", "mlp", "vocab", "sequence", "positions")
+SIZES = (
+    "layers",
+    "embed",
+    "heads",
+    "head_dim",
+    "kv_heads",
+    "mlp",
+    "experts",
+    "expert_mlp",
+    "shared_experts",
+    "vocab",
+    "sequence",
+    "positions",
+)
 
 
 @check("model.family", "model.tied", *(f"model.{size}" for size in SIZES))
@@ -37,8 +53,9 @@ def _parameters(config: Config) -> Iterator[str]:
     count = decoder_parameters(config.model)
     if count > MOST_PARAMETERS:
         sizes = [(f"model.{size}", getattr(config.model, size)) for size in SIZES]
-        # A size of 0 follows from the others.
-        given = ", ".join(f"{name} {value}" for name, value in sizes if value)
+        # A size of 0 follows from the others, and only mixtures have experts.
+        routed = config.model.traits.routed
+        given = ", ".join(f"{name} {value}" for name, value in sizes if value and (routed or "expert" not in name))
         yield (
             f"{given} make a model of {count:.3g} parameters; at most {MOST_PARAMETERS:.3g} are planned or trained: "
             f"lower one of them"
@@ -124,17 +141,17 @@ def _key_value_heads(config: Config) -> Iterator[str]:
         )
 
 
-OF_LLAMA = ("kv_heads", "head_dim", "rope_theta", "rope_scaling", "qkv_bias", "qk_norm")
+OF_ROTARY = ("kv_heads", "head_dim", "rope_theta", "rope_scaling", "qkv_bias", "qk_norm")
 """Knobs of attention that only families with rotary positions use."""
 
 
-@check("model.family", "model.positions", *(f"model.{name}" for name in OF_LLAMA))
+@check("model.family", "model.positions", *(f"model.{name}" for name in OF_ROTARY))
 def _attention(config: Config) -> Iterator[str]:
     model = config.model
     # Of models of images, `_other_kind` reports all knobs of text.
     if not model.traits.text:
         return
-    for name in ("positions",) if model.traits.rotary else OF_LLAMA:
+    for name in ("positions",) if model.traits.rotary else OF_ROTARY:
         yield from unused(config, f"model.{name}", f"model.family {model.family}")
 
 
