@@ -1,12 +1,12 @@
 """Promise 1 with experts: who is routed where, and what comes of it, depends on no mesh, ZeRO stage or schedule.
 
-The meter's number of rounds is left out: it says how long a mesh takes, which is the one thing that may differ.
+The number of rounds is not compared: it says how long a mesh takes, and that may differ. (The family has rotary
+positions and no dropout; those are what every llama has in `test_parity`.)
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ import pytest
 from jaxdist.config import PipelineConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.experts import METERS
+from jaxdist.parallel.gradient_compression import Compression
 from tests.parity import cases
 from tests.tiers import exhaustive, thinned
 
@@ -69,15 +70,16 @@ EVERY = Row(
     zero=(0, 1, 2, 3),
     micro_batches=(1, 4),
     sequence=(False, True),
-    remat=("none", "dots", "block"),
-    factor=(0.5, 1.25),
+    remat=("none", "block"),
+    factor=(0.5,),
     schedule=("",),
 )
 
 PIPELINES = EVERY._replace(
+    model=("sigmoid",),
     mesh=("data=2,expert=2,pipeline=2", "expert=2,model=2,pipeline=2", "expert=4,pipeline=2"),
+    zero=(0, 1, 3),
     micro_batches=(4,),
-    factor=(0.5,),
     schedule=("gpipe", "1f1b", "interleaved", "zb-h1", "zb-u"),
 )
 
@@ -104,25 +106,102 @@ def one_device(model: str, *options: tuple[str, object]) -> cases.Outcome:
     return outcome
 
 
-def experts_of(outcome: cases.Outcome) -> dict:
-    return outcome.gradient["blocks"]["mlp"]
-
-
-def without_rounds(outcome: cases.Outcome) -> cases.Outcome:
-    """`outcome` with zeros for the number of rounds."""
-    told = np.where(np.asarray(METERS) == "dispatch_rounds", 0, experts_of(outcome)["meter"])
-    experts = experts_of(outcome) | {"meter": told}
-    blocks = outcome.gradient["blocks"] | {"mlp": experts}
-    return replace(outcome, gradient=outcome.gradient | {"blocks": blocks})
-
-
 def assert_equal(got: cases.Outcome, wanted: cases.Outcome, tolerance: float = 1e-5) -> None:
-    """As `cases.assert_equal`; loads are equal to the token."""
-    np.testing.assert_array_equal(experts_of(got)["balance"], experts_of(wanted)["balance"])
-    cases.assert_equal(without_rounds(got), without_rounds(wanted), tolerance)
+    """As `cases.assert_equal`, and loads to the token."""
+    np.testing.assert_array_equal(got.counts["balance"], wanted.counts["balance"])
+    losses = [METERS.index("balance_loss"), METERS.index("z_loss")]
+    np.testing.assert_allclose(got.counts["meter"][:, losses], wanted.counts["meter"][:, losses], rtol=tolerance)
+    cases.assert_equal(got, wanted, tolerance)
+
+
+@pytest.mark.parametrize("row", thinned(zip(ROWS), len(ROWS), first=1), ids=lambda row: "-".join(map(str, row)))
+def test_equals_one_device(row):
+    assert_equal(trained(row), one_device(row.model))
+
+
+FURTHER = {
+    "documents apart": (Row("softmax", "expert=2,model=2", 0, 1, True, "none", 0.5), dict(apart=True)),
+    "micro-batches outside the layers": (
+        Row("softmax", "data=2,expert=2,model=2", 2, 4, False, "none", 0.5),
+        dict(inside=False),
+    ),
+    "as GPUs have it": (Row("sigmoid", "expert=2,model=2", 3, 1, True, "none", 0.5), dict(platform="gpu")),
+    "replicas that hold the same": (
+        Row("sigmoid", "replica=2,expert=2,model=2", 1, 2, False, "dots", 0.5),
+        dict(replica_zero=False),
+    ),
+    "documents apart in a pipeline": (
+        Row("softmax", "data=2,expert=2,pipeline=2", 3, 4, False, "none", 1.25, "zb-h1"),
+        dict(apart=True),
+    ),
+}
+CHANGES = {"apart"}
+"""Of the options above, those that change what one device computes."""
+
+
+@pytest.mark.parametrize("case", exhaustive(zip(FURTHER)))
+def test_equals_one_device_whatever_else_is_asked(case):
+    row, options = FURTHER[case]
+    changes = {name: value for name, value in options.items() if name in CHANGES}
+    assert_equal(trained(row, **options), one_device(row.model, *changes.items()))
+
+
+@pytest.mark.parametrize("row", exhaustive(zip(product())), ids=lambda row: "-".join(map(str, row)))
+def test_the_whole_product_equals_one_device(row):
+    assert_equal(trained(row), one_device(row.model))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
-def test_equals_one_device(row):
-    assert_equal(trained(row), one_device(row.model))
+def test_losses_of_the_router_change_the_gradient():
+    """Or the rows above would prove nothing of them."""
+    without = cases.train(model=MODELS["softmax"].model_copy(update=dict(balance_loss=0.0, z_loss=0.0)))
+    wanted = one_device("softmax")
+    assert without.losses[0] == wanted.losses[0]  # it is cross-entropy alone
+    with pytest.raises(AssertionError, match="router"):
+        cases.assert_equal(without, wanted, tolerance=1e-3)
+
+
+@cache
+def in_float64(row: Row) -> cases.Outcome:
+    options = dict(optimizer=optax.adamw(1e-3), dtype=jnp.float64, param_dtype=jnp.float64, max_norm=0.5)
+    with jax.enable_x64(True):
+        return trained(row, **options)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(Row("softmax", "data=2,expert=2,model=2", 3, 2, True, "none", 0.5), marks=pytest.mark.slow),
+        *exhaustive([(Row("sigmoid", "data=2,expert=2,pipeline=2", 1, 4, False, "none", 0.5, "zb-u"),)]),
+    ],
+    ids=lambda row: "-".join(map(str, row)),
+)
+def test_adamw_in_float64(row):
+    wanted = in_float64(Row(row.model, "1x1x1", 0, 1, False, "none", 1.25))
+    assert wanted.after["blocks"]["mlp"]["gate_up"].dtype == jnp.float64
+    assert_equal(in_float64(row), wanted, tolerance=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [False, True], ids=["bfloat16", "mixed"])
+def test_bfloat16_is_close_to_one_device_in_bfloat16(keep):
+    """Bounds as for dense models; a near tie that is rounded otherwise sends a token to another expert."""
+    row = Row("softmax", "data=2,expert=2", 3, 2, False, "none", 1.25)
+    options = dict(dtype=jnp.bfloat16, keep=keep)
+    wanted = one_device(row.model, *options.items())
+    got = trained(row, **options)
+    np.testing.assert_allclose(got.losses, wanted.losses, rtol=1e-3)
+    np.testing.assert_allclose(got.norms, wanted.norms, rtol=2e-2)
+    loads = got.counts["balance"], wanted.counts["balance"]
+    assert np.abs(np.subtract(*loads)).sum() <= 0.01 * wanted.counts["balance"].sum()
+
+
+@pytest.mark.slow
+def test_compressed_gradients_leave_loads_exact():
+    """What crosses the replicas in fewer bits is close; numbers of tokens are no gradients."""
+    row = Row("softmax", "replica=2,expert=2", 1, 2, False, "none", 0.5)
+    got = trained(row, compression=Compression("int8"))
+    wanted = one_device(row.model)
+    np.testing.assert_array_equal(got.counts["balance"], wanted.counts["balance"])
+    np.testing.assert_allclose(got.losses, wanted.losses, rtol=5e-3)
