@@ -337,8 +337,8 @@ def large(tmp_path_factory) -> tuple[Path, int]:
     tensors = {}
     for leaf in family_of(model).leaves:
         for piece in placed(leaf, sizes_of(model)):
-            for layer in range(model.layers if leaf.stacked else 1):
-                tensors[piece.name(layer)] = np.full(piece.shape, layer, ml_dtypes.bfloat16)
+            for place in leaf.places(sizes_of(model)):
+                tensors[piece.name(place)] = np.full(piece.shape, sum(place), ml_dtypes.bfloat16)
     save_file(tensors, path / "model.safetensors")
     return path, max(array.nbytes for array in tensors.values())
 
