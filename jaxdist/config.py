@@ -112,7 +112,7 @@ class ModelConfig(Section):
     """Model family (a text decoder or an image classifier) and its sizes."""
 
     family: Literal["gpt", "llama", "moe", "cnn", "resnet18", "resnet50"] = "gpt"
-    """Text: gpt (the GPT-2 decoder), llama, or moe (llama with experts). Images: cnn (small, convolutional), resnet*."""
+    """Text: gpt (the GPT-2 decoder), llama, or moe (llama with experts). Images: cnn (convolutional) or a ResNet."""
     layers: Layers = 4
     """Decoder blocks (L)."""
     embed: Count = 128

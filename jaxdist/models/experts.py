@@ -133,7 +133,7 @@ class Experts(nnx.Module):
         # The router reads what this device holds of the stream. Behind `enter`, its gradient would count once for each
         # device that splits the experts' width.
         routes = route(rule, stream, x, router, balance)
-        # One by one: where the sequence is split, each device has all of the former loss and its own part of the latter.
+        # One by one: where the sequence is split, a device has all of the former loss, and its own part of the latter.
         x = attach(x, rule.balance_loss * routes.balance_loss)
         x = attach(x, rule.z_loss * routes.z_loss)
         p = count(routes.p, balance, routes.load)

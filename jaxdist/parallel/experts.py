@@ -81,7 +81,7 @@ class Queues(NamedTuple):
 
 
 def queues(choice: Int[Array, "T k"], experts: int) -> Queues:
-    """Line up the choices of tokens before so many experts."""
+    """Line up the choices of tokens before so many experts; a choice of `experts`, one beyond the last, is none."""
     flat = choice.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     length = jnp.sum(flat[:, None] == jnp.arange(experts), 0)
@@ -92,52 +92,49 @@ def queues(choice: Int[Array, "T k"], experts: int) -> Queues:
 
 
 class Seats(NamedTuple):
-    """Which choice sits where in the [E, C] rows of one round."""
+    """Who sits where in the [E, C] seats of one round: tokens, each in up to m = k seats, or choices, in m = 1."""
 
-    choice: Int[Array, "E C"]
-    """The number of the choice in each row."""
+    sitter: Int[Array, "E C"]
+    """Who sits in each seat."""
     taken: Bool[Array, "E C"]
-    """Whether there is one."""
-    seat: Int[Array, "T k"]
-    """The row of each choice, or -1 where it is not in this round."""
+    """Whether anybody does."""
+    seat: Int[Array, "T m"]
+    """The seats of each sitter; -1 in the place of those of other rounds."""
 
 
-def seats(line: Queues, first: int | Int[Array, ""], size: int) -> Seats:
-    """Seat the `size` choices of each queue that begin at its place `first`."""
+def seats(line: Queues, first: int | Int[Array, ""], size: int) -> tuple[Seats, Seats]:
+    """Seat the `size` choices of each queue that begin at its place `first`.
+
+    Return (the seats of tokens, the seats of choices).
+    """
     turn = first + jnp.arange(size)
     at = jnp.clip(line.start[:, None] + turn, 0, len(line.order) - 1)
-    sits = (line.place >= first) & (line.place < first + size)
+    choice = line.order[at]
+    taken = turn < line.length[:, None]
+    sits = (line.place >= first) & (line.place < first + size) & (line.choice < len(line.length))
     seat = jnp.where(sits, line.choice * size + line.place - first, -1)
-    return Seats(line.order[at], turn < line.length[:, None], seat)
+    per_token = seat.shape[1]
+    return Seats(choice // per_token, taken, seat), Seats(choice, taken, seat.reshape(-1, 1))
 
 
 @jax.custom_vjp
-def take(x: Float[Array, "T D"], token: Int[Array, "E C"], taken: Bool[Array, "E C"], seat: Int[Array, "T k"]):
-    """Return the row of `x` for each seat, [E, C, D]: that of its `token`, or zeros where it is not `taken`."""
-    return jnp.where(taken[..., None], x[token], 0)
+def take(x: Float[Array, "T D"], at: Seats) -> Float[Array, "E C D"]:
+    """Return the row of `x` for each seat: its sitter's, or zeros where nobody sits."""
+    return jnp.where(at.taken[..., None], x[at.sitter], 0)
 
 
 @jax.custom_vjp
-def add_up(y: Float[Array, "E C D"], token: Int[Array, "E C"], taken: Bool[Array, "E C"], seat: Int[Array, "T k"]):
-    """Return the sum of the rows that are seats of each token, [T, D], added in f32 at least."""
+def add_up(y: Float[Array, "E C D"], at: Seats) -> Float[Array, "T D"]:
+    """Return the sum of each sitter's seats, added in f32 at least."""
     rows = y.reshape(-1, y.shape[-1])
     total = jnp.zeros((), wide(y.dtype))
-    for choice in range(seat.shape[1]):
-        own = seat[:, choice, None]
-        total = total + jnp.where(own >= 0, rows[own[:, 0]], 0).astype(total.dtype)
+    for seat in at.seat.T:
+        total = total + jnp.where(seat[:, None] >= 0, rows[seat], 0).astype(total.dtype)
     return total.astype(y.dtype)
 
 
-def _take_backward(where: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array | None, ...]:
-    return add_up(g, *where), None, None, None
-
-
-def _add_up_backward(where: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array | None, ...]:
-    return take(g, *where), None, None, None
-
-
-take.defvjp(lambda x, *where: (take(x, *where), where), _take_backward)
-add_up.defvjp(lambda y, *where: (add_up(y, *where), where), _add_up_backward)
+take.defvjp(lambda x, at: (take(x, at), at), lambda at, g: (add_up(g, at), None))
+add_up.defvjp(lambda y, at: (add_up(y, at), at), lambda at, g: (take(g, at), None))
 
 
 def grouped(layout: Layout, dims: str, x: Float[Array, "E R ..."], w: Float[Array, "E ..."]) -> Float[Array, "E R ..."]:
@@ -167,7 +164,10 @@ class Dispatch:
         The former is a partial sum over the axes that split F. The weights are this device's experts, of E x n in all.
         """
         experts = len(gate_up) * self.layout.size(EXPERT)
-        line = queues(choice, experts)
+        # Experts make zeros of zeros. A pipeline has many, where it is idle or its stages are padded, and all of them
+        # would wait for the same experts.
+        needs_any = jnp.any(x != 0, -1, keepdims=True)
+        line = queues(jnp.where(needs_any, choice, experts), experts)
         y = self.one_round(line, 0, self.rounds.first, x, p, gate_up, down)
         over = jnp.maximum(jnp.max(line.length) - self.rounds.first, 0)
         further = -(-over // self.rounds.further)
@@ -196,14 +196,13 @@ class Dispatch:
 
         The rows are sent again in the backward pass: f k of them for each token are much to keep.
         """
-        at = seats(line, first, size)
-        token = at.choice // line.choice.shape[1]
-        rows = self._send(take(x, token, at.taken, at.seat))
-        weight = self._send(take(p.reshape(-1, 1), at.choice, at.taken, at.seat.reshape(-1, 1)))
+        tokens, choices = seats(line, first, size)
+        rows = self._send(take(x, tokens))
+        weight = self._send(take(p.reshape(-1, 1), choices))
         h = grouped(self.layout, "ERD,EDCF->ERCF", rows, gate_up)
         # Weighted before the second product, whose result the backward pass then does not need.
         h = jax.nn.silu(h[:, :, 0]) * h[:, :, 1] * weight
-        return add_up(self._return(grouped(self.layout, "ERF,EFD->ERD", h, down)), token, at.taken, at.seat)
+        return add_up(self._return(grouped(self.layout, "ERF,EFD->ERD", h, down)), tokens)
 
     def _send(self, rows: Float[Array, "E C D"]) -> Float[Array, "E R D"]:
         """Exchange rows for other devices' experts for other devices' rows for this device's experts."""
