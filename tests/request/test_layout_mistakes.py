@@ -107,7 +107,7 @@ PARALLEL = {
     ),
     "sequence without a model axis": Wrong(
         "--mesh 2x1x1 --parallel.sequence true",
-        [("parallel.sequence is True, but mesh 2x1x1, whose model axis is 1, does not use it; leave it out",)],
+        [("parallel.sequence is true, but mesh 2x1x1, whose model axis is 1, does not use it; leave it out",)],
     ),
     "sequence without the MLP": Wrong(
         "--mesh 1x2x1 --parallel.sequence true --parallel.rules.mlp=",
@@ -122,10 +122,10 @@ PARALLEL = {
         "--parallel.micro-batches outside", [("micro_batches is outside", "parallel.zero 0", "default is inside")]
     ),
     "replicas that split no state": Wrong(
-        "--mesh replica=2,data=2 --parallel.replica-zero false", [("replica_zero is False", "parallel.zero 0")]
+        "--mesh replica=2,data=2 --parallel.replica-zero false", [("replica_zero is false", "parallel.zero 0")]
     ),
     "no replicas to split over": Wrong(
-        "--mesh 2x1x1 --parallel.zero 1 --parallel.replica-zero false", [("replica_zero is False", "mesh 2x1x1")]
+        "--mesh 2x1x1 --parallel.zero 1 --parallel.replica-zero false", [("replica_zero is false", "mesh 2x1x1")]
     ),
     "one-bit Adam": Wrong(
         "--parallel.gradient-compression onebit-adam", [("1-bit Adam is not offered", "choose int8")]
