@@ -67,8 +67,7 @@ pass."""
 FORMULAS = {
     "arithmetic": "micro-batches x (F + B + recomputed + head); F = layers x (2 tokens x (matrices, in whole waves of "
     "tiles, + 2 x keys seen x heads x head size / 0.65) / (model axis x matmul x peak) + 2 x saved bytes / memory "
-    "bandwidth); a split backward pass adds 2 x stashed bytes / memory bandwidth; experts compute the rows of all "
-    "rounds, padding included",
+    "bandwidth); a split backward pass adds 2 x stashed bytes / memory bandwidth",
     "waiting": "ticks of the schedule x their slots, less the arithmetic; includes the padding of uneven stages",
     EXPERT: "all-to-alls of the rows of experts, in the first round and in those that are assumed to follow: nothing "
     "overlaps them",
@@ -79,6 +78,11 @@ FORMULAS = {
     "optimizer": "(2 x (parameters + moments) + gradients + copy) / memory bandwidth",
 }
 """How the seconds of each part of a step are computed."""
+
+EXPERT_FORMULA = (
+    "; of experts, the rows of all rounds, with padding, and what is written to send and weight them; a router in f32"
+)
+"""What experts add to the formula of `arithmetic`."""
 
 OUTER_FORMULA = "; and the outer step over local steps"
 """What local steps add to the formula of `data`."""
