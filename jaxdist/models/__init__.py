@@ -162,3 +162,8 @@ def matrices(model: Model | Foreign) -> Params:
         return sum(name not in (None, LAYERS) for name in axes) >= 2
 
     return jax.tree.map(is_matrix, model.axes, is_leaf=lambda axes: isinstance(axes, tuple))
+
+
+def counted(model: Model | Foreign) -> Params:
+    """Return for each parameter whether its gradient is a count, in the place of a derivative."""
+    return jax.tree.map(lambda axes: COUNTED in axes, model.axes, is_leaf=lambda axes: isinstance(axes, tuple))

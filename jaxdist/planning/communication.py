@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import jax
 
 from jaxdist.config import Config
-from jaxdist.mesh import AXES, REPLICA, of_one_replica
+from jaxdist.mesh import AXES, EXPERT, REPLICA, of_one_replica
 from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
@@ -106,8 +106,14 @@ def compression_that_costs(config: Config, model: Model | Foreign, layout: Layou
 
 
 def data_parallel(config: Config, model: Model | Foreign, layout: Layout) -> float:
-    """Return the elements that plain data parallelism sends: 2 (N-1)/N for each parameter of a stage and model rank."""
-    whole = sum(p.use for p in placed(config, model, layout))
+    """Return the elements that plain data parallelism sends: 2 (N-1)/N for each parameter of a stage and model rank.
+
+    Without expert parallelism, each of its devices has all experts.
+    """
+    whole = 0
+    for p in placed(config, model, layout):
+        splits = any(EXPERT in layout.split(name) for name in p.axes)
+        whole += p.use * (layout.size(EXPERT) if splits else 1)
     return 2 * whole * (layout.ranks - 1) / layout.ranks
 
 
