@@ -19,7 +19,7 @@ from jaxdist.models.foreign import Foreign
 from jaxdist.models.gpt import GPT
 from jaxdist.models.llama import Llama
 from jaxdist.models.moe import Moe
-from jaxdist.sharding import LAYERS, ONE_DEVICE, Layout, LogicalAxes, Params, name_of, wide
+from jaxdist.sharding import COUNTED, LAYERS, ONE_DEVICE, Layout, LogicalAxes, Params, name_of, wide
 
 DECODERS = {"gpt": GPT, "llama": Llama, "moe": Moe}
 """The decoders by their family; the traits of a family are in `config.FAMILIES`."""
@@ -149,3 +149,8 @@ def matrices(model: Model | Foreign) -> Params:
         return sum(name not in (None, LAYERS) for name in axes) >= 2
 
     return jax.tree.map(is_matrix, model.axes, is_leaf=lambda axes: isinstance(axes, tuple))
+
+
+def counted(model: Model | Foreign) -> Params:
+    """Return for each parameter whether its gradient is a count, in the place of a derivative."""
+    return jax.tree.map(lambda axes: COUNTED in axes, model.axes, is_leaf=lambda axes: isinstance(axes, tuple))

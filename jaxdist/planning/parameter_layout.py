@@ -14,6 +14,7 @@ from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline.stages import BLOCKS
+from jaxdist.parallel.replica_zero import without_replica_zero
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.parallel.zero import Placements
 from jaxdist.planning import pipelines
@@ -93,7 +94,7 @@ def placed(config: Config, model: Model | Foreign, layout: Layout) -> list[Place
         config.parallel.zero,
         summed=not _on_all_rows(config),
         defers=pipe is None or pipe.flush,
-        replica_zero=not zero.without_replica_zero(config, layout),
+        replica_zero=not without_replica_zero(config, layout),
     )
     forward_only = () if isinstance(model, Foreign) else model.forward_only
     return lay_out(layout, axes, abstract, places, forward_only)
@@ -203,7 +204,7 @@ def _added_rows(vocabulary: Vocabulary) -> str:
 
 def _each_replica_holds_all(config: Config, layout: Layout) -> str:
     """Return why `replica` splits neither masters nor optimizer state, in a sentence."""
-    why = zero.without_replica_zero(config, layout)
+    why = without_replica_zero(config, layout)
     if not why and _on_all_rows(config):
         why = "with dropout, the compiler chooses where the gradients of a classifier are reduced"
     elif not why:

@@ -13,6 +13,7 @@ from jaxdist.cluster.runtime import peak_bytes
 from jaxdist.planning import memory
 from jaxdist.planning.hardware import peak_flops
 from jaxdist.planning.timing import mfu
+from jaxdist.training.forward.balance import LOAD_MAX, REPORTED, collapsed
 from jaxdist.training.forward.optimizer import schedule
 from jaxdist.training.forward.step import Metrics
 from jaxdist.training.metrics import Log
@@ -50,6 +51,10 @@ class Meter:
         """The step that is on its way."""
         self.predicted: int | None = memory.predict(config, run.model, run.layout).total
         """Predicted bytes of a device; None once they have been logged beside those of the first step."""
+        self.experts = config.model.experts
+        self.per_token = config.model.experts_per_token
+        self.warned = False
+        """Whether the log has the warning of a collapsed router."""
         self.ended = first
         """The last step whose results were logged."""
         self._restart()
@@ -89,6 +94,7 @@ class Meter:
         self.count += len(steps)
         values = self._figures(step, metrics)
         self._compare_memory(values["memory_bytes"])
+        self._warn_of_collapse(step, values.get(LOAD_MAX))
         self.log.progress(values)
         # The last step before the end of the run is always logged, whatever ends it.
         diverged = metrics.skipped_in_a_row >= self.max_skipped
@@ -146,4 +152,16 @@ class Meter:
             "mfu": mfu(rate, self.flops, self.devices, self.peak),
             "memory_bytes": peak_bytes(self.device),
             "skipped": int(metrics.skipped),
+            **{name: float(metrics.further[name]) for name in REPORTED if name in metrics.further},
         }
+
+    def _warn_of_collapse(self, step: int, load_max: float | None) -> None:
+        """Say once of a run that nearly all tokens go to the same experts of a layer."""
+        if self.warned or load_max is None or not collapsed(load_max, self.experts, self.per_token):
+            return
+        self.warned = True
+        most = self.experts / self.per_token
+        self.log.say(
+            f"warning: a router has collapsed: at step {step} the fullest expert of a layer has {load_max:.2f} times "
+            f"the mean load, and {most:.2f} times would be all tokens; raise model.balance_rate or model.balance_loss"
+        )
