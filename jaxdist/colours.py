@@ -20,10 +20,12 @@ SAND = "#DDCC77"
 ROSE = "#CC6677"
 FOREST = "#117733"
 PALE = "#DDDDDD"
+PURPLE = "#AA4499"
 
 TIME = {
     "arithmetic": BLUE,
     "waiting": GREY,
+    "expert": PURPLE,
     "model": ORANGE,
     "pipeline": GREEN,
     "data": RED,

@@ -140,6 +140,19 @@ def parameters(model: Model | Foreign) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(model.abstract))
 
 
+def active_parameters(model: Model, config: ModelConfig) -> int:
+    """Return the number of parameters that one token goes through: of the experts of a layer, those that it chooses."""
+    leaves = jax.tree.leaves(model.abstract)
+    axes = jax.tree.leaves(model.axes, is_leaf=lambda names: isinstance(names, tuple))
+    total = 0
+    for leaf, names in zip(leaves, axes, strict=True):
+        if "experts" in names:
+            total += leaf.size * config.experts_per_token // config.experts
+        elif COUNTED not in names:
+            total += leaf.size
+    return total
+
+
 def matrices(model: Model | Foreign) -> Params:
     """Return for each parameter whether it is a matrix (two dims or more, layers aside): weight decay is for those."""
     if isinstance(model, Foreign):
