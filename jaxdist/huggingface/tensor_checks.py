@@ -66,8 +66,8 @@ def _shapes(family: Family, model: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for leaf in family.leaves:
         for piece in placed(leaf, sizes):
-            for layer in range(model.layers if leaf.stacked else 1):
-                shapes[piece.name(layer)] = piece.shape
+            for place in leaf.places(sizes):
+                shapes[piece.name(place)] = piece.shape
     for copy, table in family.copies.items():
         shapes[copy] = shapes[table]
     return shapes

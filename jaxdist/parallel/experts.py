@@ -84,7 +84,7 @@ def queues(choice: Int[Array, "T k"], experts: int) -> Queues:
     """Line up the choices of tokens before so many experts; a choice of `experts`, one beyond the last, is none."""
     flat = choice.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    length = jnp.sum(flat[:, None] == jnp.arange(experts), 0)
+    length = jnp.sum(flat[:, None] == jnp.arange(experts)[None], 0)
     start = jnp.cumsum(length) - length
     numbers = jnp.arange(len(flat), dtype=flat.dtype)
     rank = jnp.zeros_like(flat).at[order].set(numbers, unique_indices=True)
@@ -107,7 +107,7 @@ def seats(line: Queues, first: int | Int[Array, ""], size: int) -> tuple[Seats, 
 
     Return (the seats of tokens, the seats of choices).
     """
-    turn = first + jnp.arange(size)
+    turn = first + jnp.arange(size)[None]
     at = jnp.clip(line.start[:, None] + turn, 0, len(line.order) - 1)
     choice = line.order[at]
     taken = turn < line.length[:, None]
