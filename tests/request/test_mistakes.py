@@ -40,7 +40,7 @@ ONE_KNOB = {
     "split images": Wrong("cnn_digits --mesh 2x2x1", [("model=2, but model.family cnn has nothing", "to data")]),
     "no dropout": Wrong("--model.family resnet18 --model.dropout 0.1", [("resnet18, which has no dropout",)]),
     "rotary base": Wrong("--model.rope-theta 0", [("model.rope_theta is 0: must be more than 0",)]),
-    "axis that is not built": Wrong("--mesh expert=2", [("expert=2", "not built yet; set expert to 1")]),
+    "axis that is not built": Wrong("--mesh context=2", [("context=2", "not built yet; set context to 1")]),
     "mesh of two numbers": Wrong("--mesh 2x2", [("mesh '2x2' has 2 number(s)",)]),
     "mesh: each mistake": Wrong(
         "--mesh dat=2,replica=0", [("'dat' that does not exist", "'data'"), ("replica the size '0'",)]
