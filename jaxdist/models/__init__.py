@@ -136,8 +136,9 @@ def build_decoder(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
 
 
 def parameters(model: Model | Foreign) -> int:
-    """Return the number of parameters."""
-    return sum(leaf.size for leaf in jax.tree.leaves(model.abstract))
+    """Return the number of parameters; those whose gradient is a count are not among them, and few."""
+    sizes = jax.tree.map(lambda leaf, counts: 0 if counts else leaf.size, model.abstract, counted(model))
+    return sum(jax.tree.leaves(sizes))
 
 
 def active_parameters(model: Model, config: ModelConfig) -> int:
