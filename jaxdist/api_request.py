@@ -162,16 +162,15 @@ class Unsplit(NamedTuple):
 
 def unsplit(layout: Layout, axes: Params, forward: Forward, split: Params) -> Unsplit:
     """Return what ZeRO leaves whole; `axes` are the logical axes of the parameters as `forward` holds them."""
-    ranks = layout.size(DATA)
     parameters = parameter_layout.lay_out(layout, axes, forward.abstract, forward.places)
     requested = [p for p, may in zip(parameters, jax.tree.leaves(split), strict=True) if may]
     whole = parameter_layout.unsplit(requested)
     if not whole:
         return Unsplit("", "")
-    note = parameter_layout.left_whole(parameters, whole, ranks, most=len(whole))
+    note = parameter_layout.left_whole(parameters, whole, layout, most=len(whole))
     if parameter_layout.part_of(parameters, whole) <= parameter_layout.MUCH:
         return Unsplit(note, "")
-    warning = parameter_layout.left_whole(parameters, whole, ranks)
+    warning = parameter_layout.left_whole(parameters, whole, layout)
     better_size = to(DATA, parameter_layout.ranks_that_split(parameters, requested, layout))
     if better_size:
         warning += "; " + remedy(better_size)

@@ -29,7 +29,7 @@ from jax import P, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxdist.mesh import EXPERT, PIPELINE
+from jaxdist.mesh import EXPERT
 from jaxdist.parallel import matmul, region
 from jaxdist.parallel.tensor import PRODUCT
 from jaxdist.sharding import Layout, Tree, wide
@@ -171,9 +171,9 @@ class Dispatch:
         y = self.one_round(line, 0, self.rounds.first, x, p, gate_up, down)
         over = jnp.maximum(jnp.max(line.length) - self.rounds.first, 0)
         further = -(-over // self.rounds.further)
-        # All devices that exchange rows take equally many rounds. The ranks of a pipeline are in other layers.
-        others = tuple(axis for axis in region.varying(further) if axis != PIPELINE)
-        further = lax.pmax(further, others) if others else further
+        # Devices that exchange rows take equally many rounds. Others need not: they have other rows, or other layers.
+        if EXPERT in region.varying(further):
+            further = lax.pmax(further, EXPERT)
         return y + further_rounds(self, line, further, x, p, gate_up, down), 1 + further
 
     @partial(

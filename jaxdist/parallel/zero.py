@@ -37,13 +37,12 @@ from jax import P
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
-from jaxdist.config import Config
-from jaxdist.mesh import PIPELINE, REPLICA, ZERO_AXES
+from jaxdist.mesh import REPLICA, ZERO_AXES
 from jaxdist.parallel import heads, region
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.heads import HeadDeal
 from jaxdist.parallel.sink import with_sink
-from jaxdist.sharding import LAYERS, STAGES, Layout, LogicalAxes, Params, partition, wide
+from jaxdist.sharding import COUNTED, LAYERS, STAGES, Layout, LogicalAxes, Params, partition, wide
 
 Placements = dict[str, Any]
 """A `Placement` for every parameter, nested as the parameters are."""
@@ -76,6 +75,8 @@ class Placement:
     """The dim that `over` splits while a gradient crosses `replica`, where nothing is sharded at rest (stage 0)."""
     stacked: int = 0
     """How many leading dims count layers."""
+    counted: bool = False
+    """Whether its gradient is a count: every device holds it whole, and no bit of the sum may be lost."""
 
     @property
     def layer(self) -> Placement:
@@ -205,6 +206,8 @@ class Placement:
         self, rule: Compression, g: Float[Array, "..."], errors: Float[Array, "... R"], step: Int[Array, ""]
     ) -> tuple[Float[Array, "..."], Float[Array, "... R"]]:
         """Do what `cross` does by a rule that may lose bits; return (the sum, what each replica still owes)."""
+        if self.counted:
+            return self.cross(g), errors
 
         def add(g: jax.Array, error: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
             total, error = rule.add_up(g, error[..., 0], self.stacked, step)
@@ -369,25 +372,10 @@ def in_use(places: Placements, weights: Params, sinks: Params | None, stage: int
     return jax.tree.map(lambda p, w, s: p.with_sink(w, s), places, weights, sinks)
 
 
-def without_replica_zero(config: Config, layout: Layout) -> str:
-    """Return why `replica` splits nothing between steps, as the end of a sentence; empty where it splits.
-
-    The mesh has replicas. Forward passes whose gradients are not partial sums never split over them.
-    """
-    parallel = config.parallel
-    if not parallel.replica_zero:
-        return "parallel.replica_zero is false"
-    if parallel.zero == 0:
-        return "ZeRO 0 splits no state"
-    if config.train.local_steps:
-        return "with train.local_steps, each replica has moments of its own"
-    if parallel.gradient_compression != "exact":
-        return f"with gradient_compression {parallel.gradient_compression}, each replica keeps what it has rounded off"
-    if parallel.delayed_gradients:
-        return "with delayed_gradients, no step waits for what crosses the replicas, as it would for updated weights"
-    if layout.size(PIPELINE) > 1 and config.pipeline.asynchronous:
-        return "PipeDream updates its stages one by one, each as soon as it has a gradient"
-    return ""
+def derivatives(places: Placements, grads: Params) -> list[Array]:
+    """Return those of the gradients that are no counts."""
+    pairs = zip(jax.tree.leaves(places), jax.tree.leaves(grads), strict=True)
+    return [g for place, g in pairs if not place.counted]
 
 
 def placements(
@@ -463,7 +451,8 @@ def _place(
         replica_dim = _replica_dim(layout, shape, free, zero_dim, layout.size(*over))
     use = layout.spec(axes_in_use, reduced=reduced)
     stacked = sum(name in (LAYERS, STAGES) for name in axes)
-    return Placement(P(*rest), use, over, deal, deferred, replica_dim, crossing_dim, stacked)
+    counted = COUNTED in axes
+    return Placement(P(*rest), use, over, deal, deferred, replica_dim, crossing_dim, stacked, counted)
 
 
 def _group(layout: Layout, axes: LogicalAxes) -> tuple[str, ...]:
@@ -473,8 +462,9 @@ def _group(layout: Layout, axes: LogicalAxes) -> tuple[str, ...]:
 
 
 def _free_dims(layout: Layout, axes: LogicalAxes, taken: Collection[int]) -> list[int]:
-    """Return the dims that no axis splits in use, that do not count layers and are not `taken`."""
-    return [dim for dim, name in enumerate(axes) if name != LAYERS and not layout.split(name) and dim not in taken]
+    """Return the dims that no axis splits in use, that count neither layers nor anything else and are not `taken`."""
+    whole = (LAYERS, COUNTED)
+    return [dim for dim, name in enumerate(axes) if name not in whole and not layout.split(name) and dim not in taken]
 
 
 def _first_that_divides(shape: tuple[int, ...], dims: Collection[int], ways: int) -> int | None:

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 import jax
 
 from jaxdist.config import Config
-from jaxdist.mesh import AXES, REPLICA, of_one_replica
+from jaxdist.mesh import AXES, EXPERT, REPLICA, of_one_replica
 from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
-from jaxdist.planning import pipeline_traffic
+from jaxdist.planning import expert_traffic, pipeline_traffic
 from jaxdist.planning.parameter_layout import Placed, compute_width, placed
 from jaxdist.planning.pipeline_traffic import (
     between_replicas,
@@ -106,8 +106,14 @@ def compression_that_costs(config: Config, model: Model | Foreign, layout: Layou
 
 
 def data_parallel(config: Config, model: Model | Foreign, layout: Layout) -> float:
-    """Return the elements that plain data parallelism sends: 2 (N-1)/N for each parameter of a stage and model rank."""
-    whole = sum(p.use for p in placed(config, model, layout))
+    """Return the elements that plain data parallelism sends: 2 (N-1)/N for each parameter of a stage and model rank.
+
+    Without expert parallelism, each of its devices has all experts.
+    """
+    whole = 0
+    for p in placed(config, model, layout):
+        splits = any(EXPERT in layout.split(name) for name in p.axes)
+        whole += p.use * (layout.size(EXPERT) if splits else 1)
     return 2 * whole * (layout.ranks - 1) / layout.ranks
 
 
@@ -227,13 +233,18 @@ def _layers(config: Config, layout: Layout) -> Iterator[Transfer]:
     """Yield the moves of the residual stream between a layer's matmuls: tensor and sequence parallelism."""
     sizes = config.model
     whole_block = sizes.remat in ("block", "stage", "offload")
+    keeps_all = sizes.remat == "none" and config.parallel.zero < 2
     for logical in ("heads", "mlp"):
         reductions = 2
+        gathers = 3
+        # Experts have no gather of their own that is repeated: where a layer keeps all, it keeps what they gathered.
+        if logical == "mlp" and sizes.traits.routed and keeps_all:
+            gathers -= 1
         # With a whole block recomputed, attention's output is computed again; the MLP's is not needed.
         if logical == "heads" and whole_block:
             reductions += 1
         if layout.split("residual"):
-            moves = {REDUCE_SCATTER: reductions, ALL_GATHER: 3}
+            moves = {REDUCE_SCATTER: reductions, ALL_GATHER: gathers}
         else:
             moves = {ALL_REDUCE: reductions}
         for kind, calls in moves.items():
@@ -243,6 +254,16 @@ def _layers(config: Config, layout: Layout) -> Iterator[Transfer]:
             # The sum of all heads' squares is made, and its gradient, as often as attention's output is.
             calls = reductions * sizes.layers * config.train.accumulation
             yield from norms_of_all_heads(config, layout, calls, _tokens(config, layout))
+    times = sizes.layers * config.train.accumulation
+    expert_calls = expert_traffic.Calls(
+        rows=5 * times,
+        weights=3 * times,
+        choices=times if keeps_all else 2 * times,
+        gradients=times,
+        # The backward pass needs the loads for the loss and, where it makes them again, for what is reported.
+        sums=3 * times if keeps_all else 2 * times,
+    )
+    yield from expert_traffic.predict(config, layout, _tokens(config, layout), expert_calls)
 
 
 def _streamed(config: Config, layout: Layout, what: str, kind: str, axes: tuple[str, ...], calls: int) -> Transfer:

@@ -71,7 +71,11 @@ class Collective:
     scalars: tuple[str, ...] = ()
     """The dtypes of its arrays that have one element."""
     count: int = 1
-    """Calls in one execution of the program: the product of the trip counts of the loops around it."""
+    """Calls in one execution of the program: the product of the trip counts of the loops around it. It is 0 where the
+    length of one of them is unknown, as nothing of it is certain."""
+    repeated: bool = False
+    """Whether it is in a loop of unknown length, and runs 0 or more times: an all-to-all of further rounds of experts.
+    """
     depth: int = 0
     """How many loops are around it."""
     branch: bool = False
@@ -132,7 +136,7 @@ def collectives(program: str, mesh: Mesh | AbstractMesh) -> list[Collective]:
     """Return one collective for each place in the text that runs; none over a single device.
 
     The collectives of a callee stand where it is called. Raises `ValueError` for a program of another number of devices
-    than `mesh`, for unknown communication, and for a collective in a loop of unknown length.
+    than `mesh`, for unknown communication, and for a collective other than an all-to-all in a loop of unknown length.
     """
     parsed = parse(program)
     if parsed.devices != mesh.size:
@@ -193,20 +197,35 @@ class _Reader:
             if not inside:
                 # A loop without collectives may be of any length.
                 continue
-            times = 1
+            times: int | None = 1
             if loop:
-                turns = trips(self.program.computations, caller)
-                if turns is None:
-                    raise ValueError(f"a collective in a loop of unknown length: {caller.rest[:300]}")
-                times = turns
-                if role == "condition":
-                    # The condition also runs once more, at the end.
-                    times += 1
+                times = self._times(caller, role, inside)
             for one in inside:
                 found.append(
-                    replace(one, count=one.count * times, depth=one.depth + int(loop), branch=one.branch or in_branch)
+                    replace(
+                        one,
+                        count=one.count * (times or 0),
+                        repeated=one.repeated or times is None,
+                        depth=one.depth + int(loop),
+                        branch=one.branch or in_branch,
+                    )
                 )
         return found
+
+    def _times(self, loop: Instruction, role: str, inside: list[Collective]) -> int | None:
+        """Return how often a loop runs its body or condition, `role`, with the collectives `inside`.
+
+        It is None where that is not known, which only all-to-alls may leave open.
+        """
+        turns = trips(self.program.computations, loop)
+        if turns is None:
+            if any(one.kind != "all-to-all" for one in inside):
+                raise ValueError(f"a collective in a loop of unknown length: {loop.rest[:300]}")
+            return None
+        if role == "condition":
+            # The condition also runs once more, at the end.
+            return turns + 1
+        return turns
 
     def _overlapped(self, body: list[Instruction], place: int) -> Work:
         """Return the compute between the start of a collective and its done."""

@@ -215,6 +215,7 @@ class _AtRest(TypedDict):
 def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = None) -> _AtRest:
     """Return what parameters and optimizer state take between steps."""
     held = sum(p.held for p in parameters)
+    with_moments = sum(p.held for p in parameters if not p.counted)
     each = widths(config)
     # The step, the skipped steps, and those skipped in a row; then the optimizer's own counts, which PipeDream's step
     # does not use.
@@ -224,8 +225,8 @@ def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = N
     common = _common(config)
     return {
         "parameters": each.parameters * held,
-        "optimizer": each.optimizer * held + 4 * counters,
-        "host": (each.host + common.host) * held,
+        "optimizer": each.optimizer * with_moments + 4 * counters,
+        "host": sum(widths(config, p.counted).host * p.held for p in parameters) + common.host * held,
         "copy": sum(_copy(config, p, pipelined=pipe is not None) for p in parameters),
         "errors": sum(_errors(config, p) for p in parameters),
         "in_flight": _delayed_counters(config, parameters) + sum(_delayed(config, p) for p in parameters),
@@ -235,7 +236,7 @@ def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = N
 
 def _host_traffic(config: Config, parameters: list[Placed]) -> int:
     """Return the bytes of offloaded state that a step reads and writes; an outer step is another program."""
-    return widths(config).host * sum(p.held for p in parameters)
+    return sum(widths(config, p.counted).host * p.held for p in parameters)
 
 
 def _rows(config: Config, layout: Layout) -> int:
@@ -273,9 +274,12 @@ class Widths(NamedTuple):
     """Bytes of either that `parallel.offload` moves to host memory."""
 
 
-def widths(config: Config) -> Widths:
-    """Return the bytes of each parameter at rest, in f32; with precision mixed, of its master."""
-    moments = 4 * MOMENTS[config.optimizer.name]
+def widths(config: Config, counted: bool = False) -> Widths:
+    """Return the bytes of each parameter at rest, in f32; with precision mixed, of its master.
+
+    One that is `counted` has no moments.
+    """
+    moments = 0 if counted else 4 * MOMENTS[config.optimizer.name]
     if config.parallel.offload == "none":
         return Widths(parameters=4, optimizer=moments, host=0)
     if config.precision == "mixed":
@@ -303,7 +307,7 @@ def _bytes(a: jax.ShapeDtypeStruct) -> int:
 
 def state(config: Config, p: Placed, pipelined: bool = False) -> int:
     """Return the bytes that a device holds between steps of one parameter and all that belongs to it."""
-    each = widths(config)
+    each = widths(config, p.counted)
     common = _common(config)
     held = p.held * (each.parameters + each.optimizer + common.parameters + common.optimizer)
     return held + _copy(config, p, pipelined) + _errors(config, p) + _delayed(config, p)
@@ -313,7 +317,7 @@ def _copy(config: Config, p: Placed, pipelined: bool) -> int:
     """Return the bytes of a parameter's copy in the compute dtype."""
     if config.precision != "mixed":
         return 0
-    return int(step_bytes.copy(config.parallel.zero, compute_width(config), p.rest, p.use, pipelined))
+    return int(step_bytes.copy(config.parallel.zero, p.width(config), p.rest, p.use, pipelined))
 
 
 def _errors(config: Config, p: Placed) -> int:

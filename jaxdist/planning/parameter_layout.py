@@ -14,15 +14,17 @@ from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline.stages import BLOCKS
+from jaxdist.parallel.replica_zero import without_replica_zero
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.parallel.zero import Placements
 from jaxdist.planning import pipelines
 from jaxdist.planning.pipelines import pipeline_of
-from jaxdist.sharding import LAYERS, Layout, Params, name_of
+from jaxdist.planning.predicted_collectives import F32
+from jaxdist.sharding import COUNTED, LAYERS, Layout, Params, name_of
 from jaxdist.units import closest, divisors, multiples, remedy, to
 
 MUCH = 0.1
-"""More than this part of the parameters, left whole by the data axis, is worth a warning."""
+"""More than this part of the parameters, left whole by ZeRO, is worth a warning."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Placed:
     """Layers that a device holds, padding included; 1 for a parameter that belongs to no layer."""
     forward_only: bool = False
     """Whether no gradient needs its value, so that the backward pass does not gather it again."""
+    exact: bool = False
+    """Whether it is in f32 in any compute dtype."""
 
     @property
     def elements(self) -> int:
@@ -62,9 +66,18 @@ class Placed:
         return self.name.partition(".")[0] == BLOCKS
 
     @property
+    def counted(self) -> bool:
+        """Whether its gradient is a count: every device holds it whole, and it has no moments."""
+        return COUNTED in self.axes
+
+    @property
     def whole(self) -> bool:
         """Whether ZeRO does not split it."""
         return self.place.shard_dim is None
+
+    def width(self, config: Config) -> int:
+        """Return the bytes of each of its numbers in use."""
+        return F32 if self.exact else compute_width(config)
 
 
 def compute_width(config: Config) -> int:
@@ -93,10 +106,11 @@ def placed(config: Config, model: Model | Foreign, layout: Layout) -> list[Place
         config.parallel.zero,
         summed=not _on_all_rows(config),
         defers=pipe is None or pipe.flush,
-        replica_zero=not zero.without_replica_zero(config, layout),
+        replica_zero=not without_replica_zero(config, layout),
     )
-    forward_only = () if isinstance(model, Foreign) else model.forward_only
-    return lay_out(layout, axes, abstract, places, forward_only)
+    if isinstance(model, Foreign):
+        return lay_out(layout, axes, abstract, places)
+    return lay_out(layout, axes, abstract, places, model.forward_only, model.exact)
 
 
 def _on_all_rows(config: Config) -> bool:
@@ -105,9 +119,17 @@ def _on_all_rows(config: Config) -> bool:
 
 
 def lay_out(
-    layout: Layout, axes: Params, abstract: Params, places: Placements, forward_only: Collection[str] = ()
+    layout: Layout,
+    axes: Params,
+    abstract: Params,
+    places: Placements,
+    forward_only: Collection[str] = (),
+    exact: Collection[str] = (),
 ) -> list[Placed]:
-    """Return every parameter, from the trees of their logical axes, their shapes and their placements."""
+    """Return every parameter, from the trees of their logical axes, their shapes and their placements.
+
+    `forward_only` and `exact` are the names of those that are.
+    """
     leaves = jax.tree.leaves_with_path(abstract)
     axes_of = jax.tree.leaves(axes, is_leaf=zero.is_axes)
     found = []
@@ -124,6 +146,7 @@ def lay_out(
                 shard=layout.shard_shape(leaf.shape, place.reduced),
                 layers=math.prod(n for n, axis in zip(leaf.shape, names, strict=True) if axis == LAYERS),
                 forward_only=name_of(path) in forward_only,
+                exact=name_of(path) in exact,
             )
         )
     return found
@@ -203,7 +226,7 @@ def _added_rows(vocabulary: Vocabulary) -> str:
 
 def _each_replica_holds_all(config: Config, layout: Layout) -> str:
     """Return why `replica` splits neither masters nor optimizer state, in a sentence."""
-    why = zero.without_replica_zero(config, layout)
+    why = without_replica_zero(config, layout)
     if not why and _on_all_rows(config):
         why = "with dropout, the compiler chooses where the gradients of a classifier are reduced"
     elif not why:
@@ -235,16 +258,16 @@ def _delayed(layout: Layout) -> str:
 
 
 def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str:
-    """Name the parameters that the data axis leaves whole; where that is much, warn and offer sizes that work."""
+    """Name the parameters that their ZeRO group leaves whole; where that is much, warn and offer sizes that work."""
     ranks = layout.size(DATA)
     whole = unsplit(parameters)
-    message = left_whole(parameters, whole, ranks)
+    message = left_whole(parameters, whole, layout)
     if part_of(parameters, whole) <= MUCH:
         return message
     # The rows of a micro-batch must divide among the data ranks.
     rows = config.train.global_batch_size // micro_batches(config, dict(layout.axes)) // (layout.ranks // ranks)
     fitting = [n for n in divisors(rows) if n > 1 and _left(parameters, layout, n) <= MUCH]
-    options = [_wider(config, ranks), to(DATA, closest(fitting, ranks))]
+    options = [_wider(config, layout.size(*ZERO_AXES)), to(DATA, closest(fitting, ranks))]
     if any(options):
         message += "; " + remedy(*options)
     return f"warning: {message}"
@@ -252,17 +275,17 @@ def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str
 
 def unsplit(parameters: list[Placed]) -> list[Placed]:
     """Return the parameters that ZeRO leaves whole although they have a group to split them."""
-    return [p for p in parameters if p.whole and p.place.over]
+    return [p for p in parameters if p.whole and p.place.over and not p.counted]
 
 
-def left_whole(parameters: list[Placed], whole: list[Placed], ranks: int, most: int = 3) -> str:
-    """Name at most `most` of the parameters in which `ranks` data ranks find no dim to split, in a sentence."""
+def left_whole(parameters: list[Placed], whole: list[Placed], layout: Layout, most: int = 3) -> str:
+    """Name at most `most` of the parameters in which their ZeRO groups find no dim to split, in a sentence."""
+    groups = {axis for p in whole for axis in p.place.over}
+    ranks = " x ".join(f"{axis}={layout.size(axis)}" for axis in ZERO_AXES if axis in groups)
     names = ", ".join(f"{p.name} ({'x'.join(map(str, p.shape))})" for p in whole[:most])
     more = f" and {len(whole) - most} more" if len(whole) > most else ""
     part = part_of(parameters, whole)
-    return (
-        f"{DATA}={ranks} finds no dim to split in {names}{more}: {part:.2%} of the parameters are left to every device"
-    )
+    return f"{ranks} finds no dim to split in {names}{more}: {part:.2%} of the parameters are left to every device"
 
 
 def part_of(parameters: list[Placed], some: list[Placed]) -> float:
@@ -290,11 +313,14 @@ def _unsplit(parameters: list[Placed], layout: Layout, ranks: int) -> list[Place
         # ZeRO splits a dim that no other axis splits, and never the dim of the layers.
         return [n for n, axis in zip(p.shape, p.axes, strict=True) if axis != LAYERS and not layout.split(axis)]
 
-    return [p for p in parameters if all(n % ranks for n in free(p))]
+    def group(p: Placed) -> int:
+        return ranks * layout.size(*(axis for axis in p.place.over if axis != DATA))
+
+    return [p for p in parameters if not p.counted and all(n % group(p) for n in free(p))]
 
 
 def _wider(config: Config, ranks: int) -> str:
-    """Offer the next widths of a decoder that divide; an image classifier has the widths of its family."""
+    """Offer the next widths of a decoder that `ranks` divide; an image classifier has the widths of its family."""
     sizes = config.model
     if sizes.images:
         return ""

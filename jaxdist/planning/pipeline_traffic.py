@@ -25,6 +25,7 @@ from jaxdist.parallel.gradient_compression import (
     matrix,
     padded,
 )
+from jaxdist.planning import expert_traffic
 from jaxdist.planning.parameter_layout import Placed, compute_width
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import (
@@ -82,7 +83,7 @@ def gathered(config: Config, p: Placed, layout: Layout, name: str, calls: int, e
     `elements` are those in use, of all calls.
     """
     what = f"weights of {name}"
-    width = compute_width(config)
+    width = p.width(config)
     if p.place.exchanged:
         # The heads are dealt before the all-gather, so each device sends only its own part.
         own = elements
@@ -103,7 +104,7 @@ def between_replicas(config: Config, p: Placed, layout: Layout) -> Iterator[Tran
         return
     if place.replica_dim is not None:
         yield transfer(layout, BETWEEN_REPLICAS, REDUCE_SCATTER, place.deferred, 1, p.rest, F32)
-        yield transfer(layout, "weights between replicas", ALL_GATHER, place.deferred, 1, p.rest, compute_width(config))
+        yield transfer(layout, "weights between replicas", ALL_GATHER, place.deferred, 1, p.rest, p.width(config))
         return
     yield from _summed(compression(config.parallel), p, layout)
     if place.crossing_dim is not None:
@@ -150,6 +151,7 @@ def predict(config: Config, parameters: list[Placed], layout: Layout, pipe: Pipe
     stream = _Stream(config, layout, pipe)
     yield from stream.messages()
     yield from stream.layers()
+    yield from stream.experts()
     yield from stream.ends()
     yield stream.statistics()
 
@@ -278,6 +280,9 @@ class _Stream:
         for logical in ("heads", "mlp"):
             reduced = forward + (1 + self._reduced_again(logical)) * backward
             gathered = forward + (1 + self._gathered_again()) * backward + weights
+            if logical == "mlp" and self.config.model.traits.routed:
+                # The rows for the gradients of weights are dispatched anew, from what B has gathered.
+                gathered = forward + (2 + self.pipe.recomputes) * backward
             if self.split:
                 moves = {REDUCE_SCATTER: reduced, ALL_GATHER: gathered}
             else:
@@ -286,6 +291,26 @@ class _Stream:
                 yield self.moved("residual stream of the layers", kind, self.layout.split(logical), calls)
             if logical == "heads":
                 yield from norms_of_all_heads(self.config, self.layout, reduced, self.tokens)
+
+    def experts(self) -> Iterator[Transfer]:
+        """Yield the transfers between the routers and the experts of the layers, in every tick that runs layers."""
+        depth = self.pipe.stages.depth
+        forward = depth * self.pipe.ticks("F")
+        backward = depth * self.pipe.ticks("B")
+        weights = depth * self.pipe.ticks("W")
+        rerun = int(self.pipe.recomputes)
+        # B sends the rows again, unless only W needs them: the results of the matmuls with them are kept then.
+        again = int(not self.pipe.schedule.split or self.config.model.remat == "block")
+        # The loads make the gradient of the loss, and are themselves the gradients of parameters that count.
+        sums = backward + 2 * weights if self.pipe.schedule.split else 2 * backward
+        calls = expert_traffic.Calls(
+            rows=2 * forward + (2 + again + 2 * rerun) * backward + weights,
+            weights=forward + (2 + rerun) * backward,
+            choices=forward + (1 + rerun) * backward,
+            gradients=backward,
+            sums=sums,
+        )
+        yield from expert_traffic.predict(self.config, self.layout, self.tokens, calls)
 
     def _reduced_again(self, logical: str) -> int:
         """Return whether B recomputes a matmul that contracts `logical`, back onto the residual stream."""

@@ -16,7 +16,7 @@ from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batc
 from jaxdist.data.images import Images, open_images
 from jaxdist.models import images
 from jaxdist.models.foreign import Foreign
-from jaxdist.parallel import zero
+from jaxdist.parallel.replica_zero import without_replica_zero
 from jaxdist.training.forward.base import count_labels
 from jaxdist.training.forward.module import ModuleForward
 from jaxdist.training.task import Task
@@ -42,7 +42,7 @@ class ImageTask(Task[Foreign]):
     def forward(self, dtype: DTypeLike) -> ClassifierForward:
         """Return the forward pass of the whole network."""
         scope = images.scope(self.config.model)
-        replica_zero = not zero.without_replica_zero(self.config, self.layout)
+        replica_zero = not without_replica_zero(self.config, self.layout)
         stage = self.config.parallel.zero
         return ClassifierForward(self.model, images.loss, self.layout, scope, dtype, stage, replica_zero=replica_zero)
 

@@ -15,8 +15,8 @@ from jaxdist.data.batches import AbstractBatch, Batch, abstract_batch, train_bat
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Model
-from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline.stages import stages_of
+from jaxdist.parallel.replica_zero import without_replica_zero
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
@@ -51,7 +51,7 @@ class TextTask(Task[Model]):
             dropout=config.model.dropout > 0,
             seed=config.train.seed,
             stage=config.parallel.zero,
-            replica_zero=not zero.without_replica_zero(config, self.layout),
+            replica_zero=not without_replica_zero(config, self.layout),
         )
         stages = stages_of(config, self.mesh.shape)
         if stages:

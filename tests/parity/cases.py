@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import jax
@@ -16,6 +16,7 @@ from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.sharding import Layout, rules
+from jaxdist.training.forward.balance import balancing
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.forward.step import Step
@@ -30,13 +31,17 @@ LLAMA = ModelConfig(
 
 @dataclass
 class Outcome:
-    """Three steps: losses, gradient norms, the first gradient, the weights before and after."""
+    """Three steps: losses, gradient norms, the first gradient, the weights before and after.
+
+    Of a routed model, `counts` are what the first gradient has of counts, by the names of the parameters: they are in
+    whole tokens, too large to be compared with the rest. The rounds of the dispatch depend on the mesh."""
 
     losses: list[float]
     norms: list[float]
     gradient: dict
     before: dict
     after: dict
+    counts: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def change(self):
@@ -101,7 +106,10 @@ def train(
     pipeline = pipeline or PipelineConfig()
     config = Config(model=model, parallel=ParallelConfig(zero=stage, sequence=sequence), pipeline=pipeline)
     layout = replace(Layout.on(devices, rules(config)), platform=platform)
-    optimizer = optax.chain(remember(), optimizer or optax.sgd(0.5))
+    rule = optimizer or optax.sgd(0.5)
+    if model.traits.routed:
+        rule = balancing(rule, models.counted(models.build(model)), model.balance_rate)
+    optimizer = optax.chain(remember(), rule)
     options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype, stage=stage)
     options["replica_zero"] = replica_zero and compression is None
     if stages := stages_of(config, shape):
@@ -124,13 +132,23 @@ def train(
             losses.append(float(metrics.loss))
             norms.append(float(metrics.grad_norm))
             gradients.append(jax.device_get(logical(state.optimizer[0])))
-        return Outcome(losses, norms, gradients[0], before, jax.device_get(logical(state.params)))
+        first, counts = without_counts(gradients[0])
+        return Outcome(losses, norms, first, before, jax.device_get(logical(state.params)), counts)
 
 
 @cache
 def weights(model: ModelConfig) -> dict:
     """The initial weights; `tests/models` proves that they are the same on every mesh."""
     return jax.device_get(jax.jit(models.build(model).init)(jax.random.key(0)))
+
+
+def without_counts(gradient: dict) -> tuple[dict, dict[str, np.ndarray]]:
+    """Return (derivatives, counts)."""
+    mlp = gradient["blocks"]["mlp"]
+    names = mlp.keys() & {"balance", "meter"}
+    rest = {name: leaf for name, leaf in mlp.items() if name not in names}
+    blocks = gradient["blocks"] | {"mlp": rest}
+    return gradient | {"blocks": blocks}, {name: mlp[name] for name in names}
 
 
 def remember() -> optax.GradientTransformation:

@@ -9,13 +9,15 @@ from typing import Generic
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
-from jaxdist.models import ModelT, Params
-from jaxdist.parallel.pipeline.stages import Stages
+from jaxdist.models import Model, ModelT, Params
+from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.parallel.zero import Placements
-from jaxdist.training.forward.step import Batch
+from jaxdist.sharding import wide
+from jaxdist.training.forward import balance
+from jaxdist.training.forward.step import Batch, Further, Grads
 
 
 class ForwardBase(Generic[ModelT]):
@@ -43,6 +45,26 @@ class ForwardBase(Generic[ModelT]):
     def count(self, batch: Batch) -> Int[Array, ""]:
         """Return the number that sums over `batch` are divided by; by default, its labels that count."""
         return count_labels(batch)
+
+    @property
+    def routed(self) -> bool:
+        """Whether the model is a decoder that counts what its routers do."""
+        return isinstance(self.model, Model) and any(place.counted for place in jax.tree.leaves(self.places))
+
+    def positions(self, batch: Batch) -> int | None:
+        """Return the tokens of `batch`, by which the gradient of a routed model is divided; None for `count`."""
+        return batch["labels"].size if self.routed else None
+
+    def cross_entropy_weight(self, batch: Batch) -> Float[Array, ""]:
+        """Return positions / labels of `batch`, by which a routed model weighs its cross-entropy."""
+        return batch["labels"].size / jnp.maximum(self.count(batch), 1).astype(wide(self.dtype))
+
+    def told(self, grads: Grads, batch: Batch) -> Further:
+        """Return what the counts among the gradients tell of the step with `batch`; nothing where none are there."""
+        positions = self.positions(batch)
+        if positions is None:
+            return {}
+        return balance.told(grads, self.model.abstract[BLOCKS]["mlp"]["balance"].shape[0], positions)
 
     def cast(self, params: Params) -> Params:
         """Return the parameters, or those of one layer, in the compute dtype."""

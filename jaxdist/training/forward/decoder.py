@@ -22,9 +22,10 @@ from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import Layout, Tree
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
+from jaxdist.training.forward.balance import weighed
 from jaxdist.training.forward.base import layer_keys, made_at_rest
 from jaxdist.training.forward.remat import INPUT, Wrapper, keep_all, offload_input, recompute
-from jaxdist.training.forward.step import Batch
+from jaxdist.training.forward.step import Batch, Summed
 
 
 class DecoderForward(AccumulatingForward[Model]):
@@ -89,6 +90,13 @@ class DecoderForward(AccumulatingForward[Model]):
 
         return made_at_rest(padded, self.places, key), {}
 
+    def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
+        """Return what `AccumulatingForward.gradients` does; a routed model weighs its cross-entropy on the way."""
+        if self.routed:
+            k = len(batch["labels"])
+            batch = batch | {"weight": jnp.broadcast_to(self.cross_entropy_weight(batch), (k,))}
+        return super().gradients(weights, variables, batch, step)
+
     def loss(
         self, weights: Params, sinks: Params | None, variables: Params, parts: Batch, step: Int[Array, ""] | None
     ) -> Outcome:
@@ -98,7 +106,10 @@ class DecoderForward(AccumulatingForward[Model]):
             keys = self.dropout_keys(parts["rows"], step)
         weights = self._gather_tops(weights, sinks)
         x = self.hidden(weights, sinks, parts["tokens"], keys, parts.get("starts"))
-        return self.model.loss(self.cast(weights), x, parts["labels"]), variables, {}
+        loss = self.model.loss(self.cast(weights), x, parts["labels"])
+        if "weight" in parts:
+            loss = weighed(loss, parts["weight"][0])
+        return loss, variables, {}
 
     def logits(self, weights: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
         """Return the logits of the next tokens, without dropout.

@@ -22,6 +22,7 @@ from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import make_table
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import Layout, Tree
+from jaxdist.training.forward.balance import weighed
 from jaxdist.training.forward.base import ForwardBase, layer_keys, made_at_rest
 from jaxdist.training.forward.remat import recompute
 from jaxdist.training.forward.step import Batch, Further, Summed
@@ -170,10 +171,10 @@ class PipelineForward(StagedForward[Model]):
         executor = replace(executor, program=replace(executor.program, loss=head))
         return executor.output(weights, batch, self.layout.activation("BSV"))
 
-    def asynchronous(self, update: Callable[..., tuple[Params, Tree]]) -> PipeDream:
+    def asynchronous(self, update: Callable[..., tuple[Params, Tree]], batch: Batch) -> PipeDream:
         """Return the pipeline that is never emptied, with weights in the compute dtype.
 
-        `update` is described at `PipeDream`.
+        `update` is described at `PipeDream`; `batch` has the shapes of a global batch.
         """
         return PipeDream(
             self.stages,
@@ -182,6 +183,8 @@ class PipelineForward(StagedForward[Model]):
             self.stage,
             self.program,
             self.dtype,
+            self.cast,
+            self.positions(batch),
             recompute=self.remat == "stage",
             update=update,
         )
@@ -201,7 +204,8 @@ class PipelineForward(StagedForward[Model]):
             return self.model.block(w, x, keys(part, number), part.get("starts"))
 
         def loss(tops: Params, x: Float[Array, "B s D"], part: Batch) -> Float[Array, ""]:
-            return self.model.loss(self._with_blocks(tops), x[None], part["labels"][None])
+            loss = self.model.loss(self._with_blocks(tops), x[None], part["labels"][None])
+            return weighed(loss, part["weight"][0]) if "weight" in part else loss
 
         # A stage that is recomputed as a whole is recomputed by the executor; within it, layers save what they need.
         remat = recompute("none" if self.remat == "stage" else self.remat)
@@ -210,9 +214,14 @@ class PipelineForward(StagedForward[Model]):
     def with_keys(self, batch: Batch, step: Int[Array, ""]) -> Batch:
         """Return the batch with each row's dropout key, if there is dropout, in the place of its number.
 
-        The key depends on the row's global number and the step alone.
+        The key depends on the row's global number and the step alone. With a routed model each row also has the weight
+        of the cross-entropy, because a region splits all that a batch holds by rows.
         """
         others = {name: a for name, a in batch.items() if name != "rows"}
+        if self.routed:
+            of_rows = jax.typeof(batch["rows"])
+            weight = self.cross_entropy_weight(batch)
+            others["weight"] = jnp.broadcast_to(weight, of_rows.shape, out_sharding=of_rows.sharding)
         if not self.dropout:
             return others
         return others | {"keys": self.dropout_keys(batch["rows"], step)}

@@ -23,7 +23,7 @@ from jaxdist.models import Params
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.vocabulary import Vocabulary
-from jaxdist.parallel.zero import Placement, Placements
+from jaxdist.parallel.zero import Placement, Placements, derivatives
 from jaxdist.sharding import Tree, scale_partial
 from jaxdist.training.forward.offload import to_device, to_host
 from jaxdist.training.forward.optimizer import clip
@@ -115,6 +115,12 @@ class Forward(Protocol):
 
     def count(self, batch: Batch) -> Int[Array, ""]:
         """Return the number that sums are divided by."""
+
+    def positions(self, batch: Batch) -> int | None:
+        """Return the number that gradients are divided by; None where it is that of the other sums."""
+
+    def told(self, grads: Grads, batch: Batch) -> Further:
+        """Return what the counts among the gradients tell of the step with `batch`."""
 
 
 class Step:
@@ -288,6 +294,7 @@ class Step:
         """Do what `train` does with a state that is on the devices, and stays there."""
         loss, sums, count, variables, further = self._means(self.weights_of(state), state.variables, batch, state.step)
         grads, errors = self.cross(sums, state.errors, state.step)
+        further = further | self.forward.told(grads, batch)
         updated, norm = self.updated(state._replace(errors=errors), grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         state = self.settled(state, updated._replace(variables=variables), finite)
@@ -302,9 +309,14 @@ class Step:
         return state.weights
 
     def updated(self, state: TrainState, grads: Grads) -> tuple[TrainState, Float[Array, ""]]:
-        """Return (the state after the update by a gradient, the norm of the gradient before clipping)."""
-        norm = optax.tree.norm(grads)
-        updates, optimizer = self.optimizer.update(clip(grads, norm, self.max_norm), state.optimizer, state.params)
+        """Return (the state after the update by a gradient, the norm of the gradient before clipping).
+
+        Counts are no part of either.
+        """
+        norm = optax.tree.norm(derivatives(self.places, grads))
+        clipped = clip(grads, norm, self.max_norm)
+        grads = jax.tree.map(lambda place, g, c: g if place.counted else c, self.places, grads, clipped)
+        updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
         params = cast(Params, optax.apply_updates(state.params, updates))
         return state._replace(params=params, optimizer=optimizer), norm
 
@@ -360,8 +372,13 @@ class Step:
         def mean(total: Array) -> Array:
             return total * factor
 
+        positions = self.forward.positions(batch)
+        share = factor if positions is None else jnp.asarray(1 / positions, factor.dtype)
+
         def own_part(place: Placement, total: Array) -> Array:
-            return scale_partial(total, factor) if place.deferred else mean(total)
+            if place.counted:
+                return total
+            return scale_partial(total, share) if place.deferred else total * share
 
         grads = jax.tree.map(own_part, self.places, grads)
         return mean(loss), grads, count, variables, jax.tree.map(mean, further)
