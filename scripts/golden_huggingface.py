@@ -32,8 +32,24 @@ SIZES = dict(
     bos_token_id=0,
     eos_token_id=1,
 )
-ROWS = 2
-SEQUENCE = 48
+ROUTED = dict(
+    vocab_size=96,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+    bos_token_id=0,
+    eos_token_id=1,
+)
+"""Sizes of the models with experts."""
+
+SHAPE = (2, 48)
+"""Rows and their length."""
+
+ROUTED_SHAPE = (8, 16)
+"""The same for models with experts, whose rows eight devices share."""
 
 
 def rope(theta: float, kind: str = "default", **numbers: float) -> dict[str, Any]:
@@ -58,6 +74,19 @@ def configurations() -> dict[str, transformers.PretrainedConfig]:
         "mistral": transformers.MistralConfig(**untied, **rope(1e6), rms_norm_eps=1e-5, sliding_window=8),
         "qwen2": transformers.Qwen2Config(**tied, **rope(1e6), rms_norm_eps=1e-6),
         "qwen3": transformers.Qwen3Config(**tied, **rope(1e6), head_dim=16, rms_norm_eps=1e-6),
+        "mixtral": transformers.MixtralConfig(
+            **ROUTED, intermediate_size=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=8
+        ),
+        "olmoe": transformers.OlmoeConfig(**ROUTED, intermediate_size=16, num_experts=8, num_experts_per_tok=3),
+        "qwen3_moe": transformers.Qwen3MoeConfig(
+            **ROUTED,
+            head_dim=16,
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            num_experts=8,
+            num_experts_per_tok=4,
+            norm_topk_prob=True,
+        ),
         "gpt2": transformers.GPT2Config(
             vocab_size=97,
             n_embd=64,
@@ -123,7 +152,8 @@ def write(name: str, config: transformers.PretrainedConfig, folder: Path) -> Non
     """Write one folder, read it back with transformers, and keep the logits of what was read."""
     model = make(config, seed=len(name))
     torch.manual_seed(1)
-    tokens = torch.randint(0, config.vocab_size, (ROWS, SEQUENCE))
+    shape = ROUTED_SHAPE if hasattr(config, "num_experts_per_tok") else SHAPE
+    tokens = torch.randint(0, config.vocab_size, shape)
     expected = logits_of(model, tokens)
     shards = dict(max_shard_size="80KB") if name == "llama31" else {}
     model.to(torch.bfloat16).save_pretrained(folder, **shards)

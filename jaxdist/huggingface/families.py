@@ -2,26 +2,31 @@
 
 A table is read in both directions: import fills our parameters from their tensors, export cuts theirs out of ours. The
 letters of dims are those of `sharding.LETTERS`. Beside them, C counts the tensors of theirs that lie side by side in
-one of our arrays, G the query heads that share a key/value head (GQA), and T is 3: query, key and value
-in one tensor of theirs too.
+one of our arrays, G the query heads that share a key/value head (GQA), T is 3: query, key and value in one tensor of
+theirs too, and M counts the numbers that a layer with experts reports.
 
 Query heads need no permutation: theirs are K outermost and then G, as ours are, and both turn halves of a head (RoPE).
 """
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from jaxdist.config import ModelConfig, RequestError
 
+Place = tuple[int, ...]
+"""The number of a layer, or those of a layer and of an expert in it; empty for a tensor beside the layers."""
+
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of theirs, or one for each layer."""
+    """One tensor of theirs, or one for each layer, or one for each expert of each layer."""
 
     name: str
-    """Its name in the file; `{layer}` stands for the number of the layer."""
+    """Its name in the file; `{layer}` and `{expert}` stand for numbers."""
     dims: tuple[str, ...]
     """The letters of each of its dims. "KGH" is one dim that counts K, G and H, the outermost first."""
 
@@ -40,12 +45,21 @@ class Leaf:
     letters: str
     """The letters of its dims; L comes first where it holds all layers."""
     pieces: tuple[Piece, ...]
-    """One tensor of theirs; or several, which are at C = 0, 1, ...; one with a G takes that many places."""
+    """One tensor of theirs; or several, which are at C = 0, 1, ...; one with a G takes that many places.
+
+    None for a parameter that their model does not have: there it is zero.
+    """
 
     @property
-    def stacked(self) -> bool:
-        """Whether the parameter holds all layers."""
-        return self.letters.startswith("L")
+    def stack(self) -> str:
+        """The letters, the first ones, along which their tensors are stacked: L, or L and E, or none."""
+        if not self.pieces:
+            return ""
+        return "".join(itertools.takewhile(lambda letter: letter in "LE", self.letters))
+
+    def places(self, sizes: Mapping[str, int]) -> Iterator[Place]:
+        """Yield the place of each tensor that a piece stands for; an empty one where it is a single tensor."""
+        yield from itertools.product(*(range(sizes[letter]) for letter in self.stack))
 
 
 @dataclass(frozen=True)
@@ -65,10 +79,12 @@ def family_of(model: ModelConfig) -> Family:
     """Return the tensors of `model`. Raises `RequestError` for a family that Hugging Face's form is not known of."""
     if model.family == "llama":
         return _llama(model)
+    if model.family == "moe":
+        return _moe(model)
     if model.family == "gpt":
         return _gpt(model)
     raise RequestError(
-        f"model.family is {model.family}, which has no form of Hugging Face here; llama and gpt have one"
+        f"model.family is {model.family}, which has no form of Hugging Face here; llama, moe and gpt have one"
     )
 
 
@@ -82,31 +98,63 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
         "K": model.key_value_heads,
         "G": group,
         "H": model.head_size,
-        "F": model.mlp_size,
+        "F": model.expert_size if model.traits.routed else model.mlp_size,
+        "E": model.experts,
+        "M": 3,
         "V": model.vocab,
         "S": model.position_rows,
         "T": 3,
     }
 
 
+LAYER = "model.layers.{layer}."
+"""How the names begin of tensors in a layer of a decoder with rotary positions."""
+
+ROTARY = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
+
+
 def _llama(model: ModelConfig) -> Family:
     """Return the tensors of Llama, Mistral, Qwen 2 and Qwen 3."""
-    layer = "model.layers.{layer}."
-    attention = layer + "self_attn."
-    mlp = layer + "mlp."
+    mlp = LAYER + "mlp."
+    leaves = [
+        *_decoder(model),
+        Leaf("blocks.mlp.gate_up", "LDCF", _gate_and_up(mlp + "gate_proj.weight", mlp + "up_proj.weight")),
+        _one("blocks.mlp.down", "LFD", mlp + "down_proj.weight", ("D", "F")),
+    ]
+    return _with_output(model, leaves, "model.embed_tokens.weight", "model.", ROTARY)
+
+
+def _moe(model: ModelConfig) -> Family:
+    """Return the tensors of Mixtral, OLMoE and Qwen3-MoE: those of an expert are tensors of their own."""
+    if model.qk_norm == "none":
+        # Mixtral numbers the matrices.
+        mlp = LAYER + "block_sparse_moe."
+        gate, up, down = ("w1", "w3", "w2")
+    else:
+        mlp = LAYER + "mlp."
+        gate, up, down = ("gate_proj", "up_proj", "down_proj")
+    expert = mlp + "experts.{expert}."
+    leaves = [
+        *_decoder(model),
+        _one("blocks.mlp.router", "LDE", mlp + "gate.weight", ("E", "D")),
+        Leaf("blocks.mlp.gate_up", "LEDCF", _gate_and_up(f"{expert}{gate}.weight", f"{expert}{up}.weight")),
+        _one("blocks.mlp.down", "LEFD", f"{expert}{down}.weight", ("D", "F")),
+        Leaf("blocks.mlp.balance", "LE", ()),
+        Leaf("blocks.mlp.meter", "LM", ()),
+    ]
+    return _with_output(model, leaves, "model.embed_tokens.weight", "model.", ROTARY)
+
+
+def _decoder(model: ModelConfig) -> list[Leaf]:
+    """Return the tensors of a decoder with rotary positions, without the MLPs and the output."""
+    attention = LAYER + "self_attn."
     leaves = [
         _one("table", "VD", "model.embed_tokens.weight", ("V", "D")),
         _one("norm.scale", "D", "model.norm.weight", ("D",)),
-        _one("blocks.norm1.scale", "LD", layer + "input_layernorm.weight", ("D",)),
-        _one("blocks.norm2.scale", "LD", layer + "post_attention_layernorm.weight", ("D",)),
+        _one("blocks.norm1.scale", "LD", LAYER + "input_layernorm.weight", ("D",)),
+        _one("blocks.norm2.scale", "LD", LAYER + "post_attention_layernorm.weight", ("D",)),
         Leaf("blocks.attention.qkv", "LDKCH", _projections(attention, "weight", ("D",))),
         _one("blocks.attention.out", "LNHD", attention + "o_proj.weight", ("D", "NH")),
-        Leaf(
-            "blocks.mlp.gate_up",
-            "LDCF",
-            (Piece(mlp + "gate_proj.weight", ("F", "D")), Piece(mlp + "up_proj.weight", ("F", "D"))),
-        ),
-        _one("blocks.mlp.down", "LFD", mlp + "down_proj.weight", ("D", "F")),
     ]
     if model.qkv_bias:
         leaves.append(Leaf("blocks.attention.qkv_bias", "LKCH", _projections(attention, "bias", ())))
@@ -117,8 +165,12 @@ def _llama(model: ModelConfig) -> Family:
     elif model.qk_norm == "full":
         pieces = (Piece(norms[0], ("KGH",)), Piece(norms[1], ("KH",)))
         leaves.append(Leaf("blocks.attention.qk_norm.scale", "LKCH", pieces))
-    ignored = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
-    return _with_output(model, leaves, "model.embed_tokens.weight", "model.", ignored)
+    return leaves
+
+
+def _gate_and_up(gate: str, up: str) -> tuple[Piece, ...]:
+    """Return the two first matrices of a gated MLP."""
+    return Piece(gate, ("F", "D")), Piece(up, ("F", "D"))
 
 
 def _projections(attention: str, kind: str, inputs: tuple[str, ...]) -> tuple[Piece, ...]:

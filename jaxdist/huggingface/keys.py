@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxdist.config import FAMILIES
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -19,6 +21,8 @@ class Setting:
     """The value where the key is absent, as in transformers."""
     null: Any = None
     """The value that null stands for; None where null is not a valid value."""
+    other: str = ""
+    """Another name of the key, which some versions of transformers write."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +40,25 @@ class ModelType:
     maximum: str
     """The key with the longest sequence."""
     maximum_default: int
-    window: Literal["none", "all", "some"] = "none"
-    """Which layers may have the window of `sliding_window`; some: those that `LAYERED_WINDOW` says."""
+    window: Literal["none", "unused", "all", "some"] = "none"
+    """Which layers may have the window of `sliding_window`; some: those that `LAYERED_WINDOW` says.
+
+    unused: the keys are there, and no layer has it.
+    """
+    window_default: int | None = 4096
+    """The window where the key is absent and layers may have one."""
+    theta: float = 10_000.0
+    """The base of rotary positions where none is given."""
 
     @property
     def rotary(self) -> bool:
         """Whether positions are rotary."""
-        return self.family == "llama"
+        return FAMILIES[self.family].rotary
+
+    @property
+    def routed(self) -> bool:
+        """Whether the layers have experts."""
+        return FAMILIES[self.family].routed
 
 
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -53,9 +69,6 @@ WINDOW = ("sliding_window", "layer_types")
 
 LAYERED_WINDOW = ("use_sliding_window", "max_window_layers")
 """Further keys of the sliding window, of types in which some layers may have it."""
-
-WINDOW_DEFAULT = 4096
-"""The window of transformers where the type has one and the key is absent."""
 
 FIRST_WINDOWED = 28
 """The default of `max_window_layers`: how many layers have no window."""
@@ -75,6 +88,9 @@ def _decoder(vocab: int, kv_heads: int, mlp: int, head_dim: int = 0) -> dict[str
         "tie_word_embeddings": Setting("tied", False),
     }
 
+
+ROUTED = {"balance_rate": 0.0, "router": "softmax", "router_scale": 1.0, "shared_experts": 0}
+"""Knobs of all types with experts: none has a bias that balances them."""
 
 SILU = {"hidden_act": ("silu", "swish")}
 NO_BIAS = {"attention_bias": (False,)}
@@ -118,6 +134,72 @@ MODEL_TYPES = {
         maximum="max_position_embeddings",
         maximum_default=32768,
         window="some",
+    ),
+    "mixtral": ModelType(
+        family="moe",
+        architectures=("MixtralForCausalLM", "MixtralModel"),
+        settings={
+            **_decoder(vocab=32000, kv_heads=8, mlp=14336),
+            "rms_norm_eps": Setting("norm_eps", 1e-5),
+            "num_experts_per_tok": Setting("experts_per_token", 2),
+            "num_local_experts": Setting("experts", 8, other="num_experts"),
+            "router_aux_loss_coef": Setting("balance_loss", 0.001),
+        },
+        allowed={**SILU, "router_jitter_noise": (0.0,)},
+        implied={**ROUTED, "router_renormalize": True},
+        maximum="max_position_embeddings",
+        maximum_default=131072,
+        window="all",
+        window_default=None,
+        theta=1e6,
+    ),
+    "olmoe": ModelType(
+        family="moe",
+        architectures=("OlmoeForCausalLM", "OlmoeModel"),
+        settings={
+            "vocab_size": Setting("vocab", 50304),
+            "hidden_size": Setting("embed", 2048),
+            "intermediate_size": Setting("mlp", 2048),
+            "num_hidden_layers": Setting("layers", 16),
+            "num_attention_heads": Setting("heads", 16),
+            "num_key_value_heads": Setting("kv_heads", 0, null=0),
+            "rms_norm_eps": Setting("norm_eps", 1e-5),
+            "tie_word_embeddings": Setting("tied", False),
+            "num_experts": Setting("experts", 64, other="num_local_experts"),
+            "num_experts_per_tok": Setting("experts_per_token", 8),
+            "norm_topk_prob": Setting("router_renormalize", False),
+            "router_aux_loss_coef": Setting("balance_loss", 0.01),
+        },
+        allowed={**SILU, **NO_BIAS, "clip_qkv": (None,)},
+        implied={**ROUTED, "qk_norm": "full"},
+        maximum="max_position_embeddings",
+        maximum_default=4096,
+    ),
+    "qwen3_moe": ModelType(
+        family="moe",
+        architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+        settings={
+            **_decoder(vocab=151936, kv_heads=4, mlp=6144),
+            "hidden_size": Setting("embed", 2048),
+            "num_hidden_layers": Setting("layers", 24),
+            "moe_intermediate_size": Setting("expert_mlp", 768),
+            "num_experts": Setting("experts", 128, other="num_local_experts"),
+            "num_experts_per_tok": Setting("experts_per_token", 8),
+            "norm_topk_prob": Setting("router_renormalize", False),
+            "router_aux_loss_coef": Setting("balance_loss", 0.001),
+        },
+        allowed={
+            **SILU,
+            **NO_BIAS,
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([], None),
+            # Versions 4 and 5 of transformers give it to other layers.
+            "use_sliding_window": (False,),
+        },
+        implied={**ROUTED, "qk_norm": "head"},
+        maximum="max_position_embeddings",
+        maximum_default=32768,
+        window="unused",
     ),
     "gpt2": ModelType(
         family="gpt",
@@ -173,6 +255,25 @@ ADVICE = {
     "auto_map": "a model with code of its own cannot be read",
 }
 """What to do about a value that is not allowed, where it is not to take another model."""
+
+ALIKE = "only some layers have experts then, and all layers must be alike"
+LATENT = "multi-head latent attention (MLA) is not computed"
+GROUPS = "routing to some groups of experts alone (node-limited routing) is not computed"
+SHARED = "experts that every token goes through are not read"
+
+REASONS = {
+    "first_k_dense_replace": ALIKE,
+    "moe_layer_freq": ALIKE,
+    "decoder_sparse_step": ALIKE,
+    "mlp_only_layers": ALIKE,
+    "kv_lora_rank": LATENT,
+    "q_lora_rank": LATENT,
+    "n_group": GROUPS,
+    "topk_group": GROUPS,
+    "n_shared_experts": SHARED,
+    "shared_expert_intermediate_size": SHARED,
+}
+"""Why keys of other models with experts are refused."""
 
 TRAINING = (
     "attention_dropout",
@@ -234,6 +335,7 @@ OUTPUTS = (
     "keys_to_ignore_at_inference",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "output_past",
     "output_scores",
     "return_dict",

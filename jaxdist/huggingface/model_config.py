@@ -16,10 +16,11 @@ from jaxdist.huggingface.keys import (
     MODEL_TYPES,
     NO_EFFECT,
     OFF,
+    REASONS,
     ROPE,
     WINDOW,
-    WINDOW_DEFAULT,
     ModelType,
+    Setting,
 )
 from jaxdist.huggingface.rope import rope_json, rope_values
 from jaxdist.rope_scaling import parse
@@ -32,7 +33,13 @@ MOST_LAYERS = 2**12
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
-RESOLVED = {"kv_heads": "key_value_heads", "head_dim": "head_size", "mlp": "mlp_size", "positions": "position_rows"}
+RESOLVED = {
+    "kv_heads": "key_value_heads",
+    "head_dim": "head_size",
+    "mlp": "mlp_size",
+    "expert_mlp": "expert_size",
+    "positions": "position_rows",
+}
 """Knobs of `model` whose 0 stands for another value, and the property that has it."""
 
 
@@ -51,11 +58,12 @@ def model_values(folder: Folder) -> dict[str, Any]:
     values: dict[str, Any] = {"family": kind.family, **kind.implied}
     keys: dict[str, str] = {}
     for key, setting in kind.settings.items():
-        value = config.get(key, setting.default)
-        values[setting.knob] = setting.null if value is None else value
+        value, more = _setting(config, key, setting)
+        values[setting.knob] = value
         keys[setting.knob] = key
+        problems += more
     if kind.rotary:
-        rope, more = rope_values(config, maximum)
+        rope, more = rope_values(config, maximum, kind.theta)
         values.update(rope)
         problems += more
         window, more = _window(config, kind, values["layers"])
@@ -65,17 +73,28 @@ def model_values(folder: Folder) -> dict[str, Any]:
     problems += _invalid(values, keys)
     if problems:
         raise RequestError(*(f"{folder.path / CONFIG}: {problem}" for problem in problems))
+    if kind.routed:
+        values["balance_loss"] *= _balance_losses(values["layers"], values["experts_per_token"])
     return values
+
+
+def _balance_losses(layers: int, per_token: int) -> float:
+    """Return what their coefficient of the load-balancing loss must be multiplied by, to be ours.
+
+    Where the load is even, their loss is k, the mean over layers. Ours is 1 in each layer, and layers are added up.
+    """
+    return per_token / layers
 
 
 def model_type_of(folder: Folder) -> ModelType:
     """Return the type of the model. Raises `RequestError` for one that cannot be read."""
     name = folder.config.get("model_type")
     if not isinstance(name, str) or name not in MODEL_TYPES:
-        raise RequestError(
-            f"{folder.path / CONFIG}: model_type is {name!r}, and only {', '.join(sorted(MODEL_TYPES))} can be read; "
-            f"{OTHER_MODEL}"
-        )
+        problems = [
+            f"model_type is {name!r}, and only {', '.join(sorted(MODEL_TYPES))} can be read; {OTHER_MODEL}",
+            *_reasons(folder.config),
+        ]
+        raise RequestError(*(f"{folder.path / CONFIG}: {problem}" for problem in problems))
     return MODEL_TYPES[name]
 
 
@@ -104,6 +123,9 @@ def differing(values: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
     ours = theirs.model_copy(update=given)
     for name in given:
         attribute = RESOLVED.get(name, name)
+        if name == "mlp" and theirs.traits.routed:
+            # A model with experts has no other MLP.
+            attribute = "expert_size"
         if getattr(theirs, attribute) != getattr(ours, attribute):
             yield name
 
@@ -126,6 +148,8 @@ def to_json(model: ModelConfig, *, maximum: int, dtype: str, model_type: str | N
     config.update((key, values[0]) for key, values in kind.allowed.items())
     for key, setting in kind.settings.items():
         config[key] = getattr(model, RESOLVED.get(setting.knob, setting.knob))
+    if kind.routed:
+        config.update(_routed_json(model, kind))
     if kind.rotary:
         config.update(rope_json(model.rope_theta, model.rope))
         config.update(_window_json(model, kind))
@@ -135,16 +159,37 @@ def to_json(model: ModelConfig, *, maximum: int, dtype: str, model_type: str | N
 def _unknown(config: dict[str, Any], kind: ModelType) -> Iterator[str]:
     """Yield a sentence for each key that is not in the tables."""
     known = NO_EFFECT | {*OFF, *kind.settings, *kind.allowed, kind.maximum}
+    known |= {setting.other for setting in kind.settings.values()}
     if kind.rotary:
         known |= {*ROPE, *WINDOW}
-    if kind.window == "some":
+    if kind.window in ("some", "unused"):
         known |= set(LAYERED_WINDOW)
-    for key in config:
-        if key not in known:
+    unknown = {key: value for key, value in config.items() if key not in known}
+    yield from _reasons(unknown)
+    for key in unknown:
+        if key not in REASONS:
             yield (
                 f"{key} is {_short(config[key])}, and this key is not known, so that it might change what the model "
                 f"computes; remove it if it does not, or {OTHER_MODEL}"
             )
+
+
+def _reasons(config: dict[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each key of which `REASONS` says why it is refused."""
+    for key, reason in REASONS.items():
+        if key in config:
+            yield f"{key} is {_short(config[key])}, and {reason}; {OTHER_MODEL}"
+
+
+def _setting(config: dict[str, Any], key: str, setting: Setting) -> tuple[Any, list[str]]:
+    """Return the value of a key, by either of its names, and a sentence for each problem."""
+    found = {name: config[name] for name in (key, setting.other) if name in config}
+    value = next(iter(found.values()), setting.default)
+    if value is None:
+        value = setting.null
+    if len(found) == 2 and found[key] != found[setting.other]:
+        return value, [f"{key} ({found[key]}) and {setting.other} ({found[setting.other]}) differ; keep the right one"]
+    return value, []
 
 
 def _not_allowed(config: dict[str, Any], kind: ModelType) -> Iterator[str]:
@@ -167,8 +212,8 @@ def _window(config: dict[str, Any], kind: ModelType, layers: Any) -> tuple[Any, 
     if not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
         # `ModelConfig` has a sentence about this number.
         return 0, []
-    window = config.get("sliding_window", None if kind.window == "none" else WINDOW_DEFAULT)
-    if kind.window == "some" and not config.get("use_sliding_window", False):
+    window = config.get("sliding_window", None if kind.window == "none" else kind.window_default)
+    if kind.window == "unused" or (kind.window == "some" and not config.get("use_sliding_window", False)):
         window = None
     if window is not None and kind.window == "none":
         return 0, [f"sliding_window is {_short(window)}, which this model_type does not have; {OTHER_MODEL}"]
@@ -210,7 +255,7 @@ def _window_json(model: ModelConfig, kind: ModelType) -> dict[str, Any]:
     if kind.window == "none":
         return {}
     window = model.window or None
-    if kind.window == "all":
+    if kind.window in ("all", "unused"):
         return {"sliding_window": window}
     layer_type = SLIDING if window else FULL
     return {
@@ -219,6 +264,15 @@ def _window_json(model: ModelConfig, kind: ModelType) -> dict[str, Any]:
         "max_window_layers": 0 if window else model.layers,
         "layer_types": [layer_type] * model.layers,
     }
+
+
+def _routed_json(model: ModelConfig, kind: ModelType) -> dict[str, Any]:
+    """Return the keys of a model with experts that are not written as their knobs are."""
+    factor = _balance_losses(model.layers, model.experts_per_token)
+    config = {"router_aux_loss_coef": model.balance_loss / factor}
+    if "moe_intermediate_size" not in kind.settings:
+        config["intermediate_size"] = model.expert_size
+    return config
 
 
 def _type_for(model: ModelConfig, preferred: str | None) -> str:
@@ -230,6 +284,11 @@ def _type_for(model: ModelConfig, preferred: str | None) -> str:
         of_text = f"family {model.family}"
         if model.traits.rotary:
             of_text += f" with qkv_bias {model.qkv_bias}, qk_norm {model.qk_norm}, window {model.window}"
+        if model.traits.routed:
+            of_text += (
+                f", router {model.router}, router_renormalize {model.router_renormalize}, router_scale "
+                f"{model.router_scale:g}, shared_experts {model.shared_experts}"
+            )
         raise RequestError(f"no model type of transformers that jaxdist writes computes a model of {of_text}")
     return fitting[0]
 
@@ -240,11 +299,14 @@ def _computes(kind: ModelType, model: ModelConfig) -> bool:
         return False
     if not kind.rotary:
         return True
-    if model.window and kind.window == "none":
+    if model.window and kind.window in ("none", "unused"):
         return False
-    return model.qkv_bias == kind.implied.get("qkv_bias", False) and model.qk_norm == kind.implied.get(
-        "qk_norm", "none"
-    )
+    if "head_dim" not in kind.settings and model.head_size * model.heads != model.embed:
+        return False
+    implied = {"qkv_bias": False, "qk_norm": "none", **kind.implied}
+    # How a run balances its experts does not change what the model computes.
+    implied.pop("balance_rate", None)
+    return all(getattr(model, knob) == value for knob, value in implied.items())
 
 
 def _invalid(values: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxdist.huggingface.families import Leaf, Piece
+from jaxdist.huggingface.families import Leaf, Piece, Place
 
 Span = tuple[int, int]
 """The first place along a dim, and the one after the last."""
@@ -30,11 +30,11 @@ GROUP = "G"
 
 @dataclass(frozen=True)
 class PlacedPiece:
-    """A tensor of theirs, and where its numbers lie in one layer of our parameter."""
+    """A tensor of theirs, and where its numbers lie in one layer of our parameter, or in one expert of it."""
 
     piece: Piece
     letters: str
-    """The letters of one layer of our parameter."""
+    """The letters of our parameter without those of layers and experts, along which their tensors are stacked."""
     sizes: Mapping[str, int]
     """The size of each letter."""
     joined: Span
@@ -50,14 +50,16 @@ class PlacedPiece:
         """The shape of their tensor with one dim for each letter."""
         return tuple(self.sizes[letter] for letter in self.piece.letters)
 
-    @property
-    def region(self) -> tuple[slice, ...]:
-        """Where all its numbers lie in one layer of our parameter."""
-        return tuple(slice(*self.joined) if letter == JOINED else slice(None) for letter in self.letters)
+    def region(self, place: Place) -> tuple[slice, ...]:
+        """Return where all its numbers lie in our parameter."""
+        inner = (slice(*self.joined) if letter == JOINED else slice(None) for letter in self.letters)
+        return (*(slice(number, number + 1) for number in place), *inner)
 
-    def name(self, layer: int) -> str:
-        """Return the name of their tensor in a layer."""
-        return self.piece.name.format(layer=layer)
+    def name(self, place: Place) -> str:
+        """Return the name of their tensor in a layer and expert."""
+        # A piece outside of the layers, or without experts, has no such number in its name.
+        layer, expert, *_ = (*place, 0, 0)
+        return self.piece.name.format(layer=layer, expert=expert)
 
     def box(self, spans: Spans) -> tuple[Span, ...] | None:
         """Return the part of `split_shape` that lies in these spans of ours; None where no number does."""
@@ -111,7 +113,7 @@ class PlacedPiece:
 
 def placed(leaf: Leaf, sizes: Mapping[str, int]) -> list[PlacedPiece]:
     """Return the pieces of a parameter with their places along C."""
-    letters = leaf.letters[1:] if leaf.stacked else leaf.letters
+    letters = leaf.letters[len(leaf.stack) :]
     start = 0
     pieces = []
     for piece in leaf.pieces:
@@ -123,8 +125,9 @@ def placed(leaf: Leaf, sizes: Mapping[str, int]) -> list[PlacedPiece]:
 
 def shape_of(leaf: Leaf, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of one of our parameters."""
-    joined = placed(leaf, sizes)[-1].joined[1]
-    return tuple(joined if letter == JOINED else sizes[letter] for letter in leaf.letters)
+    if JOINED in leaf.letters:
+        sizes = {**sizes, JOINED: placed(leaf, sizes)[-1].joined[1]}
+    return tuple(sizes[letter] for letter in leaf.letters)
 
 
 def extents(box: Sequence[Span]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Shaped
 
 from jaxdist.config import ModelConfig, RequestError
-from jaxdist.huggingface.families import Leaf, family_of, sizes_of
+from jaxdist.huggingface.families import Leaf, Place, family_of, sizes_of
 from jaxdist.huggingface.folder import open_folder
 from jaxdist.huggingface.parts import PlacedPiece, Span, extents, placed, shape_of
 from jaxdist.huggingface.tensor_checks import Tensors, check_tensors
@@ -45,19 +45,18 @@ class Shard:
     """A part of a parameter, which one device of this process or several hold."""
 
     spans: dict[str, Span]
-    """The span of each letter of the parameter."""
+    """The span of each letter of the parameter, in the order of its dims."""
     values: Shaped[np.ndarray, "..."]
 
-    def layer(self, number: int) -> Shaped[np.ndarray, "..."]:
-        """Return the part of one layer; of a parameter that holds no layers, all of it."""
-        if "L" not in self.spans:
-            return self.values
-        return self.values[number - self.spans["L"][0]]
+    def part(self, place: Place) -> Shaped[np.ndarray, "..."]:
+        """Return the part of one layer, or of one expert in it; of a parameter beside the layers, all of it."""
+        starts = [first for first, _ in self.spans.values()]
+        # There are fewer numbers in a place than dims.
+        return self.values[tuple(number - start for number, start in zip(place, starts, strict=False))]
 
-    def holds(self, number: int) -> bool:
-        """Return whether a part of that layer is in it."""
-        first, last = self.spans.get("L", (0, 1))
-        return first <= number < last
+    def holds(self, place: Place) -> bool:
+        """Return whether a part of that layer and expert is in it."""
+        return all(first <= number < last for number, (first, last) in zip(place, self.spans.values(), strict=False))
 
 
 class ParameterReader:
@@ -90,10 +89,10 @@ class ParameterReader:
     def shards(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> dict[tuple[Span, ...], Shard]:
         """Return the parts of a parameter that devices of this process hold, each once, by their spans."""
         shards = self._empty_shards(leaf, like)
-        for layer in range(self.sizes["L"] if leaf.stacked else 1):
-            holders = [shard for shard in shards.values() if shard.holds(layer)]
+        for place in leaf.places(self.sizes):
+            holders = [shard for shard in shards.values() if shard.holds(place)]
             for piece in placed(leaf, self.sizes):
-                self._fill(piece, layer, holders)
+                self._fill(piece, place, holders)
         return shards
 
     def _empty_shards(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> dict[tuple[Span, ...], Shard]:
@@ -107,7 +106,7 @@ class ParameterReader:
                 shards[spans] = Shard(dict(zip(leaf.letters, spans, strict=True)), values)
         return shards
 
-    def _fill(self, piece: PlacedPiece, layer: int, shards: Sequence[Shard]) -> None:
+    def _fill(self, piece: PlacedPiece, place: Place, shards: Sequence[Shard]) -> None:
         """Read what these shards hold of a tensor of theirs: at once where their parts lie side by side."""
         boxes = [(shard, piece.box(shard.spans)) for shard in shards]
         wanted = [(shard, box) for shard, box in boxes if box is not None]
@@ -119,14 +118,14 @@ class ParameterReader:
         else:
             groups = [(box, [(shard, box)]) for shard, box in wanted]
         for read, parts in groups:
-            values = self._read(piece, layer, read)
+            values = self._read(piece, place, read)
             for shard, box in parts:
                 cut = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(box, read, strict=True))
-                shard.layer(layer)[piece.place(shard.spans)] = piece.to_ours(values[cut])
+                shard.part(place)[piece.place(shard.spans)] = piece.to_ours(values[cut])
 
-    def _read(self, piece: PlacedPiece, layer: int, box: Sequence[Span]) -> Shaped[np.ndarray, "..."]:
+    def _read(self, piece: PlacedPiece, place: Place, box: Sequence[Span]) -> Shaped[np.ndarray, "..."]:
         """Read a part of a tensor of theirs. Raises `RequestError` where a copy of it in the folder differs."""
-        name = piece.name(layer)
+        name = piece.name(place)
         values = self.files.read(name, piece.split_shape, box)
         for copy, original in self.tensors.copies.items():
             if original != name:

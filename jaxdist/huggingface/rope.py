@@ -23,16 +23,14 @@ NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_f
 WITH_DEFAULT = ("fast", "slow", "attention")
 """Numbers of yarn that have the same defaults in transformers, and need not be written."""
 
-THETA = 10_000.0
-"""The base of transformers where none is given."""
-
 KINDS = "default, linear, llama3 and yarn"
 
 
-def rope_values(config: dict[str, Any], maximum: int) -> tuple[dict[str, Any], list[str]]:
+def rope_values(config: dict[str, Any], maximum: int, default: float) -> tuple[dict[str, Any], list[str]]:
     """Return `rope_theta` and `rope_scaling` of `model`, and a sentence for each problem.
 
-    `maximum` is the longest sequence, which transformers takes as the original one where none is given.
+    `maximum` is the longest sequence, which transformers takes as the original one where none is given, and `default`
+    the base that it takes.
     """
     problems: list[str] = []
     thetas: dict[str, Any] = {}
@@ -54,7 +52,7 @@ def rope_values(config: dict[str, Any], maximum: int) -> tuple[dict[str, Any], l
     problems += _disagreement(thetas)
     if not problems:
         problems += _disagreement(scalings)
-    theta = next(iter(thetas.values()), THETA)
+    theta = next(iter(thetas.values()), default)
     return {"rope_theta": theta, "rope_scaling": next(iter(scalings.values()), "none")}, problems
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from jaxdist.config import ModelConfig, RequestError
 from jaxdist.files import write_whole
-from jaxdist.huggingface.families import Leaf, family_of, sizes_of
+from jaxdist.huggingface.families import Leaf, Place, family_of, sizes_of
 from jaxdist.huggingface.folder import INDEX, SINGLE
 from jaxdist.huggingface.parts import PlacedPiece, placed, shape_of
 from jaxdist.huggingface.safetensors_file import Tensor, write_file
@@ -81,13 +81,17 @@ class Source:
 
     leaf: Leaf
     piece: PlacedPiece
-    layer: int
+    place: Place
+
+    @property
+    def name(self) -> str:
+        """The name of the tensor."""
+        return self.piece.name(self.place)
 
     @property
     def region(self) -> Region:
         """The part of our parameter that has the numbers."""
-        region = self.piece.region
-        return (slice(self.layer, self.layer + 1), *region) if self.leaf.stacked else region
+        return self.piece.region(self.place)
 
 
 class Exporter:
@@ -97,8 +101,9 @@ class Exporter:
         """Take the arrays as the parameters of `model`. Raises `RequestError` where they are others."""
         self._arrays = arrays
         self._dtype = dtype
-        self._sources = {source.piece.name(source.layer): source for source in _sources(model)}
+        self._sources = {source.name: source for source in _sources(model)}
         _check_shapes(model, arrays)
+        _check_zeros(model, arrays)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of theirs, in the order of the layers."""
@@ -112,8 +117,7 @@ class Exporter:
         theirs = np.empty(source.piece.split_shape, dtype)
         # The same memory, with its dims in our order.
         ours = source.piece.to_ours(theirs)
-        if source.leaf.stacked:
-            ours = ours[None]
+        ours = np.expand_dims(ours, tuple(range(len(source.place))))
         for place, numbers in self._arrays[source.leaf.path].blocks(source.region):
             ours[place] = self._rounded(tensor.name, numbers, dtype)
         return theirs.reshape(-1).view(np.uint8).data
@@ -136,13 +140,9 @@ def _sources(model: ModelConfig) -> Iterator[Source]:
     sizes = sizes_of(model)
     leaves = family_of(model).leaves
     pieces = [(leaf, piece) for leaf in leaves for piece in placed(leaf, sizes)]
-    for leaf, piece in pieces:
-        if not leaf.stacked:
-            yield Source(leaf, piece, 0)
-    for layer in range(sizes["L"]):
-        for leaf, piece in pieces:
-            if leaf.stacked:
-                yield Source(leaf, piece, layer)
+    sources = [Source(leaf, piece, place) for leaf, piece in pieces for place in leaf.places(sizes)]
+    # Sorting keeps the order of equals. Those beside the layers have an empty place, which is the lowest.
+    yield from sorted(sources, key=lambda source: source.place[:1])
 
 
 def _check_shapes(model: ModelConfig, arrays: Mapping[str, StoredArray]) -> None:
@@ -159,3 +159,18 @@ def _check_shapes(model: ModelConfig, arrays: Mapping[str, StoredArray]) -> None
             )
     if problems:
         raise RequestError(*problems)
+
+
+def _check_zeros(model: ModelConfig, arrays: Mapping[str, StoredArray]) -> None:
+    """Raise `RequestError` where a parameter that their model does not have takes part in the result."""
+    for leaf in family_of(model).leaves:
+        if leaf.pieces:
+            continue
+        array = arrays[leaf.path]
+        everything = (slice(None),) * len(array.shape)
+        if any(numbers.any() for _, numbers in array.blocks(everything)):
+            raise RequestError(
+                f"{leaf.path} is not zero: the run has steered the choice of experts by model.balance_rate "
+                f"{model.balance_rate:g}, and no model of transformers has such a bias; export a .safetensors file, or "
+                f"train with model.balance_rate 0 and a model.balance_loss"
+            )

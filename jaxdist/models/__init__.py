@@ -136,8 +136,22 @@ def build_decoder(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
 
 
 def parameters(model: Model | Foreign) -> int:
-    """Return the number of parameters."""
-    return sum(leaf.size for leaf in jax.tree.leaves(model.abstract))
+    """Return the number of parameters; those whose gradient is a count are not among them, and few."""
+    sizes = jax.tree.map(lambda leaf, counts: 0 if counts else leaf.size, model.abstract, counted(model))
+    return sum(jax.tree.leaves(sizes))
+
+
+def active_parameters(model: Model, config: ModelConfig) -> int:
+    """Return the number of parameters that one token goes through: of the experts of a layer, those that it chooses."""
+    leaves = jax.tree.leaves(model.abstract)
+    axes = jax.tree.leaves(model.axes, is_leaf=lambda names: isinstance(names, tuple))
+    total = 0
+    for leaf, names in zip(leaves, axes, strict=True):
+        if "experts" in names:
+            total += leaf.size * config.experts_per_token // config.experts
+        elif COUNTED not in names:
+            total += leaf.size
+    return total
 
 
 def matrices(model: Model | Foreign) -> Params:

@@ -177,10 +177,10 @@ def route(
     logits = jnp.einsum("bsd,de->bse", x.astype(dtype), router, precision=lax.Precision.HIGHEST)
     scores = jax.nn.sigmoid(logits) if rule.sigmoid else jax.nn.softmax(logits)
     # The balance steers the choice and nothing else. Of equal scores, the expert with the lowest number is chosen.
-    _, choice = lax.top_k(lax.stop_gradient(scores + balance), rule.per_token)
+    _, choice = lax.top_k(lax.stop_gradient(scores + balance[None, None]), rule.per_token)
     # Never chosen again in the backward pass: fused otherwise, a near tie might fall to another expert there.
     choice = checkpoint_name(choice, ROUTING)
-    chosen = choice[..., None] == jnp.arange(rule.experts)
+    chosen = choice[..., None] == jnp.arange(rule.experts)[None, None, None]
     p = jnp.sum(jnp.where(chosen, scores[:, :, None], 0), -1)
     if rule.renormalize:
         p = p / jnp.sum(p, -1, keepdims=True)

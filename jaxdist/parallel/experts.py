@@ -32,7 +32,7 @@ from jax import P, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxdist.mesh import EXPERT, PIPELINE
+from jaxdist.mesh import EXPERT
 from jaxdist.parallel import matmul, region
 from jaxdist.parallel.tensor import PRODUCT
 from jaxdist.sharding import Layout, Tree, wide
@@ -87,7 +87,7 @@ def queues(choice: Int[Array, "T k"], experts: int) -> Queues:
     """Line up the choices of tokens before so many experts; a choice of `experts`, one beyond the last, is none."""
     flat = choice.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    length = jnp.sum(flat[:, None] == jnp.arange(experts), 0)
+    length = jnp.sum(flat[:, None] == jnp.arange(experts)[None], 0)
     start = jnp.cumsum(length) - length
     numbers = jnp.arange(len(flat), dtype=flat.dtype)
     rank = jnp.zeros_like(flat).at[order].set(numbers, unique_indices=True)
@@ -114,8 +114,8 @@ def seats(line: Queues, first: int | Int[Array, ""], size: int, devices: int = 1
     Return (the seats of tokens, the seats of choices).
     """
     own = len(line.length) // devices
-    expert = own * jnp.arange(devices)[:, None, None] + jnp.arange(own)
-    turn = first + jnp.arange(size)[:, None]
+    expert = own * jnp.arange(devices)[:, None, None] + jnp.arange(own)[None, None]
+    turn = first + jnp.arange(size)[None, :, None]
     at = jnp.clip(line.start[expert] + turn, 0, len(line.order) - 1).reshape(-1, own)
     taken = (turn < line.length[expert]).reshape(-1, own)
     choice = line.order[at]
@@ -213,9 +213,9 @@ class Dispatch:
         y = self.one_round(line, 0, self.rounds.first, x, p, gate_up, down)
         over = jnp.maximum(jnp.max(line.length) - self.rounds.first, 0)
         further = -(-over // self.rounds.further)
-        # All devices that exchange rows take equally many rounds. The ranks of a pipeline are in other layers.
-        others = tuple(axis for axis in region.varying(further) if axis != PIPELINE)
-        further = lax.pmax(further, others) if others else further
+        # Devices that exchange rows take equally many rounds. Others need not: they have other rows, or other layers.
+        if EXPERT in region.varying(further):
+            further = lax.pmax(further, EXPERT)
         return y + further_rounds(self, line, further, x, p, gate_up, down), 1 + further
 
     @partial(

@@ -255,7 +255,7 @@ def _layers(config: Config, layout: Layout) -> Iterator[Transfer]:
             calls = reductions * sizes.layers * config.train.accumulation
             yield from norms_of_all_heads(config, layout, calls, _tokens(config, layout))
     times = sizes.layers * config.train.accumulation
-    calls = expert_traffic.Calls(
+    expert_calls = expert_traffic.Calls(
         rows=5 * times,
         weights=3 * times,
         choices=times if keeps_all else 2 * times,
@@ -263,7 +263,7 @@ def _layers(config: Config, layout: Layout) -> Iterator[Transfer]:
         # The backward pass needs the loads for the loss and, where it makes them again, for what is reported.
         sums=3 * times if keeps_all else 2 * times,
     )
-    yield from expert_traffic.predict(config, layout, _tokens(config, layout), calls)
+    yield from expert_traffic.predict(config, layout, _tokens(config, layout), expert_calls)
 
 
 def _streamed(config: Config, layout: Layout, what: str, kind: str, axes: tuple[str, ...], calls: int) -> Transfer:

@@ -38,6 +38,11 @@ class Gpu:
     """The platform, as JAX names it."""
 
     @property
+    def peak_f32(self) -> float:
+        """FLOP/s in float32, without the matrix units: each lane multiplies and adds once in a cycle."""
+        return 2 * self.cores * self.lanes * self.clock_ghz * 1e9
+
+    @property
     def device_kind(self) -> str:
         """The device kind, as JAX names it."""
         return self.kind

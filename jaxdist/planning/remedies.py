@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxdist import units
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import AXES, DATA, MODEL, PIPELINE, ZERO_AXES, abstract_mesh, describe, micro_batches
+from jaxdist.mesh import AXES, DATA, EXPERT, MODEL, PIPELINE, ZERO_AXES, abstract_mesh, describe, micro_batches
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import memory
@@ -42,7 +42,8 @@ def fitting(config: Config, model: Model | Foreign, layout: Layout, room: float)
     """Return changes with which the step fits into `room` bytes, such as `model.remat to block (3.1 GiB predicted)`.
 
     First come the knobs that are enough alone, those that save most before the others; where none is, all that save
-    something together. The smallest of the larger meshes comes last.
+    something together. Then comes the same mesh with experts in the place of tensors, and last the smallest of the
+    larger meshes.
     """
     now = memory.predict(config, model, layout).total
     saving = []
@@ -56,7 +57,7 @@ def fitting(config: Config, model: Model | Foreign, layout: Layout, room: float)
     # No knob is enough alone.
     if not found:
         found = _together(config, model, layout, room, [change for _, _, change in saving])
-    return [*found, *_larger_mesh(config, model, layout, room)]
+    return [*found, *_experts_for_tensors(config, model, layout, room), *_larger_mesh(config, model, layout, room)]
 
 
 def _together(
@@ -78,21 +79,41 @@ def _together(
     return []
 
 
+def _experts_for_tensors(config: Config, model: Model | Foreign, layout: Layout, room: float) -> list[str]:
+    """Return the mesh that spreads experts over the devices that now split tensors, if the step fits there.
+
+    Devices that split tensors have the same tokens, and each sends all of them to their experts.
+    """
+    here = {axis: layout.size(axis) for axis in AXES}
+    if not config.model.traits.routed or here[MODEL] == 1:
+        return []
+    return _on_mesh(config, model, layout, room, here | {EXPERT: here[EXPERT] * here[MODEL], MODEL: 1})
+
+
 def _larger_mesh(config: Config, model: Model | Foreign, layout: Layout, room: float) -> list[str]:
     """Return the first larger mesh on which the step fits, fewest devices first; only one axis grows."""
     here = {axis: layout.size(axis) for axis in AXES}
     times = 2
     while times <= WIDEST:
-        # Data parallelism is the simpler change.
-        for axis in (DATA, MODEL):
-            shape = here | {axis: here[axis] * times}
-            if _divides(config, shape):
-                wider = Layout.on(abstract_mesh(shape), rules(config), Like(layout))
-                total = memory.predict(config, model, wider).total
-                if total <= room:
-                    return [_with_total(f"the mesh to {describe(shape).replace(' ', ',')}", total)]
+        # The simpler change comes first.
+        axes = (DATA, EXPERT, MODEL) if config.model.traits.routed else (DATA, MODEL)
+        for axis in axes:
+            found = _on_mesh(config, model, layout, room, here | {axis: here[axis] * times})
+            if found:
+                return found
         times *= 2
     return []
+
+
+def _on_mesh(config: Config, model: Model | Foreign, layout: Layout, room: float, shape: dict[str, int]) -> list[str]:
+    """Return a mesh of this shape, if the model divides over it and the step fits there."""
+    if not _divides(config, shape):
+        return []
+    other = Layout.on(abstract_mesh(shape), rules(config), Like(layout))
+    total = memory.predict(config, model, other).total
+    if total > room:
+        return []
+    return [_with_total(f"the mesh to {describe(shape).replace(' ', ',')}", total)]
 
 
 def _divides(config: Config, shape: dict[str, int]) -> bool:
@@ -140,6 +161,8 @@ def _changes(config: Config, layout: Layout) -> Iterator[Change]:
         yield "model.remat", "block"
     if pipelined and sizes.remat != "stage" and schedule not in ("zb-h1", "zb-u"):
         yield "model.remat", "stage"
+    if sizes.traits.routed and sizes.capacity_factor > 1:
+        yield "model.capacity_factor", 1.0
     if schedule == "gpipe":
         yield "pipeline.schedule", "1f1b"
     if parallel.zero < 3 and layout.size(*ZERO_AXES) > 1:

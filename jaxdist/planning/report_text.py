@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jaxdist import models
 from jaxdist.mesh import describe, micro_batches
 from jaxdist.planning import overlap, pipelines
 from jaxdist.planning.collective_time import group_over
+from jaxdist.planning.expert_report import arithmetic, exchanged, experts, model_size
 from jaxdist.planning.outer_report import OuterReport
 from jaxdist.planning.report import Report, Row
 from jaxdist.planning.tables import table
@@ -55,10 +55,21 @@ def _head(report: Report) -> list[str]:
         )
     if report.pipeline:
         found.append(f"pipeline    {pipelines.describe(report.pipeline)}")
-    found.append(f"model       {models.parameters(report.model):,} parameters{in_window(config.model)}")
+    found.append(f"model       {model_size(config.model, report.model)}{in_window(config.model)}")
+    found += _experts(report)
     found += [f"warning     {sentence}" for sentence in report.warnings]
     found += [f"note        {note}" for note in report.notes]
     return found
+
+
+def _experts(report: Report) -> list[str]:
+    """Return where the experts are, and what their capacity adds to the arithmetic; nothing without experts."""
+    config = report.config
+    if not config.model.traits.routed:
+        return []
+    sentences = [*experts(config, report.layout), exchanged(report.transfers)]
+    found = [f"experts     {sentence}" for sentence in sentences if sentence]
+    return [*found, f"arithmetic  {arithmetic(config, report.layout)}"]
 
 
 def _memory(report: Report) -> list[str]:

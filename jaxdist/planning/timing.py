@@ -9,10 +9,17 @@ def flops_per_token(model: ModelConfig) -> int:
     """Return the FLOPs to train on one token, forward and backward, without recomputation.
 
     They are 6 for every parameter that multiplies the token (PaLM, Chowdhery et al. 2022, appendix B), and three times
-    those of attention's forward pass.
+    those of attention's forward pass. Of the experts, only those that a token chooses multiply it.
     """
     matrices = model.layers * matrices_per_layer(model) + model.vocab * model.embed
     return 6 * matrices + round(3 * model.layers * attention_flops_per_token(model))
+
+
+def flops_of_padding(model: ModelConfig, padding: float) -> int:
+    """Return the FLOPs to train on one token that experts spend on padding: they compute `padding` rows for one."""
+    arrays = 3 if model.traits.gated else 2
+    chosen = model.layers * arrays * model.embed * model.expert_size * model.experts_per_token
+    return round(6 * chosen * (padding - 1))
 
 
 def flops_formula(model: ModelConfig) -> str:
@@ -24,7 +31,12 @@ def flops_formula(model: ModelConfig) -> str:
     else:
         tokens = "sequence"
         kind = "causal attention"
-    return f"6 x matrix parameters (output table included) + 6 x layers x {tokens} x {width} ({kind})"
+    matrices = "matrix parameters (output table included)"
+    if model.traits.routed:
+        matrices = (
+            f"active matrix parameters (output table included, {model.experts_per_token} of {model.experts} experts)"
+        )
+    return f"6 x {matrices} + 6 x layers x {tokens} x {width} ({kind})"
 
 
 def has_window(model: ModelConfig) -> bool:
@@ -53,14 +65,19 @@ def keys_per_query(model: ModelConfig) -> float:
 
 
 def matrices_per_layer(model: ModelConfig) -> int:
-    """Return the parameters of a layer's matrices: query and output, key and value, and the two or three of the MLP.
+    """Return the parameters of a layer's matrices that multiply one token.
 
-    Biases and norms are left out, since no matmul reads them.
+    They are query and output, key and value, and the two or three of the MLP; or the router, and those of the experts
+    that the token chooses or that all tokens share. Biases and norms are left out, since no matmul reads them.
     """
     query = model.embed * model.heads * model.head_size
     key_value = 2 * model.embed * model.key_value_heads * model.head_size
     arrays = 3 if model.traits.gated else 2
-    mlp = arrays * model.embed * model.mlp_size
+    if model.traits.routed:
+        active = model.experts_per_token + model.shared_experts
+        mlp = arrays * model.embed * model.expert_size * active + model.embed * model.experts
+    else:
+        mlp = arrays * model.embed * model.mlp_size
     return 2 * query + key_value + mlp
 
 

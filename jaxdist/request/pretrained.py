@@ -18,7 +18,10 @@ RUNS = Path("runs")
 USUAL_SEQUENCE = 1024
 """Tokens per row where nothing is given and the model is for as many: the longest ones cost too much by default."""
 
-OWN = ("sequence", "documents", "dropout", "remat", "classes", "image", "channels")
+BALANCE = ("balance_rate", "balance_loss", "z_loss", "capacity_factor")
+"""Knobs of how a run trains a model with experts; a folder gives some of them, and a request may change them."""
+
+OWN = ("sequence", "documents", "dropout", "remat", "classes", "image", "channels", *BALANCE)
 """Knobs of `model` that are up to a run; a folder determines the others."""
 
 MODEL_KNOBS = frozenset(f"model.{name}" for name in ModelConfig.model_fields)
@@ -51,6 +54,7 @@ def model_of(folder: Path, given: Mapping[str, Any]) -> tuple[dict[str, Any], li
         return {}, error.problems
     problems = _differences(folder, found, given)
     values = {f"model.{name}": value for name, value in found.items()}
+    values.update({name: value for name, value in given.items() if name.removeprefix("model.") in BALANCE})
     longest = longest_sequence(opened, found)
     sequence = given.get("model.sequence")
     if sequence is None:

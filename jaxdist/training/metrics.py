@@ -174,6 +174,8 @@ def _line(values: Values, steps: int) -> str:
     )
     if waiting > NOTABLE_WAIT * seconds:
         line += f"  data {waiting * 1e3:.1f} ms"
+    if "load_max" in values:
+        line += f"  load {values['load_max']:.2f}"
     steps_left = steps - step
     if steps_left:
         line += f"  {hours(steps_left * seconds)} left"

@@ -10,6 +10,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxdist import models
 from jaxdist.cluster import runtime, xla_options
@@ -26,6 +27,7 @@ from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hardware import Gpu
 from jaxdist.request import Enough, check_mesh_fits
 from jaxdist.sharding import Layout, on_devices, rules
+from jaxdist.training.forward.balance import balancing
 from jaxdist.training.forward.delayed_step import DelayedStep
 from jaxdist.training.forward.local_step import LocalStep, OuterRule
 from jaxdist.training.forward.optimizer import optimizer
@@ -124,21 +126,28 @@ class Run:
         """The functions of the train step."""
         config = self.config
         decay = models.matrices(self.model)
-        update_rule = partial(optimizer, config.optimizer, self.steps)
         if isinstance(self.forward, PipelineForward) and not self.forward.flush:
-            return PipeDreamStep(self.forward, update_rule, decay, self.batch())
+            return PipeDreamStep(self.forward, self.update_rule, decay, self.batch())
         make: Callable[..., Step] = DelayedStep if delayed(config, self.layout) else Step
         if config.train.local_steps:
             make = partial(LocalStep, outer=OuterRule(config.optimizer.outer_rate, config.optimizer.outer_momentum))
         return make(
             self.forward,
-            update_rule(decay),
+            self.update_rule(decay),
             max_norm=config.optimizer.clip,
             keep=config.precision == "mixed",
             offload=config.parallel.offload == "optimizer",
             compression=compression(config.parallel),
             replicas=self.mesh.shape[REPLICA],
         )
+
+    def update_rule(self, decay: Params) -> optax.GradientTransformation:
+        """Return the update rule of the parameters that `decay` names; it says which of them decay."""
+        rule = optimizer(self.config.optimizer, self.steps, decay)
+        if not self.config.model.traits.routed:
+            return rule
+        counted = {name: marks for name, marks in models.counted(self.model).items() if name in decay}
+        return balancing(rule, counted, self.config.model.balance_rate)
 
     @cached_property
     def forward(self) -> Forward:

@@ -13,14 +13,14 @@ from typing import TextIO
 import jax
 import numpy as np
 
-from jaxdist import __version__, models
+from jaxdist import __version__
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.cluster.runtime import capacity, host_lines, notes
 from jaxdist.config import PipelineConfig
 from jaxdist.gpu_memory import gpu_share
 from jaxdist.mesh import PIPELINE, REPLICA, axes_across, describe
 from jaxdist.models.attention import attention_kernel
-from jaxdist.planning import communication, memory, parameter_layout, pipelines, remedies
+from jaxdist.planning import communication, expert_report, memory, parameter_layout, pipelines, remedies
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.hardware import GPUS, Gpu, that_hold
 from jaxdist.planning.timing import flops_formula
@@ -123,7 +123,8 @@ def _training(run: Run, length: str) -> list[Row]:
     config = run.config
     rows = [
         ("mesh", f"{describe(run.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}"),
-        ("model", f"{models.parameters(run.model):,} parameters"),
+        ("model", expert_report.model_size(config.model, run.model)),
+        *(("experts", sentence) for sentence in expert_report.experts(config, run.layout)),
         ("batch", f"{_batch(run)} per step, {run.task.micro_batches} micro-batch(es), {length}"),
     ]
     pipe = pipelines.pipeline_of(config, run.layout)

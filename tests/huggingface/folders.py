@@ -47,7 +47,7 @@ def sharded(path: Path, files: dict[str, list[str]], index: dict[str, str]) -> N
 def assembled(path: Path, model: ModelConfig) -> dict[str, np.ndarray]:
     """Our parameters of a folder by their names, in float32, made with numpy from whole tensors."""
     theirs = {name: array.astype(np.float32) for name, array in tensors_of(path).items()}
-    make = _llama if model.family == "llama" else _gpt
+    make = _gpt if model.family == "gpt" else _llama
     layers = [make(model, theirs, number) for number in range(model.layers)]
     ours = {f"blocks.{name}": np.stack([layer[name] for layer in layers]) for name in layers[0]}
     if model.family == "gpt":
@@ -74,9 +74,12 @@ def _llama(model: ModelConfig, theirs: dict[str, np.ndarray], layer: int) -> dic
         "norm2.scale": of("post_attention_layernorm"),
         "attention.qkv": np.moveaxis(heads("weight"), 3, 0),
         "attention.out": of("self_attn.o_proj").T.reshape(model.heads, size, model.embed),
-        "mlp.gate_up": np.stack([of("mlp.gate_proj").T, of("mlp.up_proj").T], axis=1),
-        "mlp.down": of("mlp.down_proj").T,
     }
+    if model.family == "moe":
+        ours |= _experts(model, of)
+    else:
+        ours["mlp.gate_up"] = np.stack([of("mlp.gate_proj").T, of("mlp.up_proj").T], axis=1)
+        ours["mlp.down"] = of("mlp.down_proj").T
     if model.qkv_bias:
         ours["attention.qkv_bias"] = heads("bias")
     if model.qk_norm == "head":
@@ -86,6 +89,21 @@ def _llama(model: ModelConfig, theirs: dict[str, np.ndarray], layer: int) -> dic
         scales = [of(f"self_attn.{name}_norm").reshape(kv_heads, -1, size) for name in "qk"]
         ours["attention.qk_norm.scale"] = np.concatenate(scales, axis=1)
     return ours
+
+
+def _experts(model: ModelConfig, of) -> dict[str, np.ndarray]:
+    """The MLPs of a layer with experts; `of` gives the tensors of the layer."""
+    mixtral = model.qk_norm == "none"
+    mlp = "block_sparse_moe" if mixtral else "mlp"
+    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = ([of(f"{mlp}.experts.{e}.{name}").T for e in range(model.experts)] for name in names)
+    return {
+        "mlp.router": of(f"{mlp}.gate").T,
+        "mlp.gate_up": np.stack([np.stack(gate), np.stack(up)], axis=2),
+        "mlp.down": np.stack(down),
+        "mlp.balance": np.zeros(model.experts, np.float32),
+        "mlp.meter": np.zeros(3, np.float32),
+    }
 
 
 def _gpt(model: ModelConfig, theirs: dict[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:

@@ -15,8 +15,21 @@ from jaxdist.training.run import Run
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = sorted(path.name for path in GOLDEN.iterdir())
+ROUTED = ("mixtral", "olmoe", "qwen3_moe")
+"""Those with experts."""
+
+DENSE = [name for name in NAMES if name not in ROUTED]
+
 MESHES = {"1x1x1": {}, "2x2x1": {"parallel.zero": "3"}, "1x8x1": {}, "1x1x2": {}}
 """Mesh -> what is asked for beside it. Two key/value heads are dealt to the eight devices of 1x8x1."""
+
+ROUTED_MESHES = {
+    "1x1x1": {},
+    "data=2,expert=4": {"parallel.zero": "3"},
+    "expert=2,model=2": {},
+    "expert=2,pipeline=2": {},
+}
+"""The same for models with experts."""
 
 
 def expected(name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -29,7 +42,9 @@ def config_of(name: str, mesh: str = "1x1x1", **model: object) -> Config:
     """The configuration of a run that begins with a folder; `model` replaces what the folder says."""
     tokens, _ = expected(name)
     asked = {"init_from": GOLDEN / name, "data.tokenizer": GOLDEN / "llama31", "model.sequence": tokens.shape[1]}
-    config = load(None, {"mesh": mesh, **{knob: str(value) for knob, value in asked.items()}, **MESHES[mesh]})
+    config = load(
+        None, {"mesh": mesh, **{knob: str(value) for knob, value in asked.items()}, **(MESHES | ROUTED_MESHES)[mesh]}
+    )
     return config.model_copy(update={"model": config.model.model_copy(update=model)})
 
 

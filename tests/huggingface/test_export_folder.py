@@ -9,9 +9,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from jaxdist import checkpoints
 from jaxdist.config import Config, ModelConfig, RequestError
+from jaxdist.huggingface.reading import read_parameters
 from jaxdist.request import to_toml
 from tests.huggingface import by_transformers
-from tests.huggingface.exported import GOLDEN, NAMES, model_of, run_from, tensors
+from tests.huggingface.exported import GOLDEN, NAMES, abstract, model_of, run_from, save, tensors
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +146,27 @@ def test_images_have_no_such_form(tmp_path):
     (tmp_path / "config.toml").write_text(to_toml(Config(model=ModelConfig(family="cnn"), run_dir=tmp_path)))
     problem = refused(tmp_path, f"{tmp_path}/out/")
     assert problem.endswith("transformers has no form of family cnn; name a .safetensors file")
+
+
+def test_a_balance_that_has_moved_is_refused_before_anything_is_written(tmp_path):
+    golden = GOLDEN / "mixtral"
+    run = tmp_path / "run"
+    model = run_from(golden, run)
+    params = read_parameters(golden, model, abstract(model))
+    params["blocks"]["mlp"]["balance"] = params["blocks"]["mlp"]["balance"].at[1, 3].set(-1e-3)
+    save(run, params, step=2)
+    problem = refused(run, f"{tmp_path}/out/")
+    assert problem.startswith("blocks.mlp.balance is not zero: ")
+    assert "model.balance_rate 0 and a model.balance_loss" in problem
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_experts_that_transformers_has_not_are_refused_by_their_knob(tmp_path):
+    run = tmp_path / "run"
+    model = run_from(GOLDEN / "mixtral", run).model_copy(update={"router": "sigmoid"})
+    (run / "config.toml").write_text(to_toml(Config(model=model, run_dir=run)))
+    assert "computes a model of family moe with " in refused(run, f"{tmp_path}/out/")
+    assert "router sigmoid" in refused(run, f"{tmp_path}/out/")
 
 
 def test_a_dtype_is_for_folders_alone(llama31, tmp_path):

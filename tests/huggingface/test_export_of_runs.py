@@ -62,6 +62,23 @@ def test_a_pipeline_whose_key_value_heads_are_on_two_devices_each(tmp_path):
 
 
 @pytest.mark.slow
+def test_experts_of_several_devices_are_tensors_of_their_own(tmp_path):
+    masters, theirs = trained("mixtral", tmp_path, "--mesh=expert=2,model=2")
+    expected = tensors(GOLDEN / "mixtral")
+    assert theirs.keys() == expected.keys()
+    for layer in range(2):
+        ours = f"blocks.{layer}.mlp"
+        mlp = f"model.layers.{layer}.block_sparse_moe"
+        rounded_once(theirs[f"{mlp}.gate.weight"], masters[f"{ours}.router"].T)
+        for expert in range(8):
+            matrices = f"{mlp}.experts.{expert}"
+            rounded_once(theirs[f"{matrices}.w1.weight"], masters[f"{ours}.gate_up"][expert, :, 0].T)
+            rounded_once(theirs[f"{matrices}.w3.weight"], masters[f"{ours}.gate_up"][expert, :, 1].T)
+            rounded_once(theirs[f"{matrices}.w2.weight"], masters[f"{ours}.down"][expert].T)
+            assert (theirs[f"{matrices}.w1.weight"] != expected[f"{matrices}.w1.weight"]).mean() > 0.5
+
+
+@pytest.mark.slow
 def test_a_vocabulary_that_the_mesh_pads_has_its_own_rows(tmp_path):
     masters, theirs = trained("gpt2", tmp_path, "--mesh=1x2x1")
     assert theirs.keys() == tensors(GOLDEN / "gpt2").keys()

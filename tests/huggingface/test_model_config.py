@@ -12,7 +12,8 @@ from tests.huggingface import configs
 from tests.huggingface.configs import small
 
 GOLDEN = Path(__file__).parent / "golden"
-TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen3_moe", "gpt2")
+ROUTED_TYPES = ("mixtral", "olmoe", "qwen3_moe")
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 
 
@@ -35,10 +36,24 @@ PUBLISHED = {
     "MISTRAL_NEMO": dict(window=0, head_dim=128, embed=5120, heads=32, rope_theta=1e6),
     "QWEN_25_05B": dict(qkv_bias=True, window=0, norm_eps=1e-6, tied=True, heads=14, kv_heads=2, rope_theta=1e6),
     "QWEN_3_06B": dict(qk_norm="head", head_dim=128, embed=1024, heads=16, window=0, tied=True),
+    "MIXTRAL_8X7B": dict(
+        family="moe", embed=4096, layers=32, heads=32, kv_heads=8, head_dim=0, mlp=14336, experts=8,
+        experts_per_token=2, router_renormalize=True, window=0, norm_eps=1e-5, rope_theta=1e6, tied=False,
+        balance_rate=0, balance_loss=0.02 * 2 / 32,
+    ),
+    "OLMOE_1B_7B": dict(
+        family="moe", embed=2048, layers=16, heads=16, kv_heads=16, mlp=1024, experts=64, experts_per_token=8,
+        router_renormalize=False, qk_norm="full", norm_eps=1e-5, rope_theta=1e4, balance_loss=0.01 * 8 / 16,
+    ),
+    "QWEN_3_30B_A3B": dict(
+        family="moe", embed=2048, layers=48, heads=32, kv_heads=4, head_dim=128, expert_mlp=768, experts=128,
+        experts_per_token=8, router_renormalize=True, qk_norm="head", window=0, norm_eps=1e-6, rope_theta=1e6,
+        balance_loss=0.001 * 8 / 48,
+    ),
     "GPT_2": dict(family="gpt", positions=1024, embed=768, layers=12, heads=12, mlp=0, tied=True, norm_eps=1e-5),
     "SMOLLM_2_135M": dict(embed=576, heads=9, kv_heads=3, rope_theta=100000, tied=True, vocab=49152),
     "TINYLLAMA": dict(embed=2048, kv_heads=4, layers=22, mlp=5632, tied=False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -54,6 +69,9 @@ DEFAULTS = {
     "mistral": dict(vocab=32000, mlp=14336, kv_heads=8, norm_eps=1e-6, tied=False, window=4096, rope_theta=1e4),
     "qwen2": dict(vocab=151936, mlp=22016, kv_heads=32, norm_eps=1e-6, tied=False, window=0, qkv_bias=True),
     "qwen3": dict(vocab=151936, mlp=22016, head_dim=128, norm_eps=1e-6, tied=False, window=0, qk_norm="head"),
+    "mixtral": dict(vocab=32000, mlp=14336, kv_heads=8, norm_eps=1e-5, window=0, rope_theta=1e6, experts=8, embed=4096),
+    "olmoe": dict(vocab=50304, mlp=2048, kv_heads=0, norm_eps=1e-5, rope_theta=1e4, experts=64, experts_per_token=8),
+    "qwen3_moe": dict(vocab=151936, expert_mlp=768, kv_heads=4, norm_eps=1e-6, head_dim=0, layers=24, experts=128),
     "gpt2": dict(vocab=50257, embed=768, layers=12, heads=12, mlp=0, positions=1024, norm_eps=1e-5, tied=True),
 }
 
@@ -64,7 +82,16 @@ def test_an_absent_key_has_the_default_of_transformers(model_type):
     assert {knob: found[knob] for knob in DEFAULTS[model_type]} == DEFAULTS[model_type]
 
 
-LONGEST = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "gpt2": 1024}
+LONGEST = {
+    "llama": 2048,
+    "mistral": 131072,
+    "qwen2": 32768,
+    "qwen3": 32768,
+    "mixtral": 131072,
+    "olmoe": 4096,
+    "qwen3_moe": 32768,
+    "gpt2": 1024,
+}
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -131,6 +158,28 @@ OTHER_VALUES = [
     ("llama", "quantization_config", {"quant_method": "gptq"}),
     ("llama", "auto_map", {"AutoModel": "modeling.Mine"}),
     ("llama", "num_local_experts", 8),
+    ("mixtral", "router_jitter_noise", 0.1),
+    ("mixtral", "num_local_experts", "8"),
+    ("mixtral", "norm_topk_prob", False),
+    ("mixtral", "attention_bias", True),
+    ("mixtral", "router_aux_loss_coef", -0.1),
+    ("mixtral", "router_aux_loss_coef", None),
+    ("mixtral", "first_k_dense_replace", 1),
+    ("mixtral", "moe_layer_freq", 2),
+    ("mixtral", "n_group", 8),
+    ("mixtral", "topk_group", 4),
+    ("mixtral", "kv_lora_rank", 512),
+    ("mixtral", "n_shared_experts", 1),
+    ("olmoe", "clip_qkv", 8.0),
+    ("olmoe", "head_dim", 16),
+    ("olmoe", "sliding_window", 8),
+    ("olmoe", "norm_topk_prob", "yes"),
+    ("olmoe", "scoring_func", "sigmoid"),
+    ("qwen3_moe", "decoder_sparse_step", 2),
+    ("qwen3_moe", "mlp_only_layers", [0]),
+    ("qwen3_moe", "use_sliding_window", True),
+    ("qwen3_moe", "shared_expert_intermediate_size", 64),
+    ("qwen3_moe", "num_experts_per_tok", 0),
     ("qwen2", "dual_chunk_attention_config", {"chunk_size": 262144}),
     ("gpt2", "scale_attn_weights", False),
     ("gpt2", "scale_attn_by_inverse_layer_idx", True),
@@ -314,8 +363,9 @@ def test_a_config_that_is_written_again_means_the_same(name):
     model = ModelConfig(**values(config))
     written = to_json(model, maximum=64, dtype="bfloat16", model_type=config["model_type"])
     again = ModelConfig(**values(json.loads(json.dumps(written))))
-    head_size = dict(head_dim=model.head_size if model.family == "llama" else 0)
+    head_size = dict(head_dim=written.get("head_dim", 0))
     assert again == model.model_copy(update=head_size)
+    assert again.head_size == model.head_size
     assert written["model_type"] == config["model_type"]
     assert written["torch_dtype"] == written["dtype"] == "bfloat16"
 
@@ -326,6 +376,9 @@ def test_a_config_is_written_as_transformers_writes_it(name):
     written = to_json(ModelConfig(**values(config)), maximum=64, dtype="bfloat16", model_type=config["model_type"])
     # A number of layers without a window, where there is no window, may be any. Version 4 had two names for rope_type.
     ours = {key: value for key, value in written.items() if key in config and key != "max_window_layers"}
+    if config.get("head_dim", 0) is None:
+        # null stands for embed / heads.
+        del ours["head_dim"]
     if config.get("rope_scaling"):
         config["rope_scaling"]["rope_type"] = config["rope_scaling"].pop("type")
     assert ours == {key: config[key] for key in ours}
@@ -349,6 +402,11 @@ def test_the_keys_of_both_versions_are_written():
         (dict(family="llama", qkv_bias=True), "qwen2"),
         (dict(family="llama", qkv_bias=True, window=8), "qwen2"),
         (dict(family="llama", qk_norm="head"), "qwen3"),
+        (dict(family="moe"), "mixtral"),
+        (dict(family="moe", window=8), "mixtral"),
+        (dict(family="moe", qk_norm="full", router_renormalize=True), "olmoe"),
+        (dict(family="moe", qk_norm="full", router_renormalize=False), "olmoe"),
+        (dict(family="moe", qk_norm="head", head_dim=64, router_renormalize=False), "qwen3_moe"),
     ],
 )
 def test_a_model_of_our_own_gets_the_simplest_type(knobs, expected):
@@ -364,7 +422,62 @@ def test_a_type_that_cannot_compute_the_model_is_not_kept():
     assert to_json(model, maximum=128, dtype="float32", model_type="llama")["model_type"] == "qwen2"
 
 
-@pytest.mark.parametrize("knobs", [dict(qk_norm="full"), dict(qk_norm="head", qkv_bias=True)])
-def test_a_model_without_a_type_is_refused(knobs):
-    with pytest.raises(RequestError, match="no model type"):
-        to_json(ModelConfig(family="llama", **knobs), maximum=128, dtype="float32")
+WITHOUT_TYPE = [
+    ("llama", dict(qk_norm="full")),
+    ("llama", dict(qk_norm="head", qkv_bias=True)),
+    ("moe", dict(router="sigmoid")),
+    ("moe", dict(router_scale=2.5)),
+    ("moe", dict(shared_experts=1)),
+    ("moe", dict(router_renormalize=False)),
+    ("moe", dict(qkv_bias=True)),
+    ("moe", dict(qk_norm="head", window=8)),
+]
+
+
+@pytest.mark.parametrize(("family", "knobs"), WITHOUT_TYPE)
+def test_a_model_without_a_type_is_refused_by_the_knobs_that_it_has(family, knobs):
+    with pytest.raises(RequestError, match="no model type") as refused:
+        to_json(ModelConfig(family=family, **knobs), maximum=128, dtype="float32")
+    for knob, value in knobs.items():
+        assert f"{knob} {value}" in str(refused.value)
+
+
+@pytest.mark.parametrize("model_type", ROUTED_TYPES)
+def test_the_number_of_experts_has_two_names(model_type):
+    for name in ("num_experts", "num_local_experts"):
+        assert values(small(model_type) | {name: 4})["experts"] == 4
+    both = refusal(small(model_type) | dict(num_experts=4, num_local_experts=8))
+    assert "num_experts (4)" in both[0]
+    assert "num_local_experts (8)" in both[0]
+
+
+def test_a_model_of_deepseek_is_refused_by_all_that_it_needs():
+    keys = dict(first_k_dense_replace=3, moe_layer_freq=1, n_group=8, topk_group=4, kv_lora_rank=512)
+    problems = refusal(dict(model_type="deepseek_v3", n_shared_experts=1, **keys))
+    assert "model_type is 'deepseek_v3'" in problems[0]
+    for key, value in keys.items():
+        assert any(f"{key} is {value}, and " in problem for problem in problems), key
+
+
+def test_the_balance_of_a_run_does_not_change_its_type():
+    model = ModelConfig(family="moe", balance_rate=0.01, balance_loss=0.5, layers=4, experts_per_token=2)
+    written = to_json(model, maximum=128, dtype="float32")
+    assert written["model_type"] == "mixtral"
+    # Theirs is the mean of four layers, and 2 where the load is even; ours is 1 in each layer.
+    assert written["router_aux_loss_coef"] == 1.0
+    assert values(written)["balance_loss"] == 0.5
+
+
+def test_the_width_of_experts_is_written_by_the_key_of_the_type():
+    sizes = dict(family="moe", mlp=512, expert_mlp=64)
+    mixtral = to_json(ModelConfig(**sizes), maximum=128, dtype="float32")
+    assert mixtral["intermediate_size"] == 64
+    qwen = to_json(ModelConfig(**sizes, qk_norm="head"), maximum=128, dtype="float32")
+    assert (qwen["intermediate_size"], qwen["moe_intermediate_size"]) == (512, 64)
+
+
+def test_the_width_of_experts_may_be_given_by_either_knob():
+    theirs = values(small("mixtral", intermediate_size=80))
+    assert list(differing(theirs, dict(mlp=80))) == []
+    assert list(differing(theirs, dict(mlp=512, expert_mlp=80))) == []
+    assert list(differing(theirs, dict(expert_mlp=64))) == ["expert_mlp"]

@@ -1,6 +1,8 @@
 """Weights of Hugging Face's folders, read into the shards of a mesh: which numbers, how many bytes, how much memory."""
 
+import itertools
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,7 @@ from jaxdist.huggingface.parts import placed, shape_of
 from jaxdist.huggingface.reading import ParameterReader, read_parameters
 from jaxdist.huggingface.tensor_checks import check_tensors
 from jaxdist.huggingface.weight_files import WeightFiles
+from jaxdist.mesh import parse_mesh
 from jaxdist.models import build
 from jaxdist.sharding import named
 from jaxdist.training.run import Run
@@ -29,8 +32,8 @@ from tests.processes import told
 
 def laid_out(model: ModelConfig, mesh: str, zero: int = 0) -> dict:
     """The parameters of `model` as they lie between steps: shapes with shardings."""
-    devices = jax.devices()[: np.prod([int(size) for size in mesh.split("x")])]
-    run = Run(Config(mesh=mesh, model=model, parallel=ParallelConfig(zero=zero)), devices=devices)
+    devices = jax.devices()[: math.prod(parse_mesh(mesh).values())]
+    run = Run(Config(mesh=mesh, model=model, parallel=ParallelConfig(zero=zero)), devices=devices, batch=False)
     with jax.set_mesh(run.mesh):
         return run.abstract_logical().params
 
@@ -70,8 +73,15 @@ def test_the_table_has_the_parameters_of_the_model(name, more):
     assert shapes == {path: a.shape for path, a in named(build(model).abstract).items()}
 
 
-@pytest.mark.parametrize(("mesh", "zero"), [("2x2x1", 3), ("1x8x1", 0), ("1x2x2", 0), ("8x1x1", 3)])
-@pytest.mark.parametrize("name", ["llama31", "qwen2"])
+SHARDED = [
+    *itertools.product(["llama31", "qwen2"], [("2x2x1", 3), ("1x8x1", 0), ("1x2x2", 0), ("8x1x1", 3)]),
+    ("mixtral", ("data=2,expert=4", 3)),
+    ("olmoe", ("expert=2,model=4", 0)),
+    ("qwen3_moe", ("data=2,expert=2,pipeline=2", 3)),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "zero"), [(name, *layout) for name, layout in SHARDED])
 def test_each_mesh_gets_the_same_numbers_and_reads_each_byte_once(name, mesh, zero):
     """With 2 key/value heads: 8 devices of `model` split their size."""
     model = model_of(GOLDEN / name)
@@ -158,6 +168,20 @@ def test_missing_unused_and_misshapen_tensors_are_named_at_once(tmp_path):
     assert "lacks tensors of this model: model.layers.{0-1}.mlp.up_proj.weight;" in missing
     assert "does not use: model.layers.1.self_attn.q_proj.bias;" in unused
     assert "other shapes: model.norm.weight is (63,) there and (64,) in this model;" in shapes
+
+
+def test_tensors_of_all_experts_are_named_by_one_name(tmp_path):
+    def spoil(tensors):
+        for name in list(tensors):
+            if name.endswith("w3.weight") or name == "model.layers.1.block_sparse_moe.experts.5.w1.weight":
+                del tensors[name]
+
+    with pytest.raises(RequestError) as refused:
+        read(changed("mixtral", tmp_path / "spoilt", spoil))
+    (missing,) = refused.value.problems
+    experts = "model.layers.{0-1}.block_sparse_moe.experts.{0-7}.w3.weight"
+    assert "model.layers.1.block_sparse_moe.experts.5.w1.weight" in missing
+    assert experts in missing
 
 
 def test_no_weight_is_read_before_all_are_checked(tmp_path, monkeypatch):
@@ -274,7 +298,8 @@ BYTES = """
 from pathlib import Path
 from types import SimpleNamespace
 from tests.huggingface.test_reading import asked_and_held
-tell([process, *(asked_and_held(Path(arguments[0]), mesh, zero) for mesh, zero in (("8x1x1", 3), ("1x8x1", 0)))])
+rows = [("llama31", "8x1x1", 3), ("llama31", "1x8x1", 0), ("mixtral", "data=2,expert=4", 3)]
+tell([process, *(asked_and_held(Path(arguments[0]) / name, mesh, zero) for name, mesh, zero in rows)])
 """
 
 
@@ -290,18 +315,20 @@ def asked_and_held(path, mesh: str, zero: int) -> tuple[int, int]:
     for name, array in named(found).items():
         (shard,) = array.addressable_shards
         np.testing.assert_array_equal(np.asarray(shard.data), expected[name][shard.index], err_msg=name)
-        held += 2 * shard.data.size
+        if name not in ("blocks.mlp.balance", "blocks.mlp.meter"):
+            held += 2 * shard.data.size
     return files.asked, held
 
 
 @pytest.mark.slow
 def test_a_process_asks_for_the_bytes_of_its_own_shards_alone():
-    """Eight processes with a device each. No shard of a matrix is whole rows of the file on both meshes."""
-    path = GOLDEN / "llama31"
-    total = sum(array.nbytes for array in tensors_of(path).values())
-    for _, sharded_by_data, sharded_by_model in sorted(told(BYTES, 8, str(path))):
+    """Eight processes with a device each. No shard of a matrix is whole rows of the file on both dense meshes."""
+    total = {name: sum(array.nbytes for array in tensors_of(GOLDEN / name).values()) for name in ("llama31", "mixtral")}
+    for _, sharded_by_data, sharded_by_model, own_experts in sorted(told(BYTES, 8, str(GOLDEN))):
         for asked, held in (sharded_by_data, sharded_by_model):
-            assert asked == held < total / 4
+            assert asked == held < total["llama31"] / 4
+        asked, held = own_experts
+        assert asked == held < total["mixtral"] / 4
 
 
 MEMORY = """
@@ -337,8 +364,8 @@ def large(tmp_path_factory) -> tuple[Path, int]:
     tensors = {}
     for leaf in family_of(model).leaves:
         for piece in placed(leaf, sizes_of(model)):
-            for layer in range(model.layers if leaf.stacked else 1):
-                tensors[piece.name(layer)] = np.full(piece.shape, layer, ml_dtypes.bfloat16)
+            for place in leaf.places(sizes_of(model)):
+                tensors[piece.name(place)] = np.full(piece.shape, sum(place), ml_dtypes.bfloat16)
     save_file(tensors, path / "model.safetensors")
     return path, max(array.nbytes for array in tensors.values())
 

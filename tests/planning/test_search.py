@@ -117,6 +117,7 @@ def test_every_candidate_is_a_request_that_train_takes(small):
     assert {name: set(column.tolist()) for name, column in columns.items()} == {
         "replica": {1, 2, 4},
         "data": {1, 2, 4, 8},
+        "expert": {1},
         "model": {1, 2, 4},
         "pipeline": {1, 2, 4},
         "zero": {0, 1, 2, 3},

@@ -28,7 +28,8 @@ ONE_KNOB = {
     "no such stage": Wrong("--parallel.zero 4", [("parallel.zero is '4': valid are 0, 1, 2, 3",)]),
     "stage in words": Wrong("--parallel.zero full", [("parallel.zero is 'full': valid are 0, 1, 2, 3",)]),
     "near family": Wrong(
-        "--model.family lama", [("'lama': valid are gpt, llama, ", "cnn, resnet18, resnet50; did you mean 'llama'?")]
+        "--model.family lama",
+        [("'lama': valid are gpt, llama, moe, ", "cnn, resnet18, resnet50; did you mean 'llama'?")],
     ),
     "near precision": Wrong("--precision mix", [("auto, float32, bfloat16, mixed; did you mean 'mixed'?",)]),
     "knob of text": Wrong("cnn_digits --model.heads 8", [("model.heads is 8, but model.family cnn does not use it",)]),
@@ -40,7 +41,7 @@ ONE_KNOB = {
     "split images": Wrong("cnn_digits --mesh 2x2x1", [("model=2, but model.family cnn has nothing", "to data")]),
     "no dropout": Wrong("--model.family resnet18 --model.dropout 0.1", [("resnet18, which has no dropout",)]),
     "rotary base": Wrong("--model.rope-theta 0", [("model.rope_theta is 0: must be more than 0",)]),
-    "axis that is not built": Wrong("--mesh expert=2", [("expert=2", "not built yet; set expert to 1")]),
+    "axis that is not built": Wrong("--mesh context=2", [("context=2", "not built yet; set context to 1")]),
     "mesh of two numbers": Wrong("--mesh 2x2", [("mesh '2x2' has 2 number(s)",)]),
     "mesh: each mistake": Wrong(
         "--mesh dat=2,replica=0", [("'dat' that does not exist", "'data'"), ("replica the size '0'",)]

@@ -19,6 +19,8 @@ LEGAL = {
         *("CONFIG", "RUN", "mesh", "precision", "resume", "init_from"),
         *("model.family", "model.layers", "model.embed", "model.heads", "model.rope_theta", "model.sequence"),
         *("model.rope_scaling", "model.qk_norm"),
+        *("model.experts", "model.experts_per_token", "model.router", "model.router_renormalize"),
+        *("model.router_scale", "model.balance_rate", "model.capacity_factor"),
         *("model.documents", "model.remat", "model.classes", "model.image", "model.channels"),
         *("parallel.gradient_compression", "parallel.compression_density", "parallel.compression_rank"),
         *("parallel.replica_zero", "parallel.micro_batches", "parallel.offload", "pipeline.schedule"),
@@ -36,8 +38,16 @@ LEGAL = {
             "model.kv_heads",
             "model.head_dim",
             "model.qkv_bias",
+            "model.expert_mlp",
+            "model.shared_experts",
+            "model.balance_loss",
+            "model.z_loss",
             "model.tied",
             "model.dropout",
+            "model.expert_mlp",
+            "model.shared_experts",
+            "model.balance_loss",
+            "model.z_loss",
             "parallel.zero",
             "parallel.sequence",
         ),
@@ -135,10 +145,11 @@ CALLED = {"RUN": "config", "resume": "go back to step"}
 
 
 def named(name: str, value: str, problems: list[str]) -> bool:
-    """Whether one of the sentences speaks of the option and shows the value, or its beginning."""
+    """Whether one of the sentences speaks of the option and shows the value, or its beginning; 0 may mean false."""
     last = name.rpartition(".")[2]
     forms = {name, written(name), last, last.replace("_", "-"), CALLED.get(name, name)}
     shown = {value[:20], ascii(value[:20])[1:-1], repr(value[:20])[1:-1]} if value else {"empty", "''", "is missing"}
+    shown |= {"is false"} if value == "0" else set()
     return any(
         any(form.lower() in problem.lower() for form in forms) and any(one in problem for one in shown)
         for problem in problems

@@ -1,8 +1,9 @@
 """All legal ways to split a training step over a number of devices, as columns of numbers with one row per candidate.
 
-The axes `expert` and `context` are not built, and so not proposed; neither is the asynchronous pipeline (PipeDream),
-because it learns something else. The `replica` axis holds the ranks over which ZeRO does not shard, so that it makes a
-difference only from ZeRO 1 on, or where the user asks for something that depends on replicas (`changed_loss`).
+The axis `context` is not built, and so not proposed; neither is the asynchronous pipeline (PipeDream), because it
+learns something else. The axis `expert` is for models with experts: for others it would be `data` by another name. The
+`replica` axis holds the ranks over which ZeRO does not shard, so that it makes a difference only from ZeRO 1 on, or
+where the user asks for something that depends on replicas (`changed_loss`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from itertools import product
 import numpy as np
 
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import AXES, DATA, MODEL, PIPELINE, REPLICA, MeshShape
+from jaxdist.mesh import AXES, DATA, EXPERT, MODEL, PIPELINE, REPLICA, MeshShape
 from jaxdist.planning.search import changed_loss
 from jaxdist.request.checks import check_mesh_fits
 from jaxdist.units import divisors
@@ -21,7 +22,7 @@ from jaxdist.units import divisors
 Columns = dict[str, np.ndarray]
 """Name -> a number for each candidate. The names are those of `COLUMNS`."""
 
-MESH = (REPLICA, DATA, MODEL, PIPELINE)
+MESH = (REPLICA, DATA, EXPERT, MODEL, PIPELINE)
 
 COLUMNS = (*MESH, "zero", "sequence", "micro", "outside", "remat", "schedule", "virtual")
 """The sizes of the mesh axes; ZeRO's stage; whether the sequence is split; the number of micro-batches; whether they
@@ -51,12 +52,23 @@ def meshes(config: Config, devices: int) -> list[MeshShape]:
         if devices % (model * pipeline):
             continue
         ranks = devices // (model * pipeline)
-        for data in divisors(ranks):
-            replica = ranks // data
-            shape = dict.fromkeys(AXES, 1) | {REPLICA: replica, DATA: data, MODEL: model, PIPELINE: pipeline}
-            if config.train.global_batch_size % ranks == 0 and not _mesh_problems(neutral, shape):
-                found.append(shape)
+        if config.train.global_batch_size % ranks:
+            continue
+        for expert in expert_sizes(config, ranks):
+            for data in divisors(ranks // expert):
+                replica = ranks // expert // data
+                sizes = (replica, data, expert, model, pipeline)
+                shape = dict.fromkeys(AXES, 1) | dict(zip(MESH, sizes, strict=True))
+                if not _mesh_problems(neutral, shape):
+                    found.append(shape)
     return found
+
+
+def expert_sizes(config: Config, ranks: int) -> list[int]:
+    """Return the sizes that the axis `expert` can have, where the rows of a batch are split over so many ranks."""
+    if not config.model.traits.routed:
+        return [1]
+    return [size for size in divisors(ranks) if config.model.experts % size == 0]
 
 
 def problems(config: Config, shape: MeshShape) -> list[str]:
@@ -135,9 +147,9 @@ def _legal(config: Config, c: Columns, sites: int) -> np.ndarray:
     # Sharding over one rank, or replicas of what is not sharded, are plain data parallelism. Over several sites they
     # are not the same: `replica` alone lies outside the other axes there. Nor are they where replicas change the loss.
     unsharded = True if changed_loss.given(config) else np.isin(c[REPLICA], (1, sites))
-    zero = np.where(c["zero"] > 0, c[DATA] > 1, unsharded)
+    zero = np.where(c["zero"] > 0, c[DATA] * c[EXPERT] > 1, unsharded)
     outside = np.where(c["outside"] == 1, (c["zero"] >= 2) & (c["micro"] > 1) & ~staged, True)
-    batch = config.train.global_batch_size % (c[REPLICA] * c[DATA] * c["micro"]) == 0
+    batch = config.train.global_batch_size % (c[REPLICA] * c[DATA] * c[EXPERT] * c["micro"]) == 0
     layers = config.model.layers >= c[PIPELINE] * c["virtual"]
 
     # Without a pipeline, `stage` is the same as `block`; a request refuses what these schedules cannot recompute.
@@ -180,7 +192,7 @@ def candidate_config(config: Config, row: dict[str, int]) -> Config:
 
 
 def _mesh_text(row: dict[str, int]) -> str:
-    if row[REPLICA] > 1:
+    if row[REPLICA] > 1 or row[EXPERT] > 1:
         return ",".join(f"{axis}={row[axis]}" for axis in MESH if row[axis] > 1)
     return f"{row[DATA]}x{row[MODEL]}x{row[PIPELINE]}"
 

@@ -6,6 +6,7 @@ The time of a step is the sum of its arithmetic, the communication that nothing 
                   operations read and write, and what a split backward pass hands on, at the rate of the memory; layers
                   run k times, or in a pipeline as often as the ticks of its schedule
     waiting       ticks in which a rank has nothing to do, and the padding of uneven stages
+    expert        all-to-alls over `expert`: the experts wait for their rows, and the next layer for theirs
     model         collectives over `model`: each layer needs their results before it goes on
     pipeline      messages between stages
     data          weights and gradients: overlapped with the arithmetic where they are sent layer by layer (ZeRO 2 and
@@ -14,14 +15,15 @@ The time of a step is the sum of its arithmetic, the communication that nothing 
     optimizer     reads and writes parameters, moments and gradients once
 
 `communication` predicts the bytes and calls of each transfer, and `explain` compares them with the compiled program;
-`collective_time` predicts the seconds. Not included: kernel launches, the input, other jobs on the network, and the
-arithmetic of gradient compression and of outer steps.
+`collective_time` predicts the seconds. How many rows experts compute depends on the router: `expert_rows` says what is
+assumed of it. Not included: kernel launches, the input, other jobs on the network, and the
+arithmetic of gradient compression and of outer steps, and the sort of the tokens by expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -31,6 +33,7 @@ from jaxdist.config import Config, ModelConfig
 from jaxdist.mesh import (
     BATCH_AXES,
     DATA,
+    EXPERT,
     MODEL,
     PIPELINE,
     REPLICA,
@@ -41,7 +44,7 @@ from jaxdist.mesh import (
 )
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
-from jaxdist.planning import communication, memory
+from jaxdist.planning import communication, expert_rows, memory
 from jaxdist.planning.activations import saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers
@@ -50,7 +53,7 @@ from jaxdist.planning.memory import Memory
 from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.pipeline_traffic import BETWEEN_REPLICAS, SECOND_FACTORS
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
-from jaxdist.planning.predicted_collectives import Transfer
+from jaxdist.planning.predicted_collectives import ALL_TO_ALL, Transfer
 from jaxdist.planning.search import changed_loss
 from jaxdist.planning.search.products import layer_products
 from jaxdist.planning.timing import attention_flops_per_token, flops_per_token
@@ -66,6 +69,8 @@ FORMULAS = {
     "tiles, + 2 x keys seen x heads x head size / 0.65) / (model axis x matmul x peak) + 2 x saved bytes / memory "
     "bandwidth); a split backward pass adds 2 x stashed bytes / memory bandwidth",
     "waiting": "ticks of the schedule x their slots, less the arithmetic; includes the padding of uneven stages",
+    EXPERT: "all-to-alls of the rows of experts, in the first round and in those that are assumed to follow: nothing "
+    "overlaps them",
     MODEL: "every collective of the residual stream over the model axis: nothing overlaps them",
     PIPELINE: "messages between stages, and collectives of the vocabulary that all stages share",
     DATA: "all of what is sent once per step; of t sent layer by layer, max(0, t - arithmetic) + (overlap - 1) x "
@@ -73,6 +78,11 @@ FORMULAS = {
     "optimizer": "(2 x (parameters + moments) + gradients + copy) / memory bandwidth",
 }
 """How the seconds of each part of a step are computed."""
+
+EXPERT_FORMULA = (
+    "; of experts, the rows of all rounds, with padding, and what is written to send and weight them; a router in f32"
+)
+"""What experts add to the formula of `arithmetic`."""
 
 OUTER_FORMULA = "; and the outer step over local steps"
 """What local steps add to the formula of `data`."""
@@ -183,7 +193,7 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
     pipe = pipeline_of(config, layout)
     work, lockstep = _arithmetic(config, layout, pipe, cluster)
 
-    exposed_seconds = dict.fromkeys((MODEL, PIPELINE, DATA), 0.0)
+    exposed_seconds = dict.fromkeys(_communicating(config.model), 0.0)
     overlapping = 0.0
     for transfer in merge_calls(transfers):
         took = seconds(transfer, shape, cluster)
@@ -191,11 +201,15 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
             overlapping += took
         else:
             exposed_seconds[purpose(transfer)] += took
+    if config.model.traits.routed:
+        for transfer in merge_calls(_further_rounds(config, layout, transfers)):
+            exposed_seconds[EXPERT] += seconds(transfer, shape, cluster)
     for transfer in merge_calls(outer):
         exposed_seconds[DATA] += seconds(transfer, shape, cluster) / config.train.local_steps
     if pipe and not pipe.schedule.uniform:
         # A rank takes part in the collectives of its own units only, not in those of every tick.
-        exposed_seconds[MODEL] *= pipe.schedule.micro_batches * pipe.schedule.virtual / pipe.ticks("F")
+        for axis in exposed_seconds.keys() & {EXPERT, MODEL}:
+            exposed_seconds[axis] *= pipe.schedule.micro_batches * pipe.schedule.virtual / pipe.ticks("F")
     exposed_seconds[DATA] += exposed(overlapping, lockstep, cluster)
 
     # The third term is the gradients, which are as large as the parameters.
@@ -249,6 +263,32 @@ def matmul_rate(config: Config, cluster: Cluster) -> float:
     return half * cluster.peak * cluster.matmul
 
 
+def router_seconds(config: Config, cluster: Cluster, tokens: Numbers) -> Numbers:
+    """Return the seconds of a router's matmul: of the forward pass, and of either half of the backward pass.
+
+    It is in f32 in any precision, which the matrix units of a GPU do not compute.
+    """
+    sizes = config.model
+    if not sizes.traits.routed:
+        return 0.0
+    rate = matmul_rate(config, cluster)
+    if cluster.gpu in GPUS:
+        rate = GPUS[cluster.gpu].peak_f32 * cluster.matmul
+    return 2 * tokens * sizes.embed * sizes.experts / rate
+
+
+def moved_by_dispatch(m: ModelConfig, tokens: Numbers, parts: Numbers, expert_parts: Numbers) -> Numbers:
+    """Return the values that a pass writes to send rows to their experts and back, and to weight what these compute.
+
+    Rows are lined up for their experts and come back, and an exchange over several devices writes them once more.
+    """
+    if not m.traits.routed:
+        return 0.0
+    rows = m.experts * expert_rows.rows_of_queue(m, tokens)
+    exchanged = 2 * m.embed * np.where(np.asarray(expert_parts) > 1, 2, 1)
+    return rows * (exchanged + m.expert_size / parts)
+
+
 def layer_times(
     config: Config,
     cluster: Cluster,
@@ -258,17 +298,21 @@ def layer_times(
     stashed: Numbers,
     recomputes_attention: Numbers,
     recomputes_all: Numbers,
+    expert_parts: Numbers = 1,
 ) -> tuple[Numbers, Numbers, Numbers]:
     """Return the seconds of F, I and W for one layer and the `tokens` of a micro-batch on one of `parts` devices.
 
-    `saved` values for each token go through the memory in each pass; a split backward pass leaves `stashed` values for
-    W, otherwise 0. Arguments broadcast.
+    Experts are spread over `expert_parts` devices. `saved` values for each token go through the memory in each pass; a
+    split backward pass leaves `stashed` values for W, otherwise 0. Arguments broadcast.
     """
     sizes = config.model
     rate = matmul_rate(config, cluster)
     seconds_per_value = compute_width(config) * tokens / cluster.bandwidth
-    moved = PASSES * saved * seconds_per_value
-    products, inputs, weights = (flops / rate for flops in layer_products(sizes, tokens, parts, cluster.gpu))
+    dispatched = moved_by_dispatch(sizes, tokens, parts, expert_parts) * compute_width(config) / cluster.bandwidth
+    moved = PASSES * (saved * seconds_per_value + dispatched)
+    router = router_seconds(config, cluster, tokens)
+    of_products = layer_products(sizes, tokens, parts, cluster.gpu, expert_parts)
+    products, inputs, weights = (flops / rate + router for flops in of_products)
     attention = attention_flops(sizes, tokens) / (parts * rate * ATTENTION_RATE)
     forward = products + attention + moved
     recomputed = np.where(recomputes_all, forward, np.where(recomputes_attention, attention + moved, 0.0))
@@ -289,7 +333,9 @@ def stage_times(
     stashed = stashed_per_token(sizes, layout) if split else 0
     attention = sizes.remat == "dots"
     everything = sizes.remat not in ("none", "dots")
-    units = layer_times(config, cluster, tokens, layout.parts("heads"), saved, stashed, attention, everything)
+    parts = layout.parts("heads")
+    expert_parts = layout.parts("experts")
+    units = layer_times(config, cluster, tokens, parts, saved, stashed, attention, everything, expert_parts)
     return Times(*(layers * float(seconds) for seconds in units))
 
 
@@ -297,7 +343,7 @@ def _arithmetic(config: Config, layout: Layout, pipe: Pipeline | None, cluster: 
     """Return the seconds of one device's arithmetic in a step, and those until all devices have done theirs."""
     sizes = config.model
     k = micro_batches(config, dict(layout.axes))
-    tokens = config.train.global_batch_size / (k * layout.ranks) * sizes.sequence
+    tokens = tokens_at_once(config, layout)
     head = head_flops(sizes, tokens) / layout.parts("vocab") / matmul_rate(config, cluster)
     if pipe is None:
         times = stage_times(config, layout, sizes.layers, tokens, cluster)
@@ -311,8 +357,40 @@ def _arithmetic(config: Config, layout: Layout, pipe: Pipeline | None, cluster: 
     return k * (even.F + even.B + head), lockstep
 
 
+def _further_rounds(config: Config, layout: Layout, transfers: Iterable[Transfer]) -> Iterator[Transfer]:
+    """Yield the all-to-alls of the rounds after the first one, which are not among `transfers`.
+
+    Their number is not known, so that it is assumed here.
+    """
+    first, times, further = expert_rows.all_rounds(config.model, tokens_at_once(config, layout))
+    if not times:
+        return
+    for transfer in transfers:
+        if purpose(transfer) == EXPERT:
+            elements = round(transfer.elements * times * further / first)
+            yield replace(transfer, calls=int(transfer.calls * times), elements=elements)
+
+
+def tokens_at_once(config: Config, layout: Layout) -> float:
+    """Return the tokens of a micro-batch on one device."""
+    k = micro_batches(config, dict(layout.axes))
+    return config.train.global_batch_size / (k * layout.ranks) * config.model.sequence
+
+
+def _communicating(m: ModelConfig) -> tuple[str, ...]:
+    """Return the parts of a step in which devices communicate."""
+    if m.traits.routed:
+        return (EXPERT, MODEL, PIPELINE, DATA)
+    return (MODEL, PIPELINE, DATA)
+
+
 def purpose(transfer: Transfer) -> str:
-    """Return the part of a step that a transfer belongs to: `data` for weights and gradients, else a mesh axis."""
+    """Return the part of a step that a transfer belongs to: `data` for weights and gradients, else a mesh axis.
+
+    Of what crosses `expert`, only all-to-alls are rows of experts.
+    """
+    if transfer.kind == ALL_TO_ALL and transfer.axes == (EXPERT,):
+        return EXPERT
     if set(transfer.axes) & set(BATCH_AXES):
         return DATA
     return MODEL if MODEL in transfer.axes else PIPELINE

@@ -7,9 +7,12 @@ DU-09799, sections 2.1 and 3). Splitting the sum (split-K), by which cuBLAS may 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from jaxdist.config import ModelConfig
+from jaxdist.planning.expert_rows import rows_of_queue
 from jaxdist.planning.hardware import GPUS
 
 Numbers = np.ndarray | float
@@ -18,30 +21,53 @@ TILE = (256, 128)
 """Rows and columns of the tile that reaches the highest rate (the same guide, section 2.3)."""
 
 
-def layer_products(m: ModelConfig, tokens: Numbers, ways: Numbers, gpu: str) -> tuple[Numbers, Numbers, Numbers]:
+class Product(NamedTuple):
+    """The matmuls of rows with a weight of `into` x `out`: one, or as many at once as there are experts."""
+
+    rows: Numbers
+    into: Numbers
+    out: Numbers
+    experts: Numbers = 1
+
+
+def layer_products(
+    m: ModelConfig, tokens: Numbers, ways: Numbers, gpu: str, expert_ways: Numbers = 1
+) -> tuple[Numbers, Numbers, Numbers]:
     """Return the FLOPs of one layer's matmuls with weights on one of `ways` devices that split it.
 
-    Idle cores of the last wave count as working. The three numbers are those of the forward pass, of the gradients of
-    the inputs, and of the gradients of the weights.
+    Its experts are spread over `expert_ways` devices, each of which has as many `tokens`. Idle cores of the last wave
+    count as working, and so do rows that pad the queues of experts. The three numbers are those of the forward pass, of
+    the gradients of the inputs, and of the gradients of the weights. The router, which is not split, is not among them.
     """
-    arrays = 2 if m.traits.gated else 1  # the gate and up projections are computed as one
-    up = arrays * m.mlp_size / ways
     query = m.heads * m.head_size / ways
     qkv = query * (1 + 2 * m.key_value_heads / m.heads)
-    weights = [(m.embed, qkv), (query, m.embed), (m.embed, up), (m.mlp_size / ways, m.embed)]
-    forward = sum(2 * _whole_waves(tokens, out, gpu) * into for into, out in weights)
-    inputs = sum(2 * _whole_waves(tokens, into, gpu) * out for into, out in weights)
-    gradients = sum(2 * _whole_waves(into, out, gpu) * tokens for into, out in weights)
+    products = [Product(tokens, m.embed, qkv), Product(tokens, query, m.embed)]
+    if m.traits.routed:
+        rows = rows_of_queue(m, tokens) * expert_ways
+        products += _mlp(m, rows, m.expert_size / ways, m.experts / expert_ways)
+        if m.shared_experts:
+            products += _mlp(m, tokens, m.shared_experts * m.expert_size / ways)
+    else:
+        products += _mlp(m, tokens, m.mlp_size / ways)
+    forward = sum(2 * _whole_waves(p.rows, p.out, gpu, p.experts) * p.into for p in products)
+    inputs = sum(2 * _whole_waves(p.rows, p.into, gpu, p.experts) * p.out for p in products)
+    gradients = sum(2 * _whole_waves(p.into, p.out, gpu, p.experts) * p.rows for p in products)
     return forward, inputs, gradients
 
 
-def _whole_waves(rows: Numbers, columns: Numbers, gpu: str) -> Numbers:
-    """Return the elements of a rows x columns result, rounded up to whole waves.
+def _mlp(m: ModelConfig, rows: Numbers, width: Numbers, experts: Numbers = 1) -> list[Product]:
+    """Return the two products of an MLP of this width, or of so many experts."""
+    arrays = 2 if m.traits.gated else 1  # the gate and up projections are computed as one
+    return [Product(rows, m.embed, arrays * width, experts), Product(rows, width, m.embed, experts)]
+
+
+def _whole_waves(rows: Numbers, columns: Numbers, gpu: str, experts: Numbers = 1) -> Numbers:
+    """Return the elements of the results, rows x columns for each expert, rounded up to whole waves.
 
     They are not rounded where the number of cores is not known.
     """
     if gpu not in GPUS:
-        return rows * columns
+        return experts * rows * columns
     cores = GPUS[gpu].cores
-    tiles = np.ceil(rows / TILE[0]) * np.ceil(columns / TILE[1])
+    tiles = experts * np.ceil(rows / TILE[0]) * np.ceil(columns / TILE[1])
     return np.ceil(tiles / cores) * cores * TILE[0] * TILE[1]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from jaxdist import units
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA, MeshShape, describe, fill, parse_mesh
+from jaxdist.mesh import BATCH_AXES, DATA, EXPERT, MODEL, PIPELINE, REPLICA, MeshShape, describe, fill, parse_mesh
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.search.candidates import MESH, problems
 from jaxdist.planning.search.estimate import Estimate, label
@@ -28,12 +29,12 @@ def why_not(plan: Plan, mesh: str) -> str:
     if found:
         return f"{mesh} is not possible: " + "; ".join(found)
     rows = rows_of(plan, shape)
-    if not len(rows) and shape[DATA] == 1 < shape[REPLICA]:
+    if not len(rows) and shape[DATA] * shape[EXPERT] == 1 < shape[REPLICA]:
         plain = f"{DATA}={shape[REPLICA]}"
         return f"{mesh} is not possible: with nothing sharded, replicas are plain data parallelism; ask for {plain}"
     if not len(rows):
         batch = plan.config.train.global_batch_size
-        ranks = shape[DATA] * shape[REPLICA]
+        ranks = math.prod(shape[axis] for axis in BATCH_AXES)
         return f"{mesh} is not possible: {ranks} data ranks do not share {batch} rows evenly"
     # Predicted anew: the search may have predicted none of this mesh.
     candidate = _fastest(plan, rows)
@@ -74,7 +75,8 @@ def alone(plan: Plan) -> list[tuple[str, Estimate | str]]:
     Where nothing fits, that is the candidate with the least memory.
     """
     found: list[tuple[str, Estimate | str]] = []
-    for axis in (DATA, MODEL, PIPELINE):
+    axes = (DATA, EXPERT, MODEL, PIPELINE) if plan.config.model.traits.routed else (DATA, MODEL, PIPELINE)
+    for axis in axes:
         shape = dict.fromkeys(plan.ranked[0].shape, 1) | {axis: plan.devices}
         rows = rows_of(plan, shape)
         if len(rows):

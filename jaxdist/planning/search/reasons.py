@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA, describe
+from jaxdist.mesh import DATA, EXPERT, MODEL, PIPELINE, REPLICA, describe
 from jaxdist.planning.search.estimate import Estimate, estimate
 from jaxdist.planning.search.plan import TIE, ZERO_ORDER, Plan
 from jaxdist.planning.search.questions import rows_of, smallest
@@ -16,10 +16,12 @@ def reason(plan: Plan) -> str:
     """Return which of the lecture's tips decided for the first candidate, each with the figures that show it."""
     first = plan.ranked[0]
     sentences = [_simplest(plan, first)]
-    if first.shape[MODEL] == first.shape[PIPELINE] == 1:
+    if first.shape[EXPERT] == first.shape[MODEL] == first.shape[PIPELINE] == 1:
         sentences.append("data parallelism alone is enough")
     if first.config.parallel.zero:
         sentences += [_traffic(plan, first), _less_sharded(plan, first)]
+    if first.shape[EXPERT] > 1:
+        sentences.append(_experts(plan, first))
     if first.shape[MODEL] > 1:
         sentences.append(_tensors(plan, first))
     if first.shape[PIPELINE] > 1:
@@ -82,19 +84,33 @@ def _same_sharding(one: Estimate, other: Estimate) -> bool:
     return one.shape == other.shape and one.config.parallel.zero == other.config.parallel.zero
 
 
+def _experts(plan: Plan, first: Estimate) -> str:
+    """Return how many experts a device has, and what it sends to reach those of others and where they are."""
+    experts = plan.config.model.experts
+    # The axes further in lie between two devices that have different experts.
+    where = _where(plan, first, first.shape[EXPERT] * first.shape[MODEL])
+    return (
+        f"a device has {experts // first.shape[EXPERT]} of {experts} experts, and sends {size(first.sent(EXPERT))} to "
+        f"those of other devices {where}"
+    )
+
+
 def _tensors(plan: Plan, first: Estimate) -> str:
     """Return whether every group of the model axis lies in one host."""
-    group = first.shape[MODEL]
+    return f"tensors are split {_where(plan, first, first.shape[MODEL])}"
+
+
+def _where(plan: Plan, first: Estimate, neighbours: int) -> str:
+    """Return whether every group of so many neighbouring devices lies in one host."""
     per_host = plan.cluster.per_host
-    # The devices of a group are neighbours.
-    inside = first.devices <= per_host or per_host % group == 0
-    return f"tensors are split {'inside a host' if inside else 'ACROSS hosts'}"
+    inside = first.devices <= per_host or per_host % neighbours == 0
+    return "inside a host" if inside else "ACROSS hosts"
 
 
 def _stages(first: Estimate) -> str:
     """Compare what a device sends between stages with what it sends over the other axes."""
     between = first.sent(PIPELINE)
-    others = {axis: first.sent(axis) for axis in (DATA, MODEL) if first.sent(axis)}
+    others = {axis: first.sent(axis) for axis in (DATA, EXPERT, MODEL) if first.sent(axis)}
     sentence = f"a device sends {size(between)} between stages"
     if not others:
         return sentence

@@ -16,14 +16,14 @@ import jax
 import numpy as np
 
 from jaxdist.config import Config
-from jaxdist.mesh import AXES, DATA, MODEL, PIPELINE, REPLICA, abstract_mesh
+from jaxdist.mesh import AXES, DATA, EXPERT, MODEL, PIPELINE, REPLICA, ZERO_AXES, abstract_mesh
 from jaxdist.models import Model
 from jaxdist.models.loss import chunk_rows
 from jaxdist.parallel.gradient_compression import PLACED
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
 from jaxdist.parallel.pipeline.simulate import Times
 from jaxdist.parallel.pipeline.stages import BLOCKS
-from jaxdist.planning import collective_time, step_bytes
+from jaxdist.planning import collective_time, expert_rows, step_bytes
 from jaxdist.planning.activations import in_layer, in_loss, saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers, ranks_together
@@ -48,6 +48,10 @@ from jaxdist.planning.search.estimate import (
 )
 from jaxdist.planning.step_bytes import Elements
 from jaxdist.sharding import RULES, Layout
+
+EXCHANGES = 5
+"""All-to-alls of the rows of a layer's experts in a step: there and back, there again, and their gradients both ways.
+"""
 
 SAVED = (*REMATS, "named")
 """What the forward pass saves, as the functions of `activations` name it; a column holds indices into it."""
@@ -74,6 +78,8 @@ class Screen:
         busy = few._work_seconds()[kinds] * (1 + self._by_schedule(_bubble_over_work))
         few, kinds = self.distinct(*MESH, "sequence", "micro", "remat", "virtual")
         model_and_pipeline = few._residual_stream_seconds()[kinds]
+        few, kinds = self.distinct(*MESH, "micro", "virtual")
+        experts = few._expert_seconds()[kinds]
 
         few, kinds = self.distinct(*MESH, "zero", "micro", "outside", "virtual")
         data = few._data_seconds()[kinds]
@@ -85,7 +91,7 @@ class Screen:
         if self.config.parallel.delayed_gradients:
             overlaps = overlaps + replicas
         hidden = np.minimum(overlaps, busy) * (2 - self.cluster.overlap)
-        return busy + model_and_pipeline + data - hidden + replicas + updated / self.cluster.bandwidth
+        return busy + experts + model_and_pipeline + data - hidden + replicas + updated / self.cluster.bandwidth
 
     def distinct(self, *names: str) -> tuple[Screen, Column]:
         """Return a screen of the distinct rows of these columns alone, and for each row its index in that screen."""
@@ -111,10 +117,24 @@ class Screen:
         return layers_of_chunk * self.columns["virtual"]
 
     @cached_property
+    def experts_of_layer(self) -> Column:
+        """The elements in use of one layer's experts, which ZeRO shards over `data` alone."""
+        axes = jax.tree.leaves(self.model.axes[BLOCKS], is_leaf=lambda axes: isinstance(axes, tuple))
+        leaves = zip(jax.tree.leaves(self.model.abstract[BLOCKS]), axes, strict=True)
+        elements = sum(leaf.size for leaf, names in leaves if "experts" in names)
+        return elements / self.config.model.layers / (self.columns[MODEL] * self.columns[EXPERT])
+
+    @cached_property
+    def layer_beside_experts(self) -> Column:
+        """The elements in use of one layer's other parameters, which ZeRO shards over `data` and `expert`."""
+        elements = sum(leaf.size for leaf in jax.tree.leaves(self.model.abstract[BLOCKS]))
+        whole = elements / self.config.model.layers / self.columns[MODEL]
+        return whole - self.experts_of_layer * self.columns[EXPERT]
+
+    @cached_property
     def layer(self) -> Column:
         """The elements of one layer in use."""
-        leaves = jax.tree.leaves(self.model.abstract[BLOCKS])
-        return sum(leaf.size for leaf in leaves) / self.config.model.layers / self.columns[MODEL]
+        return self.layer_beside_experts + self.experts_of_layer
 
     @cached_property
     def embeddings(self) -> Column:
@@ -132,19 +152,29 @@ class Screen:
         return bool(self.config.parallel.rules.vocab)
 
     @cached_property
-    def in_use(self) -> Column:
-        """The elements of all parameters in use."""
-        return self.layers_held * self.layer + self.embeddings
+    def experts(self) -> Column:
+        """The elements in use of the experts of all layers."""
+        return self.layers_held * self.experts_of_layer
 
     @cached_property
-    def shards(self) -> Column:
-        """The parts into which ZeRO splits the masters and the optimizer state."""
-        return np.where(self.columns["zero"] > 0, self.columns[DATA], 1)
+    def beside_experts(self) -> Column:
+        """The elements in use of all other parameters."""
+        return self.layers_held * self.layer_beside_experts + self.embeddings
+
+    @cached_property
+    def in_use(self) -> Column:
+        """The elements of all parameters in use."""
+        return self.beside_experts + self.experts
+
+    def _sharded(self, beside_experts: Column, experts: Column) -> Column:
+        """Return the elements at rest in a replica of so many in use: ZeRO shards what it shards over other axes."""
+        sharded = beside_experts / (self.columns[DATA] * self.columns[EXPERT]) + experts / self.columns[DATA]
+        return np.where(self.columns["zero"] > 0, sharded, beside_experts + experts)
 
     @cached_property
     def at_rest(self) -> Column:
         """The elements of all parameters at rest in a replica."""
-        return self.in_use / self.shards
+        return self._sharded(self.beside_experts, self.experts)
 
     @property
     def compressed(self) -> bool:
@@ -169,13 +199,14 @@ class Screen:
 
     @cached_property
     def crossing(self) -> Column:
-        """The elements of all parameters that cross the replicas; data splits them at stage 0 too."""
-        return self.in_use / self.columns[DATA]
+        """The elements of all parameters that cross the replicas; data and expert split them at stage 0 too."""
+        of_experts = self.experts / self.columns[DATA]
+        return self.beside_experts / (self.columns[DATA] * self.columns[EXPERT]) + of_experts
 
     @cached_property
     def rows(self) -> Column:
         """The rows of a micro-batch on one device."""
-        parts = self.columns["micro"] * self.columns[REPLICA] * self.columns[DATA]
+        parts = self.columns["micro"] * self.columns[REPLICA] * self.columns[DATA] * self.columns[EXPERT]
         return self.config.train.global_batch_size // parts
 
     @property
@@ -224,9 +255,9 @@ class Screen:
         flat = flat + step_bytes.weights(zero, width, self.elements, precision)
 
         layers = self.layers_held * self.layer
-        rest = layers / self.shards
+        rest = self._sharded(self.layers_held * self.layer_beside_experts, self.experts)
         of_layers = Elements(rest / self.replica_shards, rest, use=layers, layer=self.layer, outside=0)
-        rest = self.embeddings / self.shards
+        rest = self._sharded(self.embeddings, np.zeros_like(self.embeddings))
         tables = self.embeddings
         shared = Elements(rest / self.replica_shards, rest, use=tables, layer=0, outside=tables)
         staged = step_bytes.pipeline_gradients(zero, width, of_layers, shared)
@@ -304,6 +335,7 @@ class Screen:
             stashed=splits * self._by_layout(lambda layout: stashed_per_token(m, layout)),
             recomputes_attention=self._remat("dots"),
             recomputes_all=self._remat("block", "stage"),
+            expert_parts=self.columns[EXPERT],
         )
         return self.columns["micro"] * (self.layers_held * sum(units) + self._head_seconds())
 
@@ -349,6 +381,21 @@ class Screen:
         size = F32 * tokens / chunks
         return 3 * c["micro"] * chunks * self._seconds_over((MODEL, PIPELINE), ALL_REDUCE, size, ranks)
 
+    def _expert_seconds(self) -> Column:
+        """Return the seconds in which rows go to their experts and come back, for all rounds."""
+        m = self.config.model
+        c = self.columns
+        if not m.traits.routed:
+            return np.zeros(len(c[EXPERT]))
+        first, times, further = expert_rows.all_rounds(m, self.rows * m.sequence)
+
+        def exchange(rows: Numbers) -> Column:
+            size = self.width * m.experts * rows * m.embed
+            return self._seconds_over((EXPERT,), ALL_TO_ALL, size, c[EXPERT])
+
+        calls = c["micro"] * self.layers_held * EXCHANGES
+        return calls * (exchange(first) + times * exchange(further))
+
     def _data_seconds(self) -> Column:
         """Return the seconds of the collectives of weights and gradients in a replica, as if none overlapped."""
         c = self.columns
@@ -361,14 +408,20 @@ class Screen:
         gathers = np.where(zero == 3, 2 * reduces, zero > 0)
         calls = np.where(zero >= 2, self.layers_held, 1)
 
-        def all_calls(kind: str, size: Column, *axes: str) -> Column:
+        def moved(elements: Column, axes: tuple[str, ...]) -> Column:
             ranks = np.prod([c[axis] for axis in axes], axis=0)
-            return calls * self._seconds_over(axes, kind, size / calls, ranks)
 
-        plain = all_calls(ALL_REDUCE, F32 * self.in_use, DATA)
-        sharded = reduces * all_calls(REDUCE_SCATTER, F32 * self.in_use, DATA)
-        sharded = sharded + gathers * all_calls(ALL_GATHER, self.width * self.in_use, DATA)
-        return np.where(zero > 0, sharded, plain)
+            def all_calls(kind: str, width: int) -> Column:
+                return calls * self._seconds_over(axes, kind, width * elements / calls, ranks)
+
+            sharded = reduces * all_calls(REDUCE_SCATTER, F32) + gathers * all_calls(ALL_GATHER, self.width)
+            return np.where(zero > 0, sharded, all_calls(ALL_REDUCE, F32))
+
+        # The devices along `expert` have other experts of every layer, and all else in common.
+        total = moved(self.beside_experts, ZERO_AXES)
+        if self.config.model.traits.routed:
+            total = total + moved(self.experts, (DATA,))
+        return total
 
     def _replica_seconds(self) -> Column:
         """Return a step's part of the seconds in which gradients, and weights, cross the replicas."""

@@ -8,14 +8,18 @@ from shlex import quote
 from typing import Any
 
 from jaxdist.config import Config, leaves
-from jaxdist.mesh import DATA, MODEL, PIPELINE, REPLICA
-from jaxdist.models import Model, parameters
+from jaxdist.mesh import DATA, PIPELINE
+from jaxdist.models import Model, active_parameters, parameters
 from jaxdist.planning import clusters, collective_time, parameter_layout, transfer_time
 from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
 from jaxdist.planning.collective_time import ranks_together
+from jaxdist.planning.expert_report import model_size
+from jaxdist.planning.expert_rows import assumption
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search import changed_loss, slow_link
+from jaxdist.planning.search.candidates import MESH
 from jaxdist.planning.search.estimate import (
+    EXPERT_FORMULA,
     FORMULAS,
     OUTER_FORMULA,
     Estimate,
@@ -57,6 +61,7 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     sequence = plan.config.model.sequence
     batch = plan.config.train.global_batch_size
     rejected = plan.rejected
+    tokens = f"{batch} rows x {sequence:,} = {batch * sequence:,} tokens per step"
     if not calibrated(cluster):
         yield f"note        {how_to_calibrate(plan.devices)}"
     yield (
@@ -65,8 +70,8 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
         f"{cluster.across.bandwidth / 1e9:g} GB/s each across{_sites(plan)}"
     )
     yield (
-        f"model       {parameters(plan.model):,} parameters; {batch} rows x {sequence:,} = {batch * sequence:,} tokens "
-        f"per step; {plan.config.precision}{in_window(plan.config.model)}"
+        f"model       {model_size(plan.config.model, plan.model)}; {tokens}; {plan.config.precision}"
+        f"{in_window(plan.config.model)}"
     )
     yield (
         f"candidates  {len(plan.rough_memory):,}: {rejected['memory']:,} need more memory, {rejected['slower']:,} are "
@@ -76,6 +81,8 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     yield from ranking(plan)
     yield ""
     yield f"chosen      {reason(plan)}"
+    if plan.config.model.traits.routed:
+        yield f"assumed     {assumption(plan.config.model)}"
     changed = slow_link.sentence(plan)
     if changed:
         yield f"loss        {changed}"
@@ -234,6 +241,8 @@ def why(plan: Plan) -> Iterator[str]:
     yield f"{label(first)} on {plan.cluster.name}"
     yield ""
     formulas_of_parts = dict(FORMULAS)
+    if plan.config.model.traits.routed:
+        formulas_of_parts["arithmetic"] += EXPERT_FORMULA
     if first.outer:
         formulas_of_parts[DATA] += OUTER_FORMULA
     yield from table([(part, f"{count:.4g} s", formulas_of_parts[part]) for part, count in first.parts.items()])
@@ -322,14 +331,19 @@ def compared(found: Sequence[tuple[int, Estimate | str]]) -> Iterator[str]:
 
 
 def run_time(plan: Plan) -> str:
-    """Return how long the first candidate trains for the compute-optimal number of tokens."""
+    """Return how long the first candidate trains for the compute-optimal number of tokens.
+
+    Of a model with experts, the parameters that count are those that a token goes through.
+    """
     first = plan.ranked[0]
-    count = parameters(plan.model)
+    routed = plan.config.model.traits.routed
+    count = active_parameters(plan.model, plan.config.model) if routed else parameters(plan.model)
+    each = "active parameter" if routed else "parameter"
     hours = OPTIMAL * count / first.tokens_per_second / 3600
     duration = f"{hours / 24:,.1f} days" if hours >= 48 else f"{hours:,.1f} hours"
     about = "" if calibrated(plan.cluster) else "~"
     return (
-        f"{OPTIMAL} tokens for each parameter are {OPTIMAL * count:,}: {about}{duration}, "
+        f"{OPTIMAL} tokens for each {each} are {OPTIMAL * count:,}: {about}{duration}, "
         f"{about}{hours * plan.devices:,.0f} device-hours, {6 * OPTIMAL * count**2:.3g} FLOP by 6ND"
     )
 
@@ -347,6 +361,7 @@ def json(plan: Plan, base: Config, more: Sequence[tuple[int, Estimate | str]], r
         "devices": plan.devices,
         "candidates": len(plan.rough_memory),
         "rejected": dict(plan.rejected),
+        "assumed": assumption(plan.config.model) if plan.config.model.traits.routed else None,
         "loss": slow_link.sentence(plan) or None,
         "exact": _json(plan.exact.ranked[0], base) if changed_loss.given(plan.config) else None,
         "slow_link": slow_link.advice(plan, cheaper) or None,
@@ -367,7 +382,7 @@ def _json_or_reason(candidate: Estimate | str, base: Config) -> dict[str, Any]:
 def _json(candidate: Estimate, base: Config) -> dict[str, Any]:
     return {
         "options": changes(candidate, base),
-        "mesh": {axis: candidate.shape[axis] for axis in (REPLICA, DATA, MODEL, PIPELINE)},
+        "mesh": {axis: candidate.shape[axis] for axis in MESH},
         "changes_loss": candidate.in_force or None,
         "memory": candidate.memory.total,
         "seconds": candidate.seconds,

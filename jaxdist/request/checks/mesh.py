@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxdist.config import Config, RequestError, nearest
+from jaxdist.config import Config, ModelConfig, RequestError, nearest
 from jaxdist.mesh import (
     AUTO,
     AXES,
@@ -314,13 +314,20 @@ def _key_value_heads(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     )
 
 
-@fit("model.family", "model.embed", "model.mlp", "parallel.rules.mlp")
+@fit("model.family", "model.embed", "model.mlp", "model.expert_mlp", "parallel.rules.mlp")
 def _mlp(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    size = config.model.mlp_size
-    value = f"model.mlp {config.model.mlp}"
-    if config.model.mlp == 0:
+    model = config.model
+    knob = _width_knob(model)
+    size = model.split_width
+    value = f"{knob} {model.expert_mlp or model.mlp}"
+    if not (model.expert_mlp or model.mlp):
         value += f", which means {size},"
-    yield from _divides(config, shape, "model.mlp", value, to("model.mlp", multiples(shape[MODEL], size)))
+    yield from _divides(config, shape, knob, value, to(knob, multiples(shape[MODEL], size)))
+
+
+def _width_knob(model: ModelConfig) -> str:
+    """Return the knob that gives the width of an MLP, or of an expert."""
+    return "model.expert_mlp" if model.traits.routed and model.expert_mlp else "model.mlp"
 
 
 @fit("model.sequence", "parallel.sequence")
@@ -352,7 +359,7 @@ def _sizes(config: Config) -> dict[str, int]:
         return {}
     sizes = {
         "model.heads": (rules.heads, model.heads),
-        "model.mlp": (rules.mlp, model.mlp_size),
+        _width_knob(model): (rules.mlp, model.split_width),
         "model.sequence": (MODEL if config.parallel.sequence else "", model.sequence),
     }
     return {knob: size for knob, (axis, size) in sizes.items() if axis == MODEL}

@@ -24,19 +24,25 @@ def decoder_parameters(model: ModelConfig) -> int:
         table_rows += model.position_rows
     matrices = 3 if model.traits.gated else 2
     mlp = matrices * model.embed * model.mlp_size
+    if model.traits.routed:
+        expert = matrices * model.embed * model.expert_size
+        mlp = (model.experts + model.shared_experts) * expert + model.experts * model.embed
     return model.layers * (attention + mlp) + table_rows * model.embed
 
 
 SIZES = ("layers", "embed", "heads", "head_dim", "kv_heads", "mlp", "vocab", "sequence", "positions")
 
+SIZES_OF_EXPERTS = ("experts", "expert_mlp", "shared_experts")
 
-@check("model.family", "model.tied", *(f"model.{size}" for size in SIZES))
+
+@check("model.family", "model.tied", *(f"model.{size}" for size in (*SIZES, *SIZES_OF_EXPERTS)))
 def _parameters(config: Config) -> Iterator[str]:
     if config.model.images:
         return
     count = decoder_parameters(config.model)
     if count > MOST_PARAMETERS:
-        sizes = [(f"model.{size}", getattr(config.model, size)) for size in SIZES]
+        names = (*SIZES, *SIZES_OF_EXPERTS) if config.model.traits.routed else SIZES
+        sizes = [(f"model.{name}", getattr(config.model, name)) for name in names]
         # A size of 0 follows from the others.
         given = ", ".join(f"{name} {value}" for name, value in sizes if value)
         yield (
@@ -124,17 +130,17 @@ def _key_value_heads(config: Config) -> Iterator[str]:
         )
 
 
-OF_LLAMA = ("kv_heads", "head_dim", "rope_theta", "rope_scaling", "qkv_bias", "qk_norm")
+OF_ROTARY = ("kv_heads", "head_dim", "rope_theta", "rope_scaling", "qkv_bias", "qk_norm")
 """Knobs of attention that only families with rotary positions use."""
 
 
-@check("model.family", "model.positions", *(f"model.{name}" for name in OF_LLAMA))
+@check("model.family", "model.positions", *(f"model.{name}" for name in OF_ROTARY))
 def _attention(config: Config) -> Iterator[str]:
     model = config.model
     # Of models of images, `_other_kind` reports all knobs of text.
     if not model.traits.text:
         return
-    for name in ("positions",) if model.traits.rotary else OF_LLAMA:
+    for name in ("positions",) if model.traits.rotary else OF_ROTARY:
         yield from unused(config, f"model.{name}", f"model.family {model.family}")
 
 

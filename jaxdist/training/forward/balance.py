@@ -61,8 +61,8 @@ def balancing(rule: optax.GradientTransformation, counted: Params, rate: float) 
             return -rate * direction(update).astype(update.dtype)
         return jnp.zeros_like(update)
 
-    def update(counts: Params, state: Tree, params: Params | None = None) -> tuple[Params, Tree]:
-        updates, state = inner.update(counts, state, params)
+    def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+        updates, state = inner.update(updates, state, params)
         return jax.tree.map_with_path(moved, counted, updates), state
 
     return optax.GradientTransformation(inner.init, update)

@@ -70,7 +70,9 @@ class DelayedStep(Step):
         settled = self.settled(state, updated, arrived & finite)
         skipped = jnp.where(arrived, settled.skipped, state.skipped)
         in_a_row = jnp.where(arrived, settled.skipped_in_a_row, state.skipped_in_a_row)
-        metrics = Metrics(before.loss, norm, before.count, skipped, in_a_row, {})
+        # All batches have the same shape.
+        further = self.forward.told(grads, batch)
+        metrics = Metrics(before.loss, norm, before.count, skipped, in_a_row, further)
         came = count > 0
         after = InFlight(
             number=jnp.where(came, state.step, NOTHING),

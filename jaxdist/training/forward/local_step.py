@@ -135,13 +135,18 @@ class LocalStep(Step):
         return replicas.of_each(tree, self.replicas)
 
     def _descend(self, params: Params, velocity: Params | None, delta: Params) -> tuple[Params, Params | None]:
-        """Take a step of gradient descent with Nesterov momentum."""
+        """Take a step of gradient descent with Nesterov momentum; what is counted becomes the mean of the replicas'."""
         eta, mu = self.outer
         if velocity is None:
-            return jax.tree.map(lambda w, d: w - eta * d, params, delta), None
-        velocity = jax.tree.map(lambda v, d: mu * v + d, velocity, delta)
-        params = jax.tree.map(lambda w, v, d: w - eta * (mu * v + d), params, velocity, delta)
-        return params, velocity
+            steps = jax.tree.map(lambda d: eta * d, delta)
+        else:
+            velocity = jax.tree.map(lambda p, v, d: v if p.counted else mu * v + d, self.places, velocity, delta)
+            steps = jax.tree.map(lambda v, d: eta * (mu * v + d), velocity, delta)
+
+        def moved(place: Placement, w: Array, step: Array, d: Array) -> Array:
+            return w - (d if place.counted else step)
+
+        return jax.tree.map(moved, self.places, params, steps, delta), velocity
 
     def _masters_at_rest(self, params: Params) -> Params:
         """Return parameters in the memory where they wait for the next step."""

@@ -1,0 +1,60 @@
+"""Say how large a model with experts is, what part of it a token goes through, and what its capacity adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxdist.config import Config, ModelConfig
+from jaxdist.mesh import EXPERT, micro_batches
+from jaxdist.models import Model, active_parameters, parameters
+from jaxdist.models.foreign import Foreign
+from jaxdist.planning.expert_rows import first_round, padding
+from jaxdist.planning.predicted_collectives import ALL_TO_ALL, Transfer
+from jaxdist.planning.timing import flops_of_padding, flops_per_token
+from jaxdist.sharding import Layout
+from jaxdist.units import size
+
+
+def model_size(config: ModelConfig, model: Model | Foreign) -> str:
+    """Return the number of parameters, and of a model with experts the number that a token goes through."""
+    text = f"{parameters(model):,} parameters"
+    if config.traits.routed and isinstance(model, Model):
+        text += f", {active_parameters(model, config):,} of them active for a token"
+    return text
+
+
+def experts(config: Config, layout: Layout) -> list[str]:
+    """Return sentences about the experts of a step: where they are, and what padding costs; none without experts."""
+    m = config.model
+    if not m.traits.routed:
+        return []
+    shared = f" and {m.shared_experts} shared by all" if m.shared_experts else ""
+    held = m.experts // layout.parts("experts")
+    where = f", {held} of them on each device" if held < m.experts else ""
+    tokens = _tokens(config, layout)
+    wanted = tokens * m.experts_per_token
+    return [
+        f"{m.experts} in each layer{where}; a token goes through {m.experts_per_token}{shared}",
+        f"a micro-batch of {tokens:,} tokens on a device asks for {wanted:,} rows; the first round computes "
+        f"{first_round(m, tokens):,} ({padding(m, tokens):.3g} times as many), and longer queues take further rounds",
+    ]
+
+
+def arithmetic(config: Config, layout: Layout) -> str:
+    """Return the FLOPs of a token that count for MFU, and those that the padding of the first round adds."""
+    m = config.model
+    useful = flops_per_token(m)
+    padded = useful + flops_of_padding(m, padding(m, _tokens(config, layout)))
+    return f"{useful:,} FLOPs per token, which MFU counts; {padded:,} with the padding of the first round"
+
+
+def exchanged(transfers: Iterable[Transfer]) -> str:
+    """Return what a device sends in a step to experts of others and back; empty where all are its own."""
+    sent = sum(one.wire_bytes for one in transfers if one.kind == ALL_TO_ALL and one.axes == (EXPERT,))
+    return f"a device sends {size(sent)} per step to experts of other devices and back" if sent else ""
+
+
+def _tokens(config: Config, layout: Layout) -> int:
+    """Return the tokens of a micro-batch on one device."""
+    k = micro_batches(config, dict(layout.axes))
+    return config.train.global_batch_size // (k * layout.ranks) * config.model.sequence
