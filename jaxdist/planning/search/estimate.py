@@ -367,7 +367,7 @@ def _further_rounds(config: Config, layout: Layout, transfers: Iterable[Transfer
         return
     for transfer in transfers:
         if purpose(transfer) == EXPERT:
-            elements = round(transfer.elements * times * further / first)
+            elements = round(float(transfer.elements * times * further / first))
             yield replace(transfer, calls=int(transfer.calls * times), elements=elements)
 
 
