@@ -123,10 +123,8 @@ def compare(width: int, rounds: int) -> None:
     for (form, factor), one in zip(CASES, timed, strict=True):
         ratio = median(a / b for a, b in zip(one.seconds, least.seconds, strict=True))
         fullest, turns = loads(form, factor)
-        print(
-            f"{width:>5}  {form:<6}  {factor:>6}  {fullest:>9.2f}  {turns:>6.1f}  {_figures(one)}  {ratio:>8.2f}",
-            flush=True,
-        )
+        router = f"{form:<6}  {factor:>6}  {fullest:>9.2f}  {turns:>6.1f}"
+        print(f"{width:>5}  {router}  {_figures(one)}  {ratio:>8.2f}", flush=True)
 
 
 def _figures(one: Timed) -> str:
