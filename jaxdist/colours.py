@@ -1,5 +1,7 @@
 """The colours of all pictures, which colour-blind readers can distinguish too (Okabe & Ito 2008; Tol 2021, "muted")."""
 
+from jaxdist.mesh import EXPERT
+
 # Okabe & Ito
 BLUE = "#0072B2"
 RED = "#D55E00"
@@ -25,7 +27,7 @@ PURPLE = "#AA4499"
 TIME = {
     "arithmetic": BLUE,
     "waiting": GREY,
-    "expert": PURPLE,
+    EXPERT: PURPLE,
     "model": ORANGE,
     "pipeline": GREEN,
     "data": RED,

@@ -155,7 +155,7 @@ class ModelConfig(Section):
     """Factor of the load-balancing loss, which each row has of its own; 0: none."""
     z_loss: NonNegativeFloat32 = 0.0
     """Factor of the router's z-loss, the square of the logarithm of the sum of exponentials; 0: none."""
-    capacity_factor: Annotated[PositiveFloat32, Field(ge=0.125, le=64)] = 1.25
+    capacity_factor: Annotated[float, Field(gt=0, le=64)] = 1.25
     """Room of the first round of dispatch, in even shares of the tokens; no token is dropped, more rounds follow."""
     vocab: Count = 2048
     """Vocabulary size: rows of the embedding table (V). A tokenizer trained on the data gets this size."""

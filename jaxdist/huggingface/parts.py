@@ -57,7 +57,9 @@ class PlacedPiece:
 
     def name(self, place: Place) -> str:
         """Return the name of their tensor in a layer and expert."""
-        return self.piece.name.format(**dict(zip(("layer", "expert"), place, strict=False)))
+        # A piece outside of the layers, or without experts, has no such number in its name.
+        layer, expert, *_ = (*place, 0, 0)
+        return self.piece.name.format(layer=layer, expert=expert)
 
     def box(self, spans: Spans) -> tuple[Span, ...] | None:
         """Return the part of `split_shape` that lies in these spans of ours; None where no number does."""

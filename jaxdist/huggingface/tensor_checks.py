@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -14,8 +15,11 @@ from jaxdist.huggingface.folder import Folder
 from jaxdist.huggingface.parts import placed
 from jaxdist.huggingface.safetensors_file import ITEM_BYTES, Entry, read_header
 
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""The number of a layer, or of an expert, in the name of a tensor."""
+
 LISTED = 12
-"""Tensors that a problem names at most; one that each layer has counts once."""
+"""Tensors that a problem names at most; one that each layer, or each expert, has counts once."""
 
 
 @dataclass(frozen=True)
@@ -158,19 +162,33 @@ def _other_forms(
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return names as text: those that differ by the number of a layer alone as one, `model.layers.{0-27}.x`."""
-    layers: dict[tuple[str, str], list[int]] = {}
-    listed = []
+    """Return names as text: those that differ by the numbers of layers and experts as one, `model.layers.{0-27}.x`."""
+    alike: dict[tuple[str, ...], list[tuple[int, ...]]] = defaultdict(list)
     for name in names:
-        found = re.search(r"(?<=\.)\d+(?=\.)", name)
-        if found:
-            layers.setdefault((name[: found.start()], name[found.end() :]), []).append(int(found[0]))
-        else:
-            listed.append(name)
-    listed += [f"{start}{_numbers(numbers)}{end}" for (start, end), numbers in layers.items()]
+        numbers = tuple(int(number) for number in NUMBER.findall(name))
+        alike[tuple(NUMBER.split(name))].append(numbers)
+    listed = []
+    for parts, found in alike.items():
+        for columns in _columns(found):
+            texts = [*map(_numbers, columns), ""]
+            listed.append("".join(part + text for part, text in zip(parts, texts, strict=True)))
     if len(listed) > LISTED:
         listed[LISTED:] = [f"{len(listed) - LISTED} more"]
     return ", ".join(listed)
+
+
+def _columns(found: list[tuple[int, ...]]) -> list[list[list[int]]]:
+    """Return the numbers at each place of names that are alike: all at once, if every combination of them is there.
+
+    Otherwise each combination of numbers after the first, those of experts, is by itself.
+    """
+    columns = [sorted(set(column)) for column in zip(*found, strict=True)]
+    if math.prod(len(column) for column in columns) == len(found):
+        return [columns]
+    layers: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for layer, *rest in found:
+        layers[tuple(rest)].append(layer)
+    return [[numbers, *([number] for number in rest)] for rest, numbers in layers.items()]
 
 
 def _numbers(numbers: list[int]) -> str:

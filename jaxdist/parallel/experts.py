@@ -3,10 +3,13 @@
 The devices along `expert` hold different experts of every layer (GShard, Lepikhin et al. 2021, section 3.2). A token
 has k choices; the T k choices of a device wait in a queue for each of the E experts. In one round each device
 
-    takes    the next C rows of every queue                     [T, D] -> [E, C, D]
-    sends    those of other devices' experts (all-to-all)       [E, C, D] -> [E/n, n C, D]
-    computes its own experts, each on its own rows              [E/n, n C, D] -> [E/n, n C, D]
+    takes    the next C rows of every queue                     [T, D] -> [n C, E/n, D]
+    sends    those of other devices' experts (all-to-all)       [n C, E/n, D] -> [n C, E/n, D]
+    computes its own experts, each on its own rows              [n C, E/n, D] -> [n C, E/n, D]
     returns  the results (all-to-all), and adds up the k of each token
+
+The first dim counts devices before rows: what goes to one device lies together, and so does what comes from one. A
+matmul takes the experts in the second dim as they lie, so that nothing is ever transposed.
 
 C is fixed, so all shapes are; what has no room in the first round takes further ones of C/4, until no queue of any
 device is left. No token is ever dropped: capacity decides how long a step takes and nothing else, so the result is the
@@ -29,7 +32,7 @@ from jax import P, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxdist.mesh import EXPERT, PIPELINE
+from jaxdist.mesh import EXPERT
 from jaxdist.parallel import matmul, region
 from jaxdist.parallel.tensor import PRODUCT
 from jaxdist.sharding import Layout, Tree, wide
@@ -92,39 +95,45 @@ def queues(choice: Int[Array, "T k"], experts: int) -> Queues:
 
 
 class Seats(NamedTuple):
-    """Who sits where in the [E, C] seats of one round: tokens, each in up to m = k seats, or choices, in m = 1."""
+    """Who sits where in the seats of one round: tokens, each in up to m = k seats, or choices, in m = 1.
 
-    sitter: Int[Array, "E C"]
+    There are [R, E/n] seats, R = n C: for each of n devices C rows, and in each row a seat for each of its experts.
+    """
+
+    sitter: Int[Array, "R E"]
     """Who sits in each seat."""
-    taken: Bool[Array, "E C"]
+    taken: Bool[Array, "R E"]
     """Whether anybody does."""
     seat: Int[Array, "T m"]
     """The seats of each sitter; -1 in the place of those of other rounds."""
 
 
-def seats(line: Queues, first: int | Int[Array, ""], size: int) -> tuple[Seats, Seats]:
-    """Seat the `size` choices of each queue that begin at its place `first`.
+def seats(line: Queues, first: int | Int[Array, ""], size: int, devices: int = 1) -> tuple[Seats, Seats]:
+    """Seat the `size` choices of each queue that begin at its place `first`; so many `devices` share the experts.
 
     Return (the seats of tokens, the seats of choices).
     """
-    turn = first + jnp.arange(size)[None]
-    at = jnp.clip(line.start[:, None] + turn, 0, len(line.order) - 1)
+    own = len(line.length) // devices
+    expert = own * jnp.arange(devices)[:, None, None] + jnp.arange(own)[None, None]
+    turn = first + jnp.arange(size)[None, :, None]
+    at = jnp.clip(line.start[expert] + turn, 0, len(line.order) - 1).reshape(-1, own)
+    taken = (turn < line.length[expert]).reshape(-1, own)
     choice = line.order[at]
-    taken = turn < line.length[:, None]
     sits = (line.place >= first) & (line.place < first + size) & (line.choice < len(line.length))
-    seat = jnp.where(sits, line.choice * size + line.place - first, -1)
+    device, number = jnp.divmod(line.choice, own)
+    seat = jnp.where(sits, (device * size + line.place - first) * own + number, -1)
     per_token = seat.shape[1]
     return Seats(choice // per_token, taken, seat), Seats(choice, taken, seat.reshape(-1, 1))
 
 
 @jax.custom_vjp
-def take(x: Float[Array, "T D"], at: Seats) -> Float[Array, "E C D"]:
+def take(x: Float[Array, "T D"], at: Seats) -> Float[Array, "R E D"]:
     """Return the row of `x` for each seat: its sitter's, or zeros where nobody sits."""
     return jnp.where(at.taken[..., None], x[at.sitter], 0)
 
 
 @jax.custom_vjp
-def add_up(y: Float[Array, "E C D"], at: Seats) -> Float[Array, "T D"]:
+def add_up(y: Float[Array, "R E D"], at: Seats) -> Float[Array, "T D"]:
     """Return the sum of each sitter's seats, added in f32 at least."""
     rows = y.reshape(-1, y.shape[-1])
     total = jnp.zeros((), wide(y.dtype))
@@ -137,11 +146,42 @@ take.defvjp(lambda x, at: (take(x, at), at), lambda at, g: (add_up(g, at), None)
 add_up.defvjp(lambda y, at: (add_up(y, at), at), lambda at, g: (take(g, at), None))
 
 
-def grouped(layout: Layout, dims: str, x: Float[Array, "E R ..."], w: Float[Array, "E ..."]) -> Float[Array, "E R ..."]:
-    """Multiply the rows of each expert by its own weight, as the einsum string `dims` says."""
+def grouped(layout: Layout, dims: str, x: Float[Array, "R E _"], w: Float[Array, "E _ _"]) -> Float[Array, "R E _"]:
+    """Multiply the rows of each expert by its own weight, as the einsum string `dims` says: "RED,EDG->REG"."""
+    # Where rows differ from device to device, so do the gradients of the weight, until they are reduced.
+    axes = region.varying(x, w)
+    x = region.vary(x, axes)
+    w = region.vary(w, axes)
+    if layout.platform != "cpu":
+        return checkpoint_name(_product(layout, dims, x, w), PRODUCT)
+    # XLA:CPU multiplies fast only where the experts come first.
+    experts_first = dims.replace("RE", "ER")
+    y = checkpoint_name(_product(layout, experts_first, jnp.swapaxes(x, 0, 1), w), PRODUCT)
+    return jnp.swapaxes(y, 0, 1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(layout: Layout, dims: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _dot(layout, dims, x, w)
+
+
+def _dot(layout: Layout, dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
     out = dims.split("->")[1]
-    y = matmul.dot(layout, dims, x, w, P(*(None for _ in out)))
-    return checkpoint_name(y, PRODUCT)
+    return matmul.dot(layout, dims, a, b, P(*(None for _ in out)))
+
+
+def _product_backward(
+    layout: Layout, dims: str, saved: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    # Written out, because the one that JAX derives makes gradients of weights in another order of dims.
+    x, w = saved
+    operands, out = dims.split("->")
+    x_dims, w_dims = operands.split(",")
+    dx = _dot(layout, f"{out},{w_dims}->{x_dims}", g, w)
+    return dx, _dot(layout, f"{x_dims},{out}->{w_dims}", x, g)
+
+
+_product.defvjp(lambda layout, dims, x, w: (_product(layout, dims, x, w), (x, w)), _product_backward)
 
 
 @dataclass(frozen=True)
@@ -168,12 +208,14 @@ class Dispatch:
         # would wait for the same experts.
         needs_any = jnp.any(x != 0, -1, keepdims=True)
         line = queues(jnp.where(needs_any, choice, experts), experts)
+        # As a matrix, XLA takes it as it lies, in the loop too. Of three dims it would make a copy in another order.
+        gate_up = gate_up.reshape(*gate_up.shape[:2], -1)
         y = self.one_round(line, 0, self.rounds.first, x, p, gate_up, down)
         over = jnp.maximum(jnp.max(line.length) - self.rounds.first, 0)
         further = -(-over // self.rounds.further)
-        # All devices that exchange rows take equally many rounds. The ranks of a pipeline are in other layers.
-        others = tuple(axis for axis in region.varying(further) if axis != PIPELINE)
-        further = lax.pmax(further, others) if others else further
+        # Devices that exchange rows take equally many rounds. Others need not: they have other rows, or other layers.
+        if EXPERT in region.varying(further):
+            further = lax.pmax(further, EXPERT)
         return y + further_rounds(self, line, further, x, p, gate_up, down), 1 + further
 
     @partial(
@@ -189,32 +231,28 @@ class Dispatch:
         size: int,
         x: Float[Array, "T D"],
         p: Float[Array, "T k"],
-        gate_up: Float[Array, "E D 2 F"],
+        gate_up: Float[Array, "E D G"],
         down: Float[Array, "E F D"],
     ) -> Float[Array, "T D"]:
         """Return what the experts add to each token in the round of so many rows from place `first` of each queue.
 
+        G = 2 F: the columns of `gate_up` are those of the gates, then those that they gate.
+
         The rows are sent again in the backward pass: f k of them for each token are much to keep.
         """
-        tokens, choices = seats(line, first, size)
-        rows = self._send(take(x, tokens))
-        weight = self._send(take(p.reshape(-1, 1), choices))
-        h = grouped(self.layout, "ERD,EDCF->ERCF", rows, gate_up)
+        tokens, choices = seats(line, first, size, self.layout.size(EXPERT))
+        rows = self._exchange(take(x, tokens))
+        weight = self._exchange(take(p.reshape(-1, 1), choices))
+        gate, up = jnp.split(grouped(self.layout, "RED,EDG->REG", rows, gate_up), 2, -1)
         # Weighted before the second product, whose result the backward pass then does not need.
-        h = jax.nn.silu(h[:, :, 0]) * h[:, :, 1] * weight
-        return add_up(self._return(grouped(self.layout, "ERF,EFD->ERD", h, down)), tokens)
+        h = jax.nn.silu(gate) * up * weight
+        return add_up(self._exchange(grouped(self.layout, "REF,EFD->RED", h, down)), tokens)
 
-    def _send(self, rows: Float[Array, "E C D"]) -> Float[Array, "E R D"]:
-        """Exchange rows for other devices' experts for other devices' rows for this device's experts."""
+    def _exchange(self, rows: Float[Array, "R E D"]) -> Float[Array, "R E D"]:
+        """Exchange rows for other devices' experts for other devices' rows for this device's experts, or back."""
         if self.layout.size(EXPERT) == 1:
             return rows
-        return lax.all_to_all(rows, EXPERT, split_axis=0, concat_axis=1, tiled=True)
-
-    def _return(self, rows: Float[Array, "E R D"]) -> Float[Array, "E C D"]:
-        """Do the inverse of `_send`."""
-        if self.layout.size(EXPERT) == 1:
-            return rows
-        return lax.all_to_all(rows, EXPERT, split_axis=1, concat_axis=0, tiled=True)
+        return lax.all_to_all(rows, EXPERT, split_axis=0, concat_axis=0, tiled=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -224,7 +262,7 @@ def further_rounds(
     count: Int[Array, ""],
     x: Float[Array, "T D"],
     p: Float[Array, "T k"],
-    gate_up: Float[Array, "E D 2 F"],
+    gate_up: Float[Array, "E D G"],
     down: Float[Array, "E F D"],
 ) -> Float[Array, "T D"]:
     """Return what the experts add to each token in the `count` rounds after the first: zeros if that had room for all.

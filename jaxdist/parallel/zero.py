@@ -372,6 +372,12 @@ def in_use(places: Placements, weights: Params, sinks: Params | None, stage: int
     return jax.tree.map(lambda p, w, s: p.with_sink(w, s), places, weights, sinks)
 
 
+def derivatives(places: Placements, grads: Params) -> list[Array]:
+    """Return those of the gradients that are no counts."""
+    pairs = zip(jax.tree.leaves(places), jax.tree.leaves(grads), strict=True)
+    return [g for place, g in pairs if not place.counted]
+
+
 def placements(
     layout: Layout,
     axes: Params,

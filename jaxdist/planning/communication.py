@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import jax
 
 from jaxdist.config import Config
-from jaxdist.mesh import AXES, REPLICA, of_one_replica
+from jaxdist.mesh import AXES, EXPERT, REPLICA, of_one_replica
 from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
@@ -106,8 +106,14 @@ def compression_that_costs(config: Config, model: Model | Foreign, layout: Layou
 
 
 def data_parallel(config: Config, model: Model | Foreign, layout: Layout) -> float:
-    """Return the elements that plain data parallelism sends: 2 (N-1)/N for each parameter of a stage and model rank."""
-    whole = sum(p.use for p in placed(config, model, layout))
+    """Return the elements that plain data parallelism sends: 2 (N-1)/N for each parameter of a stage and model rank.
+
+    Without expert parallelism, each of its devices has all experts.
+    """
+    whole = 0
+    for p in placed(config, model, layout):
+        splits = any(EXPERT in layout.split(name) for name in p.axes)
+        whole += p.use * (layout.size(EXPERT) if splits else 1)
     return 2 * whole * (layout.ranks - 1) / layout.ranks
 
 
@@ -249,7 +255,7 @@ def _layers(config: Config, layout: Layout) -> Iterator[Transfer]:
             calls = reductions * sizes.layers * config.train.accumulation
             yield from norms_of_all_heads(config, layout, calls, _tokens(config, layout))
     times = sizes.layers * config.train.accumulation
-    calls = expert_traffic.Calls(
+    expert_calls = expert_traffic.Calls(
         rows=5 * times,
         weights=3 * times,
         choices=times if keeps_all else 2 * times,
@@ -257,7 +263,7 @@ def _layers(config: Config, layout: Layout) -> Iterator[Transfer]:
         # The backward pass needs the loads for the loss and, where it makes them again, for what is reported.
         sums=3 * times if keeps_all else 2 * times,
     )
-    yield from expert_traffic.predict(config, layout, _tokens(config, layout), calls)
+    yield from expert_traffic.predict(config, layout, _tokens(config, layout), expert_calls)
 
 
 def _streamed(config: Config, layout: Layout, what: str, kind: str, axes: tuple[str, ...], calls: int) -> Transfer:

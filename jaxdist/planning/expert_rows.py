@@ -42,21 +42,25 @@ def padding(m: ModelConfig, tokens: float) -> float:
     return first_round(m, tokens) / (m.experts_per_token * tokens)
 
 
-def rows_of_queue(m: ModelConfig, tokens: float) -> int:
-    """Return the rows that all rounds together take of each queue, under the assumed `IMBALANCE`."""
+def further_rounds(m: ModelConfig, tokens: float) -> int:
+    """Return how many rounds follow the first one, under the assumed `IMBALANCE`."""
     first, further = rounds(m, tokens)
     longest = IMBALANCE * tokens * m.experts_per_token / m.experts
-    over = max(0.0, longest - first)
-    return first + int(np.ceil(over / further)) * further
+    return int(np.ceil(max(0.0, longest - first) / further))
 
 
-def rows_of_queues(m: ModelConfig, tokens: Numbers) -> Numbers:
-    """Return `rows_of_queue` for one number of tokens, or for each of an array."""
+def all_rounds(m: ModelConfig, tokens: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Return (rows of a queue in the first round, further rounds, rows of a queue in each of these).
+
+    Each is a number, or an array of the shape of `tokens`.
+    """
     counts, kinds = np.unique(tokens, return_inverse=True)
-    found = np.array([rows_of_queue(m, count) for count in counts], float)[kinds]
-    return found.reshape(np.shape(tokens))
+    found = [(rounds(m, count).first, further_rounds(m, count), rounds(m, count).further) for count in counts]
+    first, times, further = np.array(found, float).reshape(-1, 3).T[:, kinds].reshape(3, *np.shape(tokens))
+    return first, times, further
 
 
-def all_rounds(m: ModelConfig, tokens: float) -> float:
-    """Return the rows that all rounds take of each queue over those of the first one: 1 where that is enough."""
-    return rows_of_queue(m, tokens) / rounds(m, tokens).first
+def rows_of_queue(m: ModelConfig, tokens: Numbers) -> Numbers:
+    """Return the rows that all rounds together take of each queue."""
+    first, times, further = all_rounds(m, tokens)
+    return first + times * further

@@ -1,7 +1,7 @@
 """Count what one execution of a compiled program computes, reads and writes, kernel by kernel.
 
 Reads the text of `jax.stages.Compiled.as_text()`, as `hlo` does. A loop's kernels count as often as the loop turns, or
-once where that is not known; of a conditional, every branch counts.
+not at all where that is not known, as in further rounds of experts; of a conditional, every branch counts.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _Reader:
             if instruction.opcode in AROUND:
                 turns = 1
                 if instruction.opcode == "while":
-                    turns = trips(self.program.computations, instruction) or 1
+                    turns = trips(self.program.computations, instruction) or 0
                 for callee in self._callees(instruction):
                     yield from self.run(callee, times * turns)
             elif instruction.opcode not in NOTHING and not instruction.opcode.endswith(("-done", "-update")):

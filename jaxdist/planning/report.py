@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jax.sharding import AbstractMesh
 
 from jaxdist.config import Config
-from jaxdist.mesh import AXES, BATCH_AXES, describe
+from jaxdist.mesh import AXES, BATCH_AXES, EXPERT, describe
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import clusters, communication, known_differences, memory, parameter_layout, transfer_time
@@ -21,7 +21,7 @@ from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.planning.kernels import Kernels, kernels
 from jaxdist.planning.overlap import Sent, by_axes
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
-from jaxdist.planning.predicted_collectives import ALL_REDUCE, Transfer
+from jaxdist.planning.predicted_collectives import ALL_REDUCE, ALL_TO_ALL, Transfer
 from jaxdist.planning.remedies import fitting
 from jaxdist.planning.target import room, too_large
 from jaxdist.sharding import Layout
@@ -231,6 +231,18 @@ class Report:
             has_prediction=not self.unpredicted,
         )
 
+    @cached_property
+    def repeated(self) -> dict[Key, int]:
+        """The bytes of one call of all collectives that run 0 or more times, because the length of a loop is unknown.
+
+        No total has them.
+        """
+        found: defaultdict[Key, int] = defaultdict(int)
+        for one in self.collectives:
+            if one.repeated:
+                found[one.axes, one.kind] += one.payload_bytes
+        return dict(found)
+
     @property
     def differences(self) -> list[Row]:
         """The rows where the program moves other elements or bytes than predicted, or that have no prediction."""
@@ -273,11 +285,18 @@ class Report:
 
     @property
     def ratio_to_data_parallel(self) -> float | None:
-        """Elements over the batch axes, relative to plain data parallelism on as many devices; None on one rank."""
+        """Elements of weights and gradients over the batch axes, relative to plain data parallelism on as many devices.
+
+        None on one rank.
+        """
         plain = communication.data_parallel(self.config, self.model, self.layout)
         if not plain:
             return None
-        over_batch = [one for one in self.collectives if set(one.axes) & set(BATCH_AXES)]
+        # Tokens on their way to experts are neither.
+        to_experts = (ALL_TO_ALL, (EXPERT,))
+        over_batch = [
+            one for one in self.collectives if set(one.axes) & set(BATCH_AXES) and (one.kind, one.axes) != to_experts
+        ]
         return sum(one.wire * one.array_elements / one.elements for one in over_batch) / plain
 
     @cached_property
@@ -379,6 +398,7 @@ def compiled_json(one: Collective) -> dict[str, object]:
         "axis": "+".join(one.axes),
         "kind": one.kind,
         "count": one.count,
+        "repeated": one.repeated,
         "elements": one.elements * one.count,
         "payload_bytes": one.payload_bytes * one.count,
         "wire_bytes": one.wire_bytes,

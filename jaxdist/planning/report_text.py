@@ -183,6 +183,11 @@ def _collectives(report: Report, step: str = "step") -> list[str]:
                 _purpose(report, row),
             )
         )
+        repeated = report.repeated.get((row.axes, row.kind))
+        if repeated:
+            once = f"{size(repeated)} once"
+            what = "further rounds of experts, which no total has"
+            rows.append(("+".join(row.axes), row.kind, "0 or more", "-", once, "-", what))
     return [f"collectives of one {step}, bytes of one device", *table(rows, right=True)]
 
 

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
+PATIENCE = 100
+"""Steps for which a router may be collapsed before the log has a warning.
+
+A new router may be: its scores are nearly alike, and what all tokens have in common decides. In so many steps a balance
+that moves by 1e-3 each time has moved by 0.1, which outweighs that."""
+
 
 class Diverged(RuntimeError):
     """The run cannot go on: too many steps in a row, or the state that is to be saved, are not finite."""
@@ -53,8 +59,10 @@ class Meter:
         """Predicted bytes of a device; None once they have been logged beside those of the first step."""
         self.experts = config.model.experts
         self.per_token = config.model.experts_per_token
+        self.collapsed = 0
+        """Steps in a row in which a router was collapsed."""
         self.warned = False
-        """Whether the log has the warning of a collapsed router."""
+        """Whether the log has the warning of that."""
         self.ended = first
         """The last step whose results were logged."""
         self._restart()
@@ -94,7 +102,7 @@ class Meter:
         self.count += len(steps)
         values = self._figures(step, metrics)
         self._compare_memory(values["memory_bytes"])
-        self._warn_of_collapse(step, values.get(LOAD_MAX))
+        self._watch_load(steps, values.get(LOAD_MAX))
         self.log.progress(values)
         # The last step before the end of the run is always logged, whatever ends it.
         diverged = metrics.skipped_in_a_row >= self.max_skipped
@@ -155,13 +163,18 @@ class Meter:
             **{name: float(metrics.further[name]) for name in REPORTED if name in metrics.further},
         }
 
-    def _warn_of_collapse(self, step: int, load_max: float | None) -> None:
-        """Say once of a run that nearly all tokens go to the same experts of a layer."""
-        if self.warned or load_max is None or not collapsed(load_max, self.experts, self.per_token):
+    def _watch_load(self, steps: range, load_max: float | None) -> None:
+        """Say once of a run that nearly all tokens have gone to the same experts of a layer for PATIENCE steps."""
+        if load_max is None or not collapsed(load_max, self.experts, self.per_token):
+            self.collapsed = 0
+            return
+        self.collapsed += len(steps)
+        if self.warned or self.collapsed < PATIENCE:
             return
         self.warned = True
         most = self.experts / self.per_token
         self.log.say(
-            f"warning: a router has collapsed: at step {step} the fullest expert of a layer has {load_max:.2f} times "
-            f"the mean load, and {most:.2f} times would be all tokens; raise model.balance_rate or model.balance_loss"
+            f"warning: a router has collapsed: for {self.collapsed} steps up to {steps[-1]} the fullest expert of a "
+            f"layer had nearly all tokens ({load_max:.2f} times the mean load, at most {most:.2f}); raise "
+            f"model.balance_rate or model.balance_loss"
         )

@@ -11,6 +11,7 @@ FREE_ON_RESUME = (
     "resume",
     "data.prefetch",
     "model.remat",
+    "model.capacity_factor",
     "parallel",
     "pipeline",
     "validation",

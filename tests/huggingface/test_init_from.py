@@ -80,6 +80,17 @@ def test_a_knob_that_the_folder_does_not_name_must_keep_its_default():
     assert [problem.split(",")[0] for problem in problems] == ["model.qkv_bias is True", "model.qk_norm is head"]
 
 
+def test_how_a_run_balances_its_experts_is_up_to_the_run(tmp_path):
+    folder = folder_of(tmp_path, small("olmoe", num_experts=8, router_aux_loss_coef=0.01))
+    model = load(str(folder), {}).model
+    assert (model.balance_rate, model.balance_loss, model.z_loss) == (0, 0.01 * 8 / 2, 0)
+    given = {"model.balance_rate": "0.01", "model.balance_loss": "0", "model.z_loss": "1e-3"}
+    model = load(str(folder), given | {"model.capacity_factor": "2"}).model
+    assert (model.balance_rate, model.balance_loss, model.z_loss, model.capacity_factor) == (0.01, 0, 1e-3, 2)
+    problems = refusal(str(folder), {"model.router_renormalize": "true"})
+    assert problems == [f"model.router_renormalize is True, but the model in '{folder}' has False; leave it out"]
+
+
 def test_values_that_are_the_same_are_accepted():
     same = {"model.layers": "2", "model.head_dim": "0", "model.kv_heads": "2", "model.rope_theta": "500000"}
     assert load(None, {"init_from": str(LLAMA), **same}) == load(None, {"init_from": str(LLAMA)})

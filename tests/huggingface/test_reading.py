@@ -33,7 +33,7 @@ from tests.processes import told
 def laid_out(model: ModelConfig, mesh: str, zero: int = 0) -> dict:
     """The parameters of `model` as they lie between steps: shapes with shardings."""
     devices = jax.devices()[: math.prod(parse_mesh(mesh).values())]
-    run = Run(Config(mesh=mesh, model=model, parallel=ParallelConfig(zero=zero)), devices=devices)
+    run = Run(Config(mesh=mesh, model=model, parallel=ParallelConfig(zero=zero)), devices=devices, batch=False)
     with jax.set_mesh(run.mesh):
         return run.abstract_logical().params
 
@@ -168,6 +168,20 @@ def test_missing_unused_and_misshapen_tensors_are_named_at_once(tmp_path):
     assert "lacks tensors of this model: model.layers.{0-1}.mlp.up_proj.weight;" in missing
     assert "does not use: model.layers.1.self_attn.q_proj.bias;" in unused
     assert "other shapes: model.norm.weight is (63,) there and (64,) in this model;" in shapes
+
+
+def test_tensors_of_all_experts_are_named_by_one_name(tmp_path):
+    def spoil(tensors):
+        for name in list(tensors):
+            if name.endswith("w3.weight") or name == "model.layers.1.block_sparse_moe.experts.5.w1.weight":
+                del tensors[name]
+
+    with pytest.raises(RequestError) as refused:
+        read(changed("mixtral", tmp_path / "spoilt", spoil))
+    (missing,) = refused.value.problems
+    experts = "model.layers.{0-1}.block_sparse_moe.experts.{0-7}.w3.weight"
+    assert "model.layers.1.block_sparse_moe.experts.5.w1.weight" in missing
+    assert experts in missing
 
 
 def test_no_weight_is_read_before_all_are_checked(tmp_path, monkeypatch):

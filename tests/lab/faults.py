@@ -20,8 +20,9 @@ from jaxdist.data.tokens import Tokens
 from jaxdist.lab.checks import memory, traffic
 from jaxdist.lab.slow_networks import replicas, server, top_k
 from jaxdist.mesh import DATA
-from jaxdist.models import Params
+from jaxdist.models import Params, experts
 from jaxdist.parallel import gradient_compression, zero
+from jaxdist.parallel.experts import Rounds
 from jaxdist.parallel.pipeline import schedules
 from jaxdist.planning import pipelines
 from jaxdist.training import run
@@ -138,6 +139,15 @@ def mlp_is_not_split(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(sharding.RULES, "mlp", ())
 
 
+def every_queue_has_room_for_all_tokens(patch: pytest.MonkeyPatch) -> None:
+    """The worst case of a router: nothing is left for a further round, and most rows are empty."""
+
+    def worst_case(tokens: int, per_token: int, experts: int, factor: float) -> Rounds:
+        return Rounds(tokens, tokens)
+
+    patch.setattr(experts, "rounds_for", worst_case)
+
+
 def stages_do_not_wait(patch: pytest.MonkeyPatch) -> None:
     """All stages of GPipe run a micro-batch in the same tick."""
 
@@ -247,6 +257,7 @@ FAULTS = (
     Fault("adam-bias", the_betas_are_swapped),
     Fault("tp-column-row", mlp_is_not_split),
     Fault("tp-split", mlp_is_not_split),
+    Fault("moe-conditional", every_queue_has_room_for_all_tokens, {"counts": (4, 32)}, slow=True),
     Fault("pipeline-naive", stages_do_not_wait),
     Fault("pipeline-gpipe", stages_do_not_wait),
     Fault("pipedream-1f1b", a_stage_turns_back_late),

@@ -132,6 +132,16 @@ def test_what_cannot_be_counted_raises():
     assert found(lambda a: lax.while_loop(lambda a: a.sum() < 100, lambda a: a * 2, a)) == []
 
 
+def test_an_all_to_all_in_a_loop_of_unknown_length_counts_in_no_total():
+    """Rounds of experts are as many as their queues are long; what is around them is certain."""
+    exchange = lambda a: lax.all_to_all(a, "model", 0, 0, tiled=True)
+    turns = lambda a: lax.while_loop(lambda a: a.sum() < 100, exchange, a)
+    certain, uncertain = found(lambda a: repeat(turns, 3)(exchange(a)))
+    assert (certain.count, certain.repeated, certain.wire > 0) == (1, False, True)
+    assert (uncertain.count, uncertain.repeated, uncertain.wire_bytes, uncertain.depth) == (0, True, 0, 2)
+    assert uncertain.payload_bytes == certain.payload_bytes > 0
+
+
 def test_a_branch_is_flagged():
     reduce = lambda a: lax.psum(a, "model")
     either = lambda a: lax.cond(a.sum() > 3, reduce, lambda a: a, a)

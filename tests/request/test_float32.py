@@ -24,6 +24,10 @@ FRACTION = (ZERO, ONE, ["0", "1.1754945e-38", "0.5", "0.9999999", "0.99999997"])
 OF_DEVICES = {
     "model.rope_theta": ([], INFINITE, ["1", "1e4", "3.4028234e38"]),  # at least 1: the angles are powers of 1 / theta
     "model.norm_eps": NUMBER,
+    "model.router_scale": NUMBER,
+    "model.balance_rate": NUMBER_OR_ZERO,
+    "model.balance_loss": NUMBER_OR_ZERO,
+    "model.z_loss": NUMBER_OR_ZERO,
     "model.dropout": FRACTION,
     "optimizer.learning_rate": NUMBER,
     "optimizer.final": NUMBER_OR_ZERO,
@@ -38,6 +42,7 @@ OF_DEVICES = {
 
 OF_HOSTS = {
     "parallel.compression_density": "counts the numbers of a block",
+    "model.capacity_factor": "counts rows of a round",
     "data.validation_fraction": "counts documents or tokens",
     "optimizer.decay_fraction": "counts steps",
     "train.epochs": "counts steps",
@@ -49,6 +54,11 @@ OF_HOSTS = {
 
 USED = {
     "model.rope_theta": {"model.family": "llama"},
+    "model.router_scale": {"model.family": "moe"},
+    "model.balance_rate": {"model.family": "moe"},
+    "model.balance_loss": {"model.family": "moe"},
+    "model.z_loss": {"model.family": "moe"},
+    "model.capacity_factor": {"model.family": "moe"},
     "optimizer.decay_fraction": {"optimizer.schedule": "constant"},
     "parallel.compression_density": {"parallel.gradient_compression": "topk-int8", "mesh": "replica=2"},
     "optimizer.outer_rate": {"train.local_steps": "10", "mesh": "replica=2"},

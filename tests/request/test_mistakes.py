@@ -28,7 +28,8 @@ ONE_KNOB = {
     "no such stage": Wrong("--parallel.zero 4", [("parallel.zero is '4': valid are 0, 1, 2, 3",)]),
     "stage in words": Wrong("--parallel.zero full", [("parallel.zero is 'full': valid are 0, 1, 2, 3",)]),
     "near family": Wrong(
-        "--model.family lama", [("'lama': valid are gpt, llama, ", "cnn, resnet18, resnet50; did you mean 'llama'?")]
+        "--model.family lama",
+        [("'lama': valid are gpt, llama, moe, ", "cnn, resnet18, resnet50; did you mean 'llama'?")],
     ),
     "near precision": Wrong("--precision mix", [("auto, float32, bfloat16, mixed; did you mean 'mixed'?",)]),
     "knob of text": Wrong("cnn_digits --model.heads 8", [("model.heads is 8, but model.family cnn does not use it",)]),

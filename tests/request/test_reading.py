@@ -87,8 +87,8 @@ def test_a_run_may_go_on_with_another_split():
 
 
 FREE = """
-mesh run_dir resume data.prefetch model.remat train.accumulation parallel.* pipeline.* validation.* checkpoint.* log.*
-profile.* cluster.* fault.*
+mesh run_dir resume data.prefetch model.remat model.capacity_factor train.accumulation parallel.* pipeline.*
+validation.* checkpoint.* log.* profile.* cluster.* fault.*
 """
 """Knobs that may differ when a run of text goes on, written out here so that none becomes free by mistake."""
 
@@ -287,15 +287,15 @@ def test_what_is_just_legal_together(legal, refused):
 
 
 COUNTS = """
-model.embed model.heads model.vocab train.max_skipped checkpoint.keep log.every
+model.embed model.heads model.experts model.experts_per_token model.vocab train.max_skipped checkpoint.keep log.every
 """
 COUNTS_OR_0 = """
-model.kv_heads model.head_dim model.mlp model.positions model.window
+model.kv_heads model.head_dim model.mlp model.expert_mlp model.shared_experts model.positions model.window
 pipeline.virtual_stages optimizer.warmup train.steps validation.every
 validation.batches checkpoint.every checkpoint.keep_every cluster.processes train.local_steps
 """
 AT_LEAST_0 = """
-optimizer.final optimizer.weight_decay optimizer.clip
+optimizer.final optimizer.weight_decay optimizer.clip model.balance_rate model.balance_loss model.z_loss
 """
 BELOW_1 = "model.dropout optimizer.beta1 optimizer.beta2 optimizer.outer_momentum"
 LARGEST = 2**31 - 1
@@ -316,6 +316,8 @@ EDGES = {
     "model.classes": ([2, LARGEST], [1, LARGEST + 1]),
     "model.rope_theta": ([1.0, 3e38], [0.999, 3.5e38]),
     "model.rope_scaling": (["none", "linear,factor=1.5"], ["", "ntk", "linear,factor=0.999", "none,factor=1"]),
+    "model.router_scale": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
+    "model.capacity_factor": ([1e-9, 64.0], [0.0, 64.001]),
     "model.norm_eps": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
     "optimizer.learning_rate": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
     "optimizer.outer_rate": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),

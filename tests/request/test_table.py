@@ -38,6 +38,10 @@ LEGAL = {
             "model.kv_heads",
             "model.head_dim",
             "model.qkv_bias",
+            "model.expert_mlp",
+            "model.shared_experts",
+            "model.balance_loss",
+            "model.z_loss",
             "model.tied",
             "model.dropout",
             "model.expert_mlp",
@@ -141,10 +145,11 @@ CALLED = {"RUN": "config", "resume": "go back to step"}
 
 
 def named(name: str, value: str, problems: list[str]) -> bool:
-    """Whether one of the sentences speaks of the option and shows the value, or its beginning."""
+    """Whether one of the sentences speaks of the option and shows the value, or its beginning; 0 may mean false."""
     last = name.rpartition(".")[2]
     forms = {name, written(name), last, last.replace("_", "-"), CALLED.get(name, name)}
     shown = {value[:20], ascii(value[:20])[1:-1], repr(value[:20])[1:-1]} if value else {"empty", "''", "is missing"}
+    shown |= {"is false"} if value == "0" else set()
     return any(
         any(form.lower() in problem.lower() for form in forms) and any(one in problem for one in shown)
         for problem in problems

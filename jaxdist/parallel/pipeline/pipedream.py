@@ -35,11 +35,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxdist.mesh import AXES, PIPELINE
-from jaxdist.parallel import region
+from jaxdist.parallel import region, zero
 from jaxdist.parallel.pipeline.device import Device, Program, get, own, put
 from jaxdist.parallel.pipeline.layers import Slot, Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, of_layers
-from jaxdist.parallel.zero import Placements
+from jaxdist.parallel.zero import Placement, Placements
 from jaxdist.sharding import BATCH, Layout, Params, Tree, wide
 
 Carry = dict[str, Any]
@@ -73,7 +73,11 @@ class PipeDream:
     """Of ZeRO."""
     program: Program
     dtype: DTypeLike
-    """Of weights in use."""
+    """The compute dtype."""
+    cast: Callable[[Tree], Tree]
+    """Brings parameters, or those of layers, into the dtype that they have in use (mixed precision)."""
+    positions: int | None
+    """What gradients are divided by; None where that is the number of labels (`training.forward.balance`)."""
     recompute: bool
     """Keep only the input of a stage, and recompute the stage when its B runs."""
     update: Callable[[Tree, Tree, Tree, Array], tuple[Tree, Tree]]
@@ -144,6 +148,8 @@ class Round(Device):
         self.update = of.update
         self.recompute = of.recompute
         self.dtype = of.dtype
+        self.cast = of.cast
+        self.positions = of.positions
         self.batch = get(batch, 0)
         self.params = _stage(params)
         self.S = of.stages.ranks
@@ -151,10 +157,6 @@ class Round(Device):
         self.stage_places = jax.tree.map(lambda p: p.layer.layer, self.block_places)
         self.tops = own(self.top_places, self.cast({name: params[name] for name in self.top_places}))
         """Those of the whole round: they are updated at its end."""
-
-    def cast(self, weights: Tree) -> Tree:
-        """Return weights in the dtype that they have in use (mixed precision)."""
-        return jax.tree.map(lambda w: w.astype(self.dtype), weights)
 
     def slot_of(self, batch: jax.Array) -> jax.Array:
         """Return the slot of the batch of round `batch`: S rounds later it is through, and another may have it."""
@@ -348,11 +350,17 @@ class Round(Device):
 
         Where the gradients are not finite, parameters and state stay as they were.
         """
-        count = get(carry["counts"], slot)
         number = get(carry["numbers"], slot)
-        grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1).astype(g.dtype), grads)
+        divisor = self.positions or jnp.maximum(get(carry["counts"], slot), 1)
+        in_layers = BLOCKS in grads
+        places = {BLOCKS: self.stage_places} if in_layers else self.top_places
+
+        def mean(place: Placement, g: jax.Array) -> jax.Array:
+            return g if place.counted else g / jnp.asarray(divisor, g.dtype)
+
+        grads = jax.tree.map(mean, places, grads)
         # The gradients of a stage are those of its rank alone.
-        square = _square(grads, keep={PIPELINE} if BLOCKS in grads else set())
+        square = _square(zero.derivatives(places, grads), keep={PIPELINE} if in_layers else set())
         made = self.update(grads, optimizer, params, number)
         return *_choose(jnp.isfinite(square), made, (params, optimizer)), square
 

@@ -22,8 +22,8 @@ arithmetic of gradient compression and of outer steps, and the sort of the token
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -67,11 +67,10 @@ pass."""
 FORMULAS = {
     "arithmetic": "micro-batches x (F + B + recomputed + head); F = layers x (2 tokens x (matrices, in whole waves of "
     "tiles, + 2 x keys seen x heads x head size / 0.65) / (model axis x matmul x peak) + 2 x saved bytes / memory "
-    "bandwidth); a split backward pass adds 2 x stashed bytes / memory bandwidth; experts compute the rows of all "
-    "rounds, padding included",
+    "bandwidth); a split backward pass adds 2 x stashed bytes / memory bandwidth",
     "waiting": "ticks of the schedule x their slots, less the arithmetic; includes the padding of uneven stages",
-    EXPERT: "all-to-alls of the rows of experts, as often as the rounds have rows of the first one: nothing overlaps "
-    "them",
+    EXPERT: "all-to-alls of the rows of experts, in the first round and in those that are assumed to follow: nothing "
+    "overlaps them",
     MODEL: "every collective of the residual stream over the model axis: nothing overlaps them",
     PIPELINE: "messages between stages, and collectives of the vocabulary that all stages share",
     DATA: "all of what is sent once per step; of t sent layer by layer, max(0, t - arithmetic) + (overlap - 1) x "
@@ -79,6 +78,11 @@ FORMULAS = {
     "optimizer": "(2 x (parameters + moments) + gradients + copy) / memory bandwidth",
 }
 """How the seconds of each part of a step are computed."""
+
+EXPERT_FORMULA = (
+    "; of experts, the rows of all rounds, with padding, and what is written to send and weight them; a router in f32"
+)
+"""What experts add to the formula of `arithmetic`."""
 
 OUTER_FORMULA = "; and the outer step over local steps"
 """What local steps add to the formula of `data`."""
@@ -198,8 +202,8 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
         else:
             exposed_seconds[purpose(transfer)] += took
     if config.model.traits.routed:
-        # Only the first round is among the transfers, because only its number is known.
-        exposed_seconds[EXPERT] *= expert_rows.all_rounds(config.model, tokens_at_once(config, layout))
+        for transfer in merge_calls(_further_rounds(config, layout, transfers)):
+            exposed_seconds[EXPERT] += seconds(transfer, shape, cluster)
     for transfer in merge_calls(outer):
         exposed_seconds[DATA] += seconds(transfer, shape, cluster) / config.train.local_steps
     if pipe and not pipe.schedule.uniform:
@@ -280,7 +284,7 @@ def moved_by_dispatch(m: ModelConfig, tokens: Numbers, parts: Numbers, expert_pa
     """
     if not m.traits.routed:
         return 0.0
-    rows = m.experts * expert_rows.rows_of_queues(m, tokens)
+    rows = m.experts * expert_rows.rows_of_queue(m, tokens)
     exchanged = 2 * m.embed * np.where(np.asarray(expert_parts) > 1, 2, 1)
     return rows * (exchanged + m.expert_size / parts)
 
@@ -351,6 +355,20 @@ def _arithmetic(config: Config, layout: Layout, pipe: Pipeline | None, cluster: 
     padded = stage_times(config, layout, pipe.stages.depth * pipe.stages.virtual, tokens, cluster, split)
     lockstep = lockstep_time(pipe.schedule, padded) + pipe.ticks("H") * head
     return k * (even.F + even.B + head), lockstep
+
+
+def _further_rounds(config: Config, layout: Layout, transfers: Iterable[Transfer]) -> Iterator[Transfer]:
+    """Yield the all-to-alls of the rounds after the first one, which are not among `transfers`.
+
+    Their number is not known, so that it is assumed here.
+    """
+    first, times, further = expert_rows.all_rounds(config.model, tokens_at_once(config, layout))
+    if not times:
+        return
+    for transfer in transfers:
+        if purpose(transfer) == EXPERT:
+            elements = round(float(transfer.elements * times * further / first))
+            yield replace(transfer, calls=int(transfer.calls * times), elements=elements)
 
 
 def tokens_at_once(config: Config, layout: Layout) -> float:

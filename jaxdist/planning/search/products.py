@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config import ModelConfig
-from jaxdist.planning.expert_rows import rows_of_queues
+from jaxdist.planning.expert_rows import rows_of_queue
 from jaxdist.planning.hardware import GPUS
 
 Numbers = np.ndarray | float
@@ -43,7 +43,7 @@ def layer_products(
     qkv = query * (1 + 2 * m.key_value_heads / m.heads)
     products = [Product(tokens, m.embed, qkv), Product(tokens, query, m.embed)]
     if m.traits.routed:
-        rows = rows_of_queues(m, tokens) * expert_ways
+        rows = rows_of_queue(m, tokens) * expert_ways
         products += _mlp(m, rows, m.expert_size / ways, m.experts / expert_ways)
         if m.shared_experts:
             products += _mlp(m, tokens, m.shared_experts * m.expert_size / ways)

@@ -387,11 +387,14 @@ class Screen:
         c = self.columns
         if not m.traits.routed:
             return np.zeros(len(c[EXPERT]))
-        tokens = self.rows * m.sequence
-        rows = m.experts * expert_rows.rows_of_queues(m, tokens)
-        size = self.width * rows * m.embed
-        exchanges = c["micro"] * self.layers_held * EXCHANGES
-        return exchanges * self._seconds_over((EXPERT,), ALL_TO_ALL, size, c[EXPERT])
+        first, times, further = expert_rows.all_rounds(m, self.rows * m.sequence)
+
+        def exchange(rows: Numbers) -> Column:
+            size = self.width * m.experts * rows * m.embed
+            return self._seconds_over((EXPERT,), ALL_TO_ALL, size, c[EXPERT])
+
+        calls = c["micro"] * self.layers_held * EXCHANGES
+        return calls * (exchange(first) + times * exchange(further))
 
     def _data_seconds(self) -> Column:
         """Return the seconds of the collectives of weights and gradients in a replica, as if none overlapped."""

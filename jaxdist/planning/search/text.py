@@ -19,6 +19,7 @@ from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search import changed_loss, slow_link
 from jaxdist.planning.search.candidates import MESH
 from jaxdist.planning.search.estimate import (
+    EXPERT_FORMULA,
     FORMULAS,
     OUTER_FORMULA,
     Estimate,
@@ -240,6 +241,8 @@ def why(plan: Plan) -> Iterator[str]:
     yield f"{label(first)} on {plan.cluster.name}"
     yield ""
     formulas_of_parts = dict(FORMULAS)
+    if plan.config.model.traits.routed:
+        formulas_of_parts["arithmetic"] += EXPERT_FORMULA
     if first.outer:
         formulas_of_parts[DATA] += OUTER_FORMULA
     yield from table([(part, f"{count:.4g} s", formulas_of_parts[part]) for part, count in first.parts.items()])

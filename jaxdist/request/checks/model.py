@@ -30,32 +30,21 @@ def decoder_parameters(model: ModelConfig) -> int:
     return model.layers * (attention + mlp) + table_rows * model.embed
 
 
-SIZES = (
-    "layers",
-    "embed",
-    "heads",
-    "head_dim",
-    "kv_heads",
-    "mlp",
-    "experts",
-    "expert_mlp",
-    "shared_experts",
-    "vocab",
-    "sequence",
-    "positions",
-)
+SIZES = ("layers", "embed", "heads", "head_dim", "kv_heads", "mlp", "vocab", "sequence", "positions")
+
+SIZES_OF_EXPERTS = ("experts", "expert_mlp", "shared_experts")
 
 
-@check("model.family", "model.tied", *(f"model.{size}" for size in SIZES))
+@check("model.family", "model.tied", *(f"model.{size}" for size in (*SIZES, *SIZES_OF_EXPERTS)))
 def _parameters(config: Config) -> Iterator[str]:
     if config.model.images:
         return
     count = decoder_parameters(config.model)
     if count > MOST_PARAMETERS:
-        sizes = [(f"model.{size}", getattr(config.model, size)) for size in SIZES]
-        # A size of 0 follows from the others, and only mixtures have experts.
-        routed = config.model.traits.routed
-        given = ", ".join(f"{name} {value}" for name, value in sizes if value and (routed or "expert" not in name))
+        names = (*SIZES, *SIZES_OF_EXPERTS) if config.model.traits.routed else SIZES
+        sizes = [(f"model.{name}", getattr(config.model, name)) for name in names]
+        # A size of 0 follows from the others.
+        given = ", ".join(f"{name} {value}" for name, value in sizes if value)
         yield (
             f"{given} make a model of {count:.3g} parameters; at most {MOST_PARAMETERS:.3g} are planned or trained: "
             f"lower one of them"

@@ -49,4 +49,12 @@ def unused(config: Config, name: str, because: str) -> Iterator[str]:
     value = value_of(config, name)
     default = KNOBS[name].default
     if value != default:
-        yield f"{name} is {value}, but {because} does not use it; leave it out (its default is {default})"
+        yield (
+            f"{name} is {_written(value)}, but {because} does not use it; leave it out "
+            f"(its default is {_written(default)})"
+        )
+
+
+def _written(value: object) -> str:
+    """Return a value as a user writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

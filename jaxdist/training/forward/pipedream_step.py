@@ -23,7 +23,8 @@ from jaxdist.training.forward.step import Batch, Grads, Metrics, Step, TrainStat
 class PipeDreamStep(Step):
     """A `Step` whose batch m is fully applied, and has metrics, when batch m + `late` has come in.
 
-    A stage whose gradient is not finite leaves its own parameters as they are.
+    A stage whose gradient is not finite leaves its own parameters as they are. Nothing is told of the counts of a
+    routed model, which the stages make at different times.
     """
 
     forward: PipelineForward
@@ -52,7 +53,7 @@ class PipeDreamStep(Step):
             updates, new = rule.update(grads, _with_count(state, count), params)
             return optax.apply_updates(params, updates), _keep_counts(state, new)
 
-        self.pipe = forward.asynchronous(update)
+        self.pipe = forward.asynchronous(update, batch)
 
     def derived(self, state: TrainState) -> dict[str, Tree]:
         """Return an empty pipeline: a state is saved only when nothing is in flight.

@@ -171,10 +171,10 @@ class PipelineForward(StagedForward[Model]):
         executor = replace(executor, program=replace(executor.program, loss=head))
         return executor.output(weights, batch, self.layout.activation("BSV"))
 
-    def asynchronous(self, update: Callable[..., tuple[Params, Tree]]) -> PipeDream:
+    def asynchronous(self, update: Callable[..., tuple[Params, Tree]], batch: Batch) -> PipeDream:
         """Return the pipeline that is never emptied, with weights in the compute dtype.
 
-        `update` is described at `PipeDream`.
+        `update` is described at `PipeDream`; `batch` has the shapes of a global batch.
         """
         return PipeDream(
             self.stages,
@@ -183,6 +183,8 @@ class PipelineForward(StagedForward[Model]):
             self.stage,
             self.program,
             self.dtype,
+            self.cast,
+            self.positions(batch),
             recompute=self.remat == "stage",
             update=update,
         )

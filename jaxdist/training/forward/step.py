@@ -23,7 +23,7 @@ from jaxdist.models import Params
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.vocabulary import Vocabulary
-from jaxdist.parallel.zero import Placement, Placements
+from jaxdist.parallel.zero import Placement, Placements, derivatives
 from jaxdist.sharding import Tree, scale_partial
 from jaxdist.training.forward.offload import to_device, to_host
 from jaxdist.training.forward.optimizer import clip
@@ -313,17 +313,12 @@ class Step:
 
         Counts are no part of either.
         """
-        norm = optax.tree.norm(self.derivatives(grads))
+        norm = optax.tree.norm(derivatives(self.places, grads))
         clipped = clip(grads, norm, self.max_norm)
         grads = jax.tree.map(lambda place, g, c: g if place.counted else c, self.places, grads, clipped)
         updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
         params = cast(Params, optax.apply_updates(state.params, updates))
         return state._replace(params=params, optimizer=optimizer), norm
-
-    def derivatives(self, grads: Grads) -> list[Array]:
-        """Return those of the gradients that are no counts."""
-        pairs = zip(jax.tree.leaves(self.places), jax.tree.leaves(grads), strict=True)
-        return [g for place, g in pairs if not place.counted]
 
     def settled(self, state: TrainState, updated: TrainState, finite: Bool[Array, ""]) -> TrainState:
         """Return `updated` where that step was `finite`; otherwise `state`, with one more skipped step."""
