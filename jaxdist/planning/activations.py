@@ -25,7 +25,10 @@ class _Widths(NamedTuple):
     key_value: int
     """All heads of keys and of values together."""
     mlp: int
-    """The hidden layer of the MLP, without a gate."""
+    """The hidden layer of the MLP, without a gate; or those of the experts, for all rows that capacity leaves room for.
+    """
+    rows: int
+    """The rows themselves that experts get, as wide as the residual stream; 0 without experts."""
 
 
 def _widths(m: ModelConfig, layout: Layout, mlps: int) -> _Widths:
@@ -34,12 +37,19 @@ def _widths(m: ModelConfig, layout: Layout, mlps: int) -> _Widths:
     heads = m.heads // layout.parts("heads")
     # Every device holds at least one key/value head (grouped-query attention).
     key_value_heads = max(1, m.key_value_heads // layout.parts("heads"))
+    mlp = m.mlp_size
+    rows = 0.0
+    if m.traits.routed:
+        # The first round has so many rows for each token, but for its rounding to whole tiles.
+        rows = m.experts_per_token * m.capacity_factor
+        mlp = round((rows + m.shared_experts) * m.expert_size)
     return _Widths(
         residual=m.embed // layout.parts("residual"),
         heads=heads,
         query=heads * size,
         key_value=2 * key_value_heads * size,
-        mlp=mlps * m.mlp_size // layout.parts("mlp"),
+        mlp=mlps * mlp // layout.parts("mlp"),
+        rows=round(rows * m.embed),
     )
 
 
@@ -77,7 +87,7 @@ def stashed_per_token(m: ModelConfig, layout: Layout) -> int:
     W needs both operands of each matmul with a weight, its input and the gradient of its output, and what norms need.
     """
     widths = _widths(m, layout, mlps=3 if m.traits.gated else 2)
-    return 6 * widths.residual + 2 * widths.query + widths.key_value + widths.mlp
+    return 6 * widths.residual + 2 * widths.query + widths.key_value + widths.mlp + widths.rows
 
 
 def working(m: ModelConfig, layout: Layout, rows: int, width: int, remat: str, later: int = 0) -> int:
@@ -95,7 +105,9 @@ def in_layer(m: ModelConfig, layout: Layout, rows: int, width: int, remat: str) 
     """
     recomputed = max(0, saved_per_token(m, layout, "named") - saved_per_token(m, layout, remat))
     gradients = saved_per_token(m, layout, "none")
-    layer = width * rows * m.sequence * (recomputed + gradients)
+    # The rows of experts are sent again, and come back as gradients.
+    dispatched = 2 * _widths(m, layout, mlps=1).rows
+    layer = width * rows * m.sequence * (recomputed + gradients + dispatched)
     # cuDNN's attention never writes its scores to memory.
     if flash(m, layout, rows, width):
         return layer

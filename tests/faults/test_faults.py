@@ -16,6 +16,7 @@ from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.training.run_dir import RunFolder
 from tests.faults.jobs import ends, job, metrics, saved, step_of, told, train, until
+from tests.tiers import exhaustive
 
 LONG = ("--mesh=2x1x1", "--train.steps=100000")
 
@@ -159,9 +160,8 @@ def children(process) -> list[int]:
     ("who", "number"),
     [
         (1, signal.SIGKILL),
-        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
         pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
+        *exhaustive([(0, signal.SIGKILL), (1, signal.SIGSTOP)]),
     ],
 )
 def test_launched_it_is_started_again_and_saves_when_asked(words, tmp_path, who, number):

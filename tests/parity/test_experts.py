@@ -157,7 +157,7 @@ def test_losses_of_the_router_change_the_gradient():
     without = cases.train(model=MODELS["softmax"].model_copy(update=dict(balance_loss=0.0, z_loss=0.0)))
     wanted = one_device("softmax")
     assert without.losses[0] == wanted.losses[0]  # it is cross-entropy alone
-    with pytest.raises(AssertionError, match="router"):
+    with pytest.raises(AssertionError, match="gradient of"):
         cases.assert_equal(without, wanted, tolerance=1e-3)
 
 
@@ -201,7 +201,7 @@ def test_bfloat16_is_close_to_one_device_in_bfloat16(keep):
 def test_compressed_gradients_leave_loads_exact():
     """What crosses the replicas in fewer bits is close; numbers of tokens are no gradients."""
     row = Row("softmax", "replica=2,expert=2", 1, 2, False, "none", 0.5)
-    got = trained(row, compression=Compression("int8"))
+    got = trained(row, compression=Compression("int8", density=0.01, rank=4))
     wanted = one_device(row.model)
     np.testing.assert_array_equal(got.counts["balance"], wanted.counts["balance"])
     np.testing.assert_allclose(got.losses, wanted.losses, rtol=5e-3)

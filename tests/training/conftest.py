@@ -1,11 +1,14 @@
 """A run small enough to be made many times."""
 
 import random
+import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from jaxdist import train
+from tests.training.kills import kill_after
 
 SMALL = [
     "--model.layers=2", "--model.embed=16", "--model.heads=2", "--model.vocab=300", "--model.sequence=16",
@@ -35,7 +38,12 @@ def text(tmp_path_factory) -> Path:
 @pytest.fixture
 def request_of(text, tmp_path):
     """argv of a small run in a folder of this test: `request_of("name", "--mesh=2x1x1")`."""
-    return lambda name, *more: over(SMALL, f"--data.path={text}", f"--run-dir={tmp_path / name}", *more)
+    return lambda name, *more: small(text, tmp_path / name, *more)
+
+
+def small(text: Path, folder: Path, *more: str) -> list[str]:
+    """argv of a small run in `folder`."""
+    return over(SMALL, f"--data.path={text}", f"--run-dir={folder}", *more)
 
 
 def over(options: list[str], *more: str) -> list[str]:
@@ -50,5 +58,41 @@ def run(request_of, tmp_path):
     def call(name: str, *more: str, code: int = 0) -> Path:
         assert train.main(request_of(name, *more)) == code
         return tmp_path / name
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def straight(text, tmp_path_factory):
+    """Train to the end once for all tests of a file, and return the run's folder, which no test may change."""
+
+    @cache
+    def call(*more: str) -> Path:
+        folder = tmp_path_factory.mktemp("straight") / "run"
+        assert train.main(small(text, folder, *more)) == 0
+        return folder
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def killed_once(text, tmp_path_factory):
+    """Train until `kill_after` kills the run, once for all tests of a file, and return its folder."""
+
+    @cache
+    def call(step: int, saved: int | None, *more: str) -> Path:
+        folder = tmp_path_factory.mktemp("killed") / "run"
+        kill_after(step, saved, small(text, folder, *more))
+        return folder
+
+    return call
+
+
+@pytest.fixture
+def killed(killed_once, tmp_path):
+    """Copy a run that was killed to a folder of this test, and return that: `killed("name", 7, 5, "--mesh=2x1x1")`."""
+
+    def call(name: str, step: int, saved: int | None, *more: str) -> Path:
+        return Path(shutil.copytree(killed_once(step, saved, *more), tmp_path / name, symlinks=True))
 
     return call

@@ -23,7 +23,7 @@ from jaxdist.training.trainer import check_new
 from tests.communication.reading import collectives
 from tests.tiers import thinned
 from tests.training.curves import lines
-from tests.training.test_resume import kill_after, saved, without_times
+from tests.training.test_resume import saved, without_times
 
 SIZES = {
     "model.layers": "2", "model.embed": "16", "model.heads": "2", "model.vocab": "272", "model.sequence": "8",
@@ -301,15 +301,15 @@ REPLICAS = ("--parallel.delayed-gradients=true", "--model.dropout=0.1", "--paral
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_equals_straight_to_the_bit(run, request_of):
+def test_killed_and_resumed_equals_straight_to_the_bit(run, straight, killed):
     """A save leaves nothing in flight: what goes on after it is what is read from it."""
     options = ("--mesh=replica=2,data=2", "--checkpoint.every=7", *REPLICAS)
-    straight = run("straight", *options)
-    kill_after(7, 7, request_of("killed", *options))
+    whole = straight(*options)
+    killed("killed", 7, 7, *options)
     resumed = run("killed", *options)
-    jax.tree.map(np.testing.assert_array_equal, saved(resumed), saved(straight))
-    assert without_times(resumed) == without_times(straight)
-    assert [line["step"] for line in lines(straight) if "loss" in line] == list(range(1, 21))
+    jax.tree.map(np.testing.assert_array_equal, saved(resumed), saved(whole))
+    assert without_times(resumed) == without_times(whole)
+    assert [line["step"] for line in lines(whole) if "loss" in line] == list(range(1, 21))
 
 
 @pytest.mark.slow
@@ -320,17 +320,17 @@ def test_killed_and_resumed_equals_straight_to_the_bit(run, request_of):
         ("1x1x1", "from here on gradients are on time, because replica is 1"),
     ],
 )
-def test_resumed_on_another_mesh(run, request_of, capsys, after, told):
+def test_resumed_on_another_mesh(run, straight, killed, capsys, after, told):
     """With replicas, the late gradients are the same on any mesh; without, a note says that they are on time."""
     options = ("--checkpoint.every=7", *REPLICAS)
-    straight = run("straight", "--mesh=replica=2,data=2", *options)
-    kill_after(7, 7, request_of("moved", "--mesh=replica=2,data=2", *options))
+    whole = straight("--mesh=replica=2,data=2", *options)
+    killed("moved", 7, 7, "--mesh=replica=2,data=2", *options)
     capsys.readouterr()
     moved = run("moved", f"--mesh={after}", *options)
     said = capsys.readouterr().err
     assert told in said
     assert ("gradients cross one step late" in said) == (not told)
-    a, b = ([line["loss"] for line in lines(one) if "loss" in line] for one in (moved, straight))
+    a, b = ([line["loss"] for line in lines(one) if "loss" in line] for one in (moved, whole))
     if told:
         # The first step after the save has the same weights, and the second has those of a gradient that is on time.
         np.testing.assert_allclose(a[:8], b[:8], rtol=1e-5)

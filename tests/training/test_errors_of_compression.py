@@ -14,8 +14,8 @@ from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.run import Run
 from jaxdist.training.step_runner import StepRunner
 from jaxdist.training.trainer import check_new
+from tests.tiers import exhaustive
 from tests.training.curves import lines
-from tests.training.test_resume import kill_after
 
 SIZES = {
     "model.layers": "2", "model.embed": "64", "model.heads": "4", "model.vocab": "304", "model.sequence": "16",
@@ -119,14 +119,15 @@ def test_without_replicas_the_first_gradient_gets_what_is_owed():
     assert float(metrics[2].grad_norm) < 100
 
 
+KEPT = {"mixed": {"precision": "mixed"}, "offload": {"parallel.offload": "optimizer"}}
+"""What is kept beside, or apart from, the weights in use."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize(
-    "options", [{"precision": "mixed"}, {"parallel.offload": "optimizer"}], ids=["mixed", "offload"]
-)
-def test_errors_go_with_mixed_precision_and_with_offloading(tmp_path, zero, options):
+@pytest.mark.parametrize(("name", "zero"), [("mixed", 3), ("offload", 1), *exhaustive([("mixed", 1), ("offload", 3)])])
+def test_errors_go_with_mixed_precision_and_with_offloading(tmp_path, name, zero):
     """Three steps are close to exact ones, and the third is the same to the bit from a checkpoint of the second."""
-    options = options | {"parallel.zero": str(zero)}
+    options = KEPT[name] | {"parallel.zero": str(zero)}
 
     def steps(run: Run, state, numbers: range):
         take = jax.jit(run.step.train)
@@ -163,25 +164,22 @@ RULE = ("--parallel.gradient-compression=int8", "--model.embed=64", "--optimizer
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_on_the_same_mesh_equals_straight_to_the_bit(run, request_of):
-    options = (f"--mesh={PAIR}", "--checkpoint.every=7", *RULE)
-    straight = run("straight", *options)
-    kill_after(7, 7, request_of("killed", *options))
-    resumed = run("killed", *options)
-    figures = [
-        [(line["loss"], line["grad_norm"]) for line in lines(one) if "loss" in line] for one in (resumed, straight)
-    ]
+def test_killed_and_resumed_on_the_same_mesh_equals_straight_to_the_bit(run, straight, killed):
+    killed("killed", 7, 5, f"--mesh={PAIR}", *RULE)
+    resumed = run("killed", f"--mesh={PAIR}", *RULE)
+    whole = straight(f"--mesh={PAIR}", *RULE)
+    figures = [[(line["loss"], line["grad_norm"]) for line in lines(one) if "loss" in line] for one in (resumed, whole)]
     assert len(figures[0]) == 20
     assert figures[0] == figures[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", ["replica=4", "1x1x1"])
-def test_killed_and_resumed_with_other_replicas_the_loss_is_close(run, request_of, capsys, after):
-    straight = run("straight", f"--mesh={PAIR}", *RULE)
-    kill_after(7, 5, request_of("moved", f"--mesh={PAIR}", *RULE))
+def test_killed_and_resumed_with_other_replicas_the_loss_is_close(run, straight, killed, capsys, after):
+    whole = straight(f"--mesh={PAIR}", *RULE)
+    killed("moved", 7, 5, f"--mesh={PAIR}", *RULE)
     moved = run("moved", f"--mesh={after}", *RULE)
     said = capsys.readouterr().err
     assert ("dealt out evenly to 4" if after == "replica=4" else "is added to the first gradient") in said
-    a, b = ([line["loss"] for line in lines(one) if "loss" in line] for one in (moved, straight))
+    a, b = ([line["loss"] for line in lines(one) if "loss" in line] for one in (moved, whole))
     np.testing.assert_allclose(a, b, rtol=5e-3)

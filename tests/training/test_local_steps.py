@@ -29,7 +29,6 @@ from jaxdist.training.trainer import check_new
 from tests.tiers import thinned
 from tests.training.conftest import over
 from tests.training.curves import lines
-from tests.training.test_resume import kill_after
 
 SIZES = {
     "model.layers": "2", "model.embed": "32", "model.heads": "4", "model.vocab": "304", "model.sequence": "16",
@@ -276,28 +275,28 @@ ROUNDS = (f"--mesh={PAIR}", "--train.local-steps=3", "--optimizer.outer-momentum
 
 
 @pytest.mark.slow
-def test_killed_within_a_round_and_resumed_equals_straight_to_the_bit(run, request_of):
-    straight = run("straight", *ROUNDS)
-    kill_after(11, 6, request_of("killed", *ROUNDS))
+def test_killed_within_a_round_and_resumed_equals_straight_to_the_bit(run, straight, killed):
+    whole = straight(*ROUNDS)
+    killed("killed", 11, 6, *ROUNDS)
     resumed = run("killed", *ROUNDS)
     figures = [
         [(line["step"], line["loss"], line["grad_norm"]) for line in lines(one) if "loss" in line]
-        for one in (resumed, straight)
+        for one in (resumed, whole)
     ]
     assert [step for step, *_ in figures[1]] == [3, 6, 9, 12, 15, 18, 20]
     assert figures[0] == figures[1]
-    validated = [[line["step"] for line in lines(one) if "validation_loss" in line] for one in (resumed, straight)]
+    validated = [[line["step"] for line in lines(one) if "validation_loss" in line] for one in (resumed, whole)]
     assert validated == [[12, 20], [12, 20]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", ["replica=4", "1x1x1"])
-def test_killed_and_resumed_with_other_replicas_the_loss_is_close(run, request_of, capsys, after):
-    straight = run("straight", *ROUNDS)
-    kill_after(11, 6, request_of("moved", *ROUNDS))
+def test_killed_and_resumed_with_other_replicas_the_loss_is_close(run, straight, killed, capsys, after):
+    whole = straight(*ROUNDS)
+    killed("moved", 11, 6, *ROUNDS)
     moved = run("moved", *over(list(ROUNDS), f"--mesh={after}"))
     assert f"of which each of {4 if after == 'replica=4' else 1} gets the mean" in capsys.readouterr().err
-    a, b = ([line["loss"] for line in lines(one) if "loss" in line] for one in (moved, straight))
+    a, b = ([line["loss"] for line in lines(one) if "loss" in line] for one in (moved, whole))
     np.testing.assert_allclose(a, b, rtol=2e-2)
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from jaxdist import evaluate
 from tests.parity import cases
-from tests.tiers import thinned
+from tests.tiers import exhaustive, thinned
 from tests.training.curves import lines
-from tests.training.test_resume import kill_after, saved, without_times
+from tests.training.test_resume import saved, without_times
 
 pytestmark = pytest.mark.smoke
 
@@ -51,11 +51,13 @@ def test_trains_as_bfloat16_does(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [("--mesh=4x1x1", "--parallel.zero=1"), ("--mesh=2x2x1", "--parallel.zero=3")])
-def test_killed_and_resumed_equals_straight_to_the_bit(run, request_of, options):
+@pytest.mark.parametrize(
+    "options", [("--mesh=2x2x1", "--parallel.zero=3"), *exhaustive([(("--mesh=4x1x1", "--parallel.zero=1"),)])]
+)
+def test_killed_and_resumed_equals_straight_to_the_bit(run, killed, options):
     options = (*options, "--precision=mixed", "--checkpoint.every=7", "--train.accumulation=2")
     straight = run("straight", *options)
-    kill_after(7, 7, request_of("killed", *options))
+    killed("killed", 7, 7, *options)
     resumed = run("killed", *options)
     jax.tree.map(np.testing.assert_array_equal, saved(resumed), saved(straight))
     assert without_times(resumed) == without_times(straight)

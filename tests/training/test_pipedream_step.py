@@ -6,7 +6,7 @@ import pytest
 
 from jaxdist import evaluate
 from tests.training.curves import lines
-from tests.training.test_resume import kill_after, saved, without_times
+from tests.training.test_resume import saved, without_times
 
 PIPELINE = (
     "--mesh=1x1x3", "--model.layers=3", "--pipeline.schedule=pipedream", "--optimizer.clip=0", "--model.dropout=0.1",
@@ -30,10 +30,10 @@ def test_each_step_has_its_line(run, capsys):
 
 
 @pytest.mark.slow
-def test_killed_after_a_save_and_resumed_equals_straight_to_the_bit(run, request_of):
+def test_killed_after_a_save_and_resumed_equals_straight_to_the_bit(run, killed):
     """A save empties the pipeline: what goes on after it is what is read from it."""
     straight = run("straight", *PIPELINE)
-    kill_after(5, 5, request_of("killed", *PIPELINE))
+    killed("killed", 5, 5, *PIPELINE)
     resumed = run("killed", *PIPELINE)
     jax.tree.map(np.testing.assert_array_equal, saved(resumed, 12), saved(straight, 12))
     assert without_times(resumed) == without_times(straight)

@@ -18,36 +18,9 @@ from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.training.run_dir import RunFolder
 from tests.training.curves import close, lines
 
+ONE_DEVICE = "--mesh=1x1x1"
+
 TIMES = ("time", "step_seconds", "data_seconds", "tokens_per_second")
-
-KILLED = """
-import jax, os, pathlib, signal, sys, time
-jax.config.update("jax_num_cpu_devices", {devices})
-jax.config.update("jax_compilation_cache_dir", {cache!r})
-jax.devices()  # as many as the tests have: then what they have compiled is not compiled again
-from jaxdist.training.meter import Meter
-step, saved = Meter.step, {saved!r} and pathlib.Path({saved!r})
-def step_and_die(self, number, metrics):
-    step(self, number, metrics)
-    if number == {after} + 1:
-        self.flush()
-        while saved and not saved.exists():  # the save in the background is on disk, with its checksums
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
-Meter.step = step_and_die
-from jaxdist.train import main
-main(sys.argv[1:])
-"""
-
-
-def kill_after(step: int, saved: int | None, argv: list[str]) -> None:
-    """Run in a process of its own that dies without a word: `step` + 1 is done, `saved` is the newest on disk."""
-    folder = next(option.partition("=")[2] for option in argv if option.startswith("--run-dir"))
-    saved = saved and f"{folder}/checkpoints/sums/{saved}.json"
-    shared = dict(devices=len(jax.devices()), cache=jax.config.jax_compilation_cache_dir)
-    program = KILLED.format(after=step, saved=saved, **shared)
-    done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
 
 
 def saved(folder, step: int = 20) -> dict:
@@ -65,33 +38,33 @@ def without_times(folder) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1x1x1", "4x1x1"])
-def test_killed_after_step_7_and_resumed_equals_straight_to_the_bit(run, request_of, capsys, mesh):
+def test_killed_after_step_7_and_resumed_equals_straight_to_the_bit(run, straight, killed, capsys, mesh):
     options = (f"--mesh={mesh}", "--checkpoint.every=7", "--model.dropout=0.1", "--train.accumulation=2")
-    straight = run("straight", *options)
-    kill_after(7, 7, request_of("killed", *options))
+    whole = straight(*options)
+    killed("killed", 7, 7, *options)
     resumed = run("killed", *options)
     assert "from the checkpoint of step 7" in capsys.readouterr().err
-    jax.tree.map(np.testing.assert_array_equal, saved(resumed), saved(straight))
-    assert without_times(resumed) == without_times(straight)
+    jax.tree.map(np.testing.assert_array_equal, saved(resumed), saved(whole))
+    assert without_times(resumed) == without_times(whole)
     assert [line["step"] for line in lines(resumed) if "loss" in line] == list(range(1, 21))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("4x1x1", "1x1x1"), ("1x1x1", "data=2,replica=2")])
-def test_resumed_on_another_mesh_equals_to_1e5(run, request_of, capsys, before, after):
-    straight = run("straight", f"--mesh={before}")
-    kill_after(7, 5, request_of("moved", f"--mesh={before}"))
+def test_resumed_on_another_mesh_equals_to_1e5(run, straight, killed, capsys, before, after):
+    whole = straight(f"--mesh={before}")
+    killed("moved", 7, 5, f"--mesh={before}")
     moved = run("moved", f"--mesh={after}")
     assert "from the checkpoint of step 5" in capsys.readouterr().err
-    close(lines(moved), lines(straight))
+    close(lines(moved), lines(whole))
     assert f'mesh = "{after}"' in (moved / "config.toml").read_text()
 
 
 @pytest.mark.slow
-def test_a_run_that_never_saved_may_be_asked_for_differently(run, request_of):
+def test_a_run_that_never_saved_may_be_asked_for_differently(run, killed):
     """Out of memory before the first checkpoint: the same folder with a smaller batch."""
-    kill_after(2, None, request_of("retry"))
-    assert len(lines(run("retry", "--train.global-batch-size=4"))) == 22
+    killed("retry", 2, None, ONE_DEVICE)
+    assert len(lines(run("retry", ONE_DEVICE, "--train.global-batch-size=4"))) == 22
 
 
 def test_two_runs_in_one_folder_are_refused(run, tmp_path, request_of):
@@ -110,11 +83,10 @@ def test_readers_leave_a_save_in_progress_alone(run):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_told_in_a_sentence(run, request_of):
-    kill_after(7, 5, request_of("damaged"))
-    folder = run("straight").parent / "damaged"
+def test_a_damaged_checkpoint_is_told_in_a_sentence(killed, request_of):
+    folder = killed("damaged", 7, 5, ONE_DEVICE)
     shutil.rmtree(folder / "checkpoints" / "5" / "params" / "d")
-    for command in (lambda: train.main(request_of("damaged")), lambda: evaluate.main([str(folder)])):
+    for command in (lambda: train.main(request_of("damaged", ONE_DEVICE)), lambda: evaluate.main([str(folder)])):
         with pytest.raises(RequestError, match=r"no checkpoint .*/5 is damaged .*: params/d/\w+ is missing"):
             command()
 
@@ -135,19 +107,18 @@ def test_a_finished_run_says_so_and_stays_as_it_is(run, capsys):
 
 
 @pytest.mark.slow
-def test_metrics_are_cut_back_to_whole_lines_up_to_the_restored_step(run, request_of):
-    kill_after(7, 5, request_of("cut"))
-    path = run("straight").parent / "cut" / "metrics.jsonl"
+def test_metrics_are_cut_back_to_whole_lines_up_to_the_restored_step(run, killed):
+    path = killed("cut", 7, 5, ONE_DEVICE) / "metrics.jsonl"
     assert [line["step"] for line in lines(path.parent)] == list(range(1, 9))
     path.write_text(path.read_text() + '{"step": 9, "lo')
-    folder = run("cut")
+    folder = run("cut", ONE_DEVICE)
     assert [line["step"] for line in lines(folder) if "loss" in line] == list(range(1, 21))
 
 
 @pytest.mark.slow
-def test_killed_before_the_first_checkpoint_starts_again(run, request_of):
-    kill_after(2, None, request_of("early"))
-    assert [line["step"] for line in lines(run("early")) if "loss" in line] == list(range(1, 21))
+def test_killed_before_the_first_checkpoint_starts_again(run, killed):
+    killed("early", 2, None, ONE_DEVICE)
+    assert [line["step"] for line in lines(run("early", ONE_DEVICE)) if "loss" in line] == list(range(1, 21))
 
 
 def test_other_knobs_are_refused_by_name_and_nothing_is_touched(run, request_of):
@@ -163,17 +134,16 @@ def test_other_knobs_are_refused_by_name_and_nothing_is_touched(run, request_of)
 
 
 @pytest.mark.slow
-def test_other_data_is_refused(run, request_of, text, tmp_path):
-    kill_after(7, 5, request_of("data"))
-    folder = tmp_path / "data"
+def test_other_data_is_refused(run, killed, text):
+    folder = killed("data", 7, 5, ONE_DEVICE)
     original = text.read_text()
     try:
         text.write_text(original + "\none more line")
         with pytest.raises(RequestError, match="training data is not what the run"):
-            run("data")
+            run("data", ONE_DEVICE)
     finally:
         text.write_text(original)
-    assert [line["step"] for line in lines(run("data")) if "loss" in line] == list(range(1, 21))
+    assert [line["step"] for line in lines(run("data", ONE_DEVICE)) if "loss" in line] == list(range(1, 21))
     assert (folder / "loss.png").exists()
 
 
