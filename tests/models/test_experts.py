@@ -220,7 +220,7 @@ def test_taking_and_adding_up_are_transposes():
     for first, size in ((0, 8), (8, 4), (12, 4)):
         for at, sitters in zip(seats(line, first, size), (S, 2 * S), strict=True):
             x = rng.integers(-9, 10, (sitters, D)).astype(np.float32)
-            y = rng.integers(-9, 10, (E, size, D)).astype(np.float32)
+            y = rng.integers(-9, 10, (size, E, D)).astype(np.float32)
             taken, pull_x = jax.vjp(partial(take, at=at), x)
             added, pull_y = jax.vjp(partial(add_up, at=at), y)
             assert (taken * y).sum() == (x * added).sum() != 0
