@@ -1,6 +1,6 @@
 """The step of a mixture of experts beside one whose rows are sorted already, on one CPU device.
 
-    python benchmarks/experts.py [--rounds 10]
+    python benchmarks/experts.py [--rounds 10] [--widths 256 512]
 
 64 experts, of which each token goes through 8. The step to compare with multiplies the same T k rows by a batched
 einsum, T k / E of them by each expert: token t goes to experts that its number alone decides. So it has no queues, no
@@ -17,6 +17,7 @@ import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from statistics import median
 from unittest.mock import patch
 
@@ -29,14 +30,11 @@ import jax.numpy as jnp
 from jaxdist.bench.measuring import Timed, measure_together, random_work
 from jaxdist.config import Config
 from jaxdist.models import experts
-from jaxdist.parallel.experts import Dispatch, grouped
+from jaxdist.parallel.experts import Dispatch
 from jaxdist.training.run import Run
 
 SIZES = dict(family="moe", layers=2, embed=256, heads=8, vocab=4096, sequence=256, experts=64, experts_per_token=8)
 ROWS = 8
-WIDTHS = (256, 1024)
-"""F: how wide an expert is."""
-
 CASES = (("even", 1.0), ("even", 1.25), ("even", 1.5), ("new", 1.25), ("new", 1.75))
 """The router, and the room of the first round over the even share."""
 
@@ -49,9 +47,10 @@ def sorted_rows(
     k = p.shape[1]
     count = len(gate_up)
     rows = jnp.broadcast_to(x, (k, tokens, embed)).reshape(count, -1, embed)
-    h = grouped(self.layout, "ERD,EDCF->ERCF", rows, gate_up)
-    h = jax.nn.silu(h[:, :, 0]) * h[:, :, 1] * p.T.reshape(count, -1, 1)
-    y = grouped(self.layout, "ERF,EFD->ERD", h, down)
+    h = jnp.einsum("ERD,EDG->ERG", rows, gate_up.reshape(count, embed, -1))
+    gate, up = jnp.split(h, 2, axis=-1)
+    h = jax.nn.silu(gate) * up * p.T.reshape(count, -1, 1)
+    y = jnp.einsum("ERF,EFD->ERD", h, down)
     return jnp.sum(y.reshape(k, tokens, embed), 0), jnp.ones((), jnp.int32)
 
 
@@ -96,6 +95,7 @@ def run_of(width: int, factor: float) -> Run:
     )
 
 
+@cache
 def loads(form: str, factor: float) -> tuple[float, float]:
     """Return (the fullest expert of any layer over the mean, the rounds of a layer), of experts of width 8."""
     run = run_of(8, factor)
@@ -118,12 +118,13 @@ def compare(width: int, rounds: int) -> None:
     for form, factor in CASES:
         with exchanged(form):
             timed.append(Timed.compile(run_of(width, factor)))
-    measure_together([least, *timed], 2, rounds)
+    measure_together([least, *timed], 1, rounds)
     print(f"{width:>5}  sorted                             {_figures(least)}")
     for (form, factor), one in zip(CASES, timed, strict=True):
         ratio = median(a / b for a, b in zip(one.seconds, least.seconds, strict=True))
         fullest, turns = loads(form, factor)
-        print(f"{width:>5}  {form:<6}  {factor:>6}  {fullest:>9.2f}  {turns:>6.1f}  {_figures(one)}  {ratio:>8.2f}")
+        router = f"{form:<6}  {factor:>6}  {fullest:>9.2f}  {turns:>6.1f}"
+        print(f"{width:>5}  {router}  {_figures(one)}  {ratio:>8.2f}", flush=True)
 
 
 def _figures(one: Timed) -> str:
@@ -134,11 +135,12 @@ def _figures(one: Timed) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--widths", type=int, nargs="+", default=[256, 512], help="F: how wide an expert is")
     asked = parser.parse_args()
     print(f"jax {jax.__version__}, flax {flax.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     print(", ".join(f"{name} {value}" for name, value in SIZES.items()) + f", {ROWS} rows")
     print("    F  router  factor   max/mean  rounds        ms  temporaries, MiB  / sorted")
-    for width in WIDTHS:
+    for width in asked.widths:
         compare(width, asked.rounds)
 
 

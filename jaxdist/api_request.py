@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config import nearest
-from jaxdist.mesh import BATCH_AXES, DATA, LAYER_AXES, PIPELINE
+from jaxdist.mesh import BATCH_AXES, DATA, EXPERT, LAYER_AXES, PIPELINE
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
-from jaxdist.parallel.zero import is_axes
+from jaxdist.parallel.zero import group, is_axes
 from jaxdist.planning import parameter_layout
-from jaxdist.sharding import BATCH, STAGES, Layout, Rules, Tree, name_of, named
+from jaxdist.sharding import BATCH, STAGES, Layout, LogicalAxes, Rules, Tree, name_of, named
 from jaxdist.training.forward.module import Scope
 from jaxdist.training.forward.step import Forward
 from jaxdist.units import remedy, to
@@ -26,6 +26,9 @@ Batch = Tree
 Shard = int | Callable[[str, jax.ShapeDtypeStruct], bool]
 Zero = Literal[0, 1, 2, 3]
 Precision = Literal["float32", "bfloat16", "mixed"]
+
+SPLITTING = (*LAYER_AXES, EXPERT)
+"""The mesh axes that rules may give to a dim of a parameter."""
 
 LISTED = 6
 """Arrays that an error names at most."""
@@ -96,25 +99,30 @@ def layout_of(mesh: jax.sharding.Mesh, model: Foreign, rules: Rules, scope: Scop
     always = {BATCH: BATCH_AXES, STAGES: (PIPELINE,)}
     layout = Layout.on(mesh, {**always, **rules}, names={*names, *always})
     for name, axes in rules.items():
-        wrong = set(axes) - set(LAYER_AXES)
+        wrong = set(axes) - set(SPLITTING)
         if wrong:
             raise ValueError(
                 f"rules split {name} over {' and '.join(sorted(wrong))}, which parameters cannot be split over by a "
-                f"rule; use {' or '.join(LAYER_AXES)} (zero=3 splits parameters over {DATA})"
+                f"rule; use {' or '.join(SPLITTING)} (zero=3 splits parameters over {DATA})"
             )
     _check_dims(layout, model)
     used = {axis for name in names for axis in layout.split(name)}
-    for axis in LAYER_AXES:
+    for axis in SPLITTING:
         if mesh.shape[axis] > 1 and axis not in used:
             raise ValueError(
                 f"{axis}={mesh.shape[axis]} splits nothing: give parameters `axes`, and rules such as "
-                f"{{'mlp': ('{axis}',)}}; or set {axis} to 1"
+                f"{{'{_example(axis)}': ('{axis}',)}}; or set {axis} to 1"
             )
     if used and scope != "batch":
         raise ValueError(
             f"rules split {' and '.join(sorted(used))}, which scope '{scope}' cannot do; use scope 'batch'"
         )
     return layout
+
+
+def _example(axis: str) -> str:
+    """Return the name of a dim that `axis` could split."""
+    return "experts" if axis == EXPERT else "mlp"
 
 
 def _check_dims(layout: Layout, model: Foreign) -> None:
@@ -136,19 +144,18 @@ def to_be_split(layout: Layout, model: Foreign, shard: Shard) -> Params:
 
     Raises `ValueError` for one that `shard` asks for, and that cannot be split.
     """
-    ranks = layout.size(DATA)
 
-    def may_split(path: tuple[Any, ...], a: jax.ShapeDtypeStruct) -> bool:
+    def may_split(path: tuple[Any, ...], a: jax.ShapeDtypeStruct, axes: LogicalAxes) -> bool:
         if not callable(shard):
             return a.size >= shard
         name = name_of(path)
-        if shard(name, a) and not any(size % ranks == 0 for size in a.shape):
-            raise ValueError(
-                f"shard asks for {name} {a.shape}, of which no dim divides by {DATA}={ranks}; leave it whole"
-            )
+        over = group(layout, axes)
+        if shard(name, a) and not any(size % layout.size(*over) == 0 for size in a.shape):
+            sizes = " x ".join(f"{axis}={layout.size(axis)}" for axis in over)
+            raise ValueError(f"shard asks for {name} {a.shape}, of which no dim divides by {sizes}; leave it whole")
         return shard(name, a)
 
-    return jax.tree.map_with_path(may_split, model.abstract)
+    return jax.tree.map_with_path(may_split, model.abstract, model.axes)
 
 
 class Unsplit(NamedTuple):

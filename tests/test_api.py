@@ -99,6 +99,10 @@ REQUESTS = [
     (dict(optimizer=update(same, lambda state: (state, state))), r"returned state of another structure"),
     (dict(optimizer=optax.polyak_sgd()), r"cannot be called as update\(gradients, state, params\): .*'value'"),
     (dict(mesh="2x2x1"), r"model=2 splits nothing: give parameters `axes`, and rules"),
+    (
+        dict(mesh="data=2,expert=2"),
+        r"expert=2 splits nothing: give parameters `axes`, and rules .*'experts': \('expert'",
+    ),
     (dict(tensor, rules={"mpl": ("model",)}), r"logical axis 'mpl'; did you mean 'mlp'"),
     (dict(tensor, rules=by_rule("modl")), r"mesh axis 'modl'; did you mean 'model'"),
     (dict(tensor, rules={"mlp": "model"}), r"give a tuple of mesh axes, such as \('model',\)"),

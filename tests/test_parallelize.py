@@ -29,6 +29,19 @@ class Normed(nnx.Module):
         return self.head(jnp.tanh(self.norm(self.up(x))))
 
 
+class Mixture(nnx.Module):
+    """Every row goes through every expert, of 4, and the router weights what they return."""
+
+    def __init__(self, rngs):
+        self.router = nnx.Linear(12, 4, rngs=rngs)
+        self.up = nnx.Param(rngs.params.normal((4, 12, 16)), axes=("experts", "embed", "mlp"))
+        self.down = nnx.Param(0.3 * rngs.params.normal((4, 16, 8)), axes=("experts", "mlp", None))
+
+    def __call__(self, x):
+        h = jnp.tanh(jnp.einsum("bd,edf->bef", x, self.up[...]))
+        return jnp.einsum("be,bef,efo->bo", nnx.softmax(self.router(x)), h, self.down[...])
+
+
 class Noisy(nnx.Module):
     """Draws one number in each call."""
 
@@ -101,6 +114,40 @@ def test_statistics_are_those_of_a_device_or_of_all(zero, scope, parts):
     close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, jax.device_get(state.params), nnx.to_pure_dict(params))
     jax.tree.map(close, jax.device_get(state.variables), nnx.to_pure_dict(rest))
+
+
+def after_steps(mesh: str, steps: int = 3, **options) -> tuple[list[float], jaxdist.Parallel, dict]:
+    """(losses, what `parallelize` returned, parameters) of a mixture after some steps."""
+    on_mesh = made(Mixture, mesh=mesh, **options)
+    state = on_mesh.init(0)
+    losses = []
+    for seed in range(steps):
+        state, metrics = on_mesh.step(state, rows(seed))
+        losses.append(float(metrics.loss))
+    return losses, on_mesh, state.params
+
+
+EXPERTS = {"experts": ("expert",)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "zero", "rules"),
+    [
+        ("data=2,expert=2", 3, EXPERTS),
+        ("expert=4,model=2", 1, {**EXPERTS, "mlp": ("model",)}),
+    ],
+)
+def test_experts_of_a_module_lie_apart_and_learn_what_they_do_on_one_device(mesh, zero, rules):
+    """The gradient of each step is in the parameters after it. ZeRO splits the dim behind that of the experts."""
+    wanted, _, on_one = after_steps("1x1x1")
+    losses, on_mesh, params = after_steps(mesh, zero=zero, rules=rules)
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, jax.device_get(params), jax.device_get(on_one))
+    up = params["up"].addressable_shards[0].data.shape
+    sizes = on_mesh.mesh.shape
+    assert up == (4 // sizes["expert"], 12 // sizes["data"], 16 // sizes["model"])
 
 
 PRECISIONS = [

@@ -439,7 +439,7 @@ def _place(
     reduced = layout.partial(axes) if summed else frozenset()
     deferred = reduced & {REPLICA} if defers else frozenset()
     free = _free_dims(layout, axes_in_use, taken)
-    over = _group(layout, axes_in_use)
+    over = group(layout, axes_in_use)
     zero_dim = _first_that_divides(shape, free, layout.size(*over))
     crossing_dim = None
     if sharded and zero_dim is not None:
@@ -455,7 +455,7 @@ def _place(
     return Placement(P(*rest), use, over, deal, deferred, replica_dim, crossing_dim, stacked, counted)
 
 
-def _group(layout: Layout, axes: LogicalAxes) -> tuple[str, ...]:
+def group(layout: Layout, axes: LogicalAxes) -> tuple[str, ...]:
     """Return the axes over which ZeRO may shard a parameter with these logical axes: those that do not split it."""
     taken = {axis for name in axes for axis in layout.split(name)}
     return tuple(axis for axis in ZERO_AXES if layout.size(axis) > 1 and axis not in taken)

@@ -15,8 +15,8 @@ Numbers = np.ndarray | float
 
 IMBALANCE = 1.25
 """The longest queue over the mean, as predictions of time assume it. With popularities that differ by about 10 %, 8192
-tokens have a longest queue of 1.16 times the mean among 8 experts of which each chooses 2, and of 1.24 among 64 of
-which each chooses 8."""
+tokens have a longest queue of 1.16 times the mean where each chooses 2 of 8 experts, and of 1.24 where each chooses 8
+of 64."""
 
 
 def assumption(m: ModelConfig) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from jaxdist.config import Config
 from jaxdist.mesh import EXPERT
-from jaxdist.parallel.experts import Rounds, rounds_for
+from jaxdist.planning.expert_rows import first_round
 from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
@@ -48,19 +48,13 @@ class Calls:
     """All-reduces of a number for each row and expert, where the sequence is split."""
 
 
-def rounds(config: Config, tokens: int) -> Rounds:
-    """Return the rounds of a device with so many `tokens` in a micro-batch."""
-    sizes = config.model
-    return rounds_for(tokens, sizes.experts_per_token, sizes.experts, sizes.capacity_factor)
-
-
 def predict(config: Config, layout: Layout, tokens: int, calls: Calls) -> Iterator[Transfer]:
     """Yield the transfers of a step whose micro-batches have so many `tokens` on a device; none without experts."""
     sizes = config.model
     if not sizes.traits.routed:
         return
     width = compute_width(config)
-    seats = sizes.experts * rounds(config, tokens).first
+    seats = first_round(sizes, tokens)
     choices = tokens * sizes.experts_per_token
     per_row = tokens // sizes.sequence * sizes.experts
     stream = layout.split("residual")

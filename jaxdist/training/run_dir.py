@@ -23,13 +23,14 @@ from typing import Literal
 from tokenizers import Tokenizer
 
 from jaxdist import __version__
-from jaxdist.config import Config, RequestError
+from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.files import write_whole
 from jaxdist.huggingface import special_tokens
 from jaxdist.huggingface.folder import KEPT, SMALL_FILES, SOURCE, TOKENIZER, is_folder, open_folder
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.request import load, to_toml
+from jaxdist.request.checks.experts import check_upcycling
 from jaxdist.request.pretrained import as_asked
 from jaxdist.streams import clock
 from jaxdist.training import history
@@ -155,6 +156,14 @@ class RunFolder:
         if differing(old, asked):
             raise RequestError(f"run folder {self.path} holds a run with another config: {refusal(old, asked)}")
         return config
+
+    def model(self) -> ModelConfig:
+        """Return the model of the run here."""
+        return load(str(self.config), {}, knobs=()).model
+
+    def is_upcycled(self, model: ModelConfig) -> bool:
+        """Return whether `model` is a mixture of experts that the run here would have to become."""
+        return model.traits.routed and self.model().family != model.family
 
     def check_layout(self) -> None:
         """Raise `RequestError` where a file or a folder of a run is something else, such as a link."""
@@ -346,6 +355,8 @@ def inheriting(config: Config) -> Config:
         check_tokenizer(config.init_from, data.tokenizer)
         return config
     source, _ = checkpoint_of(config.init_from)
+    if source.is_upcycled(config.model):
+        check_upcycling(config.model, source.model(), source.path)
     if config.model.images or (data.path and data.path.suffix.lower() == ".bin"):
         return config
     tokenizer = source.load_tokenizer()

@@ -16,7 +16,7 @@ import jax
 from jaxdist.cluster.consensus import agreed, from_leader, leader
 from jaxdist.huggingface.folder import is_folder
 from jaxdist.mesh import REPLICA, describe
-from jaxdist.training import pretrained
+from jaxdist.training import pretrained, upcycling
 from jaxdist.training.checkpoint.finite_state import first_not_finite
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.step_dir import StepDir
@@ -90,13 +90,19 @@ class SavePolicy:
             say(f"weights     from {init_from}; the optimizer begins anew, and its warm-up with it")
             return self.run.begin(params, {})
         folder, which = checkpoint_of(init_from)
+        dense = folder.is_upcycled(self.run.config.model)
         with Checkpoints(folder.path, keep=None) as checkpoints:
             found = checkpoints.find(which)
             abstract = self.run.abstract_logical()
-            params, variables = checkpoints.restore_params(abstract.params, abstract.variables, found)
+            shapes = upcycling.dense_shapes(self.run) if dense else abstract.params
+            params, variables = checkpoints.restore_params(shapes, abstract.variables, found)
         for note in checkpoints.notes:
             say(note)
-        say(f"weights     from step {found.step} of {folder.path}")
+        weights = f"weights     from step {found.step} of {folder.path}"
+        if dense:
+            params = upcycling.upcycled(self.run, params)
+            weights += "; each expert is a copy of its MLP"
+        say(weights)
         return self.run.begin(params, variables)
 
     def go_on(self, found: Found, say: Callable[[str], None]) -> TrainState:

@@ -96,20 +96,24 @@ def large(mesh: str, **of):
 
 TEMPORARY = [
     ("1x1x4", dict()),
-    ("1x1x4", dict(remat="none")),
     ("1x1x4", dict(remat="block")),
     ("1x1x4", dict(remat="none", schedule="gpipe", microbatches=16, rows=64)),
     ("1x1x4", dict(remat="dots", schedule="interleaved")),
-    ("2x1x4", dict(zero=1, rows=64)),
-    ("2x1x4", dict(zero=2, rows=64)),
     ("2x1x4", dict(zero=3, rows=64)),
     ("1x2x4", dict(sequence=True)),
     ("1x1x4", dict(remat="none", schedule="zb-u")),
     ("1x1x4", dict(remat="block", schedule="zb-h1")),
 ]
 
+OTHERS = [
+    ("1x1x4", dict(remat="none")),
+    ("2x1x4", dict(zero=1, rows=64)),
+    ("2x1x4", dict(zero=2, rows=64)),
+]
+"""Between rows above: stages 0 and 3, and no recomputation with other schedules."""
 
-@pytest.mark.parametrize(("mesh", "of"), thinned(TEMPORARY, 11, first=2), ids=str)
+
+@pytest.mark.parametrize(("mesh", "of"), [*thinned(TEMPORARY, 8, first=1), *exhaustive(OTHERS)], ids=str)
 def test_temporary_bytes_are_about_as_predicted(mesh, of):
     """An estimate: within 0.8 and 1.25 of what XLA plans on CPU, in f32."""
     found, predicted = planned(large(mesh, **of))

@@ -23,10 +23,9 @@ MICRO_BATCHES = [(name, 3 * (i % 2)) for i, name in enumerate(CASES)]
 MEANS_OVER_ROWS = [name for name in CASES if name not in ("two outputs", "linen", "convolution", "stacked")]
 MEANS = [
     (MEANS_OVER_ROWS[(zero + accumulation) % len(MEANS_OVER_ROWS)], zero, accumulation)
-    for zero in range(4)
-    for accumulation in (1, 2)
+    for zero, accumulation in [(0, 1), (1, 2), (2, 1), (3, 2)]
 ]
-"""Each stage with each accumulation, and each module with both."""
+"""Each stage, with one accumulation and then the other."""
 
 
 def train(name: str, mesh: str = "1x1x1", steps: int = 3, **options) -> tuple[cases.Outcome, dict, dict]:
@@ -95,7 +94,7 @@ def check_means(name: str, zero: int, accumulation: int) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("name", "zero", "accumulation"), thinned(MEANS, 8))
+@pytest.mark.parametrize(("name", "zero", "accumulation"), thinned(MEANS, 4))
 def test_losses_that_are_means_over_rows_can_be_computed_by_each_device_on_its_own(name, zero, accumulation):
     check_means(name, zero, accumulation)
 

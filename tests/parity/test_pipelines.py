@@ -12,7 +12,7 @@ from jaxdist.config import ModelConfig, PipelineConfig
 from jaxdist.mesh import parse_mesh
 from tests.parity import cases
 from tests.parity.test_parity import MODELS
-from tests.tiers import thinned
+from tests.tiers import exhaustive, thinned
 
 
 class Row(NamedTuple):
@@ -132,7 +132,9 @@ def test_the_cover_is_a_cover():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "zero", "sequence"), [("1x4x2", 0, True), ("2x2x2", 3, False), ("2x2x2", 1, True)])
+@pytest.mark.parametrize(
+    ("mesh", "zero", "sequence"), [("1x4x2", 0, True), ("2x2x2", 3, False), *exhaustive([("2x2x2", 1, True)])]
+)
 def test_repeated_key_value_heads_equal_one_device(mesh, zero, sequence):
     """One head for keys and values, or two for a model axis of four."""
     model = MODELS["llama-tied"].model_copy(update={"kv_heads": parse_mesh(mesh)["model"] // 2, "layers": 2})

@@ -19,6 +19,27 @@ def test_without_known_cores_they_are_what_matrices_say(name, sizes):
     assert layer_products(m, 1000, 1, "cpu") == pytest.approx((2 * 1000 * matrices_per_layer(m),) * 3)
 
 
+def test_experts_multiply_the_rows_of_all_rounds():
+    """As their matrices say, but for a quarter more rows of the chosen ones; the router is not among them."""
+    sizes = {"model.family": "moe", "model.experts": "16", "model.experts_per_token": "4", "model.shared_experts": "1"}
+    m = load("llama_1b", sizes).model
+    chosen = 4 * 3 * m.embed * m.expert_size
+    wanted = 2 * 4096 * (matrices_per_layer(m) - m.embed * m.experts + chosen / 4)
+    assert layer_products(m, 4096, 1, "cpu") == pytest.approx((wanted,) * 3)
+    less_capacity = m.model_copy(update={"capacity_factor": 0.5})
+    assert layer_products(less_capacity, 4096, 1, "cpu") == layer_products(m, 4096, 1, "cpu")
+
+
+def test_experts_spread_over_devices_fill_their_tiles():
+    """Sixteen devices have 1 expert each and the rows of all 16: the same FLOPs, in fewer tiles that are not full."""
+    sizes = {"model.family": "moe", "model.experts": "16", "model.experts_per_token": "1"}
+    m = load("llama_1b", sizes).model
+    exact, spread = (sum(layer_products(m, 1024, 1, "cpu", ways)) for ways in (1, 16))
+    assert exact == spread
+    alone, spread = (sum(layer_products(m, 1024, 1, "a100", ways)) for ways in (1, 16))
+    assert spread < alone
+
+
 def test_full_rounds_leave_nothing_idle():
     """As many rows of tiles as cores, and edges of all matrices that divide by those of a tile."""
     m = load("llama_8b", {}).model

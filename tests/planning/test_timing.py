@@ -5,8 +5,8 @@ import pytest
 
 from jaxdist import models
 from jaxdist.config import ModelConfig
-from jaxdist.planning.hardware import peak_flops
-from jaxdist.planning.timing import flops_formula, flops_per_token, in_window
+from jaxdist.planning.hardware import GPUS, peak_flops
+from jaxdist.planning.timing import flops_formula, flops_of_padding, flops_per_token, in_window
 from jaxdist.request import load
 
 
@@ -71,3 +71,28 @@ def test_the_formula_names_what_it_counts():
 def test_mixed_computes_at_the_peak_of_bfloat16():
     assert peak_flops("NVIDIA H100 80GB HBM3", "mixed") == peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
     assert peak_flops("NVIDIA H100 80GB HBM3", "float32") is None
+
+
+@pytest.fixture(scope="module")
+def routed():
+    return ModelConfig(family="moe", embed=64, heads=4, experts=8, experts_per_token=2, expert_mlp=96, shared_experts=1)
+
+
+def test_of_the_experts_only_those_of_a_token_multiply_it(routed):
+    """The chosen ones, the shared one, and the router; not the others."""
+    c = routed
+    layer = 4 * 64 * 64 + 3 * 64 * 96 * (2 + 1) + 64 * 8
+    assert flops_per_token(c) == 6 * (c.layers * layer + c.vocab * 64) + 6 * c.layers * c.sequence * 64
+    more = c.model_copy(update={"experts": 16})
+    assert flops_per_token(more) - flops_per_token(c) == 6 * c.layers * 64 * 8
+    assert "active matrix parameters (output table included, 2 of 8 experts)" in flops_formula(c)
+
+
+def test_padding_costs_flops_of_the_chosen_experts_alone(routed):
+    assert flops_of_padding(routed, 1.0) == 0
+    assert flops_of_padding(routed, 1.5) == 6 * routed.layers * 3 * 64 * 96 * 2 // 2
+
+
+def test_the_peak_without_matrix_units_is_the_data_sheet_s():
+    """67 and 19.5 TFLOP/s in float32 (NVIDIA's data sheets of H100 SXM and A100)."""
+    assert [round(GPUS[name].peak_f32 / 1e12, 1) for name in ("h100", "a100")] == [66.9, 19.5]

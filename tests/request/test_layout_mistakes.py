@@ -48,6 +48,50 @@ MODEL = {
     ),
 }
 
+MIXTURE = {
+    "more experts of a token than there are": Wrong(
+        "--model.family moe --model.experts 4 --model.experts-per-token 5",
+        [
+            (
+                "model.experts_per_token 5 is more than model.experts 4",
+                "set model.experts_per_token to 4, or model.experts to 5",
+            )
+        ],
+    ),
+    "experts that the axis does not divide": Wrong(
+        "--model.family moe --model.experts 6 --mesh expert=4 --train.global-batch-size 48",
+        [
+            (
+                "model.experts 6 does not divide by expert=4 (mesh expert=4)",
+                "set model.experts to 4 or 8, or the expert axis to 3",
+            )
+        ],
+    ),
+    "two widths": Wrong(
+        "--model.family moe --model.mlp 64 --model.expert-mlp 32",
+        [("model.mlp is 64, but model.family moe with model.expert_mlp 32 does not use it; leave it out",)],
+    ),
+    "width of experts": Wrong(
+        "--model.family moe --model.expert-mlp 30 --mesh 1x4x1",
+        [
+            (
+                "model.expert_mlp 30 does not divide by model=4",
+                "set model.expert_mlp to 28 or 32, or the model axis to 2",
+            )
+        ],
+    ),
+    "width of experts that is that of an MLP": Wrong(
+        "--model.family moe --model.mlp 30 --mesh 1x4x1", [("model.mlp 30 does not divide by model=4",)]
+    ),
+    "batch over experts": Wrong(
+        "--model.family moe --mesh data=2,expert=4 --train.global-batch-size 12",
+        [("train.global_batch_size 12 does not divide by 8 data x expert ranks (mesh data=2,expert=4); set it to 8",)],
+    ),
+    "norms of queries as in llama": Wrong(
+        "--model.family gpt --model.qk-norm head", [("model.qk_norm is head, but model.family gpt",)]
+    ),
+}
+
 SPLIT = {
     "heads and MLP": Wrong(
         "--mesh 1x3x1",
@@ -204,10 +248,14 @@ PARALLEL = {
         "cnn_digits --mesh replica=2 --parallel.delayed-gradients true",
         [("delayed_gradients is true", "cnn has batch statistics", "delayed_gradients to false")],
     ),
+    "experts that fit nothing": Wrong(
+        "--model.family moe --model.experts 3 --model.experts-per-token 4 --mesh expert=2 --model.dropout 0.1",
+        [("which has no dropout",), ("experts_per_token 4 is more",), ("experts 3 does not divide by expert=2",)],
+    ),
     "micro-batches of stage 1": Wrong("--parallel.micro-batches outside --parallel.zero 1", [("parallel.zero 1",)]),
 }
 
-CASES = named({"model": MODEL, "split": SPLIT, "parallel": PARALLEL})
+CASES = named({"model": MODEL, "mixture": MIXTURE, "split": SPLIT, "parallel": PARALLEL})
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -215,17 +263,18 @@ def test_every_mistake_is_told(case: Wrong, tmp_path, monkeypatch):
     case.assert_told(tmp_path, monkeypatch)
 
 
-SIZES = re.compile(r"(model\.\w+|the model axis) to (\d+)(?: or (\d+))?")
+SIZES = re.compile(r"(model\.\w+|the (?:model|expert) axis) to (\d+)(?: or (\d+))?")
 
 
-@pytest.mark.parametrize("case", [*MODEL.values(), *SPLIT.values()], ids=[*MODEL, *SPLIT])
+@pytest.mark.parametrize("case", [*MODEL.values(), *MIXTURE.values(), *SPLIT.values()], ids=[*MODEL, *MIXTURE, *SPLIT])
 def test_sizes_that_are_offered_work(case: Wrong):
     """Each one alone takes back the sentence that offers it, and brings no other."""
     told = _problems(case.argv)
     for problem in told:
         for name, *sizes in SIZES.findall(problem):
             for size in filter(None, sizes):
-                changed = f"--mesh model={size}" if name == "the model axis" else f"--{name} {size}"
+                axis = re.fullmatch(r"the (\w+) axis", name)
+                changed = f"--mesh {axis[1]}={size}" if axis else f"--{name} {size}"
                 left = {text.split(";")[0] for text in _problems(case.argv, changed)}
                 assert left < {text.split(";")[0] for text in told}, (problem, changed)
 

@@ -42,6 +42,31 @@ ONE_KNOB = {
     "no dropout": Wrong("--model.family resnet18 --model.dropout 0.1", [("resnet18, which has no dropout",)]),
     "rotary base": Wrong("--model.rope-theta 0", [("model.rope_theta is 0: must be more than 0",)]),
     "axis that is not built": Wrong("--mesh context=2", [("context=2", "not built yet; set context to 1")]),
+    "experts of another family": Wrong(
+        "--model.family llama --model.experts 4 --model.router sigmoid --model.balance-rate 0",
+        [
+            ("model.experts is 4, but model.family llama, which has no experts, does not use it",),
+            ("model.router is sigmoid", "llama, which has no experts"),
+            ("model.balance_rate is 0.0", "llama, which has no experts"),
+        ],
+    ),
+    "experts of images": Wrong(
+        "cnn_digits --model.capacity-factor 2",
+        [("model.capacity_factor is 2.0, but model.family cnn, which has no experts,",)],
+    ),
+    "an axis without experts": Wrong(
+        "--mesh data=2,expert=2",
+        [("mesh data=2,expert=2 has expert=2, but model.family gpt has no experts; give those devices to data",)],
+    ),
+    "little room": Wrong("moe_tiny --model.capacity-factor 0", [("model.capacity_factor is 0: must be more than 0",)]),
+    "too much room": Wrong(
+        "moe_tiny --model.capacity-factor 100", [("model.capacity_factor is 100: must be at most 64",)]
+    ),
+    "no such router": Wrong(
+        "moe_tiny --model.router soft",
+        [("model.router is 'soft': valid are softmax, sigmoid; did you mean 'softmax'?",)],
+    ),
+    "no experts at all": Wrong("moe_tiny --model.experts 0", [("model.experts is 0: must be at least 1",)]),
     "mesh of two numbers": Wrong("--mesh 2x2", [("mesh '2x2' has 2 number(s)",)]),
     "mesh: each mistake": Wrong(
         "--mesh dat=2,replica=0", [("'dat' that does not exist", "'data'"), ("replica the size '0'",)]
@@ -136,7 +161,7 @@ COMBINATIONS = {
         "--model.embed 2", [("model.embed 2", "model.heads 4", "heads to 2,", "embed to 4")]
     ),
     "accumulation": Wrong("--train.accumulation 3", [("global_batch_size 16", "train.accumulation 3;", "15 or 18")]),
-    "mesh": Wrong("--mesh data=3,replica=2", [("16", "6 data ranks (mesh data=3,replica=2)", "12 or 18")]),
+    "mesh": Wrong("--mesh data=3,replica=2", [("16", "6 replica x data ranks (mesh data=3,replica=2)", "12 or 18")]),
     "mesh and accumulation": Wrong("--mesh 4x1x1 --train.accumulation 8", [("accumulation 8 x 4 data ranks", "to 32")]),
     "steps and epochs": Wrong("--train.steps 20 --train.epochs 2", [("steps 20 and train.epochs 2", "leave one")]),
     "steps and epochs in a file": Wrong("FILE", [("both set in the config",)], "train.steps = 20\ntrain.epochs = 1.5"),

@@ -169,7 +169,7 @@ def test_every_device_count_is_checked_alike():
     config = load(None, {"train.global_batch_size": "10", "mesh": "-1x1x1"})
     check_mesh_fits(config, parse_mesh("5x1x1"))
     with pytest.raises(
-        RequestError, match=r"global_batch_size 10 does not divide by 4 data ranks .*; set it to 8 or 12"
+        RequestError, match=r"global_batch_size 10 does not divide by 4 replica x data ranks .*; set it to 8 or 12"
     ):
         check_mesh_fits(config, parse_mesh("data=2,replica=2"))
 

@@ -365,9 +365,10 @@ def _further_rounds(config: Config, layout: Layout, transfers: Iterable[Transfer
     first, times, further = expert_rows.all_rounds(config.model, tokens_at_once(config, layout))
     if not times:
         return
+    more = float(times * further / first)
     for transfer in transfers:
         if purpose(transfer) == EXPERT:
-            elements = round(float(transfer.elements * times * further / first))
+            elements = round(transfer.elements * more)
             yield replace(transfer, calls=int(transfer.calls * times), elements=elements)
 
 

@@ -12,23 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-import jax
 import numpy as np
 
-from jaxdist.config import Config
 from jaxdist.mesh import AXES, DATA, EXPERT, MODEL, PIPELINE, REPLICA, ZERO_AXES, abstract_mesh
-from jaxdist.models import Model
 from jaxdist.models.loss import chunk_rows
 from jaxdist.parallel.gradient_compression import PLACED
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
 from jaxdist.parallel.pipeline.simulate import Times
-from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.planning import collective_time, expert_rows, step_bytes
 from jaxdist.planning.activations import in_layer, in_loss, saved_per_token, stashed_per_token
-from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers, ranks_together
 from jaxdist.planning.memory import MOMENTS
-from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -37,8 +31,7 @@ from jaxdist.planning.predicted_collectives import (
     PERMUTE,
     REDUCE_SCATTER,
 )
-from jaxdist.planning.search import changed_loss
-from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT, Columns
+from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT
 from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
 from jaxdist.planning.search.estimate import (
     Device,
@@ -46,6 +39,7 @@ from jaxdist.planning.search.estimate import (
     layer_times,
     matmul_rate,
 )
+from jaxdist.planning.search.screen_sizes import Sizes
 from jaxdist.planning.step_bytes import Elements
 from jaxdist.sharding import RULES, Layout
 
@@ -58,13 +52,11 @@ SAVED = (*REMATS, "named")
 
 
 @dataclass(frozen=True)
-class Screen:
-    """Rough figures of the candidates in `columns`. Elements and bytes are those of one device."""
+class Screen(Sizes):
+    """Rough figures of the candidates in `columns`; bytes are those of one device.
 
-    config: Config
-    model: Model
-    cluster: Cluster
-    columns: Columns
+    Each formula reads only the columns that `memory` and `seconds` name.
+    """
 
     def memory(self) -> Column:
         """Return the bytes that each candidate needs on one device."""
@@ -98,129 +90,6 @@ class Screen:
         examples, kinds = distinct_rows(*(self.columns[name] for name in names))
         columns = {name: self.columns[name][examples] for name in names}
         return replace(self, columns=columns), kinds
-
-    # Sizes that several formulas share. Each reads only the columns that `memory` and `seconds` name above.
-
-    @cached_property
-    def staged(self) -> Column:
-        """Whether the candidate is a pipeline."""
-        return self.columns[PIPELINE] > 1
-
-    @cached_property
-    def layers_held(self) -> Column:
-        """The layers that a rank holds, padding included.
-
-        Every chunk has as many places as the largest one has layers.
-        """
-        chunks = self.columns[PIPELINE] * self.columns["virtual"]
-        layers_of_chunk = -(-self.config.model.layers // chunks)
-        return layers_of_chunk * self.columns["virtual"]
-
-    @cached_property
-    def experts_of_layer(self) -> Column:
-        """The elements in use of one layer's experts, which ZeRO shards over `data` alone."""
-        axes = jax.tree.leaves(self.model.axes[BLOCKS], is_leaf=lambda axes: isinstance(axes, tuple))
-        leaves = zip(jax.tree.leaves(self.model.abstract[BLOCKS]), axes, strict=True)
-        elements = sum(leaf.size for leaf, names in leaves if "experts" in names)
-        return elements / self.config.model.layers / (self.columns[MODEL] * self.columns[EXPERT])
-
-    @cached_property
-    def layer_beside_experts(self) -> Column:
-        """The elements in use of one layer's other parameters, which ZeRO shards over `data` and `expert`."""
-        elements = sum(leaf.size for leaf in jax.tree.leaves(self.model.abstract[BLOCKS]))
-        whole = elements / self.config.model.layers / self.columns[MODEL]
-        return whole - self.experts_of_layer * self.columns[EXPERT]
-
-    @cached_property
-    def layer(self) -> Column:
-        """The elements of one layer in use."""
-        return self.layer_beside_experts + self.experts_of_layer
-
-    @cached_property
-    def embeddings(self) -> Column:
-        """The elements in use of the parameters outside the layers, nearly all of which are embedding tables."""
-        return sum(leaf.size for leaf in self._leaves_outside()) / (self.columns[MODEL] * self.columns[PIPELINE])
-
-    @cached_property
-    def table(self) -> Column:
-        """The elements in use of the largest parameter outside the layers."""
-        return max(leaf.size for leaf in self._leaves_outside()) / (self.columns[MODEL] * self.columns[PIPELINE])
-
-    @property
-    def vocab_shared(self) -> bool:
-        """Whether each stage holds a part of the vocabulary; an empty rule leaves it whole."""
-        return bool(self.config.parallel.rules.vocab)
-
-    @cached_property
-    def experts(self) -> Column:
-        """The elements in use of the experts of all layers."""
-        return self.layers_held * self.experts_of_layer
-
-    @cached_property
-    def beside_experts(self) -> Column:
-        """The elements in use of all other parameters."""
-        return self.layers_held * self.layer_beside_experts + self.embeddings
-
-    @cached_property
-    def in_use(self) -> Column:
-        """The elements of all parameters in use."""
-        return self.beside_experts + self.experts
-
-    def _sharded(self, beside_experts: Column, experts: Column) -> Column:
-        """Return the elements at rest in a replica of so many in use: ZeRO shards what it shards over other axes."""
-        sharded = beside_experts / (self.columns[DATA] * self.columns[EXPERT]) + experts / self.columns[DATA]
-        return np.where(self.columns["zero"] > 0, sharded, beside_experts + experts)
-
-    @cached_property
-    def at_rest(self) -> Column:
-        """The elements of all parameters at rest in a replica."""
-        return self._sharded(self.beside_experts, self.experts)
-
-    @property
-    def compressed(self) -> bool:
-        """Whether gradients cross the replicas in fewer bits, so that each replica keeps errors."""
-        return self.config.parallel.gradient_compression != "exact"
-
-    @property
-    def alike(self) -> bool:
-        """Whether replicas hold the same between steps, so that they may share masters and optimizer state."""
-        return not changed_loss.given(self.config)
-
-    @cached_property
-    def replica_shards(self) -> Column:
-        """The parts into which the replicas split what ZeRO splits between steps."""
-        splits = (self.columns["zero"] > 0) & self.config.parallel.replica_zero & self.alike
-        return np.where(splits, self.columns[REPLICA], 1)
-
-    @cached_property
-    def held(self) -> Column:
-        """The elements of all parameters between steps."""
-        return self.at_rest / self.replica_shards
-
-    @cached_property
-    def crossing(self) -> Column:
-        """The elements of all parameters that cross the replicas; data and expert split them at stage 0 too."""
-        of_experts = self.experts / self.columns[DATA]
-        return self.beside_experts / (self.columns[DATA] * self.columns[EXPERT]) + of_experts
-
-    @cached_property
-    def rows(self) -> Column:
-        """The rows of a micro-batch on one device."""
-        parts = self.columns["micro"] * self.columns[REPLICA] * self.columns[DATA] * self.columns[EXPERT]
-        return self.config.train.global_batch_size // parts
-
-    @property
-    def width(self) -> int:
-        """The bytes of an element in the dtype of the computation."""
-        return compute_width(self.config)
-
-    def _leaves_outside(self) -> list[jax.ShapeDtypeStruct]:
-        """Return the parameters outside the layers."""
-        return jax.tree.leaves({name: tree for name, tree in self.model.abstract.items() if name != BLOCKS})
-
-    def _remat(self, *names: str) -> Column:
-        """Return whether the candidate has one of these kinds of activation checkpointing."""
-        return np.isin(self.columns["remat"], [REMATS.index(name) for name in names])
 
     # Memory, in bytes of one device.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-from jaxdist.config import Config
+from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.mesh import DATA, EXPERT
 from jaxdist.request.checks.mesh import fit
 from jaxdist.request.checks.registry import check, unused
@@ -68,3 +69,29 @@ def _experts(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
         yield f"model.experts {experts} does not divide by {EXPERT}={ways} (mesh {config.mesh}); " + remedy(
             to("model.experts", multiples(ways, experts)), to(f"the {EXPERT} axis", fewer_ways)
         )
+
+
+def check_upcycling(model: ModelConfig, dense: ModelConfig, folder: Path) -> None:
+    """Raise `RequestError` where a mixture cannot compute at first what the dense run in `folder` does.
+
+    `dense` is the model of that run, of any family but that of `model`.
+    """
+    if dense.family != "llama":
+        raise RequestError(
+            f"init_from '{folder}' is a run of model.family {dense.family}, whose layers are not those of "
+            f"{model.family}; begin with a run of llama, or of {model.family}"
+        )
+    because = f"but init_from '{folder}' is a dense run, and its MLP is each expert of a token at first"
+    problems = []
+    if not model.router_renormalize:
+        problems.append(
+            f"model.router_renormalize is False, {because}: set it to true, so that their weights add up to 1"
+        )
+    if model.router_scale != 1:
+        problems.append(f"model.router_scale is {model.router_scale:g}, {because}: leave it out, which means 1")
+    if model.expert_size != dense.mlp_size:
+        problems.append(
+            f"the experts have a width of {model.expert_size}, {because}: set model.expert_mlp to {dense.mlp_size}"
+        )
+    if problems:
+        raise RequestError(*problems)

@@ -276,7 +276,8 @@ def _batch(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
         knob = "pipeline.microbatches" if shape[PIPELINE] > 1 else "train.accumulation"
         factors.append(f"{knob} {k}")
     if ranks > 1:
-        factors.append(f"{ranks} data ranks (mesh {config.mesh})")
+        axes = " x ".join(axis for axis in BATCH_AXES if shape[axis] > 1)
+        factors.append(f"{ranks} {axes} ranks (mesh {config.mesh})")
     near = " or ".join(map(str, multiples(k * ranks, size)))
     yield f"train.global_batch_size {size} does not divide by {' x '.join(factors)}; set it to {near}"
 
