@@ -304,11 +304,7 @@ class _Stream:
         rerun = int(self.pipe.recomputes and depth > 1)
         merged = int(self.pipe.recomputes and depth == 1)
         # B sends the rows again, unless only W needs them: the results of the matmuls with them are kept then.
-        block = self.config.model.remat == "block"
-        again = int(not self.pipe.schedule.split or block)
-        if block and not self.pipe.schedule.split and self.layout.platform == "cpu":
-            # XLA:CPU does not merge what a recomputed block sends with what the gradients of weights need.
-            again += 1
+        again = int(not self.pipe.schedule.split or self.config.model.remat == "block")
         # The loads make the gradient of the loss, and are themselves the gradients of parameters that count.
         sums = backward + 2 * weights if self.pipe.schedule.split else 2 * backward
         calls = expert_traffic.Calls(
