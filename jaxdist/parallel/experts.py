@@ -213,10 +213,12 @@ class Dispatch:
         y = self.one_round(line, 0, self.rounds.first, x, p, gate_up, down)
         over = jnp.maximum(jnp.max(line.length) - self.rounds.first, 0)
         further = -(-over // self.rounds.further)
-        # All devices that exchange rows take equally many rounds. Those that split the width of the experts have the
-        # same tokens; with them it is a matter of types.
-        others = tuple(axis for axis in (EXPERT, *self.layout.split("mlp")) if axis in region.varying(further))
-        further = lax.pmax(further, others) if others else further
+        # Devices that exchange rows, or split the width of the same experts, take equally many rounds. Others need not:
+        # they have other rows, or other layers.
+        together = (EXPERT, *self.layout.split("mlp"))
+        together = tuple(axis for axis in together if axis in region.varying(further))
+        if together:
+            further = lax.pmax(further, together)
         return y + further_rounds(self, line, further, x, p, gate_up, down), 1 + further
 
     @partial(

@@ -54,7 +54,7 @@ def test_the_tables_are_as_large_as_promised():
     size = {name: len("".join(map(_text, (ROOT / "jaxdist" / name).rglob("*.py"))).splitlines()) for name in folders}
     size["root"] = len("".join(map(_text, (ROOT / "jaxdist").glob("*.py"))).splitlines())
     for name, count in made.items():
-        share = OWN * size[name] / sum(size.values())
+        share = max(2, OWN * size[name] / sum(size.values()))
         assert count >= 2
         assert abs(count - share) < 1.5, (name, count, share)
 
