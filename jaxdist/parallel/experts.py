@@ -32,7 +32,7 @@ from jax import P, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxdist.mesh import EXPERT
+from jaxdist.mesh import EXPERT, PIPELINE
 from jaxdist.parallel import matmul, region
 from jaxdist.parallel.tensor import PRODUCT
 from jaxdist.sharding import Layout, Tree, wide
@@ -213,10 +213,9 @@ class Dispatch:
         y = self.one_round(line, 0, self.rounds.first, x, p, gate_up, down)
         over = jnp.maximum(jnp.max(line.length) - self.rounds.first, 0)
         further = -(-over // self.rounds.further)
-        # Devices that exchange rows, or split the width of the same experts, take equally many rounds. Others need not:
-        # they have other rows, or other layers.
-        together = (EXPERT, *self.layout.split("mlp"))
-        together = tuple(axis for axis in together if axis in region.varying(further))
+        # All devices take equally many rounds, but for the ranks of a pipeline, which are in other layers: XLA:CPU has
+        # waited forever where those that exchange no rows took others.
+        together = tuple(axis for axis in region.varying(further) if axis != PIPELINE)
         if together:
             further = lax.pmax(further, together)
         return y + further_rounds(self, line, further, x, p, gate_up, down), 1 + further

@@ -42,7 +42,7 @@ from jaxdist.parallel import heads, region
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.heads import HeadDeal
 from jaxdist.parallel.sink import with_sink
-from jaxdist.sharding import COUNTED, LAYERS, STAGES, Layout, LogicalAxes, Params, partition, wide
+from jaxdist.sharding import COUNTED, LAYERS, STAGES, Layout, LogicalAxes, Params, axes_of, partition, wide
 
 Placements = dict[str, Any]
 """A `Placement` for every parameter, nested as the parameters are."""
@@ -63,8 +63,7 @@ class Placement:
     rest: P
     use: P
     over: tuple[str, ...] = ()
-    """Its ZeRO group, outermost first: the axes over which ZeRO shards it, where a dim divides. None splits it in use.
-    """
+    """Its ZeRO group, outermost first: the axes over which ZeRO shards it, if a dim divides. None splits it in use."""
     deal: HeadDeal | None = None
     """How its key/value heads are dealt in use; None where the heads of the mesh split them evenly."""
     deferred: frozenset[str] = frozenset()
@@ -99,11 +98,8 @@ class Placement:
         """How the parameter and its optimizer state lie between steps."""
         if self.replica_dim is None:
             return self.rest
-        split = list(self.rest.partitions)
-        # The group comes first, so that gathering the replicas' parts makes one rank's shard.
-        group = self.over if self.replica_dim == self.shard_dim else ()
-        split[self.replica_dim] = partition((*group, REPLICA))
-        return P(*split)
+        # The replicas come last, so that gathering their parts makes one rank's shard.
+        return _split_further(self.rest, self.replica_dim, (REPLICA,))
 
     @property
     def reduced(self) -> P:
@@ -128,9 +124,11 @@ class Placement:
 
         None means that every rank of the group holds all of the parameter: at ZeRO 0, or where no dim divides.
         """
-        if not self.over or partition(self.over) not in self.rest.partitions:
+        if not self.over:
             return None
-        return self.rest.partitions.index(partition(self.over))
+        # Inside of an axis that splits the dim in use, as `expert` does: a shard is a part of what a rank uses.
+        inside = [axes_of(part)[-len(self.over) :] for part in self.rest.partitions]
+        return inside.index(self.over) if self.over in inside else None
 
     def in_use(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape in use of a parameter of `shape`.
@@ -318,11 +316,10 @@ class Placement:
         return self.crossing_dim if self.shard_dim is None else self.shard_dim
 
     def _scattered(self, spec: P) -> P:
-        """Return `spec`, split over the group as gradients are after `reduce`."""
-        split = list(spec.partitions)
-        if self.scatter_dim is not None:
-            split[self.scatter_dim] = partition(self.over)
-        return P(*split)
+        """Return `spec`, which is that at rest or in use, split over the group as gradients are after `reduce`."""
+        if self.scatter_dim is None or (self.shard_dim is not None and spec == self.rest):
+            return P(*spec.partitions)
+        return _split_further(spec, self.scatter_dim, self.over)
 
     @property
     def _head_dim(self) -> int:
@@ -349,10 +346,16 @@ class Placement:
     @property
     def _shard(self) -> P:
         """The spec in use, but split over the group as at rest."""
-        split = list(self.use.partitions)
-        if self.shard_dim is not None:
-            split[self.shard_dim] = partition(self.over)
-        return P(*split)
+        if self.shard_dim is None:
+            return P(*self.use.partitions)
+        return _split_further(self.use, self.shard_dim, self.over)
+
+
+def _split_further(spec: P, dim: int, axes: tuple[str, ...]) -> P:
+    """Return `spec` with `dim` split over `axes` too, inside of the axes that split it already."""
+    split = list(spec.partitions)
+    split[dim] = partition((*axes_of(split[dim]), *axes))
+    return P(*split)
 
 
 def _without_first_dim(spec: P) -> P:
@@ -440,15 +443,17 @@ def _place(
     deferred = reduced & {REPLICA} if defers else frozenset()
     free = _free_dims(layout, axes_in_use, taken)
     over = group(layout, axes_in_use)
-    zero_dim = _first_that_divides(shape, free, layout.size(*over))
+    # ZeRO and the replicas split what a device has in use.
+    own = tuple(size // layout.parts(name) for size, name in zip(shape, axes_in_use, strict=True))
+    zero_dim = _first_that_divides(own, free, layout.size(*over))
     crossing_dim = None
     if sharded and zero_dim is not None:
-        rest[zero_dim] = partition(over)
+        rest[zero_dim] = partition((*axes_of(rest[zero_dim]), *over))
     elif not sharded and deferred:
         crossing_dim = zero_dim
     replica_dim = None
     if over_replicas and deferred:
-        replica_dim = _replica_dim(layout, shape, free, zero_dim, layout.size(*over))
+        replica_dim = _replica_dim(layout, own, free, zero_dim, layout.size(*over))
     use = layout.spec(axes_in_use, reduced=reduced)
     stacked = sum(name in (LAYERS, STAGES) for name in axes)
     counted = COUNTED in axes
@@ -462,9 +467,16 @@ def group(layout: Layout, axes: LogicalAxes) -> tuple[str, ...]:
 
 
 def _free_dims(layout: Layout, axes: LogicalAxes, taken: Collection[int]) -> list[int]:
-    """Return the dims that no axis splits in use, that count neither layers nor anything else and are not `taken`."""
+    """Return the dims that may be split at rest: they count neither layers nor anything else, and are not `taken`.
+
+    In use no axis splits them, or one over which ZeRO shards other parameters, as `expert` splits experts.
+    """
     whole = (LAYERS, COUNTED)
-    return [dim for dim, name in enumerate(axes) if name not in whole and not layout.split(name) and dim not in taken]
+
+    def is_free(dim: int, name: str | None) -> bool:
+        return name not in whole and set(layout.split(name)) <= set(ZERO_AXES) and dim not in taken
+
+    return [dim for dim, name in enumerate(axes) if is_free(dim, name)]
 
 
 def _first_that_divides(shape: tuple[int, ...], dims: Collection[int], ways: int) -> int | None:
