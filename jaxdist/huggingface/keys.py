@@ -49,6 +49,8 @@ class ModelType:
     """The window where the key is absent and layers may have one."""
     theta: float = 10_000.0
     """The base of rotary positions where none is given."""
+    unused: tuple[str, ...] = ()
+    """Keys that have no effect in this type."""
 
     @property
     def rotary(self) -> bool:
@@ -179,7 +181,7 @@ MODEL_TYPES = {
         family="moe",
         architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
         settings={
-            **_decoder(vocab=151936, kv_heads=4, mlp=6144),
+            **{key: setting for key, setting in _decoder(151936, 4, 0).items() if key != "intermediate_size"},
             "hidden_size": Setting("embed", 2048),
             "num_hidden_layers": Setting("layers", 24),
             "moe_intermediate_size": Setting("expert_mlp", 768),
@@ -199,6 +201,8 @@ MODEL_TYPES = {
         implied={**ROUTED, "qk_norm": "head"},
         maximum="max_position_embeddings",
         maximum_default=32768,
+        # The width of layers without experts, of which there are none.
+        unused=("intermediate_size",),
         window="unused",
     ),
     "gpt2": ModelType(

@@ -159,7 +159,7 @@ def to_json(model: ModelConfig, *, maximum: int, dtype: str, model_type: str | N
 def _unknown(config: dict[str, Any], kind: ModelType) -> Iterator[str]:
     """Yield a sentence for each key that is not in the tables."""
     known = NO_EFFECT | {*OFF, *kind.settings, *kind.allowed, kind.maximum}
-    known |= {setting.other for setting in kind.settings.values()}
+    known |= {*kind.unused, *(setting.other for setting in kind.settings.values())}
     if kind.rotary:
         known |= {*ROPE, *WINDOW}
     if kind.window in ("some", "unused"):
@@ -270,7 +270,7 @@ def _routed_json(model: ModelConfig, kind: ModelType) -> dict[str, Any]:
     """Return the keys of a model with experts that are not written as their knobs are."""
     factor = _balance_losses(model.layers, model.experts_per_token)
     config = {"router_aux_loss_coef": model.balance_loss / factor}
-    if "moe_intermediate_size" not in kind.settings:
+    if "intermediate_size" in kind.settings:
         config["intermediate_size"] = model.expert_size
     return config
 

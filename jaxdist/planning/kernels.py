@@ -124,7 +124,7 @@ class _Reader:
                 turns = 1
                 if instruction.opcode == "while":
                     turns = trips(self.program.computations, instruction) or 0
-                for callee in self._callees(instruction):
+                for callee in self._callees(instruction) if turns else []:
                     yield from self.run(callee, times * turns)
             elif instruction.opcode not in NOTHING and not instruction.opcode.endswith(("-done", "-update")):
                 yield instruction, times

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from jaxdist.config import Config
 from jaxdist.mesh import PIPELINE, REPLICA
+from jaxdist.models.experts import METERS
 from jaxdist.models.loss import chunk_length
 from jaxdist.parallel.gradient_compression import (
     BLOCK,
@@ -298,19 +299,26 @@ class _Stream:
         forward = depth * self.pipe.ticks("F")
         backward = depth * self.pipe.ticks("B")
         weights = depth * self.pipe.ticks("W")
-        rerun = int(self.pipe.recomputes)
+        # A chunk that is run again sends its tokens once more, and back. Where it is one layer, XLA merges what goes
+        # there with what the gradients of weights need.
+        rerun = int(self.pipe.recomputes and depth > 1)
+        merged = int(self.pipe.recomputes and depth == 1)
         # B sends the rows again, unless only W needs them: the results of the matmuls with them are kept then.
         again = int(not self.pipe.schedule.split or self.config.model.remat == "block")
         # The loads make the gradient of the loss, and are themselves the gradients of parameters that count.
         sums = backward + 2 * weights if self.pipe.schedule.split else 2 * backward
         calls = expert_traffic.Calls(
-            rows=2 * forward + (2 + again + 2 * rerun) * backward + weights,
+            rows=2 * forward + (2 + again + 2 * rerun + merged) * backward + weights,
             weights=forward + (2 + rerun) * backward,
             choices=forward + (1 + rerun) * backward,
             gradients=backward,
             sums=sums,
         )
         yield from expert_traffic.predict(self.config, self.layout, self.tokens, calls)
+        if self.config.model.traits.routed:
+            # Each stage has counted for its own layers.
+            numbers = len(METERS)
+            yield transfer(self.layout, "numbers to report", ALL_REDUCE, {PIPELINE}, 1, numbers, F32)
 
     def _reduced_again(self, logical: str) -> int:
         """Return whether B recomputes a matmul that contracts `logical`, back onto the residual stream."""

@@ -21,7 +21,8 @@ QWEN = GROUPED.model_copy(update={"head_dim": 12, "qkv_bias": True, "qk_norm": "
 OLMO = QWEN.model_copy(update={"qk_norm": "full"})
 LONG = MODEL.model_copy(update={"positions": 24})
 MODELS = {"apart": APART, "gpt": MODEL, "odd": ODD, "llama": GROUPED, "rows": ADDED_ROWS}
-MODELS |= {"qwen": QWEN, "olmo": OLMO, "long": LONG}
+ROUTED = GROUPED.model_copy(update={"family": "moe", "expert_mlp": 32, "shared_experts": 1})
+MODELS |= {"qwen": QWEN, "olmo": OLMO, "long": LONG, "routed": ROUTED}
 
 
 def config(mesh: str, precision: str, zero: int, sequence: bool = False, model=MODEL, **train) -> Config:
@@ -77,10 +78,14 @@ ROWS = [
     ("qwen", "2x4x1", "mixed", 3, True),
     ("olmo", "1x4x1", "float32", 0, False),
     ("long", "2x2x1", "bfloat16", 3, True),
+    ("routed", "data=2,expert=4", "float32", 3, False),
+    ("routed", "data=2,expert=2,model=2", "mixed", 1, True),
+    ("routed", "replica=2,expert=4", "bfloat16", 2, False),
+    ("routed", "data=2,expert=2", "mixed", 3, False),
 ]
 
 
-COMPILED = [ROWS[place] for place in (5, 1, 7, 8, 10, 11, 14, 17, 20)]
+COMPILED = [ROWS[place] for place in (5, 1, 7, 8, 10, 11, 14, 17, 20, 23)]
 """Each stage, precision, family and axis once or more."""
 
 

@@ -132,7 +132,7 @@ def test_the_questions_know_the_axis(plan):
 
 
 def test_the_command_tells_what_it_assumes(capsys):
-    asked = ["llama_1b", "--model.family=moe", "--model.layers=2", "--train.global-batch-size=8", "--devices=8"]
+    asked = ["llama_1b", "--model.family=moe", "--model.layers=2", "--train.global-batch-size=4", "--devices=2"]
     assert command.main([*asked, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert "has 1.25 times the mean" in told["assumed"]

@@ -154,6 +154,15 @@ def test_a_dry_run_names_the_gpus_that_are_large_enough(capsys):
     assert said["would fit"].startswith("h200 (128.6 GiB), b200 (164.1 GiB) of the GPUs a100, ")
 
 
+def test_a_dry_run_tells_of_experts_and_of_what_is_active(capsys):
+    """Published: 46.7 billion parameters, of which a token uses 12.9 (Jiang et al. 2024, section 1)."""
+    said = dry_run(capsys, "mixtral_8x7b", "--mesh=data=8,expert=8", "--target=h100")
+    assert said["model"] == "46,702,792,704 parameters, 12,879,925,248 of them active for a token"
+    # Of the lines of experts, the last one.
+    assert "the first round computes" in said["experts"]
+    assert "(output table included, 2 of 8 experts)" in said["arithmetic"]
+
+
 def test_a_dry_run_says_that_no_gpu_is_large_enough(capsys):
     assert dry_run(capsys, "llama_70b")["would fit"].startswith("none of the GPUs a100, gh200, h100, ")
 

@@ -190,36 +190,6 @@ PARALLEL = {
         "cnn_digits --mesh replica=2 --model.dropout 0.1 --parallel.gradient-compression int8",
         [("gradient_compression is int8", "set model.dropout to 0")],
     ),
-    "experts of a dense family": Wrong(
-        "--model.experts 4 --model.z-loss 0.001",
-        [("model.experts is 4, but model.family gpt", "no experts"), ("model.z_loss is 0.001", "no experts")],
-    ),
-    "an axis of experts without experts": Wrong(
-        "--model.family llama --mesh data=2,expert=2", [("expert=2, but model.family llama has no experts", "to data")]
-    ),
-    "experts that the axis does not divide": Wrong(
-        "--model.family moe --mesh expert=3 --train.global-batch-size 12",
-        [("model.experts 8 does not divide by expert=3", "set model.experts to 6 or 9, or the expert axis to 2 or 4")],
-    ),
-    "rows that the experts' axis does not divide": Wrong(
-        "--model.family moe --mesh data=2,expert=4 --train.global-batch-size 12",
-        [("train.global_batch_size 12 does not divide by 8 data ranks", "set it to 8 or 16")],
-    ),
-    "more experts for a token than there are": Wrong(
-        "--model.family moe --model.experts-per-token 9",
-        [("model.experts_per_token 9 is more than model.experts 8", "model.experts_per_token to 8")],
-    ),
-    "two widths of an expert": Wrong(
-        "--model.family moe --model.mlp 512 --model.expert-mlp 128",
-        [("model.mlp is 512, but model.family moe with model.expert_mlp 128 does not use it",)],
-    ),
-    "an expert's width that the model axis does not divide": Wrong(
-        "--model.family moe --mesh 1x4x1 --model.expert-mlp 126",
-        [("model.expert_mlp 126 does not divide by model=4", "set model.expert_mlp to 124 or 128")],
-    ),
-    "no room for any token": Wrong(
-        "--model.family moe --model.capacity-factor 0", [("model.capacity_factor is 0: must be more than 0",)]
-    ),
     "local steps of PipeDream": Wrong(
         "--mesh replica=2,pipeline=2 --pipeline.schedule pipedream --optimizer.clip 0 --train.local-steps 10",
         [("local_steps is 10", "pipedream", "pipeline.schedule to 1f1b")],

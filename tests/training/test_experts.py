@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from tests.training.curves import alike
-from tests.training.test_resume import kill_after, saved, without_times
+from tests.training.kills import kill_after
+from tests.training.test_resume import saved, without_times
 
 OPTIONS = (
     "--model.family=moe", "--model.experts=4", "--model.expert-mlp=16", "--model.shared-experts=1",

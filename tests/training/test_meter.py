@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
@@ -97,6 +98,43 @@ def test_tokens_are_those_of_all_micro_batches_and_mfu_is_of_all_devices(monkeyp
     assert line["tokens"] == tokens
     assert line["tokens_per_second"] == tokens / 10.0
     assert line["mfu"] == pytest.approx(tokens / 10.0 * played.run.task.flops / (2 * 1e9))
+
+
+@pytest.fixture
+def routed():
+    """A meter of a model with 8 experts, 2 for each token, and the lines and sentences that it logs."""
+    model = dict(family="moe", experts=8, expert_mlp=16)
+    config = Config(model=model, train=dict(steps=1000, global_batch_size=4), log=dict(every=1))
+    lines, said = [], []
+    log = SimpleNamespace(say=said.append, progress=lambda values: None, metrics=lines.append)
+    return meter.Meter(Run(config, devices=jax.devices()[:1]), log), lines, said
+
+
+def play(measured: meter.Meter, loads: list[float]) -> None:
+    """Steps whose fullest expert has so many times the mean load."""
+    zero = np.zeros((), np.int32)
+    for step, load in enumerate(loads, start=measured.ended + 1):
+        further = dict(balance_loss=1.5, z_loss=4.0, load_max=load, dispatch_rounds=2.0)
+        measured.step(step, Metrics(np.ones(()), zero, zero, zero, zero, further))
+        measured.flush()
+
+
+def test_a_line_of_a_routed_model_has_what_its_routers_tell(routed):
+    measured, lines, _ = routed
+    play(measured, [1.25])
+    told = {name: lines[0][name] for name in ("balance_loss", "z_loss", "load_max", "dispatch_rounds")}
+    assert told == dict(balance_loss=1.5, z_loss=4.0, load_max=1.25, dispatch_rounds=2.0)
+
+
+def test_a_router_that_stays_collapsed_is_one_warning(routed):
+    """Nearly all tokens at two of eight experts: four times the mean load."""
+    measured, _, said = routed
+    play(measured, [3.9] * 99 + [1.2] + [3.9] * 99)
+    assert said == []
+    play(measured, [3.9] * 200)
+    (warning,) = said
+    assert warning.startswith("warning: a router has collapsed: for 100 steps up to 200 ")
+    assert warning.endswith("raise model.balance_rate or model.balance_loss")
 
 
 def test_a_log_of_ten_thousand_steps_stays_under_128_kib(tmp_path):

@@ -108,7 +108,7 @@ def test_layers_and_places_have_masks_of_their_own():
 
     forward = setup.forward
     embed = lambda w, tokens, keys, starts: block(None, jnp.zeros((2, 3, 4)), keys, starts)
-    forward.model = SimpleNamespace(block=block, embed=embed)
+    forward.model = SimpleNamespace(block=block, embed=embed, cast=lambda params, dtype: params)
     with jax.disable_jit():
         tokens, keys = jnp.zeros((1, 2, 3), int), jax.random.split(jax.random.key(0))[None]
         forward.places = {"blocks": {"w": Placement(jax.P(), jax.P())}}

@@ -69,7 +69,7 @@ def test_experts_are_others_after_some_steps(options, dense, tmp_path):
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ("--model.router-renormalize=false", r"router_renormalize is False, but init_from .*/dense.* set it to true"),
+        ("--model.router-renormalize=false", r"router_renormalize is false, but init_from .*/dense.* set it to true"),
         ("--model.router-scale=2.5", r"router_scale is 2.5, but init_from .*/dense.* leave it out"),
         ("--model.mlp=64", r"width of 64, but init_from .*/dense.* set model.expert_mlp to 32"),
     ],
@@ -81,6 +81,7 @@ def test_what_would_compute_something_else_is_refused(options, dense, tmp_path, 
     assert not (tmp_path / "mixture").exists()
 
 
+@pytest.mark.slow
 def test_a_run_of_another_kind_is_refused(options, text, dense, tmp_path):
     gpt = over(SMALL, f"--data.path={text}", f"--run-dir={tmp_path / 'gpt'}", "--train.steps=1", "--validation.every=0")
     assert train.main(over(gpt, "--optimizer.warmup=0")) == 0

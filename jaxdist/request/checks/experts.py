@@ -85,7 +85,7 @@ def check_upcycling(model: ModelConfig, dense: ModelConfig, folder: Path) -> Non
     problems = []
     if not model.router_renormalize:
         problems.append(
-            f"model.router_renormalize is False, {because}: set it to true, so that their weights add up to 1"
+            f"model.router_renormalize is false, {because}: set it to true, so that their weights add up to 1"
         )
     if model.router_scale != 1:
         problems.append(f"model.router_scale is {model.router_scale:g}, {because}: leave it out, which means 1")
