@@ -210,7 +210,8 @@ def test_parameters_that_decide_keep_f32_in_any_compute_dtype():
     assert exact == {"blocks.mlp.router", "blocks.mlp.balance", "blocks.mlp.meter"}
 
 
-def test_taking_and_adding_up_are_transposes():
+@pytest.mark.parametrize("devices", thinned([(1,), (2,)], 2, first=1))
+def test_taking_and_adding_up_are_transposes(devices):
     """Of each other, in the first round and in a further one, for tokens and for their choices."""
     rng = np.random.default_rng(0)
     choice = np.stack([rng.permutation(E)[:2] for _ in range(S)])
@@ -218,9 +219,9 @@ def test_taking_and_adding_up_are_transposes():
     line = queues(jnp.asarray(choice), E)
     met = np.zeros((S, 2), int)
     for first, size in ((0, 8), (8, 4), (12, 4)):
-        for at, sitters in zip(seats(line, first, size), (S, 2 * S), strict=True):
+        for at, sitters in zip(seats(line, first, size, devices), (S, 2 * S), strict=True):
             x = rng.integers(-9, 10, (sitters, D)).astype(np.float32)
-            y = rng.integers(-9, 10, (size, E, D)).astype(np.float32)
+            y = rng.integers(-9, 10, (devices * size, E // devices, D)).astype(np.float32)
             taken, pull_x = jax.vjp(partial(take, at=at), x)
             added, pull_y = jax.vjp(partial(add_up, at=at), y)
             assert (taken * y).sum() == (x * added).sum() != 0
