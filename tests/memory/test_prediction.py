@@ -20,8 +20,8 @@ APART = MODEL.model_copy(update={"documents": "apart"})
 QWEN = GROUPED.model_copy(update={"head_dim": 12, "qkv_bias": True, "qk_norm": "head", "window": 5})
 OLMO = QWEN.model_copy(update={"qk_norm": "full"})
 LONG = MODEL.model_copy(update={"positions": 24})
-MODELS = {"apart": APART, "gpt": MODEL, "odd": ODD, "llama": GROUPED, "rows": ADDED_ROWS}
 ROUTED = GROUPED.model_copy(update={"family": "moe", "expert_mlp": 32, "shared_experts": 1})
+MODELS = {"apart": APART, "gpt": MODEL, "odd": ODD, "llama": GROUPED, "rows": ADDED_ROWS}
 MODELS |= {"qwen": QWEN, "olmo": OLMO, "long": LONG, "routed": ROUTED}
 
 
