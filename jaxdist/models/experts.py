@@ -146,8 +146,9 @@ class Experts(nnx.Module):
             choice = lax.all_gather(choice, stream, axis=1, tiled=True)
         b, s, d = x.shape
         k = rule.per_token
-        dispatch = Dispatch(layout, rounds_for(b * s, k, rule.experts, self.capacity_factor))
-        y, rounds = dispatch(x.reshape(-1, d), p.reshape(-1, k), choice.reshape(-1, k), gate_up, down)
+        rounds = rounds_for(b * s, k, rule.experts, self.capacity_factor)
+        dispatch = Dispatch(layout, rounds, alone=not self.layout.manual)
+        y, taken = dispatch(x.reshape(-1, d), p.reshape(-1, k), choice.reshape(-1, k), gate_up, down)
         y = y.reshape(b, s, d)
         if shared:
             y = y + _shared_expert(layout, x, *shared)
@@ -155,7 +156,7 @@ class Experts(nnx.Module):
 
         # A row's loss is whole on each device that holds a part of the row.
         own_loss = routes.balance_loss / layout.size(*stream)
-        told = jnp.stack([own_loss, routes.z_loss, own_tokens * rounds.astype(own_loss.dtype)])
+        told = jnp.stack([own_loss, routes.z_loss, own_tokens * taken.astype(own_loss.dtype)])
         return count(y, meter, region.vary(told.astype(meter.dtype), region.varying(y)))
 
 

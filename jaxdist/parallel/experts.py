@@ -32,7 +32,7 @@ from jax import P, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxdist.mesh import EXPERT, PIPELINE
+from jaxdist.mesh import EXPERT, PIPELINE, REPLICA
 from jaxdist.parallel import matmul, region
 from jaxdist.parallel.tensor import PRODUCT
 from jaxdist.sharding import Layout, Tree, wide
@@ -190,6 +190,8 @@ class Dispatch:
 
     layout: Layout
     rounds: Rounds
+    alone: bool = True
+    """Whether the region is that of this layer alone, and not a pipeline's, which may put off gradients of weights."""
 
     def __call__(
         self,
@@ -210,15 +212,17 @@ class Dispatch:
         line = queues(jnp.where(needs_any, choice, experts), experts)
         # As a matrix, XLA takes it as it lies, in the loop too. Of three dims it would make a copy in another order.
         gate_up = gate_up.reshape(*gate_up.shape[:2], -1)
-        y = self.one_round(line, 0, self.rounds.first, x, p, gate_up, down)
         over = jnp.maximum(jnp.max(line.length) - self.rounds.first, 0)
         further = -(-over // self.rounds.further)
-        # All devices take equally many rounds, but for the ranks of a pipeline, which are in other layers: XLA:CPU has
-        # waited forever where those that exchange no rows took others.
-        together = tuple(axis for axis in region.varying(further) if axis != PIPELINE)
+        # Devices that exchange rows, and those beside them on fast links, take equally many rounds. The ranks of a
+        # pipeline are in other layers.
+        together = tuple(axis for axis in region.varying(further) if axis not in (PIPELINE, REPLICA))
         if together:
             further = lax.pmax(further, together)
-        return y + further_rounds(self, line, further, x, p, gate_up, down), 1 + further
+        rest, *arrays = further_rounds(self, line, further, x, p, gate_up, down)
+        # The first round comes last, and its backward pass first, so that no two exchanges ever run at once.
+        line = line._replace(start=region.after(line.start, rest))
+        return self.one_round(line, 0, self.rounds.first, *arrays) + rest, 1 + further
 
     @partial(
         jax.checkpoint,
@@ -266,12 +270,14 @@ def further_rounds(
     p: Float[Array, "T k"],
     gate_up: Float[Array, "E D G"],
     down: Float[Array, "E F D"],
-) -> Float[Array, "T D"]:
-    """Return what the experts add to each token in the `count` rounds after the first: zeros if that had room for all.
+) -> tuple[Float[Array, "T D"], jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return what the experts add to each token in the `count` rounds after the first, zeros if that had room for all.
+
+    The last four arrays are returned too, for the first round: the backward pass can then wait for its gradients.
 
     A loop of unknown length has no derivative of its own. This one is a sum, and so are its derivatives.
     """
-    return _sum(count, lambda i: _further(dispatch, line, i)(x, p, gate_up, down))
+    return _sum(count, lambda i: _further(dispatch, line, i)(x, p, gate_up, down)), x, p, gate_up, down
 
 
 def _further(dispatch: Dispatch, line: Queues, i: Int[Array, ""]) -> Callable[..., jax.Array]:
@@ -293,13 +299,15 @@ def _sum(count: Int[Array, ""], term: Callable[[Int[Array, ""]], Tree]) -> Tree:
     return jax.tree.map(lambda t, a: t.astype(a.dtype), total, like)
 
 
-def _further_forward(dispatch: Dispatch, *inputs: Tree) -> tuple[jax.Array, Tree]:
+def _further_forward(dispatch: Dispatch, *inputs: Tree) -> tuple[Tree, Tree]:
     return further_rounds(dispatch, *inputs), inputs
 
 
-def _further_backward(dispatch: Dispatch, inputs: Tree, g: jax.Array) -> tuple[Tree, ...]:
-    # Two loops, each of which sends the rows, so that a pipeline may put off that of the weights' gradients.
+def _further_backward(dispatch: Dispatch, inputs: Tree, gradients: Tree) -> tuple[Tree, ...]:
+    # Two loops, each of which sends the rows, so that a pipeline may put off that of the weights' gradients. They come
+    # one after the other, after the first round's, and before what follows (`region.after`).
     line, count, x, p, gate_up, down = inputs
+    g, *of_first = gradients
 
     def of_tokens(i: jax.Array) -> Tree:
         turn = _further(dispatch, line, i)
@@ -309,7 +317,14 @@ def _further_backward(dispatch: Dispatch, inputs: Tree, g: jax.Array) -> tuple[T
         turn = _further(dispatch, line, i)
         return jax.vjp(lambda gate_up, down: turn(x, p, gate_up, down), gate_up, down)[1](g)
 
-    return None, None, *_sum(count, of_tokens), *_sum(count, of_weights)
+    # In a pipeline the gradients of tokens must not wait for those of weights.
+    first_ones = of_first if dispatch.alone else of_first[:2]
+    tokens = _sum(region.after(count, *first_ones), of_tokens)
+    weights = _sum(region.after(count, *tokens, *of_first), of_weights)
+    dx, dp, *dw = (first + more for first, more in zip(of_first, (*tokens, *weights), strict=True))
+    if dispatch.alone:
+        dx = region.after(dx, *dw)
+    return None, None, dx, dp, *dw
 
 
 further_rounds.defvjp(_further_forward, _further_backward)

@@ -45,6 +45,9 @@ class Toy:
         is_shape = lambda a: isinstance(a, tuple)
         self.abstract = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=is_shape)
 
+    def cast(self, params, dtype):
+        return jax.tree.map(lambda w: w.astype(dtype), params)
+
     def embed(self, params, tokens, keys, starts=None):
         return dropout(self.layout, lookup(self.layout, params["table"], tokens), self.rate, keys, site=0)
 
