@@ -139,7 +139,7 @@ EXPERTS = {"experts": ("expert",)}
     ],
 )
 def test_experts_of_a_module_lie_apart_and_learn_what_they_do_on_one_device(mesh, zero, rules):
-    """The gradient of each step is in the parameters after it. ZeRO splits the dim behind that of the experts."""
+    """The gradient of each step is in the parameters after it. ZeRO splits a device's own experts."""
     wanted, _, on_one = after_steps("1x1x1")
     losses, on_mesh, params = after_steps(mesh, zero=zero, rules=rules)
     assert losses == pytest.approx(wanted, rel=1e-5)
@@ -147,7 +147,7 @@ def test_experts_of_a_module_lie_apart_and_learn_what_they_do_on_one_device(mesh
     jax.tree.map(close, jax.device_get(params), jax.device_get(on_one))
     up = params["up"].addressable_shards[0].data.shape
     sizes = on_mesh.mesh.shape
-    assert up == (4 // sizes["expert"], 12 // sizes["data"], 16 // sizes["model"])
+    assert up == (4 // sizes["expert"] // sizes["data"], 12, 16 // sizes["model"])
 
 
 PRECISIONS = [
