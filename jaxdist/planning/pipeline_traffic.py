@@ -298,7 +298,7 @@ class _Stream:
         depth = self.pipe.stages.depth
         forward = depth * self.pipe.ticks("F")
         backward = depth * self.pipe.ticks("B")
-        weights = depth * self.pipe.ticks("W")
+        weights = depth * self.pipe.ticks("W") if self.pipe.schedule.split else 0
         # A chunk that is run again sends its tokens once more, and back. Where it is one layer, XLA merges what goes
         # there with what the gradients of weights need.
         rerun = int(self.pipe.recomputes and depth > 1)
@@ -315,7 +315,7 @@ class _Stream:
             sums=sums,
         )
         yield from expert_traffic.predict(self.config, self.layout, self.tokens, calls)
-        if self.config.model.traits.routed:
+        if self.config.model.traits.routed and self.pipe.flush:
             # Each stage has counted for its own layers.
             numbers = len(METERS)
             yield transfer(self.layout, "numbers to report", ALL_REDUCE, {PIPELINE}, 1, numbers, F32)
