@@ -15,7 +15,7 @@ from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.zero import group, is_axes
 from jaxdist.planning import parameter_layout
-from jaxdist.sharding import BATCH, STAGES, Layout, LogicalAxes, Rules, Tree, name_of, named
+from jaxdist.sharding import BATCH, COUNTED, STAGES, Layout, LogicalAxes, Rules, Tree, name_of, named
 from jaxdist.training.forward.module import Scope
 from jaxdist.training.forward.step import Forward
 from jaxdist.units import remedy, to
@@ -96,6 +96,8 @@ def layout_of(mesh: jax.sharding.Mesh, model: Foreign, rules: Rules, scope: Scop
     names = {name for axes in axes_of_parameters for name in axes if name}
     if BATCH in {*names, *rules}:
         raise ValueError(f"'{BATCH}' names the rows, which {' and '.join(BATCH_AXES)} split; rename the axis")
+    if COUNTED in {*names, *rules}:
+        raise ValueError(f"'{COUNTED}' names numbers that have counts in the place of gradients; rename the axis")
     always = {BATCH: BATCH_AXES, STAGES: (PIPELINE,)}
     layout = Layout.on(mesh, {**always, **rules}, names={*names, *always})
     for name, axes in rules.items():

@@ -186,7 +186,7 @@ def test_adamw_in_float64(row):
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True], ids=["bfloat16", "mixed"])
 def test_bfloat16_is_close_to_one_device_in_bfloat16(keep):
-    """Bounds as for dense models; a near tie that is rounded otherwise sends a token to another expert."""
+    """A near tie that is rounded otherwise sends a token to another expert, so the bounds are wide."""
     row = Row("softmax", "data=2,expert=2", 3, 2, False, "none", 1.25)
     options = dict(dtype=jnp.bfloat16, keep=keep)
     wanted = one_device(row.model, *options.items())
