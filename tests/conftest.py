@@ -49,5 +49,8 @@ def caches(tmp_path_factory):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Two processes, each of which compiles on little more than one core; none for single files, which start faster."""
-    return 0 if all(".py" in argument for argument in config.args) else 2
+    """Three processes: two that compile on little more than a core each, and one for the tests that wait for others.
+
+    None for single files, which start faster.
+    """
+    return 0 if all(".py" in argument for argument in config.args) else 3
