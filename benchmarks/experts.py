@@ -7,7 +7,7 @@ einsum, T k / E of them by each expert: token t goes to experts that its number 
 gathers, no capacity and no loop; router, attention, head and optimizer are the same. All programs take turns, step by
 step. Printed are medians, and the median of each turn's ratio to the sorted step.
 
-even      every token's experts are drawn at random, so that loads are as even as those of a balanced router
+even      every token's experts are drawn at random, so that loads are as even as a balanced router makes them
 new       a router with its first weights, whose loads are not: more rounds, or more room in the first
 """
 

@@ -1,7 +1,6 @@
 """Llama (Touvron et al. 2023, section 2.2; Llama 3: Grattafiori et al. 2024, section 3.2).
 
-Pre-norm blocks of RMSNorm, rotary positions, grouped-query attention and SwiGLU; no biases, no dropout; tied or untied
-output. The rotary frequencies are not scaled for contexts beyond those of the training, as Llama 3.1 scales them.
+Pre-norm blocks of RMSNorm, rotary positions, grouped-query attention and SwiGLU; no dropout; tied or untied output.
 """
 
 from __future__ import annotations
