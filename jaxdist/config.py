@@ -251,6 +251,8 @@ class ParallelConfig(Section):
     """ZeRO stage over data: 1 shards optimizer and parameters at rest; 2 gradients too; 3 (FSDP) gathers by layer."""
     sequence: bool = False
     """Sequence parallelism: shard the residual stream along the sequence over the model axis."""
+    context: Literal["auto", "ring", "ulysses"] = "auto"
+    """Attention over the axis context: ring sends keys and values round, ulysses exchanges heads; auto: fewer bytes."""
     replica_zero: bool = True
     """From ZeRO 1 on, shard masters and optimizer state over replica too; weights are gathered once per step."""
     gradient_compression: GradientCompression = "exact"
@@ -282,6 +284,11 @@ class PipelineConfig(Section):
     def asynchronous(self) -> bool:
         """Whether a step begins before the previous one has ended."""
         return self.schedule == "pipedream"
+
+    @property
+    def branches(self) -> bool:
+        """Whether each rank takes branches of its own; in other schedules all ranks run the same operations."""
+        return self.schedule in ("zb-h1", "pipedream")
 
     @property
     def micro(self) -> int:

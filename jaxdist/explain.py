@@ -137,11 +137,11 @@ def _compiled(
     from jaxdist.planning import clusters
     from jaxdist.planning.cross_compile import compile_apart
     from jaxdist.planning.target import gpu_of
-    from jaxdist.sharding import Layout, rules
+    from jaxdist.sharding import Layout
 
     gpu = gpu_of(target) if target else None
     mesh = abstract_mesh(dict(zip(AXES, numbers.shape, strict=True)))
-    layout = Layout.on(mesh, rules(config), gpu or CPU)
+    layout = Layout.of(config, mesh, gpu or CPU)
     program = compile_apart(lower, target, count)
     if target:
         # Neighbours in the mesh share a host, as in a run.

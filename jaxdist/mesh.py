@@ -39,7 +39,7 @@ AXES_OVER_SITES = (REPLICA, *(axis for axis in AXES if axis != REPLICA))
 BATCH_AXES = (REPLICA, DATA, EXPERT)
 """The axes that split the rows of a batch. Between its router and its experts, a token crosses `expert`."""
 
-ZERO_AXES = (DATA, EXPERT)
+ZERO_AXES = (DATA, EXPERT, CONTEXT)
 """The axes over which ZeRO may shard a parameter, outermost first. Gradients are partial sums over each of them."""
 
 LAYER_AXES = (MODEL,)
@@ -47,9 +47,6 @@ LAYER_AXES = (MODEL,)
 
 FAST = (EXPERT, CONTEXT, MODEL)
 """The axes that communicate in every layer, and need the fastest links."""
-
-BUILT = (*BATCH_AXES, *LAYER_AXES, PIPELINE)
-"""The axes that this version implements; the others must be 1."""
 
 MOST_CPU_DEVICES = 1024
 """Most devices that a CPU is split into: JAX takes CPU devices numbered 2048 and above for those of other processes."""
@@ -113,11 +110,6 @@ def _shape_problems(text: str, shape: MeshShape) -> list[str]:
     problems = []
     if list(shape.values()).count(FILL) > 1:
         problems.append(f"mesh '{text}' has more than one -1; only one axis can be filled")
-    for axis, size in shape.items():
-        if axis not in BUILT and size != 1:
-            problems.append(
-                f"mesh '{text}' asks for {axis}={size}, but {axis} parallelism is not built yet; set {axis} to 1"
-            )
     devices = devices_asked(shape)
     if devices > MOST_DEVICES:
         problems.append(f"mesh '{text}' asks for {devices} devices; at most {MOST_DEVICES} are planned or used")

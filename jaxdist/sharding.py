@@ -21,16 +21,23 @@ import jax.numpy as jnp
 from jax import P
 from jax.sharding import reshard
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxdist.config import Config, nearest
-from jaxdist.mesh import AXES, BATCH_AXES, EXPERT, MODEL, PIPELINE
+from jaxdist.context import Index, is_ring, zigzag
+from jaxdist.mesh import AXES, BATCH_AXES, CONTEXT, EXPERT, MODEL, PIPELINE
 
 LAYERS = "layers"
 """The logical axis of the dim that stacks layers."""
 
 BATCH = "batch"
 """The logical axis of the rows of a batch."""
+
+SEQUENCE = "sequence"
+"""The logical axis of the tokens of a row, of S in all activations."""
+
+RESIDUAL = "residual"
+"""The logical axis of the tokens of a row on the residual stream, which sequence parallelism splits further."""
 
 COUNTED = "counted"
 """The logical axis of a parameter whose gradient is a count, such as of tokens, in the place of a derivative."""
@@ -40,8 +47,8 @@ STAGES = "stages"
 
 LETTERS = dict(
     B=BATCH,
-    S="sequence",
-    s="residual",
+    S=SEQUENCE,
+    s=RESIDUAL,
     D="embed",
     F="mlp",
     N="heads",
@@ -70,6 +77,8 @@ Rules = Mapping[str, Sequence[str]]
 
 RULES: Rules = dict(
     batch=BATCH_AXES,
+    sequence=(CONTEXT,),
+    residual=(CONTEXT,),
     heads=(MODEL,),
     mlp=(MODEL,),
     vocab=(PIPELINE, MODEL),
@@ -87,8 +96,9 @@ def rules(config: Config) -> Rules:
         split[name] = (axis,) if axis else ()
     if split["vocab"]:
         split["vocab"] = RULES["vocab"]
-    # Sequence parallelism shards the residual stream over the same devices as the heads.
-    split["residual"] = split["heads"] if config.parallel.sequence else ()
+    if config.parallel.sequence:
+        # Sequence parallelism shards the residual stream over the same devices as the heads.
+        split[RESIDUAL] = (*RULES[RESIDUAL], *split["heads"])
     return {**RULES, **split}
 
 
@@ -107,6 +117,8 @@ class Layout:
     manual: bool = False
     """Whether the model runs inside a pipeline's manual region. Arrays there are per-device shards, specs are empty,
     and `parallel.tensor` writes the collectives explicitly."""
+    zigzag: bool = False
+    """Whether rows that `context` splits lie in zigzag order, for ring attention; else in order, for Ulysses."""
 
     @classmethod
     def on(
@@ -126,6 +138,16 @@ class Layout:
         sizes = {name: size for name, size in mesh.shape.items() if size > 1}
         split = {name: tuple(axis for axis in sizes if axis in axes) for name, axes in rules.items()}
         return cls(tuple(sizes.items()), device.platform, tuple(split.items()), _capability(device))
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+        device: jax.Device | None = None,
+    ) -> Layout:
+        """Return the layout that `config` asks for on a mesh; `device` is that of `on`."""
+        return replace(cls.on(mesh, rules(config), device), zigzag=is_ring(config, mesh.shape))
 
     def without(self, axis: str) -> Layout:
         """Return the layout of a part of the mesh that does not reach along `axis`."""
@@ -158,6 +180,37 @@ class Layout:
     def shard_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
         """Return the shape of a device's part of an array of `shape` with this spec."""
         return tuple(size // self.pieces(P(part)) for size, part in zip(shape, spec.partitions, strict=True))
+
+    @property
+    def tokens_over(self) -> tuple[str, ...]:
+        """The axes that split the tokens of a batch: its rows, and the sequence of each."""
+        return (*self.split(BATCH), *self.split(SEQUENCE))
+
+    @property
+    def sequence_parallel(self) -> tuple[str, ...]:
+        """The axes that split the residual stream further than other activations (sequence parallelism)."""
+        shared = self.split(SEQUENCE)
+        return tuple(axis for axis in self.split(RESIDUAL) if axis not in shared)
+
+    def order(self, index: Index, sequence: int) -> Index:
+        """Return the position in its row of the token at `index` of the `sequence` tokens of a row, as they lie."""
+        if not self.zigzag:
+            return index
+        return zigzag(index, sequence, self.parts(SEQUENCE))
+
+    def positions(self, length: int, logical: str = SEQUENCE) -> Int[Array, " S"]:
+        """Return the position in its row of each of the `length` tokens of an activation, laid out as they are.
+
+        `logical` is the logical axis of the tokens. Inside a manual region they are those of this device.
+        """
+        index = jnp.arange(length, dtype=jnp.int32)
+        axes = self.split(logical)
+        if not axes:
+            return index
+        if not self.manual:
+            return reshard(self.order(index, length), self.spec([logical]))
+        index += length * jax.lax.axis_index(axes)
+        return self.order(index, length * self.size(*axes))
 
     @property
     def ranks(self) -> int:
@@ -200,10 +253,10 @@ class Layout:
         the whole gradient of its own part.
         """
         own = {axis for name in logical for axis in self.split(name)}
-        axes = self.split("batch")
+        axes = self.tokens_over
         if "norm" in logical or COUNTED in logical:
             # A norm is applied element by element to the residual stream, whose sequence may be sharded too.
-            axes = (*axes, *self.split("residual"))
+            axes = (*axes, *self.split(RESIDUAL))
         if "head_norm" in logical:
             # All heads share one scale.
             axes = (*axes, *self.split("heads"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, UInt64
 
 from jaxdist.data.tokens import Tokens
-from jaxdist.sharding import Layout
+from jaxdist.sharding import BATCH, SEQUENCE, Layout
 
 Made = TypeVar("Made")
 
@@ -94,7 +94,12 @@ def train_batch(
     the layout splits it. A row of -1 is all padding.
     """
     abstract = abstract_batch(rows.size, sequence, accumulation, mesh, layout, apart=tokens.apart)
-    return global_batch(rows, abstract, partial(_read, tokens, sequence))
+    order = layout.order(np.arange(sequence), sequence)
+
+    def read(rows: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+        return {name: a[:, order] for name, a in _read(tokens, sequence, rows).items()}
+
+    return global_batch(rows, abstract, read)
 
 
 def abstract_batch(
@@ -108,7 +113,7 @@ def abstract_batch(
     if apart:
         names.append("starts")
     row = dict.fromkeys(names, jax.ShapeDtypeStruct((sequence,), np.int32))
-    return abstract_rows(row, rows, accumulation, mesh, layout)
+    return abstract_rows(row, rows, accumulation, mesh, layout, dims=(SEQUENCE,))
 
 
 def validation_batches(
@@ -171,7 +176,8 @@ def global_batch(
         key = wanted.tobytes()
         if key not in arrays_read:
             arrays_read[key] = read(wanted.ravel())
-        return arrays_read[key][name].reshape(*wanted.shape, *abstract[name].shape[2:])
+        rows_read = arrays_read[key][name].reshape(*wanted.shape, *abstract[name].shape[2:])
+        return rows_read[(slice(None), slice(None), *index[2:])]
 
     # `make_array_from_callback` takes the global shape and passes global indices, so the copies of a row on several
     # processes cannot differ; slicing by process number could make them differ without any error.
@@ -181,16 +187,23 @@ def global_batch(
 
 
 def abstract_rows(
-    row: dict[str, jax.ShapeDtypeStruct], rows: int, accumulation: int, mesh: jax.sharding.Mesh, layout: Layout
+    row: dict[str, jax.ShapeDtypeStruct],
+    rows: int,
+    accumulation: int,
+    mesh: jax.sharding.Mesh,
+    layout: Layout,
+    dims: Sequence[str] = (),
 ) -> AbstractBatch:
     """Return the shapes and shardings of `rows` rows in `accumulation` micro-batches, given those of one `row`.
 
-    The result also has "rows", the place of each row in the global batch.
+    `dims` are the logical axes of the first dims of each array of a row; the others are whole on every device. The
+    result also has "rows", the place of each row in the global batch.
     """
     batch = {}
     for name, one in {**row, "rows": jax.ShapeDtypeStruct((), np.int32)}.items():
         shape = (accumulation, rows // accumulation, *one.shape)
-        spec = layout.spec((None, "batch", *(None for _ in one.shape)))
+        logical = [*dims[: len(one.shape)], *(None for _ in one.shape[len(dims) :])]
+        spec = layout.spec((None, BATCH, *logical))
         batch[name] = jax.ShapeDtypeStruct(shape, one.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
     return batch
 

@@ -11,6 +11,7 @@ query sees itself and the W - 1 tokens before it; 0 means no window.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -18,9 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from jaxdist.sharding import Layout, wide
+from jaxdist.models.ring_blocks import QueryBlocks
+from jaxdist.parallel.context import Keys, Queries, Ring, Starts, ulysses, with_gradient
+from jaxdist.sharding import SEQUENCE, Layout, wide
 
 ATTENTION = "attention"
 """The checkpoint name of attention's results, for activation checkpointing (remat) policies."""
@@ -30,9 +33,6 @@ BLOCK = 128
 
 NO_DOCUMENTS = "cuDNN attention, as jax.nn offers it, knows no documents, and model.documents is apart"
 """Why cuDNN attention does not run where documents are kept apart."""
-
-Starts = Int[Array, "B S"] | None
-"""Where in its row the document of each position starts; None: a row is one document."""
 
 
 def causal_attention(
@@ -45,8 +45,50 @@ def causal_attention(
 ) -> Float[Array, "B S N H"]:
     """Attend to the past (Vaswani et al. 2017, eq. 1), softmax in f32; the heads are those of the whole mesh.
 
-    `attention_kernel` says which form runs.
+    `attention_kernel` says which form runs. Where `context` splits the sequence, keys or heads travel
+    (`parallel.context`).
     """
+    if not layout.split(SEQUENCE):
+        return _on_whole_rows(layout, q, k, v, starts, window)
+    if layout.manual:
+        return _on_parts_of_rows(layout, q, k, v, starts, window)
+    inner = replace(layout, manual=True)
+    own = layout.activation("BSNH")
+    documents = () if starts is None else (starts,)
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, *documents: jax.Array) -> jax.Array:
+        return _on_parts_of_rows(inner, q, k, v, documents[0] if documents else None, window)
+
+    specs = (own, own, own, *(layout.activation("BS") for _ in documents))
+    return jax.shard_map(local, in_specs=specs, out_specs=own)(q, k, v, *documents)
+
+
+def _on_parts_of_rows(
+    layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, window: int
+) -> jax.Array:
+    """Attend on a device that holds a part of each row, in a manual region."""
+
+    def saved(a: jax.Array) -> jax.Array:
+        return checkpoint_name(a, ATTENTION)
+
+    if not layout.zigzag:
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts) -> jax.Array:
+            return _on_whole_rows(layout, q, k, v, starts, window)
+
+        return ulysses(attend, q, k, v, starts, saved)
+    ranks = layout.parts(SEQUENCE)
+    at = layout.positions(q.shape[1])
+    ring = Ring(ranks, QueryBlocks(_effective(window, ranks * q.shape[1])), unroll=layout.platform == "cpu")
+    queries = Queries(q, at, starts)
+    keys = Keys(k, v, at)
+    # As in `_blocked_attention`: remat policies see nothing inside a custom VJP.
+    found = ring.attend(*jax.lax.stop_gradient((queries, keys)))
+    return with_gradient(ring, queries, keys, jax.tree.map(saved, found))
+
+
+def _on_whole_rows(layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, window: int) -> jax.Array:
+    """Attend where each device holds whole rows."""
     window = _effective(window, q.shape[1])
     if why_not_cudnn(layout, q.shape, q.dtype, starts is not None):
         return _blocked_attention(q, k, v, starts, window)

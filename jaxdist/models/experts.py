@@ -26,7 +26,7 @@ from jaxdist.models.layers import constant, weight
 from jaxdist.parallel import region
 from jaxdist.parallel.experts import ROUTING, Dispatch, rounds_for
 from jaxdist.parallel.tensor import einsum, enter, leave
-from jaxdist.sharding import COUNTED, Layout
+from jaxdist.sharding import COUNTED, RESIDUAL, Layout
 
 METERS = ("balance_loss", "z_loss", "dispatch_rounds")
 """What a layer reports, in the order of `Experts.meter`: each summed over tokens."""
@@ -129,7 +129,7 @@ class Experts(nnx.Module):
         """Do the work of `__call__` on one device's part of the residual stream and of the weights."""
         layout = replace(self.layout, manual=True)
         rule = self.router_rule
-        stream = layout.split("residual")
+        stream = layout.split(RESIDUAL)
         # The router reads what this device holds of the stream. Behind `enter`, its gradient would count once for each
         # device that splits the experts' width.
         routes = route(rule, stream, x, router, balance)
@@ -142,8 +142,8 @@ class Experts(nnx.Module):
         x = enter(layout, x, "mlp")
         p = enter(layout, p.astype(x.dtype), "mlp")
         choice = routes.choice
-        if stream:
-            choice = lax.all_gather(choice, stream, axis=1, tiled=True)
+        if layout.sequence_parallel:
+            choice = lax.all_gather(choice, layout.sequence_parallel, axis=1, tiled=True)
         b, s, d = x.shape
         k = rule.per_token
         rounds = rounds_for(b * s, k, rule.experts, self.capacity_factor)

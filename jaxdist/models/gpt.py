@@ -8,11 +8,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
-from jaxdist.models.attention import Starts
 from jaxdist.models.decoder import Decoder
-from jaxdist.models.layers import MLP, Attention, LayerNorm, dropout, weight
+from jaxdist.models.layers import MLP, Attention, LayerNorm, dropout, positions_of, weight
+from jaxdist.parallel.context import Starts
 from jaxdist.parallel.tensor import lookup
-from jaxdist.sharding import Layout, spread
+from jaxdist.sharding import RESIDUAL, SEQUENCE, Layout, spread
 
 
 class Block(nnx.Module):
@@ -44,8 +44,10 @@ class GPT(Decoder):
         self.vocab = config.vocab
         self.rate = config.dropout
         self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
-        # A table longer than a row is never split: the part that a device needs is not its part of the table.
-        self.whole_table = config.position_rows > config.sequence
+        # A table longer than a row is never split: the part that a device needs is not its part of the table. The same
+        # holds where `context` splits rows, which then may lie in another order.
+        in_parts = bool(layout.split(SEQUENCE))
+        self.whole_table = in_parts or config.position_rows > config.sequence
         dim = "positions" if self.whole_table else "residual"
         self.positions = weight(rngs, (config.position_rows, config.embed), (dim, "embed"), 0.01)
         self.blocks = jax.vmap(lambda rngs: Block(config, layout, rngs))(rngs.split(config.layers))
@@ -56,11 +58,11 @@ class GPT(Decoder):
         """Return the residual stream before the first block; positions are counted from the start of each document."""
         x = lookup(self.layout, self.table[...], tokens, size=self.vocab)
         table = self.positions[...]
-        if starts is None and not (self.whole_table and self.layout.split("residual")):
+        if starts is None and not (self.whole_table and self.layout.split(RESIDUAL)):
             x = x + spread(table[: tokens.shape[1]], x)
         else:
             # A lookup, because each row has its own positions, or each device its own part of the sequence.
             starts = jnp.zeros_like(tokens) if starts is None else starts
-            places = jnp.arange(tokens.shape[1], dtype=starts.dtype)[None] - starts
+            places = positions_of(self.layout, tokens.shape[1], starts)
             x = x + lookup(self.layout, table, places, "positions" if self.whole_table else "residual")
         return dropout(self.layout, x, self.rate, keys, site=0)

@@ -12,10 +12,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
-from jaxdist.models.attention import Starts, causal_attention
-from jaxdist.parallel import region
+from jaxdist.models.attention import causal_attention
+from jaxdist.parallel.context import Starts
 from jaxdist.parallel.tensor import einsum, enter, mean_over_heads
-from jaxdist.sharding import Layout, spread, wide
+from jaxdist.sharding import RESIDUAL, Layout, spread, wide
 
 
 def normal(key: Key[Array, ""], shape: Sequence[int], scale: float) -> Float[Array, "..."]:
@@ -181,8 +181,9 @@ class GroupedAttention(nnx.Module):
         q, k = self._normalised(q, k)
         # -> queries [B, S, K G, H], keys and values [B, S, K, H]
         q, k, v = (a.reshape(*a.shape[:2], -1, a.shape[4]) for a in (q, k, v))
-        q = rotary(q, self.frequencies, starts, self.attention_factor)
-        k = rotary(k, self.frequencies, starts, self.attention_factor)
+        positions = positions_of(self.layout, q.shape[1], starts)
+        q = rotary(q, self.frequencies, positions, self.attention_factor)
+        k = rotary(k, self.frequencies, positions, self.attention_factor)
         out = causal_attention(self.layout, q, k, v, starts, self.window)
         return einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...])
 
@@ -234,31 +235,34 @@ def _scaled(eps: float, x: jax.Array, mean_square: jax.Array, scale: jax.Array) 
     return (y * spread(scale, y)).astype(x.dtype)
 
 
+def positions_of(layout: Layout, length: int, starts: Starts) -> Int[Array, "... S"]:
+    """Return the positions of the `length` tokens of rows, [S], or from the start of each document, [B, S]."""
+    positions = layout.positions(length)
+    return positions if starts is None else positions[None] - starts
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1, 3))
 def rotary(
-    x: Float[Array, "B S N H"], frequencies: tuple[float, ...], starts: Starts = None, factor: float = 1.0
+    x: Float[Array, "B S N H"], frequencies: tuple[float, ...], positions: Int[Array, "... S"], factor: float = 1.0
 ) -> Float[Array, "B S N H"]:
     """Turn dims i and i + H/2 of position s by the angle s frequencies[i], and multiply by `factor`.
 
     So a query times a key depends only on how far apart they are (Su et al. 2021, section 3.2.2). The paper pairs
     neighbouring dims; halves are the same up to the order of the dims, and cheaper to cut. Nothing is kept for the
-    backward pass, which turns the gradient back. Where documents have `starts`, positions are counted from there.
+    backward pass, which turns the gradient back. `positions` are [S], or [B, S] where rows differ.
     """
-    return _turn(x, frequencies, factor, starts, 1)
+    return _turn(x, frequencies, factor, positions, 1)
 
 
-def _turn(x: jax.Array, frequencies: tuple[float, ...], factor: float, starts: Starts, way: int) -> jax.Array:
+def _turn(
+    x: jax.Array, frequencies: tuple[float, ...], factor: float, positions: Int[Array, "... S"], way: int
+) -> jax.Array:
     """Turn by the positions' angles (`way` 1), or back (-1)."""
-    sequence = x.shape[1]
     speeds = jnp.asarray(frequencies, wide(x.dtype))
-    places = jnp.arange(sequence, dtype=speeds.dtype)
-    # Angles are [S, H/2], or with documents [B, S, H/2]: `rows` gives the former a dim for B.
-    if starts is None:
-        angles = places[:, None] * speeds[None]
-        rows = None
-    else:
-        angles = (places[None] - starts)[..., None] * speeds[None, None]
-        rows = slice(None)
+    places = positions.astype(speeds.dtype)[..., None]
+    # Angles are [S, H/2] or [B, S, H/2]: `rows` gives the former a dim for B.
+    angles = places * speeds.reshape((1,) * positions.ndim + (-1,))
+    rows = None if positions.ndim == 1 else slice(None)
     cos = factor * jnp.cos(angles)[rows, :, None]
     sin = factor * way * jnp.sin(angles)[rows, :, None]
     a, b = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
@@ -266,15 +270,15 @@ def _turn(x: jax.Array, frequencies: tuple[float, ...], factor: float, starts: S
 
 
 def _rotary_forward(
-    x: jax.Array, frequencies: tuple[float, ...], starts: Starts, factor: float
-) -> tuple[jax.Array, Starts]:
-    return rotary(x, frequencies, starts, factor), starts
+    x: jax.Array, frequencies: tuple[float, ...], positions: jax.Array, factor: float
+) -> tuple[jax.Array, jax.Array]:
+    return rotary(x, frequencies, positions, factor), positions
 
 
 def _rotary_backward(
-    frequencies: tuple[float, ...], factor: float, starts: Starts, g: jax.Array
+    frequencies: tuple[float, ...], factor: float, positions: jax.Array, g: jax.Array
 ) -> tuple[jax.Array, None]:
-    return _turn(g, frequencies, factor, starts, -1), None
+    return _turn(g, frequencies, factor, positions, -1), None
 
 
 rotary.defvjp(_rotary_forward, _rotary_backward)
@@ -359,18 +363,16 @@ def dropout(
     """
     if keys is None or rate == 0.0:
         return x
-    whole = x.shape[1:]
-    if layout.manual:
-        # `x` is this device's part of the sequence; the mask is drawn for all of it, and cut, to be the same anywhere.
-        whole = (x.shape[1] * layout.parts("residual"), x.shape[2])
 
-    def mask_of_row(key: jax.Array) -> jax.Array:
-        return jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, whole)
+    def mask_of_token(key: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(jax.random.fold_in(key, position), 1 - rate, x.shape[2:])
 
-    masks = jax.vmap(mask_of_row)
-    if layout.manual:
-        keep = region.own(masks(keys), layout.split("residual"), dim=1)
-    else:
+    def mask_of_row(key: jax.Array, positions: jax.Array) -> jax.Array:
+        return jax.vmap(mask_of_token, in_axes=(None, 0))(jax.random.fold_in(key, site), positions)
+
+    masks = jax.vmap(mask_of_row, in_axes=(0, None))
+    if not layout.manual:
         # Each device draws its own part of the mask.
-        keep = jax.sharding.auto_axes(masks, out_sharding=jax.typeof(x).sharding.spec)(keys)
+        masks = jax.sharding.auto_axes(masks, out_sharding=jax.typeof(x).sharding.spec)
+    keep = masks(keys, layout.positions(x.shape[1], RESIDUAL))
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

@@ -10,9 +10,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
-from jaxdist.models.attention import Starts
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.layers import GroupedAttention, RMSNorm, SwiGLU, weight
+from jaxdist.parallel.context import Starts
 from jaxdist.parallel.tensor import lookup
 from jaxdist.sharding import Layout
 

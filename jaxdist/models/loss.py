@@ -1,18 +1,21 @@
-"""Cross-entropy of a language model, fused with the output projection and its gradient."""
+"""Cross-entropy of a language model, fused with the output projection and its gradient.
+
+It runs in a manual region, its own or a pipeline's, where chunks are cut from the part of a row that a device holds.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
 from jaxdist.parallel import region
 from jaxdist.parallel.tensor import leave
 from jaxdist.parallel.vocabulary import tokens_of, without_added
-from jaxdist.sharding import Layout, gradient_spec, scale_partial, wide
+from jaxdist.sharding import BATCH, RESIDUAL, SEQUENCE, Layout, wide
 
 CHUNK_ROWS = dict(cpu=256, gpu=4096)
 """Rows of logits that exist at a time on one device, by platform. Few stay in a CPU's cache; but each chunk reads and
@@ -41,7 +44,20 @@ def cross_entropy(
 
     On a GPU logits are kept in the dtype of `x`, elsewhere in f32 at least; what is computed from them is in f32.
     """
-    return _fused(layout, size, x, table, labels)
+    if layout.manual:
+        return _fused(layout, size, x, table, labels)
+    inner = replace(layout, manual=True)
+    table_spec = jax.typeof(table).sharding.spec
+
+    def local(x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
+        table = region.vary(table, table_spec.reduced)
+        return region.add_up(_fused(inner, size, x, table, labels), layout.tokens_over)
+
+    of_stream = layout.spec((None, BATCH, RESIDUAL, "embed"))
+    of_labels = layout.spec((None, BATCH, SEQUENCE))
+    return jax.shard_map(local, in_specs=(of_stream, table_spec, of_labels), out_specs=layout.spec(()))(
+        x, table, labels
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -64,7 +80,8 @@ def _fused_forward(
     layout: Layout, size: int | None, x: jax.Array, table: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """Return the loss, and as residuals its gradients for a cotangent of 1."""
-    partial_sums = layout.activation("BSD", unreduced=frozenset(layout.split("vocab")))
+    # Of a sequence that is gathered here, all devices that share it have the same.
+    axes = region.varying(x, table) - (set(layout.sequence_parallel) - region.varying(table))
 
     def micro_batch(
         carry: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]
@@ -82,18 +99,18 @@ def _fused_forward(
             # The gradient of the logits: softmax minus one-hot, zero for padding.
             g = jnp.where((ids >= 0)[..., None], jnp.exp(logits - lse) - hit, 0).astype(x.dtype)
             # Each device has its columns of the vocabulary, so its dx is a partial sum until `leave`.
-            dx_part = jnp.einsum("BSV,VD->BSD", g, table, out_sharding=partial_sums)
+            dx_part = jnp.einsum("BSV,VD->BSD", g, table)
             dx = jax.lax.dynamic_update_slice_in_dim(dx, dx_part, at, axis=1)
             d_table += _table_gradient(layout, part, g, table)
             return (loss + _nll(layout, logits, lse, ids), dx, d_table), None
 
         loss, d_table = carry
-        dx = reshard(region.zeros(x.shape, x.dtype, region.varying(x, table)), partial_sums)
+        dx = region.zeros(x.shape, x.dtype, axes)
         loss, dx, d_table = jax.lax.scan(chunk, (loss, dx, d_table), starts)[0]
         return (loss, d_table), leave(layout, dx, layout.split("vocab"))
 
     turned = _turned(layout, table)
-    zeros = reshard(region.zeros(turned.shape, wide(table.dtype), region.varying(x, table)), gradient_spec(turned))
+    zeros = region.zeros(turned.shape, wide(table.dtype), axes)
     zero = region.zeros((), wide(x.dtype), region.varying(labels))
     (loss, d_table), dx = jax.lax.scan(micro_batch, (zero, zeros), (x, labels))
     return loss, (dx, d_table, table)
@@ -104,7 +121,7 @@ def _fused_backward(
 ) -> tuple[jax.Array, jax.Array, None]:
     dx, d_table, table = saved
     dx = dx * g.astype(dx.dtype)
-    d_table = _turned(layout, scale_partial(d_table, g)).astype(table.dtype)
+    d_table = _turned(layout, d_table * g).astype(table.dtype)
     return dx, d_table, None
 
 
@@ -113,8 +130,7 @@ _fused.defvjp(_fused_forward, _fused_backward)
 
 def _table_gradient(layout: Layout, x: jax.Array, g: jax.Array, table: jax.Array) -> jax.Array:
     """Return a chunk's gradient of the table: [V, D], or on CPUs [D, V]."""
-    spec = gradient_spec(_turned(layout, table))
-    contract = partial(jnp.einsum, out_sharding=spec, preferred_element_type=wide(table.dtype))
+    contract = partial(jnp.einsum, preferred_element_type=wide(table.dtype))
     if layout.platform != "cpu":
         return contract("BSV,BSD->VD", g, x)
     # `x` is transposed, and not `g`, which is larger: see `parallel.matmul_cpu`.
@@ -145,15 +161,13 @@ def chunk_length(layout: Layout, sequence: int, rows: int) -> int:
 def _logits(layout: Layout, size: int | None, x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the logits, and their log sum exp, in f32 at least."""
     kept = wide(x.dtype) if layout.platform == "cpu" else x.dtype
-    logits = jnp.einsum("BSD,VD->BSV", x, table, out_sharding=layout.activation("BSV"), preferred_element_type=kept)
+    logits = jnp.einsum("BSD,VD->BSV", x, table, preferred_element_type=kept)
     # XLA fuses the cast into what uses it, which makes no array.
     logits = logits.astype(wide(x.dtype))
     if size is not None:
         logits = without_added(layout, logits, size)
-    if not layout.manual:
-        return logits, jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     vocab = layout.split("vocab")
-    # Log sum exp by hand, with the maximum and the sum taken over the devices that split the vocabulary.
+    # With the maximum and the sum taken over the devices that split the vocabulary.
     highest = jnp.max(logits, -1, keepdims=True)
     if vocab:
         highest = jax.lax.pmax(highest, vocab)
@@ -164,17 +178,16 @@ def _logits(layout: Layout, size: int | None, x: jax.Array, table: jax.Array) ->
 def _nll(layout: Layout, logits: jax.Array, lse: jax.Array, labels: jax.Array) -> jax.Array:
     """Return the summed negative log likelihood of the labels that are not negative."""
     target = jnp.sum(jnp.where(tokens_of(layout, logits) == labels[..., None], logits, 0), axis=-1)
-    if layout.manual:
-        target = region.add_up(target, layout.split("vocab"))
+    target = region.add_up(target, layout.split("vocab"))
     return jnp.sum(jnp.where(labels >= 0, lse[..., 0] - target, 0))
 
 
 def _whole_sequence(layout: Layout, x: jax.Array) -> jax.Array:
-    """Return `x` with S whole: a reshard, or inside a pipeline's region an all-gather."""
-    stream = layout.split("residual")
-    if layout.manual and stream:
-        x = jax.lax.all_gather(x, stream, axis=1, tiled=True, to="invarying")
-    return reshard(x, layout.activation("BSD"))
+    """Return `x` with what sequence parallelism splits gathered."""
+    stream = layout.sequence_parallel
+    if not stream:
+        return x
+    return jax.lax.all_gather(x, stream, axis=1, tiled=True, to="invarying")
 
 
 def _chunks(layout: Layout, x: jax.Array) -> tuple[int, jax.Array]:

@@ -94,7 +94,7 @@ def everything(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> Iterator[D
         return cross_entropy(layout, x, table, jnp.asarray(labels))
 
     def turn(layout: Layout, x: jax.Array) -> jax.Array:
-        return rotary(x, tuple(RopeScaling().frequencies(THETA, sizes.size)))
+        return rotary(x, tuple(RopeScaling().frequencies(THETA, sizes.size)), jnp.arange(sequence))
 
     yield from attention(sizes, dtype, device)
     plain_loss = partial(_plain_cross_entropy, labels)

@@ -37,7 +37,7 @@ def enter(layout: Layout, x: Float[Array, "B s D"], logical: str) -> Float[Array
     Call it once for all the weights that share `x`, so that their gradients are summed before they travel.
     """
     axes = layout.split(logical)
-    stream = layout.split("residual")
+    stream = layout.sequence_parallel
     if layout.manual:
         if stream:
             x = jax.lax.all_gather(x, stream, axis=1, tiled=True)
@@ -51,7 +51,7 @@ def enter(layout: Layout, x: Float[Array, "B s D"], logical: str) -> Float[Array
 
 def leave(layout: Layout, y: Float[Array, "B S D"], summed: Collection[str]) -> Float[Array, "B s D"]:
     """Reduce partial sums over the axes `summed` on their way back to the residual stream."""
-    stream = layout.split("residual")
+    stream = layout.sequence_parallel
     if layout.manual:
         return _leave_manual(y, summed, stream)
     if not summed or not stream:
@@ -137,9 +137,8 @@ def lookup(
     they found (Megatron-LM, section 3). A table that is split may have more rows than its `size`
     (`parallel.vocabulary`); these are outside of it.
     """
-    batch = layout.split("batch")
     split = layout.split(logical)
-    stream = layout.split("residual")
+    stream = layout.sequence_parallel
     dtype = table.dtype
 
     def rows_of(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -147,7 +146,7 @@ def lookup(
 
     def local(table: jax.Array, ids: jax.Array) -> jax.Array:
         # The gradient of the table becomes a partial sum of each device.
-        table = region.vary(table, batch)
+        table = region.vary(table, layout.tokens_over)
         if not split:
             return rows_of(table, ids).astype(dtype)
         own = ids - table.shape[0] * jax.lax.axis_index(split)

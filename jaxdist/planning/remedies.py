@@ -12,7 +12,7 @@ from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import memory
 from jaxdist.request.checks import check_mesh_fits
-from jaxdist.sharding import Layout, rules
+from jaxdist.sharding import Layout
 from jaxdist.units import closest, divisors, remedy
 
 MOST = 3
@@ -109,7 +109,7 @@ def _on_mesh(config: Config, model: Model | Foreign, layout: Layout, room: float
     """Return a mesh of this shape, if the model divides over it and the step fits there."""
     if not _divides(config, shape):
         return []
-    other = Layout.on(abstract_mesh(shape), rules(config), Like(layout))
+    other = Layout.of(config, abstract_mesh(shape), Like(layout))
     total = memory.predict(config, model, other).total
     if total > room:
         return []

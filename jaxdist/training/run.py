@@ -26,7 +26,7 @@ from jaxdist.planning.branch_check import across_ranks
 from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hardware import Gpu
 from jaxdist.request import Enough, check_mesh_fits
-from jaxdist.sharding import Layout, on_devices, rules
+from jaxdist.sharding import Layout, on_devices
 from jaxdist.training.forward.balance import balancing
 from jaxdist.training.forward.delayed_step import DelayedStep
 from jaxdist.training.forward.local_step import LocalStep, OuterRule
@@ -79,13 +79,13 @@ class Run:
         """One of the devices, or its description; all are of its kind."""
         check_mesh_fits(config, self.mesh.shape, batch)
 
-        self.layout = Layout.on(self.mesh, rules(config), self.device)
+        precision = _precision(config.precision, self.device.platform)
+        self.config = config = config.model_copy(update={"precision": precision})
+        self.layout = Layout.of(config, self.mesh, self.device)
         self.compiler_options = {}
         if not dry:
             sequence = self.layout.parts("residual") > 1
             self.compiler_options = xla_options.options_for(self.mesh, sequence, delayed(config, self.layout))
-        precision = _precision(config.precision, self.layout.platform)
-        self.config = config.model_copy(update={"precision": precision})
         model_layout = self.layout
         if self.mesh.shape[PIPELINE] > 1:
             # The model runs inside the pipeline's manual region.

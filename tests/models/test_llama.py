@@ -106,7 +106,7 @@ def test_scales_and_biases_of_attention_do_not_decay():
 def test_scores_depend_on_how_far_apart_positions_are(one_device):
     """And a rotation changes no length (Su et al. 2021, section 3.3)."""
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
-    q, k = (rotary(jnp.tile(a, (1, 40, 1, 1)), plain.frequencies(500.0, 16))[0, :, 0] for a in (q, k))
+    q, k = (rotary(jnp.tile(a, (1, 40, 1, 1)), plain.frequencies(500.0, 16), jnp.arange(40))[0, :, 0] for a in (q, k))
     scores = np.asarray(q @ k.T)
     for apart in (-7, 0, 1, 20):
         diagonal = np.diagonal(scores, apart)
@@ -117,7 +117,7 @@ def test_scores_depend_on_how_far_apart_positions_are(one_device):
 
 def test_rotary_turns_halves_and_its_gradient_is_the_derivative(one_device):
     x, g = jax.random.normal(jax.random.key(0), (2, 2, 10, 3, 8))
-    got, pull = jax.vjp(lambda x: rotary(x, plain.frequencies(100.0, 8)), x)
+    got, pull = jax.vjp(lambda x: rotary(x, plain.frequencies(100.0, 8), jnp.arange(x.shape[1])), x)
     wanted, pull_plain = jax.vjp(lambda x: turned(x, plain.frequencies(100.0, 8)), x)
     np.testing.assert_allclose(got, wanted, atol=1e-5)
     np.testing.assert_allclose(pull(g)[0], pull_plain(g)[0], atol=1e-5)

@@ -15,7 +15,7 @@ from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.pipeline.stages import stages_of
-from jaxdist.sharding import Layout, rules
+from jaxdist.sharding import Layout
 from jaxdist.training.forward.balance import balancing
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
@@ -71,8 +71,10 @@ def on_mesh(
     """A global batch, split into micro-batches, on the devices of `mesh`."""
 
     def put(a: np.ndarray) -> jax.Array:
+        if a.ndim == 2:
+            a = a[:, layout.order(np.arange(a.shape[1]), a.shape[1])]
         a = a.reshape(accumulation, -1, *a.shape[1:])
-        spec = layout.spec((None, "batch", None)[: a.ndim])
+        spec = layout.spec((None, "batch", "sequence")[: a.ndim])
         return jax.device_put(a, jax.sharding.NamedSharding(mesh, spec))
 
     numbers = np.arange(len(tokens), dtype=np.int32)
@@ -98,14 +100,16 @@ def train(
     platform: str = "cpu",
     replica_zero: bool = True,
     compression: Compression | None = None,
+    context: str = "auto",
 ) -> Outcome:
     """`accumulation` micro-batches of `count` rows; those of the `pipeline`, if the mesh has stages. Documents of a row
     are `apart` or joined. What is written otherwise for a `platform` runs here too."""
     shape = parse_mesh(mesh)
     devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
     pipeline = pipeline or PipelineConfig()
-    config = Config(model=model, parallel=ParallelConfig(zero=stage, sequence=sequence), pipeline=pipeline)
-    layout = replace(Layout.on(devices, rules(config)), platform=platform)
+    parallel = ParallelConfig(zero=stage, sequence=sequence, context=context)
+    config = Config(model=model, parallel=parallel, pipeline=pipeline)
+    layout = replace(Layout.of(config, devices), platform=platform)
     rule = optimizer or optax.sgd(0.5)
     if model.traits.routed:
         rule = balancing(rule, models.counted(models.build(model)), model.balance_rate)

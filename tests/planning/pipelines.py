@@ -3,7 +3,7 @@
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, RulesConfig, TrainConfig
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.planning.hardware import GPUS
-from jaxdist.sharding import Layout, rules
+from jaxdist.sharding import Layout
 
 MODEL = ModelConfig(layers=4, embed=32, heads=4, vocab=96, sequence=16, remat="stage")
 
@@ -34,4 +34,4 @@ def config(
 
 def laid(config: Config) -> Layout:
     shape = parse_mesh(config.mesh)
-    return Layout.on(abstract_mesh(shape), rules(config), GPUS["h100"])
+    return Layout.of(config, abstract_mesh(shape), GPUS["h100"])

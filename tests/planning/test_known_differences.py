@@ -18,7 +18,7 @@ from jaxdist.planning.known_differences import KNOWN
 from jaxdist.planning.predicted_collectives import ALL_REDUCE, Transfer
 from jaxdist.planning.report import Report
 from jaxdist.request import load, outcome
-from jaxdist.sharding import Layout, rules
+from jaxdist.sharding import Layout
 from tests.planning.pipelines import config as pipeline
 
 SIZES = ModelConfig(layers=2, embed=64, heads=4, vocab=256, sequence=32)
@@ -38,7 +38,7 @@ def faked(config: Config, jax: str = "0.10.2", gpu: str | None = None, less: dic
     """
     shape = parse_mesh(config.mesh)
     mesh = abstract_mesh(shape)
-    layout = Layout.on(mesh, rules(config), GPUS[gpu] if gpu else explain.CPU)
+    layout = Layout.of(config, mesh, GPUS[gpu] if gpu else explain.CPU)
     program = Program("", 1, 1, 0, 1, 0.1, 0.1, 1, jax)
     report = Report(config, models.build(config.model, layout), layout, mesh, program, gpu, GPUS[gpu] if gpu else None)
     report.__dict__["collectives"] = moved(report.transfers, less or {})

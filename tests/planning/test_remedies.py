@@ -11,7 +11,7 @@ from jaxdist.planning import memory, remedies
 from jaxdist.planning.hardware import GPUS
 from jaxdist.request.checks import problems
 from jaxdist.request.knobs import KNOBS
-from jaxdist.sharding import Layout, rules
+from jaxdist.sharding import Layout
 from jaxdist.units import size
 
 EVERYTHING = 1e15
@@ -19,7 +19,7 @@ EVERYTHING = 1e15
 
 
 def laid(config: Config) -> Layout:
-    return Layout.on(abstract_mesh(parse_mesh(config.mesh)), rules(config), GPUS["h100"])
+    return Layout.of(config, abstract_mesh(parse_mesh(config.mesh)), GPUS["h100"])
 
 
 def offered(

@@ -24,7 +24,7 @@ from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.simulate import Times, bubble
 from jaxdist.planning import communication, pipelines
 from jaxdist.planning.tables import table
-from jaxdist.sharding import Layout, rules
+from jaxdist.sharding import Layout
 from jaxdist.units import size
 
 # Of a stage and a micro-batch: B takes twice as long as F. They are fractions, so that sums are exact.
@@ -115,7 +115,7 @@ def stashed(expected: str, tolerance: str, schedule: str = "pipedream") -> Outco
 def planned(config: Config) -> tuple[Layout, models.Model, pipelines.Pipeline | None]:
     """Return layout, model and pipeline of a configuration, without its devices."""
     shape = parse_mesh(config.mesh)
-    layout = Layout.on(abstract_mesh(shape), rules(config), CPU)
+    layout = Layout.of(config, abstract_mesh(shape), CPU)
     return layout, models.build(config.model, layout), pipelines.pipeline_of(config, layout)
 
 

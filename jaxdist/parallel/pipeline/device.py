@@ -17,7 +17,7 @@ from jaxdist.parallel import region
 from jaxdist.parallel.pipeline.layers import Layers
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.zero import Placements
-from jaxdist.sharding import BATCH, Layout, Tree
+from jaxdist.sharding import BATCH, RESIDUAL, SEQUENCE, Layout, Tree
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Device:
         self.stages = stages
         self.layout = layout
         self.stage = stage
-        self.stream = (*layout.split(BATCH), PIPELINE, *layout.split("residual"))
+        self.stream = (*layout.split(BATCH), PIPELINE, *layout.split(RESIDUAL))
         """The axes over which devices have their own residual stream."""
         self.places = places
         self.top_places = {name: place for name, place in places.items() if name != BLOCKS}
@@ -80,6 +80,11 @@ class Device:
         """
         assert region.varying(on) == {PIPELINE}
         return lax.cond(on, run, lambda *state: state, *state)
+
+
+def batch_specs(layout: Layout, batch: Tree) -> Tree:
+    """Return how the arrays of a `batch` lie: [M, B, ...], and where they have tokens [M, B, S, ...]."""
+    return jax.tree.map(lambda a: layout.spec((None, BATCH, SEQUENCE)[: a.ndim]), batch)
 
 
 def own(places: Tree, weights: Tree) -> Tree:

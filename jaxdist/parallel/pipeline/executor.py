@@ -35,12 +35,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region
-from jaxdist.parallel.pipeline.device import Device, Program, get, own, put
+from jaxdist.parallel.pipeline.device import Device, Program, batch_specs, get, own, put
 from jaxdist.parallel.pipeline.layers import Ring, Slot, Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import Rows, Table
 from jaxdist.parallel.zero import Placements
-from jaxdist.sharding import BATCH, Layout, Params, Tree, wide
+from jaxdist.sharding import Layout, Params, Tree, wide
 
 SHARED = "the_same_on_all_ranks"
 """The name in a program of branches that all devices take alike."""
@@ -93,7 +93,7 @@ class Executor:
         """Return the summed loss alone: F and head of the same table."""
 
         def run(rows: Columns, weights: Params, batch: Tree) -> Float[Array, ""]:
-            return region.add_up(self._run(False, rows, weights, batch), self.layout.split(BATCH))
+            return region.add_up(self._run(False, rows, weights, batch), self.layout.tokens_over)
 
         return self.in_region(run, P())(*self.arguments(weights, batch))
 
@@ -105,8 +105,12 @@ class Executor:
     def in_region(self, run: Callable[[Columns, Params, Tree], Tree], out_specs: Tree) -> Callable[..., Any]:
         """Return a function of `arguments` that calls `run(rows, weights, batch)` on every device."""
         columns = jax.tree.map(_column_spec, self.table.rows)
-        specs = (columns, self._rest, self.layout.spec([None, BATCH]))
-        return jax.shard_map(run, in_specs=specs, out_specs=out_specs)
+
+        def call(rows: Columns, weights: Params, batch: Tree) -> Any:
+            specs = (columns, self._rest, batch_specs(self.layout, batch))
+            return jax.shard_map(run, in_specs=specs, out_specs=out_specs)(rows, weights, batch)
+
+        return call
 
     def arguments(self, weights: Params, batch: Tree) -> tuple[Columns, Params, Tree]:
         """Return the arguments of an `in_region` function: (columns of the table, weights, batch)."""
@@ -357,7 +361,7 @@ class Region(Device):
         """
         if not self.differentiates:
             return carry["loss"]
-        loss = region.add_up(carry["loss"], self.layout.split(BATCH))
+        loss = region.add_up(carry["loss"], self.layout.tokens_over)
         blocks = jax.tree.map(lambda g: g[:, None], carry["blocks"])
         if self.stage < 2:  # from stage 2 on, B has reduced them
             blocks = _reduced(self.block_places, blocks)

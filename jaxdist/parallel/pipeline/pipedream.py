@@ -36,11 +36,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.mesh import AXES, PIPELINE
 from jaxdist.parallel import region, zero
-from jaxdist.parallel.pipeline.device import Device, Program, get, own, put
+from jaxdist.parallel.pipeline.device import Device, Program, batch_specs, get, own, put
 from jaxdist.parallel.pipeline.layers import Slot, Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, of_layers
 from jaxdist.parallel.zero import Placement, Placements
-from jaxdist.sharding import BATCH, Layout, Params, Tree, wide
+from jaxdist.sharding import Layout, Params, Tree, wide
 
 Carry = dict[str, Any]
 """The state of a device from tick to tick: buffers, messages and sums by name."""
@@ -96,7 +96,7 @@ class PipeDream:
         def start(params: Params, batch: Tree) -> Carry:
             return jax.tree.map(_together, Round(self, params, batch).start())
 
-        specs = jax.tree.map(lambda p: p.rest, self.places), self._batch
+        specs = jax.tree.map(lambda p: p.rest, self.places), batch_specs(self.layout, batch)
         jax.eval_shape(jax.shard_map(look, in_specs=specs, out_specs=P()), params, batch)
         return jax.shard_map(start, in_specs=specs, out_specs=types[0])(params, batch)
 
@@ -132,12 +132,10 @@ class PipeDream:
             return jax.tree.map(lambda a: jax.typeof(a).sharding.spec, tree)
 
         state = specs_of(params), specs_of(optimizer), specs_of(in_flight)
-        on_mesh = jax.shard_map(run, in_specs=(*state, self._batch, P(), P()), out_specs=(*state, P()))
+        on_mesh = jax.shard_map(
+            run, in_specs=(*state, batch_specs(self.layout, batch), P(), P()), out_specs=(*state, P())
+        )
         return on_mesh(params, optimizer, in_flight, batch, number, count)
-
-    @property
-    def _batch(self) -> P:
-        return self.layout.spec([None, BATCH])
 
 
 class Round(Device):
@@ -306,7 +304,7 @@ class Round(Device):
         loss, vjp = jax.vjp(loss_of, self.tops, x)
         grads, dy = vjp(region.vary(jnp.ones_like(loss), region.varying(loss)))
         grads = jax.tree.map(lambda g: g.astype(wide(g.dtype)), grads)
-        loss = region.add_up(loss, self.layout.split(BATCH)).astype(wide(loss.dtype))
+        loss = region.add_up(loss, self.layout.tokens_over).astype(wide(loss.dtype))
         return carry | {
             "losses": put(carry["losses"], loss, slot),
             "of_head": put(carry["of_head"], grads, self.head_slot_of(batch)),

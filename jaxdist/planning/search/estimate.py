@@ -58,7 +58,7 @@ from jaxdist.planning.search import changed_loss
 from jaxdist.planning.search.products import layer_products
 from jaxdist.planning.timing import attention_flops_per_token, flops_per_token
 from jaxdist.planning.transfer_time import merge_calls, seconds
-from jaxdist.sharding import Layout, rules
+from jaxdist.sharding import Layout
 
 PASSES = 2
 """Each value that a layer saves is written and read once in the forward pass, and its gradient once in the backward
@@ -226,7 +226,7 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
 
 def layout_of(config: Config, shape: MeshShape, cluster: Cluster) -> Layout:
     """Return the layout of `config` over a mesh of the cluster's devices."""
-    return Layout.on(abstract_mesh(shape), rules(config), Device(cluster))
+    return Layout.of(config, abstract_mesh(shape), Device(cluster))
 
 
 def exposed(communication: float, arithmetic: float, cluster: Cluster) -> float:

@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.models import Model, Params
-from jaxdist.models.attention import Starts
 from jaxdist.parallel import zero
+from jaxdist.parallel.context import Starts
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import Layout, Tree

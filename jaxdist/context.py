@@ -1,0 +1,121 @@
+"""Context parallelism: in which order the devices along `context` hold a row, and which form of attention runs.
+
+Ring attention (Liu et al. 2023) sends keys and values round; the sequence is in zigzag order, so that all devices
+have equally much to do under a causal mask. Ulysses (Jacobs et al. 2023) exchanges the sequence for heads before
+attention, and back after it; the sequence stays in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from jaxdist.config import Config
+from jaxdist.mesh import CONTEXT, MODEL, PIPELINE
+
+Form = Literal["ring", "ulysses"]
+
+Index = Any
+"""Whole numbers: an int, or an integer array of numpy or JAX."""
+
+WIDE = 4
+"""Bytes of a number in f32, in which the ring adds up gradients of keys and values."""
+
+
+def zigzag(index: Index, sequence: int, ranks: int) -> Index:
+    """Return the position in its row of the token that stands at `index` of a row in zigzag order.
+
+    The row of `sequence` tokens is cut into 2 n chunks for n = `ranks` devices; device i has chunks i and 2n - 1 - i.
+    `sequence` must be a multiple of 2 n.
+    """
+    chunk = sequence // (2 * ranks)
+    rank = index // (2 * chunk)
+    second = index // chunk % 2
+    number = (1 - second) * rank + second * (2 * ranks - 1 - rank)
+    return number * chunk + index % chunk
+
+
+class Heads(NamedTuple):
+    """The heads that one rank of the model axis has in use."""
+
+    query: int
+    """N / model"""
+    key_value: int
+    """K / model, or 1 where the key/value heads are dealt out (`parallel.heads`)."""
+
+
+def own_heads(config: Config, shape: Mapping[str, int]) -> Heads:
+    """Return the heads of one rank of the model axis of a mesh of `shape`."""
+    model = shape.get(MODEL, 1) if config.parallel.rules.heads else 1
+    return Heads(config.model.heads // model, max(1, config.model.key_value_heads // model))
+
+
+def repeated_heads(key_value: int, ranks: int) -> int:
+    """Return how many key/value heads Ulysses sends of `key_value`: repeated until the `ranks` divide them."""
+    return math.lcm(key_value, ranks)
+
+
+def ring_bytes(elements: int, ranks: int, width: int) -> int:
+    """Return the bytes that a device sends in ring attention, in the forward and the backward pass of a layer.
+
+    `elements` (u) are those of its keys and values, of `width` bytes each. They go round in both passes, and the sums
+    of their gradients, in f32, one step behind; the last step takes these home in the width of the keys.
+    """
+    steps = ranks - 1
+    return elements * (2 * steps * width + steps * WIDE + width)
+
+
+def ulysses_bytes(tokens: int, heads: Heads, head_size: int, ranks: int, width: int) -> int:
+    """Return the bytes that a device with so many `tokens` sends for Ulysses in both passes of a layer.
+
+    Queries, keys and values go out, and the result comes back; their gradients do the opposite.
+    """
+    sent = 2 * heads.query + 2 * repeated_heads(heads.key_value, ranks)
+    return 2 * tokens * sent * head_size * width * (ranks - 1) // ranks
+
+
+class Choice(NamedTuple):
+    """The form of attention over `context`, and why."""
+
+    form: Form
+    why: str
+    ring: int
+    """Bytes that a device sends for ring attention in a layer, for each of its tokens."""
+    ulysses: int | None
+    """The same for Ulysses; None where the heads do not divide."""
+
+
+def choose(config: Config, shape: Mapping[str, int]) -> Choice:
+    """Return how a mesh of `shape`, all of whose sizes are known, attends over `context`.
+
+    `config.precision` is resolved, or counts as bfloat16.
+    """
+    ranks = shape.get(CONTEXT, 1)
+    heads = own_heads(config, shape)
+    width = WIDE if config.precision == "float32" else 2
+    head_size = config.model.head_size
+    ring = ring_bytes(2 * heads.key_value * head_size, ranks, width)
+    ulysses = None
+    if heads.query % ranks == 0:
+        ulysses = ulysses_bytes(1, heads, head_size, ranks, width)
+    asked = config.parallel.context
+    branches = shape.get(PIPELINE, 1) > 1 and config.pipeline.branches
+
+    def chosen(form: Form, why: str) -> Choice:
+        return Choice(form, why, ring, ulysses)
+
+    if asked != "auto":
+        return chosen(asked, "parallel.context asks for it")
+    if branches:
+        return chosen("ulysses", f"schedule {config.pipeline.schedule} branches, and a ring must not lie in a branch")
+    if ulysses is None:
+        return chosen("ring", f"Ulysses needs the {heads.query} query heads of a rank to divide by context={ranks}")
+    if ulysses > ring:
+        return chosen("ring", "it sends fewer bytes than Ulysses")
+    return chosen("ulysses", "it sends no more bytes than a ring")
+
+
+def is_ring(config: Config, shape: Mapping[str, int]) -> bool:
+    """Return whether rows lie in zigzag order, for ring attention."""
+    return shape.get(CONTEXT, 1) > 1 and choose(config, shape).form == "ring"
