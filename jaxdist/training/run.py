@@ -77,10 +77,10 @@ class Run:
         self.dry = dry
         self.device = gpu or (devices or jax.devices())[0]
         """One of the devices, or its description; all are of its kind."""
-        check_mesh_fits(config, self.mesh.shape, batch)
-
+        # First, because the form of attention over `context` depends on it, and sizes must fit that form.
         precision = _precision(config.precision, self.device.platform)
         self.config = config = config.model_copy(update={"precision": precision})
+        check_mesh_fits(config, self.mesh.shape, batch)
         self.layout = Layout.of(config, self.mesh, self.device)
         self.compiler_options = {}
         if not dry:
