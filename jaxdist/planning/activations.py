@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxdist.config import ModelConfig
-from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows
+from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows, effective_window
 from jaxdist.models.loss import chunk_rows
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import Layout
@@ -137,4 +137,5 @@ def flash(m: ModelConfig, layout: Layout, rows: int, width: int) -> bool:
     ranks = 1 if layout.manual else layout.ranks
     queries = (rows * ranks, m.sequence, m.heads, m.head_size)
     dtype = jnp.float32 if width == 4 else jnp.bfloat16
-    return not beyond_cudnn(layout, queries, dtype, m.documents == "apart")
+    window = effective_window(m.window, m.sequence)
+    return not beyond_cudnn(layout, queries, dtype, m.documents == "apart", window)
