@@ -40,7 +40,7 @@ def plain(q, k, v, starts=None, window=0):
     if window:
         seen &= at > at[:, None] - window
     if starts is not None:
-        seen = seen & (at >= np.asarray(starts)[:, None, :, None])
+        seen = seen & (at >= jnp.asarray(starts)[:, None, :, None])
     p = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
     return jnp.einsum("bnst,btnh->bsnh", p, v)
 
