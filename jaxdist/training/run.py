@@ -84,7 +84,7 @@ class Run:
         self.layout = Layout.of(config, self.mesh, self.device)
         self.compiler_options = {}
         if not dry:
-            sequence = self.layout.parts("residual") > 1
+            sequence = bool(self.layout.sequence_parallel)
             self.compiler_options = xla_options.options_for(self.mesh, sequence, delayed(config, self.layout))
         model_layout = self.layout
         if self.mesh.shape[PIPELINE] > 1:
