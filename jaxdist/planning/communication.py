@@ -266,10 +266,24 @@ def _layers(config: Config, layout: Layout) -> Iterator[Transfer]:
         sums=3 * times if keeps_all else 2 * times,
     )
     yield from expert_traffic.predict(config, layout, _tokens(config, layout), expert_calls)
-    # Only with remat none are the results of attention kept.
-    recomputed = int(sizes.remat != "none")
-    passes = context_traffic.Passes(forward=(1 + recomputed) * times, backward=times, documents=(1 + recomputed) * times)
+    passes = context_traffic.Passes(
+        forward=times,
+        # Only with remat none are the results of attention kept.
+        recomputed=0 if sizes.remat == "none" else times,
+        backward=times,
+        documents=_gathers_of_starts(config, layout, times, keeps_all),
+    )
     yield from context_traffic.predict(config, layout, _tokens(config, layout), passes)
+
+
+def _gathers_of_starts(config: Config, layout: Layout, times: int, keeps_all: bool) -> int:
+    """Return how often a step gathers where documents start, for Ulysses; layers run attention `times` times."""
+    k = config.train.accumulation
+    inside = config.parallel.zero >= 2 and config.parallel.micro_batches == "inside"
+    if layout.platform == "cpu" and (k == 1 or not inside):
+        # They are the same for all layers, so XLA:CPU gathers them before the loops over layers.
+        return k
+    return times if keeps_all else 2 * times
 
 
 def _streamed(config: Config, layout: Layout, what: str, kind: str, axes: tuple[str, ...], calls: int) -> Transfer:
