@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxdist.config import ModelConfig
 from jaxdist.context import WIDE, Heads, ulysses_elements
 from jaxdist.models import ring_blocks
-from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows
+from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows, effective_window
 from jaxdist.models.loss import chunk_rows
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import SEQUENCE, Layout
@@ -171,11 +171,9 @@ def flash(m: ModelConfig, layout: Layout, rows: int, width: int) -> bool:
 
     cuDNN need not be installed to answer this.
     """
-    # By matmuls only, until a kernel of the ring says otherwise.
-    if layout.zigzag:
-        return False
     # In a manual region an array has the rows of one device, elsewhere the rows of all ranks.
     ranks = 1 if layout.manual else layout.ranks
     queries = (rows * ranks, m.sequence, m.heads, m.head_size)
     dtype = jnp.float32 if width == 4 else jnp.bfloat16
-    return not beyond_cudnn(layout, queries, dtype, m.documents == "apart")
+    window = effective_window(m.window, m.sequence)
+    return not beyond_cudnn(layout, queries, dtype, m.documents == "apart", window)
