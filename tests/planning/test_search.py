@@ -118,6 +118,7 @@ def test_every_candidate_is_a_request_that_train_takes(small):
         "replica": {1, 2, 4},
         "data": {1, 2, 4, 8},
         "expert": {1},
+        "context": {1},
         "model": {1, 2, 4},
         "pipeline": {1, 2, 4},
         "zero": {0, 1, 2, 3},

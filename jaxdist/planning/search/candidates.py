@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import AXES, DATA, EXPERT, MODEL, PIPELINE, REPLICA, MeshShape
+from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, MeshShape
 from jaxdist.planning.search import changed_loss
 from jaxdist.request.checks import check_mesh_fits
 from jaxdist.units import divisors
@@ -22,7 +22,7 @@ from jaxdist.units import divisors
 Columns = dict[str, np.ndarray]
 """Name -> a number for each candidate. The names are those of `COLUMNS`."""
 
-MESH = (REPLICA, DATA, EXPERT, MODEL, PIPELINE)
+MESH = (REPLICA, DATA, EXPERT, CONTEXT, MODEL, PIPELINE)
 
 COLUMNS = (*MESH, "zero", "sequence", "micro", "outside", "remat", "schedule", "virtual")
 """The sizes of the mesh axes; ZeRO's stage; whether the sequence is split; the number of micro-batches; whether they
@@ -57,7 +57,7 @@ def meshes(config: Config, devices: int) -> list[MeshShape]:
         for expert in expert_sizes(config, ranks):
             for data in divisors(ranks // expert):
                 replica = ranks // expert // data
-                sizes = (replica, data, expert, model, pipeline)
+                sizes = (replica, data, expert, 1, model, pipeline)
                 shape = dict.fromkeys(AXES, 1) | dict(zip(MESH, sizes, strict=True))
                 if not _mesh_problems(neutral, shape):
                     found.append(shape)
@@ -192,7 +192,7 @@ def candidate_config(config: Config, row: dict[str, int]) -> Config:
 
 
 def _mesh_text(row: dict[str, int]) -> str:
-    if row[REPLICA] > 1 or row[EXPERT] > 1:
+    if row[REPLICA] > 1 or row[EXPERT] > 1 or row[CONTEXT] > 1:
         return ",".join(f"{axis}={row[axis]}" for axis in MESH if row[axis] > 1)
     return f"{row[DATA]}x{row[MODEL]}x{row[PIPELINE]}"
 
