@@ -31,9 +31,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxdist.context import repeated_heads
+from jaxdist.context import repeated_heads, zigzag
 from jaxdist.mesh import CONTEXT
-from jaxdist.sharding import Tree
+from jaxdist.sharding import Tree, wide
 
 Starts = Int[Array, "B S"] | None
 """Where in its row the document of each position starts; None: a row is one document."""
@@ -66,7 +66,7 @@ class Attended(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of a block, those of keys and values in f32 at least."""
+    """The gradients of a block."""
 
     q: Float[Array, "B S N H"]
     k: Float[Array, "B T K H"]
@@ -101,6 +101,10 @@ def join(a: Attended, b: Attended) -> Attended:
     return Attended(share(a) + share(b), sums)
 
 
+Pair = tuple[jax.Array, jax.Array]
+"""Keys and values [B, T, K, H], or their gradients: what goes round."""
+
+
 @dataclass(frozen=True)
 class Ring:
     """Ring attention over n = `ranks` devices."""
@@ -112,71 +116,65 @@ class Ring:
 
     def attend(self, queries: Queries, keys: Keys) -> Attended:
         """Return what this device's queries find among the keys of all devices, `out` in the dtype of the values."""
-        dtype = keys.v.dtype
-        coming = self._onward(keys)
-        one, two = halves(self._wide(self.blocks.own(queries, keys)))
+        coming = self._onward((keys.k, keys.v))
+        own = self.blocks.own(queries, keys)
+        own = Attended(own.out.astype(own.sums.dtype), own.sums)
         first, second = halves(queries)
 
-        def visit(found: tuple[Attended, Attended], keys: Keys, step: Int[Array, ""]) -> tuple[Attended, Attended]:
+        def visit(found: tuple[Attended, Attended], pair: Pair, step: Int[Array, ""]) -> tuple[Attended, Attended]:
             one, two = found
             pick = partial(_pick, self._earlier(step))
-            keys1, keys2 = halves(keys)
+            keys1, keys2 = halves(self._visitors(pair, step))
             two = join(two, self.blocks.visit(second, keys1))
             new = join(pick(one, two), self.blocks.visit(pick(first, second), pick(keys1, keys2)))
             return pick(new, one), pick(two, new)
 
         def step(
-            carry: tuple[Keys, tuple[Attended, Attended]], number: Int[Array, ""]
-        ) -> tuple[tuple[Keys, tuple[Attended, Attended]], None]:
-            keys, found = carry
+            carry: tuple[Pair, tuple[Attended, Attended]], number: Int[Array, ""]
+        ) -> tuple[tuple[Pair, tuple[Attended, Attended]], None]:
+            pair, found = carry
             # Sent before they are used: so the next keys travel while these are worked on.
-            coming = self._onward(keys)
-            return (coming, visit(found, keys, number)), None
+            coming = self._onward(pair)
+            return (coming, visit(found, pair, number)), None
 
-        keys, found = self._loop(step, (coming, (one, two)))
-        found = joined(*visit(found, keys, jnp.asarray(self.ranks - 1)))
-        return Attended(found.out.astype(dtype), found.sums)
+        pair, found = self._loop(step, (coming, halves(own)))
+        found = joined(*visit(found, pair, jnp.asarray(self.ranks - 1)))
+        return Attended(found.out.astype(keys.v.dtype), found.sums)
 
     def gradients(self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N H"]) -> Gradients:
-        """Return the gradients of queries, keys and values where `g` is that of the result."""
-        coming = self._onward(keys)
-        dq, dk, dv = self.blocks.own_gradients(queries, keys, found, g)
-        dq = dq.astype(dk.dtype)
+        """Return the gradients of queries, keys and values where `g` is that of what `attend` has `found`."""
+        coming = self._onward((keys.k, keys.v))
+        own = _wide(self.blocks.own_gradients(queries, keys, found, g))
         of_first, of_second = halves((queries, found, g))
 
-        def visit(keys: Keys, step: Int[Array, ""]) -> Gradients:
+        def visit(pair: Pair, step: Int[Array, ""]) -> Gradients:
             pick = partial(_pick, self._earlier(step))
-            keys1, keys2 = halves(keys)
+            keys1, keys2 = halves(self._visitors(pair, step))
 
-            def gradients(of: Tree, keys: Keys) -> Gradients:
+            def gradients(of: tuple[Queries, Attended, jax.Array], keys: Keys) -> Gradients:
                 queries, found, g = of
-                made = self.blocks.visit_gradients(queries, keys, found, g)
-                return Gradients(made.q.astype(made.k.dtype), made.k, made.v)
+                return _wide(self.blocks.visit_gradients(queries, keys, found, g))
 
             a = gradients(of_second, keys1)
             b = gradients(pick(of_first, of_second), pick(keys1, keys2))
-
-            def placed(in_a: jax.Array, a_is_first: bool, in_b: jax.Array) -> jax.Array:
-                zeros = jnp.zeros_like(in_b)
-                parts = [pick(in_b, zeros), pick(zeros, in_b)]
-                place = 0 if a_is_first else 1
-                parts[place] = parts[place] + in_a
-                return jnp.concatenate(parts, axis=1)
-
-            return Gradients(placed(a.q, False, b.q), placed(a.k, True, b.k), placed(a.v, True, b.v))
+            # B is about the first queries and keys, or about the second ones.
+            zeros = jax.tree.map(jnp.zeros_like, b)
+            one = pick(b, zeros)
+            two = pick(zeros, b)
+            return joined(Gradients(one.q, a.k + one.k, a.v + one.v), Gradients(a.q + two.q, two.k, two.v))
 
         def step(
-            carry: tuple[Keys, tuple[jax.Array, jax.Array], jax.Array], number: Int[Array, ""]
-        ) -> tuple[tuple[Keys, tuple[jax.Array, jax.Array], jax.Array], None]:
-            keys, sums, dq = carry
-            coming = self._onward(keys)
+            carry: tuple[Pair, Pair, jax.Array], number: Int[Array, ""]
+        ) -> tuple[tuple[Pair, Pair, jax.Array], None]:
+            pair, sums, dq = carry
+            coming = self._onward(pair)
             dk, dv = self._onward(sums)
-            made = visit(keys, number)
+            made = visit(pair, number)
             return (coming, (dk + made.k, dv + made.v), dq + made.q), None
 
-        keys, sums, dq = self._loop(step, (coming, (dk, dv), dq))
+        pair, sums, dq = self._loop(step, (coming, (own.k, own.v), own.q))
         dk, dv = self._onward(sums)
-        made = visit(keys, jnp.asarray(self.ranks - 1))
+        made = visit(pair, jnp.asarray(self.ranks - 1))
         # The sums are complete: they go home in the dtype of keys and values.
         dk, dv = self._onward(((dk + made.k).astype(keys.k.dtype), (dv + made.v).astype(keys.v.dtype)))
         return Gradients((dq + made.q).astype(queries.q.dtype), dk, dv)
@@ -187,18 +185,29 @@ class Ring:
             return carry
         return lax.scan(step, carry, jnp.arange(1, self.ranks - 1), unroll=self.unroll)[0]
 
+    def _visitors(self, pair: Pair, step: Int[Array, ""]) -> Keys:
+        """Return the keys and values that are here at this step, with their positions."""
+        length = pair[0].shape[1]
+        index = self._source(step) * length + jnp.arange(length, dtype=jnp.int32)
+        return Keys(*pair, zigzag(index, self.ranks * length, self.ranks))
+
     def _earlier(self, step: Int[Array, ""]) -> jax.Array:
         """Return whether the keys that are here at this step are those of an earlier device."""
-        rank = lax.axis_index(CONTEXT)
-        return (rank - step) % self.ranks < rank
+        return self._source(step) < lax.axis_index(CONTEXT)
 
-    def _onward(self, x: Tree) -> Tree:
+    def _source(self, step: Int[Array, ""]) -> jax.Array:
+        """Return the device whose keys are here at this step."""
+        return (lax.axis_index(CONTEXT) - step) % self.ranks
+
+    def _onward(self, x: Pair) -> Pair:
         """Send each device's `x` to the next one."""
         ring = [(i, (i + 1) % self.ranks) for i in range(self.ranks)]
         return jax.tree.map(partial(lax.ppermute, axis_name=CONTEXT, perm=ring), x)
 
-    def _wide(self, found: Attended) -> Attended:
-        return Attended(found.out.astype(found.sums.dtype), found.sums)
+
+def _wide(gradients: Gradients) -> Gradients:
+    """Return gradients in f32 at least, to be added up."""
+    return jax.tree.map(lambda a: a.astype(wide(a.dtype)), gradients)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
