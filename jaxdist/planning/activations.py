@@ -7,8 +7,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxdist.config import ModelConfig
-from jaxdist.context import repeated_heads
-from jaxdist.mesh import CONTEXT
 from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows
 from jaxdist.models.loss import chunk_rows
 from jaxdist.parallel.vocabulary import Vocabulary

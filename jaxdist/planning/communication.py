@@ -266,10 +266,7 @@ def _layers(config: Config, layout: Layout) -> Iterator[Transfer]:
         sums=3 * times if keeps_all else 2 * times,
     )
     yield from expert_traffic.predict(config, layout, _tokens(config, layout), expert_calls)
-    # Only with remat none are the results of attention kept.
-    recomputed = int(sizes.remat != "none")
-    passes = context_traffic.Passes(forward=(1 + recomputed) * times, backward=times, documents=(1 + recomputed) * times)
-    yield from context_traffic.predict(config, layout, _tokens(config, layout), passes)
+    yield from context_traffic.predict(config, layout, _tokens(config, layout), context_traffic.passes(config, None))
 
 
 def _streamed(config: Config, layout: Layout, what: str, kind: str, axes: tuple[str, ...], calls: int) -> Transfer:

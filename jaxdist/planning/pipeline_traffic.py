@@ -327,14 +327,8 @@ class _Stream:
             yield transfer(self.layout, "numbers to report", ALL_REDUCE, {PIPELINE}, 1, numbers, F32)
 
     def attention(self) -> Iterator[Transfer]:
-        """Yield the transfers of attention over `context`, in every tick that runs layers; none of them is for W."""
-        depth = self.pipe.stages.depth
-        forward = depth * self.pipe.ticks("F")
-        backward = depth * self.pipe.ticks("B")
-        # Only with remat none are the results of attention kept.
-        recomputed = int(self.config.model.remat != "none")
-        runs = forward + recomputed * backward
-        passes = context_traffic.Passes(forward=runs, backward=backward, documents=runs)
+        """Yield the transfers of attention over `context`."""
+        passes = context_traffic.passes(self.config, self.pipe)
         yield from context_traffic.predict(self.config, self.layout, self.tokens, passes)
 
     def _reduced_again(self, logical: str) -> int:

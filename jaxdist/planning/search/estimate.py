@@ -324,8 +324,9 @@ def layer_times(
 ) -> tuple[Numbers, Numbers, Numbers]:
     """Return the seconds of F, I and W for one layer and the `tokens` of a micro-batch on one of `parts` devices.
 
-    Experts are spread over `expert_parts` devices; `ring` is that of `attention_seconds`. `saved` values for each token go through the memory in each pass; a
-    split backward pass leaves `stashed` values for W, otherwise 0. Arguments broadcast.
+    Experts are spread over `expert_parts` devices; `ring` is that of `attention_seconds`. `saved` values for each token
+    go through the memory in each pass; a split backward pass leaves `stashed` values for W, otherwise 0. Arguments
+    broadcast.
     """
     sizes = config.model
     rate = matmul_rate(config, cluster)

@@ -32,8 +32,8 @@ from jaxdist.planning.predicted_collectives import (
     PERMUTE,
     REDUCE_SCATTER,
 )
-from jaxdist.planning.search.context_time import Messages, ring_waits
 from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT
+from jaxdist.planning.search.context_time import Messages, ring_waits
 from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
 from jaxdist.planning.search.estimate import (
     ATTENTION_BACKWARD,
@@ -89,7 +89,9 @@ class Screen(Sizes):
         if self.config.parallel.delayed_gradients:
             overlaps = overlaps + replicas
         hidden = np.minimum(overlaps, busy) * (2 - self.cluster.overlap)
-        return busy + context + experts + model_and_pipeline + data - hidden + replicas + updated / self.cluster.bandwidth
+        return (
+            busy + context + experts + model_and_pipeline + data - hidden + replicas + updated / self.cluster.bandwidth
+        )
 
     def distinct(self, *names: str) -> tuple[Screen, Column]:
         """Return a screen of the distinct rows of these columns alone, and for each row its index in that screen."""
