@@ -19,6 +19,7 @@ from jaxdist.api_request import (
     Precision,
     Shard,
     Zero,
+    check_no_context,
     check_no_schedule,
     check_values,
     layout_of,
@@ -95,6 +96,7 @@ def parallelize(
     check_values(mesh, zero, precision, accumulation, scope, shard, rules)
     foreign.check_call("loss_fn", loss_fn, ("module", "batch"))
     shape = parse_mesh(mesh)
+    check_no_context(mesh, shape)
     pipelined = shape[PIPELINE] > 1
     if pipelined:
         check_request(mesh, loss_fn, scope, shape)

@@ -56,23 +56,50 @@ def repeated_heads(key_value: int, ranks: int) -> int:
     return math.lcm(key_value, ranks)
 
 
+class RingElements(NamedTuple):
+    """The elements that a device sends in ring attention, in the passes of a layer."""
+
+    forward: int
+    """Keys and values."""
+    backward: int
+    """Keys and values once more."""
+    sums: int
+    """Sums of the gradients of keys and values, in f32."""
+    home: int
+    """The last of these sums, in the dtype of the keys."""
+
+
+def ring_elements(elements: int, ranks: int) -> RingElements:
+    """Return the elements that a device sends for ring attention.
+
+    `elements` (u) are those of its keys and values. They go round in both passes, and the sums of their gradients one
+    step behind; the last step takes these home.
+    """
+    round_trip = (ranks - 1) * elements
+    return RingElements(round_trip, round_trip, round_trip, elements)
+
+
 def ring_bytes(elements: int, ranks: int, width: int) -> int:
     """Return the bytes that a device sends in ring attention, in the forward and the backward pass of a layer.
 
-    `elements` (u) are those of its keys and values, of `width` bytes each. They go round in both passes, and the sums
-    of their gradients, in f32, one step behind; the last step takes these home in the width of the keys.
+    `elements` are those of its keys and values, of `width` bytes each.
     """
-    steps = ranks - 1
-    return elements * (2 * steps * width + steps * WIDE + width)
+    sent = ring_elements(elements, ranks)
+    return (sent.forward + sent.backward + sent.home) * width + sent.sums * WIDE
+
+
+def ulysses_elements(tokens: int, heads: Heads, head_size: int, ranks: int) -> int:
+    """Return the elements that a device with so many `tokens` exchanges for Ulysses in one pass of a layer.
+
+    Queries, keys and values go out, and the result comes back; in the backward pass their gradients do the opposite.
+    A device keeps 1 / `ranks` of them for itself.
+    """
+    return tokens * (2 * heads.query + 2 * repeated_heads(heads.key_value, ranks)) * head_size
 
 
 def ulysses_bytes(tokens: int, heads: Heads, head_size: int, ranks: int, width: int) -> int:
-    """Return the bytes that a device with so many `tokens` sends for Ulysses in both passes of a layer.
-
-    Queries, keys and values go out, and the result comes back; their gradients do the opposite.
-    """
-    sent = 2 * heads.query + 2 * repeated_heads(heads.key_value, ranks)
-    return 2 * tokens * sent * head_size * width * (ranks - 1) // ranks
+    """Return the bytes that a device with so many `tokens` sends for Ulysses in both passes of a layer."""
+    return 2 * ulysses_elements(tokens, heads, head_size, ranks) * width * (ranks - 1) // ranks
 
 
 class Choice(NamedTuple):

@@ -7,10 +7,17 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxdist.config import ModelConfig
-from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows
+from jaxdist.context import repeated_heads
+from jaxdist.mesh import CONTEXT
+from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows, effective_window
 from jaxdist.models.loss import chunk_rows
 from jaxdist.parallel.vocabulary import Vocabulary
-from jaxdist.sharding import Layout
+from jaxdist.sharding import SEQUENCE, Layout
+
+
+def own_length(m: ModelConfig, layout: Layout) -> int:
+    """Return how many tokens of each of its rows a device holds."""
+    return m.sequence // layout.parts(SEQUENCE)
 
 
 class _Widths(NamedTuple):
@@ -44,7 +51,7 @@ def _widths(m: ModelConfig, layout: Layout, mlps: int) -> _Widths:
         rows = m.experts_per_token * m.capacity_factor
         mlp = round((rows + m.shared_experts) * m.expert_size)
     return _Widths(
-        residual=m.embed // layout.parts("residual"),
+        residual=m.embed // layout.size(*layout.sequence_parallel),
         heads=heads,
         query=heads * size,
         key_value=2 * key_value_heads * size,
@@ -137,4 +144,5 @@ def flash(m: ModelConfig, layout: Layout, rows: int, width: int) -> bool:
     ranks = 1 if layout.manual else layout.ranks
     queries = (rows * ranks, m.sequence, m.heads, m.head_size)
     dtype = jnp.float32 if width == 4 else jnp.bfloat16
-    return not beyond_cudnn(layout, queries, dtype, m.documents == "apart")
+    window = effective_window(m.window, m.sequence)
+    return not beyond_cudnn(layout, queries, dtype, m.documents == "apart", window)

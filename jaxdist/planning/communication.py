@@ -18,12 +18,12 @@ from jaxdist.mesh import AXES, EXPERT, REPLICA, of_one_replica
 from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
-from jaxdist.planning import expert_traffic, pipeline_traffic
+from jaxdist.planning import context_traffic, expert_traffic, pipeline_traffic
 from jaxdist.planning.parameter_layout import Placed, compute_width, placed
 from jaxdist.planning.pipeline_traffic import (
     between_replicas,
     gathered,
-    has_more_positions,
+    has_whole_positions,
     looks_up_positions,
     norms_of_all_heads,
     scattered_with_vectors,
@@ -38,7 +38,7 @@ from jaxdist.planning.predicted_collectives import (
     Transfer,
     transfer,
 )
-from jaxdist.sharding import Layout
+from jaxdist.sharding import SEQUENCE, Layout
 
 
 def unpredicted(config: Config, layout: Layout) -> str:
@@ -208,7 +208,7 @@ def _statistics(config: Config, model: Foreign, layout: Layout) -> Transfer:
 def _stream(config: Config, layout: Layout) -> Iterator[Transfer]:
     """Yield the moves of the residual stream [B, S, D], over the axes that split layers, vocabulary and sequence."""
     yield from _layers(config, layout)
-    split = layout.split("residual")
+    split = layout.sequence_parallel
     vocab = layout.split("vocab")
     if vocab and not split:
         moves = {ALL_REDUCE: 1}
@@ -217,7 +217,7 @@ def _stream(config: Config, layout: Layout) -> Iterator[Transfer]:
     for what in ("looked-up vectors", "last hidden states"):
         for kind, calls in moves.items():
             yield _streamed(config, layout, what, kind, split or vocab, calls)
-    if has_more_positions(config):
+    if has_whole_positions(config, layout):
         # Each device takes its part of what it looked up in a whole table. Where it looks up tokens so too, one gather
         # of the gradient serves both.
         yield _streamed(config, layout, "looked-up positions", ALL_GATHER, split, int(bool(vocab)))
@@ -243,7 +243,7 @@ def _layers(config: Config, layout: Layout) -> Iterator[Transfer]:
         # With a whole block recomputed, attention's output is computed again; the MLP's is not needed.
         if logical == "heads" and whole_block:
             reductions += 1
-        if layout.split("residual"):
+        if layout.sequence_parallel:
             moves = {REDUCE_SCATTER: reductions, ALL_GATHER: gathers}
         else:
             moves = {ALL_REDUCE: reductions}
@@ -266,6 +266,10 @@ def _layers(config: Config, layout: Layout) -> Iterator[Transfer]:
         sums=3 * times if keeps_all else 2 * times,
     )
     yield from expert_traffic.predict(config, layout, _tokens(config, layout), expert_calls)
+    # Only with remat none are the results of attention kept.
+    recomputed = int(sizes.remat != "none")
+    passes = context_traffic.Passes(forward=(1 + recomputed) * times, backward=times, documents=(1 + recomputed) * times)
+    yield from context_traffic.predict(config, layout, _tokens(config, layout), passes)
 
 
 def _streamed(config: Config, layout: Layout, what: str, kind: str, axes: tuple[str, ...], calls: int) -> Transfer:
@@ -279,7 +283,7 @@ def _loss(config: Config, layout: Layout) -> Transfer:
     """Return a maximum, a sum and the label's logit for each token, where the vocabulary is split."""
     tokens = _tokens(config, layout)
     k = config.train.accumulation
-    sequence = config.model.sequence
+    sequence = config.model.sequence // layout.parts(SEQUENCE)
     chunks = sequence // chunk_length(layout, sequence, tokens // sequence)
     axes = layout.split("vocab")
     return transfer(layout, "statistics of the loss", ALL_REDUCE, axes, 3 * chunks * k, 3 * tokens * k, F32)
@@ -288,4 +292,5 @@ def _loss(config: Config, layout: Layout) -> Transfer:
 def _tokens(config: Config, layout: Layout) -> int:
     """Return the tokens of a micro-batch on one device."""
     train = config.train
-    return train.global_batch_size // train.accumulation // layout.ranks * config.model.sequence
+    rows = train.global_batch_size // train.accumulation // layout.ranks
+    return rows * config.model.sequence // layout.parts(SEQUENCE)

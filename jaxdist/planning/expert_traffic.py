@@ -26,7 +26,7 @@ from jaxdist.planning.predicted_collectives import (
     Transfer,
     transfer,
 )
-from jaxdist.sharding import Layout
+from jaxdist.sharding import RESIDUAL, SEQUENCE, Layout
 
 INT32 = 4
 """Bytes of the number of an expert."""
@@ -56,11 +56,13 @@ def predict(config: Config, layout: Layout, tokens: int, calls: Calls) -> Iterat
     width = compute_width(config)
     seats = first_round(sizes, tokens)
     choices = tokens * sizes.experts_per_token
-    per_row = tokens // sizes.sequence * sizes.experts
-    stream = layout.split("residual")
+    per_row = tokens * layout.parts(SEQUENCE) // sizes.sequence * sizes.experts
+    stream = layout.sequence_parallel
     mlp = layout.split("mlp")
     rows = calls.rows * seats * sizes.embed
     yield transfer(layout, "tokens to and from experts", ALL_TO_ALL, {EXPERT}, calls.rows, rows, width)
+    of_rows = calls.sums * per_row
+    yield transfer(layout, "loads of experts", ALL_REDUCE, layout.split(RESIDUAL), calls.sums, of_rows, F32)
     what = "weights of chosen experts"
     yield transfer(layout, what, ALL_TO_ALL, {EXPERT}, calls.weights, calls.weights * seats, width)
     if not stream:
@@ -69,4 +71,3 @@ def predict(config: Config, layout: Layout, tokens: int, calls: Calls) -> Iterat
     yield transfer(layout, "chosen experts", ALL_GATHER, stream, calls.choices, calls.choices * choices, INT32)
     yield transfer(layout, what, ALL_GATHER, stream, calls.choices, calls.choices * choices, width)
     yield transfer(layout, what, REDUCE_SCATTER, stream, calls.gradients, calls.gradients * choices, width)
-    yield transfer(layout, "loads of experts", ALL_REDUCE, stream, calls.sums, calls.sums * per_row, F32)

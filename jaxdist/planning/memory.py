@@ -30,7 +30,7 @@ from jaxdist.mesh import micro_batches
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import pipeline_memory, step_bytes
-from jaxdist.planning.activations import saved_per_token, working
+from jaxdist.planning.activations import own_length, saved_per_token, working
 from jaxdist.planning.parameter_layout import Placed, compute_width, placed
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.predicted_collectives import F32
@@ -182,7 +182,7 @@ def _decoder(config: Config, layout: Layout, parameters: list[Placed]) -> Memory
     groups = k
     if zero >= 2 and parallel.micro_batches == "inside":
         groups = 1
-    kept = width * rows * k // groups * sizes.sequence * sizes.layers
+    kept = width * rows * k // groups * own_length(sizes, layout) * sizes.layers
     kept *= saved_per_token(sizes, layout, remat)
     to_host = 0
     if remat == "offload":
@@ -252,7 +252,7 @@ def _batch_of_tokens(config: Config, layout: Layout) -> int:
     # Tokens, labels and, where documents are kept apart, the starts of documents; dropout needs the row's number.
     arrays = 3 if sizes.documents == "apart" else 2
     numbers = int(sizes.dropout > 0)
-    return 4 * _rows(config, layout) * k * (arrays * sizes.sequence + numbers)
+    return 4 * _rows(config, layout) * k * (arrays * own_length(sizes, layout) + numbers)
 
 
 def _update(config: Config, parameters: list[Placed], held: Memory) -> int:

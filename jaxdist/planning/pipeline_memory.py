@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from jaxdist.config import Config
 from jaxdist.planning import step_bytes
-from jaxdist.planning.activations import saved_per_token, stashed_per_token, working
+from jaxdist.planning.activations import own_length, saved_per_token, stashed_per_token, working
 from jaxdist.planning.parameter_layout import Placed, compute_width
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import F32
@@ -61,8 +61,8 @@ def activations(config: Config, layout: Layout, pipe: Pipeline, rows: int) -> di
     sizes = config.model
     width = compute_width(config)
     slots = pipe.table.slots
-    tokens = rows * sizes.sequence
-    stream = width * tokens * sizes.embed // layout.parts("residual")
+    tokens = rows * own_length(sizes, layout)
+    stream = width * tokens * sizes.embed // layout.size(*layout.sequence_parallel)
     named = "named" if sizes.remat in ("none", "stage") else sizes.remat
     chunk = width * tokens * pipe.stages.depth * saved_per_token(sizes, layout, named)
     if pipe.recomputes:
@@ -93,8 +93,8 @@ def in_flight(config: Config, layout: Layout, parameters: list[Placed], pipe: Pi
     sizes = config.model
     width = compute_width(config)
     S = pipe.stages.ranks
-    tokens = rows * sizes.sequence
-    stream = width * tokens * sizes.embed // layout.parts("residual")
+    tokens = rows * own_length(sizes, layout)
+    stream = width * tokens * sizes.embed // layout.size(*layout.sequence_parallel)
     if pipe.recomputes:
         saved = stream
     else:
@@ -103,7 +103,7 @@ def in_flight(config: Config, layout: Layout, parameters: list[Placed], pipe: Pi
     # Tokens, labels and, where documents are kept apart, the starts of documents; dropout needs two words of keys.
     arrays = 3 if sizes.documents == "apart" else 2
     keys = 2 if sizes.dropout else 0
-    batch = F32 * rows * (arrays * sizes.sequence + keys)
+    batch = F32 * rows * (arrays * own_length(sizes, layout) + keys)
     # The batch's number and count of tokens, its loss, and the square of its gradient's norm.
     numbers = 4 * F32
     of_batch = width * layers.rest + saved + batch + numbers

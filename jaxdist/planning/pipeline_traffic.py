@@ -26,7 +26,7 @@ from jaxdist.parallel.gradient_compression import (
     matrix,
     padded,
 )
-from jaxdist.planning import expert_traffic
+from jaxdist.planning import context_traffic, expert_traffic
 from jaxdist.planning.parameter_layout import Placed, compute_width
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import (
@@ -39,7 +39,7 @@ from jaxdist.planning.predicted_collectives import (
     Transfer,
     transfer,
 )
-from jaxdist.sharding import Layout
+from jaxdist.sharding import SEQUENCE, Layout
 
 BETWEEN_REPLICAS = "gradients between replicas"
 """`Transfer.what` of the sums over the replicas."""
@@ -48,10 +48,15 @@ SECOND_FACTORS = "second factors between replicas"
 """`Transfer.what` of the sums that powersgd can begin only when it has those of the first factors."""
 
 
-def has_more_positions(config: Config) -> bool:
-    """Return whether the table of learned positions has more rows than a row has tokens, so that it is not split."""
+def has_whole_positions(config: Config, layout: Layout) -> bool:
+    """Return whether the table of learned positions is not split (`models.gpt`).
+
+    It is not where it has more rows than a row has tokens, or where `context` splits rows.
+    """
     traits = config.model.traits
-    return traits.text and not traits.rotary and config.model.position_rows > config.model.sequence
+    if not traits.text or traits.rotary:
+        return False
+    return config.model.position_rows > config.model.sequence or bool(layout.split(SEQUENCE))
 
 
 def norms_of_all_heads(config: Config, layout: Layout, calls: int, tokens: int) -> Iterator[Transfer]:
@@ -75,7 +80,7 @@ def scattered_with_vectors(layout: Layout) -> bool:
 
     XLA:GPU merges the two sums into one.
     """
-    return layout.platform != "cpu" and layout.split("vocab") == layout.split("residual")
+    return layout.platform != "cpu" and layout.split("vocab") == layout.sequence_parallel
 
 
 def gathered(config: Config, p: Placed, layout: Layout, name: str, calls: int, elements: int) -> Iterator[Transfer]:
@@ -153,6 +158,7 @@ def predict(config: Config, parameters: list[Placed], layout: Layout, pipe: Pipe
     yield from stream.messages()
     yield from stream.layers()
     yield from stream.experts()
+    yield from stream.attention()
     yield from stream.ends()
     yield stream.statistics()
 
@@ -251,16 +257,16 @@ class _Stream:
         """
         batch = self.config.train.global_batch_size
         rows = batch // self.pipe.schedule.micro_batches // self.layout.ranks
-        return rows * self.config.model.sequence
+        return rows * self.config.model.sequence // self.layout.parts(SEQUENCE)
 
     @property
     def split(self) -> tuple[str, ...]:
-        """The mesh axes that split its sequence."""
-        return self.layout.split("residual")
+        """The mesh axes that split its sequence further than that of other activations."""
+        return self.layout.sequence_parallel
 
     def moved(self, what: str, kind: str, axes: Collection[str], calls: int, part: bool = False) -> Transfer:
         """Move the residual stream `calls` times, or with `part` only what a device has of it."""
-        parts = self.layout.parts("residual") if part else 1
+        parts = self.layout.size(*self.split) if part else 1
         elements = self.tokens * self.config.model.embed // parts
         return transfer(self.layout, what, kind, axes, calls, calls * elements, compute_width(self.config))
 
@@ -320,6 +326,17 @@ class _Stream:
             numbers = len(METERS)
             yield transfer(self.layout, "numbers to report", ALL_REDUCE, {PIPELINE}, 1, numbers, F32)
 
+    def attention(self) -> Iterator[Transfer]:
+        """Yield the transfers of attention over `context`, in every tick that runs layers; none of them is for W."""
+        depth = self.pipe.stages.depth
+        forward = depth * self.pipe.ticks("F")
+        backward = depth * self.pipe.ticks("B")
+        # Only with remat none are the results of attention kept.
+        recomputed = int(self.config.model.remat != "none")
+        runs = forward + recomputed * backward
+        passes = context_traffic.Passes(forward=runs, backward=backward, documents=runs)
+        yield from context_traffic.predict(self.config, self.layout, self.tokens, passes)
+
     def _reduced_again(self, logical: str) -> int:
         """Return whether B recomputes a matmul that contracts `logical`, back onto the residual stream."""
         if self.pipe.recomputes:
@@ -349,7 +366,7 @@ class _Stream:
                 yield self.moved(what, REDUCE_SCATTER, self.split, summed)
             yield self.moved(what, ALL_REDUCE, shared, summed, part=True)
             yield self.moved(what, ALL_GATHER, self.split, gathered)
-        if has_more_positions(self.config):
+        if has_whole_positions(self.config, self.layout):
             # Each device takes its part of what it looked up in a whole table; the gradients of the parts are summed.
             yield self.moved("looked-up positions", ALL_REDUCE, self.split, pipe.unembedded)
         elif looks_up_positions(self.config):
@@ -360,7 +377,7 @@ class _Stream:
 
     def statistics(self) -> Transfer:
         """Return a maximum, a sum and the label's logit for each token, where the vocabulary is split."""
-        sequence = self.config.model.sequence
+        sequence = self.config.model.sequence // self.layout.parts(SEQUENCE)
         heads = self.pipe.ticks("H")
         chunks = sequence // chunk_length(self.layout, sequence, self.tokens // sequence)
         return transfer(
