@@ -10,6 +10,7 @@ import pytest
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, RequestError
 from jaxdist.mesh import parse_mesh
 from jaxdist.request import arguments, check_mesh_fits, fitting
+from jaxdist.training.run import Run
 from tests.request.wrong import Wrong, named
 
 LLAMA = "--model.family llama --model.heads 8 --model.kv-heads 2"
@@ -245,3 +246,13 @@ def test_an_axis_to_fill_takes_the_largest_size_that_divides():
     assert fitting(config, 16) == 16
     assert fitting(config, 22) == 2 * 8
     assert fitting(config, 30) == 2 * 12
+
+
+def test_rows_must_fit_the_form_of_the_precision_that_a_run_has():
+    """In float32, the sums of a ring are no wider than what Ulysses exchanges, and it sends less."""
+    model = ModelConfig(family="llama", embed=64, heads=32, kv_heads=8, sequence=126)
+    config = Config(mesh="context=2", model=model)
+    check_mesh_fits(config, parse_mesh("context=2"))  # a GPU would take bfloat16, and with it Ulysses
+    with pytest.raises(RequestError, match=r"^model.sequence 126 does not divide by 2 x context=2"):
+        Run(config, dry=True)
+    assert Run(config.model_copy(update={"precision": "bfloat16"}), dry=True).layout.zigzag is False
