@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import P, lax
 from jax.sharding import NamedSharding
@@ -158,7 +157,9 @@ def needed(ranks: int, order: Order, device: int, step: int) -> Fraction:
 
 def time(ranks: int, order: Order) -> Fraction:
     """Return the shares of the square that the busiest device of each step has to compute, added up."""
-    return sum((max(needed(ranks, order, device, step) for device in range(ranks)) for step in range(ranks)), Fraction())
+    return sum(
+        (max(needed(ranks, order, device, step) for device in range(ranks)) for step in range(ranks)), Fraction()
+    )
 
 
 def run(ranks: int, order: Order = zigzag) -> Run:
@@ -212,9 +213,7 @@ def _forward(ring: Ring) -> Callable[..., Attended]:
 def _backward(ring: Ring) -> Callable[..., Gradients]:
     """Return the backward pass as a function of the same, of what was found and of the gradient of the result."""
 
-    def local(
-        at: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, found: Attended, g: jax.Array
-    ) -> Gradients:
+    def local(at: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, found: Attended, g: jax.Array) -> Gradients:
         return ring.gradients(Queries(q, at, None), Keys(k, v, at), found, g)
 
     return jax.shard_map(local, in_specs=(P(CONTEXT), *[SPLIT] * 5), out_specs=SPLIT)
@@ -255,7 +254,7 @@ def picture(path: Path, done: Run) -> None:
             _square(panels[device, step], done, device, step)
     for step in range(ranks):
         panels[0, step].set_title(f"step {step}", color=RED)
-    left.suptitle("the square of scores: queries downwards, keys to the right, coloured by the device that they are of")
+    left.suptitle("scores that are computed: queries downwards, keys to the right, coloured by their device")
     top, bottom = right.subplots(2, 1)
     _steps(top, ranks, zigzag, "zigzag")
     _steps(bottom, ranks, contiguous, "contiguous")
