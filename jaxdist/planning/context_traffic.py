@@ -22,7 +22,6 @@ from jaxdist.config import Config
 from jaxdist.context import own_heads, ring_elements, ulysses_elements
 from jaxdist.mesh import CONTEXT
 from jaxdist.planning.parameter_layout import compute_width
-from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_TO_ALL, F32, PERMUTE, Transfer, transfer
 from jaxdist.sharding import SEQUENCE, Layout
 
@@ -41,22 +40,6 @@ class Passes:
     backward: int
     documents: int
     """Gathers of where documents start, of which Ulysses has whole rows; no gradient needs them."""
-
-
-def passes(config: Config, pipe: Pipeline | None) -> Passes:
-    """Return how often the layers of a device run attention; `pipe` is the pipeline, if there is one.
-
-    All ranks of a pipeline run it in every tick that runs layers; none of it is for W.
-    """
-    # Only with remat none are the results of attention kept.
-    recomputed = int(config.model.remat != "none")
-    if pipe is None:
-        forward = backward = config.model.layers * config.train.accumulation
-    else:
-        forward = pipe.stages.depth * pipe.ticks("F")
-        backward = pipe.stages.depth * pipe.ticks("B")
-    runs = forward + recomputed * backward
-    return Passes(forward=runs, backward=backward, documents=runs)
 
 
 def predict(config: Config, layout: Layout, tokens: int, passes: Passes) -> Iterator[Transfer]:
