@@ -18,6 +18,7 @@ from jaxdist.planning import collective_time
 from jaxdist.planning.clusters import Cluster, cluster
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Transfer
 from jaxdist.planning.search import estimate as ours
+from jaxdist.planning.timing import attention_flops_per_token
 from tests.planning.published import Row
 
 ARITHMETIC, WAITING = "arithmetic", "waiting"
@@ -159,7 +160,7 @@ class Step:
     def attention(self) -> tuple[float, float]:
         """Seconds of a layer's attention above jaxdist's: forward, and backward with what is recomputed there."""
         m = self.config.model
-        causal = ours.attention_flops(m, self.tokens) / self.t
+        causal = attention_flops_per_token(m) * self.tokens / self.t
         fused = causal / (self.rate * ours.ATTENTION_RATE)
         again = self.row.remat.startswith(("full", "selective"))
         fused_again = self.row.remat == "full"

@@ -25,9 +25,10 @@ Columns = dict[str, np.ndarray]
 
 MESH = (REPLICA, DATA, EXPERT, CONTEXT, MODEL, PIPELINE)
 
-COLUMNS = (*MESH, "zero", "sequence", "micro", "outside", "remat", "schedule", "virtual")
-"""The sizes of the mesh axes; ZeRO's stage; whether the sequence is split; the number of micro-batches; whether they
-run outside the loop over layers; indices into `REMATS` and `SCHEDULES`; chunks on each rank."""
+COLUMNS = ("mesh", *MESH, "zero", "sequence", "micro", "outside", "remat", "schedule", "virtual")
+"""The number of the mesh among all, and the sizes of its axes; ZeRO's stage; whether the sequence is split; the number
+of micro-batches; whether they run outside the loop over layers; indices into `REMATS` and `SCHEDULES`; chunks on each
+rank."""
 
 REMATS = ("none", "dots", "block", "stage")
 """Activation checkpointing, ordered by how much it recomputes."""
@@ -115,24 +116,29 @@ def neutral_config(config: Config) -> Config:
 
 def candidates(config: Config, shapes: list[MeshShape], sites: int = 1) -> Columns:
     """Return all legal candidates on these meshes, whose devices lie in so many sites."""
-    flat = [shape for shape in shapes if shape[PIPELINE] == 1]
-    staged = [shape for shape in shapes if shape[PIPELINE] > 1]
+    numbered = list(enumerate(shapes))
+    flat = [(number, shape) for number, shape in numbered if shape[PIPELINE] == 1]
+    staged = [(number, shape) for number, shape in numbered if shape[PIPELINE] > 1]
     no_schedule = [(0, 1)]
     blocks = [_columns(config, flat, no_schedule, sites), _columns(config, staged, SCHEDULES_AND_CHUNKS, sites)]
     return {name: np.concatenate([block[name] for block in blocks]) for name in COLUMNS}
 
 
-def _columns(config: Config, shapes: list[MeshShape], schedules: list[tuple[int, int]], sites: int) -> Columns:
+def _columns(
+    config: Config, shapes: list[tuple[int, MeshShape]], schedules: list[tuple[int, int]], sites: int
+) -> Columns:
     """Return the legal combinations of all choices.
 
     The choices span a grid, one dim each, and columns broadcast over it: a rule of `_legal` is computed only for the
     combinations of the choices that it reads. Only legal points of the grid become rows.
     """
-    sizes = np.array([[shape[axis] for axis in MESH] for shape in shapes], int).reshape(-1, len(MESH))
+    names = ("mesh", *MESH)
+    rows = [[number, *(shape[axis] for axis in MESH)] for number, shape in shapes]
+    sizes = np.array(rows, int).reshape(-1, len(names))
     schedule_and_chunks = np.array(schedules)
     micro = np.array(list(_powers_of_two(config.train.global_batch_size)))
     choices: list[Columns] = [
-        {axis: sizes[:, number] for number, axis in enumerate(MESH)},
+        {name: sizes[:, place] for place, name in enumerate(names)},
         {"zero": np.arange(4)},
         {"sequence": np.arange(2)},
         {"micro": micro},

@@ -231,7 +231,7 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
         # A rank takes part in the collectives of its own units only, not in those of every tick.
         for axis in exposed_seconds.keys() & {CONTEXT, EXPERT, MODEL}:
             exposed_seconds[axis] *= pipe.schedule.micro_batches * pipe.schedule.virtual / pipe.ticks("F")
-    exposed_seconds[DATA] += exposed(overlapping, lockstep, cluster)
+    exposed_seconds[DATA] += float(exposed(overlapping, lockstep, cluster))
 
     # The third term is the gradients, which are as large as the parameters.
     updated = UPDATE * (held.parameters + held.optimizer) + held.parameters + held.copy
