@@ -19,6 +19,7 @@ from jaxdist.api_request import (
     Precision,
     Shard,
     Zero,
+    check_no_context,
     check_no_schedule,
     check_values,
     layout_of,
@@ -95,6 +96,7 @@ def parallelize(
     check_values(mesh, zero, precision, accumulation, scope, shard, rules)
     foreign.check_call("loss_fn", loss_fn, ("module", "batch"))
     shape = parse_mesh(mesh)
+    check_no_context(mesh, shape)
     pipelined = shape[PIPELINE] > 1
     if pipelined:
         check_request(mesh, loss_fn, scope, shape)
@@ -138,7 +140,7 @@ class Parallel:
         self.model = model
         self._step = step
         self._note = note
-        compiler_options = xla_options.options_for(mesh, sequence=layout.parts("residual") > 1)
+        compiler_options = xla_options.options_for(mesh, sequence=bool(layout.sequence_parallel))
         self._train = jax.jit(step.train, donate_argnums=0, compiler_options=compiler_options)
         self._evaluate = jax.jit(step.evaluate)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config import nearest
-from jaxdist.mesh import BATCH_AXES, DATA, EXPERT, LAYER_AXES, PIPELINE
+from jaxdist.mesh import BATCH_AXES, CONTEXT, DATA, EXPERT, LAYER_AXES, PIPELINE, MeshShape
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.zero import group, is_axes
@@ -75,6 +75,15 @@ def _check_choice(name: str, value: Any, valid: tuple) -> None:
     if isinstance(value, str) and value.isalpha():
         raise ValueError(f"{name} is {value!r}; {nearest(value, valid)}")
     raise ValueError(f"{name} is {value!r}; use one of {valid}")
+
+
+def check_no_context(mesh: str, shape: MeshShape) -> None:
+    """Raise `ValueError` for a mesh that cuts rows, because attention must know of it, and a module does not."""
+    if shape[CONTEXT] != 1:
+        raise ValueError(
+            f"mesh '{mesh}' cuts each row over {CONTEXT}={shape[CONTEXT]}, but the attention of a module of your own "
+            f"sees only the part of its device; set {CONTEXT} to 1, or train a family that `jaxdist.train` offers"
+        )
 
 
 def check_no_schedule(mesh: str, schedule: str, virtual_stages: int) -> None:

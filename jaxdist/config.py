@@ -1,45 +1,65 @@
 """Define every knob of a run, with its default and one line of help. Pure data: this module does not import jax.
 
+The knobs of the model are in `config_model`, and imported from here like all others.
+
 A TOML file holds only the values that differ from these defaults. The defaults are the shipped config `gpt_tiny`.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from jaxdist import exit_codes, rope_scaling
-from jaxdist.rope_scaling import RopeScaling
+from jaxdist import exit_codes
+from jaxdist.config_model import FAMILIES, ModelConfig
 from jaxdist.values import (
-    Channels,
     Count,
     CountOrZero,
     FilePath,
     FractionFloat32,
     GradientCompression,
-    Layers,
     MicroBatches,
     MicroBatchesOrZero,
     Minutes,
     NonNegativeFloat32,
-    Pixels,
     PositiveFloat32,
     PositiveSeconds,
     Resume,
-    RopeScalingText,
     Rows,
     Seconds,
+    Section,
     Seed,
-    Sequence,
     Site,
     Stage,
     WholeSeconds,
 )
+
+__all__ = [
+    "FAMILIES",
+    "Busy",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "DataLost",
+    "FaultConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PipelineConfig",
+    "ProfileConfig",
+    "RequestError",
+    "RulesConfig",
+    "TrainConfig",
+    "ValidationConfig",
+    "leaves",
+    "nearest",
+]
 
 
 class RequestError(ValueError):
@@ -72,165 +92,6 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     if close:
         return f"did you mean '{close[0]}'?"
     return f"valid names are {', '.join(valid)}"
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable, without unknown keys, and with the string under a field as its help text."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
-
-
-class Traits(NamedTuple):
-    """What requests and predictions must know of a model family; the model itself is a file in `models/`."""
-
-    text: bool
-    """Whether it is a decoder of text; otherwise it classifies images."""
-    rotary: bool = False
-    """Whether positions are rotary (RoPE), without parameters; otherwise a decoder has a table of learned positions."""
-    grouped: bool = False
-    """Whether several query heads may share a key/value head (GQA)."""
-    gated: bool = False
-    """Whether the MLP has a third matrix, the gate."""
-    dropout: bool = False
-    """Whether it has dropout."""
-    routed: bool = False
-    """Whether each MLP is a mixture of experts, of which a router chooses some for each token."""
-
-
-FAMILIES = {
-    "gpt": Traits(text=True, dropout=True),
-    "llama": Traits(text=True, rotary=True, grouped=True, gated=True),
-    "moe": Traits(text=True, rotary=True, grouped=True, gated=True, routed=True),
-    "cnn": Traits(text=False, dropout=True),
-    "resnet18": Traits(text=False),
-    "resnet50": Traits(text=False),
-}
-"""The model families by the names that `model.family` accepts."""
-
-
-class ModelConfig(Section):
-    """Model family (a text decoder or an image classifier) and its sizes."""
-
-    family: Literal["gpt", "llama", "moe", "cnn", "resnet18", "resnet50"] = "gpt"
-    """Text: gpt (the GPT-2 decoder), llama, or moe (llama with experts). Images: cnn (convolutional) or a ResNet."""
-    layers: Layers = 4
-    """Decoder blocks (L)."""
-    embed: Count = 128
-    """Width of the residual stream (D)."""
-    heads: Count = 4
-    """Attention heads (N); must divide embed, if head_dim is 0."""
-    head_dim: CountOrZero = 0
-    """Size of llama's heads (H); 0: embed / heads."""
-    kv_heads: CountOrZero = 0
-    """Key/value heads (K) of llama's grouped-query attention (GQA); must divide heads; 0: as many as heads."""
-    rope_theta: Annotated[PositiveFloat32, Field(ge=1)] = 500_000.0
-    """Base of llama's rotary position embeddings (RoPE)."""
-    rope_scaling: RopeScalingText = "none"
-    """RoPE for longer contexts: none, or linear, llama3 or yarn with numbers, such as llama3,factor=8,original=8192."""
-    qkv_bias: bool = False
-    """Add a bias to llama's queries, keys and values, as Qwen 2 does; gpt always has it."""
-    qk_norm: Literal["none", "head", "full"] = "none"
-    """RMS norm of llama's queries and keys before RoPE: of each head (Qwen 3), or of all heads together (OLMo)."""
-    norm_eps: PositiveFloat32 = 1e-5
-    """Added to the variance or mean square in every norm."""
-    mlp: CountOrZero = 0
-    """Width of the MLP (F); 0: 4 x embed, or for llama and moe 8/3 x embed rounded up to a multiple of 256."""
-    experts: Count = 8
-    """Experts in each layer of moe (E)."""
-    experts_per_token: Count = 2
-    """Experts that the router chooses for each token (k)."""
-    expert_mlp: CountOrZero = 0
-    """Width of each expert; 0: mlp."""
-    shared_experts: CountOrZero = 0
-    """Experts that every token goes through, beside the chosen ones: one MLP of shared_experts x expert_mlp."""
-    router: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of the experts: softmax over all of them, or the sigmoid of each (DeepSeek-V3)."""
-    router_renormalize: bool = True
-    """Divide the scores of a token's chosen experts by their sum, as Mixtral does and OLMoE does not."""
-    router_scale: PositiveFloat32 = 1.0
-    """Factor of the chosen experts' scores, after they are renormalized."""
-    balance_rate: NonNegativeFloat32 = 1e-3
-    """Step of the balance, a bias of each expert that steers the choice alone, by the sign of its load; 0: none."""
-    balance_loss: NonNegativeFloat32 = 0.0
-    """Factor of the load-balancing loss, which each row has of its own; 0: none."""
-    z_loss: NonNegativeFloat32 = 0.0
-    """Factor of the router's z-loss, the square of the logarithm of the sum of exponentials; 0: none."""
-    capacity_factor: Annotated[float, Field(gt=0, le=64)] = 1.25
-    """Room of the first round of dispatch, in even shares of the tokens; no token is dropped, more rounds follow."""
-    vocab: Count = 2048
-    """Vocabulary size: rows of the embedding table (V). A tokenizer trained on the data gets this size."""
-    sequence: Sequence = 128
-    """Tokens per row (S)."""
-    positions: CountOrZero = 0
-    """Rows of gpt's table of learned positions; 0: as many as sequence."""
-    window: CountOrZero = 0
-    """Sliding window of attention: a token sees itself and at most window - 1 tokens before it; 0: all before it."""
-    documents: Literal["joined", "apart"] = "joined"
-    """joined: tokens attend to earlier documents of their row; apart: they do not, and positions restart in each."""
-    tied: bool = True
-    """Use the embedding table as the output projection too (weight tying)."""
-    dropout: FractionFloat32 = 0.0
-    """Dropout probability: for gpt in each block and after the embedding, for cnn before the head."""
-    remat: Literal["none", "dots", "block", "stage", "offload"] = "none"
-    """Activation checkpointing: none (cheap), dots (all but matmuls), block, stage; offload: block, inputs on host."""
-
-    classes: Annotated[int, Field(ge=2, lt=2**31)] = 10
-    """Number of image classes."""
-    image: Pixels = 8
-    """Height and width of an image in pixels; images of a folder are scaled to it."""
-    channels: Channels = 1
-    """Channels of an image: 1 for greyscale, 3 for colour."""
-
-    @property
-    def traits(self) -> Traits:
-        """The traits of the family."""
-        return FAMILIES[self.family]
-
-    @property
-    def images(self) -> bool:
-        """Whether the model classifies images; otherwise it models text."""
-        return not self.traits.text
-
-    @property
-    def key_value_heads(self) -> int:
-        """Key/value heads (K), with the default filled in."""
-        return self.kv_heads or self.heads
-
-    @property
-    def head_size(self) -> int:
-        """Size of a head (H), with the default filled in."""
-        return self.head_dim or self.embed // self.heads
-
-    @property
-    def position_rows(self) -> int:
-        """Rows of the table of learned positions, with the default filled in."""
-        return self.positions or self.sequence
-
-    @property
-    def rope(self) -> RopeScaling:
-        """The scaling of the rotary positions."""
-        return rope_scaling.parse(self.rope_scaling)
-
-    @property
-    def expert_size(self) -> int:
-        """Width of each expert, with the default filled in."""
-        return self.expert_mlp or self.mlp_size
-
-    @property
-    def split_width(self) -> int:
-        """The width that the model axis splits: that of each expert, or of the MLP."""
-        return self.expert_size if self.traits.routed else self.mlp_size
-
-    @property
-    def mlp_size(self) -> int:
-        """Width of the MLP (F), with the default filled in."""
-        if self.mlp:
-            return self.mlp
-        if not self.traits.gated:
-            return 4 * self.embed
-        # Three matrices of width 8/3 x embed have as many parameters as two of width 4 x embed (Touvron et al. 2023,
-        # section 2.2).
-        return math.ceil(8 * self.embed / (3 * 256)) * 256
 
 
 class RulesConfig(Section):

@@ -217,15 +217,6 @@ class Layout:
         """Number of parts into which the rows of a batch are split."""
         return self.parts("batch")
 
-    def own_rows(self, batch: int) -> int:
-        """Return how many of the `batch` rows of an activation a device holds.
-
-        Inside a manual region shapes are those of one device already.
-        """
-        if self.manual:
-            return batch
-        return batch // self.ranks
-
     def spec(self, logical: Sequence[str | None], **kinds: frozenset[str]) -> P:
         """Return the `PartitionSpec` of an array whose dims have these logical axes.
 

@@ -1,4 +1,4 @@
-"""Define the values that options accept: bounded numbers, paths, steps. Pure data for pydantic: no jax.
+"""Define sections of knobs, and the values that knobs accept: bounded numbers, paths, steps. Pure data: no jax.
 
 The upper bounds are far above anything that people train, and below the sizes that take hours to check or that
 overflow in XLA.
@@ -12,13 +12,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from jaxdist import rope_scaling
 
 LONGEST_PATH = 4000
 """Bytes of the longest path. Linux accepts 4,095, and the files of a run have names of their own below its folder."""
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, without unknown keys, and with the string under a field as its help text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
 
 class Suggested:

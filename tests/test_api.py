@@ -103,6 +103,7 @@ REQUESTS = [
         dict(mesh="data=2,expert=2"),
         r"expert=2 splits nothing: give parameters `axes`, and rules .*'experts': \('expert'",
     ),
+    (dict(mesh="data=2,context=2"), r"cuts each row over context=2, but .* module of your own .*; set context to 1"),
     (dict(tensor, rules={"mpl": ("model",)}), r"logical axis 'mpl'; did you mean 'mlp'"),
     (dict(tensor, rules=by_rule("modl")), r"mesh axis 'modl'; did you mean 'model'"),
     (dict(tensor, rules={"mlp": "model"}), r"give a tuple of mesh axes, such as \('model',\)"),

@@ -22,8 +22,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from jaxdist.models.ring_blocks import QueryBlocks
-from jaxdist.parallel.context import Keys, Queries, Ring, Starts, ulysses, with_gradient
-from jaxdist.sharding import SEQUENCE, Layout, wide
+from jaxdist.models.ring_blocks_cudnn import CudnnBlocks
+from jaxdist.parallel.context import Blocks, Keys, Queries, Ring, Starts, ulysses, with_gradient
+from jaxdist.sharding import BATCH, SEQUENCE, Layout, wide
 
 ATTENTION = "attention"
 """The checkpoint name of attention's results, for activation checkpointing (remat) policies."""
@@ -79,7 +80,11 @@ def _on_parts_of_rows(
         return ulysses(attend, q, k, v, starts, saved)
     ranks = layout.parts(SEQUENCE)
     at = layout.positions(q.shape[1])
-    ring = Ring(ranks, QueryBlocks(_effective(window, ranks * q.shape[1])), unroll=layout.platform == "cpu")
+    window = effective_window(window, ranks * q.shape[1])
+    blocks: Blocks = CudnnBlocks()
+    if why_not_cudnn(layout, q.shape, q.dtype, starts is not None, window):
+        blocks = QueryBlocks(window)
+    ring = Ring(ranks, blocks, unroll=layout.platform == "cpu")
     queries = Queries(q, at, starts)
     keys = Keys(k, v, at)
     # As in `_blocked_attention`: remat policies see nothing inside a custom VJP.
@@ -89,7 +94,7 @@ def _on_parts_of_rows(
 
 def _on_whole_rows(layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, window: int) -> jax.Array:
     """Attend where each device holds whole rows."""
-    window = _effective(window, q.shape[1])
+    window = effective_window(window, q.shape[1])
     if why_not_cudnn(layout, q.shape, q.dtype, starts is not None):
         return _blocked_attention(q, k, v, starts, window)
     return _cudnn_attention(layout, q, k, v, window)
@@ -102,29 +107,42 @@ def attention_kernel(
 
     `apart`: documents of a row do not see each other.
     """
-    reason = why_not_cudnn(layout, shape, dtype, apart)
     sequence = shape[1]
-    seen = ""
-    if _effective(window, sequence):
-        seen = f" in a window of {window:,} tokens"
-    if not reason:
-        return f"cuDNN flash attention{seen}: {layout.platform}, {jnp.dtype(dtype).name}, heads of {shape[3]}"
-    blocks = sequence // block_rows(sequence)
+    window = effective_window(window, sequence)
+    reason = why_not_cudnn(layout, shape, dtype, apart, window)
     within = " within documents" if apart else ""
-    return f"causal attention{within}{seen} in {blocks} block(s) of queries, because {reason}"
+    if window:
+        within += f" in a window of {window:,} tokens"
+    device = f"{layout.platform}, {jnp.dtype(dtype).name}, heads of {shape[3]}"
+    ranks = layout.parts(SEQUENCE)
+    if layout.zigzag:
+        ring = f"ring attention over context={ranks}{within}, each half-block"
+        if not reason:
+            return f"{ring} by cuDNN flash attention: {device}"
+        return f"{ring} in {QueryBlocks().count(sequence // ranks // 2)} block(s) of queries, because {reason}"
+    exchanged = f"Ulysses over context={ranks}, then " if ranks > 1 else ""
+    if not reason:
+        return f"{exchanged}cuDNN flash attention{within}: {device}"
+    blocks = sequence // block_rows(sequence)
+    return f"{exchanged}causal attention{within} in {blocks} block(s) of queries, because {reason}"
 
 
-def _effective(window: int, sequence: int) -> int:
+def effective_window(window: int, sequence: int) -> int:
     """Return the window, or 0 where it hides nothing from a row of `sequence` tokens."""
     return window if window < sequence else 0
 
 
-def why_not_cudnn(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False) -> str:
-    """Return why cuDNN attention cannot run for queries of `shape` [B, S, N, H] on the whole mesh; empty if it can."""
-    return beyond_cudnn(layout, shape, dtype, apart) or cudnn_missing()
+def why_not_cudnn(
+    layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False, window: int = 0
+) -> str:
+    """Return why cuDNN attention cannot run for queries of `shape` [B, S, N, H] on the whole mesh; empty if it can.
+
+    `window` is 0 where it hides nothing.
+    """
+    return beyond_cudnn(layout, shape, dtype, apart, window) or cudnn_missing()
 
 
-def beyond_cudnn(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False) -> str:
+def beyond_cudnn(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False, window: int = 0) -> str:
     """Return the same as `why_not_cudnn`, for devices that have cuDNN.
 
     The limits are those that jax.nn.dot_product_attention checks, and two that it does not: flash attention begins with
@@ -135,6 +153,8 @@ def beyond_cudnn(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart
         return f"cuDNN attention needs a CUDA device, and this is a {layout.platform}"
     if apart:
         return NO_DOCUMENTS
+    if layout.zigzag and window:
+        return f"cuDNN attention knows no window of {window:,} tokens between the devices of a ring"
     if capability < (8, 0):
         return f"cuDNN attention needs compute capability 8.0, and this device has {capability[0]}.{capability[1]}"
     name = jnp.dtype(dtype).name
@@ -145,7 +165,7 @@ def beyond_cudnn(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart
     if head_size % 8 or head_size > largest:
         return f"cuDNN attention takes heads of a multiple of 8 up to {largest} here, not of {head_size}"
     # In a pipeline's region `shape` is a device's own part already.
-    parts = 1 if layout.manual else layout.parts("batch") * layout.parts("heads")
+    parts = 1 if layout.manual else layout.parts(BATCH) * layout.parts(SEQUENCE) * layout.parts("heads")
     elements = math.prod(shape) // parts
     if elements > 2**31:
         return f"cuDNN attention has wrong gradients above 2^31 query elements on a device, and this has {elements:,}"
@@ -363,7 +383,7 @@ def _blocks(sequence: int, group: int, window: int) -> list[_Block]:
 
 def block_keys(sequence: int, window: int = 0) -> int:
     """Return how many keys a block of queries sees at most in blocked attention."""
-    blocks = _blocks(sequence, 1, _effective(window, sequence))
+    blocks = _blocks(sequence, 1, effective_window(window, sequence))
     return max(block.past.stop - block.past.start for block in blocks)
 
 

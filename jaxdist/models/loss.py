@@ -53,11 +53,9 @@ def cross_entropy(
         table = region.vary(table, table_spec.reduced)
         return region.add_up(_fused(inner, size, x, table, labels), layout.tokens_over)
 
-    of_stream = layout.spec((None, BATCH, RESIDUAL, "embed"))
-    of_labels = layout.spec((None, BATCH, SEQUENCE))
-    return jax.shard_map(local, in_specs=(of_stream, table_spec, of_labels), out_specs=layout.spec(()))(
-        x, table, labels
-    )
+    stream = layout.spec((None, BATCH, RESIDUAL, "embed"))
+    specs = stream, table_spec, layout.spec((None, BATCH, SEQUENCE))
+    return jax.shard_map(local, in_specs=specs, out_specs=layout.spec(()))(x, table, labels)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -193,7 +191,7 @@ def _whole_sequence(layout: Layout, x: jax.Array) -> jax.Array:
 def _chunks(layout: Layout, x: jax.Array) -> tuple[int, jax.Array]:
     """Return (the length of a chunk along S, where chunks start): about `CHUNK_ROWS` rows on a device."""
     batch, sequence = x.shape[:2]
-    length = chunk_length(layout, sequence, layout.own_rows(batch))
+    length = chunk_length(layout, sequence, batch)
     return length, jnp.arange(0, sequence, length)
 
 

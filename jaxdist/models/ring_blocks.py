@@ -1,7 +1,8 @@
-"""The kernels of ring attention: attention of the queries of some chunks to the keys of one (`parallel.context`)."""
+"""The kernel of ring attention by matmuls, which runs anywhere (`parallel.context`)."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -69,9 +70,10 @@ class QueryBlocks:
             out = out / jnp.where(total == 0, 1, total)
             return Attended(_by_query(out), _by_query(highest + jnp.log(total))[..., 0])
 
-        if self._blocks(queries) == 1:
+        length = len(queries.at)
+        if self.count(length) == 1:
             return block(queries)
-        return self._together(lax.map(block, self._apart(queries)))
+        return self._together(lax.map(block, self._apart(queries, length)), length)
 
     def _gradients(
         self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N H"], masked: bool
@@ -94,7 +96,8 @@ class QueryBlocks:
             dv = jnp.einsum("BKGST,BKGSH->BTKH", p.astype(g.dtype), g, preferred_element_type=p.dtype)
             return Gradients(_by_query(dq), dk, dv)
 
-        if self._blocks(queries) == 1:
+        length = len(queries.at)
+        if self.count(length) == 1:
             return block((queries, found, g))
         axes = region.varying(queries.q, keys.k, keys.v, g)
         zeros = [region.zeros(a.shape, wide(a.dtype), axes) for a in (keys.k, keys.v)]
@@ -103,8 +106,8 @@ class QueryBlocks:
             dq, dk, dv = block(of)
             return [sums[0] + dk, sums[1] + dv], dq
 
-        (dk, dv), dq = lax.scan(add, zeros, self._apart((queries, found, g)))
-        return Gradients(self._together(dq), dk, dv)
+        (dk, dv), dq = lax.scan(add, zeros, self._apart((queries, found, g), length))
+        return Gradients(self._together(dq, length), dk, dv)
 
     def _scores(self, queries: Queries, keys: Keys, masked: bool) -> Float[Array, "B K G S T"]:
         """Return the scores of queries with keys, -inf where a key is hidden."""
@@ -123,31 +126,32 @@ class QueryBlocks:
             return seen
         return seen[None, None, None] & (queries.starts[..., None] <= of[None])[:, None, None]
 
-    def _blocks(self, queries: Queries) -> int:
-        """Return the number of blocks of queries, all of which are equally long."""
-        length = len(queries.at)
-        rows = min(self.rows, length)
-        while length % rows:
-            rows -= 1
-        return length // rows
+    def count(self, length: int) -> int:
+        """Return the number of blocks of so many queries."""
+        return math.ceil(length / self.rows)
 
-    def _apart(self, tree: Tree) -> Tree:
-        """Cut the tokens of every array, its second dim or its only one, into blocks, which come first."""
-        blocks = self._blocks(jax.tree.leaves(tree, is_leaf=lambda a: isinstance(a, Queries))[0])
+    def _apart(self, tree: Tree, length: int) -> Tree:
+        """Cut the tokens of every array, its second dim or its only one, into equally long blocks, which come first.
+
+        Zeros fill up the last one: such queries, with gradients of zero, add nothing to any other gradient.
+        """
+        blocks = self.count(length)
+        filled = blocks * math.ceil(length / blocks) - length
 
         def cut(a: jax.Array) -> jax.Array:
             if a.ndim == 1:
-                return a.reshape(blocks, -1)
+                return jnp.pad(a, (0, filled)).reshape(blocks, -1)
+            a = jnp.pad(a, [(0, filled if dim == 1 else 0) for dim in range(a.ndim)])
             return jnp.moveaxis(a.reshape(a.shape[0], blocks, -1, *a.shape[2:]), 1, 0)
 
         return jax.tree.map(cut, tree)
 
-    def _together(self, tree: Tree) -> Tree:
+    def _together(self, tree: Tree, length: int) -> Tree:
         """Undo `_apart` for arrays of results."""
 
         def join(a: jax.Array) -> jax.Array:
             a = jnp.moveaxis(a, 0, 1)
-            return a.reshape(a.shape[0], -1, *a.shape[3:])
+            return a.reshape(a.shape[0], -1, *a.shape[3:])[:, :length]
 
         return jax.tree.map(join, tree)
 

@@ -327,9 +327,28 @@ class _Stream:
             yield transfer(self.layout, "numbers to report", ALL_REDUCE, {PIPELINE}, 1, numbers, F32)
 
     def attention(self) -> Iterator[Transfer]:
-        """Yield the transfers of attention over `context`."""
-        passes = context_traffic.passes(self.config, self.pipe)
+        """Yield the transfers of attention over `context`, in every tick that runs layers; none of them is for W."""
+        depth = self.pipe.stages.depth
+        forward = depth * self.pipe.ticks("F")
+        backward = depth * self.pipe.ticks("B")
+        # Where a chunk of several layers is run again, a loop of its own does that.
+        apart = self.pipe.recomputes and depth > 1
+        # Only with remat none are the results of attention kept.
+        together = self.config.model.remat != "none" and not apart
+        passes = context_traffic.Passes(
+            forward=forward + apart * backward,
+            recomputed=together * backward,
+            backward=backward,
+            documents=self._gathers_of_starts,
+        )
         yield from context_traffic.predict(self.config, self.layout, self.tokens, passes)
+
+    @property
+    def _gathers_of_starts(self) -> int:
+        """How often a step gathers where documents start, for Ulysses: in F and in B."""
+        ticks = self.pipe.ticks("F") + self.pipe.ticks("B")
+        # They are the same for all layers, so XLA:CPU gathers them before a loop over layers.
+        return ticks if self.layout.platform == "cpu" else self.pipe.stages.depth * ticks
 
     def _reduced_again(self, logical: str) -> int:
         """Return whether B recomputes a matmul that contracts `logical`, back onto the residual stream."""

@@ -69,6 +69,7 @@ def sample(
     begin = np.zeros((rows, sequence), np.int32)
     window = prompt[-sequence:]
     begin[:, : len(window)] = window
+    order = layout.order(np.arange(sequence), sequence)
     key = jax.random.key(seed)
 
     @jax.jit
@@ -76,8 +77,10 @@ def sample(
         params: Params, ids: Int[Array, "B S"], length: Int[Array, ""], number: Int[Array, ""]
     ) -> tuple[Int[Array, "B S"], Int[Array, ""], Int[Array, " B"]]:
         """Return (the window with one token more, its length, that token); a full window drops its first token."""
-        logits = forward.logits(forward.weights(params), reshard(ids, layout.activation("BS")))
-        last = jax.lax.dynamic_index_in_dim(logits, length - 1, axis=1, keepdims=False)
+        logits = forward.logits(forward.weights(params), reshard(ids[:, order], layout.activation("BS")))
+        # The sum picks one token's logits wherever they lie: a sequence that devices share has no dynamic index.
+        is_last = layout.positions(sequence) == length - 1
+        last = jnp.sum(jnp.where(is_last[None, :, None], logits, 0), axis=1)
         # Whole on every device, and without the rows that the mesh adds, so that all draw the same token.
         last = reshard(last, layout.spec((None, None)))[:, :vocab]
         token = choice(jax.random.fold_in(key, number), last.astype(jnp.float32))

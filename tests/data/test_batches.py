@@ -107,6 +107,22 @@ def test_batches_lie_where_the_layout_says(tokens):
         assert {shard.data.shape for shard in array.addressable_shards} == {(2, 1, S)[: array.ndim]}
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["joined", "apart"])
+def test_ring_attention_gives_each_device_one_chunk_from_both_ends_of_a_row(tmp_path, apart):
+    """Device 0 of two has chunks 0 and 3 of four, and device 1 chunks 1 and 2; the starts stay positions of the row."""
+    path = tmp_path / "tokens.bin"
+    np.arange(2 * 8 + 1).astype("<u2").tofile(path)
+    tokens = replace(Tokens.open(path, "uint16"), end=4 if apart else None)
+    mesh, layout = on("data=2,context=2")
+    batch = train_batch(tokens, np.arange(2), 8, 1, mesh, replace(layout, zigzag=True))
+    parts = {shard.device.id: np.asarray(shard.data).ravel().tolist() for shard in batch["tokens"].addressable_shards}
+    assert parts == {0: [0, 1, 6, 7], 1: [2, 3, 4, 5], 2: [8, 9, 14, 15], 3: [10, 11, 12, 13]}
+    labels = np.asarray(batch["labels"])[0]
+    assert labels.tolist() == [[1, 2, 7, 8, 3, 4, -1 if apart else 5, 6], [9, 10, 15, 16, 11, 12, 13, 14]]
+    if apart:
+        assert np.asarray(batch["starts"])[0].tolist() == [[0, 0, 5, 5, 0, 0, 0, 5], [0] * 8]
+
+
 def test_apart_each_document_has_its_start_and_foretells_no_other(tmp_path):
     """A document's last token, its end, has no label, whatever follows; a row's first token starts one."""
     path = tmp_path / "tokens.bin"
@@ -143,17 +159,19 @@ def test_a_process_reads_only_its_rows_and_each_once(tokens, monkeypatch):
 
 
 PROCESS = """
+from dataclasses import replace
 from pathlib import Path
 import numpy as np
 from jaxdist.data.batches import global_rows, train_batch
 from jaxdist.data.tokens import Tokens
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.sharding import Layout
-mesh = make_mesh(parse_mesh("data=2,replica=2"), jax.devices())
+mesh = make_mesh(parse_mesh(arguments[1]), jax.devices())
+layout = replace(Layout.on(mesh), zigzag=True)
 tokens = Tokens.open(Path(arguments[0]), "uint16")
 found = {}
 for step in range(3):
-    batch = train_batch(tokens, global_rows(0, step, 8, tokens.rows(5)), 5, 2, mesh, Layout.on(mesh))
+    batch = train_batch(tokens, global_rows(0, step, 8, tokens.rows(8)), 8, 2, mesh, layout)
     for name, array in batch.items():
         for shard in array.addressable_shards:
             first = [part.start or 0 for part in shard.index]
@@ -162,10 +180,13 @@ tell(found)
 """
 
 
-def test_one_and_two_processes_make_the_same_batches(tokens):
-    (one,), two = (told(PROCESS, processes, str(tokens.path), devices=4) for processes in (1, 2))
+@pytest.mark.parametrize("mesh", ["data=2,replica=2", pytest.param("context=4", marks=pytest.mark.slow)])
+def test_one_and_two_processes_make_the_same_batches(tokens, mesh):
+    """Each process places its own rows, or its own part of each row, whose number both have."""
+    (one,), two = (told(PROCESS, processes, str(tokens.path), mesh, devices=4) for processes in (1, 2))
     assert len(two) == 2
-    assert two[0].keys().isdisjoint(two[1])
+    shared = {name.split("/")[1] for name in two[0].keys() & two[1].keys()}
+    assert shared == ({"rows"} if mesh == "context=4" else set())
     assert two[0] | two[1] == one
 
 

@@ -21,7 +21,7 @@ from jaxdist.lab.checks import memory, traffic
 from jaxdist.lab.slow_networks import replicas, server, top_k
 from jaxdist.mesh import DATA
 from jaxdist.models import Params, experts
-from jaxdist.parallel import gradient_compression, zero
+from jaxdist.parallel import context, gradient_compression, zero
 from jaxdist.parallel.experts import Rounds
 from jaxdist.parallel.pipeline import schedules
 from jaxdist.planning import pipelines
@@ -148,6 +148,17 @@ def every_queue_has_room_for_all_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(experts, "rounds_for", worst_case)
 
 
+def all_visitors_count_as_earlier(patch: pytest.MonkeyPatch) -> None:
+    """The first queries of a device meet keys that are later."""
+    patch.setattr(context.Ring, "_earlier", lambda self, step: step > 0)
+
+
+def keys_are_sent_there_and_back(patch: pytest.MonkeyPatch) -> None:
+    """Between two devices: each sends them there, back, and there again."""
+    onward = context.Ring._onward
+    patch.setattr(context.Ring, "_onward", lambda self, x: onward(self, onward(self, onward(self, x))))
+
+
 def stages_do_not_wait(patch: pytest.MonkeyPatch) -> None:
     """All stages of GPipe run a micro-batch in the same tick."""
 
@@ -258,6 +269,8 @@ FAULTS = (
     Fault("tp-column-row", mlp_is_not_split),
     Fault("tp-split", mlp_is_not_split),
     Fault("moe-conditional", every_queue_has_room_for_all_tokens, {"counts": (4, 32)}, slow=True),
+    Fault("cp-ring", all_visitors_count_as_earlier, {"ranks": (2,)}, slow=True),
+    Fault("cp-ring", keys_are_sent_there_and_back, {"ranks": (2,)}, slow=True),
     Fault("pipeline-naive", stages_do_not_wait),
     Fault("pipeline-gpipe", stages_do_not_wait),
     Fault("pipedream-1f1b", a_stage_turns_back_late),

@@ -17,6 +17,7 @@ from tests.lab.pages import assert_pasted
 CHECKS = claims.checks()
 SLOW = {
     "moe-conditional",
+    "cp-ring",
     "strong-scaling",
     "val-reduce",
     "pipeline-2x2",
@@ -32,7 +33,11 @@ IDS = [pytest.param(id, marks=pytest.mark.slow if id in SLOW else ()) for id in 
 """Those of the reductions have tests of their own, which share their programs."""
 
 
-SMALLER = {"moe-conditional": {"counts": (4, 32)}, "strong-scaling": {"counts": (1, 2), "batch": 8}}
+SMALLER = {
+    "moe-conditional": {"counts": (4, 32)},
+    "cp-ring": {"ranks": (4,)},
+    "strong-scaling": {"counts": (1, 2), "batch": 8},
+}
 """Settings that take less time."""
 
 

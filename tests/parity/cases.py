@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -48,21 +49,28 @@ class Outcome:
         return jax.tree.map(np.subtract, self.after, self.before)
 
 
-def rows(seed: int = 0, padded: bool = True, count: int = ROWS, vocab: int = VOCAB) -> tuple[np.ndarray, np.ndarray]:
+def rows(
+    seed: int = 0, padded: bool = True, count: int = ROWS, vocab: int = VOCAB, length: int = SEQUENCE
+) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and labels of a global batch; rows have unequal numbers of labels that count, those beyond ROWS none."""
     rng = np.random.default_rng(seed)
-    text = rng.integers(0, vocab, (ROWS, SEQUENCE + 1), dtype=np.int32)
+    text = rng.integers(0, vocab, (ROWS, length + 1), dtype=np.int32)
     tokens, labels = text[:, :-1], text[:, 1:].copy()
     if padded:
-        labels[np.arange(SEQUENCE) >= rng.integers(1, SEQUENCE + 1, (ROWS, 1))] = -1
-    further = np.full((count - ROWS, SEQUENCE), -1, np.int32)
+        labels[np.arange(length) >= rng.integers(1, length + 1, (ROWS, 1))] = -1
+    further = np.full((count - ROWS, length), -1, np.int32)
     return np.concatenate([tokens, -further]), np.concatenate([labels, further])
 
 
-def starts(seed: int = 0, count: int = ROWS) -> np.ndarray:
+def starts(seed: int = 0, count: int = ROWS, length: int = SEQUENCE) -> np.ndarray:
     """Of documents of about four tokens, where in its row that of each position starts."""
-    begins = np.random.default_rng(seed).random((count, SEQUENCE)) < 0.25
-    return np.maximum.accumulate(np.where(begins, np.arange(SEQUENCE, dtype=np.int32), 0), axis=1)
+    return starts_of(np.random.default_rng(seed).random((count, length)) < 0.25)
+
+
+def starts_of(begins: np.ndarray) -> np.ndarray:
+    """The same of documents that begin where `begins` [B, S] is true, and where a row does."""
+    length = begins.shape[1]
+    return np.maximum.accumulate(np.where(begins, np.arange(length, dtype=np.int32), 0), axis=1)
 
 
 def on_mesh(
@@ -101,9 +109,11 @@ def train(
     replica_zero: bool = True,
     compression: Compression | None = None,
     context: str = "auto",
+    documents: Callable[[int, int, int], np.ndarray] = starts,
 ) -> Outcome:
     """`accumulation` micro-batches of `count` rows; those of the `pipeline`, if the mesh has stages. Documents of a row
-    are `apart` or joined. What is written otherwise for a `platform` runs here too."""
+    are `apart`, where `documents` of a step's number, B and S says, or joined. What is written otherwise for a
+    `platform` runs here too."""
     shape = parse_mesh(mesh)
     devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
     pipeline = pipeline or PipelineConfig()
@@ -130,8 +140,9 @@ def train(
         state = jax.jit(lambda params: step.start(step.place(params)))(step.folded(params))
         take, logical = jax.jit(step.train), jax.jit(step.unfolded)
         for number in range(steps):
-            further = {"starts": starts(number, count)} if apart else {}
-            batch = on_mesh(devices, layout, *rows(number, count=count, vocab=model.vocab), accumulation, **further)
+            further = {"starts": documents(number, count, model.sequence)} if apart else {}
+            tokens, labels = rows(number, count=count, vocab=model.vocab, length=model.sequence)
+            batch = on_mesh(devices, layout, tokens, labels, accumulation, **further)
             state, metrics = take(state, batch)
             losses.append(float(metrics.loss))
             norms.append(float(metrics.grad_norm))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import Config
+from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.training.restore import Trained
 from jaxdist.training.run import Run
 from jaxdist.training.sampling import Choice, sample
@@ -14,15 +15,19 @@ SEQUENCE, VOCAB = 6, 97
 GREEDY = Choice(temperature=0.0, top_k=0)
 
 
-@pytest.fixture(scope="module")
-def trained() -> Trained:
+def made(mesh: str = "1x1x1", sequence: int = SEQUENCE, **more: dict) -> Trained:
     """A model of random weights so large that the next token depends on all of the window: it hardly repeats itself."""
-    model = dict(layers=2, embed=16, heads=2, vocab=VOCAB, sequence=SEQUENCE, tied=False)
-    run = Run(Config(mesh="1x1x1", model=model), devices=jax.devices()[:1])
+    model = dict(layers=2, embed=16, heads=2, vocab=VOCAB, sequence=sequence, tied=False)
+    run = Run(Config(mesh=mesh, model=model, **more), devices=jax.devices()[: devices_asked(parse_mesh(mesh))])
     with jax.set_mesh(run.mesh):
-        params = jax.jit(run.model.init)(jax.random.key(0))
+        params = jax.jit(run.step.init)(jax.random.key(0)).params
         params = jax.tree.map(lambda a: 10 * a, params)
     return Trained(run, 1, params, {}, "")
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    return made()
 
 
 def greedy_by_hand(trained: Trained, text: list[int], start: int) -> list[int]:
@@ -44,6 +49,23 @@ def test_greedy_is_the_argmax_of_the_models_logits_within_the_window_and_past_it
     assert text[len(prompt) :] == greedy_by_hand(trained, text, len(prompt))
     written = text[len(prompt) :]
     assert len(set(written)) >= 9, "a text that repeats itself would hide a window that stands still, or is shifted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [
+        ("context=4", {}),
+        ("context=2,model=2", {"parallel": {"context": "ring", "sequence": True}}),
+        ("context=2,pipeline=2", {"parallel": {"context": "ulysses"}, "pipeline": {"microbatches": 2}}),
+    ],
+    ids=["ring", "ring with sequence parallelism", "Ulysses in a pipeline"],
+)
+def test_greedy_is_the_same_where_devices_share_the_window(mesh, more):
+    """In whatever order its tokens lie, within the window and past it."""
+    one, shared = (sample(each, [5, 40, 7], 9, 1, GREEDY, seed=0) for each in (made(sequence=8), made(mesh, 8, **more)))
+    assert shared == one
+    assert len(set(one[0][3:])) > 5
 
 
 def test_the_likeliest_one_is_greedy(trained):

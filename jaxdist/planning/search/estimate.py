@@ -49,7 +49,7 @@ from jaxdist.mesh import (
 )
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
-from jaxdist.planning import communication, context_traffic, expert_rows, memory
+from jaxdist.planning import communication, expert_rows, memory
 from jaxdist.planning.activations import saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers
@@ -403,8 +403,23 @@ def _ring_seconds(config: Config, layout: Layout, pipe: Pipeline | None, cluster
 
     messages = Messages(keys=send(compute_width(config)), sums=send(F32))
     waits = ring_waits(layout.size(CONTEXT), attention, ATTENTION_BACKWARD * attention, messages, cluster)
-    passes = context_traffic.passes(config, pipe)
-    return float(passes.forward * waits.forward + passes.backward * waits.backward)
+    forward, backward = _passes_of_attention(config, pipe)
+    return float(forward * waits.forward + backward * waits.backward)
+
+
+def _passes_of_attention(config: Config, pipe: Pipeline | None) -> tuple[int, int]:
+    """Return how often the layers of a device run attention forwards, recomputation included, and backwards.
+
+    All ranks of a pipeline run it in every tick that runs layers.
+    """
+    if pipe is None:
+        forward = backward = config.model.layers * config.train.accumulation
+    else:
+        forward = pipe.stages.depth * pipe.ticks("F")
+        backward = pipe.stages.depth * pipe.ticks("B")
+    # Only with remat none are the results of attention kept.
+    recomputed = int(config.model.remat != "none")
+    return forward + recomputed * backward, backward
 
 
 def _further_rounds(config: Config, layout: Layout, transfers: Iterable[Transfer]) -> Iterator[Transfer]:
