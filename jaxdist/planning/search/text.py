@@ -10,7 +10,7 @@ from typing import Any
 from jaxdist.config import Config, leaves
 from jaxdist.mesh import DATA, PIPELINE
 from jaxdist.models import Model, active_parameters, parameters
-from jaxdist.planning import clusters, collective_time, parameter_layout, transfer_time
+from jaxdist.planning import clusters, collective_time, context_report, parameter_layout, transfer_time
 from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
 from jaxdist.planning.collective_time import ranks_together
 from jaxdist.planning.expert_report import model_size
@@ -148,8 +148,9 @@ def row(candidate: Estimate, plan: Plan) -> tuple[str, ...]:
     config = candidate.config
     used = candidate.memory.total / plan.cluster.memory
     visible = [part for part in candidate.parts if candidate.share(part) >= 0.0005]
+    attention = candidate.attention
     return (
-        config.mesh,
+        f"{config.mesh} ({attention.form})" if attention else config.mesh,
         f"{config.parallel.zero}, sequence" if config.parallel.sequence else str(config.parallel.zero),
         micro(candidate),
         config.model.remat,
@@ -383,6 +384,7 @@ def _json(candidate: Estimate, base: Config) -> dict[str, Any]:
     return {
         "options": changes(candidate, base),
         "mesh": {axis: candidate.shape[axis] for axis in MESH},
+        "context": context_report.json(candidate.config, candidate.shape),
         "changes_loss": candidate.in_force or None,
         "memory": candidate.memory.total,
         "seconds": candidate.seconds,
