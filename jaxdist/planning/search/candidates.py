@@ -15,6 +15,7 @@ from itertools import product
 import numpy as np
 
 from jaxdist.config import Config, RequestError
+from jaxdist.context import SHORTEST_PART
 from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, MeshShape
 from jaxdist.planning.search import changed_loss
 from jaxdist.request.checks import check_mesh_fits
@@ -41,10 +42,6 @@ SPLIT = [SCHEDULES.index(name) for name in ("zb-h1", "zb-u")]
 
 ZB_H1 = SCHEDULES.index("zb-h1")
 """The schedule in which ranks take branches of their own: a ring must not lie in one."""
-
-SHORTEST_PART = 1024
-"""Tokens of a row that a device has at least, where `context` splits rows. The model of time does not know how much
-slower attention is on shorter parts, and there are always other axes for rows that short."""
 
 CHUNKS = {"interleaved": (2, 4), "zb-h1": (1, 2), "zb-u": (1, 2)}
 """The numbers of chunks on each rank that are tried; 1 for the other schedules."""
@@ -103,7 +100,9 @@ def _mesh_problems(neutral: Config, shape: MeshShape) -> list[str]:
 def neutral_config(config: Config) -> Config:
     """Return `config` with defaults for everything that a candidate decides."""
     defaults = Config()
-    parallel = dict(zero=0, sequence=False, micro_batches=defaults.parallel.micro_batches, offload="none")
+    parallel = dict(
+        zero=0, sequence=False, context="auto", micro_batches=defaults.parallel.micro_batches, offload="none"
+    )
     return config.model_copy(
         update=dict(
             parallel=config.parallel.model_copy(update=parallel),
@@ -186,8 +185,8 @@ def _legal(config: Config, c: Columns, sites: int) -> np.ndarray:
 
 
 def _ulysses_divides(config: Config, c: Columns) -> np.ndarray:
-    """Return where Ulysses may run: no ring is asked for, and `context` divides the query heads of a model rank."""
-    return (config.parallel.context != "ring") & (config.model.heads % (c[MODEL] * c[CONTEXT]) == 0)
+    """Return where `context` divides the query heads of a model rank, as Ulysses needs."""
+    return config.model.heads % (c[MODEL] * c[CONTEXT]) == 0
 
 
 def _powers_of_two(most: int) -> Iterator[int]:
@@ -203,9 +202,6 @@ def candidate_config(config: Config, row: dict[str, int]) -> Config:
     if row[REPLICA] == 1:
         base = changed_loss.exact(base)
     parallel: dict[str, object] = dict(zero=row["zero"], sequence=bool(row["sequence"]))
-    if row[CONTEXT] == 1:
-        # Nothing is sent over an axis of size 1.
-        parallel["context"] = "auto"
     if row["outside"]:
         parallel["micro_batches"] = "outside"
     update: dict[str, object] = dict(

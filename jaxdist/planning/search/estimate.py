@@ -63,7 +63,7 @@ from jaxdist.planning.predicted_collectives import transfer as transfer_of
 from jaxdist.planning.search import changed_loss
 from jaxdist.planning.search.context_time import Messages, ring_waits
 from jaxdist.planning.search.products import layer_products
-from jaxdist.planning.timing import attention_flops_per_token, flops_per_token
+from jaxdist.planning.timing import attention_flops_per_token, flops_per_token, has_window
 from jaxdist.planning.transfer_time import exposed, merge_calls, seconds
 from jaxdist.sharding import SEQUENCE, Layout
 
@@ -104,6 +104,10 @@ et al. 2024, figures 5 and 6), where a matmul reaches 80 %."""
 ATTENTION_BACKWARD = 2.5
 """The time of attention's backward pass over that of its forward pass: it computes the scores again (Dao 2023, section
 2.3)."""
+
+SCORES = 16
+"""Bytes that attention by matmuls moves for each score in its forward pass: it writes it in f32, reads it for the
+maximum and for the exponential, and writes and reads that in bfloat16."""
 
 UPDATE = 2
 """The optimizer state is read and written."""
@@ -255,13 +259,20 @@ def attention_seconds(
 ) -> Numbers:
     """Return the seconds of attention's forward pass in one layer, for the `tokens` of one of `parts` devices.
 
-    A `ring` masks what a window hides, and computes it all the same. Otherwise devices along `context` share the work
-    evenly.
+    Devices along `context` share the work evenly. What documents hide is computed all the same, and so is what a window
+    hides from a `ring`. On GPUs either of them runs by matmuls (`models.attention`), whose scores go through the
+    memory.
     """
     sizes = config.model
     whole = sizes.model_copy(update={"window": 0})
-    flops = np.where(ring, attention_flops_per_token(whole), attention_flops_per_token(sizes))
-    return tokens * flops / (parts * matmul_rate(config, cluster) * ATTENTION_RATE)
+    flops = np.where(ring, attention_flops_per_token(whole), attention_flops_per_token(sizes)) / parts
+    rate = matmul_rate(config, cluster)
+    # A score is two matmuls of a head's size.
+    scores = flops / (4 * sizes.head_size)
+    by_matmuls = flops / rate + scores * SCORES / cluster.bandwidth
+    masked = np.logical_or(sizes.documents == "apart", np.logical_and(ring, has_window(sizes)))
+    masked = np.logical_and(masked, cluster.gpu != "cpu")
+    return tokens * np.where(masked, by_matmuls, flops / (rate * ATTENTION_RATE))
 
 
 Number = TypeVar("Number", float, np.ndarray)

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxdist import units
 from jaxdist.config import Config, RequestError
+from jaxdist.context import SHORTEST_PART
 from jaxdist.mesh import (
     BATCH_AXES,
     CONTEXT,
@@ -23,7 +24,7 @@ from jaxdist.mesh import (
     parse_mesh,
 )
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.search.candidates import MESH, SHORTEST_PART, problems
+from jaxdist.planning.search.candidates import MESH, problems
 from jaxdist.planning.search.estimate import Estimate, label
 from jaxdist.planning.search.plan import BLOCK, ROOM, TIE, Plan, complexity, search
 

@@ -32,7 +32,7 @@ from jaxdist.planning.predicted_collectives import (
     PERMUTE,
     REDUCE_SCATTER,
 )
-from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT
+from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT, neutral_config
 from jaxdist.planning.search.context_time import Messages, ring_waits
 from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
 from jaxdist.planning.search.estimate import (
@@ -381,9 +381,10 @@ class Screen(Sizes):
     @cached_property
     def ring(self) -> Column:
         """Whether attention is a ring over `context`: 1 or 0."""
+        neutral = neutral_config(self.config)
 
         def of(schedule: int, context: int, model: int) -> float:
-            config = self.config
+            config = neutral
             if schedule:
                 pipeline = config.pipeline.model_copy(update={"schedule": SCHEDULES[schedule]})
                 config = config.model_copy(update={"pipeline": pipeline})

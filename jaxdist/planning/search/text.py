@@ -93,6 +93,7 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
         yield f"warning     {sentence}"
     for note in notes(first, plan.model):
         yield f"note        {note}"
+    yield f"rate        {rate(first)}"
     page = "docs/explanation/planner.md"
     yield f"times       without kernel launches, input and other jobs: real steps take longer ({page})"
     yield f"train       {command(first, base, name)}"
@@ -173,6 +174,16 @@ def took(seconds: float, cluster: Cluster) -> str:
     """Return a predicted time; `~` marks a cluster that nobody has measured."""
     mark = "" if calibrated(cluster) else "~"
     return f"{mark}{seconds:.3g} s"
+
+
+def rate(candidate: Estimate) -> str:
+    """Return the predicted throughput, and the FLOP/s of a device, of which recomputation is not a part."""
+    tokens = candidate.tokens_per_second
+    flops = candidate.mfu * candidate.cluster.peak
+    return (
+        f"{tokens:,.0f} tokens/s, {tokens / candidate.devices:,.0f} on each device; {flops / 1e12:.0f} TFLOP/s on each "
+        f"(causal attention counts once)"
+    )
 
 
 def micro(candidate: Estimate) -> str:
