@@ -32,17 +32,15 @@ from jaxdist.planning.predicted_collectives import (
     PERMUTE,
     REDUCE_SCATTER,
 )
+from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, Messages, attention_seconds, ring_waits
 from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT, neutral_config
-from jaxdist.planning.search.context_time import Messages, ring_waits
 from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
 from jaxdist.planning.search.estimate import (
-    ATTENTION_BACKWARD,
     Device,
-    attention_seconds,
     head_flops,
     layer_times,
-    matmul_rate,
 )
+from jaxdist.planning.search.products import matmul_rate
 from jaxdist.planning.search.screen_sizes import Sizes
 from jaxdist.planning.step_bytes import Elements
 from jaxdist.sharding import RESIDUAL, RULES, Layout
