@@ -36,7 +36,7 @@ def long():
 @pytest.fixture(scope="module")
 def few():
     """Return a request whose candidates differ in all that `context` depends on, and those candidates."""
-    asked = {"precision": "bfloat16", "model.layers": "4", "model.sequence": "8192", "train.global_batch_size": "8"}
+    asked = {"precision": "bfloat16", "model.layers": "4", "model.sequence": "32768", "train.global_batch_size": "8"}
     config = load("gpt2_124m", asked)  # 12 heads
     return config, candidates(config, meshes(config, 8))
 
@@ -67,8 +67,8 @@ def test_why_not_another_split(long, mesh, words):
 
 
 def test_why_not_parts_that_are_too_short():
-    config = load("gpt2_124m", {"model.sequence": "2048", "train.global_batch_size": "8"})
-    assert "a device would have 512 tokens of a row" in why_not(search(config, 8, CLUSTER), "data=2,context=4")
+    config = load("gpt2_124m", {"model.sequence": "8192", "train.global_batch_size": "8"})
+    assert "a device would have 2,048 tokens of a row" in why_not(search(config, 8, CLUSTER), "data=2,context=4")
 
 
 def test_the_rough_figures_are_near_the_predicted_ones(long):
@@ -81,7 +81,7 @@ def test_the_rough_figures_are_near_the_predicted_ones(long):
 
 
 @pytest.mark.parametrize(
-    ("sequence", "sizes"), [(2047, [1]), (2048, [1, 2]), (6144, [1, 2, 3, 4, 6]), (8190, [1, 3, 5])]
+    ("sequence", "sizes"), [(8190, [1]), (8192, [1, 2]), (24576, [1, 2, 3, 4, 6]), (32764, [1, 2])]
 )
 def test_a_part_of_a_row_is_two_equal_chunks_and_not_short(sequence, sizes):
     config = load("gpt2_124m", {"model.sequence": str(sequence)})
