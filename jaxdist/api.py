@@ -140,7 +140,7 @@ class Parallel:
         self.model = model
         self._step = step
         self._note = note
-        compiler_options = xla_options.options_for(mesh, sequence=layout.parts("residual") > 1)
+        compiler_options = xla_options.options_for(mesh, sequence=bool(layout.sequence_parallel))
         self._train = jax.jit(step.train, donate_argnums=0, compiler_options=compiler_options)
         self._evaluate = jax.jit(step.evaluate)
 

@@ -1,6 +1,6 @@
-"""The colours of all pictures, which colour-blind readers can distinguish too (Okabe & Ito 2008; Tol 2021, "muted")."""
+"""The colours of all pictures, which colour-blind readers can distinguish too (Okabe & Ito 2008; Tol 2021)."""
 
-from jaxdist.mesh import EXPERT
+from jaxdist.mesh import CONTEXT, EXPERT
 
 # Okabe & Ito
 BLUE = "#0072B2"
@@ -24,9 +24,13 @@ FOREST = "#117733"
 PALE = "#DDDDDD"
 PURPLE = "#AA4499"
 
+# Tol, "bright"
+CYAN = "#66CCEE"
+
 TIME = {
     "arithmetic": BLUE,
     "waiting": GREY,
+    CONTEXT: CYAN,
     EXPERT: PURPLE,
     "model": ORANGE,
     "pipeline": GREEN,

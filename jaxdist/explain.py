@@ -149,7 +149,7 @@ def _compiled(
         host_of = [number // per_host for number in numbers.ravel().tolist()]
     else:
         host_of = [0] * mesh.size
-    sequence = layout.parts("residual") > 1
+    sequence = bool(layout.sequence_parallel)
     across = across_hosts(mesh, host_of)
     options = xla_options.options(layout.platform, mesh.size, across, sequence, delayed(config, layout))
     notes = []

@@ -18,10 +18,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.context import zigzag
+from jaxdist.mesh import CONTEXT, make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.layers import RMSNorm, SwiGLU, rotary
 from jaxdist.models.loss import cross_entropy
+from jaxdist.models.ring_blocks_cudnn import CudnnBlocks
+from jaxdist.parallel.context import Attended, Keys, Queries, Ring
 from jaxdist.rope_scaling import RopeScaling
 from jaxdist.sharding import RULES, Layout
 
@@ -31,6 +34,11 @@ once can do. GPUs multiply float32 with the significand of float16 (TF32). float
 
 THETA = 10_000.0
 """Base of the rotary positions here."""
+
+RANKS = 4
+"""Ranks of the ring here: the least with which both kinds of visitors come to some rank, in the loop and after it."""
+
+RING = Ring(RANKS, CudnnBlocks())
 
 EPS = 1e-5
 """What the norm here adds to the mean square."""
@@ -78,6 +86,17 @@ def attention(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> list[Differ
     fast = partial(causal_attention, window=sizes.window)
     plain = partial(_plain_attention, window=sizes.window)
     return _compare("attention", "qkv", fast, plain, (q, kv, kv), dtype, device)
+
+
+def ring_of_cudnn(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> list[Difference]:
+    """Compare a ring of cuDNN's half-blocks, all of whose ranks this one device plays."""
+    q = (sizes.rows, sizes.sequence, sizes.heads, sizes.size)
+    kv = (sizes.rows, sizes.sequence, sizes.kv_heads, sizes.size)
+
+    def ring(layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return _ring_of_cudnn(q, k, v)
+
+    return _compare("ring attention", "qkv", ring, _plain_attention, (q, kv, kv), dtype, device)
 
 
 def everything(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> Iterator[Difference]:
@@ -146,6 +165,45 @@ def _with_gradients(f: Callable[..., Array], given: list[Array], g: Array) -> tu
 def _error(a: Array, b: Array) -> float:
     found, wanted = (np.asarray(one, np.float64) for one in (a, b))
     return float(np.max(np.abs(found - wanted)) / np.max(np.abs(wanted)))
+
+
+@jax.custom_vjp
+def _ring_of_cudnn(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> Array:
+    """Attend by a ring whose `RANKS` devices are a dim of the arrays, which `vmap` gives the name of the axis."""
+    return _ring_forward(q, k, v)[0]
+
+
+def _ring_forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[Queries, Keys, Attended]]:
+    at = jnp.asarray(_positions(q.shape[1])).reshape(RANKS, -1)
+    queries = Queries(_parts(q), at, None)
+    keys = Keys(_parts(k), _parts(v), at)
+    found = jax.vmap(RING.attend, axis_name=CONTEXT)(queries, keys)
+    return _whole(found.out), (queries, keys, found)
+
+
+def _ring_backward(saved: tuple[Queries, Keys, Attended], g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    gradients = jax.vmap(RING.gradients, axis_name=CONTEXT)(*saved, _parts(g))
+    return _whole(gradients.q), _whole(gradients.k), _whole(gradients.v)
+
+
+_ring_of_cudnn.defvjp(_ring_forward, _ring_backward)
+
+
+def _positions(sequence: int) -> np.ndarray:
+    return zigzag(np.arange(sequence), sequence, RANKS)
+
+
+def _parts(a: Float[Array, "B S N H"]) -> Float[Array, "n B S/n N H"]:
+    """Return what each rank of the ring holds of `a`."""
+    a = a[:, _positions(a.shape[1])]
+    return jnp.moveaxis(a.reshape(a.shape[0], RANKS, -1, *a.shape[2:]), 1, 0)
+
+
+def _whole(parts: Float[Array, "n B S/n N H"]) -> Float[Array, "B S N H"]:
+    """Undo `_parts`."""
+    a = jnp.moveaxis(parts, 0, 1)
+    a = a.reshape(a.shape[0], -1, *a.shape[3:])
+    return a[:, np.argsort(_positions(a.shape[1]))]
 
 
 def _plain_attention(

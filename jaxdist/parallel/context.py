@@ -173,7 +173,10 @@ class Ring:
             return (coming, (dk + made.k, dv + made.v), dq + made.q), None
 
         pair, sums, dq = self._loop(step, (coming, (own.k, own.v), own.q))
-        dk, dv = self._onward(sums)
+        # XLA joins permutes of which none needs the other, and sends what it has joined when all of it is known. So
+        # the keys of a ring of two would wait for the first sums, and the last sums for the gradients that go home.
+        pair, sums = lax.optimization_barrier((pair, sums))
+        dk, dv = lax.optimization_barrier(self._onward(sums))
         made = visit(pair, jnp.asarray(self.ranks - 1))
         # The sums are complete: they go home in the dtype of keys and values.
         dk, dv = self._onward(((dk + made.k).astype(keys.k.dtype), (dv + made.v).astype(keys.v.dtype)))

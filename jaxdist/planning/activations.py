@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxdist.config import ModelConfig
-from jaxdist.context import repeated_heads
-from jaxdist.mesh import CONTEXT
+from jaxdist.context import WIDE, Heads, ulysses_elements
+from jaxdist.models import ring_blocks
 from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows, effective_window
 from jaxdist.models.loss import chunk_rows
 from jaxdist.parallel.vocabulary import Vocabulary
@@ -34,6 +34,8 @@ class _Widths(NamedTuple):
     mlp: int
     """The hidden layer of the MLP, without a gate; or those of the experts, for all rows that capacity leaves room for.
     """
+    exchanged: int
+    """What Ulysses exchanges in a pass: queries, keys, values and attention's output, of whole rows; elsewhere 0."""
     rows: int
     """The rows themselves that experts get, as wide as the residual stream; 0 without experts."""
 
@@ -45,6 +47,9 @@ def _widths(m: ModelConfig, layout: Layout, mlps: int) -> _Widths:
     # Every device holds at least one key/value head (grouped-query attention).
     key_value_heads = max(1, m.key_value_heads // layout.parts("heads"))
     mlp = m.mlp_size
+    exchanged = 0
+    if layout.parts(SEQUENCE) > 1 and not layout.zigzag:
+        exchanged = ulysses_elements(1, Heads(heads, key_value_heads), size, layout.parts(SEQUENCE))
     rows = 0.0
     if m.traits.routed:
         # The first round has so many rows for each token, but for its rounding to whole tiles.
@@ -56,6 +61,7 @@ def _widths(m: ModelConfig, layout: Layout, mlps: int) -> _Widths:
         query=heads * size,
         key_value=2 * key_value_heads * size,
         mlp=mlps * mlp // layout.parts("mlp"),
+        exchanged=exchanged,
         rows=round(rows * m.embed),
     )
 
@@ -68,8 +74,8 @@ def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
         block, stage, offload   the input of the layer
         dots                    also the results of matmuls with weights: query, key and value, attention's output,
                                 the MLP's hidden layer (two if it is gated)
-        named                   also the input of attention's output matmul, and each head's log sum exp; this is what
-                                ZeRO 2 and 3 keep when nothing is checkpointed
+        named                   also the input of attention's output matmul, each head's log sum exp, and what Ulysses
+                                exchanges; this is what ZeRO 2 and 3 keep when nothing is checkpointed
         none                    also the norms and the operands of attention
 
     An array that the model axis splits counts only by its part on one device; so does the residual stream under
@@ -82,7 +88,7 @@ def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
     dots = 2 * widths.residual + widths.query + widths.key_value + widths.mlp
     if remat == "dots":
         return dots
-    named = dots + widths.query + widths.heads
+    named = dots + widths.query + widths.heads + widths.exchanged
     if remat == "named":
         return named
     return named + 2 * widths.residual + widths.query
@@ -114,13 +120,38 @@ def in_layer(m: ModelConfig, layout: Layout, rows: int, width: int, remat: str) 
     gradients = saved_per_token(m, layout, "none")
     # The rows of experts are sent again, and come back as gradients.
     dispatched = 2 * _widths(m, layout, mlps=1).rows
-    layer = width * rows * m.sequence * (recomputed + gradients + dispatched)
+    tokens = rows * own_length(m, layout)
+    layer = width * tokens * (recomputed + gradients + dispatched) + tokens * _travelling(m, layout, width)
     # cuDNN's attention never writes its scores to memory.
     if flash(m, layout, rows, width):
         return layer
     # Three arrays in f32, for one block of queries and the keys that it sees.
-    scores = block_rows(m.sequence) * block_keys(m.sequence, m.window)
-    return layer + 3 * 4 * rows * m.heads // layout.parts("heads") * scores
+    return layer + 3 * WIDE * rows * _scores(m, layout)
+
+
+def _travelling(m: ModelConfig, layout: Layout, width: int) -> int:
+    """Return the bytes for each token that ring attention needs in its backward pass; 0 elsewhere.
+
+    Keys and values that are here, and those that come; and in f32 the gradients of queries, and those of keys and
+    values, of which some come while others are made.
+    """
+    if not layout.zigzag:
+        return 0
+    widths = _widths(m, layout, mlps=1)
+    return 2 * width * widths.key_value + WIDE * (widths.query + 2 * widths.key_value)
+
+
+def _scores(m: ModelConfig, layout: Layout) -> int:
+    """Return how many scores a block of queries has in each row, on one device.
+
+    In ring attention, its keys are half of a device's; Ulysses has whole rows of a part of the heads.
+    """
+    heads = m.heads // layout.parts("heads")
+    if layout.zigzag:
+        chunk = own_length(m, layout) // 2
+        return heads * min(ring_blocks.ROWS, chunk) * chunk
+    keys = block_keys(m.sequence, m.window)
+    return heads // layout.parts(SEQUENCE) * block_rows(m.sequence) * keys
 
 
 def in_loss(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
@@ -132,7 +163,7 @@ def in_loss(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
         # In the compute dtype; the gradient overwrites the logits.
         bytes_per_logit = width
     columns = Vocabulary(layout, m.vocab).rows // layout.parts("vocab")
-    return bytes_per_logit * min(chunk_rows(layout), rows * m.sequence) * columns
+    return bytes_per_logit * min(chunk_rows(layout), rows * own_length(m, layout)) * columns
 
 
 def flash(m: ModelConfig, layout: Layout, rows: int, width: int) -> bool:

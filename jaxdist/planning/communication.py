@@ -108,13 +108,16 @@ def compression_that_costs(config: Config, model: Model | Foreign, layout: Layou
 def data_parallel(config: Config, model: Model | Foreign, layout: Layout) -> float:
     """Return the elements that plain data parallelism sends: 2 (N-1)/N for each parameter of a stage and model rank.
 
+    N are the devices that share the tokens of a batch.
+
     Without expert parallelism, each of its devices has all experts.
     """
     whole = 0
     for p in placed(config, model, layout):
         splits = any(EXPERT in layout.split(name) for name in p.axes)
         whole += p.use * (layout.size(EXPERT) if splits else 1)
-    return 2 * whole * (layout.ranks - 1) / layout.ranks
+    devices = layout.size(*layout.tokens_over)
+    return 2 * whole * (devices - 1) / devices
 
 
 def _parameters(config: Config, parameters: list[Placed], layout: Layout) -> Iterator[Transfer]:
@@ -186,7 +189,7 @@ def _reduce(config: Config, p: Placed, name: str, layout: Layout, calls: int, ti
 def _collect_heads(config: Config, p: Placed, what: str, layout: Layout, calls: int, elements: int) -> Transfer:
     """Return the transfer that brings the gradients of the copies of key/value heads together."""
     # A gradient that was added to nothing is still in the dtype of its matmul.
-    added = layout.ranks > 1 or config.train.accumulation > 1
+    added = bool(layout.tokens_over) or config.train.accumulation > 1
     width = F32 if added else compute_width(config)
     heads = layout.split("heads")
     if p.place.exchanged:
@@ -266,10 +269,27 @@ def _layers(config: Config, layout: Layout) -> Iterator[Transfer]:
         sums=3 * times if keeps_all else 2 * times,
     )
     yield from expert_traffic.predict(config, layout, _tokens(config, layout), expert_calls)
-    # Only with remat none are the results of attention kept.
-    recomputed = int(sizes.remat != "none")
-    passes = context_traffic.Passes(forward=(1 + recomputed) * times, backward=times, documents=(1 + recomputed) * times)
+    passes = context_traffic.Passes(
+        forward=times,
+        # Only with remat none are the results of attention kept.
+        recomputed=0 if sizes.remat == "none" else times,
+        backward=times,
+        documents=_gathers_of_starts(config, layout, times, keeps_all),
+    )
     yield from context_traffic.predict(config, layout, _tokens(config, layout), passes)
+
+
+def _gathers_of_starts(config: Config, layout: Layout, times: int, keeps_all: bool) -> int:
+    """Return how often a step gathers where documents start, for Ulysses; layers run attention `times` times."""
+    k = config.train.accumulation
+    inside = config.parallel.zero >= 2 and config.parallel.micro_batches == "inside"
+    # They are the same for all layers, so XLA gathers them before the loop over layers, if no loop over micro-batches
+    # is inside it. XLA:GPU leaves them in the loop of the backward pass.
+    lifted = k == 1 or not inside
+    forward = k if lifted else times
+    if keeps_all or (lifted and layout.platform == "cpu"):
+        return forward
+    return forward + times
 
 
 def _streamed(config: Config, layout: Layout, what: str, kind: str, axes: tuple[str, ...], calls: int) -> Transfer:

@@ -34,10 +34,12 @@ class Passes:
     """How often the layers of a device run attention in a step."""
 
     forward: int
-    """Forward passes, those that are recomputed included."""
+    """Forward passes, and those that are recomputed apart from the backward pass of the layer."""
+    recomputed: int
+    """Forward passes that are recomputed with the backward pass of the layer, in one body of a loop."""
     backward: int
     documents: int
-    """Gathers of where documents start, which no gradient needs: Ulysses has whole rows."""
+    """Gathers of where documents start, of which Ulysses has whole rows; no gradient needs them."""
 
 
 def predict(config: Config, layout: Layout, tokens: int, passes: Passes) -> Iterator[Transfer]:
@@ -61,19 +63,29 @@ def _ring(config: Config, layout: Layout, tokens: int, passes: Passes) -> Iterat
     def moved(what: str, calls: int, elements: int, width: int) -> Transfer:
         return transfer(layout, what, PERMUTE, {CONTEXT}, calls, elements, width)
 
-    calls = round_trip * (passes.forward + passes.backward)
-    elements = sent.forward * passes.forward + sent.backward * passes.backward
-    yield moved("keys and values", calls, elements, width)
+    calls = round_trip * (passes.forward + passes.backward) + 2 * _sent_again(layout) * passes.recomputed
+    yield moved("keys and values", calls, calls * sent.forward // round_trip, width)
     what = "gradients of keys and values"
     yield moved(what, round_trip * passes.backward, sent.sums * passes.backward, F32)
     yield moved(what, 2 * passes.backward, sent.home * passes.backward, width)
+
+
+def _sent_again(layout: Layout) -> int:
+    """Return in how many steps a recomputed forward pass sends keys and values.
+
+    The backward pass sends the same ones. XLA merges what both send: on CPUs all of it, and on GPUs what the first step
+    sends, because only that is outside the loops over the other steps.
+    """
+    if layout.platform == "cpu":
+        return 0
+    return layout.size(CONTEXT) - 2
 
 
 def _ulysses(config: Config, layout: Layout, tokens: int, passes: Passes) -> Iterator[Transfer]:
     ranks = layout.size(CONTEXT)
     heads = own_heads(config, dict(layout.axes))
     elements = ulysses_elements(tokens, heads, config.model.head_size, ranks)
-    times = passes.forward + passes.backward
+    times = passes.forward + passes.recomputed + passes.backward
     what = "sequence exchanged for heads"
     yield transfer(layout, what, ALL_TO_ALL, {CONTEXT}, 4 * times, elements * times, compute_width(config))
     if config.model.documents == "apart":

@@ -8,6 +8,7 @@ from jaxdist.config import Config, ModelConfig
 from jaxdist.mesh import EXPERT, micro_batches
 from jaxdist.models import Model, active_parameters, parameters
 from jaxdist.models.foreign import Foreign
+from jaxdist.planning.activations import own_length
 from jaxdist.planning.expert_rows import first_round, padding
 from jaxdist.planning.predicted_collectives import ALL_TO_ALL, Transfer
 from jaxdist.planning.timing import flops_of_padding, flops_per_token
@@ -57,4 +58,4 @@ def exchanged(transfers: Iterable[Transfer]) -> str:
 def _tokens(config: Config, layout: Layout) -> int:
     """Return the tokens of a micro-batch on one device."""
     k = micro_batches(config, dict(layout.axes))
-    return config.train.global_batch_size // (k * layout.ranks) * config.model.sequence
+    return config.train.global_batch_size // (k * layout.ranks) * own_length(config.model, layout)

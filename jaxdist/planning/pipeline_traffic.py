@@ -331,11 +331,24 @@ class _Stream:
         depth = self.pipe.stages.depth
         forward = depth * self.pipe.ticks("F")
         backward = depth * self.pipe.ticks("B")
+        # Where a chunk of several layers is run again, a loop of its own does that.
+        apart = self.pipe.recomputes and depth > 1
         # Only with remat none are the results of attention kept.
-        recomputed = int(self.config.model.remat != "none")
-        runs = forward + recomputed * backward
-        passes = context_traffic.Passes(forward=runs, backward=backward, documents=runs)
+        together = self.config.model.remat != "none" and not apart
+        passes = context_traffic.Passes(
+            forward=forward + apart * backward,
+            recomputed=together * backward,
+            backward=backward,
+            documents=self._gathers_of_starts,
+        )
         yield from context_traffic.predict(self.config, self.layout, self.tokens, passes)
+
+    @property
+    def _gathers_of_starts(self) -> int:
+        """How often a step gathers where documents start, for Ulysses: in F and in B."""
+        ticks = self.pipe.ticks("F") + self.pipe.ticks("B")
+        # They are the same for all layers, so XLA:CPU gathers them before a loop over layers.
+        return ticks if self.layout.platform == "cpu" else self.pipe.stages.depth * ticks
 
     def _reduced_again(self, logical: str) -> int:
         """Return whether B recomputes a matmul that contracts `logical`, back onto the residual stream."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jax.sharding import AbstractMesh
 
 from jaxdist.config import Config
-from jaxdist.mesh import AXES, BATCH_AXES, EXPERT, describe
+from jaxdist.mesh import AXES, CONTEXT, EXPERT, describe
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import clusters, communication, known_differences, memory, parameter_layout, transfer_time
@@ -21,7 +21,7 @@ from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.planning.kernels import Kernels, kernels
 from jaxdist.planning.overlap import Sent, by_axes
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
-from jaxdist.planning.predicted_collectives import ALL_REDUCE, ALL_TO_ALL, Transfer
+from jaxdist.planning.predicted_collectives import ALL_REDUCE, ALL_TO_ALL, PERMUTE, Transfer
 from jaxdist.planning.remedies import fitting
 from jaxdist.planning.target import room, too_large
 from jaxdist.sharding import Layout
@@ -285,19 +285,23 @@ class Report:
 
     @property
     def ratio_to_data_parallel(self) -> float | None:
-        """Elements of weights and gradients over the batch axes, relative to plain data parallelism on as many devices.
+        """Elements of weights and gradients over the axes that split tokens, relative to plain data parallelism there.
 
-        None on one rank.
+        None where none of them does.
         """
         plain = communication.data_parallel(self.config, self.model, self.layout)
         if not plain:
             return None
-        # Tokens on their way to experts are neither.
-        to_experts = (ALL_TO_ALL, (EXPERT,))
-        over_batch = [
-            one for one in self.collectives if set(one.axes) & set(BATCH_AXES) and (one.kind, one.axes) != to_experts
+        # Tokens on their way to experts are neither, nor is what attention sends, nor where documents start.
+        others = [(ALL_TO_ALL, (EXPERT,)), (ALL_TO_ALL, (CONTEXT,)), (PERMUTE, (CONTEXT,))]
+        over_tokens = [
+            one
+            for one in self.collectives
+            if set(one.axes) & set(self.layout.tokens_over)
+            and (one.kind, one.axes) not in others
+            and one.dtypes != ("s32",)
         ]
-        return sum(one.wire * one.array_elements / one.elements for one in over_batch) / plain
+        return sum(one.wire * one.array_elements / one.elements for one in over_tokens) / plain
 
     @cached_property
     def cluster(self) -> Cluster | None:

@@ -11,10 +11,12 @@ from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
+import numpy as np
+
 from jaxdist.mesh import REPLICA, axes_across, device_numbers
 from jaxdist.planning import collective_time
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.collective_time import ranks_together
+from jaxdist.planning.collective_time import Numbers, ranks_together
 from jaxdist.planning.predicted_collectives import ALL_TO_ALL, Transfer
 
 
@@ -49,6 +51,15 @@ def seconds(transfer: Transfer, shape: Mapping[str, int], cluster: Cluster) -> f
 @lru_cache(maxsize=4096)
 def _seconds_of_call(kind: str, size: float, ranks: int, inside: int, cluster: Cluster, in_site: int) -> float:
     return float(collective_time.seconds(kind, size, ranks, inside, cluster, in_site))
+
+
+def exposed(communication: Numbers, arithmetic: Numbers, cluster: Cluster) -> Numbers:
+    """Return the seconds by which communication that overlaps arithmetic extends it.
+
+    While both run, they slow each other down a little. Arguments broadcast.
+    """
+    behind = np.minimum(communication, arithmetic)
+    return communication - behind + (cluster.overlap - 1) * behind
 
 
 def misplaced(shape: Mapping[str, int], cluster: Cluster) -> list[str]:

@@ -24,7 +24,15 @@ from jaxdist.request.reading import read, to_toml
 from jaxdist.streams import protect
 from jaxdist.values import path_error
 
-LAYOUT_KNOBS = ("mesh", "precision", "parallel.zero", "parallel.sequence", "parallel.rules", "pipeline")
+LAYOUT_KNOBS = (
+    "mesh",
+    "precision",
+    "parallel.zero",
+    "parallel.sequence",
+    "parallel.context",
+    "parallel.rules",
+    "pipeline",
+)
 """Knobs that determine the layout of the weights and the compute dtype."""
 
 STEP_KNOBS = (
@@ -45,6 +53,7 @@ JOB_KNOBS = ("cluster", "fault")
 PLANNED_KNOBS = (
     "parallel.zero",
     "parallel.sequence",
+    "parallel.context",
     "parallel.replica_zero",
     "parallel.micro_batches",
     "parallel.offload",

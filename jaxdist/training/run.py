@@ -77,14 +77,14 @@ class Run:
         self.dry = dry
         self.device = gpu or (devices or jax.devices())[0]
         """One of the devices, or its description; all are of its kind."""
-        check_mesh_fits(config, self.mesh.shape, batch)
-
+        # First, because the form of attention over `context` depends on it, and sizes must fit that form.
         precision = _precision(config.precision, self.device.platform)
         self.config = config = config.model_copy(update={"precision": precision})
+        check_mesh_fits(config, self.mesh.shape, batch)
         self.layout = Layout.of(config, self.mesh, self.device)
         self.compiler_options = {}
         if not dry:
-            sequence = self.layout.parts("residual") > 1
+            sequence = bool(self.layout.sequence_parallel)
             self.compiler_options = xla_options.options_for(self.mesh, sequence, delayed(config, self.layout))
         model_layout = self.layout
         if self.mesh.shape[PIPELINE] > 1:

@@ -6,7 +6,7 @@ import jax
 
 from jaxdist.config import RequestError
 from jaxdist.models import numerics
-from jaxdist.models.attention import why_not_cudnn
+from jaxdist.models.attention import effective_window, why_not_cudnn
 from jaxdist.training.run import Run
 
 WINDOW = 100
@@ -23,16 +23,21 @@ def queries(run: Run) -> tuple[int, int, int, int]:
 def check_attention(run: Run) -> str:
     """Compare cuDNN's attention with the plain form in float32; return the result, or "" where cuDNN is not used.
 
-    This runs on one device of each process, with the run's dtype, head size and grouped-query ratio, on few tokens.
+    Of ring attention it compares half-blocks as a ring joins them. This runs on one device of each process, with the
+    run's dtype, head size and grouped-query ratio, on few tokens.
     Raises `RequestError` where it is wrong.
     """
     model = run.config.model
-    if model.images or why_not_cudnn(run.layout, queries(run), run.dtype, model.documents == "apart"):
+    if model.images:
+        return ""
+    window = effective_window(model.window, model.sequence)
+    if why_not_cudnn(run.layout, queries(run), run.dtype, model.documents == "apart", window):
         return ""
     group = model.heads // model.key_value_heads
     device = jax.local_devices()[0]
     sizes = numerics.Sizes(heads=2 * group, kv_heads=2, size=model.head_size, window=min(model.window, WINDOW))
-    found = numerics.attention(sizes, run.dtype, device)
+    compare = numerics.ring_of_cudnn if run.layout.zigzag else numerics.attention
+    found = compare(sizes, run.dtype, device)
     for one in found:
         if not one.fine:
             raise RequestError(

@@ -72,7 +72,7 @@ def test_two_processes_have_the_curve_of_one(text, tmp_path):
 @pytest.mark.slow
 def test_two_processes_share_each_row_and_have_the_curve_of_one_device(text, tmp_path):
     """Keys and values cross from process to process, and each reads its own part of the rows, to validate on too."""
-    options = ("--parallel.context=ring", "--model.dropout=0.1", "--train.steps=10", "--validation.every=5")
+    options = ("--model.dropout=0.1", "--train.steps=10", "--validation.every=5")
     assert command.main(argv(tmp_path / "one", text, *options, "--mesh=1x1x1")) == 0
     with job(train(argv(tmp_path / "two", text, *options, "--mesh=context=4", "--parallel.zero=3"), 2)) as running:
         assert ends(running, 240) == [0, 0]

@@ -40,7 +40,7 @@ def plain(q, k, v, starts=None, window=0):
     if window:
         seen &= at > at[:, None] - window
     if starts is not None:
-        seen = seen & (at >= np.asarray(starts)[:, None, :, None])
+        seen = seen & (at >= jnp.asarray(starts)[:, None, :, None])
     p = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
     return jnp.einsum("bnst,btnh->bsnh", p, v)
 
@@ -83,3 +83,34 @@ def assert_same(got: list[np.ndarray], wanted: list[np.ndarray], tolerance: floa
     """By the largest value of each."""
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0, err_msg=name)
+
+
+def scores_of(q, k, causal):
+    k = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
+    scores = jnp.einsum("bsnh,btnh->bnst", q, k) * q.shape[-1] ** -0.5
+    return jnp.where(jnp.tri(q.shape[1], k.shape[1], dtype=bool), scores, -jnp.inf) if causal else scores
+
+
+def cudnn_forward(q, k, v, causal):
+    """What `ring_blocks_cudnn._forward` computes, in f32, and in the dtype of q."""
+    dtype = q.dtype
+    q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
+    scores = scores_of(q, k, causal)
+    v = jnp.repeat(v, q.shape[2] // v.shape[2], 2)
+    out = jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(scores), v)
+    return out.astype(dtype), jax.nn.logsumexp(scores, -1)
+
+
+def cudnn_backward(q, k, v, out, sums, g, causal):
+    """What `ring_blocks_cudnn._backward` computes: the gradients of a softmax whose log sum exp is `sums`."""
+    dtype = q.dtype
+    q, k, v, out, g = (a.astype(jnp.float32) for a in (q, k, v, out, g))
+    group = q.shape[2] // k.shape[2]
+    p = jnp.exp(scores_of(q, k, causal) - sums[..., None])
+    dp = jnp.einsum("bsnh,btnh->bnst", g, jnp.repeat(v, group, 2))
+    ds = p * (dp - jnp.einsum("bsnh,bsnh->bns", g, out)[..., None]) * q.shape[-1] ** -0.5
+    add_up = lambda a: a.reshape(*a.shape[:2], -1, group, a.shape[3]).sum(3)
+    dq = jnp.einsum("bnst,btnh->bsnh", ds, jnp.repeat(k, group, 2))
+    dk = add_up(jnp.einsum("bnst,bsnh->btnh", ds, q))
+    dv = add_up(jnp.einsum("bnst,bsnh->btnh", p, g))
+    return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype)

@@ -13,7 +13,7 @@ import jax.extend
 import jax.numpy as jnp
 import pytest
 
-from jaxdist.models import attention, ring_blocks_cudnn
+from jaxdist.models import attention, numerics, ring_blocks_cudnn
 from jaxdist.planning import target
 from jaxdist.planning.cross_compile import compile_apart
 from tests.models import rings
@@ -87,37 +87,12 @@ def operations(program) -> list:
     return found
 
 
-def scores_of(q, k, causal):
-    k = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
-    scores = jnp.einsum("bsnh,btnh->bnst", q, k) * q.shape[-1] ** -0.5
-    return jnp.where(jnp.tri(q.shape[1], k.shape[1], dtype=bool), scores, -jnp.inf) if causal else scores
-
-
-def forward(q, k, v, causal):
-    """What cuDNN computes, in f32."""
-    scores = scores_of(q, k, causal)
-    v = jnp.repeat(v, q.shape[2] // v.shape[2], 2)
-    return jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(scores), v), jax.nn.logsumexp(scores, -1)
-
-
-def backward(q, k, v, out, sums, g, causal):
-    """The gradients of a softmax whose log sum exp is `sums`."""
-    group = q.shape[2] // k.shape[2]
-    p = jnp.exp(scores_of(q, k, causal) - sums[..., None])
-    dp = jnp.einsum("bsnh,btnh->bnst", g, jnp.repeat(v, group, 2))
-    ds = p * (dp - jnp.einsum("bsnh,bsnh->bns", g, out)[..., None]) * q.shape[-1] ** -0.5
-    add_up = lambda a: a.reshape(*a.shape[:2], -1, group, a.shape[3]).sum(3)
-    dq = jnp.einsum("bnst,btnh->bsnh", ds, jnp.repeat(k, group, 2))
-    dk = add_up(jnp.einsum("bnst,bsnh->btnh", ds, q))
-    return dq, dk, add_up(jnp.einsum("bnst,bsnh->btnh", p, g))
-
-
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_ring_of_its_blocks_is_plain_attention(monkeypatch, ranks):
     monkeypatch.setattr(attention, "why_not_cudnn", lambda *_, **__: "")
     monkeypatch.setattr(attention, "QueryBlocks", None)
-    monkeypatch.setattr(ring_blocks_cudnn, "_forward", forward)
-    monkeypatch.setattr(ring_blocks_cudnn, "_backward", backward)
+    monkeypatch.setattr(ring_blocks_cudnn, "_forward", rings.cudnn_forward)
+    monkeypatch.setattr(ring_blocks_cudnn, "_backward", rings.cudnn_backward)
     heads = rings.random_heads(sequence=32)
     with jax.numpy_rank_promotion("allow"):
         rings.assert_same(rings.by_ring(heads, ranks), rings.by_hand(heads))
@@ -196,3 +171,14 @@ def test_the_elements_of_a_device_are_those_of_its_part_of_the_sequence(monkeypa
     assert math.prod(shape) == 4 * 2**31
     assert attention.why_not_cudnn(layout, shape, BF16) == ""
     assert "this has 4,294,967,296" in attention.why_not_cudnn(layout, (8, *shape[1:]), BF16)
+
+
+@pytest.mark.smoke
+def test_the_check_before_the_first_step_traces(monkeypatch):
+    """It batches cuDNN's calls over the ranks of a ring."""
+    monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)
+    with_gradients = partial(rings.with_gradients, numerics._ring_of_cudnn)
+    program = jax.make_jaxpr(with_gradients)(*(array(1, 64, heads, 64) for heads in (4, 2, 2, 4)))
+    assert [a.shape for a in program.out_avals] == [(1, 64, heads, 64) for heads in (4, 4, 2, 2)]
+    calls = Counter(one.primitive.name for one in operations(program.jaxpr))
+    assert calls["dot_product_attention_fwd_wrapper"] == calls["dot_product_attention_bwd_wrapper"] == 5

@@ -11,7 +11,7 @@ import pytest
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.parallel.gradient_compression import Compression
 from tests.parity import cases
-from tests.tiers import thinned
+from tests.tiers import exhaustive, thinned
 
 RULES = {rule: Compression(rule, density=0.01, rank=4) for rule in ("bfloat16", "int8", "topk-int8", "powersgd")}
 SHAPES = {
@@ -115,18 +115,21 @@ def one_device() -> cases.Outcome:
 
 @pytest.mark.parametrize(
     ("rule", "mesh", "stage"),
-    thinned(
-        [
-            ("int8", "replica=2,data=2", 3),
-            ("bfloat16", "replica=2,data=2", 0),
-            ("topk-int8", "replica=4", 1),
-            ("int8", "replica=2,data=2,pipeline=2", 2),
-            ("topk-int8", "replica=2,data=2,model=2", 1),
-            ("int8", "replica=4", 0),
-        ],
-        6,
-        first=3,
-    ),
+    [
+        *thinned(
+            [
+                ("int8", "replica=2,data=2", 3),
+                ("bfloat16", "replica=2,data=2", 0),
+                ("topk-int8", "replica=4", 1),
+                ("int8", "replica=2,data=2,pipeline=2", 2),
+                ("topk-int8", "replica=2,data=2,model=2", 1),
+                ("int8", "replica=4", 0),
+            ],
+            6,
+            first=3,
+        ),
+        *exhaustive([("int8", "replica=2,context=2", 1)]),
+    ],
 )
 def test_losses_are_close_to_those_of_one_device_on_any_layout(rule, mesh, stage):
     """A tolerance of their own, half a per cent; and not equal, or nothing was compressed."""

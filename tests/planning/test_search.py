@@ -24,10 +24,11 @@ from jaxdist.planning.collective_time import ranks_inside
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.search import picture
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
-from jaxdist.planning.search.estimate import FORMULAS, estimate, exposed
+from jaxdist.planning.search.estimate import FORMULAS, estimate
 from jaxdist.planning.search.plan import TIE, search
 from jaxdist.planning.search.questions import alone, scaling, why_not
 from jaxdist.planning.search.screen import Screen
+from jaxdist.planning.transfer_time import exposed
 from jaxdist.request import checks, load
 from jaxdist.request.knobs import KNOBS
 
@@ -118,6 +119,7 @@ def test_every_candidate_is_a_request_that_train_takes(small):
         "replica": {1, 2, 4},
         "data": {1, 2, 4, 8},
         "expert": {1},
+        "context": {1},
         "model": {1, 2, 4},
         "pipeline": {1, 2, 4},
         "zero": {0, 1, 2, 3},

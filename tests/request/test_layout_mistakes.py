@@ -142,8 +142,9 @@ PARALLEL = {
     "rule that says none": Wrong(
         "--parallel.rules.vocab none", [("vocab is 'none'", "valid names are model ('' leaves vocab whole)")]
     ),
-    "rule of an axis that is not built": Wrong(
-        "--parallel.rules.heads context", [("'context', but context parallelism is not built yet; use 'model', or ''",)]
+    "rule of the axis of the sequence": Wrong(
+        "--parallel.rules.heads context",
+        [("heads is 'context', which splits the sequence", "both the sequence and heads; use 'model', or ''")],
     ),
     "rules of axes of the batch": Wrong(
         "--parallel.rules.heads data --parallel.rules.vocab replica",

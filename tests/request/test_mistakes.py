@@ -41,7 +41,6 @@ ONE_KNOB = {
     "split images": Wrong("cnn_digits --mesh 2x2x1", [("model=2, but model.family cnn has nothing", "to data")]),
     "no dropout": Wrong("--model.family resnet18 --model.dropout 0.1", [("resnet18, which has no dropout",)]),
     "rotary base": Wrong("--model.rope-theta 0", [("model.rope_theta is 0: must be more than 0",)]),
-    "axis that is not built": Wrong("--mesh context=2", [("context=2", "not built yet; set context to 1")]),
     "experts of another family": Wrong(
         "--model.family llama --model.experts 4 --model.router sigmoid --model.balance-rate 0",
         [

@@ -21,7 +21,7 @@ from jaxdist.training.run import Run
 from jaxdist.training.step_runner import StepRunner
 from jaxdist.training.trainer import check_new
 from tests.communication.reading import collectives
-from tests.tiers import thinned
+from tests.tiers import exhaustive, thinned
 from tests.training.curves import lines
 from tests.training.test_resume import saved, without_times
 
@@ -43,6 +43,8 @@ LAYOUTS = {
 }
 
 EACH = thinned([(name,) for name in LAYOUTS], 4, first=1)
+
+LAYOUTS["ring"] = {"mesh": "replica=2,context=2", "parallel.zero": "1", "parallel.context": "ring", **K2}
 
 BATCHES = 5
 DRAINED_AFTER = (3, 5)
@@ -73,7 +75,8 @@ def batch(run: Run, seed: int) -> dict:
     text = rng.integers(0, 272, (8, 9), dtype=np.int32)
     labels = text[:, 1:].copy()
     labels[np.arange(8) >= rng.integers(1, 9, (8, 1))] = -1
-    arrays = {"tokens": text[:, :-1], "labels": labels, "rows": np.arange(8, dtype=np.int32)}
+    order = run.layout.order(np.arange(8), 8)
+    arrays = {"tokens": text[:, order], "labels": labels[:, order], "rows": np.arange(8, dtype=np.int32)}
     return {name: jax.device_put(arrays[name].reshape(a.shape), a.sharding) for name, a in run.batch().items()}
 
 
@@ -127,7 +130,7 @@ def trained(name: str):
     return told, state
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", [*EACH, *exhaustive([("ring",)])])
 def test_equals_one_device_that_applies_gradients_late(name):
     losses, norms, params = on_one_device()
     told, state = trained(name)

@@ -58,7 +58,8 @@ def batch(run: Run, step: int) -> dict:
     rng = np.random.default_rng(step)
     tokens, labels = rng.integers(0, 304, (2, 16, 16), dtype=np.int32)
     labels[np.arange(16) >= rng.integers(1, 17, (16, 1))] = -1
-    arrays = dict(tokens=tokens, labels=labels, rows=np.arange(16, dtype=np.int32))
+    order = run.layout.order(np.arange(16), 16)
+    arrays = dict(tokens=tokens[:, order], labels=labels[:, order], rows=np.arange(16, dtype=np.int32))
     return {name: jax.device_put(arrays[name].reshape(a.shape), a.sharding) for name, a in run.batch().items()}
 
 
@@ -98,11 +99,15 @@ def synchronous():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "zero"), thinned([(PAIR, 3), ("replica=4", 1), (PAIR, 0), ("replica=2,pipeline=2", 1)], 4, first=4)
+    ("mesh", "zero"),
+    thinned(
+        [(PAIR, 3), ("replica=4", 1), (PAIR, 0), ("replica=2,pipeline=2", 1), ("replica=2,context=2", 1)], 5, first=5
+    ),
 )
 def test_one_local_step_with_sgd_is_the_synchronous_step(mesh, zero):
     """The changes are weighted by labels, of which the replicas have unequal numbers."""
-    run = made(mesh, 1, parallel__zero=str(zero), **knobs(SGD))
+    ring = {"parallel.context": "ring"} if "context" in mesh else {}
+    run = made(mesh, 1, parallel__zero=str(zero), **knobs(SGD, ring))
     _, state, found = taken(run, 3)
     losses, params = synchronous()
     np.testing.assert_allclose([found[step].loss for step in (1, 2, 3)], losses, rtol=1e-5)

@@ -23,9 +23,13 @@ def one_device() -> cases.Outcome:
 
 @pytest.mark.parametrize(
     ("mesh", "accumulation", "stage", "sequence"),
-    thinned(
-        [("2x2x1", 2, 3, True), ("1x1x1", 4, 0, False), ("4x1x1", 1, 1, False), ("data=2,replica=2", 2, 2, False)], 4
-    ),
+    [
+        *thinned(
+            [("2x2x1", 2, 3, True), ("1x1x1", 4, 0, False), ("4x1x1", 1, 1, False), ("data=2,replica=2", 2, 2, False)],
+            4,
+        ),
+        *exhaustive([("data=2,context=2", 2, 3, False)]),
+    ],
 )
 def test_equals_one_device_in_mixed(mesh, accumulation, stage, sequence):
     """To what rounding to bfloat16 leaves, as for `bfloat16`."""

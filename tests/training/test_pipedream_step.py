@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from jaxdist import evaluate
-from tests.training.curves import lines
+from tests.training.conftest import over
+from tests.training.curves import close, lines
 from tests.training.test_resume import saved, without_times
 
 PIPELINE = (
@@ -37,6 +38,13 @@ def test_killed_after_a_save_and_resumed_equals_straight_to_the_bit(run, killed)
     resumed = run("killed", *PIPELINE)
     jax.tree.map(np.testing.assert_array_equal, saved(resumed, 12), saved(straight, 12))
     assert without_times(resumed) == without_times(straight)
+
+
+@pytest.mark.exhaustive
+def test_devices_that_share_each_row_change_nothing(run):
+    """Heads are exchanged for them (Ulysses), because a ring must not lie in a branch."""
+    shared, whole = (run(name, *over(list(PIPELINE), f"--mesh={name}")) for name in ("context=2,pipeline=3", "1x1x3"))
+    close(lines(shared), lines(whole))
 
 
 @pytest.mark.slow

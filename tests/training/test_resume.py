@@ -37,7 +37,7 @@ def without_times(folder) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["1x1x1", "4x1x1"])
+@pytest.mark.parametrize("mesh", ["1x1x1", "4x1x1", "context=4"])
 def test_killed_after_step_7_and_resumed_equals_straight_to_the_bit(run, straight, killed, capsys, mesh):
     options = (f"--mesh={mesh}", "--checkpoint.every=7", "--model.dropout=0.1", "--train.accumulation=2")
     whole = straight(*options)
@@ -50,8 +50,12 @@ def test_killed_after_step_7_and_resumed_equals_straight_to_the_bit(run, straigh
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [("4x1x1", "1x1x1"), ("1x1x1", "data=2,replica=2")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("4x1x1", "1x1x1"), ("1x1x1", "data=2,replica=2"), ("context=4", "1x1x1"), ("context=4", "data=2,context=2")],
+)
 def test_resumed_on_another_mesh_equals_to_1e5(run, straight, killed, capsys, before, after):
+    """Of two heads, context=4 makes a ring, in zigzag order, and context=2 is Ulysses, in order."""
     whole = straight(f"--mesh={before}")
     killed("moved", 7, 5, f"--mesh={before}")
     moved = run("moved", f"--mesh={after}")

@@ -10,10 +10,11 @@ import pytest
 
 from jaxdist import train
 from jaxdist.config import RequestError
-from jaxdist.models import attention, numerics
+from jaxdist.models import attention, numerics, ring_blocks_cudnn
 from jaxdist.request import load, outcome
 from jaxdist.training import startup_checks
 from jaxdist.training.run import Run
+from tests.models import rings
 
 SMALL = ("--mesh=2x1x1", "--train.steps=1", "--optimizer.warmup=0", "--model.layers=1", "--log.every=1")
 
@@ -59,8 +60,8 @@ def cudnn(monkeypatch):
 
 
 def grouped(**knobs: str) -> Run:
-    knobs |= {"model.family": "llama", "model.heads": "4", "model.kv_heads": "2", "precision": "bfloat16"}
-    return Run(load(None, knobs | {"mesh": "2x1x1", "model.embed": "64"}))
+    fixed = {"model.family": "llama", "model.heads": "4", "model.kv_heads": "2", "precision": "bfloat16"}
+    return Run(load(None, {"mesh": "2x1x1", "model.embed": "64"} | fixed | knobs))
 
 
 def test_without_cudnn_nothing_is_checked(monkeypatch):
@@ -99,6 +100,39 @@ def test_a_kernel_without_the_window_is_refused(cudnn):
     cudnn(right)
     with pytest.raises(RequestError, match="attention is off"):
         startup_checks.check_attention(grouped(**{"model.window": "4096", "model.sequence": "8192"}))
+
+
+def lost_log_sum_exp(q, k, v, causal):
+    """Each block is right by itself, and cannot be joined to another."""
+    out, sums = rings.cudnn_forward(q, k, v, causal)
+    return out, jnp.zeros_like(sums)
+
+
+def of_the_block_alone(q, k, v, out, sums, g, causal):
+    """The gradient of a block of which no other keys are known."""
+    return rings.cudnn_backward(q, k, v, *rings.cudnn_forward(q, k, v, causal), g, causal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("forward", "backward", "what"),
+    [
+        (rings.cudnn_forward, rings.cudnn_backward, ""),
+        (lost_log_sum_exp, rings.cudnn_backward, "ring attention is off"),
+        (rings.cudnn_forward, of_the_block_alone, "ring attention, d q is off"),
+    ],
+    ids=["right", "log sum exp", "gradient"],
+)
+def test_the_half_blocks_of_a_ring_are_checked_as_they_are_joined(monkeypatch, forward, backward, what):
+    monkeypatch.setattr(startup_checks, "why_not_cudnn", lambda *_, **__: "")
+    monkeypatch.setattr(ring_blocks_cudnn, "_forward", forward)
+    monkeypatch.setattr(ring_blocks_cudnn, "_backward", backward)
+    run = grouped(mesh="context=2", **{"parallel.context": "ring"})
+    if not what:
+        assert startup_checks.check_attention(run).startswith("cuDNN's attention and its gradients are off by 0.0")
+        return
+    with pytest.raises(RequestError, match=what):
+        startup_checks.check_attention(run)
 
 
 @pytest.mark.parametrize("place", [(0, 0), (3, 1)])

@@ -1,9 +1,10 @@
 """All legal ways to split a training step over a number of devices, as columns of numbers with one row per candidate.
 
-The axis `context` is not built, and so not proposed; neither is the asynchronous pipeline (PipeDream), because it
-learns something else. The axis `expert` is for models with experts: for others it would be `data` by another name. The
-`replica` axis holds the ranks over which ZeRO does not shard, so that it makes a difference only from ZeRO 1 on, or
-where the user asks for something that depends on replicas (`changed_loss`).
+The asynchronous pipeline (PipeDream) is not proposed, because it learns something else. The axis `expert` is for models
+with experts: for others it would be `data` by another name. The axis `context` is for rows of which each device still
+has a part of `SHORTEST_PART` tokens; `jaxdist.context` decides which form of attention runs over it. The `replica` axis
+holds the ranks over which ZeRO does not shard, so that it makes a difference only from ZeRO 1 on, or where the user
+asks for something that depends on replicas (`changed_loss`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from itertools import product
 import numpy as np
 
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import AXES, DATA, EXPERT, MODEL, PIPELINE, REPLICA, MeshShape
+from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, MeshShape
 from jaxdist.planning.search import changed_loss
 from jaxdist.request.checks import check_mesh_fits
 from jaxdist.units import divisors
@@ -22,7 +23,7 @@ from jaxdist.units import divisors
 Columns = dict[str, np.ndarray]
 """Name -> a number for each candidate. The names are those of `COLUMNS`."""
 
-MESH = (REPLICA, DATA, EXPERT, MODEL, PIPELINE)
+MESH = (REPLICA, DATA, EXPERT, CONTEXT, MODEL, PIPELINE)
 
 COLUMNS = (*MESH, "zero", "sequence", "micro", "outside", "remat", "schedule", "virtual")
 """The sizes of the mesh axes; ZeRO's stage; whether the sequence is split; the number of micro-batches; whether they
@@ -37,6 +38,13 @@ SCHEDULES = ("", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-u")
 SPLIT = [SCHEDULES.index(name) for name in ("zb-h1", "zb-u")]
 """The schedules that split the backward pass in two."""
 
+ZB_H1 = SCHEDULES.index("zb-h1")
+"""The schedule in which ranks take branches of their own: a ring must not lie in one."""
+
+SHORTEST_PART = 1024
+"""Tokens of a row that a device has at least, where `context` splits rows. The model of time does not know how much
+slower attention is on shorter parts, and there are always other axes for rows that short."""
+
 CHUNKS = {"interleaved": (2, 4), "zb-h1": (1, 2), "zb-u": (1, 2)}
 """The numbers of chunks on each rank that are tried; 1 for the other schedules."""
 
@@ -48,16 +56,16 @@ def meshes(config: Config, devices: int) -> list[MeshShape]:
     """Return the meshes of so many devices over which the model and the rows of a batch divide."""
     found = []
     neutral = neutral_config(config)
-    for model, pipeline in product(divisors(devices), repeat=2):
-        if devices % (model * pipeline):
+    for model, pipeline, context in product(divisors(devices), divisors(devices), context_sizes(config, devices)):
+        if devices % (model * pipeline * context):
             continue
-        ranks = devices // (model * pipeline)
+        ranks = devices // (model * pipeline * context)
         if config.train.global_batch_size % ranks:
             continue
         for expert in expert_sizes(config, ranks):
             for data in divisors(ranks // expert):
                 replica = ranks // expert // data
-                sizes = (replica, data, expert, model, pipeline)
+                sizes = (replica, data, expert, context, model, pipeline)
                 shape = dict.fromkeys(AXES, 1) | dict(zip(MESH, sizes, strict=True))
                 if not _mesh_problems(neutral, shape):
                     found.append(shape)
@@ -69,6 +77,13 @@ def expert_sizes(config: Config, ranks: int) -> list[int]:
     if not config.model.traits.routed:
         return [1]
     return [size for size in divisors(ranks) if config.model.experts % size == 0]
+
+
+def context_sizes(config: Config, devices: int) -> list[int]:
+    """Return the sizes that the axis `context` can have: each part of a row is two equal chunks."""
+    sequence = config.model.sequence
+    most = max(1, sequence // SHORTEST_PART)
+    return [size for size in divisors(devices) if size == 1 or (size <= most and sequence % (2 * size) == 0)]
 
 
 def problems(config: Config, shape: MeshShape) -> list[str]:
@@ -142,12 +157,14 @@ def _take(choices: list[Columns], indices: tuple[np.ndarray, ...]) -> Columns:
 def _legal(config: Config, c: Columns, sites: int) -> np.ndarray:
     """Return which rows are legal, and differ from every simpler row."""
     staged = c[PIPELINE] > 1
-    sequence_divides = (c[MODEL] > 1) & (config.model.sequence % c[MODEL] == 0)
+    # A part of a row is two chunks.
+    chunks = np.where(c[CONTEXT] > 1, 2 * c[CONTEXT], 1)
+    sequence_divides = (c[MODEL] > 1) & (config.model.sequence % (chunks * c[MODEL]) == 0)
     sequence = np.where(c["sequence"] == 1, sequence_divides, True)
     # Sharding over one rank, or replicas of what is not sharded, are plain data parallelism. Over several sites they
     # are not the same: `replica` alone lies outside the other axes there. Nor are they where replicas change the loss.
     unsharded = True if changed_loss.given(config) else np.isin(c[REPLICA], (1, sites))
-    zero = np.where(c["zero"] > 0, c[DATA] * c[EXPERT] > 1, unsharded)
+    zero = np.where(c["zero"] > 0, c[DATA] * c[EXPERT] * c[CONTEXT] > 1, unsharded)
     outside = np.where(c["outside"] == 1, (c["zero"] >= 2) & (c["micro"] > 1) & ~staged, True)
     batch = config.train.global_batch_size % (c[REPLICA] * c[DATA] * c[EXPERT] * c["micro"]) == 0
     layers = config.model.layers >= c[PIPELINE] * c["virtual"]
@@ -156,9 +173,15 @@ def _legal(config: Config, c: Columns, sites: int) -> np.ndarray:
     stage = c["remat"] == REMATS.index("stage")
     block = c["remat"] == REMATS.index("block")
     split = np.isin(c["schedule"], SPLIT)
-    zb_h1 = c["schedule"] == SCHEDULES.index("zb-h1")
+    zb_h1 = c["schedule"] == ZB_H1
     remat = np.where(staged, ~(stage & split) & ~(block & zb_h1), ~stage)
-    return sequence & zero & outside & batch & layers & remat
+    no_ring_in_branch = ~zb_h1 | (c[CONTEXT] == 1) | _ulysses_divides(config, c)
+    return sequence & zero & outside & batch & layers & remat & no_ring_in_branch
+
+
+def _ulysses_divides(config: Config, c: Columns) -> np.ndarray:
+    """Return where Ulysses may run: no ring is asked for, and `context` divides the query heads of a model rank."""
+    return (config.parallel.context != "ring") & (config.model.heads % (c[MODEL] * c[CONTEXT]) == 0)
 
 
 def _powers_of_two(most: int) -> Iterator[int]:
@@ -174,6 +197,9 @@ def candidate_config(config: Config, row: dict[str, int]) -> Config:
     if row[REPLICA] == 1:
         base = changed_loss.exact(base)
     parallel: dict[str, object] = dict(zero=row["zero"], sequence=bool(row["sequence"]))
+    if row[CONTEXT] == 1:
+        # Nothing is sent over an axis of size 1.
+        parallel["context"] = "auto"
     if row["outside"]:
         parallel["micro_batches"] = "outside"
     update: dict[str, object] = dict(
@@ -192,7 +218,7 @@ def candidate_config(config: Config, row: dict[str, int]) -> Config:
 
 
 def _mesh_text(row: dict[str, int]) -> str:
-    if row[REPLICA] > 1 or row[EXPERT] > 1:
+    if row[REPLICA] > 1 or row[EXPERT] > 1 or row[CONTEXT] > 1:
         return ",".join(f"{axis}={row[axis]}" for axis in MESH if row[axis] > 1)
     return f"{row[DATA]}x{row[MODEL]}x{row[PIPELINE]}"
 

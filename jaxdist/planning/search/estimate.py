@@ -6,6 +6,8 @@ The time of a step is the sum of its arithmetic, the communication that nothing 
                   operations read and write, and what a split backward pass hands on, at the rate of the memory; layers
                   run k times, or in a pipeline as often as the ticks of its schedule
     waiting       ticks in which a rank has nothing to do, and the padding of uneven stages
+    context       attention over `context`: what the work on keys that are there does not hide of a ring, and all of
+                  what Ulysses exchanges (`context_time`)
     expert        all-to-alls over `expert`: the experts wait for their rows, and the next layer for theirs
     model         collectives over `model`: each layer needs their results before it goes on
     pipeline      messages between stages
@@ -30,8 +32,11 @@ from typing import TypeVar
 import numpy as np
 
 from jaxdist.config import Config, ModelConfig
+from jaxdist.context import Choice, choose, own_heads
 from jaxdist.mesh import (
+    AXES,
     BATCH_AXES,
+    CONTEXT,
     DATA,
     EXPERT,
     MODEL,
@@ -53,12 +58,14 @@ from jaxdist.planning.memory import Memory
 from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.pipeline_traffic import BETWEEN_REPLICAS, SECOND_FACTORS
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
-from jaxdist.planning.predicted_collectives import ALL_TO_ALL, Transfer
+from jaxdist.planning.predicted_collectives import ALL_TO_ALL, F32, PERMUTE, Transfer
+from jaxdist.planning.predicted_collectives import transfer as transfer_of
 from jaxdist.planning.search import changed_loss
+from jaxdist.planning.search.context_time import Messages, ring_waits
 from jaxdist.planning.search.products import layer_products
 from jaxdist.planning.timing import attention_flops_per_token, flops_per_token
-from jaxdist.planning.transfer_time import merge_calls, seconds
-from jaxdist.sharding import Layout
+from jaxdist.planning.transfer_time import exposed, merge_calls, seconds
+from jaxdist.sharding import SEQUENCE, Layout
 
 PASSES = 2
 """Each value that a layer saves is written and read once in the forward pass, and its gradient once in the backward
@@ -69,6 +76,8 @@ FORMULAS = {
     "tiles, + 2 x keys seen x heads x head size / 0.65) / (model axis x matmul x peak) + 2 x saved bytes / memory "
     "bandwidth); a split backward pass adds 2 x stashed bytes / memory bandwidth",
     "waiting": "ticks of the schedule x their slots, less the arithmetic; includes the padding of uneven stages",
+    CONTEXT: "of a ring's step, max(0, t - its attention) + (overlap - 1) x min(t, its attention) for messages of t, "
+    "and the last gradients of keys and values; with Ulysses every all-to-all: nothing overlaps them",
     EXPERT: "all-to-alls of the rows of experts, in the first round and in those that are assumed to follow: nothing "
     "overlaps them",
     MODEL: "every collective of the residual stream over the model axis: nothing overlaps them",
@@ -152,6 +161,13 @@ class Estimate:
         """What changes the loss, such as `int8`; empty where it is that of one device."""
         return changed_loss.in_force(self.config, self.shape)
 
+    @property
+    def attention(self) -> Choice | None:
+        """How attention runs over `context`, and why; None where that axis is 1."""
+        if self.shape[CONTEXT] == 1:
+            return None
+        return choose(self.config, self.shape)
+
     def sent(self, part: str) -> float:
         """Return the bytes that a device sends per step for a part of it: for `data`, weights and gradients."""
         each_step = sum(transfer.wire_bytes for transfer in self.transfers if purpose(transfer) == part)
@@ -169,6 +185,8 @@ def label(candidate: Estimate) -> str:
     """Return a candidate in a few words, such as `8x1x1, ZeRO 2, 4 micro-batch(es), remat none`."""
     config = candidate.config
     words = [config.mesh]
+    if candidate.attention:
+        words.append(candidate.attention.form)
     if config.parallel.zero:
         words.append(f"ZeRO {config.parallel.zero}")
     if candidate.shape[PIPELINE] > 1:
@@ -197,10 +215,13 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
     overlapping = 0.0
     for transfer in merge_calls(transfers):
         took = seconds(transfer, shape, cluster)
+        if _is_step_of_ring(transfer):
+            continue
         if _overlaps_arithmetic(transfer, config, shape):
             overlapping += took
         else:
             exposed_seconds[purpose(transfer)] += took
+    exposed_seconds[CONTEXT] += _ring_seconds(config, layout, pipe, cluster)
     if config.model.traits.routed:
         for transfer in merge_calls(_further_rounds(config, layout, transfers)):
             exposed_seconds[EXPERT] += seconds(transfer, shape, cluster)
@@ -208,9 +229,9 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
         exposed_seconds[DATA] += seconds(transfer, shape, cluster) / config.train.local_steps
     if pipe and not pipe.schedule.uniform:
         # A rank takes part in the collectives of its own units only, not in those of every tick.
-        for axis in exposed_seconds.keys() & {EXPERT, MODEL}:
+        for axis in exposed_seconds.keys() & {CONTEXT, EXPERT, MODEL}:
             exposed_seconds[axis] *= pipe.schedule.micro_batches * pipe.schedule.virtual / pipe.ticks("F")
-    exposed_seconds[DATA] += exposed(overlapping, lockstep, cluster)
+    exposed_seconds[DATA] += float(exposed(overlapping, lockstep, cluster))
 
     # The third term is the gradients, which are as large as the parameters.
     updated = UPDATE * (held.parameters + held.optimizer) + held.parameters + held.copy
@@ -229,18 +250,18 @@ def layout_of(config: Config, shape: MeshShape, cluster: Cluster) -> Layout:
     return Layout.of(config, abstract_mesh(shape), Device(cluster))
 
 
-def exposed(communication: float, arithmetic: float, cluster: Cluster) -> float:
-    """Return the seconds by which communication that overlaps arithmetic extends it.
+def attention_seconds(
+    config: Config, cluster: Cluster, tokens: Numbers, parts: Numbers, ring: Numbers = False
+) -> Numbers:
+    """Return the seconds of attention's forward pass in one layer, for the `tokens` of one of `parts` devices.
 
-    While both run, they slow each other down a little.
+    A `ring` masks what a window hides, and computes it all the same. Otherwise devices along `context` share the work
+    evenly.
     """
-    behind = min(communication, arithmetic)
-    return communication - behind + (cluster.overlap - 1) * behind
-
-
-def attention_flops(m: ModelConfig, tokens: Numbers) -> Numbers:
-    """Return the forward FLOPs of attention's two matmuls of tokens with the tokens that they see, in one layer."""
-    return tokens * attention_flops_per_token(m)
+    sizes = config.model
+    whole = sizes.model_copy(update={"window": 0})
+    flops = np.where(ring, attention_flops_per_token(whole), attention_flops_per_token(sizes))
+    return tokens * flops / (parts * matmul_rate(config, cluster) * ATTENTION_RATE)
 
 
 Number = TypeVar("Number", float, np.ndarray)
@@ -299,11 +320,13 @@ def layer_times(
     recomputes_attention: Numbers,
     recomputes_all: Numbers,
     expert_parts: Numbers = 1,
+    ring: Numbers = False,
 ) -> tuple[Numbers, Numbers, Numbers]:
     """Return the seconds of F, I and W for one layer and the `tokens` of a micro-batch on one of `parts` devices.
 
-    Experts are spread over `expert_parts` devices. `saved` values for each token go through the memory in each pass; a
-    split backward pass leaves `stashed` values for W, otherwise 0. Arguments broadcast.
+    Experts are spread over `expert_parts` devices; `ring` is that of `attention_seconds`. `saved` values for each token
+    go through the memory in each pass; a split backward pass leaves `stashed` values for W, otherwise 0. Arguments
+    broadcast.
     """
     sizes = config.model
     rate = matmul_rate(config, cluster)
@@ -313,7 +336,7 @@ def layer_times(
     router = router_seconds(config, cluster, tokens)
     of_products = layer_products(sizes, tokens, parts, cluster.gpu, expert_parts)
     products, inputs, weights = (flops / rate + router for flops in of_products)
-    attention = attention_flops(sizes, tokens) / (parts * rate * ATTENTION_RATE)
+    attention = attention_seconds(config, cluster, tokens, parts, ring)
     forward = products + attention + moved
     recomputed = np.where(recomputes_all, forward, np.where(recomputes_attention, attention + moved, 0.0))
     # B writes what W reads.
@@ -335,7 +358,9 @@ def stage_times(
     everything = sizes.remat not in ("none", "dots")
     parts = layout.parts("heads")
     expert_parts = layout.parts("experts")
-    units = layer_times(config, cluster, tokens, parts, saved, stashed, attention, everything, expert_parts)
+    units = layer_times(
+        config, cluster, tokens, parts, saved, stashed, attention, everything, expert_parts, layout.zigzag
+    )
     return Times(*(layers * float(seconds) for seconds in units))
 
 
@@ -357,6 +382,46 @@ def _arithmetic(config: Config, layout: Layout, pipe: Pipeline | None, cluster: 
     return k * (even.F + even.B + head), lockstep
 
 
+def _is_step_of_ring(transfer: Transfer) -> bool:
+    """Return whether a transfer belongs to the steps of ring attention, which `_ring_seconds` prices."""
+    return transfer.kind == PERMUTE and purpose(transfer) == CONTEXT
+
+
+def _ring_seconds(config: Config, layout: Layout, pipe: Pipeline | None, cluster: Cluster) -> float:
+    """Return the seconds that a step waits for ring attention; 0 where none runs."""
+    if not layout.zigzag:
+        return 0.0
+    shape = dict.fromkeys(AXES, 1) | dict(layout.axes)
+    tokens = tokens_at_once(config, layout)
+    attention = attention_seconds(config, cluster, tokens, layout.parts("heads"), ring=True)
+
+    def send(width: int) -> float:
+        # Keys and values are an array each.
+        elements = own_heads(config, shape).key_value * config.model.head_size * round(tokens)
+        message = transfer_of(layout, "", PERMUTE, {CONTEXT}, 2, 2 * elements, width)
+        return seconds(message, shape, cluster)
+
+    messages = Messages(keys=send(compute_width(config)), sums=send(F32))
+    waits = ring_waits(layout.size(CONTEXT), attention, ATTENTION_BACKWARD * attention, messages, cluster)
+    forward, backward = _passes_of_attention(config, pipe)
+    return float(forward * waits.forward + backward * waits.backward)
+
+
+def _passes_of_attention(config: Config, pipe: Pipeline | None) -> tuple[int, int]:
+    """Return how often the layers of a device run attention forwards, recomputation included, and backwards.
+
+    All ranks of a pipeline run it in every tick that runs layers.
+    """
+    if pipe is None:
+        forward = backward = config.model.layers * config.train.accumulation
+    else:
+        forward = pipe.stages.depth * pipe.ticks("F")
+        backward = pipe.stages.depth * pipe.ticks("B")
+    # Only with remat none are the results of attention kept.
+    recomputed = int(config.model.remat != "none")
+    return forward + recomputed * backward, backward
+
+
 def _further_rounds(config: Config, layout: Layout, transfers: Iterable[Transfer]) -> Iterator[Transfer]:
     """Yield the all-to-alls of the rounds after the first one, which are not among `transfers`.
 
@@ -375,24 +440,27 @@ def _further_rounds(config: Config, layout: Layout, transfers: Iterable[Transfer
 def tokens_at_once(config: Config, layout: Layout) -> float:
     """Return the tokens of a micro-batch on one device."""
     k = micro_batches(config, dict(layout.axes))
-    return config.train.global_batch_size / (k * layout.ranks) * config.model.sequence
+    return config.train.global_batch_size / (k * layout.ranks) * config.model.sequence / layout.parts(SEQUENCE)
 
 
 def _communicating(m: ModelConfig) -> tuple[str, ...]:
     """Return the parts of a step in which devices communicate."""
     if m.traits.routed:
-        return (EXPERT, MODEL, PIPELINE, DATA)
-    return (MODEL, PIPELINE, DATA)
+        return (CONTEXT, EXPERT, MODEL, PIPELINE, DATA)
+    return (CONTEXT, MODEL, PIPELINE, DATA)
 
 
 def purpose(transfer: Transfer) -> str:
     """Return the part of a step that a transfer belongs to: `data` for weights and gradients, else a mesh axis.
 
-    Of what crosses `expert`, only all-to-alls are rows of experts.
+    Of what crosses `expert`, only all-to-alls are rows of experts. Of what crosses `context`, only all-to-alls and
+    messages belong to attention; all else brings weights and gradients together.
     """
     if transfer.kind == ALL_TO_ALL and transfer.axes == (EXPERT,):
         return EXPERT
-    if set(transfer.axes) & set(BATCH_AXES):
+    if transfer.kind in (ALL_TO_ALL, PERMUTE) and transfer.axes == (CONTEXT,):
+        return CONTEXT
+    if set(transfer.axes) & {*BATCH_AXES, CONTEXT}:
         return DATA
     return MODEL if MODEL in transfer.axes else PIPELINE
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from jaxdist.config import FAMILIES, Config, RequestError
-from jaxdist.mesh import EXPERT, MODEL, PIPELINE, REPLICA, describe
+from jaxdist.mesh import CONTEXT, EXPERT, MODEL, PIPELINE, REPLICA, describe
 from jaxdist.models import Model, build_decoder
 from jaxdist.planning.clusters import Cluster, check_sites
 from jaxdist.planning.search import advice, changed_loss
@@ -168,7 +168,7 @@ def _predict_best(plan: Plan) -> list[Estimate]:
 def complexity(candidate: Estimate) -> tuple[int, ...]:
     """Return a sort key, simplest first in the order of the lecture.
 
-    Data parallelism comes before ZeRO 2, then expert parallelism, tensor parallelism inside a node, then a pipeline. A
+    Data parallelism comes before ZeRO 2, then expert, context and tensor parallelism, then a pipeline. A
     mesh that crosses sites by `replica` alone comes before all others, and only the loss of one device comes before
     that. Where replicas change the loss, fewer of them come first.
     """
@@ -181,6 +181,7 @@ def complexity(candidate: Estimate) -> tuple[int, ...]:
         len(misplaced(shape, candidate.cluster)),
         int(staged),
         int(shape[MODEL] > 1),
+        int(shape[CONTEXT] > 1),
         int(shape[EXPERT] > 1),
         int(shape[REPLICA] > 1),
         ZERO_ORDER.index(config.parallel.zero),

@@ -14,7 +14,8 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from jaxdist.mesh import AXES, DATA, EXPERT, MODEL, PIPELINE, REPLICA, ZERO_AXES, abstract_mesh
+from jaxdist.context import is_ring, own_heads, ulysses_elements
+from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, ZERO_AXES, abstract_mesh
 from jaxdist.models.loss import chunk_rows
 from jaxdist.parallel.gradient_compression import PLACED
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
@@ -32,16 +33,19 @@ from jaxdist.planning.predicted_collectives import (
     REDUCE_SCATTER,
 )
 from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT
+from jaxdist.planning.search.context_time import Messages, ring_waits
 from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
 from jaxdist.planning.search.estimate import (
+    ATTENTION_BACKWARD,
     Device,
+    attention_seconds,
     head_flops,
     layer_times,
     matmul_rate,
 )
 from jaxdist.planning.search.screen_sizes import Sizes
 from jaxdist.planning.step_bytes import Elements
-from jaxdist.sharding import RULES, Layout
+from jaxdist.sharding import RESIDUAL, RULES, Layout
 
 EXCHANGES = 5
 """All-to-alls of the rows of a layer's experts in a step: there and back, there again, and their gradients both ways.
@@ -72,6 +76,8 @@ class Screen(Sizes):
         model_and_pipeline = few._residual_stream_seconds()[kinds]
         few, kinds = self.distinct(*MESH, "micro", "virtual")
         experts = few._expert_seconds()[kinds]
+        few, kinds = self.distinct(*MESH, "micro", "remat", "schedule", "virtual")
+        context = few._context_seconds()[kinds]
 
         few, kinds = self.distinct(*MESH, "zero", "micro", "outside", "virtual")
         data = few._data_seconds()[kinds]
@@ -83,7 +89,9 @@ class Screen(Sizes):
         if self.config.parallel.delayed_gradients:
             overlaps = overlaps + replicas
         hidden = np.minimum(overlaps, busy) * (2 - self.cluster.overlap)
-        return busy + experts + model_and_pipeline + data - hidden + replicas + updated / self.cluster.bandwidth
+        return (
+            busy + context + experts + model_and_pipeline + data - hidden + replicas + updated / self.cluster.bandwidth
+        )
 
     def distinct(self, *names: str) -> tuple[Screen, Column]:
         """Return a screen of the distinct rows of these columns alone, and for each row its index in that screen."""
@@ -143,7 +151,7 @@ class Screen(Sizes):
         """
         c = self.columns
         m = self.config.model
-        tokens = self.rows * m.sequence
+        tokens = self.tokens
         saved_by = self._saved_by()
         saved = self._by_layout(lambda layout, remat: saved_per_token(m, layout, SAVED[remat]), saved_by)
 
@@ -198,19 +206,20 @@ class Screen(Sizes):
         units = layer_times(
             self.config,
             self.cluster,
-            tokens=self.rows * m.sequence,
+            tokens=self.tokens,
             parts=self.columns[MODEL],
             saved=self._by_layout(lambda layout: saved_per_token(m, layout, "none")),
             stashed=splits * self._by_layout(lambda layout: stashed_per_token(m, layout)),
             recomputes_attention=self._remat("dots"),
             recomputes_all=self._remat("block", "stage"),
             expert_parts=self.columns[EXPERT],
+            ring=self.ring,
         )
         return self.columns["micro"] * (self.layers_held * sum(units) + self._head_seconds())
 
     def _head_seconds(self) -> Column:
         """Return the seconds of the output table's matmuls for a micro-batch."""
-        flops = head_flops(self.config.model, self.rows * self.config.model.sequence)
+        flops = head_flops(self.config.model, self.tokens)
         parts = self.columns[MODEL] * self.columns[PIPELINE]
         return flops / parts / matmul_rate(self.config, self.cluster)
 
@@ -218,7 +227,7 @@ class Screen(Sizes):
         """Return the seconds in which the residual stream crosses `model` and the stages, and those of the loss."""
         c = self.columns
         m = self.config.model
-        size = self.width * self.rows * m.sequence * m.embed
+        size = self.width * self.tokens * m.embed
         # Attention and the MLP add up once each way (Shoeybi et al. 2019, section 3); recomputing a block repeats only
         # attention's sum, because the MLP's output is not needed.
         calls_of_layer = 4 + self._remat("block", "stage")
@@ -244,11 +253,40 @@ class Screen(Sizes):
     def _loss_seconds(self) -> Column:
         """Return the seconds in which the ranks that share the vocabulary add up three numbers for each token."""
         c = self.columns
-        tokens = self.rows * self.config.model.sequence
-        chunks = np.maximum(1, tokens // chunk_rows(self._layout(1, 0)))
+        tokens = self.tokens
+        chunks = np.maximum(1, tokens // chunk_rows(self._layout(1, 0, 1, 0)))
         ranks = c[MODEL] * np.where(self.vocab_shared, c[PIPELINE], 1)
         size = F32 * tokens / chunks
         return 3 * c["micro"] * chunks * self._seconds_over((MODEL, PIPELINE), ALL_REDUCE, size, ranks)
+
+    def _context_seconds(self) -> Column:
+        """Return the seconds that attention waits for what crosses `context`."""
+        c = self.columns
+        if c[CONTEXT].max(initial=1) == 1:
+            return np.zeros(len(c[CONTEXT]))
+        m = self.config.model
+        # Only without activation checkpointing are the results of attention kept.
+        backward = c["micro"] * self.layers_held
+        forward = backward * (2 - self._remat("none"))
+        attention = attention_seconds(self.config, self.cluster, self.tokens, c[MODEL], ring=True)
+        keys = self.tokens * np.maximum(1, m.key_value_heads // c[MODEL]) * m.head_size
+
+        def send(width: int) -> Column:
+            # Keys and values are an array each.
+            return 2 * self._seconds_over((CONTEXT,), PERMUTE, width * keys, c[CONTEXT])
+
+        messages = Messages(keys=send(self.width), sums=send(F32))
+        waits = ring_waits(c[CONTEXT], attention, ATTENTION_BACKWARD * attention, messages, self.cluster)
+        ring = forward * waits.forward + backward * waits.backward
+
+        def exchanged(model: int, context: int) -> float:
+            heads = own_heads(self.config, {MODEL: model})
+            return ulysses_elements(1, heads, m.head_size, context)
+
+        # Queries, keys, values and the result.
+        size = self.width * self.tokens * map_distinct(exchanged, c[MODEL], c[CONTEXT]) / 4
+        ulysses = (forward + backward) * 4 * self._seconds_over((CONTEXT,), ALL_TO_ALL, size, c[CONTEXT])
+        return np.where(self.ring, ring, ulysses)
 
     def _expert_seconds(self) -> Column:
         """Return the seconds in which rows go to their experts and come back, for all rounds."""
@@ -256,7 +294,7 @@ class Screen(Sizes):
         c = self.columns
         if not m.traits.routed:
             return np.zeros(len(c[EXPERT]))
-        first, times, further = expert_rows.all_rounds(m, self.rows * m.sequence)
+        first, times, further = expert_rows.all_rounds(m, self.tokens)
 
         def exchange(rows: Numbers) -> Column:
             size = self.width * m.experts * rows * m.embed
@@ -289,7 +327,7 @@ class Screen(Sizes):
         # The devices along `expert` have other experts of every layer, and all else in common.
         total = moved(self.beside_experts, ZERO_AXES)
         if self.config.model.traits.routed:
-            total = total + moved(self.experts, (DATA,))
+            total = total + moved(self.experts, (DATA, CONTEXT))
         return total
 
     def _replica_seconds(self) -> Column:
@@ -335,22 +373,41 @@ class Screen(Sizes):
 
     # Scalar functions of the predictor, applied to columns.
 
+    @cached_property
+    def ring(self) -> Column:
+        """Whether attention is a ring over `context`: 1 or 0."""
+
+        def of(schedule: int, context: int, model: int) -> float:
+            config = self.config
+            if schedule:
+                pipeline = config.pipeline.model_copy(update={"schedule": SCHEDULES[schedule]})
+                config = config.model_copy(update={"pipeline": pipeline})
+            return is_ring(config, {PIPELINE: 2 if schedule else 1, CONTEXT: context, MODEL: model})
+
+        c = self.columns
+        return map_distinct(of, c["schedule"], c[CONTEXT], c[MODEL])
+
     def _by_layout(self, function: Callable[..., float], *arguments: Column) -> Column:
         """Return `function(layout, *arguments)` for each row, where the layout splits tensors as the row does."""
         layout = cache(self._layout)
 
-        def with_layout(parts: int, split: int, *values: float) -> float:
-            return function(layout(parts, split), *values)
+        def with_layout(parts: int, split: int, context: int, ring: float, *values: float) -> float:
+            return function(layout(parts, split, context, ring), *values)
 
-        return map_distinct(with_layout, self.columns[MODEL], self.columns["sequence"], *arguments)
+        c = self.columns
+        return map_distinct(with_layout, c[MODEL], c["sequence"], c[CONTEXT], self.ring.astype(int), *arguments)
 
-    def _layout(self, parts: int, sequence: int) -> Layout:
-        """Return a layout over the model axis alone, in `parts`; `sequence` is 1 where the residual stream is split."""
-        mesh = abstract_mesh(dict.fromkeys(AXES, 1) | {MODEL: parts})
-        rules = {name: tuple(axis for axis in axes if axis == MODEL) for name, axes in RULES.items()}
-        # With a split sequence, the residual stream is split over the axis that splits the heads.
-        rules["residual"] = rules["heads"] if sequence else ()
-        return Layout.on(mesh, rules, Device(self.cluster))
+    def _layout(self, parts: int, sequence: int, context: int, ring: int) -> Layout:
+        """Return a layout over the axes alone that split what belongs to a row: model, in `parts`, and context.
+
+        `sequence` is 1 where the model axis splits the residual stream, `ring` where rows lie in zigzag order.
+        """
+        sizes = {CONTEXT: context, MODEL: parts}
+        mesh = abstract_mesh(dict.fromkeys(AXES, 1) | sizes)
+        rules = {name: tuple(axis for axis in axes if axis in sizes) for name, axes in RULES.items()}
+        if sequence:
+            rules[RESIDUAL] = (*rules[RESIDUAL], *rules["heads"])
+        return replace(Layout.on(mesh, rules, Device(self.cluster)), zigzag=bool(ring))
 
     def _by_schedule(self, function: Callable[[str, int, int, int], float]) -> Column:
         """Return `function(name, S, M, v)` for each row that is a pipeline, and 0 for the others."""

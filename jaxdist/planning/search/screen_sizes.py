@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxdist.config import Config
-from jaxdist.mesh import DATA, EXPERT, MODEL, PIPELINE, REPLICA
+from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.planning.clusters import Cluster
@@ -45,7 +45,7 @@ class Sizes:
 
     @cached_property
     def experts_of_layer(self) -> Column:
-        """The elements in use of one layer's experts, which ZeRO shards over `data` alone."""
+        """The elements in use of one layer's experts, which ZeRO shards over `data` and `context`."""
         axes = jax.tree.leaves(self.model.axes[BLOCKS], is_leaf=lambda axes: isinstance(axes, tuple))
         leaves = zip(jax.tree.leaves(self.model.abstract[BLOCKS]), axes, strict=True)
         elements = sum(leaf.size for leaf, names in leaves if "experts" in names)
@@ -53,7 +53,7 @@ class Sizes:
 
     @cached_property
     def layer_beside_experts(self) -> Column:
-        """The elements in use of one layer's other parameters, which ZeRO shards over `data` and `expert`."""
+        """The elements in use of one layer's other parameters, which ZeRO shards over `expert` too."""
         elements = sum(leaf.size for leaf in jax.tree.leaves(self.model.abstract[BLOCKS]))
         whole = elements / self.config.model.layers / self.columns[MODEL]
         return whole - self.experts_of_layer * self.columns[EXPERT]
@@ -95,8 +95,18 @@ class Sizes:
 
     def _sharded(self, beside_experts: Column, experts: Column) -> Column:
         """Return the elements at rest in a replica of so many in use: ZeRO shards what it shards over other axes."""
-        sharded = beside_experts / (self.columns[DATA] * self.columns[EXPERT]) + experts / self.columns[DATA]
+        sharded = beside_experts / self.shards + experts / self.shards_of_experts
         return np.where(self.columns["zero"] > 0, sharded, beside_experts + experts)
+
+    @cached_property
+    def shards(self) -> Column:
+        """The devices over which ZeRO may shard a parameter that is not of an expert: those of `ZERO_AXES`."""
+        return self.shards_of_experts * self.columns[EXPERT]
+
+    @cached_property
+    def shards_of_experts(self) -> Column:
+        """The devices over which ZeRO may shard a parameter of an expert."""
+        return self.columns[DATA] * self.columns[CONTEXT]
 
     @cached_property
     def at_rest(self) -> Column:
@@ -126,15 +136,19 @@ class Sizes:
 
     @cached_property
     def crossing(self) -> Column:
-        """The elements of all parameters that cross the replicas; data and expert split them at stage 0 too."""
-        of_experts = self.experts / self.columns[DATA]
-        return self.beside_experts / (self.columns[DATA] * self.columns[EXPERT]) + of_experts
+        """The elements of all parameters that cross the replicas, which are shards at stage 0 too."""
+        return self.beside_experts / self.shards + self.experts / self.shards_of_experts
 
     @cached_property
     def rows(self) -> Column:
         """The rows of a micro-batch on one device."""
         parts = self.columns["micro"] * self.columns[REPLICA] * self.columns[DATA] * self.columns[EXPERT]
         return self.config.train.global_batch_size // parts
+
+    @cached_property
+    def tokens(self) -> Column:
+        """The tokens of a micro-batch on one device."""
+        return self.rows * self.config.model.sequence // self.columns[CONTEXT]
 
     @property
     def width(self) -> int:

@@ -11,6 +11,7 @@ from jaxdist.mesh import (
     AUTO,
     AXES,
     BATCH_AXES,
+    CONTEXT,
     DATA,
     FILL,
     LAYER_AXES,
@@ -98,6 +99,8 @@ def _fillings(config: Config, shape: Mapping[str, int], most: int) -> Iterable[i
         sizes: Sequence[int] = divisors(config.train.global_batch_size)
     elif shape[MODEL] == FILL and _sizes(config):
         sizes = divisors(math.gcd(*_sizes(config).values()))
+    elif shape[CONTEXT] == FILL:
+        sizes = divisors(config.model.sequence)
     elif shape[PIPELINE] == FILL:
         sizes = range(1, config.model.layers + 1)
     else:
@@ -176,8 +179,8 @@ def _rules(config: Config) -> Iterator[str]:
             yield f"{rule}, which splits the rows of the batch: one axis cannot split both rows and {dim}; {valid}"
         elif axis == PIPELINE:
             yield f"{rule}, which splits the layers (and shares the vocabulary by itself); {valid}"
-        elif axis in AXES and axis not in LAYER_AXES:
-            yield f"{rule}, but {axis} parallelism is not built yet; {valid}"
+        elif axis == CONTEXT:
+            yield f"{rule}, which splits the sequence: one axis cannot split both the sequence and {dim}; {valid}"
         elif axis and axis not in LAYER_AXES:
             yield f"{rule}, an axis that does not exist; {nearest(axis, LAYER_AXES)} ('' leaves {dim} whole)"
 
@@ -284,11 +287,12 @@ def _batch(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
 
 @fit("model.family")
 def _images(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    if config.model.images and shape[MODEL] > 1:
-        yield (
-            f"mesh {config.mesh} has {MODEL}={shape[MODEL]}, but model.family {config.model.family} has nothing that "
-            f"{MODEL} splits; give those devices to {DATA}"
-        )
+    for axis in (CONTEXT, MODEL):
+        if config.model.images and shape[axis] > 1:
+            yield (
+                f"mesh {config.mesh} has {axis}={shape[axis]}, but model.family {config.model.family} has nothing that "
+                f"{axis} splits; give those devices to {DATA}"
+            )
 
 
 @fit("model.heads", "parallel.rules.heads")
@@ -333,6 +337,9 @@ def _width_knob(model: ModelConfig) -> str:
 
 @fit("model.sequence", "parallel.sequence")
 def _sequence(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+    # Where the context axis splits the sequence too, the checks of that axis count both.
+    if shape[CONTEXT] > 1:
+        return
     sequence = config.model.sequence
     near = to("model.sequence", multiples(shape[MODEL], sequence))
     value = f"model.sequence {sequence}"

@@ -182,6 +182,7 @@ TEXT_KNOBS = (
     "model.documents",
     "data.tokenizer",
     "parallel.sequence",
+    "parallel.context",
     "parallel.micro_batches",
     "parallel.rules.heads",
     "parallel.rules.mlp",

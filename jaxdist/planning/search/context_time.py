@@ -1,0 +1,56 @@
+"""Predict how long attention waits for what it sends over `context`, in seconds of one layer and micro-batch.
+
+In a ring of n devices (`parallel.context`), a device works on the keys and values that it has while the next ones
+travel. All n steps take equally long, because the sequence is in zigzag order. A step takes as long as the longer of
+its work and its messages, and so waits only for the part of these that its work does not hide:
+
+    forward    steps 1 to n - 1    keys and values
+    backward   step 1              keys and values
+               steps 2 to n - 1    keys and values, and the sums of their gradients, one step behind
+               step n              the sums
+               after it            the complete sums, in the dtype of the keys, which nothing hides
+
+What Ulysses exchanges, nothing hides: attention waits for its operands, and the next matmul for its result.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxdist.planning.clusters import Cluster
+from jaxdist.planning.collective_time import Numbers
+from jaxdist.planning.transfer_time import exposed
+
+
+class Waits(NamedTuple):
+    """Seconds that a layer waits in each pass."""
+
+    forward: Numbers
+    backward: Numbers
+
+
+class Messages(NamedTuple):
+    """Seconds in which a device's messages of one step of a ring reach the next device."""
+
+    keys: Numbers
+    """Keys and values; and the complete sums of their gradients, which are as large."""
+    sums: Numbers
+    """Sums of their gradients, in f32."""
+
+
+def ring_waits(ranks: Numbers, forward: Numbers, backward: Numbers, messages: Messages, cluster: Cluster) -> Waits:
+    """Return how long a layer waits for a ring of `ranks`, where attention works for so many seconds in each pass."""
+    ranks = np.asarray(ranks)
+    step = forward / ranks
+    step_back = backward / ranks
+    keys, sums = messages
+    waits = (ranks - 1) * exposed(keys, step, cluster)
+    first = exposed(keys, step_back, cluster)
+    between = exposed(keys + sums, step_back, cluster)
+    last = exposed(sums, step_back, cluster)
+    waits_back = first + (ranks - 2) * between + last + keys
+    # A ring of one device sends nothing.
+    several = ranks > 1
+    return Waits(np.where(several, waits, 0.0), np.where(several, waits_back, 0.0))
