@@ -22,6 +22,10 @@ Index = Any
 WIDE = 4
 """Bytes of a number in f32, in which the ring adds up gradients of keys and values."""
 
+SHORTEST_PART = 1024
+"""Tokens of a row that a device has at least in what the planner proposes. It does not know how much slower attention
+is on shorter parts, and other axes are enough for rows that short."""
+
 
 def zigzag(index: Index, sequence: int, ranks: int) -> Index:
     """Return the position in its row of the token that stands at `index` of a row in zigzag order.

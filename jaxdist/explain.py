@@ -131,7 +131,7 @@ def _compiled(
     from jaxdist import models
     from jaxdist.cluster import xla_options
     from jaxdist.cluster.rendezvous import across_hosts
-    from jaxdist.mesh import AXES, abstract_mesh
+    from jaxdist.mesh import AXES, CONTEXT, abstract_mesh
     from jaxdist.models.attention import NO_DOCUMENTS
     from jaxdist.parallel.delayed_gradients import delayed
     from jaxdist.planning import clusters
@@ -151,7 +151,8 @@ def _compiled(
         host_of = [0] * mesh.size
     sequence = bool(layout.sequence_parallel)
     across = across_hosts(mesh, host_of)
-    options = xla_options.options(layout.platform, mesh.size, across, sequence, delayed(config, layout))
+    several = delayed(config, layout) or layout.size(CONTEXT) > 1
+    options = xla_options.options(layout.platform, mesh.size, across, sequence, several)
     notes = []
     if options:
         notes.append(f"compiled with {xla_options.as_flags(options)}, as train does")

@@ -22,6 +22,7 @@ from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.rendezvous import USE_ALL, DeviceUse, across_hosts, host_names, members
 from jaxdist.config import RequestError
 from jaxdist.mesh import (
+    CONTEXT,
     FAST,
     FILL,
     MOST_CPU_DEVICES,
@@ -121,12 +122,7 @@ def notes(mesh: jax.sharding.Mesh, enough: DeviceUse = USE_ALL) -> list[str]:
     """Return a sentence for each oddity in how `mesh` lies over hosts and devices; `enough` is as for `start`."""
     hosts = host_names(mesh.devices.flat)
     most = max(Counter(hosts).values())
-    sentences = [
-        f"{axis}={mesh.shape[axis]} spans hosts, although it communicates in every layer; a host has {most} of these "
-        f"devices: give {axis} a size that divides that"
-        for axis in FAST
-        if across_hosts(mesh, hosts, axis)
-    ]
+    sentences = [_spanning(axis, mesh.shape[axis], most) for axis in FAST if across_hosts(mesh, hosts, axis)]
     if mesh.devices.flat[0].platform == "cpu":
         return sentences
     idle = [device for device in jax.devices() if device not in mesh.devices.flat]
@@ -135,6 +131,20 @@ def notes(mesh: jax.sharding.Mesh, enough: DeviceUse = USE_ALL) -> list[str]:
         how = f"; {remedy}" if remedy else ""
         sentences.append(f"{len(idle)} device(s) are idle: {', '.join(map(str, idle))}{how}")
     return sentences
+
+
+def _spanning(axis: str, size: int, most: int) -> str:
+    """Return the note that a fast axis spans hosts, which have at most `most` devices of the mesh."""
+    if axis == CONTEXT and size > most:
+        # Rows for which a host is too small have to be split over several.
+        return (
+            f"{axis}={size} spans hosts, so that attention sends keys and values, or heads, over the network in every "
+            f"layer; python -m jaxdist.plan tells how long that takes"
+        )
+    return (
+        f"{axis}={size} spans hosts, although it communicates in every layer; a host has {most} of these devices: "
+        f"give {axis} a size that divides that"
+    )
 
 
 def host_lines(mesh: jax.sharding.Mesh) -> list[str]:

@@ -60,10 +60,12 @@ OVERLAP = Option(
     "xla_gpu_experimental_parallel_collective_overlap_limit",
     "so many collectives may be under way at once, of which delayed gradients that cross the replicas are one: with "
     "XLA's default of 1, a loop that gathers layers is never put beside them "
-    "(benchmarks/results/2026-11-25-delayed-gradients.txt)",
+    "(benchmarks/results/2026-11-25-delayed-gradients.txt). Keys and values of a ring are others, which would travel "
+    "one after the other, with nothing beside the first: of what Llama 8B sends over context=4 at 32k tokens, 6.0 of "
+    "15.0 GiB would be exposed, and nothing is with this option (benchmarks/context.md)",
     4,
 )
-"""Of steps with delayed gradients alone."""
+"""Of steps with delayed gradients or context parallelism alone."""
 
 
 class Choice(NamedTuple):
@@ -95,12 +97,12 @@ def series() -> str:
 
 
 def options(
-    platform: str, devices: int, across: bool, sequence: bool = False, late: bool = False
+    platform: str, devices: int, across: bool, sequence: bool = False, several: bool = False
 ) -> dict[str, bool | str | int]:
     """Return `jax.jit(compiler_options=...)` of a step on `devices` devices; options in XLA_FLAGS are left out.
 
-    `late` says whether gradients cross the replicas one step late, for which there is an option of its own. `across`
-    says whether the data axis spans hosts. With `sequence` parallelism too there are no others then: XLA
+    `several` says whether the step has delayed gradients or context parallelism, for which there is an option of its
+    own. `across` says whether the data axis spans hosts. With `sequence` parallelism too there are no others then: XLA
     would also gather a layer's activations ahead, and repeat their matmuls: 2,840 of them instead of 1,944 for Llama 8B
     on 128 H100s, and 750 GiB of memory traffic instead of 542 (0.11.2).
     """
@@ -110,18 +112,18 @@ def options(
     chosen = choice.across if across else choice.within
     if across and sequence:
         chosen = ()
-    if late:
+    if several:
         chosen = (*chosen, OVERLAP)
     set_by_user = names_in(os.environ.get("XLA_FLAGS", ""))
     return {option.name: option.value for option in chosen if not set_by_user & {option.name, option.also}}
 
 
-def options_for(mesh: jax.sharding.Mesh, sequence: bool, late: bool = False) -> dict[str, bool | str | int]:
+def options_for(mesh: jax.sharding.Mesh, sequence: bool, several: bool = False) -> dict[str, bool | str | int]:
     """Return `options` for the devices of a mesh, which may be abstract. All processes call it."""
     platform = mesh.devices.flat[0].platform
     if platform == "cpu":
         return {}
-    return options(platform, mesh.size, across_hosts(mesh, host_names(mesh.devices.flat)), sequence, late)
+    return options(platform, mesh.size, across_hosts(mesh, host_names(mesh.devices.flat)), sequence, several)
 
 
 def options_for_init(platform: str) -> dict[str, int]:

@@ -88,7 +88,10 @@ def _on_parts_of_rows(
     queries = Queries(q, at, starts)
     keys = Keys(k, v, at)
     # As in `_blocked_attention`: remat policies see nothing inside a custom VJP.
-    found = ring.attend(*jax.lax.stop_gradient((queries, keys)))
+    asking, asked = jax.lax.stop_gradient((queries, keys))
+    # Where tokens are is the same in all layers. JAX would make masks of it before the loop over layers, and keep those
+    # of all blocks of queries at once: as many values as a half-block has scores.
+    found = ring.attend(jax.lax.optimization_barrier(asking), asked)
     return with_gradient(ring, queries, keys, jax.tree.map(saved, found))
 
 

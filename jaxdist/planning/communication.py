@@ -284,8 +284,8 @@ def _gathers_of_starts(config: Config, layout: Layout, times: int, keeps_all: bo
     k = config.train.accumulation
     inside = config.parallel.zero >= 2 and config.parallel.micro_batches == "inside"
     # They are the same for all layers, so XLA gathers them before the loop over layers, if no loop over micro-batches
-    # is inside it. XLA:GPU leaves them in the loop of the backward pass.
-    lifted = k == 1 or not inside
+    # is inside it: for XLA:CPU, one of a single turn is none. XLA:GPU leaves them in the loop of the backward pass.
+    lifted = not inside or (k == 1 and layout.platform == "cpu")
     forward = k if lifted else times
     if keeps_all or (lifted and layout.platform == "cpu"):
         return forward

@@ -332,23 +332,15 @@ class _Stream:
         forward = depth * self.pipe.ticks("F")
         backward = depth * self.pipe.ticks("B")
         # Where a chunk of several layers is run again, a loop of its own does that.
-        apart = self.pipe.recomputes and depth > 1
+        again = backward if self.pipe.recomputes and depth > 1 else 0
         # Only with remat none are the results of attention kept.
-        together = self.config.model.remat != "none" and not apart
-        passes = context_traffic.Passes(
-            forward=forward + apart * backward,
-            recomputed=together * backward,
-            backward=backward,
-            documents=self._gathers_of_starts,
-        )
+        recomputed = 0 if self.config.model.remat == "none" else backward - again
+        starts = forward + backward + again
+        if self.layout.platform == "cpu":
+            # Where documents start is the same for all layers, so XLA:CPU gathers it before the loops over layers.
+            starts = self.pipe.ticks("F") + self.pipe.ticks("B")
+        passes = context_traffic.Passes(forward + again, recomputed, backward, starts)
         yield from context_traffic.predict(self.config, self.layout, self.tokens, passes)
-
-    @property
-    def _gathers_of_starts(self) -> int:
-        """How often a step gathers where documents start, for Ulysses: in F and in B."""
-        ticks = self.pipe.ticks("F") + self.pipe.ticks("B")
-        # They are the same for all layers, so XLA:CPU gathers them before a loop over layers.
-        return ticks if self.layout.platform == "cpu" else self.pipe.stages.depth * ticks
 
     def _reduced_again(self, logical: str) -> int:
         """Return whether B recomputes a matmul that contracts `logical`, back onto the residual stream."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from jaxdist import units
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import AXES, DATA, EXPERT, MODEL, PIPELINE, ZERO_AXES, abstract_mesh, describe, micro_batches
+from jaxdist.context import SHORTEST_PART
+from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, ZERO_AXES, abstract_mesh, describe, micro_batches
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import memory
@@ -42,8 +43,8 @@ def fitting(config: Config, model: Model | Foreign, layout: Layout, room: float)
     """Return changes with which the step fits into `room` bytes, such as `model.remat to block (3.1 GiB predicted)`.
 
     First come the knobs that are enough alone, those that save most before the others; where none is, all that save
-    something together. Then comes the same mesh with experts in the place of tensors, and last the smallest of the
-    larger meshes.
+    something together. Then come the same devices with parts of rows in the place of rows, and with experts in the
+    place of tensors, and last the smallest of the larger meshes.
     """
     now = memory.predict(config, model, layout).total
     saving = []
@@ -57,7 +58,12 @@ def fitting(config: Config, model: Model | Foreign, layout: Layout, room: float)
     # No knob is enough alone.
     if not found:
         found = _together(config, model, layout, room, [change for _, _, change in saving])
-    return [*found, *_experts_for_tensors(config, model, layout, room), *_larger_mesh(config, model, layout, room)]
+    return [
+        *found,
+        *_parts_for_rows(config, model, layout, room),
+        *_experts_for_tensors(config, model, layout, room),
+        *_larger_mesh(config, model, layout, room),
+    ]
 
 
 def _together(
@@ -79,6 +85,25 @@ def _together(
     return []
 
 
+def _parts_for_rows(config: Config, model: Model | Foreign, layout: Layout, room: float) -> list[str]:
+    """Return the first mesh whose devices have parts of rows in the place of rows, if the step fits there.
+
+    As many more micro-batches follow each other, so that a device has fewer tokens at once.
+    """
+    here = {axis: layout.size(axis) for axis in AXES}
+    knob = _micro_batches_knob(config, layout)
+    for times in divisors(here[DATA])[1:]:
+        context = here[CONTEXT] * times
+        if config.model.images or not knob or config.model.sequence < SHORTEST_PART * context:
+            return []
+        more = times * micro_batches(config, here)
+        shape = here | {DATA: here[DATA] // times, CONTEXT: context}
+        found = _on_mesh(_with(config, knob, more), model, layout, room, shape, f" with {_to((knob, more))}")
+        if found:
+            return found
+    return []
+
+
 def _experts_for_tensors(config: Config, model: Model | Foreign, layout: Layout, room: float) -> list[str]:
     """Return the mesh that spreads experts over the devices that now split tensors, if the step fits there.
 
@@ -96,7 +121,11 @@ def _larger_mesh(config: Config, model: Model | Foreign, layout: Layout, room: f
     times = 2
     while times <= WIDEST:
         # The simpler change comes first.
-        axes = (DATA, EXPERT, MODEL) if config.model.traits.routed else (DATA, MODEL)
+        axes = [DATA, MODEL]
+        if config.model.sequence >= SHORTEST_PART * here[CONTEXT] * times:
+            axes.insert(1, CONTEXT)
+        if config.model.traits.routed:
+            axes.insert(1, EXPERT)
         for axis in axes:
             found = _on_mesh(config, model, layout, room, here | {axis: here[axis] * times})
             if found:
@@ -105,15 +134,17 @@ def _larger_mesh(config: Config, model: Model | Foreign, layout: Layout, room: f
     return []
 
 
-def _on_mesh(config: Config, model: Model | Foreign, layout: Layout, room: float, shape: dict[str, int]) -> list[str]:
-    """Return a mesh of this shape, if the model divides over it and the step fits there."""
+def _on_mesh(
+    config: Config, model: Model | Foreign, layout: Layout, room: float, shape: dict[str, int], also: str = ""
+) -> list[str]:
+    """Return a mesh of this shape, if the model divides over it and the step fits there; `also` is changed too."""
     if not _divides(config, shape):
         return []
     other = Layout.of(config, abstract_mesh(shape), Like(layout))
     total = memory.predict(config, model, other).total
     if total > room:
         return []
-    return [_with_total(f"the mesh to {describe(shape).replace(' ', ',')}", total)]
+    return [_with_total(f"the mesh to {describe(shape).replace(' ', ',')}{also}", total)]
 
 
 def _divides(config: Config, shape: dict[str, int]) -> bool:
@@ -167,8 +198,8 @@ def _changes(config: Config, layout: Layout) -> Iterator[Change]:
         yield "pipeline.schedule", "1f1b"
     if parallel.zero < 3 and layout.size(*ZERO_AXES) > 1:
         yield "parallel.zero", 3
-    if schedule != "pipedream":
-        knob = "pipeline.microbatches" if pipelined else "train.accumulation"
+    knob = _micro_batches_knob(config, layout)
+    if knob:
         k = micro_batches(config, dict(layout.axes))
         rows = config.train.global_batch_size // (k * layout.ranks)
         for times in closest(divisors(rows), 1):
@@ -177,6 +208,13 @@ def _changes(config: Config, layout: Layout) -> Iterator[Change]:
     outside = parallel.micro_batches == "outside" or sizes.images
     if not pipelined and parallel.zero >= 2 and config.train.accumulation > 1 and not outside:
         yield "parallel.micro_batches", "outside"
+
+
+def _micro_batches_knob(config: Config, layout: Layout) -> str:
+    """Return the knob of the number of micro-batches; empty for PipeDream, which has one."""
+    if layout.size(PIPELINE) == 1:
+        return "train.accumulation"
+    return "" if config.pipeline.asynchronous else "pipeline.microbatches"
 
 
 def _with(config: Config, name: str, value: object) -> Config:

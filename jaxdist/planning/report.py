@@ -13,7 +13,15 @@ from jaxdist.config import Config
 from jaxdist.mesh import AXES, CONTEXT, EXPERT, describe
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
-from jaxdist.planning import clusters, communication, known_differences, memory, parameter_layout, transfer_time
+from jaxdist.planning import (
+    clusters,
+    communication,
+    context_report,
+    known_differences,
+    memory,
+    parameter_layout,
+    transfer_time,
+)
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.cross_compile import Program
 from jaxdist.planning.hardware import Gpu
@@ -370,6 +378,7 @@ class Report:
             "jax": program.jax,
             "precision": self.config.precision,
             "pipeline": self.pipeline.json() if self.pipeline else None,
+            "context": context_report.json(self.config, self.whole.mesh.shape),
             "memory": {
                 "arguments": program.argument_bytes,
                 "temporaries": program.temporary_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxdist.mesh import describe, micro_batches
-from jaxdist.planning import overlap, pipelines
+from jaxdist.planning import context_report, overlap, pipelines
 from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.expert_report import arithmetic, exchanged, experts, model_size
 from jaxdist.planning.outer_report import OuterReport
@@ -53,6 +53,9 @@ def _head(report: Report) -> list[str]:
             f"local steps {report.outer.local_steps} by each of {mesh.size // report.mesh.size} replica(s), on "
             f"{report.mesh.size} device(s), then an outer step averages; the loss is not that of one device"
         )
+    attends = context_report.sentence(config, mesh.shape)
+    if attends:
+        found.append(f"context     {attends}")
     if report.pipeline:
         found.append(f"pipeline    {pipelines.describe(report.pipeline)}")
     found.append(f"model       {model_size(config.model, report.model)}{in_window(config.model)}")

@@ -16,7 +16,7 @@ from jaxdist import models
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.config import Config, RequestError
 from jaxdist.data.batches import AbstractBatch, Batch
-from jaxdist.mesh import PIPELINE, REPLICA, make_mesh, parse_mesh
+from jaxdist.mesh import CONTEXT, PIPELINE, REPLICA, make_mesh, parse_mesh
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.delayed_gradients import delayed
@@ -85,7 +85,8 @@ class Run:
         self.compiler_options = {}
         if not dry:
             sequence = bool(self.layout.sequence_parallel)
-            self.compiler_options = xla_options.options_for(self.mesh, sequence, delayed(config, self.layout))
+            several = delayed(config, self.layout) or self.layout.size(CONTEXT) > 1
+            self.compiler_options = xla_options.options_for(self.mesh, sequence, several)
         model_layout = self.layout
         if self.mesh.shape[PIPELINE] > 1:
             # The model runs inside the pipeline's manual region.

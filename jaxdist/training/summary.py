@@ -20,7 +20,7 @@ from jaxdist.config import PipelineConfig
 from jaxdist.gpu_memory import gpu_share
 from jaxdist.mesh import PIPELINE, REPLICA, axes_across, describe
 from jaxdist.models.attention import attention_kernel
-from jaxdist.planning import communication, expert_report, memory, parameter_layout, pipelines, remedies
+from jaxdist.planning import communication, context_report, expert_report, memory, parameter_layout, pipelines, remedies
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.hardware import GPUS, Gpu, that_hold
 from jaxdist.planning.timing import flops_formula
@@ -127,6 +127,9 @@ def _training(run: Run, length: str) -> list[Row]:
         *(("experts", sentence) for sentence in expert_report.experts(config, run.layout)),
         ("batch", f"{_batch(run)} per step, {run.task.micro_batches} micro-batch(es), {length}"),
     ]
+    attends = context_report.sentence(config, run.mesh.shape)
+    if attends:
+        rows.append(("context", attends))
     pipe = pipelines.pipeline_of(config, run.layout)
     if pipe:
         rows.append(("pipeline", pipelines.describe(pipe)))

@@ -1,5 +1,6 @@
 """Devices of a job without the devices: which are taken, and what is told where they are not what they should be."""
 
+import math
 import os
 import socket
 import subprocess
@@ -33,6 +34,33 @@ from tests.processes import ROOT, told
 def test_a_mesh_that_fills_itself_takes_what_the_batch_divides_by(mesh, batch, devices, taken):
     config = Config(mesh=mesh, train=dict(global_batch_size=batch))
     assert fitting(config, devices) == taken
+
+
+@pytest.mark.parametrize(
+    ("text", "notes"),
+    [
+        ("2x2x1", []),
+        ("data=2,context=4", []),
+        (
+            "2x8x1",
+            ["model=8 spans hosts, although", "a host has 4 of these devices: give model a size that divides that"],
+        ),
+        ("context=4,model=2", ["context=4 spans hosts, although", "give context a size that divides that"]),
+        (
+            "context=8",
+            ["context=8 spans hosts, so that attention sends keys and values", "jaxdist.plan tells how long"],
+        ),
+    ],
+)
+def test_an_axis_of_every_layer_that_spans_hosts_is_told(text, notes):
+    """Four devices in each. Long rows may need more: `context` then has no size that would be better."""
+    there = lambda number: SimpleNamespace(platform="cpu", process_index=number // 4)
+    shape = parse_mesh(text)
+    devices = np.array([there(number) for number in range(math.prod(shape.values()))]).reshape(tuple(shape.values()))
+    mesh = SimpleNamespace(devices=devices, shape=shape, axis_names=tuple(shape))
+    said = runtime.notes(mesh)
+    assert len(said) == bool(notes)
+    assert all(part in said[0] for part in notes)
 
 
 @pytest.mark.parametrize(

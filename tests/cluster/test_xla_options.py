@@ -72,13 +72,13 @@ def test_only_steps_for_several_gpus_have_options():
 
 
 @pytest.mark.parametrize(("across", "sequence"), [(False, False), (True, False), (True, True)])
-def test_delayed_gradients_may_cross_beside_other_collectives(across, sequence):
+def test_delayed_gradients_and_keys_of_a_ring_may_travel_beside_other_collectives(across, sequence):
     """One option more than otherwise, on several GPUs alone."""
-    on_time = xla_options.options("gpu", 8, across, sequence)
-    late = xla_options.options("gpu", 8, across, sequence, late=True)
-    assert late == on_time | {xla_options.OVERLAP.name: 4}
-    jax.jit(jnp.sin, compiler_options=late).lower(1.0).compile()
-    assert xla_options.options("cpu", 8, across, sequence, late=True) == {}
+    one = xla_options.options("gpu", 8, across, sequence)
+    several = xla_options.options("gpu", 8, across, sequence, several=True)
+    assert several == one | {xla_options.OVERLAP.name: 4}
+    jax.jit(jnp.sin, compiler_options=several).lower(1.0).compile()
+    assert xla_options.options("cpu", 8, across, sequence, several=True) == {}
 
 
 def test_the_initial_state_is_compiled_with_little_optimization_on_a_cpu_alone(monkeypatch):

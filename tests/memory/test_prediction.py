@@ -7,7 +7,9 @@ import pytest
 
 from jaxdist import models
 from jaxdist.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, PipelineConfig, TrainConfig
+from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.planning import memory
+from jaxdist.planning.hardware import GPUS
 from jaxdist.sharding import HOST, Layout
 from jaxdist.training.run import Run
 from tests.tiers import exhaustive, thinned
@@ -82,10 +84,13 @@ ROWS = [
     ("routed", "data=2,expert=2,model=2", "mixed", 1, True),
     ("routed", "replica=2,expert=4", "bfloat16", 2, False),
     ("routed", "data=2,expert=2", "mixed", 3, False),
+    ("llama", "data=2,context=4", "float32", 3, False),
+    ("apart", "context=2,model=2", "mixed", 1, True),
+    ("routed", "replica=2,expert=2,context=2", "bfloat16", 2, False),
 ]
 
 
-COMPILED = [ROWS[place] for place in (5, 1, 7, 8, 10, 11, 14, 17, 20, 23)]
+COMPILED = [ROWS[place] for place in (5, 1, 7, 8, 10, 11, 14, 17, 20, 23, 27, 28)]
 """Each stage, precision, family and axis once or more."""
 
 
@@ -209,6 +214,25 @@ def test_what_goes_to_the_host_for_a_step_does_not_depend_on_the_micro_batches(z
         at_a_time = 1 if zero >= 2 and micro_batches == "inside" else accumulation
         assert held.host_activations == one.host_activations // at_a_time
         assert held.host_traffic == one.host_traffic
+
+
+@pytest.mark.parametrize("form", ["ring", "ulysses"])
+def test_a_device_of_a_wider_context_holds_what_its_own_tokens_need(form):
+    """Of rows that grow with the axis. Nothing is compiled."""
+
+    def held(ranks: int) -> memory.Memory:
+        sizes = MODEL.model_copy(
+            update={"family": "llama", "mlp": 64, "sequence": 256 * ranks, "heads": 8, "head_dim": 8}
+        )
+        c = config(f"context={ranks}", "bfloat16", 0, model=sizes, accumulation=1)
+        c = c.model_copy(update={"parallel": c.parallel.model_copy(update={"context": form})})
+        layout = Layout.of(c, abstract_mesh(parse_mesh(c.mesh)), GPUS["h100"])
+        return memory.predict(c, models.build(sizes, layout), layout)
+
+    two, eight = held(2), held(8)
+    assert two.activations == eight.activations > 0
+    assert two.batch == eight.batch
+    assert two.working == eight.working
 
 
 @pytest.mark.slow

@@ -143,13 +143,13 @@ def test_the_layout_reads_the_compute_capability(written, capability):
     assert Layout.on(mesh_of("2x1x1")).capability == ()
 
 
-def gradient_of_block(mesh: jax.sharding.Mesh, layout: Layout, remat: str) -> Counter:
-    """How often the gradient of a Llama block does what, recomputed as the step does it at ZeRO 2 and 3, in bfloat16.
+def gradient_of_block(mesh: jax.sharding.Mesh, layout: Layout, remat: str, stage: int = 2) -> Counter:
+    """How often the gradient of a Llama block does what, recomputed as the step does it at this ZeRO, in bfloat16.
 
     The name of each operation, with the rank of its first operand.
     """
     model = models.build(MODEL, layout)
-    forward = DecoderForward(model, layout, remat=remat, stage=2)
+    forward = DecoderForward(model, layout, remat=remat, stage=stage)
     array = lambda shape, spec: jax.ShapeDtypeStruct(shape, BF16, sharding=jax.sharding.NamedSharding(mesh, spec))
     in_use = lambda a, place: array(a.shape[1:], place.layer.use)
     params = jax.tree.map(in_use, model.abstract["blocks"], forward.places["blocks"])
@@ -189,3 +189,38 @@ def test_recomputation_with_cudnn(monkeypatch, mesh, remat, forwards):
     assert counts["exp", 4] == 0
     assert counts["dot_product_attention_fwd_wrapper", 4] == forwards
     assert counts["dot_product_attention_bwd_wrapper", 4] == 1
+
+
+def context_of(form: str, **changes) -> tuple[jax.sharding.Mesh, Layout]:
+    mesh = mesh_of("data=2,context=4")
+    return mesh, dataclasses.replace(Layout.on(mesh), zigzag=form == "ring", **changes)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("dots", 2), ("block", 2)])
+def test_recomputation_sends_keys_round_again_only_where_it_is_asked_to(stage, remat, forwards):
+    """Keys and values go to the next device before the loop and in it: 4 places in each pass.
+
+    The sums of their gradients do in the loop, after it, and on their way home: 6 places.
+    """
+    counts = gradient_of_block(*context_of("ring", platform="gpu"), remat, stage)
+    assert counts["ppermute", 4] == 4 * forwards + 4 + 6
+
+
+@pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("dots", 2), ("block", 2)])
+def test_recomputation_exchanges_heads_again_only_where_it_is_asked_to(remat, forwards):
+    """Ulysses: queries, keys and values one way, and the result back; their gradients the other way."""
+    counts = gradient_of_block(*context_of("ulysses"), remat)
+    assert counts["all_to_all", 4] == 4 * forwards + 4
+
+
+@pytest.mark.parametrize("form", ["ring", "ulysses"])
+@pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("dots", 2), ("block", 2)])
+def test_recomputation_with_cudnn_over_context(monkeypatch, form, remat, forwards):
+    """A ring has its own keys, two half-blocks in its loop and two after it: five calls in a pass."""
+    monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)
+    counts = gradient_of_block(*context_of(form, platform="gpu", capability=(9, 0)), remat)
+    calls = 5 if form == "ring" else 1
+    assert counts["dot_product_attention_fwd_wrapper", 4] == calls * forwards
+    assert counts["dot_product_attention_bwd_wrapper", 4] == calls
+    assert counts["exp", 4] == 0

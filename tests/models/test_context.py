@@ -56,7 +56,7 @@ def by_ring(ranks: int, heads: list, documents, window: int, unroll: bool) -> li
     ("ranks", "apart", "window", "unroll"),
     [
         (2, True, 0, True),
-        (4, True, 5, True),
+        pytest.param(4, True, 5, True, marks=pytest.mark.slow),
         pytest.param(4, False, 0, False, marks=pytest.mark.slow),
         pytest.param(8, False, 11, True, marks=pytest.mark.slow),
         pytest.param(8, True, 0, False, marks=pytest.mark.slow),
@@ -97,7 +97,7 @@ def test_join_of_nothing_and_nothing_is_nothing():
     assert both.sums.item() == -np.inf
 
 
-@pytest.mark.parametrize("kv_heads", [6, 3, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kv_heads", [6, *(pytest.param(heads, marks=pytest.mark.slow) for heads in (3, 12))])
 def test_ulysses_repeats_key_value_heads_until_the_devices_divide_them(kv_heads):
     """Of 12 query heads over 4 devices; 6 and 3 key/value heads become 12."""
     mesh, _ = on_devices(4)

@@ -17,7 +17,9 @@ from jaxdist.models import Model, build
 from jaxdist.planning import collective_time
 from jaxdist.planning.clusters import Cluster, cluster
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Transfer
+from jaxdist.planning.search import attention_time
 from jaxdist.planning.search import estimate as ours
+from jaxdist.planning.timing import attention_flops_per_token
 from tests.planning.published import Row
 
 ARITHMETIC, WAITING = "arithmetic", "waiting"
@@ -159,16 +161,16 @@ class Step:
     def attention(self) -> tuple[float, float]:
         """Seconds of a layer's attention above jaxdist's: forward, and backward with what is recomputed there."""
         m = self.config.model
-        causal = ours.attention_flops(m, self.tokens) / self.t
-        fused = causal / (self.rate * ours.ATTENTION_RATE)
+        causal = attention_flops_per_token(m) * self.tokens / self.t
+        fused = causal / (self.rate * attention_time.ATTENTION_RATE)
         again = self.row.remat.startswith(("full", "selective"))
         fused_again = self.row.remat == "full"
         if self.program.attention:
             extra = causal / (self.cluster.peak * self.program.attention[self.cluster.gpu]) - fused
-            return extra, (ours.ATTENTION_BACKWARD + fused_again) * extra
+            return extra, (attention_time.ATTENTION_BACKWARD + fused_again) * extra
         scores = ours.PASSES * KEPT * m.heads * m.sequence * self.tokens / self.t / self.cluster.bandwidth
         forward, backward = 2 * causal / self.rate + scores, 4 * causal / self.rate + scores
-        return forward - fused, backward + again * forward - (ours.ATTENTION_BACKWARD + fused_again) * fused
+        return forward - fused, backward + again * forward - (attention_time.ATTENTION_BACKWARD + fused_again) * fused
 
     @cached_property
     def plain(self) -> ours.Estimate:

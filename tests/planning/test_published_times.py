@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxdist.planning.search import estimate
+from jaxdist.planning.search import attention_time
 from tests.planning import step_tables
 from tests.planning.step_tables import TABLES, groups, pairs
 from tests.planning.steps import Step
@@ -75,7 +75,7 @@ def test_a_program_s_attention_is_its_own(monkeypatch):
     (table,) = [table for table in TABLES if table.title == "A100 80 GB"]
     row = max((one.row for one in table.timed), key=lambda row: row.seq)
     before = Step(row).plain.seconds, sum(Step(row).parts().values())
-    monkeypatch.setattr(estimate, "ATTENTION_RATE", estimate.ATTENTION_RATE / 2)
+    monkeypatch.setattr(attention_time, "ATTENTION_RATE", attention_time.ATTENTION_RATE / 2)
     after = Step(row).plain.seconds, sum(Step(row).parts().values())
     assert after[0] > 1.2 * before[0]
     assert after[1] == pytest.approx(before[1], rel=0.01)

@@ -15,6 +15,7 @@ from itertools import product
 import numpy as np
 
 from jaxdist.config import Config, RequestError
+from jaxdist.context import SHORTEST_PART
 from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, MeshShape
 from jaxdist.planning.search import changed_loss
 from jaxdist.request.checks import check_mesh_fits
@@ -25,9 +26,10 @@ Columns = dict[str, np.ndarray]
 
 MESH = (REPLICA, DATA, EXPERT, CONTEXT, MODEL, PIPELINE)
 
-COLUMNS = (*MESH, "zero", "sequence", "micro", "outside", "remat", "schedule", "virtual")
-"""The sizes of the mesh axes; ZeRO's stage; whether the sequence is split; the number of micro-batches; whether they
-run outside the loop over layers; indices into `REMATS` and `SCHEDULES`; chunks on each rank."""
+COLUMNS = ("mesh", *MESH, "zero", "sequence", "micro", "outside", "remat", "schedule", "virtual")
+"""The number of the mesh among all, and the sizes of its axes; ZeRO's stage; whether the sequence is split; the number
+of micro-batches; whether they run outside the loop over layers; indices into `REMATS` and `SCHEDULES`; chunks on each
+rank."""
 
 REMATS = ("none", "dots", "block", "stage")
 """Activation checkpointing, ordered by how much it recomputes."""
@@ -40,10 +42,6 @@ SPLIT = [SCHEDULES.index(name) for name in ("zb-h1", "zb-u")]
 
 ZB_H1 = SCHEDULES.index("zb-h1")
 """The schedule in which ranks take branches of their own: a ring must not lie in one."""
-
-SHORTEST_PART = 1024
-"""Tokens of a row that a device has at least, where `context` splits rows. The model of time does not know how much
-slower attention is on shorter parts, and there are always other axes for rows that short."""
 
 CHUNKS = {"interleaved": (2, 4), "zb-h1": (1, 2), "zb-u": (1, 2)}
 """The numbers of chunks on each rank that are tried; 1 for the other schedules."""
@@ -102,7 +100,9 @@ def _mesh_problems(neutral: Config, shape: MeshShape) -> list[str]:
 def neutral_config(config: Config) -> Config:
     """Return `config` with defaults for everything that a candidate decides."""
     defaults = Config()
-    parallel = dict(zero=0, sequence=False, micro_batches=defaults.parallel.micro_batches, offload="none")
+    parallel = dict(
+        zero=0, sequence=False, context="auto", micro_batches=defaults.parallel.micro_batches, offload="none"
+    )
     return config.model_copy(
         update=dict(
             parallel=config.parallel.model_copy(update=parallel),
@@ -115,24 +115,29 @@ def neutral_config(config: Config) -> Config:
 
 def candidates(config: Config, shapes: list[MeshShape], sites: int = 1) -> Columns:
     """Return all legal candidates on these meshes, whose devices lie in so many sites."""
-    flat = [shape for shape in shapes if shape[PIPELINE] == 1]
-    staged = [shape for shape in shapes if shape[PIPELINE] > 1]
+    numbered = list(enumerate(shapes))
+    flat = [(number, shape) for number, shape in numbered if shape[PIPELINE] == 1]
+    staged = [(number, shape) for number, shape in numbered if shape[PIPELINE] > 1]
     no_schedule = [(0, 1)]
     blocks = [_columns(config, flat, no_schedule, sites), _columns(config, staged, SCHEDULES_AND_CHUNKS, sites)]
     return {name: np.concatenate([block[name] for block in blocks]) for name in COLUMNS}
 
 
-def _columns(config: Config, shapes: list[MeshShape], schedules: list[tuple[int, int]], sites: int) -> Columns:
+def _columns(
+    config: Config, shapes: list[tuple[int, MeshShape]], schedules: list[tuple[int, int]], sites: int
+) -> Columns:
     """Return the legal combinations of all choices.
 
     The choices span a grid, one dim each, and columns broadcast over it: a rule of `_legal` is computed only for the
     combinations of the choices that it reads. Only legal points of the grid become rows.
     """
-    sizes = np.array([[shape[axis] for axis in MESH] for shape in shapes], int).reshape(-1, len(MESH))
+    names = ("mesh", *MESH)
+    rows = [[number, *(shape[axis] for axis in MESH)] for number, shape in shapes]
+    sizes = np.array(rows, int).reshape(-1, len(names))
     schedule_and_chunks = np.array(schedules)
     micro = np.array(list(_powers_of_two(config.train.global_batch_size)))
     choices: list[Columns] = [
-        {axis: sizes[:, number] for number, axis in enumerate(MESH)},
+        {name: sizes[:, place] for place, name in enumerate(names)},
         {"zero": np.arange(4)},
         {"sequence": np.arange(2)},
         {"micro": micro},
@@ -180,8 +185,8 @@ def _legal(config: Config, c: Columns, sites: int) -> np.ndarray:
 
 
 def _ulysses_divides(config: Config, c: Columns) -> np.ndarray:
-    """Return where Ulysses may run: no ring is asked for, and `context` divides the query heads of a model rank."""
-    return (config.parallel.context != "ring") & (config.model.heads % (c[MODEL] * c[CONTEXT]) == 0)
+    """Return where `context` divides the query heads of a model rank, as Ulysses needs."""
+    return config.model.heads % (c[MODEL] * c[CONTEXT]) == 0
 
 
 def _powers_of_two(most: int) -> Iterator[int]:
@@ -197,9 +202,6 @@ def candidate_config(config: Config, row: dict[str, int]) -> Config:
     if row[REPLICA] == 1:
         base = changed_loss.exact(base)
     parallel: dict[str, object] = dict(zero=row["zero"], sequence=bool(row["sequence"]))
-    if row[CONTEXT] == 1:
-        # Nothing is sent over an axis of size 1.
-        parallel["context"] = "auto"
     if row["outside"]:
         parallel["micro_batches"] = "outside"
     update: dict[str, object] = dict(

@@ -7,7 +7,7 @@ The time of a step is the sum of its arithmetic, the communication that nothing 
                   run k times, or in a pipeline as often as the ticks of its schedule
     waiting       ticks in which a rank has nothing to do, and the padding of uneven stages
     context       attention over `context`: what the work on keys that are there does not hide of a ring, and all of
-                  what Ulysses exchanges (`context_time`)
+                  what Ulysses exchanges (`attention_time`)
     expert        all-to-alls over `expert`: the experts wait for their rows, and the next layer for theirs
     model         collectives over `model`: each layer needs their results before it goes on
     pipeline      messages between stages
@@ -32,9 +32,8 @@ from typing import TypeVar
 import numpy as np
 
 from jaxdist.config import Config, ModelConfig
-from jaxdist.context import Choice, choose, own_heads
+from jaxdist.context import Choice, choose
 from jaxdist.mesh import (
-    AXES,
     BATCH_AXES,
     CONTEXT,
     DATA,
@@ -58,14 +57,13 @@ from jaxdist.planning.memory import Memory
 from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.pipeline_traffic import BETWEEN_REPLICAS, SECOND_FACTORS
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
-from jaxdist.planning.predicted_collectives import ALL_TO_ALL, F32, PERMUTE, Transfer
-from jaxdist.planning.predicted_collectives import transfer as transfer_of
+from jaxdist.planning.predicted_collectives import ALL_TO_ALL, PERMUTE, Transfer
 from jaxdist.planning.search import changed_loss
-from jaxdist.planning.search.context_time import Messages, ring_waits
-from jaxdist.planning.search.products import layer_products
-from jaxdist.planning.timing import attention_flops_per_token, flops_per_token
+from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, attention_seconds, ring_seconds, tokens_at_once
+from jaxdist.planning.search.products import layer_products, matmul_rate
+from jaxdist.planning.timing import flops_per_token
 from jaxdist.planning.transfer_time import exposed, merge_calls, seconds
-from jaxdist.sharding import SEQUENCE, Layout
+from jaxdist.sharding import Layout
 
 PASSES = 2
 """Each value that a layer saves is written and read once in the forward pass, and its gradient once in the backward
@@ -95,15 +93,6 @@ EXPERT_FORMULA = (
 
 OUTER_FORMULA = "; and the outer step over local steps"
 """What local steps add to the formula of `data`."""
-
-ATTENTION_RATE = 0.65
-"""The rate of fused attention over that of a matmul with weights: on A100 it reaches 50 to 73 % of the peak (Dao 2023),
-where a matmul reaches 82 %; on H100, with cuDNN from 2048 tokens on, 49 to 54 % forward and 47 to 52 % backward (Shah
-et al. 2024, figures 5 and 6), where a matmul reaches 80 %."""
-
-ATTENTION_BACKWARD = 2.5
-"""The time of attention's backward pass over that of its forward pass: it computes the scores again (Dao 2023, section
-2.3)."""
 
 UPDATE = 2
 """The optimizer state is read and written."""
@@ -221,7 +210,7 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
             overlapping += took
         else:
             exposed_seconds[purpose(transfer)] += took
-    exposed_seconds[CONTEXT] += _ring_seconds(config, layout, pipe, cluster)
+    exposed_seconds[CONTEXT] += ring_seconds(config, layout, pipe, cluster)
     if config.model.traits.routed:
         for transfer in merge_calls(_further_rounds(config, layout, transfers)):
             exposed_seconds[EXPERT] += seconds(transfer, shape, cluster)
@@ -250,38 +239,12 @@ def layout_of(config: Config, shape: MeshShape, cluster: Cluster) -> Layout:
     return Layout.of(config, abstract_mesh(shape), Device(cluster))
 
 
-def attention_seconds(
-    config: Config, cluster: Cluster, tokens: Numbers, parts: Numbers, ring: Numbers = False
-) -> Numbers:
-    """Return the seconds of attention's forward pass in one layer, for the `tokens` of one of `parts` devices.
-
-    A `ring` masks what a window hides, and computes it all the same. Otherwise devices along `context` share the work
-    evenly.
-    """
-    sizes = config.model
-    whole = sizes.model_copy(update={"window": 0})
-    flops = np.where(ring, attention_flops_per_token(whole), attention_flops_per_token(sizes))
-    return tokens * flops / (parts * matmul_rate(config, cluster) * ATTENTION_RATE)
-
-
 Number = TypeVar("Number", float, np.ndarray)
 
 
 def head_flops(m: ModelConfig, tokens: Number) -> Number:
     """Return the FLOPs of the matmul with the output table: forward, and backward for both of its operands."""
     return 3 * 2 * tokens * m.vocab * m.embed
-
-
-def matmul_rate(config: Config, cluster: Cluster) -> float:
-    """Return the FLOP/s that matmuls reach on one device.
-
-    It is the peak times `cluster.matmul`, the share of it that large matmuls reach.
-    """
-    half = 1.0
-    if config.precision == "float32" and cluster.gpu != "cpu":
-        # The matrix units of a GPU multiply float32 at half the rate of bfloat16.
-        half = 0.5
-    return half * cluster.peak * cluster.matmul
 
 
 def router_seconds(config: Config, cluster: Cluster, tokens: Numbers) -> Numbers:
@@ -383,43 +346,8 @@ def _arithmetic(config: Config, layout: Layout, pipe: Pipeline | None, cluster: 
 
 
 def _is_step_of_ring(transfer: Transfer) -> bool:
-    """Return whether a transfer belongs to the steps of ring attention, which `_ring_seconds` prices."""
+    """Return whether a transfer belongs to the steps of ring attention, which `ring_seconds` prices."""
     return transfer.kind == PERMUTE and purpose(transfer) == CONTEXT
-
-
-def _ring_seconds(config: Config, layout: Layout, pipe: Pipeline | None, cluster: Cluster) -> float:
-    """Return the seconds that a step waits for ring attention; 0 where none runs."""
-    if not layout.zigzag:
-        return 0.0
-    shape = dict.fromkeys(AXES, 1) | dict(layout.axes)
-    tokens = tokens_at_once(config, layout)
-    attention = attention_seconds(config, cluster, tokens, layout.parts("heads"), ring=True)
-
-    def send(width: int) -> float:
-        # Keys and values are an array each.
-        elements = own_heads(config, shape).key_value * config.model.head_size * round(tokens)
-        message = transfer_of(layout, "", PERMUTE, {CONTEXT}, 2, 2 * elements, width)
-        return seconds(message, shape, cluster)
-
-    messages = Messages(keys=send(compute_width(config)), sums=send(F32))
-    waits = ring_waits(layout.size(CONTEXT), attention, ATTENTION_BACKWARD * attention, messages, cluster)
-    forward, backward = _passes_of_attention(config, pipe)
-    return float(forward * waits.forward + backward * waits.backward)
-
-
-def _passes_of_attention(config: Config, pipe: Pipeline | None) -> tuple[int, int]:
-    """Return how often the layers of a device run attention forwards, recomputation included, and backwards.
-
-    All ranks of a pipeline run it in every tick that runs layers.
-    """
-    if pipe is None:
-        forward = backward = config.model.layers * config.train.accumulation
-    else:
-        forward = pipe.stages.depth * pipe.ticks("F")
-        backward = pipe.stages.depth * pipe.ticks("B")
-    # Only with remat none are the results of attention kept.
-    recomputed = int(config.model.remat != "none")
-    return forward + recomputed * backward, backward
 
 
 def _further_rounds(config: Config, layout: Layout, transfers: Iterable[Transfer]) -> Iterator[Transfer]:
@@ -435,12 +363,6 @@ def _further_rounds(config: Config, layout: Layout, transfers: Iterable[Transfer
         if purpose(transfer) == EXPERT:
             elements = round(transfer.elements * more)
             yield replace(transfer, calls=int(transfer.calls * times), elements=elements)
-
-
-def tokens_at_once(config: Config, layout: Layout) -> float:
-    """Return the tokens of a micro-batch on one device."""
-    k = micro_batches(config, dict(layout.axes))
-    return config.train.global_batch_size / (k * layout.ranks) * config.model.sequence / layout.parts(SEQUENCE)
 
 
 def _communicating(m: ModelConfig) -> tuple[str, ...]:

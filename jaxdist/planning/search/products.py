@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.config import ModelConfig
+from jaxdist.config import Config, ModelConfig
+from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.expert_rows import rows_of_queue
 from jaxdist.planning.hardware import GPUS
 
@@ -53,6 +54,18 @@ def layer_products(
     inputs = sum(2 * _whole_waves(p.rows, p.into, gpu, p.experts) * p.out for p in products)
     gradients = sum(2 * _whole_waves(p.into, p.out, gpu, p.experts) * p.rows for p in products)
     return forward, inputs, gradients
+
+
+def matmul_rate(config: Config, cluster: Cluster) -> float:
+    """Return the FLOP/s that matmuls reach on one device.
+
+    It is the peak times `cluster.matmul`, the share of it that large matmuls reach.
+    """
+    half = 1.0
+    if config.precision == "float32" and cluster.gpu != "cpu":
+        # The matrix units of a GPU multiply float32 at half the rate of bfloat16.
+        half = 0.5
+    return half * cluster.peak * cluster.matmul
 
 
 def _mlp(m: ModelConfig, rows: Numbers, width: Numbers, experts: Numbers = 1) -> list[Product]:

@@ -9,7 +9,20 @@ import numpy as np
 
 from jaxdist import units
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import BATCH_AXES, DATA, EXPERT, MODEL, PIPELINE, REPLICA, MeshShape, describe, fill, parse_mesh
+from jaxdist.context import SHORTEST_PART
+from jaxdist.mesh import (
+    BATCH_AXES,
+    CONTEXT,
+    DATA,
+    EXPERT,
+    MODEL,
+    PIPELINE,
+    REPLICA,
+    MeshShape,
+    describe,
+    fill,
+    parse_mesh,
+)
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.search.candidates import MESH, problems
 from jaxdist.planning.search.estimate import Estimate, label
@@ -32,6 +45,12 @@ def why_not(plan: Plan, mesh: str) -> str:
     if not len(rows) and shape[DATA] * shape[EXPERT] == 1 < shape[REPLICA]:
         plain = f"{DATA}={shape[REPLICA]}"
         return f"{mesh} is not possible: with nothing sharded, replicas are plain data parallelism; ask for {plain}"
+    if not len(rows) and shape[CONTEXT] > 1 and plan.config.model.sequence < SHORTEST_PART * shape[CONTEXT]:
+        part = plan.config.model.sequence // shape[CONTEXT]
+        return (
+            f"{mesh} is not planned: a device would have {part:,} tokens of a row, and the model of time knows parts "
+            f"of {SHORTEST_PART:,} tokens or more; ask for a smaller {CONTEXT}"
+        )
     if not len(rows):
         batch = plan.config.train.global_batch_size
         ranks = math.prod(shape[axis] for axis in BATCH_AXES)
@@ -75,7 +94,11 @@ def alone(plan: Plan) -> list[tuple[str, Estimate | str]]:
     Where nothing fits, that is the candidate with the least memory.
     """
     found: list[tuple[str, Estimate | str]] = []
-    axes = (DATA, EXPERT, MODEL, PIPELINE) if plan.config.model.traits.routed else (DATA, MODEL, PIPELINE)
+    axes = [DATA, MODEL, PIPELINE]
+    if plan.config.model.traits.routed:
+        axes.insert(1, EXPERT)
+    if len(rows_of(plan, dict.fromkeys(plan.ranked[0].shape, 1) | {CONTEXT: plan.devices})):
+        axes.insert(-2, CONTEXT)
     for axis in axes:
         shape = dict.fromkeys(plan.ranked[0].shape, 1) | {axis: plan.devices}
         rows = rows_of(plan, shape)

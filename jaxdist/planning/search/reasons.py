@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jaxdist.mesh import DATA, EXPERT, MODEL, PIPELINE, REPLICA, describe
+from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, describe
+from jaxdist.planning import context_report
 from jaxdist.planning.search.estimate import Estimate, estimate
 from jaxdist.planning.search.plan import TIE, ZERO_ORDER, Plan
 from jaxdist.planning.search.questions import rows_of, smallest
@@ -16,12 +17,14 @@ def reason(plan: Plan) -> str:
     """Return which of the lecture's tips decided for the first candidate, each with the figures that show it."""
     first = plan.ranked[0]
     sentences = [_simplest(plan, first)]
-    if first.shape[EXPERT] == first.shape[MODEL] == first.shape[PIPELINE] == 1:
+    if all(first.shape[axis] == 1 for axis in (EXPERT, CONTEXT, MODEL, PIPELINE)):
         sentences.append("data parallelism alone is enough")
     if first.config.parallel.zero:
         sentences += [_traffic(plan, first), _less_sharded(plan, first)]
     if first.shape[EXPERT] > 1:
         sentences.append(_experts(plan, first))
+    if first.shape[CONTEXT] > 1:
+        sentences.append(_context(plan, first))
     if first.shape[MODEL] > 1:
         sentences.append(_tensors(plan, first))
     if first.shape[PIPELINE] > 1:
@@ -88,10 +91,19 @@ def _experts(plan: Plan, first: Estimate) -> str:
     """Return how many experts a device has, and what it sends to reach those of others and where they are."""
     experts = plan.config.model.experts
     # The axes further in lie between two devices that have different experts.
-    where = _where(plan, first, first.shape[EXPERT] * first.shape[MODEL])
+    where = _where(plan, first, first.shape[EXPERT] * first.shape[CONTEXT] * first.shape[MODEL])
     return (
         f"a device has {experts // first.shape[EXPERT]} of {experts} experts, and sends {size(first.sent(EXPERT))} to "
         f"those of other devices {where}"
+    )
+
+
+def _context(plan: Plan, first: Estimate) -> str:
+    """Return how attention runs over `context`, what a device sends for it, and where it is hidden."""
+    where = _where(plan, first, first.shape[CONTEXT] * first.shape[MODEL])
+    return (
+        f"{context_report.sentence(first.config, first.shape)}; {size(first.sent(CONTEXT))} in a step, {where}, for "
+        f"which attention waits {first.share(CONTEXT):.1%} of the step"
     )
 
 
@@ -110,7 +122,7 @@ def _where(plan: Plan, first: Estimate, neighbours: int) -> str:
 def _stages(first: Estimate) -> str:
     """Compare what a device sends between stages with what it sends over the other axes."""
     between = first.sent(PIPELINE)
-    others = {axis: first.sent(axis) for axis in (DATA, EXPERT, MODEL) if first.sent(axis)}
+    others = {axis: first.sent(axis) for axis in (DATA, EXPERT, CONTEXT, MODEL) if first.sent(axis)}
     sentence = f"a device sends {size(between)} between stages"
     if not others:
         return sentence

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 
@@ -32,17 +32,15 @@ from jaxdist.planning.predicted_collectives import (
     PERMUTE,
     REDUCE_SCATTER,
 )
-from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT
-from jaxdist.planning.search.context_time import Messages, ring_waits
+from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, Messages, attention_seconds, ring_waits
+from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT, neutral_config
 from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
 from jaxdist.planning.search.estimate import (
-    ATTENTION_BACKWARD,
     Device,
-    attention_seconds,
     head_flops,
     layer_times,
-    matmul_rate,
 )
+from jaxdist.planning.search.products import matmul_rate
 from jaxdist.planning.search.screen_sizes import Sizes
 from jaxdist.planning.step_bytes import Elements
 from jaxdist.sharding import RESIDUAL, RULES, Layout
@@ -65,21 +63,21 @@ class Screen(Sizes):
     def memory(self) -> Column:
         """Return the bytes that each candidate needs on one device."""
         # What the state reads has few distinct rows. Activations read nearly all columns, but each of their terms few.
-        few, kinds = self.distinct(*MESH, "zero", "micro", "virtual")
+        few, kinds = self.distinct("mesh", "zero", "micro", "virtual")
         return (few._states() + few._gradients_and_weights())[kinds] + self._activations()
 
     def seconds(self) -> Column:
         """Return the seconds of a step of each candidate."""
-        few, kinds = self.distinct(*MESH, "sequence", "micro", "remat", "schedule", "virtual")
+        few, kinds = self.distinct("mesh", "sequence", "micro", "remat", "schedule", "virtual")
         busy = few._work_seconds()[kinds] * (1 + self._by_schedule(_bubble_over_work))
-        few, kinds = self.distinct(*MESH, "sequence", "micro", "remat", "virtual")
+        few, kinds = self.distinct("mesh", "sequence", "micro", "remat", "virtual")
         model_and_pipeline = few._residual_stream_seconds()[kinds]
-        few, kinds = self.distinct(*MESH, "micro", "virtual")
+        few, kinds = self.distinct("mesh", "micro", "virtual")
         experts = few._expert_seconds()[kinds]
-        few, kinds = self.distinct(*MESH, "micro", "remat", "schedule", "virtual")
+        few, kinds = self.distinct("mesh", "micro", "remat", "schedule", "virtual")
         context = few._context_seconds()[kinds]
 
-        few, kinds = self.distinct(*MESH, "zero", "micro", "outside", "virtual")
+        few, kinds = self.distinct("mesh", "zero", "micro", "outside", "virtual")
         data = few._data_seconds()[kinds]
         replicas = few._replica_seconds()[kinds]
         updated = few._bytes_updated()[kinds]
@@ -94,8 +92,13 @@ class Screen(Sizes):
         )
 
     def distinct(self, *names: str) -> tuple[Screen, Column]:
-        """Return a screen of the distinct rows of these columns alone, and for each row its index in that screen."""
+        """Return a screen of the distinct rows of these columns alone, and for each row its index in that screen.
+
+        With `mesh`, the screen has the sizes of all axes too.
+        """
         examples, kinds = distinct_rows(*(self.columns[name] for name in names))
+        if "mesh" in names:
+            names = (*names, *MESH)
         columns = {name: self.columns[name][examples] for name in names}
         return replace(self, columns=columns), kinds
 
@@ -376,9 +379,10 @@ class Screen(Sizes):
     @cached_property
     def ring(self) -> Column:
         """Whether attention is a ring over `context`: 1 or 0."""
+        neutral = neutral_config(self.config)
 
         def of(schedule: int, context: int, model: int) -> float:
-            config = self.config
+            config = neutral
             if schedule:
                 pipeline = config.pipeline.model_copy(update={"schedule": SCHEDULES[schedule]})
                 config = config.model_copy(update={"pipeline": pipeline})
@@ -389,13 +393,20 @@ class Screen(Sizes):
 
     def _by_layout(self, function: Callable[..., float], *arguments: Column) -> Column:
         """Return `function(layout, *arguments)` for each row, where the layout splits tensors as the row does."""
-        layout = cache(self._layout)
+        layouts, kinds = self.layouts
 
-        def with_layout(parts: int, split: int, context: int, ring: float, *values: float) -> float:
-            return function(layout(parts, split, context, ring), *values)
+        def with_layout(kind: int, *values: float) -> float:
+            return function(layouts[kind], *values)
 
-        c = self.columns
-        return map_distinct(with_layout, c[MODEL], c["sequence"], c[CONTEXT], self.ring.astype(int), *arguments)
+        return map_distinct(with_layout, kinds, *arguments)
+
+    @cached_property
+    def layouts(self) -> tuple[list[Layout], Column]:
+        """The distinct layouts of what belongs to a row, and for each candidate the index of its own."""
+        columns = [self.columns[MODEL], self.columns["sequence"], self.columns[CONTEXT], self.ring.astype(int)]
+        examples, kinds = distinct_rows(*columns)
+        rows = zip(*(column[examples].tolist() for column in columns), strict=True)
+        return [self._layout(*row) for row in rows], kinds
 
     def _layout(self, parts: int, sequence: int, context: int, ring: int) -> Layout:
         """Return a layout over the axes alone that split what belongs to a row: model, in `parts`, and context.

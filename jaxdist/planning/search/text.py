@@ -10,7 +10,7 @@ from typing import Any
 from jaxdist.config import Config, leaves
 from jaxdist.mesh import DATA, PIPELINE
 from jaxdist.models import Model, active_parameters, parameters
-from jaxdist.planning import clusters, collective_time, parameter_layout, transfer_time
+from jaxdist.planning import clusters, collective_time, context_report, parameter_layout, transfer_time
 from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
 from jaxdist.planning.collective_time import ranks_together
 from jaxdist.planning.expert_report import model_size
@@ -93,6 +93,7 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
         yield f"warning     {sentence}"
     for note in notes(first, plan.model):
         yield f"note        {note}"
+    yield f"rate        {rate(first)}"
     page = "docs/explanation/planner.md"
     yield f"times       without kernel launches, input and other jobs: real steps take longer ({page})"
     yield f"train       {command(first, base, name)}"
@@ -148,8 +149,9 @@ def row(candidate: Estimate, plan: Plan) -> tuple[str, ...]:
     config = candidate.config
     used = candidate.memory.total / plan.cluster.memory
     visible = [part for part in candidate.parts if candidate.share(part) >= 0.0005]
+    attention = candidate.attention
     return (
-        config.mesh,
+        f"{config.mesh} ({attention.form})" if attention else config.mesh,
         f"{config.parallel.zero}, sequence" if config.parallel.sequence else str(config.parallel.zero),
         micro(candidate),
         config.model.remat,
@@ -172,6 +174,16 @@ def took(seconds: float, cluster: Cluster) -> str:
     """Return a predicted time; `~` marks a cluster that nobody has measured."""
     mark = "" if calibrated(cluster) else "~"
     return f"{mark}{seconds:.3g} s"
+
+
+def rate(candidate: Estimate) -> str:
+    """Return the predicted throughput, and the FLOP/s of a device, of which recomputation is not a part."""
+    tokens = candidate.tokens_per_second
+    flops = candidate.mfu * candidate.cluster.peak
+    return (
+        f"{tokens:,.0f} tokens/s, {tokens / candidate.devices:,.0f} on each device; {flops / 1e12:.0f} TFLOP/s on each "
+        f"(causal attention counts once)"
+    )
 
 
 def micro(candidate: Estimate) -> str:
@@ -383,6 +395,7 @@ def _json(candidate: Estimate, base: Config) -> dict[str, Any]:
     return {
         "options": changes(candidate, base),
         "mesh": {axis: candidate.shape[axis] for axis in MESH},
+        "context": context_report.json(candidate.config, candidate.shape),
         "changes_loss": candidate.in_force or None,
         "memory": candidate.memory.total,
         "seconds": candidate.seconds,
