@@ -41,6 +41,7 @@ def few():
     return config, candidates(config, meshes(config, 8))
 
 
+@pytest.mark.slow
 def test_rows_of_128k_tokens_are_split_over_context(long):
     first = long.ranked[0]
     assert first.shape[CONTEXT] > 1
@@ -48,12 +49,14 @@ def test_rows_of_128k_tokens_are_split_over_context(long):
     assert all(long.slower(one) > 1 + TIE for one in whole)
 
 
+@pytest.mark.slow
 def test_128k_tokens_keep_70_percent_of_the_rate_of_8k(long):
     """The bar of issue 29: TFLOP/s of a GPU, where causal attention counts once and recomputation does not."""
     short = search(llama(8192), 64, CLUSTER).ranked[0]
     assert long.ranked[0].mfu >= 0.7 * short.mfu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
@@ -71,6 +74,7 @@ def test_why_not_parts_that_are_too_short():
     assert "a device would have 2,048 tokens of a row" in why_not(search(config, 8, CLUSTER), "data=2,context=4")
 
 
+@pytest.mark.slow
 def test_the_rough_figures_are_near_the_predicted_ones(long):
     split = (long.columns[CONTEXT] > 1) & (long.columns[PIPELINE] == 1)
     fitting = np.flatnonzero(split & (long.rough_memory < CLUSTER.memory))
@@ -126,6 +130,7 @@ def test_the_choice_is_told_with_the_bytes_of_both_forms(mesh, words):
     assert bool(told) == (mesh != "context=1")
 
 
+@pytest.mark.slow
 def test_the_command_tells_how_attention_runs(capsys):
     asked = ["llama31_8b", f"--model.sequence={LONG}", "--devices=64"]
     assert command.main([*asked, "--json"]) == 0
