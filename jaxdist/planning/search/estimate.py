@@ -92,8 +92,8 @@ EXPERT_FORMULA = (
 """What experts add to the formula of `arithmetic`."""
 
 MASKED_FORMULA = (
-    "; attention by matmuls, because cuDNN knows no such mask: at their rate, with 16 bytes of each score at the rate of "
-    "the memory"
+    "; attention by matmuls, because cuDNN knows no such mask: at their rate, with 16 bytes of each score at the rate "
+    "of the memory"
 )
 """What documents, and a window in a ring, add to the formula of `arithmetic` on GPUs."""
 
