@@ -101,12 +101,15 @@ def test_candidates_with_context_are_requests_that_train_takes(few):
 
 
 def test_ranks_that_branch_exchange_heads_or_do_not_split_rows(few):
-    """12 heads divide over 2 and over 4 devices; over 2 x 4 of them a ring would be needed."""
-    _, columns = few
+    """6 heads divide over 2 devices; over 4 of them, and over 2 x 2, a ring would be needed."""
+    config = few[0].model_copy(update={"model": few[0].model.model_copy(update={"heads": 6})})
+    columns = candidates(config, meshes(config, 8))
     branching = columns["schedule"] == SCHEDULES.index("zb-h1")
-    assert set(columns[CONTEXT][branching & (columns[MODEL] == 1)].tolist()) == {1, 2, 4}
-    assert not np.any(branching & (columns[MODEL] * columns[CONTEXT] == 8))
-    assert np.any((columns[PIPELINE] > 1) & (columns[CONTEXT] > 1) & ~branching)
+    other = (columns[PIPELINE] > 1) & ~branching
+    for model, sizes in ((1, {1, 2, 4}), (2, {1, 2})):
+        split = columns[MODEL] == model
+        assert set(columns[CONTEXT][other & split].tolist()) == sizes
+        assert set(columns[CONTEXT][branching & split].tolist()) == {size for size in sizes if 6 % (model * size) == 0}
 
 
 @pytest.mark.parametrize(
