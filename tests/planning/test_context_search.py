@@ -18,6 +18,8 @@ from jaxdist.planning.search.questions import why_not
 from jaxdist.request import checks, load
 from jaxdist.request.knobs import KNOBS
 from jaxdist.sharding import Layout
+from jaxdist.training.run import Run
+from jaxdist.training.summary import outlook
 
 CLUSTER = cluster("h100-ndr")
 
@@ -148,6 +150,18 @@ def test_the_command_tells_how_attention_runs(capsys):
     (chosen,) = [line for line in lines if line.startswith("chosen")]
     assert "attends by Ulysses" in chosen
     assert "inside a host" in chosen
+
+
+def test_the_summary_of_a_run_tells_how_attention_runs():
+    asked = {"mesh": "context=2", "precision": "float32", "model.sequence": "64", "train.global_batch_size": "2"}
+    lines = outlook(Run(load("gpt_tiny", asked)))
+    (told,) = [line for line in lines if line.startswith("context ")]
+    assert (
+        "a device has 32 of the 64 tokens of a row, and attends by Ulysses: it sends no more bytes than a ring" in told
+    )
+    assert "a device sends 2 KiB in each layer for each of its tokens, and a ring would send 4 KiB" in told
+    alone = outlook(Run(load("gpt_tiny", asked | {"mesh": "data=2"})))
+    assert not any(line.startswith("context ") for line in alone)
 
 
 def test_context_is_proposed_where_the_activations_of_a_row_do_not_fit():
