@@ -8,7 +8,7 @@ from shlex import quote
 from typing import Any
 
 from jaxdist.config import Config, leaves
-from jaxdist.mesh import DATA, PIPELINE
+from jaxdist.mesh import CONTEXT, DATA, PIPELINE
 from jaxdist.models import Model, active_parameters, parameters
 from jaxdist.planning import clusters, collective_time, context_report, parameter_layout, transfer_time
 from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
@@ -399,7 +399,7 @@ def _json(candidate: Estimate, base: Config) -> dict[str, Any]:
     return {
         "options": changes(candidate, base),
         "mesh": {axis: candidate.shape[axis] for axis in MESH},
-        "context": context_report.json(candidate.config, candidate.shape),
+        CONTEXT: context_report.json(candidate.config, candidate.shape),
         "changes_loss": candidate.in_force or None,
         "memory": candidate.memory.total,
         "seconds": candidate.seconds,
