@@ -17,10 +17,12 @@ from jaxdist.planning.expert_report import model_size
 from jaxdist.planning.expert_rows import assumption
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search import changed_loss, slow_link
+from jaxdist.planning.search.attention_time import runs_by_matmuls
 from jaxdist.planning.search.candidates import MESH
 from jaxdist.planning.search.estimate import (
     EXPERT_FORMULA,
     FORMULAS,
+    MASKED_FORMULA,
     OUTER_FORMULA,
     Estimate,
     label,
@@ -255,6 +257,8 @@ def why(plan: Plan) -> Iterator[str]:
     formulas_of_parts = dict(FORMULAS)
     if plan.config.model.traits.routed:
         formulas_of_parts["arithmetic"] += EXPERT_FORMULA
+    if runs_by_matmuls(first.config, plan.cluster, bool(first.attention and first.attention.form == "ring")):
+        formulas_of_parts["arithmetic"] += MASKED_FORMULA
     if first.outer:
         formulas_of_parts[DATA] += OUTER_FORMULA
     yield from table([(part, f"{count:.4g} s", formulas_of_parts[part]) for part, count in first.parts.items()])
