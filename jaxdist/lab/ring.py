@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -184,6 +185,7 @@ class Sent(NamedTuple):
     backward: float
 
 
+@cache
 def sent(ranks: int) -> Sent:
     """Compile each pass by itself, and count what it sends.
 

@@ -17,6 +17,7 @@ from jax.sharding import reshard
 from jaxdist import sharding
 from jaxdist.data import batches
 from jaxdist.data.tokens import Tokens
+from jaxdist.lab import ring
 from jaxdist.lab.checks import memory, traffic
 from jaxdist.lab.slow_networks import replicas, server, top_k
 from jaxdist.mesh import DATA
@@ -28,7 +29,7 @@ from jaxdist.planning import pipelines
 from jaxdist.training import run
 from jaxdist.training.forward.decoder import DecoderForward
 
-CACHES = (memory.states, traffic.elements, schedules.make, server.run)
+CACHES = (memory.states, traffic.elements, schedules.make, server.run, ring.sent)
 """Functions that keep what they have found in a system that was whole, or broken."""
 
 Break = Callable[[pytest.MonkeyPatch], None]

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow  # a program is compiled
 
 @pytest.fixture(scope="module")
 def done() -> ring.Run:
-    return ring.run(4)
+    return ring.run(3)
 
 
 def test_every_pair_is_computed_once(done):
