@@ -22,9 +22,9 @@ Index = Any
 WIDE = 4
 """Bytes of a number in f32, in which the ring adds up gradients of keys and values."""
 
-SHORTEST_PART = 1024
-"""Tokens of a row that a device has at least in what the planner proposes. It does not know how much slower attention
-is on shorter parts, and other axes are enough for rows that short."""
+SHORTEST_PART = 4096
+"""Tokens of a row that a device has at least in what the planner proposes: two chunks of 2048 tokens, from which on it
+knows the rate of attention. Other axes are enough for shorter rows."""
 
 
 def zigzag(index: Index, sequence: int, ranks: int) -> Index:

@@ -1,8 +1,9 @@
-"""Rules tables that a user passes."""
+"""Rules tables that a user passes, and what they split."""
 
 import jax
 import pytest
 
+from jaxdist.config import Config, ParallelConfig
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.sharding import RULES, Layout
 
@@ -40,3 +41,12 @@ def test_two_dims_of_one_array_on_one_mesh_axis_are_refused(rules, dims, told):
 
 def test_a_table_of_ones_own():
     assert layout(vocab=(), mlp=("model",)).spec(("vocab", "mlp", "embed")) == jax.P(None, "model", None)
+
+
+@pytest.mark.parametrize(("asked", "further"), [(False, ()), (True, ("model",))])
+def test_a_sequence_that_context_splits_is_no_sequence_parallelism(asked, further):
+    """That is what splits the residual stream further, and what XLA's options for it look for."""
+    config = Config(parallel=ParallelConfig(sequence=asked))
+    on = Layout.of(config, make_mesh(parse_mesh("context=2,model=2"), jax.devices()[:4]))
+    assert on.split("residual") == ("context", *further)
+    assert on.sequence_parallel == further

@@ -26,7 +26,7 @@ from jaxdist.cluster.listening import bind_address, check_free, next_port
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import FaultConfig, RequestError
 from jaxdist.exit_codes import DONE, FAILED
-from jaxdist.mesh import DATA
+from jaxdist.mesh import ZERO_AXES
 from jaxdist.streams import Unfailing
 
 SHUTDOWN_SECONDS = 60
@@ -143,14 +143,15 @@ def host_names(devices: Iterable[jax.Device]) -> list[str]:
 
 
 def across_hosts(
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, hosts: Sequence[object], axis: str = DATA
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, hosts: Sequence[object], axes: Sequence[str] = ZERO_AXES
 ) -> bool:
-    """Return whether a mesh axis spans hosts; `hosts` has the host of each device of the mesh, in its order.
+    """Return whether any of the mesh `axes` spans hosts, by default of those over which ZeRO shards parameters.
 
-    One group along the axis that has devices of two hosts is enough. An axis of size 1 spans none.
+    `hosts` has the host of each device of the mesh, in its order. One group along an axis that has devices of two hosts
+    is enough. An axis of size 1 spans none.
     """
     host = np.asarray(hosts).reshape(tuple(mesh.shape.values()))
-    return bool(np.any(host != np.take(host, [0], axis=mesh.axis_names.index(axis))))
+    return any(np.any(host != np.take(host, [0], axis=mesh.axis_names.index(axis))) for axis in axes)
 
 
 def _introduced(coordinator: str, devices: int, site: str = "") -> list[Member]:

@@ -122,7 +122,7 @@ def notes(mesh: jax.sharding.Mesh, enough: DeviceUse = USE_ALL) -> list[str]:
     """Return a sentence for each oddity in how `mesh` lies over hosts and devices; `enough` is as for `start`."""
     hosts = host_names(mesh.devices.flat)
     most = max(Counter(hosts).values())
-    sentences = [_spanning(axis, mesh.shape[axis], most) for axis in FAST if across_hosts(mesh, hosts, axis)]
+    sentences = [_spanning(axis, mesh.shape[axis], most) for axis in FAST if across_hosts(mesh, hosts, (axis,))]
     if mesh.devices.flat[0].platform == "cpu":
         return sentences
     idle = [device for device in jax.devices() if device not in mesh.devices.flat]

@@ -102,9 +102,9 @@ def options(
     """Return `jax.jit(compiler_options=...)` of a step on `devices` devices; options in XLA_FLAGS are left out.
 
     `several` says whether the step has delayed gradients or context parallelism, for which there is an option of its
-    own. `across` says whether the data axis spans hosts. With `sequence` parallelism too there are no others then: XLA
-    would also gather a layer's activations ahead, and repeat their matmuls: 2,840 of them instead of 1,944 for Llama 8B
-    on 128 H100s, and 750 GiB of memory traffic instead of 542 (0.11.2).
+    own. `across` says whether an axis over which ZeRO shards spans hosts. With `sequence` parallelism too there are no
+    others then: XLA would also gather a layer's activations ahead, and repeat their matmuls: 2,840 of them instead of
+    1,944 for Llama 8B on 128 H100s, and 750 GiB of memory traffic instead of 542 (0.11.2).
     """
     if devices == 1 or platform == "cpu" or series() not in OPTIONS:
         return {}

@@ -15,15 +15,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxdist.parallel.context import Attended, Gradients, Keys, Queries
-from jaxdist.sharding import wide
 
 
 @dataclass(frozen=True)
 class CudnnBlocks:
     """FlashAttention-2 (Dao 2023) of cuDNN on each block, which knows neither documents nor a window.
 
-    `models.attention.why_not_cudnn` says where it runs. Its gradients are of the dtype of queries and keys, and the
-    ring adds them up in f32.
+    `models.attention.why_not_cudnn` says where it runs. Its gradients are of the dtype of queries and keys.
     """
 
     def own(self, queries: Queries, keys: Keys) -> Attended:
@@ -50,8 +48,7 @@ class CudnnBlocks:
         self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N H"], causal: bool
     ) -> Gradients:
         sums = found.sums.swapaxes(1, 2)
-        dq, dk, dv = _backward(queries.q, keys.k, keys.v, found.out, sums, g, causal)
-        return Gradients(dq, dk.astype(wide(dk.dtype)), dv.astype(wide(dv.dtype)))
+        return Gradients(*_backward(queries.q, keys.k, keys.v, found.out, sums, g, causal))
 
 
 def _forward(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxdist.config import Config
-from jaxdist.mesh import DATA, MODEL, REPLICA, ZERO_AXES, micro_batches
+from jaxdist.mesh import CONTEXT, DATA, MODEL, REPLICA, ZERO_AXES, micro_batches
 from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel import zero
@@ -200,6 +200,8 @@ def notes(config: Config, parameters: list[Placed], layout: Layout) -> list[str]
         found.append(_each_replica_holds_all(config, layout))
     if parallel.sequence and layout.size(MODEL) == 1:
         found.append(f"parallel.sequence splits nothing here, because {MODEL} is 1")
+    if parallel.context != "auto" and layout.size(CONTEXT) == 1:
+        found.append(f"parallel.context {parallel.context} splits nothing here, because {CONTEXT} is 1")
     if parallel.gradient_compression != "exact":
         found.append(_compressed(config, layout))
     if config.train.local_steps and layout.size(REPLICA) == 1:

@@ -101,6 +101,8 @@ def test_the_initial_state_is_compiled_with_little_optimization_on_a_cpu_alone(m
         ("2x4x1", False, True),
         ("2x4x1", True, False),
         ("2x2x2", False, False),
+        ("context=8", False, True),
+        ("data=2,context=4", False, True),
     ],
 )
 def test_layers_are_gathered_ahead_where_data_goes_from_host_to_host(monkeypatch, text, sequence, ahead):

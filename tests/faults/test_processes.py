@@ -74,7 +74,8 @@ def test_two_processes_share_each_row_and_have_the_curve_of_one_device(text, tmp
     """Keys and values cross from process to process, and each reads its own part of the rows, to validate on too."""
     options = ("--model.dropout=0.1", "--train.steps=10", "--validation.every=5")
     assert command.main(argv(tmp_path / "one", text, *options, "--mesh=1x1x1")) == 0
-    with job(train(argv(tmp_path / "two", text, *options, "--mesh=context=4", "--parallel.zero=3"), 2)) as running:
+    shared = ("--mesh=context=2", "--parallel.context=ring", "--parallel.zero=3")
+    with job(train(argv(tmp_path / "two", text, *options, *shared), 2)) as running:
         assert ends(running, 240) == [0, 0]
     close(metrics(tmp_path / "two"), metrics(tmp_path / "one"))
 

@@ -41,8 +41,27 @@ ROWS = [
     ("norm of all heads", "1x4x2", dict(sequence=True, accumulation=4, pipeline=ZB_U), "none", False),
     ("positions", "2x2x1", dict(stage=3, sequence=True, accumulation=2), "none", False),
     ("positions", "1x2x2", dict(sequence=True, accumulation=4), "none", True),
+    ("norm of each head", "context=2,model=2", dict(stage=1, sequence=True, context="ring"), "none", True),
+    ("positions", "data=2,context=2,model=2", dict(stage=3, sequence=True, context="ring"), "block", False),
 ]
 """(model, mesh, options, remat, whether documents are apart)."""
+
+PARTS_OF_ROWS = [
+    (
+        "norm of all heads",
+        "data=2,context=2,model=2",
+        dict(stage=3, sequence=True, context="ulysses"),
+        "dots",
+        True,
+    ),
+    (
+        "norm of each head",
+        "context=2,model=2,pipeline=2",
+        dict(stage=1, sequence=True, accumulation=4, pipeline=ZB_U, context="ring"),
+        "none",
+        True,
+    ),
+]
 
 PRODUCT = [
     (model, mesh, dict(stage=stage, sequence=sequence, accumulation=4), "none", False)
@@ -74,7 +93,9 @@ def test_equals_one_device(model, mesh, options, remat, apart):
     check(model, mesh, options, remat, apart)
 
 
-@pytest.mark.parametrize(("model", "mesh", "options", "remat", "apart"), exhaustive(PRODUCT), ids=str)
+@pytest.mark.parametrize(
+    ("model", "mesh", "options", "remat", "apart"), exhaustive([*PRODUCT, *PARTS_OF_ROWS]), ids=str
+)
 def test_every_layout_equals_one_device(model, mesh, options, remat, apart):
     check(model, mesh, options, remat, apart)
 

@@ -17,9 +17,11 @@ from jaxdist.sharding import Layout, rules
 
 
 class Plan:
-    def __init__(self, mesh: str, zero: int, sequence: bool = False, rows: int = 16, **model):
+    def __init__(
+        self, mesh: str, zero: int, sequence: bool = False, rows: int = 16, context: str = "auto", **model: object
+    ):
         sizes = ModelConfig(**{"layers": 2, "embed": 32, "heads": 4, "vocab": 96, "sequence": 16} | model)
-        parallel = ParallelConfig(zero=zero, sequence=sequence)
+        parallel = ParallelConfig(zero=zero, sequence=sequence, context=context)
         train = TrainConfig(global_batch_size=rows)
         self.config = Config(mesh=mesh, precision="float32", model=sizes, parallel=parallel, train=train)
         shape = parse_mesh(mesh)
@@ -101,6 +103,9 @@ def test_what_splits_nothing_is_said():
         "parallel.sequence splits nothing here, because model is 1",
     ]
     assert Plan("4x2x1", zero=0, sequence=True).notes == []
+    of_context = ["parallel.context ring splits nothing here, because context is 1"]
+    assert Plan("1x1x1", zero=0, context="ring").notes == of_context
+    assert Plan("context=2", zero=0, context="ring").notes == Plan("1x1x1", zero=0).notes == []
 
 
 @pytest.mark.parametrize(

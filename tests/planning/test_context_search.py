@@ -1,0 +1,157 @@
+"""The planner and long rows: it proposes `context` where that is faster, and says how attention runs over it."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxdist import plan as command
+from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from jaxdist.mesh import CONTEXT, MODEL, PIPELINE, abstract_mesh, parse_mesh
+from jaxdist.models import build
+from jaxdist.planning import context_report, memory, remedies
+from jaxdist.planning.clusters import cluster
+from jaxdist.planning.hardware import GPUS
+from jaxdist.planning.search.candidates import SCHEDULES, candidate_config, candidates, context_sizes, meshes, row_of
+from jaxdist.planning.search.plan import TIE, search
+from jaxdist.planning.search.questions import why_not
+from jaxdist.request import checks, load
+from jaxdist.request.knobs import KNOBS
+from jaxdist.sharding import Layout
+
+CLUSTER = cluster("h100-ndr")
+
+LONG = 131072
+
+
+def llama(sequence: int, **more: str) -> Config:
+    return load("llama31_8b", {"model.sequence": str(sequence)} | {k.replace("__", "."): v for k, v in more.items()})
+
+
+@pytest.fixture(scope="module")
+def long():
+    return search(llama(LONG), 64, CLUSTER)
+
+
+@pytest.fixture(scope="module")
+def few():
+    """Return a request whose candidates differ in all that `context` depends on, and those candidates."""
+    asked = {"precision": "bfloat16", "model.layers": "4", "model.sequence": "32768", "train.global_batch_size": "8"}
+    config = load("gpt2_124m", asked)  # 12 heads
+    return config, candidates(config, meshes(config, 8))
+
+
+def test_rows_of_128k_tokens_are_split_over_context(long):
+    first = long.ranked[0]
+    assert first.shape[CONTEXT] > 1
+    whole = [one for one in long.fitting if one.shape[CONTEXT] == 1]
+    assert all(long.slower(one) > 1 + TIE for one in whole)
+
+
+def test_128k_tokens_keep_70_percent_of_the_rate_of_8k(long):
+    """The bar of issue 29: TFLOP/s of a GPU, where causal attention counts once and recomputation does not."""
+    short = search(llama(8192), 64, CLUSTER).ranked[0]
+    assert long.ranked[0].mfu >= 0.7 * short.mfu
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ("64x1x1", "times as long as the fastest: 64x1x1, ZeRO 3"),
+        ("data=16,context=4", "times as long as the fastest: data=16,context=4, ulysses"),
+        ("data=8,context=8", "is the first"),
+    ],
+)
+def test_why_not_another_split(long, mesh, words):
+    assert words in why_not(long, mesh)
+
+
+def test_why_not_parts_that_are_too_short():
+    config = load("gpt2_124m", {"model.sequence": "8192", "train.global_batch_size": "8"})
+    assert "a device would have 2,048 tokens of a row" in why_not(search(config, 8, CLUSTER), "data=2,context=4")
+
+
+def test_the_rough_figures_are_near_the_predicted_ones(long):
+    split = (long.columns[CONTEXT] > 1) & (long.columns[PIPELINE] == 1)
+    fitting = np.flatnonzero(split & (long.rough_memory < CLUSTER.memory))
+    for row in np.random.default_rng(0).permutation(fitting)[:24].tolist():
+        exact = long.predicted(row)
+        assert long.rough_memory[row] == pytest.approx(exact.memory.total, rel=0.1)
+        assert long.rough_seconds[row] == pytest.approx(exact.seconds, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "sizes"), [(8190, [1]), (8192, [1, 2]), (24576, [1, 2, 3, 4, 6]), (32764, [1, 2])]
+)
+def test_a_part_of_a_row_is_two_equal_chunks_and_not_short(sequence, sizes):
+    config = load("gpt2_124m", {"model.sequence": str(sequence)})
+    assert context_sizes(config, 720) == sizes
+
+
+def test_candidates_with_context_are_requests_that_train_takes(few):
+    config, columns = few
+    assert set(columns[CONTEXT].tolist()) == {1, 2, 4, 8}
+    split = np.flatnonzero(columns[CONTEXT] > 1)
+    for row in np.random.default_rng(0).permutation(split)[:200].tolist():
+        assert checks.problems(candidate_config(config, row_of(columns, row)), set(KNOBS)) == []
+
+
+def test_ranks_that_branch_exchange_heads_or_do_not_split_rows(few):
+    """12 heads divide over 2 and over 4 devices; over 2 x 4 of them a ring would be needed."""
+    _, columns = few
+    branching = columns["schedule"] == SCHEDULES.index("zb-h1")
+    assert set(columns[CONTEXT][branching & (columns[MODEL] == 1)].tolist()) == {1, 2, 4}
+    assert not np.any(branching & (columns[MODEL] * columns[CONTEXT] == 8))
+    assert np.any((columns[PIPELINE] > 1) & (columns[CONTEXT] > 1) & ~branching)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ("context=1", ""),
+        (
+            "context=4",
+            "has 2,048 of the 8,192 tokens of a row, and attends by Ulysses: it sends no more bytes than a ring",
+        ),
+        ("context=4", "a device sends 4 KiB in each layer for each of its tokens, and a ring would send 13 KiB"),
+        ("context=4,model=4", "a ring: Ulysses needs the 2 query heads of a rank to divide by context=4"),
+        ("context=4,model=4", "and Ulysses is not possible"),
+    ],
+)
+def test_the_choice_is_told_with_the_bytes_of_both_forms(mesh, words):
+    asked = {"precision": "bfloat16", "model.heads": "8", "model.kv_heads": "4", "model.embed": "512"}
+    config = load("llama_1b", asked | {"model.sequence": "8192", "mesh": mesh})
+    told = context_report.sentence(config, parse_mesh(mesh))
+    assert words in told
+    assert bool(told) == (mesh != "context=1")
+
+
+def test_the_command_tells_how_attention_runs(capsys):
+    asked = ["llama31_8b", f"--model.sequence={LONG}", "--devices=64"]
+    assert command.main([*asked, "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["ranked"][0]
+    assert first["mesh"]["context"] == 8
+    assert first["context"]["attention"] == "ulysses"
+    assert first["context"]["bytes_per_token_and_layer"] == {"ring": 118784, "ulysses": 35840}
+    assert command.main(asked) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("1   data=8,context=8 (ulysses)") for line in lines)
+    assert any("TFLOP/s on each (causal attention counts once)" in line for line in lines)
+    (chosen,) = [line for line in lines if line.startswith("chosen")]
+    assert "attends by Ulysses" in chosen
+    assert "inside a host" in chosen
+
+
+def test_context_is_proposed_where_the_activations_of_a_row_do_not_fit():
+    config = Config(
+        mesh="2x1x1",
+        precision="bfloat16",
+        model=ModelConfig(sequence=65536, remat="block"),
+        parallel=ParallelConfig(zero=3),
+        train=TrainConfig(global_batch_size=2),
+    )
+    layout = Layout.of(config, abstract_mesh(parse_mesh(config.mesh)), GPUS["h100"])
+    model = build(config.model, layout)
+    room = 0.8 * memory.predict(config, model, layout).total
+    found = remedies.fitting(config, model, layout, room)
+    assert found[0].startswith("the mesh to context=2 with train.accumulation to 2 (")
