@@ -11,6 +11,7 @@ from tests.cluster.relay import Relay
 from tests.faults import jobs
 from tests.faults.jobs import ends, saved, step_of, told, until
 from tests.processes import Process, started
+from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +48,7 @@ def stop(running: list[Process]) -> None:
     assert ends(running, 60) == [85, 85], told(running)
 
 
-@pytest.mark.parametrize("host", ["n1", "n0"])
+@pytest.mark.parametrize("host", ["n0", *exhaustive([("n1",)])])
 def test_a_cut_link_ends_all_in_time_and_the_run_goes_on_without(network, job, tmp_path, words, same, host):
     """Also where it is that of the coordinator."""
     folder = tmp_path / "run"

@@ -6,6 +6,7 @@ import pytest
 
 from jaxdist import train as command
 from tests.faults import jobs
+from tests.tiers import exhaustive
 from tests.training.curves import alike
 
 PYTHON, TRAIN = sys.executable, ("-m", "jaxdist.train")
@@ -20,7 +21,7 @@ def alone(text, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tasks", [1, 2])
+@pytest.mark.parametrize("tasks", [2, *exhaustive([(1,)])])
 def test_four_nodes_train_as_one_process_does(cluster, words, tmp_path, alone, tasks):
     mesh = "--mesh=4x1x1" if tasks == 1 else "--mesh=4x2x1"
     said = cluster.run("srun", "-N4", f"--ntasks-per-node={tasks}", PYTHON, *TRAIN, *words(mesh), seconds=300)

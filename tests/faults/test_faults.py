@@ -81,7 +81,7 @@ def test_an_exception_in_one_process_alone_is_a_traceback(words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, *exhaustive([(1,)])])
 def test_what_hangs_is_ended_and_shows_where(words, tmp_path, processes):
     commands = train(words(*LONG, "--fault.hang-seconds=12"), processes, STUCK.format(who=processes - 1))
     with job(commands) as running:

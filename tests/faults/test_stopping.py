@@ -10,6 +10,7 @@ from jaxdist.cluster import stopping
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.stopping import Stop
 from tests.faults.jobs import ends, job, metrics, saved, step_of, train, until
+from tests.tiers import exhaustive
 
 LONG = ("--mesh=2x1x1", "--train.steps=100000")
 
@@ -94,7 +95,7 @@ def test_while_it_steps(words, tmp_path, processes, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, *exhaustive([(1,)])])
 def test_while_it_compiles_nothing_is_lost(words, tmp_path, processes):
     mesh = f"--mesh={max(2, processes)}x1x1"
     with job(train(words(mesh), processes, SLOW_COMPILE)) as running:
@@ -124,7 +125,7 @@ def test_while_it_validates_the_rest_is_left_for_later(words, tmp_path, processe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, *exhaustive([(1,)])])
 def test_while_it_saves_a_second_signal_spoils_nothing(words, tmp_path, processes):
     folder = tmp_path / "run"
     with job(train(words(*LONG, f"--mesh={max(2, processes)}x1x1"), processes, SLOW_SAVE)) as running:

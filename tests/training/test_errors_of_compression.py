@@ -124,7 +124,7 @@ KEPT = {"mixed": {"precision": "mixed"}, "offload": {"parallel.offload": "optimi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "zero"), [("mixed", 3), ("offload", 1), *exhaustive([("mixed", 1), ("offload", 3)])])
+@pytest.mark.parametrize(("name", "zero"), [("mixed", 3), *exhaustive([("mixed", 1), ("offload", 1), ("offload", 3)])])
 def test_errors_go_with_mixed_precision_and_with_offloading(tmp_path, name, zero):
     """Three steps are close to exact ones, and the third is the same to the bit from a checkpoint of the second."""
     options = KEPT[name] | {"parallel.zero": str(zero)}

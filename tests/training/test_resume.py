@@ -16,6 +16,7 @@ from jaxdist import evaluate, train
 from jaxdist.config import RequestError
 from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.training.run_dir import RunFolder
+from tests.tiers import exhaustive
 from tests.training.curves import close, lines
 
 ONE_DEVICE = "--mesh=1x1x1"
@@ -46,7 +47,7 @@ def same(one, other) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["1x1x1", "4x1x1"])
+@pytest.mark.parametrize("mesh", ["4x1x1", *exhaustive([("1x1x1",)])])
 def test_killed_after_step_7_and_resumed_equals_straight_to_the_bit(run, straight, killed, capsys, mesh):
     options = (f"--mesh={mesh}", "--checkpoint.every=7", "--model.dropout=0.1", "--train.accumulation=2")
     whole = straight(*options)
