@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
-from jax import P, lax
+from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
@@ -29,6 +29,7 @@ from jaxdist.mesh import CONTEXT
 from jaxdist.models.ring_blocks import QueryBlocks
 from jaxdist.parallel.context import Attended, Gradients, Keys, Queries, Ring
 from jaxdist.planning.hlo import collectives
+from jaxdist.sharding import SEQUENCE, Layout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,8 +40,14 @@ CHUNK = 4
 UNIT = 1 / 64
 """What a position counts in the first number of a query, key or value: little, so that scores stay small."""
 
-SPLIT = P(None, CONTEXT)
+LAYOUT = Layout(axes=((CONTEXT, 2),), rules=((SEQUENCE, (CONTEXT,)),))
+"""That of rows on devices along `context`, as many as there are."""
+
+SPLIT = LAYOUT.activation("BS")
 """How arrays of [B, S, ...] lie on the devices."""
+
+PLACES = LAYOUT.activation("S")
+"""How positions lie there."""
 
 HEADS = 4
 KEY_VALUE_HEADS = 2
@@ -209,7 +216,7 @@ def _forward(ring: Ring) -> Callable[..., Attended]:
     def local(at: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> Attended:
         return ring.attend(Queries(q, at, None), Keys(k, v, at))
 
-    return jax.shard_map(local, in_specs=(P(CONTEXT), SPLIT, SPLIT, SPLIT), out_specs=SPLIT)
+    return jax.shard_map(local, in_specs=(PLACES, SPLIT, SPLIT, SPLIT), out_specs=SPLIT)
 
 
 def _backward(ring: Ring) -> Callable[..., Gradients]:
@@ -218,12 +225,12 @@ def _backward(ring: Ring) -> Callable[..., Gradients]:
     def local(at: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, found: Attended, g: jax.Array) -> Gradients:
         return ring.gradients(Queries(q, at, None), Keys(k, v, at), found, g)
 
-    return jax.shard_map(local, in_specs=(P(CONTEXT), *[SPLIT] * 5), out_specs=SPLIT)
+    return jax.shard_map(local, in_specs=(PLACES, *[SPLIT] * 5), out_specs=SPLIT)
 
 
 def _split(mesh: jax.sharding.Mesh, place: Int[np.ndarray, " S"], row: Row) -> list[jax.Array]:
     """Split positions, and queries, keys and values in their order, over the devices."""
-    parts = [jax.device_put(place.astype(np.int32), NamedSharding(mesh, P(CONTEXT)))]
+    parts = [jax.device_put(place.astype(np.int32), NamedSharding(mesh, PLACES))]
     return parts + [jax.device_put(a[:, place], NamedSharding(mesh, SPLIT)) for a in row]
 
 
