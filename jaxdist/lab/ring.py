@@ -120,20 +120,21 @@ class Run(NamedTuple):
     difference: float
     """Of the result to attention on one device: the largest, over the largest element."""
 
-    def held(self, device: int) -> Int[np.ndarray, " S"]:
-        """Return the positions of the tokens of a device."""
-        index = np.arange(2 * CHUNK) + device * 2 * CHUNK
-        return self.order(index, length(self.ranks), self.ranks)
-
     def at(self, device: int, step: int) -> list[Block]:
         """Return what a device computed with the keys that came to it at a step; at step 0, with its own."""
-        here = self.held((device - step) % self.ranks)
+        here = held(self.ranks, self.order, (device - step) % self.ranks)
         return [one for one in self.blocks if one.device == device and np.isin(one.keys, here).all()]
 
 
 def length(ranks: int) -> int:
     """Return the tokens of the row."""
     return 2 * ranks * CHUNK
+
+
+def held(ranks: int, order: Order, device: int) -> Int[np.ndarray, " S"]:
+    """Return the positions of the tokens of a device."""
+    index = np.arange(2 * CHUNK) + device * 2 * CHUNK
+    return order(index, length(ranks), ranks)
 
 
 def elements() -> int:
@@ -151,6 +152,12 @@ def seen(queries: Int[np.ndarray, " S"], keys: Int[np.ndarray, " T"]) -> Fractio
     return earlier + Fraction(same, 2)
 
 
+def hidden(run: Run) -> Fraction:
+    """Count the pairs with keys of other devices that were computed although the query does not see the key."""
+    visits = [one for one in run.blocks if not one.own]
+    return sum((len(one.queries) * len(one.keys) - seen(one.queries, one.keys) for one in visits), Fraction())
+
+
 def work(run: Run, device: int, step: int) -> Fraction:
     """Return the share of the square of scores that a device computed at a step."""
     pairs = sum(seen(one.queries, one.keys) for one in run.at(device, step))
@@ -159,15 +166,15 @@ def work(run: Run, device: int, step: int) -> Fraction:
 
 def needed(ranks: int, order: Order, device: int, step: int) -> Fraction:
     """Return the share of the square that a device has to compute at a step, with the row in any order."""
-    run = Run(ranks, order, (), 0.0)
-    return Fraction(seen(run.held(device), run.held((device - step) % ranks)), length(ranks) ** 2)
+    queries = held(ranks, order, device)
+    keys = held(ranks, order, (device - step) % ranks)
+    return Fraction(seen(queries, keys), length(ranks) ** 2)
 
 
 def time(ranks: int, order: Order) -> Fraction:
     """Return the shares of the square that the busiest device of each step has to compute, added up."""
-    return sum(
-        (max(needed(ranks, order, device, step) for device in range(ranks)) for step in range(ranks)), Fraction()
-    )
+    busiest = [max(needed(ranks, order, device, step) for device in range(ranks)) for step in range(ranks)]
+    return sum(busiest, Fraction())
 
 
 def run(ranks: int, order: Order = zigzag) -> Run:

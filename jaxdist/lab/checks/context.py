@@ -20,7 +20,10 @@ def balance(
     ranks: tuple[int, ...] = (2, 4),
     order: ring.Order = zigzag,
 ) -> Outcome:
-    """Count what each device computes at each step; the result must be right, and what is sent as predicted."""
+    """Count what each device computes at each step.
+
+    No pair of a visitor may be computed in vain, the result must be right, and what is sent as predicted.
+    """
     runs = [ring.run(n, order) for n in ranks]
     u = ring.elements()
     value = expected
@@ -32,8 +35,9 @@ def balance(
         if value == expected and shares != {formula(expected, n=n)}:
             value = f"{min(shares)} to {max(shares)} at n = {n}"
         sent = ring.sent(n)
-        right = run.difference < PARITY
-        as_predicted &= right and WIDE * (sent.forward + sent.backward) == ring_bytes(u, n, WIDE)
+        as_predicted &= ring.hidden(run) == 0
+        as_predicted &= run.difference < PARITY
+        as_predicted &= WIDE * (sent.forward + sent.backward) == ring_bytes(u, n, WIDE)
         rows.append(
             (
                 str(n),
