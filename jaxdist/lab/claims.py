@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TABLE = Path(__file__).parent / "claims.csv"
 
-TOPICS = ("memory", "compute", "optimizer", "pipelines", "traffic", "tensor", "experts", "context", "data", "scaling")
+TOPICS = ("memory", "compute", "optimizer", "pipelines", "traffic", "tensor", "experts", "long_rows", "data", "scaling")
 MODULES = (
     "jaxdist.lab.reductions.checks",
     "jaxdist.lab.slow_networks.checks",
