@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxdist.config import RequestError
-from jaxdist.mesh import CONTEXT
 
 if TYPE_CHECKING:
     from jaxdist.lab.claim import Check, Outcome
 
 TABLE = Path(__file__).parent / "claims.csv"
 
-TOPICS = ("memory", "compute", "optimizer", "pipelines", "traffic", "tensor", "experts", CONTEXT, "data", "scaling")
+TOPICS = ("memory", "compute", "optimizer", "pipelines", "traffic", "tensor", "experts", "long_rows", "data", "scaling")
 MODULES = (
     "jaxdist.lab.reductions.checks",
     "jaxdist.lab.slow_networks.checks",

@@ -29,7 +29,7 @@ from jaxdist.mesh import CONTEXT
 from jaxdist.models.ring_blocks import QueryBlocks
 from jaxdist.parallel.context import Attended, Gradients, Keys, Queries, Ring
 from jaxdist.planning.hlo import collectives
-from jaxdist.sharding import SEQUENCE, Layout
+from jaxdist.sharding import Layout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,14 +40,8 @@ CHUNK = 4
 UNIT = 1 / 64
 """What a position counts in the first number of a query, key or value: little, so that scores stay small."""
 
-LAYOUT = Layout(axes=((CONTEXT, 2),), rules=((SEQUENCE, (CONTEXT,)),))
-"""That of rows on devices along `context`, as many as there are."""
-
-SPLIT = LAYOUT.activation("BS")
-"""How arrays of [B, S, ...] lie on the devices."""
-
-PLACES = LAYOUT.activation("S")
-"""How positions lie there."""
+ROW = ("S", "BSNH", "BSKH", "BSKH")
+"""The dims of positions, queries, keys and values."""
 
 HEADS = 4
 KEY_VALUE_HEADS = 2
@@ -182,10 +176,11 @@ def run(ranks: int, order: Order = zigzag) -> Run:
     noted: list[Block] = []
     ring = Ring(ranks, Noted(noted.append, QueryBlocks()))
     mesh = cpu_mesh(f"{CONTEXT}={ranks}")
+    layout = Layout.on(mesh)
     row = _row(ranks)
     place = order(np.arange(length(ranks)), length(ranks), ranks)
     with jax.set_mesh(mesh):
-        found = jax.jit(_forward(ring))(*_split(mesh, place, row))
+        found = jax.jit(_forward(layout, ring))(*_split(layout, mesh, place, row))
         jax.effects_barrier()
     whole = np.asarray(jax.nn.dot_product_attention(*row, is_causal=True, implementation="xla"))
     wrong = np.abs(np.asarray(found.out) - whole[:, place]).max() / np.abs(whole).max()
@@ -207,38 +202,46 @@ def sent(ranks: int) -> Sent:
     """
     ring = Ring(ranks, QueryBlocks())
     mesh = cpu_mesh(f"{CONTEXT}={ranks}")
+    layout = Layout.on(mesh)
     place = zigzag(np.arange(length(ranks)), length(ranks), ranks)
-    arrays = _split(mesh, place, _row(ranks))
+    arrays = _split(layout, mesh, place, _row(ranks))
     with jax.set_mesh(mesh):
-        forward = jax.jit(_forward(ring)).lower(*arrays)
-        found = jax.eval_shape(_forward(ring), *arrays)
-        backward = jax.jit(_backward(ring)).lower(*arrays, found, found.out)
+        forward = jax.jit(_forward(layout, ring)).lower(*arrays)
+        found = jax.eval_shape(_forward(layout, ring), *arrays)
+        backward = jax.jit(_backward(layout, ring)).lower(*arrays, found, found.out)
     counted = [sum(one.wire for one in collectives(each.compile().as_text(), mesh)) for each in (forward, backward)]
     return Sent(*counted)
 
 
-def _forward(ring: Ring) -> Callable[..., Attended]:
+def _forward(layout: Layout, ring: Ring) -> Callable[..., Attended]:
     """Return ring attention as a function of positions, queries, keys and values of the whole row."""
 
     def local(at: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> Attended:
         return ring.attend(Queries(q, at, None), Keys(k, v, at))
 
-    return jax.shard_map(local, in_specs=(PLACES, SPLIT, SPLIT, SPLIT), out_specs=SPLIT)
+    specs = tuple(map(layout.activation, ROW))
+    return jax.shard_map(local, in_specs=specs, out_specs=_found(layout))
 
 
-def _backward(ring: Ring) -> Callable[..., Gradients]:
+def _backward(layout: Layout, ring: Ring) -> Callable[..., Gradients]:
     """Return the backward pass as a function of the same, of what was found and of the gradient of the result."""
 
     def local(at: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, found: Attended, g: jax.Array) -> Gradients:
         return ring.gradients(Queries(q, at, None), Keys(k, v, at), found, g)
 
-    return jax.shard_map(local, in_specs=(PLACES, *[SPLIT] * 5), out_specs=SPLIT)
+    at, q, k, v = map(layout.activation, ROW)
+    return jax.shard_map(local, in_specs=(at, q, k, v, _found(layout), q), out_specs=Gradients(q, k, v))
 
 
-def _split(mesh: jax.sharding.Mesh, place: Int[np.ndarray, " S"], row: Row) -> list[jax.Array]:
+def _found(layout: Layout) -> Attended:
+    """Return how the result lies on the devices."""
+    return Attended(layout.activation("BSNH"), layout.activation("BSN"))
+
+
+def _split(layout: Layout, mesh: jax.sharding.Mesh, place: Int[np.ndarray, " S"], row: Row) -> list[jax.Array]:
     """Split positions, and queries, keys and values in their order, over the devices."""
-    parts = [jax.device_put(place.astype(np.int32), NamedSharding(mesh, PLACES))]
-    return parts + [jax.device_put(a[:, place], NamedSharding(mesh, SPLIT)) for a in row]
+    whole = (place.astype(np.int32), *(a[:, place] for a in row))
+    return [jax.device_put(a, NamedSharding(mesh, layout.activation(dims))) for a, dims in zip(whole, ROW, strict=True)]
 
 
 def _row(ranks: int) -> Row:
