@@ -6,7 +6,7 @@ from the root of the repository. Predicted are steps of Llama 3.1 8B in bfloat16
 those of a GPU; causal attention counts once, and recomputation does not. Published are:
 
     torchtitan   Llama 3.1 8B on 8 H100s, Float8, all blocks recomputed: tokens/s of a GPU
-    NeMo         Llama 2 7B on H100s, FP8, recomputation not told: TFLOP/s of a GPU
+    NeMo         Llama 2 7B on H100s, FP8, the source does not say what is recomputed: TFLOP/s of a GPU
 
 Both multiply matrices in 8 bits, which jaxdist does not, so that the ratios of their rows are easier to compare than
 the rows themselves.

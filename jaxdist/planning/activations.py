@@ -74,9 +74,11 @@ def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
         block, stage, offload   the input of the layer
         dots                    also the results of matmuls with weights: query, key and value, attention's output,
                                 the MLP's hidden layer (two if it is gated)
-        named                   also the input of attention's output matmul, each head's log sum exp, and what Ulysses
-                                exchanges; this is what ZeRO 2 and 3 keep when nothing is checkpointed
+        named                   also the input of attention's output matmul, and each head's log sum exp; this is what
+                                ZeRO 2 and 3 keep when nothing is checkpointed
         none                    also the norms and the operands of attention
+
+    From named on, Ulysses keeps query, key and value as it has exchanged them, and attention's output before and after.
 
     An array that the model axis splits counts only by its part on one device; so does the residual stream under
     sequence parallelism.
@@ -88,10 +90,14 @@ def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
     dots = 2 * widths.residual + widths.query + widths.key_value + widths.mlp
     if remat == "dots":
         return dots
-    named = dots + widths.query + widths.heads + widths.exchanged
+    named = dots + widths.query + widths.heads
+    operands = widths.query
+    if widths.exchanged:
+        named += widths.exchanged - widths.query - widths.key_value
+        operands = 0
     if remat == "named":
         return named
-    return named + 2 * widths.residual + widths.query
+    return named + 2 * widths.residual + operands
 
 
 def stashed_per_token(m: ModelConfig, layout: Layout) -> int:

@@ -378,7 +378,7 @@ class Report:
             "jax": program.jax,
             "precision": self.config.precision,
             "pipeline": self.pipeline.json() if self.pipeline else None,
-            "context": context_report.json(self.config, self.whole.mesh.shape),
+            CONTEXT: context_report.json(self.config, self.whole.mesh.shape),
             "memory": {
                 "arguments": program.argument_bytes,
                 "temporaries": program.temporary_bytes,

@@ -18,7 +18,7 @@ from jaxdist.cluster import runtime, xla_options
 from jaxdist.cluster.runtime import capacity, host_lines, notes
 from jaxdist.config import PipelineConfig
 from jaxdist.gpu_memory import gpu_share
-from jaxdist.mesh import PIPELINE, REPLICA, axes_across, describe
+from jaxdist.mesh import CONTEXT, PIPELINE, REPLICA, axes_across, describe
 from jaxdist.models.attention import attention_kernel
 from jaxdist.planning import communication, context_report, expert_report, memory, parameter_layout, pipelines, remedies
 from jaxdist.planning.clusters import cluster
@@ -129,7 +129,7 @@ def _training(run: Run, length: str) -> list[Row]:
     ]
     attends = context_report.sentence(config, run.mesh.shape)
     if attends:
-        rows.append(("context", attends))
+        rows.append((CONTEXT, attends))
     pipe = pipelines.pipeline_of(config, run.layout)
     if pipe:
         rows.append(("pipeline", pipelines.describe(pipe)))

@@ -87,6 +87,8 @@ MORE = [
     ("context=4,pipeline=2", "llama", 4, "zb-u", dict(zero=1, remat="block", context="ring")),
     ("data=2,context=2,pipeline=2", "llama", 4, "1f1b", dict(zero=1, context="ulysses", **APART)),
     ("data=2,context=2,pipeline=2", "llama", 4, "zb-h1", dict(zero=3, remat="block", context="ulysses", **APART)),
+    ("data=2,context=2,pipeline=2", "llama", 1, "pipedream", dict(zero=1, context="ulysses", **APART)),
+    ("context=2,expert=2,pipeline=2", "moe", 4, "zb-u", dict(zero=1, remat="block", context="ring")),
     ("context=2,pipeline=2,model=2", "gpt", 4, "1f1b", dict(zero=1, sequence=True, remat="dots", context="ring")),
 ]
 

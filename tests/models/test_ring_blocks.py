@@ -11,13 +11,13 @@ from jaxdist.models.attention import causal_attention
 from jaxdist.models.ring_blocks import QueryBlocks
 from jaxdist.parallel.context import Attended, Gradients, Keys, Queries, join
 from tests.models import rings
-from tests.tiers import thinned
 
 BORDERS = [[0, 5, 8, 21, 32], [0, 1, 16, 32]]
 """Where documents begin in two rows of 32, over four ranks with chunks of 4: inside of chunks, and at borders."""
 
 
-@pytest.mark.parametrize(("documents", "window"), thinned([(True, 6), (True, 0), (False, 6)], 3))
+@pytest.mark.slow
+@pytest.mark.parametrize(("documents", "window"), [(True, 6), (True, 0), (False, 6)])
 def test_documents_and_a_window_hide_what_a_mask_hides(documents, window):
     heads = rings.random_heads(sequence=32)
     starts = None

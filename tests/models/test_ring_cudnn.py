@@ -128,6 +128,7 @@ def test_ulysses_on_gpus_is_one_call_of_whole_rows():
         ("ulysses", False, 100, "Ulysses over context=4, then cuDNN flash attention in a window of 100 tokens: gpu, "),
         ("ulysses", True, 0, "Ulysses over context=4, then causal attention within documents in 8 block(s) of "),
     ],
+    ids=lambda value: None if isinstance(value, str) and " " in value else str(value),
 )
 def test_the_summary_tells_form_kernel_and_why(monkeypatch, form, apart, window, told):
     monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)

@@ -18,6 +18,8 @@ from jaxdist.planning.search.questions import why_not
 from jaxdist.request import checks, load
 from jaxdist.request.knobs import KNOBS
 from jaxdist.sharding import Layout
+from jaxdist.training.run import Run
+from jaxdist.training.summary import outlook
 
 CLUSTER = cluster("h100-ndr")
 
@@ -41,6 +43,7 @@ def few():
     return config, candidates(config, meshes(config, 8))
 
 
+@pytest.mark.slow
 def test_rows_of_128k_tokens_are_split_over_context(long):
     first = long.ranked[0]
     assert first.shape[CONTEXT] > 1
@@ -48,12 +51,14 @@ def test_rows_of_128k_tokens_are_split_over_context(long):
     assert all(long.slower(one) > 1 + TIE for one in whole)
 
 
+@pytest.mark.slow
 def test_128k_tokens_keep_70_percent_of_the_rate_of_8k(long):
     """The bar of issue 29: TFLOP/s of a GPU, where causal attention counts once and recomputation does not."""
     short = search(llama(8192), 64, CLUSTER).ranked[0]
     assert long.ranked[0].mfu >= 0.7 * short.mfu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
@@ -71,6 +76,7 @@ def test_why_not_parts_that_are_too_short():
     assert "a device would have 2,048 tokens of a row" in why_not(search(config, 8, CLUSTER), "data=2,context=4")
 
 
+@pytest.mark.slow
 def test_the_rough_figures_are_near_the_predicted_ones(long):
     split = (long.columns[CONTEXT] > 1) & (long.columns[PIPELINE] == 1)
     fitting = np.flatnonzero(split & (long.rough_memory < CLUSTER.memory))
@@ -97,12 +103,15 @@ def test_candidates_with_context_are_requests_that_train_takes(few):
 
 
 def test_ranks_that_branch_exchange_heads_or_do_not_split_rows(few):
-    """12 heads divide over 2 and over 4 devices; over 2 x 4 of them a ring would be needed."""
-    _, columns = few
+    """6 heads divide over 2 devices; over 4 of them, and over 2 x 2, a ring would be needed."""
+    config = few[0].model_copy(update={"model": few[0].model.model_copy(update={"heads": 6})})
+    columns = candidates(config, meshes(config, 8))
     branching = columns["schedule"] == SCHEDULES.index("zb-h1")
-    assert set(columns[CONTEXT][branching & (columns[MODEL] == 1)].tolist()) == {1, 2, 4}
-    assert not np.any(branching & (columns[MODEL] * columns[CONTEXT] == 8))
-    assert np.any((columns[PIPELINE] > 1) & (columns[CONTEXT] > 1) & ~branching)
+    other = (columns[PIPELINE] > 1) & ~branching
+    for model, sizes in ((1, {1, 2, 4}), (2, {1, 2})):
+        split = columns[MODEL] == model
+        assert set(columns[CONTEXT][other & split].tolist()) == sizes
+        assert set(columns[CONTEXT][branching & split].tolist()) == {size for size in sizes if 6 % (model * size) == 0}
 
 
 @pytest.mark.parametrize(
@@ -126,6 +135,7 @@ def test_the_choice_is_told_with_the_bytes_of_both_forms(mesh, words):
     assert bool(told) == (mesh != "context=1")
 
 
+@pytest.mark.slow
 def test_the_command_tells_how_attention_runs(capsys):
     asked = ["llama31_8b", f"--model.sequence={LONG}", "--devices=64"]
     assert command.main([*asked, "--json"]) == 0
@@ -140,6 +150,18 @@ def test_the_command_tells_how_attention_runs(capsys):
     (chosen,) = [line for line in lines if line.startswith("chosen")]
     assert "attends by Ulysses" in chosen
     assert "inside a host" in chosen
+
+
+def test_the_summary_of_a_run_tells_how_attention_runs():
+    asked = {"mesh": "context=2", "precision": "float32", "model.sequence": "64", "train.global_batch_size": "2"}
+    lines = outlook(Run(load("gpt_tiny", asked)))
+    (told,) = [line for line in lines if line.startswith("context ")]
+    assert (
+        "a device has 32 of the 64 tokens of a row, and attends by Ulysses: it sends no more bytes than a ring" in told
+    )
+    assert "a device sends 2 KiB in each layer for each of its tokens, and a ring would send 4 KiB" in told
+    alone = outlook(Run(load("gpt_tiny", asked | {"mesh": "data=2"})))
+    assert not any(line.startswith("context ") for line in alone)
 
 
 def test_context_is_proposed_where_the_activations_of_a_row_do_not_fit():

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxdist.mesh import CONTEXT, parse_mesh
+from jaxdist.mesh import CONTEXT
 from jaxdist.models import build_decoder
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.collective_time import START
-from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, Messages, attention_seconds, ring_waits
+from jaxdist.planning.search.attention_time import Messages, attention_seconds, ring_waits
 from jaxdist.planning.search.estimate import estimate
 from jaxdist.request import load
 
@@ -131,5 +131,3 @@ def test_a_ring_across_hosts_has_the_slower_link():
     inside = predicted(config_of("context=8", "ring"))
     across = predicted(config_of("data=8,context=8", "ring", train__global_batch_size="64"), replace(H100, per_host=4))
     assert across.parts[CONTEXT] > 2 * inside.parts[CONTEXT]
-    assert ATTENTION_BACKWARD > 1
-    assert parse_mesh("context=8")[CONTEXT] == 8

@@ -68,8 +68,7 @@ def attention_seconds(
     """Return the seconds of attention's forward pass in one layer, for the `tokens` of one of `parts` devices.
 
     Devices along `context` share the work evenly. What documents hide is computed all the same, and so is what a window
-    hides from a `ring`. On GPUs either of them runs by matmuls (`models.attention`), whose scores go through the
-    memory.
+    hides from a `ring`. On GPUs both run by matmuls (`models.attention`), whose scores go through the memory.
     """
     sizes = config.model
     whole = sizes.model_copy(update={"window": 0})
@@ -78,9 +77,14 @@ def attention_seconds(
     # A score is two matmuls of a head's size.
     scores = flops / (4 * sizes.head_size)
     by_matmuls = flops / rate + scores * SCORES / cluster.bandwidth
-    masked = np.logical_or(sizes.documents == "apart", np.logical_and(ring, has_window(sizes)))
-    masked = np.logical_and(masked, cluster.gpu != "cpu")
-    return tokens * np.where(masked, by_matmuls, flops / (rate * ATTENTION_RATE))
+    return tokens * np.where(runs_by_matmuls(config, cluster, ring), by_matmuls, flops / (rate * ATTENTION_RATE))
+
+
+def runs_by_matmuls(config: Config, cluster: Cluster, ring: Numbers) -> Numbers:
+    """Return whether a GPU attends by matmuls, because of a mask that cuDNN does not know."""
+    apart = config.model.documents == "apart"
+    masked = np.logical_or(apart, np.logical_and(ring, has_window(config.model)))
+    return np.logical_and(masked, cluster.gpu != "cpu")
 
 
 def ring_waits(ranks: Numbers, forward: Numbers, backward: Numbers, messages: Messages, cluster: Cluster) -> Waits:

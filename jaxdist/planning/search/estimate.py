@@ -91,6 +91,12 @@ EXPERT_FORMULA = (
 )
 """What experts add to the formula of `arithmetic`."""
 
+MASKED_FORMULA = (
+    "; attention by matmuls, because cuDNN knows no such mask: at their rate, with 16 bytes of each score at the rate "
+    "of the memory"
+)
+"""What documents, and a window in a ring, add to the formula of `arithmetic` on GPUs."""
+
 OUTER_FORMULA = "; and the outer step over local steps"
 """What local steps add to the formula of `data`."""
 
@@ -376,7 +382,8 @@ def purpose(transfer: Transfer) -> str:
     """Return the part of a step that a transfer belongs to: `data` for weights and gradients, else a mesh axis.
 
     Of what crosses `expert`, only all-to-alls are rows of experts. Of what crosses `context`, only all-to-alls and
-    messages belong to attention; all else brings weights and gradients together.
+    messages count for attention; all else is weights and gradients, but for where documents start and how many tokens
+    experts get, which are small.
     """
     if transfer.kind == ALL_TO_ALL and transfer.axes == (EXPERT,):
         return EXPERT

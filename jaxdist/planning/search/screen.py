@@ -32,7 +32,7 @@ from jaxdist.planning.predicted_collectives import (
     PERMUTE,
     REDUCE_SCATTER,
 )
-from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, Messages, attention_seconds, ring_waits
+from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, Messages, Waits, attention_seconds, ring_waits
 from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT, ZB_H1, neutral_config
 from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
 from jaxdist.planning.search.estimate import (
@@ -267,13 +267,21 @@ class Screen(Sizes):
         c = self.columns
         if c[CONTEXT].max(initial=1) == 1:
             return np.zeros(len(c[CONTEXT]))
-        m = self.config.model
         # All ranks of a pipeline take part in every tick, but for those that branch.
         waits_in_ticks = self.staged & (c["schedule"] != ZB_H1)
         ticks = 1 + np.where(waits_in_ticks, (c[PIPELINE] - 1) / (c["micro"] * c["virtual"]), 0)
-        # Only without activation checkpointing are the results of attention kept.
         backward = c["micro"] * self.layers_held * ticks
-        forward = backward * (2 - self._remat("none"))
+        # Only without activation checkpointing are the results of attention kept.
+        forward = backward * np.where(self._remat("none"), 1, 2)
+        waits = self._ring_waits()
+        ring = forward * waits.forward + backward * waits.backward
+        ulysses = (forward + backward) * self._exchange_seconds()
+        return np.where(self.ring, ring, ulysses)
+
+    def _ring_waits(self) -> Waits:
+        """Return the seconds that a layer waits for a ring in each pass."""
+        c = self.columns
+        m = self.config.model
         attention = attention_seconds(self.config, self.cluster, self.tokens, c[MODEL], ring=True)
         keys = self.tokens * np.maximum(1, m.key_value_heads // c[MODEL]) * m.head_size
 
@@ -282,17 +290,18 @@ class Screen(Sizes):
             return 2 * self._seconds_over((CONTEXT,), PERMUTE, width * keys, c[CONTEXT])
 
         messages = Messages(keys=send(self.width), sums=send(F32))
-        waits = ring_waits(c[CONTEXT], attention, ATTENTION_BACKWARD * attention, messages, self.cluster)
-        ring = forward * waits.forward + backward * waits.backward
+        return ring_waits(c[CONTEXT], attention, ATTENTION_BACKWARD * attention, messages, self.cluster)
 
-        def exchanged(model: int, context: int) -> float:
+    def _exchange_seconds(self) -> Column:
+        """Return the seconds in which a layer exchanges queries, keys, values and the result for Ulysses in a pass."""
+        c = self.columns
+
+        def of_token(model: int, context: int) -> float:
             heads = own_heads(self.config, {MODEL: model})
-            return ulysses_elements(1, heads, m.head_size, context)
+            return ulysses_elements(1, heads, self.config.model.head_size, context)
 
-        # Queries, keys, values and the result.
-        size = self.width * self.tokens * map_distinct(exchanged, c[MODEL], c[CONTEXT]) / 4
-        ulysses = (forward + backward) * 4 * self._seconds_over((CONTEXT,), ALL_TO_ALL, size, c[CONTEXT])
-        return np.where(self.ring, ring, ulysses)
+        elements = self.tokens * map_distinct(of_token, c[MODEL], c[CONTEXT])
+        return 4 * self._seconds_over((CONTEXT,), ALL_TO_ALL, self.width * elements / 4, c[CONTEXT])
 
     def _expert_seconds(self) -> Column:
         """Return the seconds in which rows go to their experts and come back, for all rounds."""

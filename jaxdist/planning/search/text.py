@@ -8,7 +8,7 @@ from shlex import quote
 from typing import Any
 
 from jaxdist.config import Config, leaves
-from jaxdist.mesh import DATA, PIPELINE
+from jaxdist.mesh import CONTEXT, DATA, PIPELINE
 from jaxdist.models import Model, active_parameters, parameters
 from jaxdist.planning import clusters, collective_time, context_report, parameter_layout, transfer_time
 from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
@@ -17,10 +17,12 @@ from jaxdist.planning.expert_report import model_size
 from jaxdist.planning.expert_rows import assumption
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search import changed_loss, slow_link
+from jaxdist.planning.search.attention_time import runs_by_matmuls
 from jaxdist.planning.search.candidates import MESH
 from jaxdist.planning.search.estimate import (
     EXPERT_FORMULA,
     FORMULAS,
+    MASKED_FORMULA,
     OUTER_FORMULA,
     Estimate,
     label,
@@ -255,6 +257,8 @@ def why(plan: Plan) -> Iterator[str]:
     formulas_of_parts = dict(FORMULAS)
     if plan.config.model.traits.routed:
         formulas_of_parts["arithmetic"] += EXPERT_FORMULA
+    if runs_by_matmuls(first.config, plan.cluster, bool(first.attention and first.attention.form == "ring")):
+        formulas_of_parts["arithmetic"] += MASKED_FORMULA
     if first.outer:
         formulas_of_parts[DATA] += OUTER_FORMULA
     yield from table([(part, f"{count:.4g} s", formulas_of_parts[part]) for part, count in first.parts.items()])
@@ -395,7 +399,7 @@ def _json(candidate: Estimate, base: Config) -> dict[str, Any]:
     return {
         "options": changes(candidate, base),
         "mesh": {axis: candidate.shape[axis] for axis in MESH},
-        "context": context_report.json(candidate.config, candidate.shape),
+        CONTEXT: context_report.json(candidate.config, candidate.shape),
         "changes_loss": candidate.in_force or None,
         "memory": candidate.memory.total,
         "seconds": candidate.seconds,
