@@ -78,6 +78,10 @@ HEADS = {
             )
         ],
     ),
+    "no heads fit the width, and no ring the row": Wrong(
+        "--mesh context=3 --model.embed 8 --model.heads 2 --model.sequence 9 --parallel.context ulysses",
+        [("model.heads 2 does not divide by context=3", "; set the context axis to 1 and leave parallel.context out")],
+    ),
 }
 
 SCHEDULES = {
@@ -93,6 +97,13 @@ SCHEDULES = {
     "ring in a branch, and too few heads": Wrong(
         "--mesh context=8,pipeline=2 --pipeline.schedule zb-h1 --parallel.context ring",
         [("parallel.context is ring", "must not lie in a branch; set pipeline.schedule to zb-u")],
+    ),
+    "ring in a branch, and nothing else fits": Wrong(
+        "--mesh context=5,pipeline=2 --pipeline.schedule zb-h1 --parallel.context ring",
+        [
+            ("must not lie in a branch; set the context axis to 1 and leave parallel.context out",),
+            ("model.sequence 128 does not divide by 2 x context=5",),
+        ],
     ),
     "ring in PipeDream": Wrong(
         "--mesh context=2,pipeline=2 --pipeline.schedule pipedream --optimizer.clip 0 --parallel.context ring",

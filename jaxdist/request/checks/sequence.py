@@ -45,7 +45,7 @@ def _branches(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     schedule = config.pipeline.schedule
     yield (
         f"parallel.context is ring, but pipeline.schedule {schedule} lets each rank take branches of its own, and a "
-        f"ring must not lie in a branch; " + remedy(_other_form(config, shape), _other_schedule(config, shape))
+        f"ring must not lie in a branch; " + _remedy(config, _other_form(config, shape), _other_schedule(config, shape))
     )
 
 
@@ -65,7 +65,8 @@ def _heads(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
         why = f"pipeline.schedule {schedule} allows Ulysses alone, which exchanges heads: no ring may lie in a branch"
     yield (
         f"model.heads {heads} does not divide by {factors} (mesh {config.mesh}), but {why}; "
-        + remedy(
+        + _remedy(
+            config,
             to("model.heads", closest(head_counts(config.model, ways * shape[CONTEXT]), heads)),
             _other_axis(config, shape),
             _other_form(config, shape),
@@ -89,7 +90,8 @@ def _sequence(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
         factors += f" x {MODEL}={shape[MODEL]}"
         if _works(_with_parallel(config, sequence=False), shape):
             whole = "parallel.sequence to false"
-    yield f"model.sequence {sequence} does not divide by {factors} (mesh {config.mesh}), as {needs} needs; " + remedy(
+    yield f"model.sequence {sequence} does not divide by {factors} (mesh {config.mesh}), as {needs} needs; " + _remedy(
+        config,
         to("model.sequence", multiples(_unit(config, shape), sequence)),
         _other_axis(config, shape),
         _other_form(config, shape),
@@ -132,6 +134,17 @@ def _works(config: Config, shape: Mapping[str, int]) -> bool:
     if _is_ring_in_branch(config, shape) or _is_ulysses_without_heads(config, shape):
         return False
     return config.model.sequence % _unit(config, shape) == 0
+
+
+def _remedy(config: Config, *options: str) -> str:
+    """Return `units.remedy` of the options; where all are empty, it is to leave rows whole."""
+    if any(options):
+        return remedy(*options)
+    whole = f"the {CONTEXT} axis to 1"
+    if config.parallel.context != "auto":
+        # Without the axis, a form of attention is refused because nothing uses it.
+        whole += " and leave parallel.context out"
+    return remedy(whole)
 
 
 def _other_axis(config: Config, shape: Mapping[str, int]) -> str:
