@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist.mesh import describe, micro_batches
+from jaxdist.mesh import CONTEXT, describe, micro_batches
 from jaxdist.planning import context_report, overlap, pipelines
 from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.expert_report import arithmetic, exchanged, experts, model_size
@@ -10,6 +10,7 @@ from jaxdist.planning.outer_report import OuterReport
 from jaxdist.planning.report import Report, Row
 from jaxdist.planning.tables import table
 from jaxdist.planning.timing import in_window
+from jaxdist.sharding import SEQUENCE
 from jaxdist.units import size
 
 BAR = 60
@@ -218,9 +219,10 @@ def _totals(report: Report) -> list[str]:
             time = f", {1e3 * seconds:,.1f} ms at {report.gpu.host / 1e9:g} GB/s"
         found.append(f"sent each way between device and host: {size(traffic)} per device and step{time}")
     if report.ratio_to_data_parallel is not None:
-        found.append(
-            f"elements over the batch axes: {report.ratio_to_data_parallel:.3f} x those of plain data parallelism"
-        )
+        axes = "the batch axes"
+        if report.layout.split(SEQUENCE):
+            axes += f" and {CONTEXT}"
+        found.append(f"elements over {axes}: {report.ratio_to_data_parallel:.3f} x those of plain data parallelism")
     found += [overlap.line(axes, sent) for axes, sent in report.sent.items()]
     return found
 
