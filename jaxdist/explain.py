@@ -132,7 +132,7 @@ def _compiled(
     from jaxdist.cluster import xla_options
     from jaxdist.cluster.rendezvous import across_hosts
     from jaxdist.mesh import AXES, CONTEXT, abstract_mesh
-    from jaxdist.models.attention import NO_DOCUMENTS
+    from jaxdist.models.attention import effective_window, unknown_mask
     from jaxdist.parallel.delayed_gradients import delayed
     from jaxdist.planning import clusters
     from jaxdist.planning.cross_compile import compile_apart
@@ -156,8 +156,10 @@ def _compiled(
     notes = []
     if options:
         notes.append(f"compiled with {xla_options.as_flags(options)}, as train does")
-    if config.model.documents == "apart" and gpu:
-        notes.append(f"attention runs in blocks of queries, because {NO_DOCUMENTS}")
+    window = effective_window(config.model.window, config.model.sequence)
+    unknown = unknown_mask(layout, config.model.documents == "apart", window)
+    if unknown and gpu:
+        notes.append(f"attention runs in blocks of queries, because {unknown}")
     program = replace(program, notes=tuple(notes))
     return kind(config, models.build(config.model, layout), layout, mesh, program, target, gpu, where)
 

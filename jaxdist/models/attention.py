@@ -154,10 +154,9 @@ def beyond_cudnn(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart
     capability = layout.capability
     if not capability:
         return f"cuDNN attention needs a CUDA device, and this is a {layout.platform}"
-    if apart:
-        return NO_DOCUMENTS
-    if layout.zigzag and window:
-        return f"cuDNN attention knows no window of {window:,} tokens between the devices of a ring"
+    unknown = unknown_mask(layout, apart, window)
+    if unknown:
+        return unknown
     if capability < (8, 0):
         return f"cuDNN attention needs compute capability 8.0, and this device has {capability[0]}.{capability[1]}"
     name = jnp.dtype(dtype).name
@@ -172,6 +171,15 @@ def beyond_cudnn(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart
     elements = math.prod(shape) // parts
     if elements > 2**31:
         return f"cuDNN attention has wrong gradients above 2^31 query elements on a device, and this has {elements:,}"
+    return ""
+
+
+def unknown_mask(layout: Layout, apart: bool, window: int) -> str:
+    """Return which mask cuDNN attention does not know; empty if it knows all. `window` is 0 where it hides nothing."""
+    if apart:
+        return NO_DOCUMENTS
+    if layout.zigzag and window:
+        return f"cuDNN attention knows no window of {window:,} tokens between the devices of a ring"
     return ""
 
 

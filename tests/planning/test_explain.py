@@ -8,9 +8,10 @@ import pytest
 from jaxdist import explain, models
 from jaxdist.config import Config, ModelConfig, ParallelConfig, RequestError, TrainConfig
 from jaxdist.mesh import parse_mesh
-from jaxdist.planning import communication, report_text
+from jaxdist.planning import communication, cross_compile, report_text
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.collective_time import group_over
+from jaxdist.planning.cross_compile import Program
 from jaxdist.planning.parameter_layout import placed
 from jaxdist.planning.report import Report, Row
 from jaxdist.request import outcome
@@ -52,13 +53,39 @@ def test_stage_3_sends_half_as_much_again_for_the_layers(report):
     assert report.ratio_to_data_parallel == pytest.approx(1 + layers / 2 / everything)
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (dict(documents="apart"), "knows no documents"),
+        (dict(window=8), "knows no window of 8 tokens between the devices of a ring"),
+        (dict(window=16), ""),  # hides nothing
+        ({}, ""),
+    ],
+)
+def test_a_mask_that_cudnn_does_not_know_is_told(monkeypatch, options, why):
+    empty = Program("", *[0] * 7, jax="")
+    monkeypatch.setattr(cross_compile, "compile_apart", lambda *_: empty)
+    model = ModelConfig(layers=2, embed=32, heads=4, vocab=96, sequence=16, **options)
+    parallel = ParallelConfig(context="ring")
+    notes = explain.explain(Config(mesh="context=8", model=model, parallel=parallel), target="h100").program.notes
+    told = [note for note in notes if note.startswith("attention runs in blocks of queries, because cuDNN attention")]
+    assert [why in note for note in told] == [True] * bool(why)
+
+
 def test_a_person_is_told_the_same(report):
     text = "\n".join(report_text.lines(report))
     assert "arguments" in text
     assert "equal" in text
     assert "every collective is as predicted, to the element" in text
     assert "NOT PREDICTED" not in text
+    assert "\nelements over the batch axes: 1." in text
     assert "weights of layers" in text
+
+
+def test_the_axis_that_splits_rows_is_named_where_gradients_cross_it(report):
+    rules = dict(report.layout.rules) | {"sequence": ("model",)}
+    split = dataclasses.replace(report, layout=dataclasses.replace(report.layout, rules=tuple(rules.items())))
+    assert "\nelements over the batch axes and context: " in "\n".join(report_text.lines(split))
 
 
 @pytest.mark.slow
