@@ -69,7 +69,7 @@ OVERLAP = Option(
 
 
 class Choice(NamedTuple):
-    """The options for one series of jaxlib, three at most, by where the data axis goes.
+    """The options for one series of jaxlib, three at most, by where the axes of ZeRO go.
 
     An H100's memory copies nine bytes in the time in which NVLink carries one, so that copies soon cost more than the
     overlap saves. A single network card is eight times slower than NVLink: there, overlap with matmuls is worth its
@@ -77,9 +77,9 @@ class Choice(NamedTuple):
     """
 
     within: tuple[Option, ...]
-    """For a data axis inside hosts."""
+    """For axes of ZeRO inside hosts."""
     across: tuple[Option, ...]
-    """For a data axis that spans hosts."""
+    """For axes of ZeRO of which one spans hosts."""
 
 
 OPTIONS = {

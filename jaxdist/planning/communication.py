@@ -1,9 +1,10 @@
 """Predict the collectives of one step, from the configuration and the abstract parameters alone.
 
-Over the batch axes move weights and gradients; the ZeRO paper counts their elements per parameter (Rajbhandari et al.
-2020, section 7). Over the model axis moves the residual stream (Shoeybi et al. 2019, section 3; Korthikanti et al.
-2022, section 4.2.2). Scalars (loss, norm, counts) are left out. Nothing here reads a compiled program:
-`tests/communication` compares the two.
+Over the batch axes and `context` move weights and gradients; the ZeRO paper counts their elements per parameter
+(Rajbhandari et al. 2020, section 7). Over the model axis moves the residual stream (Shoeybi et al. 2019, section 3;
+Korthikanti et al. 2022, section 4.2.2). `context_traffic` and `expert_traffic` predict what attention and experts send.
+Scalars (loss, norm, counts) are left out. Nothing here reads a compiled program: `tests/communication` compares the
+two.
 """
 
 from __future__ import annotations

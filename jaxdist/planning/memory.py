@@ -1,7 +1,7 @@
 """Predict what one device holds during a step, from the configuration and the abstract parameters alone.
 
 The state between steps is exact: it is the arguments of a step, leaf by leaf as `zero` places them. In bytes per
-parameter, with AdamW, where everything divides by the N devices of the data axis (Rajbhandari et al. 2020, figure 1,
+parameter, with AdamW, where everything divides by the N devices of a ZeRO group (Rajbhandari et al. 2020, figure 1,
 without its 2 bytes of gradients, which exist only during a step):
 
     stage                      0     1         2         3

@@ -68,8 +68,8 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
     def accumulators(self, weights: Params) -> Params:
         """Return zeros that the gradients of all micro-batches are added to, in f32 or wider.
 
-        At stages 0 and 1 they are laid out as the weights in use, whole over the data axis; from stage 2 on as reduced
-        gradients.
+        At stages 0 and 1 they are laid out as the weights in use, whole over their ZeRO group; from stage 2 on as
+        reduced gradients.
         """
         if self.stage < 2:
             return jax.tree.map(lambda p, w: p.partial_sums(w), self.places, weights)

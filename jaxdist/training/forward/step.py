@@ -1,6 +1,6 @@
 """One optimizer step as one jit-compiled function: the only place where models, layouts and the optimizer meet.
 
-    micro-batches -> loss and gradients, accumulated in f32 and reduced over the batch axes -> clip -> update
+    micro-batches -> loss and gradients, accumulated in f32 and reduced over devices -> clip -> update
 
 Every number is a sum (over tokens, or over rows) until the end, so k micro-batches, N devices and one big batch give
 the same loss. Mixed precision: the model computes in bfloat16, from weights that are cast once per step or kept beside
