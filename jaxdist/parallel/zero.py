@@ -1,8 +1,8 @@
 """Data parallelism and FSDP: where parameters lie, and the collectives between (ZeRO, Rajbhandari et al. 2020).
 
-In use, a weight is whole over its ZeRO group and typed `reduced` over the axes that split tokens. The group of each
-parameter (`Placement.over`) are those of `ZERO_AXES` that do not split it: `data` on most meshes, and `data` stands for
-the group here. The gradient is `unreduced`: each device holds its own partial sum, and only `reduce` may add them up.
+In use, a weight is whole over its ZeRO group and typed `reduced` over the axes that split tokens. The axes of the group
+(`Placement.over`) are those of `ZERO_AXES` that do not split the parameter: `data` on most meshes, which stands for all
+of them here. The gradient is `unreduced`: each device holds its own partial sum, and only `reduce` may add them up.
 So two collectives are all that weights and gradients send over `data`: `gather` (all-gather) before weights are used,
 and `reduce` (reduce-scatter; or all-reduce, where nothing is sharded) after gradients are made.
 
