@@ -36,6 +36,17 @@ class Block(nnx.Module):
         return x + dropout(self.layout, self.mlp(self.norm2(x)), self.rate, keys, site=1)
 
 
+def axis_of_positions(config: ModelConfig, layout: Layout) -> str:
+    """Return the logical axis of the rows of the table of positions, which is split as the residual stream is, or not.
+
+    A table longer than a row is never split: the part that a device needs is not its part of the table. The same holds
+    where `context` splits rows, which then may lie in another order.
+    """
+    if layout.split(SEQUENCE) or config.position_rows > config.sequence:
+        return "positions"
+    return RESIDUAL
+
+
 class GPT(Decoder):
     """The decoder of GPT-2; learned positions are added to the vectors of the tokens."""
 
@@ -44,11 +55,8 @@ class GPT(Decoder):
         self.vocab = config.vocab
         self.rate = config.dropout
         self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
-        # A table longer than a row is never split: the part that a device needs is not its part of the table. The same
-        # holds where `context` splits rows, which then may lie in another order.
-        in_parts = bool(layout.split(SEQUENCE))
-        self.whole_table = in_parts or config.position_rows > config.sequence
-        dim = "positions" if self.whole_table else "residual"
+        dim = axis_of_positions(config, layout)
+        self.whole_table = dim != RESIDUAL
         self.positions = weight(rngs, (config.position_rows, config.embed), (dim, "embed"), 0.01)
         self.blocks = jax.vmap(lambda rngs: Block(config, layout, rngs))(rngs.split(config.layers))
         self.norm = LayerNorm(config.embed, config.norm_eps)

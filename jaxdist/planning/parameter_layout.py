@@ -12,6 +12,7 @@ from jaxdist.config import Config
 from jaxdist.mesh import CONTEXT, DATA, MODEL, REPLICA, ZERO_AXES, micro_batches
 from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
+from jaxdist.models.gpt import axis_of_positions
 from jaxdist.parallel import zero
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.parallel.replica_zero import without_replica_zero
@@ -95,6 +96,9 @@ def placed(config: Config, model: Model | Foreign, layout: Layout) -> list[Place
     if not isinstance(model, Foreign):
         abstract = Vocabulary(layout, model.vocab).abstract(abstract)
     axes = model.axes
+    if not isinstance(model, Foreign) and "positions" in axes:
+        # Plans look at many meshes with one model, which was built for none of them.
+        axes = {**axes, "positions": (axis_of_positions(config.model, layout), *axes["positions"][1:])}
     pipe = pipeline_of(config, layout)
     if pipe:
         abstract = pipe.stages.abstract(abstract)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from jaxdist.config import Config
 from jaxdist.mesh import PIPELINE, REPLICA
 from jaxdist.models.experts import METERS
+from jaxdist.models.gpt import axis_of_positions
 from jaxdist.models.loss import chunk_length
 from jaxdist.parallel.gradient_compression import (
     BLOCK,
@@ -39,7 +40,7 @@ from jaxdist.planning.predicted_collectives import (
     Transfer,
     transfer,
 )
-from jaxdist.sharding import SEQUENCE, Layout
+from jaxdist.sharding import RESIDUAL, SEQUENCE, Layout
 
 BETWEEN_REPLICAS = "gradients between replicas"
 """`Transfer.what` of the sums over the replicas."""
@@ -49,14 +50,9 @@ SECOND_FACTORS = "second factors between replicas"
 
 
 def has_whole_positions(config: Config, layout: Layout) -> bool:
-    """Return whether the table of learned positions is not split (`models.gpt`).
-
-    It is not where it has more rows than a row has tokens, or where `context` splits rows.
-    """
+    """Return whether there is a table of learned positions that is not split as the residual stream is."""
     traits = config.model.traits
-    if not traits.text or traits.rotary:
-        return False
-    return config.model.position_rows > config.model.sequence or bool(layout.split(SEQUENCE))
+    return traits.text and not traits.rotary and axis_of_positions(config.model, layout) != RESIDUAL
 
 
 def norms_of_all_heads(config: Config, layout: Layout, calls: int, tokens: int) -> Iterator[Transfer]:

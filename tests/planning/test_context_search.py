@@ -12,6 +12,7 @@ from jaxdist.models import build
 from jaxdist.planning import context_report, memory, remedies
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.hardware import GPUS
+from jaxdist.planning.parameter_layout import placed
 from jaxdist.planning.search.candidates import SCHEDULES, candidate_config, candidates, context_sizes, meshes, row_of
 from jaxdist.planning.search.plan import TIE, search
 from jaxdist.planning.search.questions import why_not
@@ -28,6 +29,19 @@ LONG = 131072
 
 def llama(sequence: int, **more: str) -> Config:
     return load("llama31_8b", {"model.sequence": str(sequence)} | {k.replace("__", "."): v for k, v in more.items()})
+
+
+@pytest.mark.parametrize("mesh", ["data=2,context=4", "context=2,model=2", "context=2,pipeline=2", "1x2x1"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_table_of_positions_lies_as_in_the_run_that_is_planned(mesh, zero):
+    """One model is planned for all meshes; how a mesh splits this table, a run knows when it builds its own."""
+    parallel = ParallelConfig(zero=zero, sequence=CONTEXT not in mesh)
+    config = Config(mesh=mesh, model=ModelConfig(layers=2, embed=64, sequence=64), parallel=parallel)
+    layout = Layout.of(config, abstract_mesh(parse_mesh(mesh)), GPUS["h100"])
+    planned = placed(config, build(config.model), layout)
+    assert planned == placed(config, build(config.model, layout), layout)
+    table = next(p for p in planned if p.name == "positions")
+    assert table.use == table.elements // (2 if parallel.sequence else 1)
 
 
 @pytest.fixture(scope="module")
