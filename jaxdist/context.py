@@ -117,6 +117,17 @@ class Choice(NamedTuple):
     """The same for Ulysses; None where the heads do not divide."""
 
 
+def only_ulysses(config: Config, shape: Mapping[str, int]) -> bool:
+    """Return whether attention over `context` may not be a ring: by request, or because a schedule branches."""
+    if shape.get(CONTEXT, 1) == 1 or config.parallel.context == "ring":
+        return False
+    return config.parallel.context == "ulysses" or _branches(config, shape)
+
+
+def _branches(config: Config, shape: Mapping[str, int]) -> bool:
+    return shape.get(PIPELINE, 1) > 1 and config.pipeline.branches
+
+
 def choose(config: Config, shape: Mapping[str, int]) -> Choice:
     """Return how a mesh of `shape`, all of whose sizes are known, attends over `context`.
 
@@ -131,14 +142,13 @@ def choose(config: Config, shape: Mapping[str, int]) -> Choice:
     if heads.query % ranks == 0:
         ulysses = ulysses_bytes(1, heads, head_size, ranks, width)
     asked = config.parallel.context
-    branches = shape.get(PIPELINE, 1) > 1 and config.pipeline.branches
 
     def chosen(form: Form, why: str) -> Choice:
         return Choice(form, why, ring, ulysses)
 
     if asked != "auto":
         return chosen(asked, "parallel.context asks for it")
-    if branches:
+    if _branches(config, shape):
         return chosen("ulysses", f"schedule {config.pipeline.schedule} branches, and a ring must not lie in a branch")
     if ulysses is None:
         return chosen("ring", f"Ulysses needs the {heads.query} query heads of a rank to divide by context={ranks}")

@@ -137,6 +137,11 @@ SEVERAL = {
     "heads that the model axis does not divide": Wrong(
         "--mesh context=4,model=3 --model.mlp 510", [("model.heads 4 does not divide by model=3",)]
     ),
+    "heads that Ulysses can exchange": Wrong(
+        "--mesh context=3,model=4 --model.heads 6 --model.embed 48 --model.mlp 96 --model.sequence 24 "
+        "--parallel.context ulysses",
+        [("model.heads 6 does not divide by model=4", "; set model.heads to 12, or the model axis to 2")],
+    ),
     "batch and sequence": Wrong(
         "--mesh data=3,context=3",
         [("train.global_batch_size 16 does not divide by 3",), ("128 does not divide by 2 x context=3",)],

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxdist.config import Config, ModelConfig, RequestError, nearest
+from jaxdist.context import only_ulysses
 from jaxdist.mesh import (
     AUTO,
     AXES,
@@ -298,7 +299,10 @@ def _images(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
 @fit("model.heads", "parallel.rules.heads")
 def _heads(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     heads = config.model.heads
-    near = closest(head_counts(config.model, shape[MODEL]), heads)
+    ways = shape[MODEL]
+    if only_ulysses(config, shape):
+        ways *= shape[CONTEXT]
+    near = closest(head_counts(config.model, ways), heads)
     yield from _divides(config, shape, "model.heads", f"model.heads {heads}", to("model.heads", near))
 
 
@@ -382,6 +386,8 @@ def _other_axis(config: Config, shape: Mapping[str, int]) -> str:
     candidates = divisors(math.gcd(*sizes.values()))
     if "model.heads" in sizes:
         candidates = [n for n in candidates if _even(config.model.key_value_heads, n)]
+        if only_ulysses(config, shape):
+            candidates = [n for n in candidates if config.model.heads // n % shape[CONTEXT] == 0]
     return to(f"the {MODEL} axis", closest(candidates, shape[MODEL]))
 
 
