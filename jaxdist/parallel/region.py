@@ -1,10 +1,11 @@
-"""Values inside the one manual region, that of a pipeline, where each device sees its own part of every array.
+"""Values inside a manual region, where each device sees its own part of every array.
 
-Collectives are written out there. The type of an array says over which mesh axes the devices' parts differ
-("varying"). Where a value that is the same everywhere meets one that varies, it has to become varying first (`vary`),
-and the transpose of that is a sum over the axis, which is how gradients come out right. Parameters are made varying
-over the axes of the batch before they are used, so that their gradients stay partial sums until they are reduced once
-(docs/design.md, laws).
+A pipeline is one such region. Without stages, the loss, experts, and attention over `context` are in regions of their
+own; no region is inside another. Collectives are written out there. The type of an array says over which mesh axes the
+devices' parts differ ("varying"). Where a value that is the same everywhere meets one that varies, it has to become
+varying first (`vary`), and the transpose of that is a sum over the axis, which is how gradients come out right.
+Parameters are made varying over the axes that split tokens before they are used, so that their gradients stay partial
+sums until they are reduced once (docs/design.md, laws).
 """
 
 from __future__ import annotations
