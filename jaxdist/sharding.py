@@ -115,8 +115,8 @@ class Layout:
     capability: tuple[int, ...] = ()
     """Compute capability of CUDA devices, (9, 0) for an H100; empty for other devices."""
     manual: bool = False
-    """Whether the code runs inside a manual region, as all of a pipeline does. Arrays there are per-device shards, specs are empty,
-    and `parallel.tensor` writes the collectives explicitly."""
+    """Whether the code runs inside a manual region, as all of a pipeline does. Arrays there are per-device shards,
+    specs are empty, and `parallel.tensor` writes the collectives explicitly."""
     zigzag: bool = False
     """Whether rows that `context` splits lie in zigzag order, for ring attention; else in order, for Ulysses."""
 

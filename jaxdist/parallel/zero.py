@@ -1,10 +1,9 @@
 """Data parallelism and FSDP: where parameters lie, and the collectives between (ZeRO, Rajbhandari et al. 2020).
 
-In use, a weight is whole over its ZeRO group and typed `reduced` over the axes that split tokens. The axes of the group
-(`Placement.over`) are those of `ZERO_AXES` that do not split the parameter: `data` on most meshes, which stands for all
-of them here. The gradient is `unreduced`: each device holds its own partial sum, and only `reduce` may add them up.
-So two collectives are all that weights and gradients send over `data`: `gather` (all-gather) before weights are used,
-and `reduce` (reduce-scatter; or all-reduce, where nothing is sharded) after gradients are made.
+In use, a weight is whole over its ZeRO group and typed `reduced` over the axes that split tokens. The group
+(`Placement.over`) is all of `ZERO_AXES` that do not split the weight: mostly `data`, the name for all of them here. The
+gradient is `unreduced`: each device holds its own partial sum, and only `reduce` may add them up. Only `gather`
+(all-gather), before weights are used, and `reduce` (reduce-scatter or all-reduce) of gradients send them over `data`.
 
     stage   sharded over data at rest      gather                reduce                   elements per parameter
     0       nothing (DDP)                  -                     once per step            2
