@@ -152,6 +152,9 @@ def choose(config: Config, shape: Mapping[str, int]) -> Choice:
         return chosen("ulysses", f"schedule {config.pipeline.schedule} branches, and a ring must not lie in a branch")
     if ulysses is None:
         return chosen("ring", f"Ulysses needs the {heads.query} query heads of a rank to divide by context={ranks}")
+    chunks = 2 * ranks * (shape.get(MODEL, 1) if config.parallel.sequence else 1)
+    if config.model.sequence % chunks:
+        return chosen("ulysses", f"a ring needs rows of {config.model.sequence:,} tokens to divide by {chunks}")
     if ulysses > ring:
         return chosen("ring", "it sends fewer bytes than Ulysses")
     return chosen("ulysses", "it sends no more bytes than a ring")

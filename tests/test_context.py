@@ -55,10 +55,16 @@ def test_a_device_sees_two_of_four_half_blocks_of_any_other_and_these_in_full(ra
 
 
 def config(
-    heads: int = 32, kv_heads: int = 8, form: str = "auto", schedule: str = "1f1b", precision: str = "auto"
+    heads: int = 32,
+    kv_heads: int = 8,
+    form: str = "auto",
+    schedule: str = "1f1b",
+    precision: str = "auto",
+    sequence: int = 128,
 ) -> Config:
     """The attention of Llama 3 8B, with heads of 128."""
-    model = ModelConfig(family="llama", layers=2, embed=128 * heads, heads=heads, kv_heads=kv_heads, mlp=64, vocab=96)
+    sizes = dict(layers=2, embed=128 * heads, heads=heads, kv_heads=kv_heads, mlp=64, vocab=96, sequence=sequence)
+    model = ModelConfig(family="llama", **sizes)
     return Config(
         model=model,
         parallel=ParallelConfig(context=form),
@@ -77,6 +83,7 @@ def config(
         (config(kv_heads=1, schedule="zb-h1"), "context=4,pipeline=2", "ulysses", "schedule zb-h1 branches"),
         (config(kv_heads=1, schedule="zb-h1"), "context=4", "ring", "fewer bytes than Ulysses"),
         (config(kv_heads=1, schedule="zb-u"), "context=4,pipeline=2", "ring", "fewer bytes than Ulysses"),
+        (config(kv_heads=1, sequence=132), "context=4", "ulysses", "rows of 132 tokens to divide by 8"),
         (config(form="ring"), "context=4", "ring", "parallel.context asks for it"),
         (config(kv_heads=1, form="ulysses"), "context=4", "ulysses", "parallel.context asks for it"),
     ],
