@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import exhaustive
+
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -25,7 +27,7 @@ def worker(*options: str) -> list[float]:
     return json.loads(told[-1])["losses"]
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("family", ["llama", *exhaustive([("gpt",)])])
 def test_plain_forms_have_the_loss_of_the_fast_ones(family, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(FOLDER))
     import forms

@@ -40,7 +40,7 @@ def sent_over_data(found: Report) -> float:
 
 @pytest.mark.parametrize(
     ("zero", "accumulation", "devices"),  # 64 devices at stage 3, where some parameters do not divide
-    [(1, 1, 4), (3, 1, 64), (3, 4, 8), *exhaustive([(0, 4, 8), (1, 4, 64), (2, 4, 8)])],
+    [(3, 1, 64), (3, 4, 8), *exhaustive([(1, 1, 4), (0, 4, 8), (1, 4, 64), (2, 4, 8)])],
 )
 def test_elements_over_data_are_those_of_the_zero_paper(zero, accumulation, devices):
     """Rajbhandari et al. 2020, section 7: 2 a parameter, and at stage 3 3 for those of the layers, times (N-1)/N."""

@@ -16,7 +16,7 @@ import pytest
 from jaxdist.config import PipelineConfig
 from jaxdist.mesh import parse_mesh
 from tests.parity import cases
-from tests.tiers import thinned
+from tests.tiers import exhaustive, thinned
 
 TIED = cases.MODEL
 UNTIED = TIED.model_copy(update={"tied": False})
@@ -235,6 +235,8 @@ STRATEGIES = {
     "stages, ZeRO 3, tensor and sequence parallel": ("llama-tied", "2x2x2", dict(stage=3, sequence=True)),
     "zero bubble and ZeRO 1": ("gpt-tied", "2x1x2", dict(stage=1, pipeline=PipelineConfig(schedule="zb-u"))),
 }
+PARTS = ("data parallel", "padded stages")
+"""Of these, those whose parts others have too."""
 
 
 @cache
@@ -245,7 +247,10 @@ def in_float64(model: str, mesh: str, accumulation: int, *layout: tuple[str, obj
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("strategy", thinned(zip(STRATEGIES), 4))
+@pytest.mark.parametrize(
+    "strategy",
+    [*thinned(zip([name for name in STRATEGIES if name not in PARTS]), 4), *exhaustive(zip(PARTS))],
+)
 def test_adamw_in_float64(strategy):
     model, mesh, layout = STRATEGIES[strategy]
     wanted = in_float64(model, "1x1x1", 1)

@@ -73,9 +73,10 @@ def _grown(row: dict[int, object], missing: set, legal: set) -> dict[int, object
 
 
 def kinds(row: Row) -> set:
-    """What meets in `row`, of whatever size: axes of the mesh, the schedule's name, one, few or many micro-batches."""
+    """What meets in `row`, of whatever size: family, axes of the mesh, schedule by name, one micro-batch or more."""
+    family = row.model.partition("-")[0]
     axes = tuple(axis for axis, size in parse_mesh(row.mesh).items() if size > 1)
-    of = row._replace(mesh=axes, schedule=row.schedule[0], micro_batches=min(row.micro_batches, 5) // 2)
+    of = row._replace(model=family, mesh=axes, schedule=row.schedule[0], micro_batches=min(row.micro_batches, 2))
     return set(itertools.combinations(enumerate(of), 2))
 
 

@@ -26,7 +26,7 @@ from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.rounds import RoundRunner, round_until, rounds
 from jaxdist.training.run import Run
 from jaxdist.training.trainer import check_new
-from tests.tiers import thinned
+from tests.tiers import exhaustive, thinned
 from tests.training.conftest import over
 from tests.training.curves import lines
 
@@ -100,9 +100,10 @@ def synchronous():
 
 @pytest.mark.parametrize(
     ("mesh", "zero"),
-    thinned(
-        [(PAIR, 3), ("replica=4", 1), (PAIR, 0), ("replica=2,pipeline=2", 1), ("replica=2,context=2", 1)], 5, first=5
-    ),
+    [
+        *thinned([(PAIR, 3), ("replica=2,pipeline=2", 1), ("replica=2,context=2", 1)], 3, first=3),
+        *exhaustive([("replica=4", 1), (PAIR, 0)]),
+    ],
 )
 def test_one_local_step_with_sgd_is_the_synchronous_step(mesh, zero):
     """The changes are weighted by labels, of which the replicas have unequal numbers."""
