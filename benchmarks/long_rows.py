@@ -3,7 +3,7 @@
     python -m benchmarks.long_rows
 
 from the root of the repository. Predicted are steps of Llama 3.1 8B in bfloat16 on H100s, 8 in a host. TFLOP/s are
-those of a GPU; causal attention counts once, and recomputation does not. Published are:
+per GPU; they count causal attention once and leave recomputation out. Published figures:
 
     torchtitan   Llama 3.1 8B on 8 H100s, Float8, all blocks recomputed: tokens/s of a GPU
     NeMo         Llama 2 7B on H100s, FP8, the source does not say what is recomputed: TFLOP/s of a GPU

@@ -109,7 +109,7 @@ class ParallelConfig(Section):
     """Sharding of parameters, gradients and optimizer state over the mesh."""
 
     zero: Stage = 0
-    """ZeRO stage over data: 1 shards optimizer and parameters at rest; 2 gradients too; 3 (FSDP) gathers by layer."""
+    """ZeRO over data, expert, context: 1 shards optimizer, parameters at rest; 2 gradients; 3 (FSDP) gathers layers."""
     sequence: bool = False
     """Sequence parallelism: shard the residual stream along the sequence over the model axis."""
     context: Literal["auto", "ring", "ulysses"] = "auto"
