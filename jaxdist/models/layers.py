@@ -138,11 +138,19 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B s D"], starts: Starts) -> Float[Array, "B s D"]:
         """Return the output of all heads, contracted back onto the residual stream."""
+        q, k, v = self.heads(x, starts)
+        return self.contract(causal_attention(self.layout, q, k, v, starts, self.window))
+
+    def heads(self, x: Float[Array, "B s D"], starts: Starts) -> tuple[Float[Array, "B S N H"], ...]:
+        """Return queries, keys and values; positions, which `starts` would shift, do not enter here."""
         qkv = column(self.layout, "heads", "BSD,DCNH->BSCNH", x, self.qkv[...])
         qkv = qkv + spread(self.qkv_bias[...], qkv)
         # [B, S, 3, N, H] -> three times [B, S, N, H]
         q, k, v = (qkv[:, :, i] for i in range(3))
-        out = causal_attention(self.layout, q, k, v, starts, self.window)
+        return q, k, v
+
+    def contract(self, out: Float[Array, "B S N H"]) -> Float[Array, "B s D"]:
+        """Return the residual stream's share of what the heads have found."""
         out = einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...])
         return out + spread(self.out_bias[...], out)
 
@@ -159,7 +167,6 @@ class GroupedAttention(nnx.Module):
         size = config.head_size
         heads = (config.key_value_heads, config.heads // config.key_value_heads + 2, size)
         self.layout = layout
-        self.window = config.window
         self.frequencies = tuple(config.rope.frequencies(config.rope_theta, size))
         self.attention_factor = config.rope.attention_factor
         self.window = config.window
@@ -173,6 +180,13 @@ class GroupedAttention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B s D"], starts: Starts) -> Float[Array, "B s D"]:
         """Return the output of all heads, contracted back onto the residual stream."""
+        q, k, v = self.heads(x, starts)
+        return self.contract(causal_attention(self.layout, q, k, v, starts, self.window))
+
+    def heads(
+        self, x: Float[Array, "B s D"], starts: Starts
+    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+        """Return queries, keys and values; queries and keys are turned by their positions."""
         qkv = column(self.layout, "heads", "BSD,DKCH->BSKCH", x, self.qkv[...])
         if self.qkv_bias is not None:
             qkv = qkv + spread(self.qkv_bias[...], qkv)
@@ -184,7 +198,10 @@ class GroupedAttention(nnx.Module):
         positions = positions_of(self.layout, q.shape[1], starts)
         q = rotary(q, self.frequencies, positions, self.attention_factor)
         k = rotary(k, self.frequencies, positions, self.attention_factor)
-        out = causal_attention(self.layout, q, k, v, starts, self.window)
+        return q, k, v
+
+    def contract(self, out: Float[Array, "B S N H"]) -> Float[Array, "B s D"]:
+        """Return the residual stream's share of what the heads have found."""
         return einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...])
 
     def _normalised(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
