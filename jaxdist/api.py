@@ -21,6 +21,7 @@ from jaxdist.api_request import (
     Zero,
     check_no_context,
     check_no_schedule,
+    check_trained,
     check_values,
     layout_of,
     rows_of,
@@ -33,6 +34,8 @@ from jaxdist.models import Params, foreign
 from jaxdist.models.foreign import Foreign, LossFunction
 from jaxdist.models.stacked import scan, stack
 from jaxdist.parallel.foreign import on_shards
+from jaxdist.parallel.zero import Wrt, trained
+from jaxdist.partial_trees import part_of
 from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.sharding import Layout, Rules, on_devices
@@ -55,6 +58,7 @@ def parallelize(
     scope: Scope = "batch",
     rules: Rules | None = None,
     shard: Shard = 0,
+    wrt: Wrt | None = None,
     schedule: str = "1f1b",
     virtual_stages: int = 1,
     devices: Sequence[jax.Device] | None = None,
@@ -86,6 +90,10 @@ def parallelize(
 
     With the last two, `nnx.BatchStat` floats are averaged over devices; other variables that depend on rows raise.
 
+    `wrt(name)` says of each parameter, by its path such as "conv.kernel", whether it is trained (with respect to it);
+    None trains all. A frozen one has no gradient, no traffic for one and no optimizer state, and lies between steps as
+    ZeRO would split it. `state.params` holds the trained ones, `state.frozen` the others.
+
     ZeRO leaves parameters whole that have fewer than `shard` elements, or for which `shard(name, array)` is false.
     `precision` "bfloat16" casts parameters and the batch's floats before use; "mixed" also keeps the cast parameters
     between steps.
@@ -93,7 +101,7 @@ def parallelize(
     Raises `ValueError` for impossible requests, before anything compiles. Warns where ZeRO leaves more than 10 % of the
     parameters whole because no dim divides by `data`; `print` of the result names all such parameters.
     """
-    check_values(mesh, zero, precision, accumulation, scope, shard, rules)
+    check_values(mesh, zero, precision, accumulation, scope, shard, rules, wrt)
     foreign.check_call("loss_fn", loss_fn, ("module", "batch"))
     shape = parse_mesh(mesh)
     check_no_context(mesh, shape)
@@ -104,17 +112,20 @@ def parallelize(
         check_no_schedule(mesh, schedule, virtual_stages)
     device_mesh = make_mesh(shape, devices) if devices else runtime.start(shape)
     model = foreign.describe(model_fn, partial(_synchronize_statistics, scope, device_mesh))
+    check_trained(model, wrt)
     layout = layout_of(device_mesh, model, rules or {}, scope)
     dtype = jnp.float32 if precision == "float32" else jnp.bfloat16
     split = to_be_split(layout, model, shard)
     forward: Forward
     if pipelined:
         stages = stages_of_module(model, shape[PIPELINE], virtual_stages)
-        forward = ModulePipelineForward(model, layout, stages, schedule, accumulation, dtype, zero, split)
+        forward = ModulePipelineForward(model, layout, stages, schedule, accumulation, dtype, zero, split, wrt)
     else:
-        forward = ModuleForward(model, loss_fn, layout, scope, dtype, zero, split)
+        forward = ModuleForward(model, loss_fn, layout, scope, dtype, zero, split, wrt=wrt)
     note = _note_unsplit(layout, model, forward, split) if zero else ""
-    step = Step(forward, on_shards(optimizer, forward.places, forward.abstract), keep=precision == "mixed")
+    places = trained(forward.places, forward.places)
+    rule = on_shards(optimizer, places, part_of(forward.abstract, places))
+    step = Step(forward, rule, keep=precision == "mixed")
     return Parallel(device_mesh, layout, model, step, accumulation, note)
 
 
@@ -196,7 +207,7 @@ class Parallel:
     ) -> None:
         """Evaluate some rows of `batch`, laid out by `dims`, and add loss and further sums to `sums`."""
         part = jax.tree.map(lambda a: self._put(a[rows][None], dims), batch)
-        loss, _, further = jax.device_get(self._evaluate(state.params, state.variables, part))
+        loss, _, further = jax.device_get(self._evaluate(self._step.whole(state), state.variables, part))
         for name, value in {"loss": loss, **further}.items():
             sums[name] = sums.get(name, 0.0) + float(value)
 
@@ -237,7 +248,7 @@ class Parallel:
         self._check_state(state)
         with jax.set_mesh(self.mesh):
             state = self._step.logical(state)
-        params, variables = jax.tree.map(self._whole, (state.params, state.variables))
+        params, variables = jax.tree.map(self._whole, (self._step.whole(state), state.variables))
         return self.model.merge(params, variables, train=False)
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:

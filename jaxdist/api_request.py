@@ -13,7 +13,7 @@ from jaxdist.config import nearest
 from jaxdist.mesh import BATCH_AXES, CONTEXT, DATA, EXPERT, LAYER_AXES, PIPELINE, MeshShape
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
-from jaxdist.parallel.zero import group, is_axes
+from jaxdist.parallel.zero import Wrt, group, is_axes
 from jaxdist.planning import parameter_layout
 from jaxdist.sharding import BATCH, COUNTED, STAGES, Layout, LogicalAxes, Rules, Tree, name_of, named
 from jaxdist.training.forward.module import Scope
@@ -53,7 +53,9 @@ def rows_of(batch: Batch) -> int:
     return rows
 
 
-def check_values(mesh: Any, zero: Any, precision: Any, accumulation: Any, scope: Any, shard: Any, rules: Any) -> None:
+def check_values(
+    mesh: Any, zero: Any, precision: Any, accumulation: Any, scope: Any, shard: Any, rules: Any, wrt: Any
+) -> None:
     """Raise `ValueError` for values that the type annotations exclude."""
     _check_choice("zero", zero, get_args(Zero))
     _check_choice("precision", precision, get_args(Precision))
@@ -64,8 +66,19 @@ def check_values(mesh: Any, zero: Any, precision: Any, accumulation: Any, scope:
         raise ValueError(f"accumulation is {accumulation!r}; give the number of micro-batches, 1 or more")
     if not callable(shard) and not (_is_integer(shard) and shard >= 0):
         raise ValueError(f"shard is {shard!r}; give a least number of elements, 0 or more, or a function (name, array)")
+    if wrt is not None and not callable(wrt):
+        raise ValueError(f"wrt is {wrt!r}; give a function of a parameter's path that says whether it is trained")
     if rules is not None and not isinstance(rules, Mapping):
         raise ValueError(f"rules are {rules!r}; give a dict such as {{'mlp': {LAYER_AXES}}}")
+
+
+def check_trained(model: Foreign, wrt: Wrt | None) -> None:
+    """Raise `ValueError` where nothing is left to train."""
+    names = list(named(model.abstract))
+    if wrt is not None and not any(map(wrt, names)):
+        raise ValueError(
+            f"wrt is false for all {len(names)} parameters ({', '.join(names[:LISTED])}, ...); choose one to train"
+        )
 
 
 def _check_choice(name: str, value: Any, valid: tuple) -> None:

@@ -26,7 +26,7 @@ reduce-scatter, and `gather_replicas` brings the updated weights, in the compute
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,7 +42,11 @@ from jaxdist.parallel import heads, region
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.heads import HeadDeal
 from jaxdist.parallel.sink import with_sink
-from jaxdist.sharding import COUNTED, LAYERS, STAGES, Layout, LogicalAxes, Params, axes_of, partition, wide
+from jaxdist.partial_trees import joined, part_of, selected
+from jaxdist.sharding import COUNTED, LAYERS, STAGES, Layout, LogicalAxes, Params, axes_of, name_of, partition, wide
+
+Wrt = Callable[[str], bool]
+"""Says of the path to a parameter, such as "blocks.mlp.up", whether gradients are taken with respect to it."""
 
 Placements = dict[str, Any]
 """A `Placement` for every parameter, nested as the parameters are."""
@@ -76,6 +80,8 @@ class Placement:
     """How many leading dims count layers."""
     counted: bool = False
     """Whether its gradient is a count: every device holds it whole, and no bit of the sum may be lost."""
+    trained: bool = True
+    """Whether it is trained; a frozen one has no gradient and no optimizer state, and lies as it would if trained."""
 
     @property
     def layer(self) -> Placement:
@@ -372,7 +378,13 @@ def in_use(places: Placements, weights: Params, sinks: Params | None, stage: int
         weights = jax.tree.map(lambda p, w: p.gather(w), places, weights)
     if sinks is None:
         return weights
-    return jax.tree.map(lambda p, w, s: p.with_sink(w, s), places, weights, sinks)
+    those = part_of(places, sinks), part_of(weights, sinks), sinks
+    return joined(weights, jax.tree.map(lambda p, w, s: p.with_sink(w, s), *those))
+
+
+def trained(places: Placements, tree: Params) -> Params:
+    """Return the leaves of `tree`, which is nested as `places` are, that belong to trained parameters."""
+    return part_of(tree, selected(places, lambda place: place.trained))
 
 
 def derivatives(places: Placements, grads: Params) -> list[Array]:
@@ -391,6 +403,7 @@ def placements(
     stacks: bool = False,
     defers: bool = True,
     replica_zero: bool = False,
+    wrt: Wrt | None = None,
 ) -> Placements:
     """Return a `Placement` for every parameter, from its logical axes and shape.
 
@@ -398,7 +411,7 @@ def placements(
     parameter whether ZeRO may split it (None: it may split all). `stacks`: stacked layers are used as they lie at rest,
     by a module that gathers each layer when it is its turn. `defers`: gradients wait for the end of the step before
     they are summed over the replicas. `replica_zero`: between steps, `replica` splits what `split` allows; this needs a
-    stage of 1 or more.
+    stage of 1 or more. `wrt` says of each parameter, by the path to it, whether it is trained; None: all are.
 
     Where key/value heads are too few to be split as the query heads are, they are dealt out in use (`parallel.heads`),
     and at rest their size is split, if the mesh divides it. Raises `ValueError` where heads cannot be dealt evenly.
@@ -406,15 +419,15 @@ def placements(
     if split is None:
         split = jax.tree.map(lambda _: True, abstract)
 
-    def place(names: LogicalAxes, parameter: jax.ShapeDtypeStruct, may_split: bool) -> Placement:
+    def place(path: tuple[Any, ...], names: LogicalAxes, parameter: jax.ShapeDtypeStruct, may_split: bool) -> Placement:
         sharded = bool(stage and may_split)
         over_replicas = sharded and replica_zero and defers
         placement = _place(layout, names, parameter.shape, sharded, summed, defers, over_replicas)
         if stacks and LAYERS in names:
-            return replace(placement, use=placement.rest)
-        return placement
+            placement = replace(placement, use=placement.rest)
+        return replace(placement, trained=wrt is None or wrt(name_of(path)))
 
-    return jax.tree.map(place, axes, abstract, split, is_leaf=is_axes)
+    return jax.tree.map_with_path(place, axes, abstract, split, is_leaf=is_axes)
 
 
 def _place(

@@ -21,6 +21,8 @@ from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.delayed_gradients import delayed
 from jaxdist.parallel.gradient_compression import compression
+from jaxdist.parallel.zero import trained
+from jaxdist.partial_trees import part_of
 from jaxdist.planning import communication
 from jaxdist.planning.branch_check import across_ranks
 from jaxdist.planning.compiled import text_of
@@ -126,7 +128,8 @@ class Run:
     def step(self) -> Step:
         """The functions of the train step."""
         config = self.config
-        decay = models.matrices(self.model)
+        # Frozen parameters have no update.
+        decay = trained(self.forward.places, models.matrices(self.model))
         if isinstance(self.forward, PipelineForward) and not self.forward.flush:
             return PipeDreamStep(self.forward, self.update_rule, decay, self.batch())
         make: Callable[..., Step] = DelayedStep if delayed(config, self.layout) else Step
@@ -147,7 +150,7 @@ class Run:
         rule = optimizer(self.config.optimizer, self.steps, decay)
         if not self.config.model.traits.routed:
             return rule
-        counted = {name: marks for name, marks in models.counted(self.model).items() if name in decay}
+        counted = part_of(models.counted(self.model), decay)
         return balancing(rule, counted, self.config.model.balance_rate)
 
     @cached_property

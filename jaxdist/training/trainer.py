@@ -351,7 +351,8 @@ class Trainer:
             return step < self.steps and self.job.stop.here()
 
         with self.meter.paused():
-            found = self.run.validate(state.params, state.variables, self.config.validation.batches, enough)
+            params = self.run.step.whole(state)
+            found = self.run.validate(params, state.variables, self.config.validation.batches, enough)
             if found is None:
                 return
             self.log.metrics({"step": step, **{f"validation_{name}": value for name, value in found.items()}})

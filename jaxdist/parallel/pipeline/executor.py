@@ -39,7 +39,8 @@ from jaxdist.parallel.pipeline.device import Device, Program, batch_specs, get, 
 from jaxdist.parallel.pipeline.layers import Ring, Slot, Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import Rows, Table
-from jaxdist.parallel.zero import Placements
+from jaxdist.parallel.zero import Placements, trained
+from jaxdist.partial_trees import joined, part_of
 from jaxdist.sharding import Layout, Params, Tree, wide
 
 SHARED = "the_same_on_all_ranks"
@@ -85,7 +86,7 @@ class Executor:
     def gradients(self, weights: Params, batch: Tree) -> tuple[Float[Array, ""], Params]:
         """Return (summed loss, its gradient in f32, as `Placement.reduced` says) of a `batch` [M, B, ...]."""
         run = partial(self._run, True)
-        return self.in_region(run, (P(), jax.tree.map(lambda p: p.reduced, self.places)))(
+        return self.in_region(run, (P(), jax.tree.map(lambda p: p.reduced, trained(self.places, self.places))))(
             *self.arguments(weights, batch)
         )
 
@@ -158,6 +159,7 @@ class Region(Device):
         self.differentiates = backward
         self.uniform = self.table.schedule.uniform
         self.tops = own(self.top_places, {name: weights[name] for name in self.top_places})
+        self.trained_tops = trained(self.top_places, self.tops)
         blocks = weights[BLOCKS] if of.stage == 3 else own(self.block_places, weights[BLOCKS])
         self.blocks = jax.tree.map(lambda w: w[:, 0], blocks)
         self.at_rest = jax.tree.map(lambda w: w[:, 0], weights[BLOCKS])
@@ -180,7 +182,9 @@ class Region(Device):
         def sums(places: Placements, weights: Tree) -> Tree:
             # What is not summed over the replicas differs from one to the next.
             return jax.tree.map(
-                lambda p, w: region.zeros(w.shape, wide(w.dtype), region.varying(w) | p.deferred), places, weights
+                lambda p, w: region.zeros(w.shape, wide(w.dtype), region.varying(w) | p.deferred),
+                trained(places, places),
+                trained(places, weights),
             )
 
         loss = jax.eval_shape(loss_of_zeros)
@@ -256,14 +260,14 @@ class Region(Device):
         """
 
         def loss_of(tops: Params, x: jax.Array) -> jax.Array:
-            return self.program.loss(tops, x, self.part(row.head.micro))
+            return self.program.loss(joined(self.tops, tops), x, self.part(row.head.micro))
 
         def run(sums: Carry) -> Carry:
             # Only one rank has run the last chunk: the sum brings its output to all ranks.
             last = region.add_up(jnp.where(row.F.last, y, jnp.zeros((), y.dtype)), (PIPELINE,))
             if not self.differentiates:
-                return sums | {"loss": sums["loss"] + loss_of(self.tops, last)}
-            loss, vjp = jax.vjp(loss_of, self.tops, last)
+                return sums | {"loss": sums["loss"] + loss_of({}, last)}
+            loss, vjp = jax.vjp(loss_of, self.trained_tops, last)
             tops, dy = vjp(region.vary(jnp.ones_like(loss), region.varying(loss)))
             cots = put(sums["cots"], region.vary(dy, self.stream), row.F.cot)
             return {"loss": sums["loss"] + loss, "tops": _add(sums["tops"], tops), "cots": cots}
@@ -303,13 +307,16 @@ class Region(Device):
         def one_number(a: jax.Array) -> jax.Array:
             return region.vary(a[(0,) * a.ndim], self.stream)
 
+        if not self.trained_tops:
+            return carry, one_number(dx)
+
         def embed(tops: Params) -> jax.Array:
-            return self.program.embed(tops, self.part(row.unembed.micro))
+            return self.program.embed(joined(self.tops, tops), self.part(row.unembed.micro))
 
         def run(state: tuple[Params, jax.Array]) -> tuple[Params, jax.Array]:
             sums, _ = state
             first = region.add_up(jnp.where(row.B.first, dx, jnp.zeros((), dx.dtype)), (PIPELINE,))
-            x, vjp = jax.vjp(embed, self.tops)
+            x, vjp = jax.vjp(embed, self.trained_tops)
             # A gradient of zeros, where no rank has the first chunk.
             grads = vjp(region.vary(first, region.varying(x)))[0]
             done = one_number(first)
@@ -364,9 +371,10 @@ class Region(Device):
         loss = region.add_up(carry["loss"], self.layout.tokens_over)
         blocks = jax.tree.map(lambda g: g[:, None], carry["blocks"])
         if self.stage < 2:  # from stage 2 on, B has reduced them
-            blocks = _reduced(self.block_places, blocks)
-        tops = _reduced(self.top_places, carry["tops"])
-        return loss, jax.tree.map(lambda p, g: p.deferred_manual(g), self.places, tops | {BLOCKS: blocks})
+            blocks = _reduced(part_of(self.block_places, blocks), blocks)
+        tops = _reduced(part_of(self.top_places, carry["tops"]), carry["tops"])
+        grads = tops | ({BLOCKS: blocks} if blocks else {})
+        return loss, jax.tree.map(lambda p, g: p.deferred_manual(g), part_of(self.places, grads), grads)
 
     def part(self, micro: jax.Array) -> Tree:
         """Return one micro-batch."""

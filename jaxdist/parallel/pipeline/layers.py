@@ -25,6 +25,8 @@ from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region
 from jaxdist.parallel.pipeline.split import Halves, halves
 from jaxdist.parallel.pipeline.stages import Stages
+from jaxdist.parallel.zero import trained
+from jaxdist.partial_trees import joined, part_of
 from jaxdist.sharding import Tree, wide
 
 Ring = list[Array]
@@ -190,7 +192,7 @@ class Layers:
             place, w, number, valid = layer
             again, _ = self._arguments((w, unit.part, number), [])
             stashed = [_read(a, at, place) for a, at in zip(stash, slots, strict=True)]
-            dw = jax.tree.unflatten(jax.tree.structure(w), halves.later(again, stashed))
+            dw = jax.tree.unflatten(jax.tree.structure(trained(self.places, w)), halves.later(again, stashed))
             return self._accumulate(sums, dw, (unit.chunk, place), on & valid), None
 
         return lax.scan(one, sums, unit.layers)[0]
@@ -214,7 +216,11 @@ class Layers:
         """Return (what the layer keeps, its output)."""
         w, part, number = available
         w = self._in_use(w)
-        y, pullback = jax.vjp(lambda w, x: self.layer(w, x, part, number), w, x)
+
+        def of_trained(own: Tree, x: jax.Array) -> jax.Array:
+            return self.layer(joined(w, own), x, part, number)
+
+        y, pullback = jax.vjp(of_trained, trained(self.places, w), x)
         self._vjp, kept = take_apart(pullback, (w, part, number))
         return kept, y
 
@@ -273,7 +279,7 @@ class Layers:
 
         dw = jax.tree.map(masked, dw)
         if self.stage >= 2:
-            dw = jax.tree.map(lambda p, g: p.reduce_manual(g), self.places, dw)
+            dw = jax.tree.map(lambda p, g: p.reduce_manual(g), part_of(self.places, dw), dw)
         return jax.tree.map(add, sums, dw)
 
     def _where(self, valid: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxdist.models import ModelT, Params
+from jaxdist.parallel import zero
+from jaxdist.partial_trees import joined, part_of
 from jaxdist.sharding import wide
 from jaxdist.training.forward.base import ForwardBase
 from jaxdist.training.forward.step import Batch, Further, Summed
@@ -48,7 +50,7 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
         rest = super().weights(params)
         if self.stage == 3:
             return rest
-        return jax.tree.map(lambda p, w: p.gather(w), self.places, rest)
+        return jax.tree.map(lambda p, w: p.gather(w), part_of(self.places, rest), rest)
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Return loss and gradients, summed over all micro-batches and devices; gradients wait for `Placement.cross`.
@@ -66,33 +68,37 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
         return loss, further
 
     def accumulators(self, weights: Params) -> Params:
-        """Return zeros that the gradients of all micro-batches are added to, in f32 or wider.
+        """Return zeros that the gradients of all micro-batches are added to, in f32 or wider; frozen weights have none.
 
         At stages 0 and 1 they are laid out as the weights in use, whole over their ZeRO group; from stage 2 on as
         reduced gradients.
         """
         if self.stage < 2:
-            return jax.tree.map(lambda p, w: p.partial_sums(w), self.places, weights)
+            trained = zero.trained(self.places, weights)
+            return jax.tree.map(lambda p, w: p.partial_sums(w), self.trained_places, trained)
         dtype = wide(self.dtype)
-        return jax.tree.map(lambda p, w: p.reduced_sums(w.shape, dtype), self.places, self.abstract)
+        trained = zero.trained(self.places, self.abstract)
+        return jax.tree.map(lambda p, w: p.reduced_sums(w.shape, dtype), self.trained_places, trained)
 
     def _reduce_at_the_end(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Stages 0 and 1: each device accumulates its own whole gradients in f32; they are reduced once, at the end."""
 
-        def loss_of(weights: Params, variables: Params, parts: Batch) -> Outcome:
-            return self.loss(weights, None, variables, parts, step)
+        def loss_of(trained: Params, variables: Params, parts: Batch) -> Outcome:
+            return self.loss(joined(weights, trained), None, variables, parts, step)
 
         # Each device adds up its own sums: nothing moves before all micro-batches are through.
+        trained = zero.trained(self.places, weights)
         zeros = self.accumulators(weights)
-        loss, grads, variables, further = self._accumulate(loss_of, weights, zeros, variables, _one_by_one(batch))
-        grads = jax.tree.map(lambda p, g: p.reduce(g), self.places, grads)
+        loss, grads, variables, further = self._accumulate(loss_of, trained, zeros, variables, _one_by_one(batch))
+        grads = jax.tree.map(lambda p, g: p.reduce(g), self.trained_places, grads)
         return loss, grads, variables, further
 
     def _reduce_in_layers(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Stages 2 and 3: each layer's gradient is reduced as it is made, and only its shard is kept."""
         # A sink is zeros in the shape of a parameter at rest: its gradient is the reduced gradient of the weight.
         dtype = wide(self.dtype)
-        sinks = jax.tree.map(lambda p, w: p.sink(w.shape, dtype), self.places, self.abstract)
+        trained = zero.trained(self.places, self.abstract)
+        sinks = jax.tree.map(lambda p, w: p.sink(w.shape, dtype), self.trained_places, trained)
 
         def loss_of(sinks: Params, variables: Params, parts: Batch) -> Outcome:
             return self.loss(weights, sinks, variables, parts, step)

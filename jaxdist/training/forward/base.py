@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int, Key
 from jaxdist.models import Model, ModelT, Params
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.vocabulary import Vocabulary
-from jaxdist.parallel.zero import Placements
+from jaxdist.parallel.zero import Placements, trained
+from jaxdist.partial_trees import part_of
 from jaxdist.sharding import wide
 from jaxdist.training.forward import balance
 from jaxdist.training.forward.step import Batch, Further, Grads
@@ -38,9 +39,14 @@ class ForwardBase(Generic[ModelT]):
     seed: int = 0
     """Seed of dropout."""
 
+    @property
+    def trained_places(self) -> Placements:
+        """The placements of the parameters that are trained."""
+        return trained(self.places, self.places)
+
     def weights(self, params: Params) -> Params:
-        """Return the parameters in the compute dtype, at rest in each replica."""
-        return jax.tree.map(lambda p, w: p.gather_replicas(w), self.places, self.cast(params))
+        """Return the parameters, or some of them, in the compute dtype, at rest in each replica."""
+        return jax.tree.map(lambda p, w: p.gather_replicas(w), part_of(self.places, params), self.cast(params))
 
     def count(self, batch: Batch) -> Int[Array, ""]:
         """Return the number that sums over `batch` are divided by; by default, its labels that count."""
@@ -62,7 +68,7 @@ class ForwardBase(Generic[ModelT]):
     def told(self, grads: Grads, batch: Batch) -> Further:
         """Return what the counts among the gradients tell of the step with `batch`; nothing where none are there."""
         positions = self.positions(batch)
-        if positions is None:
+        if positions is None or not any(place.counted for place in jax.tree.leaves(self.trained_places)):
             return {}
         return balance.told(grads, self.model.abstract[BLOCKS]["mlp"]["balance"].shape[0], positions)
 

@@ -47,13 +47,14 @@ class DecoderForward(AccumulatingForward[Model]):
         inside: bool = True,
         unroll: bool = False,
         replica_zero: bool = False,
+        wrt: zero.Wrt | None = None,
     ):
         """Lay the parameters out for ZeRO stage `stage`; the model computes in `dtype`.
 
         `inside` runs the micro-batches of stages 2 and 3 inside each layer, at the price of keeping what `remat` saves
         of all of them; otherwise they run one after the other. `unroll` writes the layers out one after the other, in
         place of one program that loops over them. `replica_zero` splits the parameters and their optimizer state over
-        the replicas too.
+        the replicas too. `wrt` says which parameters are trained; None: all.
         """
         self.model = model
         self.dtype = dtype
@@ -64,7 +65,7 @@ class DecoderForward(AccumulatingForward[Model]):
         self.unroll = unroll
         self.vocabulary = Vocabulary(layout, model.vocab)
         self.abstract = self.vocabulary.abstract(model.abstract)
-        self.places = zero.placements(layout, model.axes, self.abstract, stage, replica_zero=replica_zero)
+        self.places = zero.placements(layout, model.axes, self.abstract, stage, replica_zero=replica_zero, wrt=wrt)
 
         self.remat: Wrapper = keep_all
         """Wraps a layer of one micro-batch."""
@@ -153,7 +154,7 @@ class DecoderForward(AccumulatingForward[Model]):
 
         # The embedding has a dropout key of its own: it takes the number after the last layer's.
         x = _each(embed, tokens, keys, starts)
-        block_sinks = sinks[BLOCKS] if sinks else None
+        block_sinks = sinks.get(BLOCKS) if sinks else None
         numbered = (jnp.arange(layers), weights[BLOCKS], block_sinks)
         x, _ = jax.lax.scan(block, x, numbered, unroll=self.unroll)
         return x

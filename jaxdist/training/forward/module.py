@@ -42,11 +42,13 @@ class ModuleForward(AccumulatingForward[Foreign]):
         stage: int,
         split: Params | None = None,
         replica_zero: bool = False,
+        wrt: zero.Wrt | None = None,
     ):
         """Lay the parameters out for ZeRO stage `stage`.
 
         `split` says for every parameter whether ZeRO may split it; None allows it for all. `replica_zero` lets
         it split the parameters and their optimizer state over the replicas too, where gradients are partial sums.
+        `wrt` says which parameters are trained; None: all.
         """
         self.model = model
         self.loss_fn = loss_fn
@@ -58,7 +60,7 @@ class ModuleForward(AccumulatingForward[Foreign]):
         together = scope == "batch"
         stacks = together and stage == 3 and set(dict(layout.axes)) <= set(BATCH_AXES)
         self.places = zero.placements(
-            layout, model.axes, model.abstract, stage, not together, split, stacks, replica_zero=replica_zero
+            layout, model.axes, model.abstract, stage, not together, split, stacks, replica_zero=replica_zero, wrt=wrt
         )
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:

@@ -50,11 +50,13 @@ class StagedForward(ForwardBase[ModelT], ABC):
         stage: int = 0,
         split: Params | None = None,
         replica_zero: bool = False,
+        wrt: zero.Wrt | None = None,
     ):
         """Lay the parameters out for ZeRO stage `stage`; the model computes in `dtype`.
 
         `split` says for every parameter whether ZeRO may split it; None allows it for all. `replica_zero` lets
-        it split the parameters and their optimizer state over the replicas too.
+        it split the parameters and their optimizer state over the replicas too. `wrt` says which parameters are
+        trained; None: all.
         """
         self.model = model
         self.layout = layout
@@ -78,6 +80,7 @@ class StagedForward(ForwardBase[ModelT], ABC):
             # PipeDream updates within its region, stage by stage.
             defers=self.flush,
             replica_zero=replica_zero,
+            wrt=wrt,
         )
 
     @abstractmethod

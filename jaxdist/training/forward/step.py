@@ -23,7 +23,8 @@ from jaxdist.models import Params
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.vocabulary import Vocabulary
-from jaxdist.parallel.zero import Placement, Placements, derivatives
+from jaxdist.parallel.zero import Placement, Placements, derivatives, trained
+from jaxdist.partial_trees import joined, part_of, without
 from jaxdist.sharding import Tree, scale_partial
 from jaxdist.training.forward.offload import to_device, to_host
 from jaxdist.training.forward.optimizer import clip
@@ -61,6 +62,8 @@ class TrainState(NamedTuple):
     An asynchronous pipeline leaves the batches in it, and `DelayedStep` the gradient that has not crossed yet."""
     errors: Params | None = None
     """What each replica has rounded off its gradients and still owes, [..., R] (`parallel.gradient_compression`)."""
+    frozen: Params = {}  # noqa: RUF012  # nobody changes it in place
+    """The parameters that are not trained, which `params` does not hold."""
     velocity: Params | None = None
     """The momentum of the outer step, for a run with local steps (`LocalStep`)."""
 
@@ -150,7 +153,8 @@ class Step:
         self.max_norm = max_norm
         self.keep = keep
         self.offload = offload
-        self.places = forward.places
+        self.places = trained(forward.places, forward.places)
+        """The placements of the parameters that are trained."""
         self.compression = compression if replicas > 1 else None
         self.replicas = replicas
 
@@ -160,16 +164,18 @@ class Step:
 
     def place(self, params: Params) -> Params:
         """Return the parameters laid out as they are between steps."""
-        return jax.tree.map(lambda p, w: reshard(w, p.held), self.places, params)
+        return jax.tree.map(lambda p, w: reshard(w, p.held), self.forward.places, params)
 
     def start(self, params: Params, variables: Params | None = None) -> TrainState:
         """Return the state before the first step from these parameters, as `place` returns them."""
         # Parameters that come from a checkpoint may wait in the host's memory.
-        state = self.fresh(to_device(params), variables)
+        params = to_device(params)
+        learned = part_of(params, self.places)
+        state = self.fresh(learned, variables)._replace(frozen=without(params, learned))
         return self.at_rest(state._replace(**self.derived(state)))
 
     def fresh(self, params: Params, variables: Params | None) -> TrainState:
-        """Return the state before the first step, all of it on the devices, without what can be derived."""
+        """Return the state of the trained parameters before the first step, on the devices, without what is derived."""
         zero = jnp.zeros((), jnp.int32)
         return TrainState(
             step=zero,
@@ -229,6 +235,10 @@ class Step:
             return {}
         return {"weights": self.forward.weights(to_device(state.params))}
 
+    def whole(self, state: TrainState) -> Params:
+        """Return all parameters, trained and frozen."""
+        return joined(state.params, state.frozen)
+
     def logical(self, state: TrainState) -> TrainState:
         """Return the state as a checkpoint holds it: layers as [L, ...] and tables as [V, D], whatever the mesh.
 
@@ -278,7 +288,11 @@ class Step:
 
     def resume(self, state: TrainState) -> TrainState:
         """Return the inverse of `logical`, with the fields that a checkpoint does not hold computed anew."""
-        state = state._replace(params=self.folded(state.params), optimizer=self.folded(state.optimizer))
+        state = state._replace(
+            params=self.folded(state.params),
+            optimizer=self.folded(state.optimizer),
+            frozen=self.folded(state.frozen),
+        )
         if state.errors is not None:
             state = state._replace(errors=jax.jit(self.dealt_errors)(self.folded(state.errors)))
         elif self.compression is not None:
@@ -304,9 +318,9 @@ class Step:
     def weights_of(self, state: TrainState) -> Params:
         """Return the weights that a step from this state computes with."""
         if not self.keep:
-            return self.forward.weights(state.params)
+            return self.forward.weights(self.whole(state))
         assert state.weights is not None
-        return state.weights
+        return joined(state.weights, self.forward.weights(state.frozen)) if state.frozen else state.weights
 
     def updated(self, state: TrainState, grads: Grads) -> tuple[TrainState, Float[Array, ""]]:
         """Return (the state after the update by a gradient, the norm of the gradient before clipping).
