@@ -17,9 +17,9 @@ from jaxtyping import Array, Float
 
 from jaxdist.sharding import Layout, LogicalAxes
 
-REPEATED = dict(kv_heads=2, normed_kv_heads=1)
+REPEATED = dict(kv_heads=2, normed_kv_heads=1, kv_heads_of_queries=0, kv_heads_alone=1)
 """The logical axes of a dim K, and how many heads that the queries share stand last in the dim behind it: key and
-value, or the key alone."""
+value, one of them, or none."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ def deal(w: Float[Array, "..."], of: HeadDeal) -> Float[Array, "..."]:
     lead = queries.shape[:dim]
     heads = queries.shape[dim]
     rest = queries.shape[dim + 2 :]
-    queries = queries.reshape(*lead, heads, n, -1, *rest)
-    queries = queries.reshape(*lead, heads * n, -1, *rest)
+    own = queries.shape[dim + 1] // n
+    queries = queries.reshape(*lead, heads, n, own, *rest)
+    queries = queries.reshape(*lead, heads * n, own, *rest)
     # Keys and values are repeated: [..., K, 2, H] -> [..., n K, 2, H].
     keys_and_values = jnp.repeat(keys_and_values, n, axis=dim)
     return jnp.concatenate([queries, keys_and_values], axis=dim + 1)
@@ -91,7 +92,7 @@ def collect(g: Float[Array, "..."], of: HeadDeal) -> Float[Array, "..."]:
     queries = queries.reshape(*lead, heads, n, *queries.shape[dim + 1 :])
     # [..., n K, 2, H] -> [..., K, n, 2, H], of which n are copies.
     keys_and_values = keys_and_values.reshape(*lead, heads, n, *keys_and_values.shape[dim + 1 :])
-    queries = queries.reshape(*lead, heads, -1, *rest)
+    queries = queries.reshape(*lead, heads, n * queries.shape[dim + 2], *rest)
     return jnp.concatenate([queries, keys_and_values.sum(dim + 1)], axis=dim + 1)
 
 
