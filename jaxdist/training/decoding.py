@@ -33,8 +33,8 @@ class Drawn(NamedTuple):
     """Those of the next token."""
     tokens: Int[Array, " B"]
     """The next token of each row, which is not in the cache yet."""
-    positions: Int[Array, " B"]
-    """The position of that token."""
+    lengths: Int[Array, " B"]
+    """The tokens of each prompt."""
 
 
 class Decoding:
@@ -113,17 +113,17 @@ class Decoding:
         def extend(
             choice: Choice, weights: Params, drawn: Drawn, key: Key[Array, ""], number: Int[Array, ""]
         ) -> Drawn:
-            cache, logits = self.forward.step(weights, drawn.cache, drawn.tokens, drawn.positions)
             # A full row goes on in its last slot, while others are not full; nobody reads its tokens.
-            positions = jnp.minimum(drawn.positions + 1, self.sequence - 1)
-            return self._drawn(choice, key, number, cache, logits, positions)
+            positions = jnp.minimum(drawn.lengths + number - 1, self.sequence - 1)
+            cache, logits = self.forward.step(weights, drawn.cache, drawn.tokens, positions)
+            return self._drawn(choice, key, number, cache, logits, drawn.lengths)
 
         return extend
 
     def _drawn(
-        self, choice: Choice, key: Any, number: Any, cache: Cache, logits: jax.Array, positions: jax.Array
+        self, choice: Choice, key: Any, number: Any, cache: Cache, logits: jax.Array, lengths: jax.Array
     ) -> Drawn:
         # Whole on every device, and without the rows that the mesh adds, so that all draw the same token.
         whole = reshard(logits, self.run.layout.spec((None, None)))[:, : self.run.config.model.vocab]
         tokens = choice(key, number, whole.astype(jnp.float32))
-        return Drawn(cache, logits, tokens, positions)
+        return Drawn(cache, logits, tokens, lengths)

@@ -179,11 +179,16 @@ class CachedForward:
 
     def _logits(self, tops: Params, x: Float[Array, "B 1 D"]) -> Float[Array, "B V"]:
         """Return this device's part of the logits after one token in each row."""
-        axes = tuple(sorted(region.varying(x) - set(self.layout.split(BATCH))))
-        if axes:
-            # The stream has come back to the first rank of a pipeline. Over `context` all devices have the same.
-            x = region.add_up(jnp.where(lax.axis_index(axes) == 0, x, 0), axes)
-        return self.model.logits(self._with_blocks(tops), x)[:, 0]
+        piped = self.layout.split(STAGES)
+        if piped:
+            # The stream has come back to the first rank.
+            x = region.add_up(jnp.where(lax.axis_index(piped) == 0, x, 0), piped)
+        logits = self.model.logits(self._with_blocks(tops), x)[:, 0]
+        copies = self.layout.split(SLOTS)
+        if copies:
+            # All have the same, which types do not show.
+            logits = region.add_up(jnp.where(lax.axis_index(copies) == 0, logits, 0), copies)
+        return logits
 
     def _tops(self, weights: Params) -> Params:
         """Return all weights but those of layers, in use."""
