@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -40,14 +41,26 @@ class Drawn(NamedTuple):
 class Decoding:
     """Generates with the weights of a run: one program for each bucket of prompts, and one for all further tokens."""
 
-    def __init__(self, run: Run, params: Params):
-        """Take the parameters of a train state of `run`; the caller may drop them afterwards."""
+    def __init__(self, run: Run):
         assert isinstance(run.forward, DecoderForward | PipelineForward)
         self.run = run
         self.sequence = run.config.model.sequence
         self.forward = CachedForward(run.forward, run.config.model, run.layout)
-        with jax.set_mesh(run.mesh):
-            self.weights = jax.jit(self.forward.ready)(params)
+        self.weights: Params | None = None
+
+    @contextmanager
+    def using(self, params: Params) -> Iterator[None]:
+        """Generate with the parameters of a train state of the run, whose caller may drop them in the meantime."""
+        with jax.set_mesh(self.run.mesh):
+            self.weights = self._ready(params)
+        try:
+            yield
+        finally:
+            self.weights = None
+
+    @cached_property
+    def _ready(self) -> Callable[[Params], Params]:
+        return jax.jit(self.forward.ready)
 
     def draw(
         self,
@@ -110,9 +123,7 @@ class Decoding:
         """The program of a step."""
 
         @partial(jax.jit, static_argnums=0, donate_argnums=2)
-        def extend(
-            choice: Choice, weights: Params, drawn: Drawn, key: Key[Array, ""], number: Int[Array, ""]
-        ) -> Drawn:
+        def extend(choice: Choice, weights: Params, drawn: Drawn, key: Key[Array, ""], number: Int[Array, ""]) -> Drawn:
             # A full row goes on in its last slot, while others are not full; nobody reads its tokens.
             positions = jnp.minimum(drawn.lengths + number - 1, self.sequence - 1)
             cache, logits = self.forward.step(weights, drawn.cache, drawn.tokens, positions)
