@@ -15,6 +15,7 @@ from jaxdist.values import (
     CountOrZero,
     FractionFloat32,
     Layers,
+    LoraTargets,
     NonNegativeFloat32,
     Pixels,
     PositiveFloat32,
@@ -115,6 +116,16 @@ class ModelConfig(Section):
     """Use the embedding table as the output projection too (weight tying)."""
     dropout: FractionFloat32 = 0.0
     """Dropout probability: for gpt in each block and after the embedding, for cnn before the head."""
+    lora_rank: CountOrZero = 0
+    """Rank of low-rank adapters (LoRA): they alone are trained, beside the frozen weights of init_from; 0: none."""
+    lora_alpha: NonNegativeFloat32 = 0.0
+    """What adapters add is multiplied by lora_alpha / lora_rank; 0: twice the rank."""
+    lora_dropout: FractionFloat32 = 0.0
+    """Dropout probability of what goes into an adapter."""
+    lora_targets: LoraTargets = ""
+    """Weights with an adapter, such as q_proj,v_proj; empty: all that the family has, but no experts."""
+    lora_base: Literal["float32", "bfloat16"] = "float32"
+    """The dtype in which the frozen weights are held."""
     remat: Literal["none", "dots", "block", "stage", "offload"] = "none"
     """Activation checkpointing: none (cheap), dots (all but matmuls), block, stage; offload: block, inputs on host."""
 

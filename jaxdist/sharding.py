@@ -48,6 +48,10 @@ COUNTED = "counted"
 STAGES = "stages"
 """The logical axis of the dim that stacks the stages of a pipeline."""
 
+SHARED = {"head_norm": "heads", "rank_of_heads": "heads", "rank_of_mlp": "mlp"}
+"""The logical axes of parameters that are alike along another one: all heads have the same scale of a norm, and all
+parts of an adapted weight share one half of its adapter."""
+
 LETTERS = dict(
     B=BATCH,
     S=SEQUENCE,
@@ -259,9 +263,8 @@ class Layout:
         if "norm" in logical or COUNTED in logical:
             # A norm is applied element by element to the residual stream, whose sequence may be sharded too.
             axes = (*axes, *self.split(RESIDUAL))
-        if "head_norm" in logical:
-            # All heads share one scale.
-            axes = (*axes, *self.split("heads"))
+        for name in logical:
+            axes = (*axes, *self.split(SHARED.get(name or "")))
         return frozenset(axes) - own
 
 

@@ -12,7 +12,7 @@ from jax import P
 
 from jaxdist.config import RequestError
 from jaxdist.mesh import AXES, fill, make_mesh, parse_mesh
-from jaxdist.models.layers import normal
+from jaxdist.models.parameters import normal
 from jaxdist.sharding import RULES, Layout, spread
 from tests.pipeline.toy import Piped, count
 

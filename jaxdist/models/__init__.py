@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
+from jaxdist import lora
 from jaxdist.config import ModelConfig
 from jaxdist.models import images
 from jaxdist.models.attention import Starts
@@ -51,8 +53,10 @@ class Model:
         return self.abstract["table"].shape[0]
 
     def init(self, key: Key[Array, ""]) -> Params:
-        """Return parameters in f32, with the same bits on every mesh."""
-        return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(params=key))))
+        """Return parameters, with the same bits on every mesh; those of a model are the same with adapters."""
+        rngs = nnx.Rngs(params=key, adapters=jax.random.fold_in(key, 1))
+        params = nnx.to_pure_dict(nnx.state(self.make(rngs)))
+        return jax.tree.map(lambda w, a: w.astype(a.dtype), params, self.abstract)
 
     def cast(self, params: Params, dtype: DTypeLike) -> Params:
         """Return the parameters, or those of one layer, in `dtype`; those that are `exact` in f32 at least."""
@@ -101,20 +105,34 @@ ModelT = TypeVar("ModelT", bound=Model | Foreign)
 """The kind of model that a forward pass or a task is for."""
 
 
-def describe(make: Callable[[nnx.Rngs], Decoder]) -> Model:
-    """Describe the module that `make` builds; runs no computation and touches no device."""
-    module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
+def describe(make: Callable[[nnx.Rngs], Decoder], base: DTypeLike = jnp.float32) -> Model:
+    """Describe the module that `make` builds; runs no computation and touches no device.
+
+    `base` is the dtype at rest of the parameters beside which it has adapters.
+    """
+    module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0, adapters=0)))
     graph, state = nnx.split(module)
     axes = jax.tree.map(_axes, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
+    exact = _marked(state, "exact")
     return Model(
         make,
         graph,
         nnx.graphdef(module.blocks),
-        nnx.to_pure_dict(state),
+        _at_rest(nnx.to_pure_dict(state), base, exact),
         nnx.to_pure_dict(axes),
         _marked(state, "forward_only"),
-        _marked(state, "exact"),
+        exact,
     )
+
+
+def _at_rest(abstract: Params, base: DTypeLike, exact: frozenset[str]) -> Params:
+    """Return the shapes with the dtypes that parameters have between steps."""
+
+    def of(path: tuple[Any, ...], a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        name = name_of(path)
+        return a if name in exact or lora.is_adapter(name) else jax.ShapeDtypeStruct(a.shape, base)
+
+    return jax.tree.map_with_path(of, abstract)
 
 
 def _axes(p: nnx.Variable) -> LogicalAxes:
@@ -139,7 +157,8 @@ def build(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model | Foreign:
 
 def build_decoder(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
     """Build the decoder that `config` asks for, laid out by `layout`."""
-    return describe(lambda rngs: DECODERS[config.family](config, layout, rngs))
+    base = jnp.dtype(config.lora_base if config.lora_rank else "float32")
+    return describe(lambda rngs: DECODERS[config.family](config, layout, rngs), base)
 
 
 def parameters(model: Model | Foreign) -> int:

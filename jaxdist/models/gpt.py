@@ -8,8 +8,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
+from jaxdist.models.adapters import mlp_adapters
 from jaxdist.models.decoder import Decoder
-from jaxdist.models.layers import MLP, Attention, LayerNorm, dropout, positions_of, weight
+from jaxdist.models.dropout import dropout
+from jaxdist.models.layers import MLP, Attention, LayerNorm, positions_of
+from jaxdist.models.parameters import weight
 from jaxdist.parallel.context import Starts
 from jaxdist.parallel.tensor import lookup
 from jaxdist.sharding import RESIDUAL, SEQUENCE, Layout, spread
@@ -24,16 +27,16 @@ class Block(nnx.Module):
         self.layout = layout
         self.rate = config.dropout
         self.norm1 = LayerNorm(config.embed, config.norm_eps)
-        self.attention = Attention(config.embed, config.heads, layout, rngs, out_scale, config.window)
+        self.attention = Attention(config, layout, rngs, out_scale)
         self.norm2 = LayerNorm(config.embed, config.norm_eps)
-        self.mlp = MLP(config.embed, config.mlp_size, layout, rngs, out_scale)
+        self.mlp = MLP(config.embed, config.mlp_size, layout, rngs, out_scale, mlp_adapters(config, layout, rngs))
 
     def __call__(
         self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None, starts: Starts
     ) -> Float[Array, "B s D"]:
         """Return the residual stream after the block; `keys` are those of dropout, one a row."""
-        x = x + dropout(self.layout, self.attention(self.norm1(x), starts), self.rate, keys, site=0)
-        return x + dropout(self.layout, self.mlp(self.norm2(x)), self.rate, keys, site=1)
+        x = x + dropout(self.layout, self.attention(self.norm1(x), starts, keys), self.rate, keys, site=0)
+        return x + dropout(self.layout, self.mlp(self.norm2(x), keys), self.rate, keys, site=1)
 
 
 def axis_of_positions(config: ModelConfig, layout: Layout) -> str:

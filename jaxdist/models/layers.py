@@ -1,9 +1,9 @@
-"""The parts that models are made of: parameters with logical axes, norms, attention, positions, MLPs, dropout."""
+"""The parts that models are made of: norms, attention, positions, MLPs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -12,56 +12,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
+from jaxdist.models.adapters import Adapters, attention_adapters
 from jaxdist.models.attention import causal_attention
+from jaxdist.models.parameters import constant, weight
 from jaxdist.parallel.context import Starts
 from jaxdist.parallel.tensor import einsum, enter, mean_over_heads
-from jaxdist.sharding import RESIDUAL, Layout, spread, wide
-
-
-def normal(key: Key[Array, ""], shape: Sequence[int], scale: float) -> Float[Array, "..."]:
-    """Draw normal numbers (standard deviation `scale`, cut at 4.9 of them): the same bits on every mesh and backend.
-
-    The sum of eight uniform 16-bit integers (Irwin-Hall, excess kurtosis -0.15) is exact, and one multiplication
-    follows. The usual inverse error function is not reproducible: its last bit depends on how XLA fuses it, which
-    depends on the layout of the result.
-    """
-    n = 8
-    bits = 16
-
-    def add(total: Int[Array, "..."], key: Key[Array, ""]) -> tuple[Int[Array, "..."], None]:
-        word = jax.random.bits(key, shape, jnp.uint32)  # two of the integers
-        return total + ((word >> bits) + (word & (2**bits - 1))).astype(jnp.int32), None
-
-    # A loop over the keys, because the generator is compiled anew for each parameter.
-    total, _ = jax.lax.scan(add, jnp.zeros(shape, jnp.int32), jax.random.split(key, n // 2))
-    deviation = 2**bits * math.sqrt(n / 12)
-    return (2 * total - n * (2**bits - 1)).astype(jnp.float32) * jnp.float32(scale / deviation / 2)
-
-
-def weight(
-    rngs: nnx.Rngs, shape: Sequence[int], axes: tuple[str | None, ...], scale: float = 0.02, exact: bool = False
-) -> nnx.Param:
-    """Make a parameter of normal numbers whose dims carry the logical `axes`.
-
-    `exact` marks a parameter that is f32 at least in any compute dtype.
-    """
-    return nnx.Param(normal(rngs.params(), shape, scale), axes=axes, exact=exact)
-
-
-def constant(
-    value: float,
-    shape: Sequence[int],
-    axes: tuple[str | None, ...],
-    forward_only: bool = False,
-    exact: bool = False,
-) -> nnx.Param:
-    """Make a parameter filled with `value` whose dims carry the logical `axes`.
-
-    `forward_only` marks a parameter whose value no gradient needs; the planner reads it. `exact` marks one that is f32
-    at least in any compute dtype.
-    """
-    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes, forward_only=forward_only, exact=exact)
-
+from jaxdist.sharding import Layout, spread, wide
 
 recomputed = partial(jax.checkpoint, prevent_cse=False)
 """Activation checkpointing (remat) of cheap functions: only their inputs are kept, and the backward pass recomputes the
@@ -112,46 +68,67 @@ def _rms_norm(eps: float, x: jax.Array, scale: jax.Array) -> jax.Array:
     return (y * spread(scale, y)).astype(x.dtype)
 
 
-@partial(recomputed, static_argnums=(0, 1, 2))
 def column(
-    layout: Layout, logical: str, dims: str, x: Float[Array, "B s D"], w: Float[Array, "D ..."]
+    layout: Layout,
+    logical: str,
+    dims: str,
+    x: Float[Array, "B s D"],
+    w: Float[Array, "D ..."],
+    adapters: Adapters | None = None,
+    keys: Key[Array, " B"] | None = None,
 ) -> Float[Array, "B S ..."]:
     """Multiply the residual stream by a weight whose columns are split along `logical` (column-parallel).
 
     Only `x` is kept, as it lies on the residual stream. Where that is split along the sequence, the backward pass
-    gathers it again (Korthikanti et al. 2022, section 4.2.2); nothing needs the result again.
+    gathers it again (Korthikanti et al. 2022, section 4.2.2); nothing needs the result again. `adapters` add to the
+    pieces of the weight, which lie along C; `keys` are those of their dropout.
     """
-    return einsum(layout, dims, enter(layout, x, logical), w)
+
+    @recomputed
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        entered = enter(layout, x, logical)
+        y = einsum(layout, dims, entered, w)
+        return y if adapters is None else adapters.onto(y, entered, keys)
+
+    return product(x, w)
 
 
 class Attention(nnx.Module):
     """Causal multi-head self-attention (Vaswani et al. 2017, section 3.2); one matmul makes query, key and value."""
 
-    def __init__(self, embed: int, heads: int, layout: Layout, rngs: nnx.Rngs, out_scale: float, window: int):
-        size = embed // heads
+    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs, out_scale: float):
+        embed = config.embed
+        heads = config.heads
+        size = config.head_size
         self.layout = layout
-        self.window = window
+        self.window = config.window
         self.qkv = weight(rngs, (embed, 3, heads, size), ("embed", None, "heads", None))
         self.qkv_bias = constant(0.0, (3, heads, size), (None, "heads", None))
         self.out = weight(rngs, (heads, size, embed), ("heads", None, "embed"), out_scale)
         self.out_bias = constant(0.0, (embed,), ("norm",))
+        self.lora = attention_adapters(config, layout, rngs)
 
-    def __call__(self, x: Float[Array, "B s D"], starts: Starts) -> Float[Array, "B s D"]:
-        """Return the output of all heads, contracted back onto the residual stream."""
-        q, k, v = self.heads(x, starts)
-        return self.contract(causal_attention(self.layout, q, k, v, starts, self.window))
+    def __call__(
+        self, x: Float[Array, "B s D"], starts: Starts, keys: Key[Array, " B"] | None = None
+    ) -> Float[Array, "B s D"]:
+        """Return the output of all heads on the residual stream; `keys` are those of the adapters' dropout."""
+        q, k, v = self.heads(x, starts, keys)
+        return self.contract(causal_attention(self.layout, q, k, v, starts, self.window), keys)
 
-    def heads(self, x: Float[Array, "B s D"], starts: Starts) -> tuple[Float[Array, "B S N H"], ...]:
+    def heads(
+        self, x: Float[Array, "B s D"], starts: Starts, keys: Key[Array, " B"] | None = None
+    ) -> tuple[Float[Array, "B S N H"], ...]:
         """Return queries, keys and values; positions, which `starts` would shift, do not enter here."""
-        qkv = column(self.layout, "heads", "BSD,DCNH->BSCNH", x, self.qkv[...])
+        qkv = column(self.layout, "heads", "BSD,DCNH->BSCNH", x, self.qkv[...], self.lora, keys)
         qkv = qkv + spread(self.qkv_bias[...], qkv)
         # [B, S, 3, N, H] -> three times [B, S, N, H]
         q, k, v = (qkv[:, :, i] for i in range(3))
         return q, k, v
 
-    def contract(self, out: Float[Array, "B S N H"]) -> Float[Array, "B s D"]:
-        """Return the residual stream's share of what the heads have found."""
-        out = einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...])
+    def contract(self, out: Float[Array, "B S N H"], keys: Key[Array, " B"] | None = None) -> Float[Array, "B s D"]:
+        """Contract what the heads have found back onto the residual stream."""
+        beside = None if self.lora is None else self.lora.of_rows("o_proj", out, keys)
+        out = einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...], beside)
         return out + spread(self.out_bias[...], out)
 
 
@@ -177,17 +154,20 @@ class GroupedAttention(nnx.Module):
         self.k_norm = RMSNorm(size, config.norm_eps, "head_norm") if of_head else None
         self.qk_norm = FullNorm(config, layout) if config.qk_norm == "full" else None
         self.out = weight(rngs, (config.heads, size, config.embed), ("heads", None, "embed"), out_scale)
+        self.lora = attention_adapters(config, layout, rngs)
 
-    def __call__(self, x: Float[Array, "B s D"], starts: Starts) -> Float[Array, "B s D"]:
-        """Return the output of all heads, contracted back onto the residual stream."""
-        q, k, v = self.heads(x, starts)
-        return self.contract(causal_attention(self.layout, q, k, v, starts, self.window))
+    def __call__(
+        self, x: Float[Array, "B s D"], starts: Starts, keys: Key[Array, " B"] | None = None
+    ) -> Float[Array, "B s D"]:
+        """Return the output of all heads on the residual stream; `keys` are those of the adapters' dropout."""
+        q, k, v = self.heads(x, starts, keys)
+        return self.contract(causal_attention(self.layout, q, k, v, starts, self.window), keys)
 
     def heads(
-        self, x: Float[Array, "B s D"], starts: Starts
+        self, x: Float[Array, "B s D"], starts: Starts, keys: Key[Array, " B"] | None = None
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
         """Return queries, keys and values; queries and keys are turned by their positions."""
-        qkv = column(self.layout, "heads", "BSD,DKCH->BSKCH", x, self.qkv[...])
+        qkv = column(self.layout, "heads", "BSD,DKCH->BSKCH", x, self.qkv[...], self.lora, keys)
         if self.qkv_bias is not None:
             qkv = qkv + spread(self.qkv_bias[...], qkv)
         # [B, S, K, G + 2, H] -> queries [B, S, K, G, H], keys and values [B, S, K, 1, H]
@@ -200,9 +180,10 @@ class GroupedAttention(nnx.Module):
         k = rotary(k, self.frequencies, positions, self.attention_factor)
         return q, k, v
 
-    def contract(self, out: Float[Array, "B S N H"]) -> Float[Array, "B s D"]:
-        """Return the residual stream's share of what the heads have found."""
-        return einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...])
+    def contract(self, out: Float[Array, "B S N H"], keys: Key[Array, " B"] | None = None) -> Float[Array, "B s D"]:
+        """Contract what the heads have found back onto the residual stream."""
+        beside = None if self.lora is None else self.lora.of_rows("o_proj", out, keys)
+        return einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...], beside)
 
     def _normalised(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return queries and keys after the norm that they have, if any."""
@@ -327,69 +308,79 @@ gelu.defvjp(_gelu_forward, _gelu_backward)
 class MLP(nnx.Module):
     """Two layers around a GELU."""
 
-    def __init__(self, embed: int, mlp: int, layout: Layout, rngs: nnx.Rngs, out_scale: float):
+    def __init__(
+        self,
+        embed: int,
+        mlp: int,
+        layout: Layout,
+        rngs: nnx.Rngs,
+        out_scale: float,
+        adapters: Adapters | None = None,
+    ):
         self.layout = layout
+        self.lora = adapters
         self.up = weight(rngs, (embed, mlp), ("embed", "mlp"))
         self.up_bias = constant(0.0, (mlp,), ("mlp",))
         self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), out_scale)
         # It only shifts the output of a block, so ZeRO 3 (FSDP) does not gather it again in the backward pass.
         self.down_bias = constant(0.0, (embed,), ("norm",), forward_only=True)
 
-    def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
-        """Return gelu(x up + up_bias) down + down_bias."""
-        h = column(self.layout, "mlp", "BSD,DF->BSF", x, self.up[...])
-        out = _activate_and_contract(self.layout, h, self.up_bias[...], self.down[...])
+    def __call__(self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None = None) -> Float[Array, "B s D"]:
+        """Return gelu(x up + up_bias) down + down_bias; `keys` are those of the adapters' dropout."""
+        h = column(self.layout, "mlp", "BSD,DF->BSF", x, self.up[...], self.lora, keys)
+
+        def activated(h: jax.Array, bias: jax.Array) -> jax.Array:
+            return gelu(h + spread(bias, h))
+
+        out = _contract(self.layout, activated, (h, self.up_bias[...]), self.down[...], self.lora, keys)
         return out + spread(self.down_bias[...], out)
 
 
-@partial(recomputed, static_argnums=0)
-def _activate_and_contract(layout: Layout, h: jax.Array, bias: jax.Array, down: jax.Array) -> jax.Array:
-    """Return gelu(h + bias) down.
+def _contract(
+    layout: Layout,
+    activated: Callable[..., jax.Array],
+    of: Sequence[jax.Array],
+    down: jax.Array,
+    adapters: Adapters | None,
+    keys: Key[Array, " B"] | None,
+) -> jax.Array:
+    """Return activated(*of) down, with what `adapters` add.
 
-    Of the three arrays of width F only `h` is kept. The matmul itself is not recomputed: nothing needs its result.
+    Of the arrays of width F only those of `of` are kept. The matmul itself is not recomputed: nothing needs its result.
     """
-    return einsum(layout, "BSF,FD->BsD", gelu(h + spread(bias, h)), down)
+
+    @recomputed
+    def product(*arrays: jax.Array) -> jax.Array:
+        *of, down = arrays
+        a = activated(*of)
+        beside = None if adapters is None else adapters.of_rows("down_proj", a, keys)
+        return einsum(layout, "BSF,FD->BsD", a, down, beside)
+
+    return product(*of, down)
 
 
 class SwiGLU(nnx.Module):
     """Two layers around silu(gate) times up (Shazeer 2020, eq. 6); one matmul makes gate and up."""
 
-    def __init__(self, embed: int, mlp: int, layout: Layout, rngs: nnx.Rngs, out_scale: float):
+    def __init__(
+        self,
+        embed: int,
+        mlp: int,
+        layout: Layout,
+        rngs: nnx.Rngs,
+        out_scale: float,
+        adapters: Adapters | None = None,
+    ):
         self.layout = layout
+        self.lora = adapters
         self.gate_up = weight(rngs, (embed, 2, mlp), ("embed", None, "mlp"))
         self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), out_scale)
 
-    def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s D"]:
-        """Return (silu(x gate) * x up) down."""
-        h = column(self.layout, "mlp", "BSD,DCF->BSCF", x, self.gate_up[...])
-        return _gate_and_contract(self.layout, h, self.down[...])
+    def __call__(self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None = None) -> Float[Array, "B s D"]:
+        """Return (silu(x gate) * x up) down; `keys` are those of the adapters' dropout."""
+        h = column(self.layout, "mlp", "BSD,DCF->BSCF", x, self.gate_up[...], self.lora, keys)
 
+        def gated(h: jax.Array) -> jax.Array:
+            return jax.nn.silu(h[:, :, 0]) * h[:, :, 1]
 
-@partial(recomputed, static_argnums=0)
-def _gate_and_contract(layout: Layout, h: jax.Array, down: jax.Array) -> jax.Array:
-    """Return (silu(gate) * up) down; of the arrays of width F only `h`, gate and up, is kept."""
-    return einsum(layout, "BSF,FD->BsD", jax.nn.silu(h[:, :, 0]) * h[:, :, 1], down)
-
-
-def dropout(
-    layout: Layout, x: Float[Array, "B s D"], rate: float, keys: Key[Array, " B"] | None, site: int
-) -> Float[Array, "B s D"]:
-    """Drop values with probability `rate`; `keys` holds one key per row, so a row's mask depends on no mesh.
-
-    `site` distinguishes the places in a layer. No keys, no dropout (evaluation).
-    """
-    if keys is None or rate == 0.0:
-        return x
-
-    def mask_of_token(key: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.bernoulli(jax.random.fold_in(key, position), 1 - rate, x.shape[2:])
-
-    def mask_of_row(key: jax.Array, positions: jax.Array) -> jax.Array:
-        return jax.vmap(mask_of_token, in_axes=(None, 0))(jax.random.fold_in(key, site), positions)
-
-    masks = jax.vmap(mask_of_row, in_axes=(0, None))
-    if not layout.manual:
-        # Each device draws its own part of the mask.
-        masks = jax.sharding.auto_axes(masks, out_sharding=jax.typeof(x).sharding.spec)
-    keep = masks(keys, layout.positions(x.shape[1], RESIDUAL))
-    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+        return _contract(self.layout, gated, (h,), self.down[...], self.lora, keys)

@@ -10,8 +10,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
+from jaxdist.models.adapters import mlp_adapters
 from jaxdist.models.decoder import Decoder
-from jaxdist.models.layers import GroupedAttention, RMSNorm, SwiGLU, weight
+from jaxdist.models.layers import GroupedAttention, RMSNorm, SwiGLU
+from jaxdist.models.parameters import weight
 from jaxdist.parallel.context import Starts
 from jaxdist.parallel.tensor import lookup
 from jaxdist.sharding import Layout
@@ -31,14 +33,14 @@ class Block(nnx.Module):
     @staticmethod
     def make_mlp(config: ModelConfig, layout: Layout, rngs: nnx.Rngs, out_scale: float) -> nnx.Module:
         """Return what stands in the place of the MLP."""
-        return SwiGLU(config.embed, config.mlp_size, layout, rngs, out_scale)
+        return SwiGLU(config.embed, config.mlp_size, layout, rngs, out_scale, mlp_adapters(config, layout, rngs))
 
     def __call__(
         self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None, starts: Starts
     ) -> Float[Array, "B s D"]:
-        """Return the residual stream after the block; `keys` are not used: there is no dropout."""
-        x = x + self.attention(self.norm1(x), starts)
-        return x + self.mlp(self.norm2(x))
+        """Return the residual stream after the block; `keys` are those of the adapters' dropout, one a row."""
+        x = x + self.attention(self.norm1(x), starts, keys)
+        return x + self.mlp(self.norm2(x), keys)
 
 
 class Llama(Decoder):

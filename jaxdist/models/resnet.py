@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from jaxdist.models.layers import normal
+from jaxdist.models.parameters import normal
 
 STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
 """Blocks in each of the four stages (He et al. 2016, "Deep Residual Learning", table 1)."""

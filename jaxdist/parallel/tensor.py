@@ -71,16 +71,25 @@ def _leave_manual(y: jax.Array, summed: Collection[str], stream: tuple[str, ...]
     return region.add_up(y, [axis for axis in summed if axis not in stream])
 
 
-def einsum(layout: Layout, dims: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> Float[Array, "..."]:
+def einsum(
+    layout: Layout,
+    dims: str,
+    x: Float[Array, "..."],
+    w: Float[Array, "..."],
+    beside: Float[Array, "..."] | None = None,
+) -> Float[Array, "..."]:
     """Multiply an activation by a weight: `"BSD,DF->BSF"`, or, back onto the residual stream, `"BSF,FD->BsD"`.
 
-    The gradient of `w` is a partial sum over the axes that `w` is `reduced` over.
+    The gradient of `w` is a partial sum over the axes that `w` is `reduced` over. `beside` is added to the result,
+    before partial sums are reduced.
     """
     operands, out = dims.split("->")
     x_dims = operands.split(",")[0]
     contracted = [letter for letter in x_dims if letter not in out.upper()]
     summed = frozenset().union(*(layout.split(LETTERS.get(letter)) for letter in contracted))
     y = _matmul(layout, dims.replace("s", "S"), summed, x, w)
+    if beside is not None:
+        y = y + beside
     if out == "BsD":
         y = leave(layout, y, summed)
     return checkpoint_name(y, PRODUCT)

@@ -14,9 +14,11 @@ from jaxdist.config import DataConfig
 from jaxdist.data.batches import AbstractBatch, Batch, abstract_batch, train_batch, validation_batches
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.huggingface.special_tokens import SpecialTokens
+from jaxdist.lora import is_adapter
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.parallel.replica_zero import without_replica_zero
+from jaxdist.parallel.zero import Wrt
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
@@ -32,6 +34,7 @@ class ForwardOptions(TypedDict):
     seed: int
     stage: int
     replica_zero: bool
+    wrt: Wrt | None
 
 
 class TextTask(Task[Model]):
@@ -48,10 +51,11 @@ class TextTask(Task[Model]):
         options: ForwardOptions = dict(
             dtype=dtype,
             remat=config.model.remat,
-            dropout=config.model.dropout > 0,
+            dropout=config.model.dropout > 0 or config.model.lora_dropout > 0,
             seed=config.train.seed,
             stage=config.parallel.zero,
             replica_zero=not without_replica_zero(config, self.layout),
+            wrt=is_adapter if config.model.lora_rank else None,
         )
         stages = stages_of(config, self.mesh.shape)
         if stages:

@@ -12,7 +12,7 @@ from jaxdist import models
 from jaxdist.config import ModelConfig
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
-from jaxdist.models.layers import normal
+from jaxdist.models.parameters import normal
 from jaxdist.sharding import Layout
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.step import Step

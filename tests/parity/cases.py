@@ -13,10 +13,11 @@ import optax
 
 from jaxdist import models
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig
+from jaxdist.lora import is_adapter
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.pipeline.stages import stages_of
-from jaxdist.sharding import Layout
+from jaxdist.sharding import Layout, name_of
 from jaxdist.training.forward.balance import balancing
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
@@ -122,9 +123,12 @@ def train(
     layout = replace(Layout.of(config, devices), platform=platform)
     rule = optimizer or optax.sgd(0.5)
     if model.traits.routed:
-        rule = balancing(rule, models.counted(models.build(model)), model.balance_rate)
+        counted = {} if model.lora_rank else models.counted(models.build(model))
+        rule = balancing(rule, counted, model.balance_rate) if counted else rule
     optimizer = optax.chain(remember(), rule)
-    options = dict(remat=model.remat, dropout=model.dropout > 0, dtype=dtype, stage=stage)
+    dropout = model.dropout > 0 or model.lora_dropout > 0
+    options = dict(remat=model.remat, dropout=dropout, dtype=dtype, stage=stage)
+    options["wrt"] = is_adapter if model.lora_rank else None
     options["replica_zero"] = replica_zero and compression is None
     if stages := stages_of(config, shape):
         forward = PipelineForward(
@@ -135,9 +139,11 @@ def train(
     step = Step(forward, optimizer, max_norm=max_norm, keep=keep, compression=compression, replicas=shape["replica"])
     with jax.set_mesh(devices):
         initial = weights(model.model_copy(update={"remat": "none"}))
-        params = jax.tree.map(lambda a: jax.device_put(a.astype(param_dtype), replicated(devices)), initial)
-        before, losses, norms, gradients = jax.device_get(params), [], [], []
+        dtypes = jax.tree.map(lambda a: a.dtype if a.dtype == jnp.bfloat16 else param_dtype, initial)
+        params = jax.tree.map(lambda a, to: jax.device_put(a.astype(to), replicated(devices)), initial, dtypes)
+        losses, norms, gradients = [], [], []
         state = jax.jit(lambda params: step.start(step.place(params)))(step.folded(params))
+        before = jax.device_get(jax.jit(step.unfolded)(state.params))
         take, logical = jax.jit(step.train), jax.jit(step.unfolded)
         for number in range(steps):
             further = {"starts": documents(number, count, model.sequence)} if apart else {}
@@ -153,16 +159,23 @@ def train(
 
 @cache
 def weights(model: ModelConfig) -> dict:
-    """The initial weights; `tests/models` proves that they are the same on every mesh."""
-    return jax.device_get(jax.jit(models.build(model).init)(jax.random.key(0)))
+    """The initial weights; `tests/models` proves that they are the same on every mesh. B of adapters is not zero, so
+    that both halves have a gradient."""
+    rng = np.random.default_rng(0)
+
+    def stirred(path: tuple, a: np.ndarray) -> np.ndarray:
+        is_b = is_adapter(name_of(path)) and path[-1].key == "b"
+        return rng.normal(0, 0.1, a.shape).astype(a.dtype) if is_b else a
+
+    return jax.tree.map_with_path(stirred, jax.device_get(jax.jit(models.build(model).init)(jax.random.key(0))))
 
 
 def without_counts(gradient: dict) -> tuple[dict, dict[str, np.ndarray]]:
     """Return (derivatives, counts)."""
-    mlp = gradient["blocks"]["mlp"]
+    mlp = gradient["blocks"].get("mlp", {})
     names = mlp.keys() & {"balance", "meter"}
     rest = {name: leaf for name, leaf in mlp.items() if name not in names}
-    blocks = gradient["blocks"] | {"mlp": rest}
+    blocks = gradient["blocks"] | ({"mlp": rest} if rest else {})
     return gradient | {"blocks": blocks}, {name: mlp[name] for name in names}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.models.layers import dropout
+from jaxdist.models.dropout import dropout
 from jaxdist.models.loss import cross_entropy
 from jaxdist.parallel.pipeline.stages import Stages, split
 from jaxdist.parallel.tensor import einsum, enter, lookup

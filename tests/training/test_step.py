@@ -86,7 +86,7 @@ def test_dropout_depends_on_seed_step_and_row_and_is_off_in_evaluation():
 
 
 def test_rows_have_masks_of_their_own():
-    from jaxdist.models.layers import dropout
+    from jaxdist.models.dropout import dropout
     from jaxdist.sharding import ONE_DEVICE
 
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(4))
