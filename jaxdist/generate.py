@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.cluster.heartbeat import STEPPING
     from jaxdist.cluster.job import Job
     from jaxdist.huggingface.given_tokenizer import largest_id
+    from jaxdist.training.decoding import Choice, Decoding, continued
     from jaxdist.training.restore import restore, tokenizer_of
-    from jaxdist.training.sampling import Choice, sample
 
     with Job(place, config, enough=Enough(config)) as job:
         check_request(request.text)
@@ -51,11 +51,10 @@ def main(argv: list[str] | None = None) -> int:
         prompt = tokenizer.encode(extras["prompt"], add_special_tokens=False).ids
         if special.bos is not None:
             prompt = [special.bos, *prompt]
-        texts = sample(
-            trained,
-            prompt,
+        texts = continued(
+            Decoding(trained.run, trained.params),
+            [prompt] * extras["samples"],
             extras["tokens"],
-            extras["samples"],
             Choice(extras["temperature"], extras["top_k"], entries=largest_id(tokenizer) + 1),
             extras["seed"],
             stops=special.stops,

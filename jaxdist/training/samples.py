@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
 from jaxdist.huggingface.given_tokenizer import largest_id
 from jaxdist.models import Params
-from jaxdist.training.decoding import Choice, Decoding
+from jaxdist.training.decoding import Choice, Decoding, continued
 from jaxdist.training.run import Run
 
 TOKENS = 50
@@ -57,21 +56,15 @@ class Samples:
 
         The parameters stay as they are, and no random number of the run is used.
         """
-        entries = largest_id(self.tokenizer) + 1
-        choice = Choice(TEMPERATURE, TOP_K, entries=entries)
-        drawn = []
-        with self._decoding.using(params):
-            for tokens in self._decoding.draw(self.ids, choice, self.run.config.train.seed, moving):
-                drawn.append(tokens)
-                if len(drawn) == TOKENS:
-                    break
-        return [self._text(ids, [int(tokens[row]) for tokens in drawn]) for row, ids in enumerate(self.ids)]
+        choice = Choice(TEMPERATURE, TOP_K, entries=largest_id(self.tokenizer) + 1)
+        self._decoding.load(params)
+        seed = self.run.config.train.seed
+        texts = continued(self._decoding, self.ids, TOKENS, choice, seed, self.stops, moving)
+        # The next steps need the memory.
+        self._decoding.load(None)
+        return [self.tokenizer.decode(text) for text in texts]
 
     @cached_property
     def _decoding(self) -> Decoding:
         """One for the whole run, so that its programs are compiled once."""
         return Decoding(self.run)
-
-    def _text(self, prompt: list[int], drawn: list[int]) -> str:
-        ends = np.flatnonzero(np.isin(drawn, (*self.stops, -1)))
-        return self.tokenizer.decode(prompt + drawn[: ends[0] if len(ends) else None])
