@@ -118,8 +118,11 @@ def _sampled(config: Config) -> Iterator[str]:
         yield f"sample.every is {sample.every}, but sample.prompts has no text to continue; give one a line"
     elif sample.every and not all(sample.prompts.splitlines()):
         yield "sample.prompts has an empty line, which nothing continues; leave it out"
-    elif not sample.every:
-        yield from unused(config, "sample.prompts", "sample.every 0")
+    elif sample.prompts and not sample.every:
+        yield (
+            f"sample.prompts is {shown(sample.prompts)}, but sample.every is 0, with which nothing is written; give "
+            f"sample.every, or leave the prompts out"
+        )
 
 
 STEPS = re.compile(r"[1-9][0-9]{0,8}(-[1-9][0-9]{0,8})?")
