@@ -47,13 +47,8 @@ class Drawn(NamedTuple):
 class Decoding:
     """Generates with the weights of a run: one program for each bucket of prompts, and one for all further tokens."""
 
-<<<<<<< HEAD
     def __init__(self, run: Run, params: Params | None = None):
         """Take the parameters of a train state of `run`, or wait for `load`."""
-=======
-    def __init__(self, run: Run, params: Params):
-        """Take all parameters of a train state of `run`, trained and frozen; the caller may drop them afterwards."""
->>>>>>> decode
         assert isinstance(run.forward, DecoderForward | PipelineForward)
         self.run = run
         self.sequence = run.config.model.sequence
