@@ -17,8 +17,8 @@ from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.lora import is_adapter
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of
+from jaxdist.parallel.placing import Wrt
 from jaxdist.parallel.replica_zero import without_replica_zero
-from jaxdist.parallel.zero import Wrt
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
