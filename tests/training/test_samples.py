@@ -50,7 +50,7 @@ def test_each_prompt_is_continued_in_the_log_and_on_the_board(folders):
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(request_of):
-    with pytest.raises(RequestError, match="of 41 tokens, to which model.sequence 16 leaves no room for more"):
+    with pytest.raises(RequestError, match=r"of 41 tokens, to which model.sequence 16 leaves no room for more"):
         train.main(request_of("long", "--sample.every=5", "--sample.prompts=" + "mesh " * 40))
 
 
