@@ -10,11 +10,11 @@ from typing import TypedDict
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxdist import lora
 from jaxdist.config import DataConfig
 from jaxdist.data.batches import AbstractBatch, Batch, abstract_batch, train_batch, validation_batches
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.huggingface.special_tokens import SpecialTokens
-from jaxdist.lora import is_adapter
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.parallel.placing import Wrt
@@ -55,7 +55,7 @@ class TextTask(Task[Model]):
             seed=config.train.seed,
             stage=config.parallel.zero,
             replica_zero=not without_replica_zero(config, self.layout),
-            wrt=is_adapter if config.model.lora_rank else None,
+            wrt=lora.trained(config.model),
         )
         stages = stages_of(config, self.mesh.shape)
         if stages:
