@@ -37,8 +37,13 @@ def config_of(family: str, mesh: str = "1x1x1", **more: object) -> Config:
 def weights(family: str) -> dict:
     """Weights, as a checkpoint holds them, so large that the next token depends on all before it."""
     rng = np.random.default_rng(0)
-    abstract = models.build_decoder(config_of(family).model).abstract
-    return jax.tree.map(lambda a: rng.normal(0.0, 0.3, a.shape).astype(np.float32), abstract)
+
+    def drawn(path: tuple, a: jax.ShapeDtypeStruct) -> np.ndarray:
+        name = jax.tree_util.keystr(path)
+        scale = 0.03 if "bias" in name else 1.0 if "table" in name else 0.4
+        return rng.normal(0.0, scale, a.shape).astype(np.float32)
+
+    return jax.tree.map_with_path(drawn, models.build_decoder(config_of(family).model).abstract)
 
 
 def decoding_of(family: str, mesh: str = "1x1x1", **more: object) -> Decoding:
