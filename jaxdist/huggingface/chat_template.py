@@ -31,7 +31,7 @@ Message = Mapping[str, str]
 class ChatTemplate:
     """A template and the special tokens that it may name."""
 
-    text: str
+    compiled: Template
     folder: Path
     """The folder that it is from, for messages."""
     names: Mapping[str, str]
@@ -40,12 +40,11 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message]) -> str:
         """Return the conversation as a prompt that the assistant continues.
 
-        Raises `RequestError` where the template is wrong, or refuses the conversation, and without jinja2.
+        Raises `RequestError` where the template refuses the conversation, or fails.
         """
-        compiled = self._compile()
         conversation = [dict(message) for message in messages]
         try:
-            return compiled.render(
+            return self.compiled.render(
                 **self.names, messages=conversation, tools=None, documents=None, add_generation_prompt=True
             )
         except Exception as error:  # a template can raise anything, a TypeError too
@@ -54,26 +53,26 @@ class ChatTemplate:
                 f"write it another way, or leave --chat out"
             ) from error
 
-    def _compile(self) -> Template:
-        environment = make_environment()
-        try:
-            return environment.from_string(self.text)
-        except Exception as error:
-            raise RequestError(
-                f"the chat template of '{self.folder}' is not a Jinja template ({_first_line(error)}); copy it again"
-            ) from error
-
 
 def read_chat_template(folder: Path) -> ChatTemplate:
-    """Return the chat template of a run, or of a folder of Hugging Face. Raises `RequestError` if it has none."""
+    """Return the chat template of a run, or of a folder of Hugging Face.
+
+    Raises `RequestError` where there is none, where it is no template, and without jinja2.
+    """
     source = folder if is_folder(folder) else folder / KEPT
     text = _jinja_file(source / JINJA_FILE) or _in_json(source / TOKENIZER_CONFIG) or _in_json(source / JSON_FILE)
     if not text:
         raise RequestError(
-            f"'{folder}' has no chat template: there is neither a {JINJA_FILE} in '{source}' nor a chat_template in its "
+            f"'{folder}' has no chat template: '{source}' has neither a {JINJA_FILE} nor a chat_template in its "
             f"{TOKENIZER_CONFIG}; leave --chat out, or copy the template there"
         )
-    return ChatTemplate(text, source, token_names(source))
+    environment = make_environment()
+    try:
+        return ChatTemplate(environment.from_string(text), source, token_names(source))
+    except Exception as error:  # Jinja raises no narrower exception for all that can be wrong
+        raise RequestError(
+            f"the chat template of '{source}' is not a Jinja template ({_first_line(error)}); copy it again"
+        ) from error
 
 
 def make_environment() -> Any:
@@ -88,7 +87,7 @@ def make_environment() -> Any:
     class Generation(Extension):
         """Reads `{% generation %}`, which marks for training what the assistant says, as if it were not there."""
 
-        tags = {"generation"}
+        tags = frozenset({"generation"})
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno

@@ -1,31 +1,54 @@
-"""Read the prompts of a file, and the texts that end a continuation."""
+"""The texts that a request gives to `generate`: those of the command line, or of a file."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxdist.config import RequestError
 from jaxdist.files import open_regular
+
+USUAL_PROMPT = "def "
 
 LARGEST = 1 << 28
 """Bytes of the largest file of prompts that is read."""
 
 
-def stop_texts(text: str) -> tuple[str, ...]:
-    r"""Return the texts of `--stop`: the text itself, or several as a JSON list, such as `["\n", "User:"]`.
+def given_prompts(extras: Mapping[str, Any], alone: bool) -> list[str] | None:
+    """Return the texts to continue; None for a conversation. `alone` says that this is the only process.
 
-    Raises `ValueError` for a list that is no JSON, and for a text that is empty.
+    Raises `RequestError` with a sentence for all that does not go together.
     """
-    texts = [text]
-    if text.startswith("["):
-        try:
-            texts = json.loads(text)
-        except (ValueError, RecursionError):
-            raise ValueError('a text that begins with [ is a JSON list of texts, such as ["[end]", "\\n"]') from None
-    if not texts or not all(isinstance(one, str) and one for one in texts):
-        raise ValueError("each text that ends a continuation must have at least one character")
-    return tuple(texts)
+    given = extras["prompt"] is not None or extras["prompts"] is not None
+    problems: list[str] = []
+    if extras["prompt"] is not None and extras["prompts"] is not None:
+        problems.append("--prompt and --prompts both give texts to continue; leave one of them out")
+    if extras["system"] is not None and not extras["chat"]:
+        problems.append("--system begins a conversation; add --chat, or leave it out")
+    if extras["chat"] and not given:
+        problems += _problems_of_conversation(extras, alone)
+    if problems:
+        raise RequestError(*problems)
+    if extras["prompts"] is not None:
+        return read_prompts(extras["prompts"])
+    if extras["chat"] and not given:
+        return None
+    return [extras["prompt"] or USUAL_PROMPT]
+
+
+def _problems_of_conversation(extras: Mapping[str, Any], alone: bool) -> list[str]:
+    """Return a sentence for all that a conversation cannot have."""
+    remedy = "give a --prompt to answer"
+    problems: list[str] = []
+    if extras["samples"] > 1:
+        problems.append(f"a conversation goes on from one answer, and --samples is {extras['samples']}; {remedy}")
+    if extras["json"]:
+        problems.append(f"--json prints one object at the end, and a conversation answers line by line; {remedy}")
+    if not alone:
+        problems.append(f"a conversation needs one process, and this is one of several; {remedy}")
+    return problems
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""A text that a model continues: what of it can be shown while it grows, and what ends it. Nothing here knows a model.
+"""A text that grows token by token: what of it can be shown meanwhile, and what ends it. Nothing here knows a model.
 
 Tokens are no characters. One character may come as several tokens, and a text that would end the continuation may be
 about to be written; both are held back until they are complete.
@@ -70,17 +70,17 @@ class TextStream:
 class Continuation:
     """A text that grows token by token behind a prompt, until something ends it."""
 
-    def __init__(self, tokenizer: Tokenizer, length: int, ending: Ending, context: Sequence[int] = ()):
-        """`length` is the number of tokens of the prompt. `context` are its tokens, where the text continues theirs."""
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], ending: Ending, answers: bool = False):
+        """Begin a text behind the tokens of `prompt`; one that `answers` does not go on with its last word."""
+        self.prompt = prompt
         self.ids: list[int] = []
         """The tokens drawn, without the one that ended the text."""
         self.text = ""
         """The text so far, as far as it can be shown: it grows only at its end."""
         self.ended: str | None = None
         """Why it ended: `STOP_TOKEN`, `STOP_TEXT`, `TOKENS` or `SEQUENCE`. None while it grows."""
-        self._length = length
         self._ending = ending
-        self._stream = TextStream(tokenizer, context)
+        self._stream = TextStream(tokenizer, () if answers else prompt)
         self._held = ""
 
     def add(self, token: int) -> str:
@@ -95,7 +95,7 @@ class Continuation:
             return self._show(len(self._held))
         if len(self.ids) == self._ending.tokens:
             return self._end(TOKENS)
-        if self._length + len(self.ids) == self._ending.sequence:
+        if len(self.prompt) + len(self.ids) == self._ending.sequence:
             return self._end(SEQUENCE)
         return self._show(len(self._held) - self._begun_stop())
 

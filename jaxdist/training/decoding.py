@@ -110,9 +110,7 @@ class Decoding:
         """The program of a step."""
 
         @partial(jax.jit, static_argnums=0, donate_argnums=2)
-        def extend(
-            choice: Choice, weights: Params, drawn: Drawn, key: Key[Array, ""], number: Int[Array, ""]
-        ) -> Drawn:
+        def extend(choice: Choice, weights: Params, drawn: Drawn, key: Key[Array, ""], number: Int[Array, ""]) -> Drawn:
             cache, logits = self.forward.step(weights, drawn.cache, drawn.tokens, drawn.positions)
             # A full row goes on in its last slot, while others are not full; nobody reads its tokens.
             positions = jnp.minimum(drawn.positions + 1, self.sequence - 1)

@@ -139,9 +139,7 @@ class CachedForward:
         last = _taken(x, (begins + lengths - 1)[:, None])
         return Cache(*(a[:, None] for a in cache)), self._logits(tops, last)
 
-    def _step(
-        self, weights: Params, cache: Cache, tokens: jax.Array, positions: jax.Array
-    ) -> tuple[Cache, jax.Array]:
+    def _step(self, weights: Params, cache: Cache, tokens: jax.Array, positions: jax.Array) -> tuple[Cache, jax.Array]:
         """Do the work of `step` on one device."""
         # The only token of a row has index 0.
         starts = -positions[:, None]
