@@ -7,13 +7,13 @@ later ones is never seen before it is overwritten. All of it runs in a manual re
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxdist.models.layers import Attention, GroupedAttention
 from jaxdist.parallel.context import Attended, Starts
 from jaxdist.sharding import wide
 
@@ -28,8 +28,17 @@ class Cache(NamedTuple):
     v: Float[Array, "v depth B S K H"]
 
 
+class Residual(Protocol):
+    """A block: x + attention(norm1(x)), then x + mlp(norm2(x)), as all decoders have it."""
+
+    norm1: Callable[[jax.Array], jax.Array]
+    attention: Attention | GroupedAttention
+    norm2: Callable[[jax.Array], jax.Array]
+    mlp: Callable[[jax.Array], jax.Array]
+
+
 def block_with(
-    block: nnx.Module, x: Float[Array, "B S D"], starts: Starts, attend: Attend
+    block: Residual, x: Float[Array, "B S D"], starts: Starts, attend: Attend
 ) -> tuple[Float[Array, "B S D"], Any]:
     """Return (the residual stream after `block`, what `attend` has returned beside its result).
 

@@ -8,7 +8,7 @@ n times. A bias is dealt in the same way, and so are the scales [..., K, G + 1, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -70,39 +70,49 @@ def dealt(shape: tuple[int, ...], of: HeadDeal) -> tuple[int, ...]:
 
 def deal(w: Float[Array, "..."], of: HeadDeal) -> Float[Array, "..."]:
     """Deal the heads of [..., K, G + 2, H] to n K devices: [..., n K, G/n + 2, H]."""
-    dim = of.dim
-    n = of.parts
-    queries, keys_and_values = _split_queries(w, of)
-    # Queries are dealt out: [..., K, G, H] -> [..., K, n, G/n, H] -> [..., n K, G/n, H].
-    lead = queries.shape[:dim]
-    heads = queries.shape[dim]
-    rest = queries.shape[dim + 2 :]
-    own = queries.shape[dim + 1] // n
-    queries = queries.reshape(*lead, heads, n, own, *rest)
-    queries = queries.reshape(*lead, heads * n, own, *rest)
-    # Keys and values are repeated: [..., K, 2, H] -> [..., n K, 2, H].
-    keys_and_values = jnp.repeat(keys_and_values, n, axis=dim)
-    return jnp.concatenate([queries, keys_and_values], axis=dim + 1)
+    return _each_part(w, of, _deal_queries, lambda shared, of: jnp.repeat(shared, of.parts, axis=of.dim))
 
 
 def collect(g: Float[Array, "..."], of: HeadDeal) -> Float[Array, "..."]:
     """Transpose `deal`: [..., n K, G/n + 2, H] -> [..., K, G + 2, H], summing the copies of each key and value."""
-    dim = of.dim
-    n = of.parts
-    queries, keys_and_values = _split_queries(g, of)
-    lead = g.shape[:dim]
-    heads = g.shape[dim] // n
-    rest = g.shape[dim + 2 :]
-    # [..., n K, G/n, H] -> [..., K, n, G/n, H] -> [..., K, G, H]
-    queries = queries.reshape(*lead, heads, n, *queries.shape[dim + 1 :])
-    # [..., n K, 2, H] -> [..., K, n, 2, H], of which n are copies.
-    keys_and_values = keys_and_values.reshape(*lead, heads, n, *keys_and_values.shape[dim + 1 :])
-    queries = queries.reshape(*lead, heads, n * queries.shape[dim + 2], *rest)
-    return jnp.concatenate([queries, keys_and_values.sum(dim + 1)], axis=dim + 1)
+    return _each_part(g, of, _collect_queries, _collect_shared)
 
 
-def _split_queries(w: jax.Array, of: HeadDeal) -> Sequence[jax.Array]:
-    """Return [queries, keys and values] of one attention weight."""
+def _deal_queries(queries: jax.Array, of: HeadDeal) -> jax.Array:
+    """[..., K, G, H] -> [..., K, n, G/n, H] -> [..., n K, G/n, H]."""
+    lead = queries.shape[: of.dim]
+    heads, group, *rest = queries.shape[of.dim :]
+    queries = queries.reshape(*lead, heads, of.parts, group // of.parts, *rest)
+    return queries.reshape(*lead, heads * of.parts, group // of.parts, *rest)
+
+
+def _collect_queries(queries: jax.Array, of: HeadDeal) -> jax.Array:
+    """[..., n K, G/n, H] -> [..., K, n, G/n, H] -> [..., K, G, H]."""
+    lead = queries.shape[: of.dim]
+    heads, group, *rest = queries.shape[of.dim :]
+    queries = queries.reshape(*lead, heads // of.parts, of.parts, group, *rest)
+    return queries.reshape(*lead, heads // of.parts, of.parts * group, *rest)
+
+
+def _collect_shared(shared: jax.Array, of: HeadDeal) -> jax.Array:
+    """[..., n K, 2, H] -> [..., K, n, 2, H], of which n are copies -> [..., K, 2, H]."""
+    lead = shared.shape[: of.dim]
+    heads, *rest = shared.shape[of.dim :]
+    return shared.reshape(*lead, heads // of.parts, of.parts, *rest).sum(of.dim + 1)
+
+
+def _each_part(
+    w: jax.Array,
+    of: HeadDeal,
+    of_queries: Callable[[jax.Array, HeadDeal], jax.Array],
+    of_shared: Callable[[jax.Array, HeadDeal], jax.Array],
+) -> jax.Array:
+    """Apply one function to the queries of an attention weight, and another to what they share; it may lack either."""
     behind = of.dim + 1
-    sizes = (w.shape[behind] - of.repeated, of.repeated)
-    return jax.lax.split(w, sizes, axis=behind)
+    count = w.shape[behind] - of.repeated
+    if count == 0:
+        return of_shared(w, of)
+    if of.repeated == 0:
+        return of_queries(w, of)
+    queries, shared = jax.lax.split(w, (count, of.repeated), axis=behind)
+    return jnp.concatenate([of_queries(queries, of), of_shared(shared, of)], axis=behind)

@@ -80,28 +80,32 @@ class CachedForward:
         """
         rows = self.layout.spec([BATCH])
         of_tokens = self.layout.spec([BATCH, None])
-        arguments = (reshard(tokens, of_tokens), reshard(begins, rows), reshard(lengths, rows))
-        specs = (self._weight_specs, of_tokens, rows, rows)
+        arguments = [reshard(tokens, of_tokens), reshard(begins, rows), reshard(lengths, rows)]
+        specs = [of_tokens, rows, rows]
         if starts is not None:
-            arguments = (*arguments, reshard(starts, of_tokens))
-            specs = (*specs, of_tokens)
-        out_specs = (self.cache_specs, self._logit_spec)
-        return jax.shard_map(self._prefill, in_specs=specs, out_specs=out_specs)(weights, *arguments)
+            arguments.append(reshard(starts, of_tokens))
+            specs.append(of_tokens)
+        prefill = jax.shard_map(
+            self._prefill,
+            in_specs=(self._weight_specs, *specs),
+            out_specs=(self._cache_specs, self._logit_spec),
+        )
+        return prefill(weights, *arguments)
 
     def step(
         self, weights: Params, cache: Cache, tokens: Int[Array, " B"], positions: Int[Array, " B"]
     ) -> tuple[Cache, Float[Array, "B V"]]:
         """Return (the cache with one token more in each row, at `positions`; the logits after these tokens)."""
         rows = self.layout.spec([BATCH])
-        specs = (self._weight_specs, self.cache_specs, rows, rows)
-        step = jax.shard_map(self._step, in_specs=specs, out_specs=(self.cache_specs, self._logit_spec))
+        specs = (self._weight_specs, self._cache_specs, rows, rows)
+        step = jax.shard_map(self._step, in_specs=specs, out_specs=(self._cache_specs, self._logit_spec))
         return step(weights, cache, reshard(tokens, rows), reshard(positions, rows))
 
     @property
-    def cache_specs(self) -> Cache:
+    def _cache_specs(self) -> tuple[P, P]:
         """How the cache lies: layers over stages, rows over the batch, slots over `context`, heads over `model`."""
         spec = self.layout.spec([None, STAGES, None, BATCH, SLOTS, "heads", None])
-        return Cache(spec, spec)
+        return spec, spec
 
     @property
     def _logit_spec(self) -> P:
@@ -177,11 +181,16 @@ class CachedForward:
 
     def _logits(self, tops: Params, x: Float[Array, "B 1 D"]) -> Float[Array, "B V"]:
         """Return this device's part of the logits after one token in each row."""
-        axes = tuple(sorted(region.varying(x) - set(self.layout.split(BATCH))))
-        if axes:
-            # The stream has come back to the first rank of a pipeline. Over `context` all devices have the same.
-            x = region.add_up(jnp.where(lax.axis_index(axes) == 0, x, 0), axes)
-        return self.model.logits(self._with_blocks(tops), x)[:, 0]
+        piped = self.layout.split(STAGES)
+        if piped:
+            # The stream has come back to the first rank.
+            x = region.add_up(jnp.where(lax.axis_index(piped) == 0, x, 0), piped)
+        logits = self.model.logits(self._with_blocks(tops), x)[:, 0]
+        copies = self.layout.split(SLOTS)
+        if copies:
+            # All have the same, which types do not show.
+            logits = region.add_up(jnp.where(lax.axis_index(copies) == 0, logits, 0), copies)
+        return logits
 
     def _tops(self, weights: Params) -> Params:
         """Return all weights but those of layers, in use."""
