@@ -55,11 +55,13 @@ class ChatTemplate:
 
 
 def read_chat_template(folder: Path) -> ChatTemplate:
-    """Return the chat template of a run, or of a folder of Hugging Face.
+    """Return the chat template of a run, or of a folder of a tokenizer.
 
     Raises `RequestError` where there is none, where it is no template, and without jinja2.
     """
-    source = folder if is_folder(folder) else folder / KEPT
+    source = folder
+    if not is_folder(folder) and (folder / KEPT).is_dir():
+        source = folder / KEPT
     text = _jinja_file(source / JINJA_FILE) or _in_json(source / TOKENIZER_CONFIG) or _in_json(source / JSON_FILE)
     if not text:
         raise RequestError(
@@ -87,7 +89,7 @@ def make_environment() -> Any:
     class Generation(Extension):
         """Reads `{% generation %}`, which marks for training what the assistant says, as if it were not there."""
 
-        tags = frozenset({"generation"})
+        tags = {"generation"}  # noqa: RUF012  # as the class above says
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
@@ -147,4 +149,4 @@ def _in_json(path: Path) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__

@@ -48,7 +48,7 @@ class Decoding:
     """Generates with the weights of a run: one program for each bucket of prompts, and one for all further tokens."""
 
     def __init__(self, run: Run, params: Params):
-        """Take the parameters of a train state of `run`; the caller may drop them afterwards."""
+        """Take all parameters of a train state of `run`, trained and frozen; the caller may drop them afterwards."""
         assert isinstance(run.forward, DecoderForward | PipelineForward)
         self.run = run
         self.sequence = run.config.model.sequence
