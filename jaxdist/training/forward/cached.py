@@ -88,7 +88,7 @@ class CachedForward:
         prefill = jax.shard_map(
             self._prefill,
             in_specs=(self._weight_specs, *specs),
-            out_specs=(self._cache_specs, self._logit_spec),
+            out_specs=(self._cache_spec, self._logit_spec),
         )
         return prefill(weights, *arguments)
 
@@ -97,15 +97,14 @@ class CachedForward:
     ) -> tuple[Cache, Float[Array, "B V"]]:
         """Return (the cache with one token more in each row, at `positions`; the logits after these tokens)."""
         rows = self.layout.spec([BATCH])
-        specs = (self._weight_specs, self._cache_specs, rows, rows)
-        step = jax.shard_map(self._step, in_specs=specs, out_specs=(self._cache_specs, self._logit_spec))
+        specs = (self._weight_specs, self._cache_spec, rows, rows)
+        step = jax.shard_map(self._step, in_specs=specs, out_specs=(self._cache_spec, self._logit_spec))
         return step(weights, cache, reshard(tokens, rows), reshard(positions, rows))
 
     @property
-    def _cache_specs(self) -> tuple[P, P]:
+    def _cache_spec(self) -> P:
         """How the cache lies: layers over stages, rows over the batch, slots over `context`, heads over `model`."""
-        spec = self.layout.spec([None, STAGES, None, BATCH, SLOTS, "heads", None])
-        return spec, spec
+        return self.layout.spec([None, STAGES, None, BATCH, SLOTS, "heads", None])
 
     @property
     def _logit_spec(self) -> P:
