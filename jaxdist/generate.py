@@ -144,7 +144,8 @@ def note_full(found: Sequence[Continuation]) -> None:
     full = sum(text.ended == SEQUENCE for text in found)
     if full:
         which = "the text" if len(found) == 1 else f"{full} of {len(found)} texts"
-        print(f"note: {which} ended at model.sequence: the model sees no more tokens", file=sys.stderr)
+        sequence = found[0].ending.sequence
+        print(f"note: {which} ended at model.sequence {sequence}: the model sees no more tokens", file=sys.stderr)
 
 
 def print_json(step: int | None, begun: Sequence[str], found: Sequence[Continuation]) -> None:

@@ -79,29 +79,29 @@ class Continuation:
         """The text so far, as far as it can be shown: it grows only at its end."""
         self.ended: str | None = None
         """Why it ended: `STOP_TOKEN`, `STOP_TEXT`, `TOKENS` or `SEQUENCE`. None while it grows."""
-        self._ending = ending
+        self.ending = ending
         self._stream = TextStream(tokenizer, () if answers else prompt)
         self._held = ""
 
     def add(self, token: int) -> str:
         """Add a token that was drawn, and return the text that can be shown now behind what was shown before."""
         assert self.ended is None
-        if token in self._ending.stops:
+        if token in self.ending.stops:
             return self._end(STOP_TOKEN)
         self.ids.append(token)
         self._held += self._stream.add(token)
         if self._cut_before_stop():
             self.ended = STOP_TEXT
             return self._show(len(self._held))
-        if len(self.ids) == self._ending.tokens:
+        if len(self.ids) == self.ending.tokens:
             return self._end(TOKENS)
-        if len(self.prompt) + len(self.ids) == self._ending.sequence:
+        if len(self.prompt) + len(self.ids) == self.ending.sequence:
             return self._end(SEQUENCE)
         return self._show(len(self._held) - self._begun_stop())
 
     def _cut_before_stop(self) -> bool:
         """Drop the first stop text and all after it. Return whether there is one."""
-        places = [self._held.find(stop) for stop in self._ending.stop_texts]
+        places = [self._held.find(stop) for stop in self.ending.stop_texts]
         found = [place for place in places if place >= 0]
         if found:
             self._held = self._held[: min(found)]
@@ -110,7 +110,7 @@ class Continuation:
     def _begun_stop(self) -> int:
         """Return how many characters at the end may be the beginning of a stop text."""
         longest = 0
-        for stop in self._ending.stop_texts:
+        for stop in self.ending.stop_texts:
             for length in range(longest + 1, len(stop)):
                 if self._held.endswith(stop[:length]):
                     longest = length

@@ -62,7 +62,7 @@ class Prompter:
         if len(ids) >= self._ending.sequence:
             raise RequestError(
                 f"the {what} has {len(ids)} tokens, and model.sequence {self._ending.sequence} leaves no room to "
-                f"continue it; shorten the {what}"
+                f"continue it; shorten it"
             )
         return ids
 
