@@ -7,6 +7,7 @@ the context has alone. Spaces at the end of the context belong to the choice, be
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ from jaxtyping import Float, Int
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
-from jaxdist.data.batches import IGNORED
 from jaxdist.data.documents import reading
 from jaxdist.data.readers.document import is_unicode
+from jaxdist.data.tokens import IGNORED
 from jaxdist.huggingface.special_tokens import SpecialTokens
 
 EXAMPLE = '{"context": "The sky is", "choices": [" blue", " green"], "label": 0}'
@@ -47,8 +48,15 @@ class Rows:
     tokens: Int[np.ndarray, "n S"]
     labels: Int[np.ndarray, "n S"]
     """The token after each that belongs to the choice; -1 elsewhere."""
+    longest: int
+    """Tokens of a row that the longest one needs."""
     cut: int
     """Questions whose context was cut on the left, so that a row holds it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hexadecimal hash of all tokens and labels."""
+        return hashlib.sha256(self.tokens.tobytes() + self.labels.tobytes()).hexdigest()
 
 
 class Score(NamedTuple):
@@ -62,14 +70,19 @@ class Score(NamedTuple):
     """The score is that sum over the bytes of the choice in UTF-8."""
     acc_norm_stderr: float | None
 
+    def __str__(self) -> str:
+        return (
+            f"acc {_with_error(self.acc, self.acc_stderr)}  acc_norm {_with_error(self.acc_norm, self.acc_norm_stderr)}"
+        )
+
 
 def read_questions(path: Path) -> list[Question]:
     """Return the questions of a file with one JSON object on each line, such as `EXAMPLE`; blank lines are skipped.
 
     Raises `RequestError` with a sentence for each wrong line, of which it names the first `NAMED`.
     """
-    if path.is_dir():
-        raise RequestError(f"--choices '{path}' is a folder; give the path of one .jsonl file")
+    if not path.is_file():
+        raise RequestError(f"--choices '{path}' is not a file; give the path of a .jsonl file")
     questions = []
     problems: list[str] = []
     with reading(path):
@@ -89,7 +102,7 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def rows_of(questions: list[Question], tokenizer: Tokenizer, special: SpecialTokens, sequence: int) -> Rows:
-    """Return a row of at most `sequence` tokens for each choice; all are as long as the longest needs.
+    """Return a row of `sequence` tokens for each choice, filled up on the right.
 
     A BOS token, if the tokenizer has one, comes before the context. A context that is empty is replaced by BOS, or
     else by the end-of-text token, so that the first token of the choice has something to follow. Of a row that is too
@@ -105,9 +118,9 @@ def rows_of(questions: list[Question], tokenizer: Tokenizer, special: SpecialTok
             problem = _problem(before, after, sequence)
             if problem:
                 problems.append(f"choice {number} of {question.where} {problem}")
-            longest = max(longest, len(before) + len(after))
+            longest = max(longest, len(before) + len(after) - 1)
             pairs.append((before, after))
-        cut += longest > sequence + 1
+        cut += longest > sequence
     if problems:
         raise RequestError(*problems[:NAMED])
     return _laid_out(pairs, sequence, cut)
@@ -132,7 +145,12 @@ def scored(questions: list[Question], log_probabilities: Float[np.ndarray, " n"]
     sizes = np.array([len(choice.encode()) for question in questions for choice in question.choices])
     right = _right(questions, log_probabilities)
     right_norm = _right(questions, log_probabilities / sizes)
-    return Score(right.mean(), _standard_error(right), right_norm.mean(), _standard_error(right_norm))
+    return Score(
+        float(right.mean()),
+        _standard_error(right),
+        float(right_norm.mean()),
+        _standard_error(right_norm),
+    )
 
 
 def _right(questions: list[Question], scores: Float[np.ndarray, " n"]) -> Float[np.ndarray, " questions"]:
@@ -147,6 +165,11 @@ def _standard_error(values: Float[np.ndarray, " n"]) -> float | None:
     if values.size < 2:
         return None
     return float(values.std(ddof=1) / np.sqrt(values.size))
+
+
+def _with_error(share: float, error: float | None) -> str:
+    """Return a share and its standard error in percent."""
+    return f"{share:.1%}" if error is None else f"{share:.1%} ± {error:.1%}"
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -168,16 +191,18 @@ def _problem(before: list[int], after: list[int], sequence: int) -> str | None:
 
 
 def _laid_out(pairs: list[tuple[list[int], list[int]]], sequence: int, cut: int) -> Rows:
-    """Return the rows of contexts and choices, filled up on the right."""
+    """Return the rows of contexts and choices, of which `cut` questions have too many tokens."""
+    longest = 0
     tokens = np.zeros((len(pairs), sequence), np.int32)
     labels = np.full((len(pairs), sequence), IGNORED, np.int32)
     for row, (before, after) in enumerate(pairs):
         # A row predicts the token after each of its own, so it needs one token fewer than there are.
         ids = np.array([*before, *after][-(sequence + 1) :], np.int32)
         end = ids.size - 1
+        longest = max(longest, end)
         tokens[row, :end] = ids[:-1]
         labels[row, end - len(after) : end] = ids[ids.size - len(after) :]
-    return Rows(tokens, labels, cut)
+    return Rows(tokens, labels, longest, cut)
 
 
 def _question(line: bytes, where: str) -> Question:

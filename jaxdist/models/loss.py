@@ -79,7 +79,7 @@ def _in_region(
     table: jax.Array,
     labels: jax.Array,
 ) -> jax.Array:
-    """Call `local(layout, x, table, labels)` on the parts of each device; `result` are the logical axes of its result."""
+    """Return `local(layout, x, table, labels)` of each device's parts; `result` are the logical axes of its dims."""
     inner = replace(layout, manual=True)
     table_spec = jax.typeof(table).sharding.spec
 
