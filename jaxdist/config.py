@@ -20,6 +20,7 @@ from jaxdist.values import (
     Count,
     CountOrZero,
     FilePath,
+    FilePaths,
     FractionFloat32,
     GradientCompression,
     MicroBatches,
@@ -180,8 +181,8 @@ class DataConfig(Section):
     """Text, .jsonl with "text", uint16 tokens (.bin); images: .npz or a folder; none: Python's library, or digits."""
     tokenizer: FilePath | None = None
     """A tokenizer.json, or the folder of a tokenizer (Hugging Face), for its BOS too; none: train a byte-level BPE."""
-    validation_path: FilePath | None = None
-    """Validation data of the same kind; none: a fraction of path is held out."""
+    validation_path: FilePaths | None = None
+    """Validation data of the same kind, of text also several files as a,b; none: a fraction of path is held out."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of path that is held out when there is no validation path."""
     augment: Literal["none", "crop", "crop-flip"] = "none"

@@ -63,6 +63,12 @@ def _valid_path(path: PathOrText) -> PathOrText:
     return path
 
 
+def _valid_paths(paths: Path) -> Path:
+    for path in str(paths).split(","):
+        _valid_path(path)
+    return paths
+
+
 def _strictly_integer(value: object) -> object:
     # A `Literal` of integers would accept `true` and 1.0 as 1.
     if isinstance(value, bool | float):
@@ -189,6 +195,8 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 IS_PATH = AfterValidator(_valid_path)
 FilePath = Annotated[Path, BeforeValidator(_not_empty), IS_PATH]
+FilePaths = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_valid_paths)]
+"""One path, or several with commas between them."""
 FileName = Annotated[str, IS_PATH]
 """A path as text; empty means none."""
 Site = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")]

@@ -96,6 +96,12 @@ class Model:
         """Return the summed cross-entropy in nats over the labels that are not -1."""
         return nnx.merge(self.graph, params).loss(x, labels)
 
+    def row_losses(
+        self, params: Params, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]
+    ) -> Float[Array, "k B"]:
+        """Return the cross-entropy in nats of each row, summed over its labels that are not -1."""
+        return nnx.merge(self.graph, params).row_losses(x, labels)
+
     def logits(self, params: Params, x: Float[Array, "B s D"]) -> Float[Array, "B S V"]:
         """Return the logits of every position."""
         return nnx.merge(self.graph, params).logits(x)

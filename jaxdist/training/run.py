@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import cast
@@ -251,8 +251,18 @@ class Run:
         Only its first `batches` global batches are used, where that is not 0. The result also has the number of
         `batches`, and of `tokens` or `images`. It is None if `enough()`, which is asked before each batch, is true.
         """
+        return self.measure(params, variables, self.task.validation_batches(batches), enough)
+
+    def measure(
+        self,
+        params: Params,
+        variables: Params,
+        batches: Iterable[Batch],
+        enough: Callable[[], object] = lambda: False,
+    ) -> dict[str, float] | None:
+        """Return what `validate` does, over these batches."""
         sums = []
-        for part in self.task.validation_batches(batches):
+        for part in batches:
             if enough():
                 return None
             sums.append(jax.device_get(self._evaluate(params, variables, part)))

@@ -112,6 +112,12 @@ class DecoderForward(AccumulatingForward[Model]):
             loss = weighed(loss, parts["weight"][0])
         return loss, variables, {}
 
+    def row_losses(self, weights: Params, batch: Batch) -> Float[Array, "k B"]:
+        """Return the loss in nats of each row of `batch`, summed over its labels, without dropout."""
+        weights = self._gather_tops(weights, None)
+        x = self.hidden(weights, None, batch["tokens"], None, batch.get("starts"))
+        return self.model.row_losses(self.cast(weights), x, batch["labels"])
+
     def logits(self, weights: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
         """Return the logits of the next tokens, without dropout.
 
