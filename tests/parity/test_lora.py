@@ -29,7 +29,9 @@ MODELS = {
     "dropout": cases.LLAMA.model_copy(update=dict(lora_rank=2, lora_dropout=0.2)),
     "gpt": cases.MODEL.model_copy(update=dict(lora_rank=3, lora_dropout=0.2, dropout=0.1)),
     "some": cases.LLAMA.model_copy(
-        update=dict(layers=5, lora_rank=4, lora_alpha=24.0, lora_targets="q_proj,v_proj,down_proj", lora_base="bfloat16")
+        update=dict(
+            layers=5, lora_rank=4, lora_alpha=24.0, lora_targets="q_proj,v_proj,down_proj", lora_base="bfloat16"
+        )
     ),
     "moe": test_experts.MIXTRAL.model_copy(update=dict(lora_rank=1, capacity_factor=0.5)),
 }
