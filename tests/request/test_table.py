@@ -29,6 +29,7 @@ LEGAL = {
         *("optimizer.name", "optimizer.schedule", "optimizer.decay_fraction"),
         *("train.global_batch_size", "train.accumulation", "cluster.process_id"),
         "optimizer.outer_rate",
+        *("prompts", "chat", "system", "top_p"),
         *("tokens", "samples", "cluster", "compare", "devices", "processes", "nodes", "time"),
         *("checkpoint.grace_seconds", "fault.heartbeat_seconds", "fault.start_seconds", "minutes", "seconds"),
         *("mode", "models", "parts", "schedule", "stages", "microbatches", "algorithm"),
@@ -79,7 +80,7 @@ LEGAL = {
     "word negative zero huge long nan fifo folder binary": ("partition", "account"),
     "word negative zero huge nan unicode empty fifo folder binary": ("container",),
     "word negative zero huge long nan unicode empty fifo folder binary": ("job_name",),
-    "word negative zero huge long nan unicode nul fifo folder binary": ("prompt",),
+    "word negative zero huge long nan unicode nul fifo folder binary": ("prompt", "stop"),
 }
 """The classes of values that an option takes -> the options; the files and folders of `make_values` are there."""
 
