@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
             # Wrong questions are reported before the weights are read.
             questions = read_questions(Path(choices))
             rows = encoded(config, questions)
-        trained = restore(config, request.extras["checkpoint"])
+        trained = restore(config, request.extras["checkpoint"], batch=not choices)
         if choices:
             found = on_questions(trained, job, questions, rows)
         elif config.data.validation_path and not config.model.images:
