@@ -84,9 +84,7 @@ def check_choices(request: Request, choices: str) -> None:
         raise RequestError(f"the run has model.family {family}, which answers no questions; leave out --choices")
     unused = [option(name) for name in request.overrides if name.startswith("data.") and name != "data.tokenizer"]
     if unused:
-        raise RequestError(
-            f"--choices '{choices}' is all that is read: {', '.join(unused)} has no effect; leave it out"
-        )
+        raise RequestError(f"beside --choices '{choices}' no data are read, so leave out {', '.join(unused)}")
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ def question(context: str, *choices: str, label: int = 0) -> Question:
 def test_questions_are_read_in_order(write):
     path = write("q.jsonl", "\ufeff" + json.dumps(ROW) + "\n\n" + json.dumps(ROW | {"label": 1}) + "\n")
     first, second = read_questions(path)
-    assert first == ("The sky is", (" blue", " green"), 0, f"line 1 of '{path}'")
-    assert (second.label, second.where) == (1, f"line 3 of '{path}'")
+    assert first == ("The sky is", (" blue", " green"), 0, f"line 1 of --choices '{path}'")
+    assert (second.label, second.where) == (1, f"line 3 of --choices '{path}'")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_wrong_line_is_named(write, line, said):
     with pytest.raises(RequestError) as error:
         read_questions(path)
     (problem,) = error.value.problems
-    assert problem.startswith(f"line 2 of '{path}' {said}")
+    assert problem.startswith(f"line 2 of --choices '{path}' {said}")
 
 
 def test_all_wrong_lines_are_told_at_once(write):
@@ -118,9 +118,7 @@ def test_a_choice_that_no_row_holds_is_refused(words):
 
 
 def test_a_choice_that_grows_into_the_last_word_of_its_context_is_refused(words):
-    with pytest.raises(
-        RequestError, match=r"choice 0 of line 1 of 'q.jsonl' has no token of its own after its context"
-    ):
+    with pytest.raises(RequestError, match=r"choice 0 of line 1 of 'q.jsonl' has no token of its own after its"):
         rows_of([question("w1", "0", " w2")], words, BEGIN, 3)
 
 
