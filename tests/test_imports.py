@@ -28,7 +28,9 @@ OF_CONFIGS = ["jaxdist.!config,files,rope_scaling,huggingface", "jax", "flax", "
 
 FORBIDDEN = {
     "rope_scaling": ["jaxdist", "jax", "flax", "numpy"],
-    "values": ["jaxdist.!rope_scaling", "jax", "flax", "numpy"],
+    "lora": ["jaxdist", "jax", "flax", "numpy"],
+    "partial_trees": ["jaxdist", "jax", "flax", "numpy"],
+    "values": ["jaxdist.!lora,rope_scaling", "jax", "flax", "numpy"],
     "exit_codes": ["jaxdist", "jax", "flax", "numpy"],
     "config_model": ["jaxdist.!rope_scaling,values", "jax", "flax", "numpy"],
     "config": ["jaxdist.!config_model,values,exit_codes", "jax", "flax"],
@@ -41,7 +43,13 @@ FORBIDDEN = {
     "sharding": ["jaxdist.!config,mesh,context"],
     "request": ["jaxdist.!config,values,exit_codes,files,mesh,context,request,data,huggingface,streams,units"],
     "parallel": ["jaxdist.models", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
-    "models": ["jaxdist.parallel.zero", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
+    "models": [
+        "jaxdist.parallel.zero",
+        "jaxdist.parallel.placing",
+        "jaxdist.training",
+        "jaxdist.data",
+        "jaxdist.planning",
+    ],
     "data": ["jaxdist.!config,files,mesh,sharding,units,data,huggingface"],
     "huggingface": ["jaxdist.!config,files,rope_scaling,sharding,huggingface"],
     **dict.fromkeys((f"huggingface.{name}" for name in WITHOUT_JAX), OF_CONFIGS),

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist.parallel import heads, zero
+from jaxdist.parallel import heads, placing
 from jaxdist.parallel.heads import HeadDeal
 from jaxdist.sharding import Layout
 
@@ -86,7 +86,7 @@ def test_the_halves_of_adapters_say_how_many_heads_they_share():
 def test_what_splits_a_weight_at_rest(data, model, shape, rest):
     layout = Layout((("data", data), ("model", model)), rules=(("batch", ("data",)), ("heads", ("model",))))
     axes, abstract = ("embed", "kv_heads", None, None), jax.ShapeDtypeStruct(shape, np.float32)
-    found = zero.placements(layout, {"qkv": axes}, {"qkv": abstract}, stage=1)["qkv"]
+    found = placing.placements(layout, {"qkv": axes}, {"qkv": abstract}, stage=1)["qkv"]
     assert tuple(found.rest.partitions) == rest
     assert tuple(found.use.partitions) == (None, "model", None, None)
     assert found.in_use(shape) == ((64, 4, 4, shape[3]) if model == 4 else shape)

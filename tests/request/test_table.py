@@ -35,6 +35,7 @@ LEGAL = {
         *("dry_run", "verify", "prune", "force", "json", "why", "trade_off", "submit"),
     ),
     "zero": (
+        "sample.every",  # without prompts
         *(
             "model.kv_heads",
             "model.head_dim",
@@ -65,6 +66,7 @@ LEGAL = {
     ),
     "empty": (
         *("parallel.rules.heads", "parallel.rules.mlp", "parallel.rules.vocab", "log.wandb", "profile.steps"),
+        "sample.prompts",  # without sample.every
         "dtype",
         *("cluster.coordinator", "target", "picture", "why_not", "fit", "out"),
     ),
