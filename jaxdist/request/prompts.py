@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxdist.config import RequestError
 from jaxdist.files import open_regular
+from jaxdist.request.knobs import shown
 
 USUAL_PROMPT = "def "
 
@@ -26,7 +27,9 @@ def given_prompts(extras: Mapping[str, Any], alone: bool) -> list[str] | None:
     if extras["prompt"] is not None and extras["prompts"] is not None:
         problems.append("--prompt and --prompts both give texts to continue; leave one of them out")
     if extras["system"] is not None and not extras["chat"]:
-        problems.append("--system begins a conversation; add --chat, or leave it out")
+        problems.append(
+            f"--system is {shown(extras['system'])}, which has an effect with --chat only; add --chat, or leave it out"
+        )
     if extras["chat"] and not given:
         problems += _problems_of_conversation(extras, alone)
     if problems:

@@ -166,7 +166,7 @@ def test_a_conversation_that_leaves_no_room_ends_with_a_sentence(scripted, monke
     ("options", "sentences"),
     [
         (["--prompt=a", "--prompts=b"], ["--prompt and --prompts both give texts to continue"]),
-        (["--system=a"], ["--system begins a conversation; add --chat"]),
+        (["--system=a"], ["--system is 'a', which has an effect with --chat only; add --chat"]),
         (
             ["--chat", "--samples=2", "--json"],
             ["a conversation goes on from one answer, and --samples is 2", "--json prints one object at the end"],
