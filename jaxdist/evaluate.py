@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxdist.cluster.process_env import find
 from jaxdist.config import RequestError
 from jaxdist.request import Enough, Extra, Request, arguments, run
 from jaxdist.request.knobs import option
 from jaxdist.values import Checkpoint, FileName
+
+if TYPE_CHECKING:
+    from jaxdist.data.multiple_choice import Question
 
 DESCRIPTION = (
     "Compute the loss of a run's checkpoint on the whole held-out part of its data, on any mesh; with "
@@ -28,25 +32,21 @@ def main(argv: list[str] | None = None) -> int:
     """Print how well the weights of a checkpoint do. Return the exit code."""
     request = arguments(argv, "evaluate", DESCRIPTION, positional="RUN", extras=EXTRAS, pretrained=True)
     config = request.config
-    check_choices(request)
+    questions = check_files(request)
     place = find(config.cluster)
 
     # jax is imported only now, so that problems of the request are reported at once.
     from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.job import Job
-    from jaxdist.data.multiple_choice import read_questions
     from jaxdist.training.evaluation import encoded, on_files, on_held_out, on_questions
     from jaxdist.training.restore import restore
 
     with Job(place, config, enough=Enough(config)) as job:
         check_request(request.text)
-        choices = request.extras["choices"]
-        if choices:
-            # Wrong questions are reported before the weights are read.
-            questions = read_questions(Path(choices))
-            rows = encoded(config, questions)
-        trained = restore(config, request.extras["checkpoint"])
-        if choices:
+        # Questions that cannot be answered are reported before the weights are read.
+        rows = encoded(config, questions) if questions else None
+        trained = restore(config, request.extras["checkpoint"], batch=rows is None)
+        if rows:
             found = on_questions(trained, job, questions, rows)
         elif config.data.validation_path and not config.model.images:
             found = on_files(trained, job)
@@ -57,17 +57,34 @@ def main(argv: list[str] | None = None) -> int:
         return job.end(0)
 
 
-def check_choices(request: Request) -> None:
+def check_files(request: Request) -> list[Question]:
+    """Return the questions of --choices, if it is given. Raises `RequestError` for files that cannot be read as asked.
+
+    The held-out part of the run's own data is looked at later, by those who open it.
+    """
+    # They import numpy, which --help does not need.
+    from jaxdist.data.documents import held_out_problems, paths_of
+    from jaxdist.data.multiple_choice import read_questions
+
+    config = request.config
+    choices = request.extras["choices"]
+    if choices:
+        check_choices(request, choices)
+        return read_questions(Path(choices))
+    problems = [] if config.model.images else held_out_problems(paths_of(config.data.validation_path))
+    if problems:
+        raise RequestError(*problems)
+    return []
+
+
+def check_choices(request: Request, choices: str) -> None:
     """Refuse questions for a model without text, and options that have no effect beside questions."""
-    path = request.extras["choices"]
-    if not path:
-        return
+    family = request.config.model.family
     if request.config.model.images:
-        family = request.config.model.family
         raise RequestError(f"the run has model.family {family}, which answers no questions; leave out --choices")
     unused = [option(name) for name in request.overrides if name.startswith("data.") and name != "data.tokenizer"]
     if unused:
-        raise RequestError(f"--choices '{path}' is all that is read: {', '.join(unused)} has no effect; leave it out")
+        raise RequestError(f"beside --choices '{choices}' no data are read, so leave out {', '.join(unused)}")
 
 
 if __name__ == "__main__":

@@ -127,13 +127,18 @@ def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
     Reads only the first bytes of a file. Raises `RequestError` with every path that does not exist, is not a file, is
     empty, or is of the wrong kind or format.
     """
-    problems = file_problems(config) + pair_problems(config)
+    problems = [_file_problem("data.path", config.path), _tokenizer_problem(config.tokenizer)]
+    if config.path:
+        problems.append(_foreign("data.path", config.path))
+    held_out = paths_of(config.validation_path)
+    found = [problem for problem in problems if problem]
+    found += held_out_problems(held_out)
+    found += _pair_problems(config, held_out)
     source = source_of(*([config.path] if config.path else []))
     if not source.files:
-        problems.append(f"'{source.root}' holds no source files of Python's library; set data.path to a text file")
-    if problems:
-        raise RequestError(*problems)
-    held_out = paths_of(config.validation_path)
+        found.append(f"'{source.root}' holds no source files of Python's library; set data.path to a text file")
+    if found:
+        raise RequestError(*found)
     return source, source_of(*held_out) if held_out else None
 
 
@@ -146,20 +151,16 @@ def paths_of(path: Path | None) -> tuple[Path, ...]:
     return tuple(Path(name.strip()) for name in str(path).split(",") if name.strip())
 
 
-def file_problems(config: DataConfig) -> list[str]:
-    """Return a sentence for each file that cannot be read as text or tokens, by itself."""
-    held_out = paths_of(config.validation_path)
-    problems = [_file_problem("data.path", config.path), _tokenizer_problem(config.tokenizer)]
-    problems += [_file_problem("data.validation_path", path) for path in held_out]
-    if config.path:
-        problems.append(_foreign("data.path", config.path))
-    problems += [_foreign("data.validation_path", path) for path in held_out]
+def held_out_problems(paths: Iterable[Path]) -> list[str]:
+    """Return a sentence for each of these files of data.validation_path that cannot be read, by itself."""
+    problems = []
+    for path in paths:
+        problems += [_file_problem("data.validation_path", path), _foreign("data.validation_path", path)]
     return [problem for problem in problems if problem]
 
 
-def pair_problems(config: DataConfig) -> list[str]:
+def _pair_problems(config: DataConfig, held_out: tuple[Path, ...]) -> list[str]:
     """Return a sentence for each reason why the training and the validation data do not belong together."""
-    held_out = paths_of(config.validation_path)
     if not held_out:
         return []
     if config.path is None:

@@ -91,7 +91,7 @@ def read_questions(path: Path) -> list[Question]:
         if not line.strip():
             continue
         try:
-            questions.append(_question(line, f"line {number} of '{path}'"))
+            questions.append(_question(line, f"line {number} of --choices '{path}'"))
         except RequestError as error:
             problems += error.problems
     if problems:

@@ -53,6 +53,9 @@ def differing(old: Config, new: Config) -> list[str]:
         free.add(STEPS)
     if _warmup_is_derived(old) and _warmup_is_derived(new):
         free.add(WARMUP)
+    if new.model.lora_rank:
+        # The base may have moved: it is known again by its digest.
+        free.add("init_from")
     old_values = leaves(old)
     new_values = leaves(new)
     return [

@@ -71,7 +71,8 @@ def row_length(layout: Layout, sequence: int, longest: int) -> int:
 
 
 def rows_per_batch(run: Run, rows: int) -> int:
-    """Return how many rows are computed at a time: as many as a micro-batch of training, but no more than needed."""
+    """Return how many rows are computed at a time: about a micro-batch of training, but no more than needed."""
     ranks = run.layout.ranks
-    most = run.config.train.global_batch_size // run.task.micro_batches
-    return min(most, -(-rows // ranks) * ranks)
+    micro_batch = run.config.train.global_batch_size // run.task.micro_batches
+    of_each = min(max(micro_batch // ranks, 1), -(-rows // ranks))
+    return of_each * ranks

@@ -21,22 +21,22 @@ from jaxdist.lora import is_adapter
 from jaxdist.mesh import parse_mesh
 from jaxdist.sharding import named
 from tests.parity import cases, test_experts
-from tests.tiers import exhaustive, thinned
+from tests.tiers import exhaustive
 
 MODELS = {
     # Fewer key/value heads than a model axis of 4 or 8 has devices.
     "llama": cases.LLAMA.model_copy(update=dict(lora_rank=2)),
-    "dropout": cases.LLAMA.model_copy(update=dict(lora_rank=2, lora_dropout=0.2)),
-    "gpt": cases.MODEL.model_copy(update=dict(lora_rank=3, lora_dropout=0.2, dropout=0.1)),
+    "gpt": cases.MODEL.model_copy(update=dict(lora_rank=3, lora_dropout=0.2, lora_targets="q_proj,o_proj,down_proj")),
+    "dropout": cases.MODEL.model_copy(update=dict(lora_rank=2, lora_dropout=0.2, dropout=0.1)),
     "some": cases.LLAMA.model_copy(
         update=dict(
             layers=5, lora_rank=4, lora_alpha=24.0, lora_targets="q_proj,v_proj,down_proj", lora_base="bfloat16"
         )
     ),
-    "moe": test_experts.MIXTRAL.model_copy(update=dict(lora_rank=1, capacity_factor=0.5)),
+    "moe": test_experts.MIXTRAL.model_copy(update=dict(lora_rank=1, lora_targets="v_proj,o_proj", capacity_factor=0.5)),
 }
 
-APART = {"llama", "dropout"}
+APART = {"llama"}
 """The models that see documents apart."""
 
 
@@ -54,24 +54,29 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    Row("llama", "data=2,model=2", 3, 2, True, "none"),
-    Row("some", "model=8", 1, 1, True, "none"),
-    Row("some", "data=8", 3, 4, False, "dots"),
-    Row("gpt", "data=4,model=2", 2, 2, True, "dots"),
-    Row("llama", "replica=2,data=2,model=2", 1, 4, False, "offload"),
-    Row("llama", "data=2,context=2,model=2", 3, 1, True, "block"),
-    Row("gpt", "data=2,context=4", 0, 2, False, "none"),
-    Row("moe", "data=2,expert=2,model=2", 3, 2, True, "block"),
+    Row("llama", "replica=2,data=2,model=2", 3, 2, True, "none"),
+    Row("llama", "data=2,context=2,model=2", 2, 1, True, "block"),
     Row("llama", "model=4,pipeline=2", 1, 4, True, "none", "zb-u"),
-    Row("gpt", "data=2,model=2,pipeline=2", 2, 4, False, "dots", "zb-h1"),
+    Row("some", "model=8", 1, 1, True, "dots"),
     Row("some", "data=2,pipeline=2", 3, 2, False, "stage", "interleaved"),
-    Row("some", "model=2,pipeline=2", 0, 2, True, "block", "1f1b"),
-    Row("moe", "expert=2,pipeline=2", 1, 4, False, "none", "gpipe"),
+    Row("gpt", "data=4,model=2", 2, 2, True, "none"),
+    Row("moe", "data=2,expert=2,model=2", 0, 1, False, "none"),
 ]
-"""Each model with each kind of mesh, ZeRO stage, form of recomputation and schedule that it meets."""
+"""Each model with each kind of mesh, ZeRO stage and schedule that it meets."""
+
+FURTHER = [
+    Row("some", "model=2,pipeline=2", 0, 2, False, "block", "1f1b"),
+    Row("moe", "expert=2,pipeline=2", 1, 4, False, "none", "gpipe"),
+    Row("llama", "replica=2,data=2,model=2", 1, 4, False, "offload"),
+    Row("some", "data=8", 3, 4, False, "dots"),
+    Row("dropout", "data=2,context=4", 0, 2, False, "none"),
+    Row("dropout", "data=2,model=2,pipeline=2", 2, 4, False, "dots", "zb-h1"),
+    Row("moe", "data=2,expert=2,model=2", 3, 2, True, "block"),
+    Row("llama", "context=2,model=2,pipeline=2", 3, 4, True, "dots", "1f1b"),
+]
 
 EVERY = Row(
-    model=tuple(MODELS),
+    model=("llama", "dropout", "some", "moe"),
     mesh=(
         "data=4,model=2",
         "model=4",
@@ -80,17 +85,18 @@ EVERY = Row(
         "data=2,expert=2,model=2",
     ),
     zero=(0, 1, 2, 3),
-    micro_batches=(1, 4),
+    micro_batches=(2,),
     sequence=(False, True),
     remat=("none", "block"),
     schedule=("",),
 )
 
 PIPELINES = EVERY._replace(
-    model=("llama", "dropout", "gpt", "some"),
+    model=("llama", "dropout", "some"),
     mesh=("data=2,pipeline=2", "data=2,model=2,pipeline=2", "context=2,pipeline=2"),
-    zero=(0, 1, 3),
+    zero=(1, 3),
     micro_batches=(4,),
+    remat=("block",),
     schedule=("gpipe", "1f1b", "interleaved", "zb-h1", "zb-u"),
 )
 
@@ -107,7 +113,7 @@ def works(row: Row) -> bool:
 
 def product() -> list[Row]:
     every = itertools.chain(itertools.product(*EVERY), itertools.product(*PIPELINES))
-    return [row for row in itertools.starmap(Row, every) if works(row)]
+    return [*FURTHER, *(row for row in itertools.starmap(Row, every) if works(row))]
 
 
 def trained(row: Row, **options) -> cases.Outcome:
@@ -142,15 +148,17 @@ def assert_equal(got: cases.Outcome, wanted: cases.Outcome, tolerance: float = 1
     jax.tree.map(np.testing.assert_array_equal, got.frozen, wanted.frozen)
 
 
-@pytest.mark.parametrize("row", thinned(zip(ROWS), len(ROWS)), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_equals_one_device(row):
     assert_equal(trained(row), one_device(row.model))
 
 
+@pytest.mark.slow
 def test_on_one_device_the_frozen_parameters_keep_their_bits():
     """With which the rows above compare theirs."""
-    frozen = named(one_device("llama").frozen)
-    initial = named(cases.weights(MODELS["llama"]))
+    frozen = named(one_device("some").frozen)
+    initial = named(cases.weights(MODELS["some"]))
     assert frozen.keys() == {name for name in initial if not is_adapter(name)}
     for name, leaf in frozen.items():
         np.testing.assert_array_equal(leaf, initial[name], err_msg=name)
@@ -163,7 +171,7 @@ def test_the_whole_product_equals_one_device(row):
 
 @pytest.mark.slow
 def test_the_norm_and_clipping_are_those_of_the_adapters_gradients():
-    row = Row("llama", "data=2,model=2", 3, 2, True, "none")
+    row = Row("some", "data=2,model=2", 3, 2, True, "none")
     free = one_device(row.model)
     limit = free.norms[0] / 3
     leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(free.gradient)]
@@ -184,9 +192,10 @@ def in_float64(row: Row) -> cases.Outcome:
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(Row("gpt", "data=2,model=2", 3, 2, True, "none"), marks=pytest.mark.slow),
+        pytest.param(Row("some", "data=2,model=2", 3, 2, True, "none"), marks=pytest.mark.slow),
         *exhaustive(
             [
+                (Row("dropout", "data=2,model=2", 1, 2, False, "none"),),
                 (Row("llama", "data=2,context=2,model=2", 1, 1, True, "none"),),
                 (Row("llama", "data=2,model=4", 3, 2, True, "dots"),),
                 (Row("llama", "model=2,pipeline=2", 1, 4, True, "none", "zb-u"),),
@@ -201,10 +210,15 @@ def test_adamw_in_float64(row):
     assert_equal(in_float64(row), wanted, tolerance=1e-10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("keep", [False, True], ids=["bfloat16", "mixed"])
+@pytest.mark.parametrize(
+    "keep",
+    [
+        pytest.param(True, marks=pytest.mark.slow, id="mixed"),
+        pytest.param(False, marks=pytest.mark.exhaustive, id="bf16"),
+    ],
+)
 def test_bfloat16_is_close_to_one_device_in_bfloat16(keep):
-    row = Row("some", "data=2,model=2", 3, 2, True, "none")
+    row = Row("some", "data=2,model=2", 3, 1, True, "none")
     options = dict(dtype=jnp.bfloat16, keep=keep)
     got = trained(row, **options)
     wanted = one_device(row.model, *options.items())
@@ -212,10 +226,3 @@ def test_bfloat16_is_close_to_one_device_in_bfloat16(keep):
     np.testing.assert_allclose(got.norms, wanted.norms, rtol=2e-2)
     assert {leaf.dtype for leaf in jax.tree.leaves(got.after)} == {jnp.dtype("float32")}
     jax.tree.map(np.testing.assert_array_equal, got.frozen, wanted.frozen)
-
-
-@pytest.mark.slow
-def test_dropout_of_adapters_changes_the_gradient():
-    """Or the rows above would prove nothing of it."""
-    with pytest.raises(AssertionError):
-        cases.assert_equal(one_device("llama"), one_device("dropout"), tolerance=1e-3)

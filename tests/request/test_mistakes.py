@@ -146,6 +146,9 @@ FILES = {
     "misspelt inner section": Wrong(
         "FILE", [("unknown section 'parallel.rulez'; did you mean 'parallel.rules'?",)], "[parallel.rulez]\nmlp = ''"
     ),
+    "several validation files": Wrong(
+        "FILE", [("data.validation_path", "one text", '"a,b"')], 'data.validation_path = ["a", "b"]'
+    ),
     "several files": Wrong("FILE", [("data.path", "one path", "join several texts")], 'data.path = ["a", "b"]'),
     "number for a path": Wrong("FILE", [("data.path is 3: must be text, in quotes",)], "data.path = 3"),
     "list for a mesh": Wrong("FILE", [("mesh is [2, 1, 1]: must be text",)], "mesh = [2, 1, 1]"),

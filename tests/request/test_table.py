@@ -69,7 +69,7 @@ LEGAL = {
         *("parallel.rules.heads", "parallel.rules.mlp", "parallel.rules.vocab", "log.wandb", "profile.steps"),
         "sample.prompts",  # without sample.every
         "dtype",
-        *("cluster.coordinator", "target", "picture", "why_not", "fit", "out"),
+        *("cluster.coordinator", "target", "picture", "why_not", "fit", "out", "choices"),
     ),
     "empty binary": ("env",),
     "word negative zero huge nan empty fifo folder binary": ("cluster.site",),
@@ -91,7 +91,8 @@ OF_COMMAND = {
     ("launch slurm", "checkpoint.grace_seconds"): "",  # longer than the job
     ("launch slurm", "cluster.site"): "empty",  # or slurm: one word would be that of all tasks
     **{("evaluate", f"data.{name}"): "word negative zero huge nan unicode fifo folder binary" for name in
-       ("path", "tokenizer", "validation_path")},  # looked at when the run's own model is known
+       ("path", "tokenizer")},  # looked at when the run's own model is known
+    ("evaluate", "data.validation_path"): "binary",  # is read alone; elsewhere it needs data.path beside it
     **{(command, "optimizer.warmup"): "zero huge" for command in ("explain", "plan", "bench step", "bench scaling")},
     # They have no local steps, whose outer step alone uses it.
     **{(command, "optimizer.outer_rate"): "huge" for command in ("bench step", "bench scaling")},

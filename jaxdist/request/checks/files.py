@@ -33,20 +33,12 @@ def _files(config: Config) -> Iterator[str]:
         return
 
     # This module reads only the first bytes of the files, and does not import numpy.
-    from jaxdist.data.documents import file_problems
+    from jaxdist.data.documents import open_sources
 
-    yield from file_problems(config.data)
-
-
-# A command that trains nothing does not read `train.steps`, and takes validation data of any kind, alone.
-@check("model.family", "data.path", "data.validation_path", "train.steps")
-def _training_and_validation(config: Config) -> Iterator[str]:
-    if config.model.images or not config.data.validation_path:
-        return
-
-    from jaxdist.data.documents import pair_problems
-
-    yield from pair_problems(config.data)
+    try:
+        open_sources(config.data)
+    except RequestError as error:
+        yield from error.problems
 
 
 @check("model.family", "model.documents", "data.path", "data.tokenizer")
