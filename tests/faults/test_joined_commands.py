@@ -45,8 +45,9 @@ def test_evaluate_in_two_processes_is_evaluate_in_one(trained, tmp_path, monkeyp
     assert (tmp_path / "errors").read_text() == ""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["files", "questions"])
+@pytest.mark.parametrize(
+    "what", [pytest.param("files", marks=pytest.mark.exhaustive), pytest.param("questions", marks=pytest.mark.slow)]
+)
 def test_files_and_questions_are_judged_alike_in_two_processes(trained, what, tmp_path, monkeypatch, capfd):
     (tmp_path / "a.txt").write_text("mesh axis shard\n" * 30)
     (tmp_path / "b.txt").write_text("layer token\n")

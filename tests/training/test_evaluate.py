@@ -109,6 +109,6 @@ def test_wrong_requests_are_refused(files, tmp_path):
         evaluate.main([str(tmp_path), f"--data.validation-path={files[0]},none.txt"])
     with pytest.raises(RequestError, match=r"line 1 of --choices '.*' has no context and no choices and no label"):
         evaluate.main([str(tmp_path), f"--choices={tmp_path / 'q.jsonl'}"])
-    (tmp_path / "config.toml").write_text('[model]\nfamily = "resnet"\n')
-    with pytest.raises(RequestError, match=r"the run has model.family resnet, which answers no questions; leave out"):
+    (tmp_path / "config.toml").write_text('[model]\nfamily = "resnet18"\n')
+    with pytest.raises(RequestError, match=r"the run has model.family resnet18, which answers no questions"):
         evaluate.main([str(tmp_path), f"--choices={QUESTIONS}"])
