@@ -56,6 +56,7 @@ __all__ = [
     "ProfileConfig",
     "RequestError",
     "RulesConfig",
+    "SampleConfig",
     "TrainConfig",
     "ValidationConfig",
     "leaves",
@@ -280,6 +281,15 @@ class LogConfig(Section):
     """Weights & Biases project to log to (needs the extra 'wandb'); empty: none. Its failures never stop a run."""
 
 
+class SampleConfig(Section):
+    """Text that a run writes while it trains."""
+
+    every: CountOrZero = 0
+    """Steps between samples; 0: none."""
+    prompts: str = ""
+    """Texts to continue, one a line; what is written goes into the log and TensorBoard."""
+
+
 class ProfileConfig(Section):
     """Profile of the devices during a few steps."""
 
@@ -344,6 +354,7 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    sample: SampleConfig = SampleConfig()
     profile: ProfileConfig = ProfileConfig()
     cluster: ClusterConfig = ClusterConfig()
     fault: FaultConfig = FaultConfig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ def adapted(config: ModelConfig) -> tuple[str, ...]:
 def scale(config: ModelConfig) -> float:
     """Return alpha / r, by which an adapter's product is multiplied (section 4.1)."""
     return (config.lora_alpha or 2 * config.lora_rank) / config.lora_rank
+
+
+def trained(config: ModelConfig) -> Callable[[str], bool] | None:
+    """Return which parameters a run trains, by the paths to them: the adapters alone; None, for all, without them."""
+    return is_adapter if config.lora_rank else None
 
 
 def is_adapter(path: str) -> bool:

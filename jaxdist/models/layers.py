@@ -9,6 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
@@ -16,7 +17,7 @@ from jaxdist.models.adapters import Adapters, attention_adapters
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.parameters import constant, weight
 from jaxdist.parallel.context import Starts
-from jaxdist.parallel.tensor import einsum, enter, mean_over_heads
+from jaxdist.parallel.tensor import PRODUCT, einsum, enter, mean_over_heads
 from jaxdist.sharding import Layout, spread, wide
 
 recomputed = partial(jax.checkpoint, prevent_cse=False)
@@ -88,7 +89,10 @@ def column(
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
         entered = enter(layout, x, logical)
         y = einsum(layout, dims, entered, w)
-        return y if adapters is None else adapters.onto(y, entered, keys)
+        if adapters is None:
+            return y
+        # Named too, so that a layer that keeps its products need not add to them again.
+        return checkpoint_name(adapters.onto(y, entered, keys), PRODUCT)
 
     return product(x, w)
 

@@ -20,6 +20,7 @@ from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
 from jaxdist.planning import context_traffic, expert_traffic, pipeline_traffic
+from jaxdist.planning.adapters import WHOLE_BLOCK, enters_again, learns_tables
 from jaxdist.planning.parameter_layout import Placed, compute_width, placed
 from jaxdist.planning.pipeline_traffic import (
     between_replicas,
@@ -90,7 +91,7 @@ def compression_that_costs(config: Config, model: Model | Foreign, layout: Layou
     if rule in ("exact", "bfloat16") or layout.size(REPLICA) == 1:
         return ""
     parameters = placed(config, model, layout)
-    crossing = sum(math.prod(p.shard) for p in parameters if p.place.deferred)
+    crossing = sum(math.prod(p.shard) for p in parameters if p.place.deferred and p.trained)
     sent = []
     for name in (rule, "bfloat16"):
         parallel = config.parallel.model_copy(update={"gradient_compression": name})
@@ -109,12 +110,14 @@ def compression_that_costs(config: Config, model: Model | Foreign, layout: Layou
 def data_parallel(config: Config, model: Model | Foreign, layout: Layout) -> float:
     """Return the elements that plain data parallelism sends: 2 (N-1)/N for each parameter of a stage and model rank.
 
-    N are the devices that share the tokens of a batch.
+    N are the devices that share the tokens of a batch. A frozen parameter has no gradient to send.
 
     Without expert parallelism, each of its devices has all experts.
     """
     whole = 0
     for p in placed(config, model, layout):
+        if not p.trained:
+            continue
         splits = any(EXPERT in layout.split(name) for name in p.axes)
         whole += p.use * (layout.size(EXPERT) if splits else 1)
     devices = layout.size(*layout.tokens_over)
@@ -138,7 +141,8 @@ def _parameters(config: Config, parameters: list[Placed], layout: Layout) -> Ite
             name = "parameters"
         else:
             name = "table and the like"
-        yield from _reduce(config, p, name, layout, calls, groups)
+        if p.trained:
+            yield from _reduce(config, p, name, layout, calls, groups)
         yield from _gather(config, p, name, layout, groups)
         yield from between_replicas(config, p, layout)
 
@@ -218,17 +222,22 @@ def _stream(config: Config, layout: Layout) -> Iterator[Transfer]:
         moves = {ALL_REDUCE: 1}
     else:
         moves = {ALL_GATHER: int(bool(split)), REDUCE_SCATTER: int(bool(split and vocab))}
-    for what in ("looked-up vectors", "last hidden states"):
-        for kind, calls in moves.items():
-            yield _streamed(config, layout, what, kind, split or vocab, calls)
+    for kind, calls in moves.items():
+        yield _streamed(config, layout, "last hidden states", kind, split or vocab, calls)
+    learns = learns_tables(config)
+    for kind, calls in moves.items():
+        # Only the gradient of a table needs that of all looked-up vectors.
+        if kind == ALL_GATHER and not learns:
+            continue
+        yield _streamed(config, layout, "looked-up vectors", kind, split or vocab, calls)
     if has_whole_positions(config, layout):
         # Each device takes its part of what it looked up in a whole table. Where it looks up tokens so too, one gather
         # of the gradient serves both.
-        yield _streamed(config, layout, "looked-up positions", ALL_GATHER, split, int(bool(vocab)))
+        yield _streamed(config, layout, "looked-up positions", ALL_GATHER, split, int(bool(vocab and learns)))
     elif looks_up_positions(config):
         scatters = 0 if scattered_with_vectors(layout) else 1
         # The backward pass of the vocabulary's lookup gathers the same gradient already.
-        gathers = 0 if vocab else 1
+        gathers = 0 if vocab or not learns else 1
         yield _streamed(config, layout, "looked-up positions", REDUCE_SCATTER, split, scatters)
         yield _streamed(config, layout, "looked-up positions", ALL_GATHER, split, gathers)
 
@@ -236,11 +245,13 @@ def _stream(config: Config, layout: Layout) -> Iterator[Transfer]:
 def _layers(config: Config, layout: Layout) -> Iterator[Transfer]:
     """Yield the moves of the residual stream between a layer's matmuls: tensor and sequence parallelism."""
     sizes = config.model
-    whole_block = sizes.remat in ("block", "stage", "offload")
+    whole_block = sizes.remat in WHOLE_BLOCK
     keeps_all = sizes.remat == "none" and config.parallel.zero < 2
     for logical in ("heads", "mlp"):
         reductions = 2
         gathers = 3
+        if not enters_again(config, logical):
+            gathers -= 1
         # Experts have no gather of their own that is repeated: where a layer keeps all, it keeps what they gathered.
         if logical == "mlp" and sizes.traits.routed and keeps_all:
             gathers -= 1

@@ -11,6 +11,8 @@ without its 2 bytes of gradients, which exist only during a step):
 On a mesh with R replicas, `parallel.replica_zero` makes 12/(N R) of each 12/N: masters and moments are split over the
 replicas too, and the copy of mixed is not.
 
+A frozen parameter (LoRA) has the bytes of its own dtype alone, 4 or 2, at any stage over the same devices as others.
+
 With `parallel.offload optimizer`, 8 of each 12 and 12 of each 14 are in host memory. (ZeRO-Offload, Ren et al. 2021,
 also updates there; here the device updates, and the state crosses the link once each way.)
 
@@ -31,7 +33,7 @@ from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import pipeline_memory, step_bytes
 from jaxdist.planning.activations import own_length, saved_per_token, working
-from jaxdist.planning.parameter_layout import Placed, compute_width, placed
+from jaxdist.planning.parameter_layout import Placed, by_precision, compute_width, placed
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.predicted_collectives import F32
 from jaxdist.planning.step_bytes import Elements
@@ -133,7 +135,7 @@ def _classifier(config: Config, model: Foreign, layout: Layout, parameters: list
     sizes = config.model
     k = micro_batches(config, dict(layout.axes))
     pixels = sizes.image**2 * sizes.channels
-    elements = _elements(parameters)
+    elements = _elements([p for p in parameters if p.trained])
     zero = config.parallel.zero
     width = compute_width(config)
     return Memory(
@@ -141,7 +143,7 @@ def _classifier(config: Config, model: Foreign, layout: Layout, parameters: list
         batch=F32 * _rows(config, layout) * k * (pixels + 1),
         variables=sum(_bytes(a) for a in jax.tree.leaves(model.variables)),
         gradients=int(step_bytes.gradients(zero, width, elements, config.train.accumulation == 1)),
-        weights=int(step_bytes.weights(zero, width, elements, config.precision)),
+        weights=_weights(config, parameters),
         activations=0,
         working=0,
         host_traffic=_host_traffic(config, parameters),
@@ -167,7 +169,7 @@ def _pipeline(config: Config, layout: Layout, parameters: list[Placed], pipe: Pi
 def _decoder(config: Config, layout: Layout, parameters: list[Placed]) -> Memory:
     """Return the memory of a decoder without a pipeline, without the update of offloaded state."""
     at_rest = _at_rest(config, parameters)
-    elements = _elements(parameters)
+    elements = _elements([p for p in parameters if p.trained])
     parallel = config.parallel
     zero = parallel.zero
     sizes = config.model
@@ -192,7 +194,7 @@ def _decoder(config: Config, layout: Layout, parameters: list[Placed]) -> Memory
         **at_rest,
         batch=_batch_of_tokens(config, layout),
         gradients=int(step_bytes.gradients(zero, width, elements, config.train.accumulation == 1)),
-        weights=int(step_bytes.weights(zero, width, elements, config.precision)),
+        weights=_weights(config, parameters),
         activations=kept - to_host,
         working=working(sizes, layout, rows, width, remat, later=later),
         host_activations=to_host,
@@ -214,29 +216,27 @@ class _AtRest(TypedDict):
 
 def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = None) -> _AtRest:
     """Return what parameters and optimizer state take between steps."""
-    held = sum(p.held for p in parameters)
-    with_moments = sum(p.held for p in parameters if not p.counted)
-    each = widths(config)
     # The step, the skipped steps, and those skipped in a row; then the optimizer's own counts, which PipeDream's step
     # does not use.
     counters = 3
     if pipe is None or pipe.flush:
         counters += 1 if config.optimizer.name == "sgd" else 2
     common = _common(config)
+    learned = sum(p.held for p in parameters if p.trained)
     return {
-        "parameters": each.parameters * held,
-        "optimizer": each.optimizer * with_moments + 4 * counters,
-        "host": sum(widths(config, p.counted).host * p.held for p in parameters) + common.host * held,
+        "parameters": sum(widths(config, p).parameters * p.held for p in parameters),
+        "optimizer": sum(widths(config, p).optimizer * p.held for p in parameters) + 4 * counters,
+        "host": sum(widths(config, p).host * p.held for p in parameters) + common.host * learned,
         "copy": sum(_copy(config, p, pipelined=pipe is not None) for p in parameters),
         "errors": sum(_errors(config, p) for p in parameters),
         "in_flight": _delayed_counters(config, parameters) + sum(_delayed(config, p) for p in parameters),
-        "common": (common.parameters + common.optimizer) * held,
+        "common": (common.parameters + common.optimizer) * learned,
     }
 
 
 def _host_traffic(config: Config, parameters: list[Placed]) -> int:
     """Return the bytes of offloaded state that a step reads and writes; an outer step is another program."""
-    return sum(widths(config, p.counted).host * p.held for p in parameters)
+    return sum(widths(config, p).host * p.held for p in parameters)
 
 
 def _rows(config: Config, layout: Layout) -> int:
@@ -251,7 +251,7 @@ def _batch_of_tokens(config: Config, layout: Layout) -> int:
     k = micro_batches(config, dict(layout.axes))
     # Tokens, labels and, where documents are kept apart, the starts of documents; dropout needs the row's number.
     arrays = 3 if sizes.documents == "apart" else 2
-    numbers = int(sizes.dropout > 0)
+    numbers = int(sizes.dropout > 0 or sizes.lora_dropout > 0)
     return 4 * _rows(config, layout) * k * (arrays * own_length(sizes, layout) + numbers)
 
 
@@ -259,9 +259,9 @@ def _update(config: Config, parameters: list[Placed], held: Memory) -> int:
     """Return the room that offloaded optimizer state needs in the update, beyond what is free by then."""
     # XLA:GPU updates one array after the other, when everything but the gradients is gone. Offloaded state is therefore
     # on the device for one parameter at a time, with all its layers.
-    needed = widths(config).host * max(p.held for p in parameters)
+    needed = max(widths(config, p).host * p.held for p in parameters)
     free = held.weights + held.activations + held.working
-    free += max(0, held.gradients - sum(F32 * p.rest for p in parameters))
+    free += max(0, held.gradients - sum(F32 * p.rest for p in parameters if p.trained))
     return max(0, needed - free)
 
 
@@ -274,18 +274,25 @@ class Widths(NamedTuple):
     """Bytes of either that `parallel.offload` moves to host memory."""
 
 
-def widths(config: Config, counted: bool = False) -> Widths:
-    """Return the bytes of each parameter at rest, in f32; with precision mixed, of its master.
+def widths(config: Config, p: Placed) -> Widths:
+    """Return the bytes of each number of a parameter at rest: in f32, with precision mixed that of its master.
 
-    One that is `counted` has no moments.
+    One whose gradient is a count has no moments. A frozen one has nothing beside itself.
     """
-    moments = 0 if counted else 4 * MOMENTS[config.optimizer.name]
+    if not p.trained:
+        return Widths(parameters=p.stored, optimizer=0, host=0)
+    moments = 0 if p.counted else 4 * MOMENTS[config.optimizer.name]
     if config.parallel.offload == "none":
         return Widths(parameters=4, optimizer=moments, host=0)
-    if config.precision == "mixed":
+    if _masters_on_host(config):
         # The device keeps the copy in the compute dtype.
         return Widths(parameters=0, optimizer=0, host=4 + moments)
     return Widths(parameters=4, optimizer=0, host=moments)
+
+
+def _masters_on_host(config: Config) -> bool:
+    """Return whether the f32 parameters rest in host memory."""
+    return config.parallel.offload != "none" and config.precision == "mixed"
 
 
 def _common(config: Config) -> Widths:
@@ -294,7 +301,7 @@ def _common(config: Config) -> Widths:
         return Widths(0, 0, 0)
     momentum = 4 if config.optimizer.outer_momentum else 0
     # Where masters rest in host memory, these do too.
-    on_host = 4 - widths(config).parameters
+    on_host = 4 if _masters_on_host(config) else 0
     return Widths(parameters=4 - on_host, optimizer=momentum, host=on_host)
 
 
@@ -307,15 +314,17 @@ def _bytes(a: jax.ShapeDtypeStruct) -> int:
 
 def state(config: Config, p: Placed, pipelined: bool = False) -> int:
     """Return the bytes that a device holds between steps of one parameter and all that belongs to it."""
-    each = widths(config, p.counted)
-    common = _common(config)
-    held = p.held * (each.parameters + each.optimizer + common.parameters + common.optimizer)
+    each = widths(config, p)
+    held = p.held * (each.parameters + each.optimizer)
+    if p.trained:
+        common = _common(config)
+        held += p.held * (common.parameters + common.optimizer)
     return held + _copy(config, p, pipelined) + _errors(config, p) + _delayed(config, p)
 
 
 def _copy(config: Config, p: Placed, pipelined: bool) -> int:
-    """Return the bytes of a parameter's copy in the compute dtype."""
-    if config.precision != "mixed":
+    """Return the bytes of a parameter's copy in the compute dtype; a frozen one is cast anew in each step."""
+    if config.precision != "mixed" or not p.trained:
         return 0
     return int(step_bytes.copy(config.parallel.zero, p.width(config), p.rest, p.use, pipelined))
 
@@ -341,7 +350,15 @@ def _delayed_counters(config: Config, parameters: list[Placed]) -> int:
 
 def _crossing(p: Placed) -> int:
     """Return the bytes of what a device has, in f32, of a parameter's gradient when it crosses the replicas."""
-    return F32 * math.prod(p.shard) if p.place.deferred else 0
+    return F32 * math.prod(p.shard) if p.place.deferred and p.trained else 0
+
+
+def _weights(config: Config, parameters: list[Placed]) -> int:
+    """Return the bytes of weights that a step without a pipeline casts or gathers."""
+    total = 0
+    for precision, group in by_precision(config, parameters).items():
+        total += int(step_bytes.weights(config.parallel.zero, compute_width(config), _elements(group), precision))
+    return total
 
 
 def _elements(parameters: list[Placed]) -> Elements:
@@ -356,5 +373,5 @@ def _elements(parameters: list[Placed]) -> Elements:
         rest=sum(p.rest for p in parameters),
         use=sum(p.use for p in parameters),
         layer=sum(layer) if layer else sum(tables),
-        outside=max(tables) if layer else 0,
+        outside=max(tables, default=0) if layer else 0,
     )

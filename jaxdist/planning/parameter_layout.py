@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxdist import lora
 from jaxdist.config import Config
 from jaxdist.mesh import CONTEXT, DATA, MODEL, REPLICA, ZERO_AXES, micro_batches
 from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.gpt import axis_of_positions
-from jaxdist.parallel import zero
+from jaxdist.parallel import placing, zero
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.parallel.replica_zero import without_replica_zero
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.parallel.zero import Placements
-from jaxdist.planning import pipelines
+from jaxdist.planning import adapters, pipelines
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.predicted_collectives import F32
 from jaxdist.sharding import COUNTED, LAYERS, Layout, Params, name_of
@@ -50,6 +51,8 @@ class Placed:
     """Whether no gradient needs its value, so that the backward pass does not gather it again."""
     exact: bool = False
     """Whether it is in f32 in any compute dtype."""
+    stored: int = F32
+    """Bytes of each of its numbers between steps."""
 
     @property
     def elements(self) -> int:
@@ -72,6 +75,11 @@ class Placed:
         return COUNTED in self.axes
 
     @property
+    def trained(self) -> bool:
+        """Whether it has a gradient and optimizer state."""
+        return self.place.trained
+
+    @property
     def whole(self) -> bool:
         """Whether ZeRO does not split it."""
         return self.place.shard_dim is None
@@ -84,6 +92,21 @@ class Placed:
 def compute_width(config: Config) -> int:
     """Return the bytes of a number in the compute dtype; `config.precision` is resolved, no longer `auto`."""
     return 4 if config.precision == "float32" else 2
+
+
+def by_precision(config: Config, parameters: list[Placed]) -> dict[str, list[Placed]]:
+    """Return the parameters in groups, by the precision that would keep and cast all of them as a group is.
+
+    Frozen ones have no copy that is kept. They lie in the compute dtype, as in precision float32, or are cast in each
+    step, as in precision bfloat16.
+    """
+    groups: dict[str, list[Placed]] = {}
+    for p in parameters:
+        precision: str = config.precision
+        if not p.trained:
+            precision = "float32" if p.stored == compute_width(config) else "bfloat16"
+        groups.setdefault(precision, []).append(p)
+    return groups
 
 
 def placed(config: Config, model: Model | Foreign, layout: Layout) -> list[Placed]:
@@ -103,7 +126,7 @@ def placed(config: Config, model: Model | Foreign, layout: Layout) -> list[Place
     if pipe:
         abstract = pipe.stages.abstract(abstract)
         axes = pipe.stages.axes(axes)
-    places = zero.placements(
+    places = placing.placements(
         layout,
         axes,
         abstract,
@@ -111,10 +134,12 @@ def placed(config: Config, model: Model | Foreign, layout: Layout) -> list[Place
         summed=not _on_all_rows(config),
         defers=pipe is None or pipe.flush,
         replica_zero=not without_replica_zero(config, layout),
+        wrt=lora.trained(config.model),
     )
     if isinstance(model, Foreign):
         return lay_out(layout, axes, abstract, places)
-    return lay_out(layout, axes, abstract, places, model.forward_only, model.exact)
+    forward_only = model.forward_only | adapters.forward_only(config)
+    return lay_out(layout, axes, abstract, places, forward_only, model.exact)
 
 
 def _on_all_rows(config: Config) -> bool:
@@ -135,7 +160,7 @@ def lay_out(
     `forward_only` and `exact` are the names of those that are.
     """
     leaves = jax.tree.leaves_with_path(abstract)
-    axes_of = jax.tree.leaves(axes, is_leaf=zero.is_axes)
+    axes_of = jax.tree.leaves(axes, is_leaf=placing.is_axes)
     found = []
     for (path, leaf), names, place in zip(leaves, axes_of, jax.tree.leaves(places), strict=True):
         found.append(
@@ -151,6 +176,7 @@ def lay_out(
                 layers=math.prod(n for n, axis in zip(leaf.shape, names, strict=True) if axis == LAYERS),
                 forward_only=name_of(path) in forward_only,
                 exact=name_of(path) in exact,
+                stored=leaf.dtype.itemsize,
             )
         )
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 from jaxdist.config import Config
 from jaxdist.planning import step_bytes
 from jaxdist.planning.activations import own_length, saved_per_token, stashed_per_token, working
-from jaxdist.planning.parameter_layout import Placed, compute_width
+from jaxdist.planning.parameter_layout import Placed, by_precision, compute_width
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import F32
 from jaxdist.planning.step_bytes import Elements
@@ -34,8 +34,9 @@ def gradients(config: Config, parameters: list[Placed]) -> int:
 
     `step_bytes.pipeline_gradients` has the equation.
     """
-    layers = _elements(parameters, stacked=True)
-    shared = _elements(parameters, stacked=False)
+    learned = [p for p in parameters if p.trained]
+    layers = _elements(learned, stacked=True)
+    shared = _elements(learned, stacked=False)
     return int(step_bytes.pipeline_gradients(config.parallel.zero, compute_width(config), layers, shared))
 
 
@@ -44,11 +45,14 @@ def weights(config: Config, parameters: list[Placed], pipe: Pipeline) -> int:
 
     `step_bytes.pipeline_weights` has the equation.
     """
-    layers = _elements(parameters, stacked=True)
-    shared = _elements(parameters, stacked=False)
     zero = config.parallel.zero
     width = compute_width(config)
-    return int(step_bytes.pipeline_weights(zero, width, layers, shared, pipe.stages.virtual, config.precision))
+    total = 0
+    for precision, group in by_precision(config, parameters).items():
+        layers = _elements(group, stacked=True)
+        shared = _elements(group, stacked=False)
+        total += int(step_bytes.pipeline_weights(zero, width, layers, shared, pipe.stages.virtual, precision))
+    return total
 
 
 def activations(config: Config, layout: Layout, pipe: Pipeline, rows: int) -> dict[str, int]:
@@ -89,7 +93,8 @@ def in_flight(config: Config, layout: Layout, parameters: list[Placed], pipe: Pi
     is one message in each direction.
     """
     layers = _elements(parameters, stacked=True)
-    shared = _elements(parameters, stacked=False)
+    learned = [p for p in parameters if p.trained]
+    shared = _elements(learned, stacked=False)
     sizes = config.model
     width = compute_width(config)
     S = pipe.stages.ranks
@@ -102,7 +107,7 @@ def in_flight(config: Config, layout: Layout, parameters: list[Placed], pipe: Pi
         saved = width * tokens * pipe.stages.depth * saved_per_token(sizes, layout, named)
     # Tokens, labels and, where documents are kept apart, the starts of documents; dropout needs two words of keys.
     arrays = 3 if sizes.documents == "apart" else 2
-    keys = 2 if sizes.dropout else 0
+    keys = 2 if sizes.dropout or sizes.lora_dropout else 0
     batch = F32 * rows * (arrays * own_length(sizes, layout) + keys)
     # The batch's number and count of tokens, its loss, and the square of its gradient's norm.
     numbers = 4 * F32

@@ -28,6 +28,7 @@ from jaxdist.parallel.gradient_compression import (
     padded,
 )
 from jaxdist.planning import context_traffic, expert_traffic
+from jaxdist.planning.adapters import learns_columns, learns_tables
 from jaxdist.planning.parameter_layout import Placed, compute_width
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import (
@@ -99,14 +100,17 @@ def gathered(config: Config, p: Placed, layout: Layout, name: str, calls: int, e
 def between_replicas(config: Config, p: Placed, layout: Layout) -> Iterator[Transfer]:
     """Yield the transfers that sum a parameter's gradient over the replicas, and give all of them its new value.
 
-    They run once per step, on what a device has of the parameter.
+    They run once per step, on what a device has of the parameter. A frozen one that the replicas split is gathered.
     """
     place = p.place
     if not place.deferred:
         return
     if place.replica_dim is not None:
-        yield transfer(layout, BETWEEN_REPLICAS, REDUCE_SCATTER, place.deferred, 1, p.rest, F32)
+        if p.trained:
+            yield transfer(layout, BETWEEN_REPLICAS, REDUCE_SCATTER, place.deferred, 1, p.rest, F32)
         yield transfer(layout, "weights between replicas", ALL_GATHER, place.deferred, 1, p.rest, p.width(config))
+        return
+    if not p.trained:
         return
     yield from _summed(compression(config.parallel), p, layout)
     if place.crossing_dim is not None:
@@ -147,7 +151,8 @@ def _summed(rule: Compression | None, p: Placed, layout: Layout) -> Iterator[Tra
 def predict(config: Config, parameters: list[Placed], layout: Layout, pipe: Pipeline) -> Iterator[Transfer]:
     """Yield every transfer of a step, without scalars."""
     for p in parameters:
-        yield from _gradients(config, p, layout, pipe)
+        if p.trained:
+            yield from _gradients(config, p, layout, pipe)
         yield from _weights(config, p, layout, pipe)
         yield from between_replicas(config, p, layout)
     stream = _Stream(config, layout, pipe)
@@ -282,7 +287,9 @@ class _Stream:
             weights = depth * self.pipe.ticks("W")
         for logical in ("heads", "mlp"):
             reduced = forward + (1 + self._reduced_again(logical)) * backward
-            gathered = forward + (1 + self._gathered_again()) * backward + weights
+            gathered = forward + (1 + self._gathered_again()) * backward
+            if learns_columns(self.config, logical):
+                gathered += weights
             if logical == "mlp" and self.config.model.traits.routed:
                 # The rows for the gradients of weights are dispatched anew, from what B has gathered.
                 gathered = forward + (2 + self.pipe.recomputes) * backward
@@ -356,10 +363,12 @@ class _Stream:
     def ends(self) -> Iterator[Transfer]:
         """Yield the transfers of the embedding, of the hand-over to the head, and of their gradients."""
         pipe = self.pipe
+        # Frozen tables need no gradient of what was looked up.
+        unembedded = pipe.unembedded if learns_tables(self.config) else 0
         vocab = self.layout.split("vocab")
         shared = [axis for axis in vocab if axis not in self.split]
         ends = (
-            ("looked-up vectors", pipe.embedded, pipe.unembedded),
+            ("looked-up vectors", pipe.embedded, unembedded),
             ("last hidden states", pipe.ticks("H"), pipe.ticks("H")),
         )
         for what, summed, gathered in ends:
@@ -369,12 +378,12 @@ class _Stream:
             yield self.moved(what, ALL_GATHER, self.split, gathered)
         if has_whole_positions(self.config, self.layout):
             # Each device takes its part of what it looked up in a whole table; the gradients of the parts are summed.
-            yield self.moved("looked-up positions", ALL_REDUCE, self.split, pipe.unembedded)
+            yield self.moved("looked-up positions", ALL_REDUCE, self.split, unembedded)
         elif looks_up_positions(self.config):
             calls = 0 if scattered_with_vectors(self.layout) else pipe.embedded
             yield self.moved("looked-up positions", REDUCE_SCATTER, self.split, calls)
         yield self.moved("last hidden states", ALL_REDUCE, {PIPELINE}, pipe.ticks("H"), part=True)
-        yield self.moved("gradient of the looked-up vectors", ALL_REDUCE, {PIPELINE}, pipe.unembedded, part=True)
+        yield self.moved("gradient of the looked-up vectors", ALL_REDUCE, {PIPELINE}, unembedded, part=True)
 
     def statistics(self) -> Transfer:
         """Return a maximum, a sum and the label's logit for each token, where the vocabulary is split."""

@@ -59,6 +59,7 @@ def tokenizer_of(folder: Path) -> tuple[Tokenizer, SpecialTokens]:
         given = read_tokenizer(folder)
         return given.load(), given.special
     run = RunFolder(folder)
+    run.check_layout()
     tokenizer = run.load_tokenizer()
     return tokenizer, run.load_special_tokens(tokenizer)
 

@@ -17,6 +17,7 @@ FREE_ON_RESUME = (
     "validation",
     "checkpoint",
     "log",
+    "sample",
     "profile",
     "cluster",
     "fault",

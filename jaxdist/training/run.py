@@ -16,6 +16,7 @@ from jaxdist import models
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.config import Config, RequestError
 from jaxdist.data.batches import AbstractBatch, Batch
+from jaxdist.gpu_memory import gpu_share
 from jaxdist.mesh import CONTEXT, PIPELINE, REPLICA, make_mesh, parse_mesh
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
@@ -118,6 +119,21 @@ class Run:
         if train.epochs:
             return math.ceil(train.epochs * self.task.rows / train.global_batch_size)
         return train.steps
+
+    @property
+    def capacity(self) -> float | None:
+        """The bytes of a device, if they are known.
+
+        CPU devices share the memory of the machine; in a dry run they stand for other devices.
+        """
+        if isinstance(self.device, Gpu):
+            return self.device.memory * gpu_share()
+        whole = runtime.capacity(self.device)
+        if self.device.platform != "cpu":
+            return whole
+        if self.dry or whole is None:
+            return None
+        return whole / self.mesh.size
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -10,6 +10,7 @@ from typing import TypedDict
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxdist import lora
 from jaxdist.config import DataConfig
 from jaxdist.data.batches import (
     AbstractBatch,
@@ -23,11 +24,10 @@ from jaxdist.data.batches import (
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.data.held_out import HeldOut
 from jaxdist.huggingface.special_tokens import SpecialTokens
-from jaxdist.lora import is_adapter
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of
+from jaxdist.parallel.placing import Wrt
 from jaxdist.parallel.replica_zero import without_replica_zero
-from jaxdist.parallel.zero import Wrt
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
@@ -64,7 +64,7 @@ class TextTask(Task[Model]):
             seed=config.train.seed,
             stage=config.parallel.zero,
             replica_zero=not without_replica_zero(config, self.layout),
-            wrt=is_adapter if config.model.lora_rank else None,
+            wrt=lora.trained(config.model),
         )
         stages = stages_of(config, self.mesh.shape)
         if stages:

@@ -29,12 +29,14 @@ LEGAL = {
         *("optimizer.name", "optimizer.schedule", "optimizer.decay_fraction"),
         *("train.global_batch_size", "train.accumulation", "cluster.process_id"),
         "optimizer.outer_rate",
+        *("prompts", "chat", "system", "top_p"),
         *("tokens", "samples", "cluster", "compare", "devices", "processes", "nodes", "time"),
         *("checkpoint.grace_seconds", "fault.heartbeat_seconds", "fault.start_seconds", "minutes", "seconds"),
         *("mode", "models", "parts", "schedule", "stages", "microbatches", "algorithm"),
         *("dry_run", "verify", "prune", "force", "json", "why", "trade_off", "submit"),
     ),
     "zero": (
+        "sample.every",  # without prompts
         *(
             "model.kv_heads",
             "model.head_dim",
@@ -65,6 +67,7 @@ LEGAL = {
     ),
     "empty": (
         *("parallel.rules.heads", "parallel.rules.mlp", "parallel.rules.vocab", "log.wandb", "profile.steps"),
+        "sample.prompts",  # without sample.every
         "dtype",
         *("cluster.coordinator", "target", "picture", "why_not", "fit", "out", "choices"),
     ),
@@ -77,7 +80,7 @@ LEGAL = {
     "word negative zero huge long nan fifo folder binary": ("partition", "account"),
     "word negative zero huge nan unicode empty fifo folder binary": ("container",),
     "word negative zero huge long nan unicode empty fifo folder binary": ("job_name",),
-    "word negative zero huge long nan unicode nul fifo folder binary": ("prompt",),
+    "word negative zero huge long nan unicode nul fifo folder binary": ("prompt", "stop"),
 }
 """The classes of values that an option takes -> the options; the files and folders of `make_values` are there."""
 

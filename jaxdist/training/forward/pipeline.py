@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.models import Model, ModelT, Params
-from jaxdist.parallel import zero
+from jaxdist.parallel import placing
 from jaxdist.parallel.pipeline.device import Program
 from jaxdist.parallel.pipeline.executor import Executor
 from jaxdist.parallel.pipeline.pipedream import PipeDream
@@ -50,7 +50,7 @@ class StagedForward(ForwardBase[ModelT], ABC):
         stage: int = 0,
         split: Params | None = None,
         replica_zero: bool = False,
-        wrt: zero.Wrt | None = None,
+        wrt: placing.Wrt | None = None,
     ):
         """Lay the parameters out for ZeRO stage `stage`; the model computes in `dtype`.
 
@@ -71,7 +71,7 @@ class StagedForward(ForwardBase[ModelT], ABC):
         if isinstance(model, Model):
             self.vocabulary = Vocabulary(layout, model.vocab)
             self.abstract = self.vocabulary.abstract(self.abstract)
-        self.places = zero.placements(
+        self.places = placing.placements(
             layout,
             stages.axes(model.axes),
             self.abstract,

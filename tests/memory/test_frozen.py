@@ -1,0 +1,100 @@
+"""Promise 2, the bytes held with frozen parameters (LoRA): a state is predicted to the byte, and only adapters cost."""
+
+import jax
+import pytest
+
+from jaxdist import models
+from jaxdist.config import Config, OptimizerConfig, PipelineConfig
+from jaxdist.planning import memory, parameter_layout
+from jaxdist.sharding import HOST, Layout
+from jaxdist.training.run import Run
+from tests.memory.test_prediction import GROUPED, MODEL, ROUTED, config, own_bytes
+from tests.tiers import thinned
+
+MODELS = {"gpt": MODEL, "llama": GROUPED, "routed": ROUTED}
+
+
+def adapted(mesh: str, precision: str, zero: int, base: str, model: str = "llama", **sizes) -> Config:
+    sizes = {"lora_rank": 4, "lora_base": base} | sizes
+    return config(mesh, precision, zero, model=MODELS[model].model_copy(update=sizes))
+
+
+def bytes_at_rest(asked: Config) -> tuple[int, int]:
+    """(on a device, in its host's memory) of arrays as they are going to lie, without a program"""
+    run = Run(asked)
+    with jax.set_mesh(run.mesh):
+        arrays = jax.tree.leaves(run.abstract())
+    hosted = sum(own_bytes(a) for a in arrays if a.sharding.memory_kind == HOST)
+    return sum(map(own_bytes, arrays)) - hosted, hosted
+
+
+def predicted(asked: Config) -> memory.Memory:
+    run = Run(asked)
+    return memory.predict(run.config, run.model, run.layout)
+
+
+ROWS = [
+    ("4x2x1", "float32", 3, "llama", "float32"),
+    ("1x4x1", "bfloat16", 0, "llama", "bfloat16"),
+    ("8x1x1", "mixed", 1, "gpt", "bfloat16"),
+    ("replica=2,data=2,model=2", "mixed", 3, "llama", "float32"),
+    ("data=2,expert=2", "float32", 2, "routed", "bfloat16"),
+    ("2x4x1", "bfloat16", 1, "gpt", "float32"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "precision", "zero", "model", "base"), thinned(ROWS, 3, first=1))
+def test_bytes_of_the_state_are_predicted_exactly(mesh, precision, zero, model, base):
+    asked = adapted(mesh, precision, zero, base, model)
+    held = predicted(asked)
+    assert bytes_at_rest(asked) == (held.arguments - held.batch, 0)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "mixed"])
+def test_frozen_parameters_stay_on_the_device_where_the_rest_waits_in_the_hosts_memory(precision):
+    asked = adapted("2x1x2", precision, 1, "bfloat16")
+    parallel = asked.parallel.model_copy(update={"offload": "optimizer"})
+    update = {
+        "parallel": parallel,
+        "optimizer": OptimizerConfig(name="lion"),
+        "pipeline": PipelineConfig(microbatches=2),
+    }
+    train = asked.train.model_copy(update={"accumulation": 1})
+    asked = asked.model_copy(update={**update, "train": train})
+    held = predicted(asked)
+    assert bytes_at_rest(asked) == (held.arguments - held.batch, held.host)
+
+
+@pytest.mark.parametrize(
+    ("precision", "base", "frozen", "trained"),
+    [("float32", "float32", 4, 12), ("bfloat16", "bfloat16", 2, 12), ("mixed", "bfloat16", 2, 14)],
+)
+def test_a_frozen_parameter_costs_its_own_dtype_and_an_adapter_what_a_parameter_does(precision, base, frozen, trained):
+    """Bytes for each, on one device, with AdamW. Nothing is compiled."""
+    layout = Layout((), "cpu", ())
+    asked = adapted("1x1x1", precision, 0, base)
+    model = models.build(asked.model, layout)
+    parameters = parameter_layout.placed(asked, model, layout)
+    adapters = sum(p.elements for p in parameters if ".lora." in p.name)
+    others = sum(p.elements for p in parameters) - adapters
+    held = memory.predict(asked, model, layout)
+    counters = 20
+    assert held.arguments - held.batch - counters == frozen * others + trained * adapters
+    assert sum(memory.state(asked, p) for p in parameters) == held.arguments - held.batch - counters
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_gradients_grow_with_the_adapters_alone(zero):
+    """Nothing is compiled."""
+    layout = Layout((("data", 4),), "cpu", (("batch", ("data",)),))
+    held = {}
+    for rank in (4, 8):
+        asked = adapted("4x1x1", "float32", zero, "float32", lora_rank=rank)
+        held[rank] = memory.predict(asked, models.build(asked.model, layout), layout).gradients
+    assert held[8] == 2 * held[4] > 0
+
+
+def test_dropout_of_adapters_needs_the_numbers_of_the_rows():
+    plain = predicted(adapted("1x1x1", "float32", 0, "float32"))
+    dropping = predicted(adapted("1x1x1", "float32", 0, "float32", lora_dropout=0.1))
+    assert dropping.batch - plain.batch == 4 * 16
