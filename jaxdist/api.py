@@ -34,7 +34,8 @@ from jaxdist.models import Params, foreign
 from jaxdist.models.foreign import Foreign, LossFunction
 from jaxdist.models.stacked import scan, stack
 from jaxdist.parallel.foreign import on_shards
-from jaxdist.parallel.zero import Wrt, trained
+from jaxdist.parallel.placing import Wrt
+from jaxdist.parallel.zero import trained
 from jaxdist.partial_trees import part_of
 from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hlo import Collective, collectives

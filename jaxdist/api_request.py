@@ -13,7 +13,7 @@ from jaxdist.config import nearest
 from jaxdist.mesh import BATCH_AXES, CONTEXT, DATA, EXPERT, LAYER_AXES, PIPELINE, MeshShape
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
-from jaxdist.parallel.zero import Wrt, group, is_axes
+from jaxdist.parallel.placing import Wrt, group, is_axes
 from jaxdist.planning import parameter_layout
 from jaxdist.sharding import BATCH, COUNTED, STAGES, Layout, LogicalAxes, Rules, Tree, name_of, named
 from jaxdist.training.forward.module import Scope

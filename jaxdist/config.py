@@ -20,6 +20,7 @@ from jaxdist.values import (
     Count,
     CountOrZero,
     FilePath,
+    FilePaths,
     FractionFloat32,
     GradientCompression,
     MicroBatches,
@@ -55,6 +56,7 @@ __all__ = [
     "ProfileConfig",
     "RequestError",
     "RulesConfig",
+    "SampleConfig",
     "TrainConfig",
     "ValidationConfig",
     "leaves",
@@ -179,8 +181,8 @@ class DataConfig(Section):
     """Text, .jsonl with "text", uint16 tokens (.bin); images: .npz or a folder; none: Python's library, or digits."""
     tokenizer: FilePath | None = None
     """A tokenizer.json, or the folder of a tokenizer (Hugging Face), for its BOS too; none: train a byte-level BPE."""
-    validation_path: FilePath | None = None
-    """Validation data of the same kind; none: a fraction of path is held out."""
+    validation_path: FilePaths | None = None
+    """Validation data of the same kind, of text also several files as a,b; none: a fraction of path is held out."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of path that is held out when there is no validation path."""
     augment: Literal["none", "crop", "crop-flip"] = "none"
@@ -279,6 +281,15 @@ class LogConfig(Section):
     """Weights & Biases project to log to (needs the extra 'wandb'); empty: none. Its failures never stop a run."""
 
 
+class SampleConfig(Section):
+    """Text that a run writes while it trains."""
+
+    every: CountOrZero = 0
+    """Steps between samples; 0: none."""
+    prompts: str = ""
+    """Texts to continue, one a line; what is written goes into the log and TensorBoard."""
+
+
 class ProfileConfig(Section):
     """Profile of the devices during a few steps."""
 
@@ -343,6 +354,7 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    sample: SampleConfig = SampleConfig()
     profile: ProfileConfig = ProfileConfig()
     cluster: ClusterConfig = ClusterConfig()
     fault: FaultConfig = FaultConfig()

@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from jaxdist.cluster.process_env import find
 from jaxdist.config import RequestError
-from jaxdist.request import JOB_KNOBS, LAYOUT_KNOBS, Enough, Extra, arguments, run
-from jaxdist.values import Checkpoint, CountOrZero, NonNegativeFloat32, Prompt, Samples, Seed, Tokens
+from jaxdist.request import JOB_KNOBS, LAYOUT_KNOBS, Enough, Extra, Request, arguments, run
+from jaxdist.request.prompts import USUAL_PROMPT, given_prompts
+from jaxdist.values import (
+    Checkpoint,
+    CountOrZero,
+    FilePath,
+    NonNegativeFloat32,
+    Prompt,
+    Samples,
+    Seed,
+    StopTexts,
+    Tokens,
+    TopP,
+    stop_texts,
+)
+
+if TYPE_CHECKING:
+    from jaxdist.cluster.job import Job
+    from jaxdist.training.continuation import Continuation
+    from jaxdist.training.generation import Prompter, Writer
 
 DESCRIPTION = (
     "Generate text from a run's checkpoint. Needs only the run folder; all devices of the mesh take part. RUN may also "
     "be a folder of Hugging Face, with config.json and *.safetensors, into which nothing is written; the model then "
-    "sees --model.sequence tokens."
+    "sees --model.sequence tokens. With --chat and without a prompt it holds a conversation, one line at a time."
 )
 EXTRAS = [
     Extra("checkpoint", "latest", "Step to use: latest, best (by validation loss) or a number.", Checkpoint),
-    Extra("prompt", "def ", "Text to continue; the model sees its last model.sequence tokens.", Prompt),
+    Extra("prompt", None, f"Text to continue; without it and without --prompts it is '{USUAL_PROMPT}'.", Prompt),
+    Extra("prompts", None, "File of texts to continue, one a line; of a .jsonl, the prompt of each line.", FilePath),
+    Extra("chat", False, "Answer the prompt, written as the run's chat template says, and print the answer alone."),
+    Extra("system", None, "With --chat: the system message, which says how to answer.", Prompt),
     Extra("tokens", 100, "Tokens to generate, at most.", Tokens),
-    Extra("samples", 1, "Texts to generate.", Samples),
+    Extra("samples", 1, "Texts to generate for each prompt.", Samples),
+    Extra("stop", None, "Words before which a text ends; several as a JSON list.", StopTexts),
     Extra("temperature", 0.8, "Divisor of the logits; 0: always take the most likely token.", NonNegativeFloat32),
     Extra("top_k", 50, "Sample from this many most likely tokens; 0: all.", CountOrZero),
+    Extra("top_p", 1.0, "Sample from the fewest most likely tokens that together are this likely; 1: all.", TopP),
     Extra("seed", 0, "Seed of the sampling.", Seed),
+    Extra("json", False, "Print one JSON object, with the tokens and why each text ended."),
 ]
 
 
@@ -30,44 +59,134 @@ def main(argv: list[str] | None = None) -> int:
     knobs = (*LAYOUT_KNOBS, *JOB_KNOBS)
     request = arguments(argv, "generate", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=knobs, pretrained=True)
     config = request.config
-    extras = request.extras
     if config.model.images:
         raise RequestError(f"the run has model.family {config.model.family}, which generates no text; name another run")
-
     place = find(config.cluster)
+    texts = given_prompts(request.extras, alone=place.alone)
 
     # jax is imported only now, so that problems of the request are reported at once.
-    from jaxdist.cluster.consensus import check_request
-    from jaxdist.cluster.heartbeat import STEPPING
+    from jaxdist.cluster.consensus import check_alike, check_request
     from jaxdist.cluster.job import Job
-    from jaxdist.huggingface.given_tokenizer import largest_id
-    from jaxdist.training.restore import restore, tokenizer_of
-    from jaxdist.training.sampling import Choice, sample
 
     with Job(place, config, enough=Enough(config)) as job:
         check_request(request.text)
-        tokenizer, special = tokenizer_of(config.folder)
-        trained = restore(config, extras["checkpoint"], batch=False)
-        prompt = tokenizer.encode(extras["prompt"], add_special_tokens=False).ids
-        if special.bos is not None:
-            prompt = [special.bos, *prompt]
-        texts = sample(
-            trained,
-            prompt,
-            extras["tokens"],
-            extras["samples"],
-            Choice(extras["temperature"], extras["top_k"], entries=largest_id(tokenizer) + 1),
-            extras["seed"],
-            stops=special.stops,
-            moving=partial(job.note, STEPPING),
-        )
-        # Every process has the texts; the leader prints them.
-        if job.env.leader:
-            for number, ids in enumerate(texts, start=1):
-                if extras["samples"] > 1:
-                    print(f"--- {number}")
-                print(tokenizer.decode(ids))
+        check_alike("prompts", "\n".join(texts or []), "let all processes read the same file")
+        generate(request, texts, job)
         return job.end(0)
+
+
+def generate(request: Request, texts: Sequence[str] | None, job: Job) -> None:
+    """Continue the texts, or hold a conversation where there are none."""
+    from jaxdist.cluster.heartbeat import STEPPING
+    from jaxdist.huggingface.chat_template import read_chat_template
+    from jaxdist.huggingface.given_tokenizer import largest_id
+    from jaxdist.training.continuation import Ending
+    from jaxdist.training.decoding import Choice, Decoding
+    from jaxdist.training.generation import Prompter, Writer
+    from jaxdist.training.restore import restore, tokenizer_of
+
+    config = request.config
+    extras = request.extras
+    tokenizer, special = tokenizer_of(config.folder)
+    template = read_chat_template(config.folder) if extras["chat"] else None
+    stops = () if extras["stop"] is None else stop_texts(extras["stop"])
+    ending = Ending(extras["tokens"], config.model.sequence, special.stops, stops)
+    prompter = Prompter(tokenizer, special, ending, template, extras["system"])
+    # Before the weights are read, which takes longer.
+    prompts = [prompter.of_text(text) for text in texts or []]
+
+    trained = restore(config, extras["checkpoint"], batch=False)
+    choice = Choice(extras["temperature"], extras["top_k"], extras["top_p"], largest_id(tokenizer) + 1)
+    writer = Writer(Decoding(trained.run, trained.params), choice, extras["seed"], partial(job.note, STEPPING))
+    if texts is None:
+        converse(writer, prompter, job)
+        return
+    found = [prompter.begin(prompt) for prompt in prompts for _ in range(extras["samples"])]
+    begun = [text for text in texts for _ in range(extras["samples"])]
+    if extras["json"]:
+        writer.write(found)
+        if job.env.leader:
+            print_json(trained.step, begun, found)
+    else:
+        # An answer is printed alone, and a continuation behind the text that it continues.
+        print_texts(writer, [""] * len(begun) if template else begun, found, job.env.leader)
+
+
+def print_texts(writer: Writer, begun: Sequence[str], found: Sequence[Continuation], leader: bool) -> None:
+    """Write the texts, and print each behind its beginning: one alone as it comes, several when they are complete.
+
+    All processes have the texts; the leader prints them.
+    """
+    if not leader:
+        writer.write(found)
+        return
+    if len(found) == 1:
+        show(begun[0])
+        writer.write(found, show)
+        print()
+    else:
+        writer.write(found)
+        for number, (beginning, text) in enumerate(zip(begun, found, strict=True), start=1):
+            print(f"--- {number}")
+            print(beginning + text.text)
+    note_full(found)
+
+
+def show(text: str) -> None:
+    """Print a part of a line at once."""
+    print(text, end="", flush=True)
+
+
+def note_full(found: Sequence[Continuation]) -> None:
+    """Say on standard error that texts ended because the model sees no more tokens."""
+    from jaxdist.training.continuation import SEQUENCE
+
+    full = sum(text.ended == SEQUENCE for text in found)
+    if full:
+        which = "the text" if len(found) == 1 else f"{full} of {len(found)} texts"
+        sequence = found[0].ending.sequence
+        print(f"note: {which} ended at model.sequence {sequence}: the model sees no more tokens", file=sys.stderr)
+
+
+def print_json(step: int | None, begun: Sequence[str], found: Sequence[Continuation]) -> None:
+    """Print one JSON object with every text."""
+    texts = [
+        {"prompt": beginning, "text": text.text, "tokens": text.ids, "ended": text.ended}
+        for beginning, text in zip(begun, found, strict=True)
+    ]
+    print(json.dumps({"step": step, "texts": texts}, ensure_ascii=False))
+
+
+def converse(writer: Writer, prompter: Prompter, job: Job) -> None:
+    """Answer the lines of standard input, each in the light of all before it, until its end."""
+    messages = [*prompter.opening]
+    for turn, line in enumerate(lines_of_person(job)):
+        messages.append({"role": "user", "content": line})
+        answer = prompter.begin(prompter.of_messages(messages))
+        writer.write([answer], show, turn)
+        print(flush=True)
+        note_full([answer])
+        messages.append({"role": "assistant", "content": answer.text})
+
+
+def lines_of_person(job: Job) -> Iterator[str]:
+    """Yield the lines of standard input that are not empty; at a terminal, ask for each."""
+    from jaxdist.cluster.heartbeat import LISTENING
+
+    ask = ""
+    if sys.stdin.isatty():
+        # Importing it lets a person edit the line, and go back to earlier ones.
+        with suppress(ImportError):
+            import readline  # noqa: F401
+        ask = "> "
+    while True:
+        job.note(LISTENING)
+        try:
+            line = input(ask).strip()
+        except EOFError:
+            return
+        if line:
+            yield line
 
 
 if __name__ == "__main__":

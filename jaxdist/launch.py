@@ -199,6 +199,7 @@ def slurm_script(request: Request) -> Script:
     """Return the sbatch script of the request. Raises `RequestError` if it could not run. Writes nothing."""
     from jaxdist.cluster.slurm import Script, check_container, check_environment, check_partition, warning
     from jaxdist.cluster.slurm_values import seconds
+    from jaxdist.data.documents import paths_of
     from jaxdist.training.checkpoint.step_dir import StepDir
     from jaxdist.training.run_dir import RunFolder
 
@@ -222,7 +223,8 @@ def slurm_script(request: Request) -> Script:
     # The script sets these two itself.
     options = {name: text for name, text in request.overrides.items() if name not in ("run_dir", "resume")}
     data = config.data
-    inputs = [data.path, data.validation_path, data.tokenizer, config.init_from, Path(request.positional or "")]
+    inputs = [data.path, *paths_of(data.validation_path), data.tokenizer, config.init_from]
+    inputs.append(Path(request.positional or ""))
     return Script(
         train=words(request.positional, options),
         reads=[path for path in inputs if path],

@@ -39,6 +39,9 @@ SEQUENCE = "sequence"
 RESIDUAL = "residual"
 """The logical axis of the tokens of a row on the residual stream, which sequence parallelism splits further."""
 
+SLOTS = "slots"
+"""The logical axis of the places of a key-value cache, one for each position of a row."""
+
 COUNTED = "counted"
 """The logical axis of a parameter whose gradient is a count, such as of tokens, in the place of a derivative."""
 
@@ -216,6 +219,14 @@ class Layout:
         index += length * jax.lax.axis_index(axes)
         return self.order(index, length * self.size(*axes))
 
+    def with_whole_rows(self) -> Layout:
+        """Return the layout of generation: no axis splits the tokens of an activation.
+
+        What has split the sequence splits the slots of the cache.
+        """
+        others = tuple((name, axes) for name, axes in self.rules if name not in (SEQUENCE, RESIDUAL))
+        return replace(self, rules=(*others, (SLOTS, self.split(SEQUENCE))), zigzag=False)
+
     @property
     def ranks(self) -> int:
         """Number of parts into which the rows of a batch are split."""
@@ -347,6 +358,11 @@ def gradient_spec(a: jax.Array) -> P:
     """Return the spec of the gradient of `a`: `reduced` axes become `unreduced` (partial sums)."""
     spec = jax.typeof(a).sharding.spec
     return P(*spec.partitions, unreduced=spec.reduced)
+
+
+def forward_spec(spec: P) -> P:
+    """Return the spec of a weight in use where no gradient is taken: `reduced` says something of gradients alone."""
+    return P(*spec.partitions)
 
 
 def scale_partial(sums: Float[Array, "..."], factor: Float[Array, ""]) -> Float[Array, "..."]:

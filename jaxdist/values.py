@@ -6,6 +6,7 @@ overflow in XLA.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable
@@ -60,6 +61,12 @@ def _valid_path(path: PathOrText) -> PathOrText:
     if problem:
         raise PydanticCustomError("path", problem)
     return path
+
+
+def _valid_paths(paths: Path) -> Path:
+    for path in str(paths).split(","):
+        _valid_path(path)
+    return paths
 
 
 def _strictly_integer(value: object) -> object:
@@ -128,11 +135,35 @@ def _lora_targets(text: str) -> str:
     return text
 
 
+def stop_texts(text: str) -> tuple[str, ...]:
+    r"""Return the texts of `--stop`: the text itself, or several as a JSON list, such as `["\n", "User:"]`.
+
+    Raises `ValueError` for a list that is no JSON, and for a text that is empty.
+    """
+    texts = [text]
+    if text.startswith("["):
+        try:
+            texts = json.loads(text)
+        except (ValueError, RecursionError):
+            raise ValueError('what begins with [ must be a JSON list of texts, such as ["[end]", "\\n"]') from None
+    if not texts or not all(isinstance(one, str) and one for one in texts):
+        raise ValueError("each text must have at least 1 character")
+    return tuple(texts)
+
+
 def _rope_scaling(text: str) -> str:
     try:
         return str(rope_scaling.parse(text))
     except ValueError as problem:
         raise PydanticCustomError("rope_scaling", str(problem)) from None
+
+
+def _stop_texts(text: str) -> str:
+    try:
+        stop_texts(text)
+    except ValueError as problem:
+        raise PydanticCustomError("stop", str(problem)) from None
+    return text
 
 
 MOST_DEVICES = 2**20
@@ -164,11 +195,15 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 IS_PATH = AfterValidator(_valid_path)
 FilePath = Annotated[Path, BeforeValidator(_not_empty), IS_PATH]
+FilePaths = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_valid_paths)]
+"""One path, or several with commas between them."""
 FileName = Annotated[str, IS_PATH]
 """A path as text; empty means none."""
 Site = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")]
 """The name of a site; empty means that none is named."""
 Prompt = Annotated[str, Field(min_length=1)]
+StopTexts = Annotated[str, AfterValidator(_stop_texts)]
+"""One text, or a JSON list of several: `stop_texts` splits them."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -179,6 +214,7 @@ Minutes = Annotated[float, Field(ge=0, le=YEAR // 60, allow_inf_nan=False)]
 PositiveMinutes = Annotated[Minutes, Field(gt=0)]
 PositiveFloat32 = Annotated[Positive, AfterValidator(_float32)]
 NonNegativeFloat32 = Annotated[NonNegative, AfterValidator(_float32)]
+TopP = Annotated[Positive, Field(le=1), AfterValidator(_float32)]
 FractionFloat32 = Annotated[float, Field(ge=0, lt=1), AfterValidator(_float32_below_one)]
 
 Resume = Annotated[str, AfterValidator(_auto_never_or_step), Suggested(["auto", "never"])]

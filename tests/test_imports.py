@@ -28,7 +28,9 @@ OF_CONFIGS = ["jaxdist.!config,files,rope_scaling,huggingface", "jax", "flax", "
 
 FORBIDDEN = {
     "rope_scaling": ["jaxdist", "jax", "flax", "numpy"],
-    "values": ["jaxdist.!rope_scaling", "jax", "flax", "numpy"],
+    "lora": ["jaxdist", "jax", "flax", "numpy"],
+    "partial_trees": ["jaxdist", "jax", "flax", "numpy"],
+    "values": ["jaxdist.!lora,rope_scaling", "jax", "flax", "numpy"],
     "exit_codes": ["jaxdist", "jax", "flax", "numpy"],
     "config_model": ["jaxdist.!rope_scaling,values", "jax", "flax", "numpy"],
     "config": ["jaxdist.!config_model,values,exit_codes", "jax", "flax"],
@@ -41,9 +43,15 @@ FORBIDDEN = {
     "sharding": ["jaxdist.!config,mesh,context"],
     "request": ["jaxdist.!config,values,exit_codes,files,mesh,context,request,data,huggingface,streams,units"],
     "parallel": ["jaxdist.models", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
-    "models": ["jaxdist.parallel.zero", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
+    "models": [
+        "jaxdist.parallel.zero",
+        "jaxdist.parallel.placing",
+        "jaxdist.training",
+        "jaxdist.data",
+        "jaxdist.planning",
+    ],
     "data": ["jaxdist.!config,files,mesh,sharding,units,data,huggingface"],
-    "huggingface": ["jaxdist.!config,files,rope_scaling,sharding,huggingface"],
+    "huggingface": ["jaxdist.!config,files,lora,rope_scaling,sharding,huggingface"],
     **dict.fromkeys((f"huggingface.{name}" for name in WITHOUT_JAX), OF_CONFIGS),
     "planning": ["jaxdist.training", "jaxdist.data", "jaxdist.cluster"],
     **dict.fromkeys((f"planning.{name}" for name in PREDICTIONS), READERS),
@@ -145,8 +153,9 @@ def test_pictures_are_written_in_one_room_only():
 
 
 def test_axis_names_are_spelled_in_mesh_only():
-    """`data`, `model` and `pipeline` are sections of the configuration too: they count where a collective is told."""
-    from jaxdist.mesh import AXES, DATA, MODEL, PIPELINE
+    """`data`, `model` and `pipeline` are sections of the configuration too: they count where a collective is told. The
+    questions of `evaluate` have a field `context`."""
+    from jaxdist.mesh import AXES, CONTEXT, DATA, MODEL, PIPELINE
 
     takers = {"P", "spec", "psum", "psum_scatter", "all_gather", "ppermute", "all_to_all", "axis_index", "reshard"}
     for path in FILES:
@@ -160,7 +169,8 @@ def test_axis_names_are_spelled_in_mesh_only():
             if isinstance(inner, ast.Constant)
         ]
         if name(path) != "mesh":
-            assert not {node.value for node in constants} & (set(AXES) - {DATA, MODEL, PIPELINE}), name(path)
+            words = {DATA, MODEL, PIPELINE} | ({CONTEXT} if name(path) == "data.multiple_choice" else set())
+            assert not {node.value for node in constants} & (set(AXES) - words), name(path)
             assert not set(told) & set(AXES), name(path)
 
 

@@ -32,6 +32,7 @@ WAITING = "waiting for data"
 ENDING = "ending"
 AWAITING = "waiting for process 0, which reads the data first"
 IDLE = "waiting for other processes, which measure without this one"
+LISTENING = "waiting for the next line of a conversation"
 
 PHASES = (STARTING, AWAITING, READING, COMPILING, STEPPING, VALIDATING, SAVING, WAITING, ENDING)
 """The phases in the order in which a step passes them; the data that are waited for are those of the next step."""
@@ -65,7 +66,7 @@ class Heartbeat:
     pid: int
     step: int
     doing: str
-    """One of `PHASES`, or `IDLE`."""
+    """One of `PHASES`, or `IDLE`, or `LISTENING`."""
     since: float
     """Seconds for which the process has been doing it."""
     step_seconds: float | None

@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.cluster import faults, heartbeat
-from jaxdist.cluster.heartbeat import AWAITING, IDLE, READING, STARTING, STEPPING, WAITING, Heartbeat, HeartbeatWriter
+from jaxdist.cluster.heartbeat import (
+    AWAITING,
+    IDLE,
+    LISTENING,
+    READING,
+    STARTING,
+    STEPPING,
+    WAITING,
+    Heartbeat,
+    HeartbeatWriter,
+)
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import RequestError
 from jaxdist.exit_codes import DONE, FAILED
@@ -107,8 +117,8 @@ class Watchdog:
 
     def limit(self) -> float:
         """Return how many seconds the present phase may take."""
-        if self._phase in (AWAITING, IDLE):
-            # The process that the others wait for has a watchdog of its own.
+        if self._phase in (AWAITING, IDLE, LISTENING):
+            # The process that the others wait for has a watchdog of its own; a person takes as long as they like.
             return float("inf")
         if self._phase == READING and not self.seconds:
             # Merging a large vocabulary gives no sign of life.

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int, UInt64
 
-from jaxdist.data.tokens import Tokens
+from jaxdist.data.tokens import IGNORED, Tokens
 from jaxdist.sharding import BATCH, SEQUENCE, Layout
 
 Made = TypeVar("Made")
@@ -24,9 +24,6 @@ Made = TypeVar("Made")
 ROUNDS = 8
 """Feistel rounds. Four are enough for a permutation of a large set to look random (Luby & Rackoff 1988); small sets
 need more."""
-
-IGNORED = -1
-"""The label of a position that does not count in the loss."""
 
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
 """Shapes and shardings of a batch."""
@@ -94,12 +91,23 @@ def train_batch(
     the layout splits it. A row of -1 is all padding.
     """
     abstract = abstract_batch(rows.size, sequence, accumulation, mesh, layout, apart=tokens.apart)
+    return ordered_batch(rows, abstract, layout, partial(_read, tokens, sequence))
+
+
+def ordered_batch(
+    rows: Int[np.ndarray, " batch"],
+    abstract: AbstractBatch,
+    layout: Layout,
+    read: Callable[[Int[np.ndarray, " n"]], dict[str, np.ndarray]],
+) -> Batch:
+    """Return what `global_batch` does, where `read` returns arrays [n, S] whose tokens are in order."""
+    sequence = abstract["tokens"].shape[-1]
     order = layout.order(np.arange(sequence), sequence)
 
-    def read(rows: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-        return {name: a[:, order] for name, a in _read(tokens, sequence, rows).items()}
+    def read_ordered(rows: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+        return {name: a[:, order] for name, a in read(rows).items()}
 
-    return global_batch(rows, abstract, read)
+    return global_batch(rows, abstract, read_ordered)
 
 
 def abstract_batch(
@@ -303,8 +311,15 @@ def _read(tokens: Tokens, sequence: int, rows: np.ndarray) -> dict[str, np.ndarr
     """Return the tokens [n, S] of these rows and the token after each; a row of -1 has tokens 0 and labels -1."""
     windows = np.zeros((rows.size, sequence + 1), np.int32)
     windows[rows >= 0] = tokens.window(rows[rows >= 0], sequence)
+    return labelled(windows, rows[:, None] >= 0, tokens)
+
+
+def labelled(
+    windows: Int[np.ndarray, "n S+1"], counts: Bool[np.ndarray, "n ..."], tokens: Tokens
+) -> dict[str, np.ndarray]:
+    """Return the arrays of rows from windows of `tokens`; a token has a label where it `counts`, [n, S] or [n, 1]."""
     ids = np.ascontiguousarray(windows[:, :-1])
-    labels = np.where(rows[:, None] >= 0, windows[:, 1:], np.int32(IGNORED))
+    labels = np.where(counts, windows[:, 1:], np.int32(IGNORED))
     if not tokens.apart:
         return {"tokens": ids, "labels": labels}
     # If documents are apart, nothing predicts the first token of the next document, so it does not count.

@@ -122,7 +122,7 @@ def _open_tokens(
         validation,
         tokenizer=given.text if given else None,
         special=given.special if given else SpecialTokens(),
-        fingerprint=_digest(content, *_identity(given)),
+        fingerprint=digest(content, *identity(given)),
         source=f"{source.root}, {_sizes(train, validation)}",
     )
 
@@ -160,8 +160,8 @@ def _open_text(
     stamp = _stamp(source, held_out)
     content = _content(source, held_out, config, progress)
     # The key holds everything that determines the token files.
-    tokenizer_text, *marks = _identity(given)
-    folder = cache_folder() / _digest(VERSION, content, tokenizer_text, vocab, *marks)
+    tokenizer_text, *marks = identity(given)
+    folder = cache_folder() / digest(VERSION, content, tokenizer_text, vocab, *marks)
 
     def documents(reading: Pass) -> Split:
         return split(source, held_out, config.validation_fraction, reading.read)
@@ -177,14 +177,14 @@ def _open_text(
         special = given.special if given else special_tokens_of(tokenizer)
         encoding = Pass(progress, "tokenizing", _size(source, held_out))
         before = done["documents"] if done else 0
-        count = write_parts(new, tokenizer, special, documents(encoding), _dtype(vocab), encoding, before)
+        count = write_parts(new, tokenizer, special, documents(encoding), token_type(vocab), encoding, before)
         # The key was computed from an earlier read, so the content must not have changed since.
         if _stamp(source, held_out) != stamp:
             raise RequestError(f"'{source.root}' changed while it was read; start again when it is complete")
         return {"documents": count}
 
     facts = open_cache(folder, fill, progress)
-    train, validation = (Tokens.open(folder / part, _dtype(vocab)) for part in PARTS)
+    train, validation = (Tokens.open(folder / part, token_type(vocab)) for part in PARTS)
     if given is None:
         text = (folder / TOKENIZER).read_text("utf-8")
         used = GivenTokenizer(text, special_tokens_of(Tokenizer.from_str(text)))
@@ -202,7 +202,7 @@ def _open_text(
         validation,
         tokenizer=used.text,
         special=used.special,
-        fingerprint=_digest(content, *_identity(used)),
+        fingerprint=digest(content, *identity(used)),
         source=description,
     )
 
@@ -238,7 +238,7 @@ def _check_vocab(given: GivenTokenizer, path: Path, vocab: int) -> None:
         )
 
 
-def _identity(given: GivenTokenizer | None) -> list[str | int | None]:
+def identity(given: GivenTokenizer | None) -> list[str | int | None]:
     """Return what names a tokenizer, and with it the tokens of a text.
 
     BOS and EOS are named only where they differ from what the tokenizer alone gives, so that a run that was begun
@@ -272,7 +272,7 @@ def _content(source: Source, held_out: Source | None, config: DataConfig, progre
     """Return a hash of the content of both files, or of one file and the fraction that is held out."""
     hashing = Pass(progress, "reading the data", _size(source, held_out))
     held_out_part = held_out.digest(hashing.read) if held_out else config.validation_fraction
-    return _digest(source.digest(hashing.read), held_out_part)
+    return digest(source.digest(hashing.read), held_out_part)
 
 
 def _size(source: Source, held_out: Source | None) -> int:
@@ -292,11 +292,13 @@ def _stamp(source: Source, held_out: Source | None) -> list:
     return stamps
 
 
-def _digest(*parts: str | int | float | None) -> str:
+def digest(*parts: str | int | float | None) -> str:
+    """Return a hexadecimal hash of these values."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _dtype(vocab: int) -> Literal["uint16", "uint32"]:
+def token_type(vocab: int) -> Literal["uint16", "uint32"]:
+    """Return the dtype in which tokens of a vocabulary of that size are kept."""
     return "uint16" if vocab <= 1 << 16 else "uint32"
 
 

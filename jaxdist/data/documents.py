@@ -52,6 +52,7 @@ class Source:
     kind: str
     """A key of `KIND_NAMES`."""
     root: Path
+    """The folder of a library, or the first of the files."""
     files: tuple[Path, ...]
 
     @property
@@ -68,20 +69,20 @@ class Source:
         return tuple((state.st_size, state.st_mtime_ns) for state in states)
 
     def digest(self, on_read: OnRead = _ignore) -> str:
-        """Return the SHA-256 (hex) of the kind, the names below the root, and the content.
+        """Return the SHA-256 (hex) of the kind, the names of a library's files, and the content.
 
         One pass over the bytes; `on_read` is called with the numbers of bytes as they are read.
         """
         total = hashlib.sha256(self.kind.encode())
         for path in self.files:
-            if path != self.root:
+            if self.kind == "library":
                 total.update(b"\0" + path.relative_to(self.root).as_posix().encode())
             with reading(path), path.open("rb") as file:
                 total.update(_sha256(file, on_read))
         return total.hexdigest()
 
     def documents(self, fraction: float = 0.0, on_read: OnRead = _ignore) -> Iterator[Document]:
-        """Yield the documents in order: the files of a library, those of a file in one of `FORMS`, or blocks of a text.
+        """Yield the documents in order: the files of a library, those of files in one of `FORMS`, or blocks of texts.
 
         `fraction` is the part that will be held out; `on_read` is called with the numbers of bytes as they are read.
         Raises `RequestError` naming the line or byte of an error.
@@ -89,16 +90,17 @@ class Source:
         if self.kind == "library":
             yield from _library_documents(self.files, on_read)
             return
-        with reading(self.root), self.root.open("rb") as file:
-            if self.kind in FORMS:
-                yield from FORMS[self.kind].documents(file, self.root, on_read)
-                return
-            size = BLOCK_BYTES
-            if fraction:
-                # A small file is cut into smaller blocks, so that HELD_OUT_BLOCKS of them can be held out.
-                held_out = int(self.size * fraction / HELD_OUT_BLOCKS)
-                size = min(BLOCK_BYTES, max(SMALLEST_BLOCK_BYTES, held_out))
-            yield from _blocks(file, self.root, size, on_read)
+        size = BLOCK_BYTES
+        if fraction:
+            # A small file is cut into smaller blocks, so that HELD_OUT_BLOCKS of them can be held out.
+            held_out = int(self.size * fraction / HELD_OUT_BLOCKS)
+            size = min(BLOCK_BYTES, max(SMALLEST_BLOCK_BYTES, held_out))
+        for path in self.files:
+            with reading(path), path.open("rb") as file:
+                if self.kind in FORMS:
+                    yield from FORMS[self.kind].documents(file, path, on_read)
+                else:
+                    yield from _blocks(file, path, size, on_read)
 
 
 def split(
@@ -125,47 +127,83 @@ def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
     Reads only the first bytes of a file. Raises `RequestError` with every path that does not exist, is not a file, is
     empty, or is of the wrong kind or format.
     """
-    texts = {"data.path": config.path, "data.validation_path": config.validation_path}
-    found = [
-        _file_problem("data.path", config.path),
-        _tokenizer_problem(config.tokenizer),
-        _file_problem("data.validation_path", config.validation_path),
-    ]
-    foreign = [_foreign(knob, path) for knob, path in texts.items() if path]
-    problems = [problem for problem in found + foreign if problem]
-    source = _source(config.path)
-    validation = _source(config.validation_path) if config.validation_path else None
-    if config.path is None and validation:
-        problems.append(
+    problems = [_file_problem("data.path", config.path), _tokenizer_problem(config.tokenizer)]
+    if config.path:
+        problems.append(_foreign("data.path", config.path))
+    held_out = paths_of(config.validation_path)
+    found = [problem for problem in problems if problem]
+    found += held_out_problems(held_out)
+    found += _pair_problems(config, held_out)
+    source = source_of(*([config.path] if config.path else []))
+    if not source.files:
+        found.append(f"'{source.root}' holds no source files of Python's library; set data.path to a text file")
+    if found:
+        raise RequestError(*found)
+    return source, source_of(*held_out) if held_out else None
+
+
+def paths_of(path: Path | None) -> tuple[Path, ...]:
+    """Return the files that data.validation_path names: one, or several with commas between them; none for None."""
+    if path is None:
+        return ()
+    if "," not in str(path) or path.exists():
+        return (path,)
+    return tuple(Path(name.strip()) for name in str(path).split(",") if name.strip())
+
+
+def held_out_problems(paths: Iterable[Path]) -> list[str]:
+    """Return a sentence for each of these files of data.validation_path that cannot be read, by itself."""
+    problems = []
+    for path in paths:
+        problems += [_file_problem("data.validation_path", path), _foreign("data.validation_path", path)]
+    return [problem for problem in problems if problem]
+
+
+def _pair_problems(config: DataConfig, held_out: tuple[Path, ...]) -> list[str]:
+    """Return a sentence for each reason why the training and the validation data do not belong together."""
+    if not held_out:
+        return []
+    if config.path is None:
+        return [
             f"data.validation_path is '{config.validation_path}' but data.path is not set; set data.path to data of "
             "the same kind, or leave out data.validation_path to hold out a part of Python's own library"
+        ]
+    problems = []
+    kind = _kind(config.path)
+    if kind == "bin" and len(held_out) > 1:
+        problems.append(
+            f"data.validation_path names {len(held_out)} files of tokens (.bin), of which training takes one; join "
+            f"them, such as cat {' '.join(map(str, held_out))} > all.bin"
         )
-    elif validation and validation.kind != source.kind and not any(foreign):
+    foreign = any(_foreign("data", path) for path in (config.path, *held_out))
+    for path in held_out:
         # A foreign format is reported instead, because a name such as a.txt.gz does not show the kind.
-        problems.append(
-            f"data.path '{config.path}' is {KIND_NAMES[source.kind]} but data.validation_path "
-            f"'{config.validation_path}' is {KIND_NAMES[validation.kind]}; give two files of one kind"
-        )
-    elif config.path and config.validation_path and not problems and config.path.samefile(config.validation_path):
-        problems.append(
-            f"data.path and data.validation_path are the same file, '{config.path}'; leave out data.validation_path "
-            "to hold out a part of it"
-        )
-    if not source.files:
-        problems.append(f"'{source.root}' holds no source files of Python's library; set data.path to a text file")
-    if problems:
-        raise RequestError(*problems)
-    return source, validation
+        if _kind(path) != kind and not foreign:
+            problems.append(
+                f"data.path '{config.path}' is {KIND_NAMES[kind]} but data.validation_path '{path}' is "
+                f"{KIND_NAMES[_kind(path)]}; give files of one kind"
+            )
+        elif config.path.is_file() and path.is_file() and config.path.samefile(path):
+            problems.append(
+                f"data.path and data.validation_path are the same file, '{config.path}'; leave out "
+                "data.validation_path to hold out a part of it"
+            )
+    return problems
 
 
-def _source(path: Path | None) -> Source:
-    if path is None:
+def source_of(*paths: Path) -> Source:
+    """Return the source that reads these files, of one kind, in order; Python's own library if there are none."""
+    if not paths:
         root = Path(os.__file__).parent
         files = sorted(_library(root), key=lambda file: file.relative_to(root).as_posix())
         return Source("library", root, tuple(files))
+    return Source(_kind(paths[0]), paths[0], paths)
+
+
+def _kind(path: Path) -> str:
+    """Return the key of `KIND_NAMES` for a file."""
     ending = path.suffix.lower().removeprefix(".")
-    kind = ending if ending == "bin" or ending in FORMS else "text"
-    return Source(kind, path, (path,))
+    return ending if ending == "bin" or ending in FORMS else "text"
 
 
 def _library(root: Path) -> Iterator[Path]:

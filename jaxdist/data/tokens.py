@@ -19,6 +19,9 @@ from jaxtyping import Int, Integer
 from jaxdist.config import DataLost
 from jaxdist.files import BLOCK, open_regular
 
+IGNORED = -1
+"""The label of a position that does not count in the loss."""
+
 CHUNK = 1 << 22
 """Tokens processed at a time when a whole file is read (16 MiB as uint32)."""
 

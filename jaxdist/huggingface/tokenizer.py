@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 """The tokenizer's file in a folder."""
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
+"""The file beside it that names its special tokens, and may hold a chat template."""
+
 OTHER_FORMS = {"tokenizer.model": "sentencepiece", "tekken.json": "tekken", "vocab.json": "a vocabulary with merges"}
 """Files of tokenizers in other forms, and what to call these forms."""
 
@@ -43,13 +46,11 @@ def read_special_tokens(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
 
     Raises `RequestError` for a file that cannot be read, and for a token that the tokenizer lacks.
     """
-    config = _read_json(folder / "tokenizer_config.json")
-    # Older versions of transformers wrote the names of the tokens into a file of their own.
-    names = _read_json(folder / "special_tokens_map.json") | {key: name for key, name in config.items() if name}
+    names = token_names(folder)
     ids = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json")
 
-    bos = _bos(folder, tokenizer, config.get("add_bos_token"), names, ids)
+    bos = _bos(folder, tokenizer, _read_json(folder / TOKENIZER_CONFIG).get("add_bos_token"), names, ids)
     eos = _token(folder, tokenizer, "eos", names, ids)
     if eos is None:
         eos = special_tokens_of(tokenizer).eos
@@ -62,7 +63,21 @@ def read_special_tokens(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
     return SpecialTokens(bos, eos, stops)
 
 
-def _bos(folder: Path, tokenizer: Tokenizer, add: Any, names: dict[str, Any], ids: dict[str, Any]) -> int | None:
+def token_names(folder: Path) -> dict[str, str]:
+    """Return the special tokens that a folder names, such as `<s>`, by the kind that they are, such as `bos_token`."""
+    config = _read_json(folder / TOKENIZER_CONFIG)
+    # Older versions of transformers wrote the names of the tokens into a file of their own.
+    found = _read_json(folder / "special_tokens_map.json") | {key: name for key, name in config.items() if name}
+    names: dict[str, str] = {}
+    for kind, name in found.items():
+        if isinstance(name, dict):
+            name = name.get("content")
+        if kind.endswith("_token") and isinstance(name, str) and name:
+            names[kind] = name
+    return names
+
+
+def _bos(folder: Path, tokenizer: Tokenizer, add: Any, names: dict[str, str], ids: dict[str, Any]) -> int | None:
     """Return the token that is put before a text: `add` (add_bos_token) decides, else the post-processor does."""
     if add is True:
         return _token(folder, tokenizer, "bos", names, ids)
@@ -90,13 +105,11 @@ def _put_before(tokenizer: Tokenizer) -> list[int]:
 
 
 def _token(
-    folder: Path, tokenizer: Tokenizer, kind: Literal["bos", "eos"], names: dict[str, Any], ids: dict[str, Any]
+    folder: Path, tokenizer: Tokenizer, kind: Literal["bos", "eos"], names: dict[str, str], ids: dict[str, Any]
 ) -> int | None:
     """Return the id of a token by its name, or, where it has no name, the first one of config.json that is there."""
     name = names.get(f"{kind}_token")
-    if isinstance(name, dict):
-        name = name.get("content")
-    if not name:
+    if name is None:
         return next((found for found in _ids(folder, kind, ids) if tokenizer.id_to_token(found) is not None), None)
     token = tokenizer.token_to_id(name)
     if token is None:

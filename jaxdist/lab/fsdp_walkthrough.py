@@ -37,7 +37,8 @@ from jaxdist.lab.two_layers import (
     update,
     verdict,
 )
-from jaxdist.parallel.zero import Placement, placements
+from jaxdist.parallel.placing import placements
+from jaxdist.parallel.zero import Placement
 from jaxdist.planning.hlo import collectives
 from jaxdist.planning.tables import table
 from jaxdist.sharding import Layout

@@ -17,6 +17,7 @@ from jaxdist.config import ModelConfig
 from jaxdist.models import images
 from jaxdist.models.attention import Starts
 from jaxdist.models.decoder import Decoder
+from jaxdist.models.decoding import Attend, block_with
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.gpt import GPT
 from jaxdist.models.llama import Llama
@@ -85,9 +86,21 @@ class Model:
         """
         return nnx.merge(self.block_graph, layer)(x, keys, starts)
 
+    def block_with(
+        self, layer: Params, x: Float[Array, "B S D"], starts: Starts, attend: Attend
+    ) -> tuple[Float[Array, "B S D"], Any]:
+        """Return what `decoding.block_with` does for one layer, without dropout."""
+        return block_with(nnx.merge(self.block_graph, layer), x, starts, attend)
+
     def loss(self, params: Params, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:
         """Return the summed cross-entropy in nats over the labels that are not -1."""
         return nnx.merge(self.graph, params).loss(x, labels)
+
+    def row_losses(
+        self, params: Params, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]
+    ) -> Float[Array, "k B"]:
+        """Return the cross-entropy in nats of each row, summed over its labels that are not -1."""
+        return nnx.merge(self.graph, params).row_losses(x, labels)
 
     def logits(self, params: Params, x: Float[Array, "B s D"]) -> Float[Array, "B S V"]:
         """Return the logits of every position."""

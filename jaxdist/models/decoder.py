@@ -5,7 +5,7 @@ from __future__ import annotations
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxdist.models.loss import cross_entropy
+from jaxdist.models.loss import cross_entropy, row_losses
 from jaxdist.parallel.tensor import einsum, enter
 from jaxdist.parallel.vocabulary import without_added
 from jaxdist.sharding import Layout
@@ -29,6 +29,10 @@ class Decoder(nnx.Module):
     def loss(self, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:
         """Return the summed cross-entropy in nats over the labels that are not -1."""
         return cross_entropy(self.layout, self.norm(x), self._output_table(), labels, self.vocab)
+
+    def row_losses(self, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, "k B"]:
+        """Return the cross-entropy in nats of each row, summed over its labels that are not -1."""
+        return row_losses(self.layout, self.norm(x), self._output_table(), labels, self.vocab)
 
     def logits(self, x: Float[Array, "B s D"]) -> Float[Array, "B S V"]:
         """Return the logits of every position; those of rows that belong to no token are minus infinity."""

@@ -5,6 +5,7 @@ It runs in a manual region, its own or a pipeline's, where chunks are cut from t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -46,16 +47,67 @@ def cross_entropy(
     """
     if layout.manual:
         return _fused(layout, size, x, table, labels)
+
+    def local(inner: Layout, x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
+        return region.add_up(_fused(inner, size, x, table, labels), layout.tokens_over)
+
+    return _in_region(layout, local, (), x, table, labels)
+
+
+def row_losses(
+    layout: Layout,
+    x: Float[Array, "k B s D"],
+    table: Float[Array, "V D"],
+    labels: Int[Array, "k B S"],
+    size: int | None = None,
+) -> Float[Array, "k B"]:
+    """Return the sums that `cross_entropy` adds up over all rows, row by row. No gradient is taken of them."""
+    if layout.manual:
+        return _row_sums(layout, size, x, table, labels)
+
+    def local(inner: Layout, x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
+        return _row_sums(inner, size, x, table, labels)
+
+    return _in_region(layout, local, (None, BATCH), x, table, labels)
+
+
+def _in_region(
+    layout: Layout,
+    local: Callable[[Layout, jax.Array, jax.Array, jax.Array], jax.Array],
+    result: tuple[str | None, ...],
+    x: jax.Array,
+    table: jax.Array,
+    labels: jax.Array,
+) -> jax.Array:
+    """Return `local(layout, x, table, labels)` of each device's parts; `result` are the logical axes of its dims."""
     inner = replace(layout, manual=True)
     table_spec = jax.typeof(table).sharding.spec
 
-    def local(x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
-        table = region.vary(table, table_spec.reduced)
-        return region.add_up(_fused(inner, size, x, table, labels), layout.tokens_over)
+    def on_device(x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
+        return local(inner, x, region.vary(table, table_spec.reduced), labels)
 
     stream = layout.spec((None, BATCH, RESIDUAL, "embed"))
     specs = stream, table_spec, layout.spec((None, BATCH, SEQUENCE))
-    return jax.shard_map(local, in_specs=specs, out_specs=layout.spec(()))(x, table, labels)
+    return jax.shard_map(on_device, in_specs=specs, out_specs=layout.spec(result))(x, table, labels)
+
+
+def _row_sums(layout: Layout, size: int | None, x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return the loss of each row, [k, B], in the manual region; devices that share a row add up their parts."""
+
+    def micro_batch(_: None, part: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+        x, labels = part
+        x = _whole_sequence(layout, x)
+        length, starts = _chunks(layout, x)
+
+        def chunk(sums: jax.Array, at: jax.Array) -> tuple[jax.Array, None]:
+            logits, lse = _logits(layout, size, _cut(x, at, length), table)
+            return sums + jnp.sum(_nll(layout, logits, lse, _cut(labels, at, length)), axis=1), None
+
+        zeros = region.zeros(labels.shape[:1], wide(x.dtype), region.varying(labels))
+        return None, jax.lax.scan(chunk, zeros, starts)[0]
+
+    sums = jax.lax.scan(micro_batch, None, (x, labels))[1]
+    return region.add_up(sums, layout.split(SEQUENCE))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -67,7 +119,7 @@ def _fused(layout: Layout, size: int | None, x: jax.Array, table: jax.Array, lab
 
         def chunk(total: jax.Array, at: jax.Array) -> tuple[jax.Array, None]:
             logits, lse = _logits(layout, size, _cut(x, at, length), table)
-            return total + _nll(layout, logits, lse, _cut(labels, at, length)), None
+            return total + jnp.sum(_nll(layout, logits, lse, _cut(labels, at, length))), None
 
         return jax.lax.scan(chunk, total, starts)
 
@@ -100,7 +152,7 @@ def _fused_forward(
             dx_part = jnp.einsum("BSV,VD->BSD", g, table)
             dx = jax.lax.dynamic_update_slice_in_dim(dx, dx_part, at, axis=1)
             d_table += _table_gradient(layout, part, g, table)
-            return (loss + _nll(layout, logits, lse, ids), dx, d_table), None
+            return (loss + jnp.sum(_nll(layout, logits, lse, ids)), dx, d_table), None
 
         loss, d_table = carry
         dx = region.zeros(x.shape, x.dtype, axes)
@@ -174,10 +226,10 @@ def _logits(layout: Layout, size: int | None, x: jax.Array, table: jax.Array) ->
 
 
 def _nll(layout: Layout, logits: jax.Array, lse: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the summed negative log likelihood of the labels that are not negative."""
+    """Return the negative log likelihood of each label, [B, S]; 0 where the label is negative."""
     target = jnp.sum(jnp.where(tokens_of(layout, logits) == labels[..., None], logits, 0), axis=-1)
     target = region.add_up(target, layout.split("vocab"))
-    return jnp.sum(jnp.where(labels >= 0, lse[..., 0] - target, 0))
+    return jnp.where(labels >= 0, lse[..., 0] - target, 0)
 
 
 def _whole_sequence(layout: Layout, x: jax.Array) -> jax.Array:

@@ -101,6 +101,20 @@ def join(a: Attended, b: Attended) -> Attended:
     return Attended(share(a) + share(b), sums)
 
 
+def join_over(axes: tuple[str, ...], found: Attended) -> Attended:
+    """Return what queries have found among the keys of all devices along `axes`; all of them get it.
+
+    Some device must have seen a key.
+    """
+    if not axes:
+        return found
+    highest = lax.pmax(found.sums, axes)
+    share = jnp.exp(found.sums - highest)
+    total = lax.psum(share, axes)
+    out = lax.psum(found.out.astype(share.dtype) * share[..., None], axes)
+    return Attended(out / total[..., None], highest + jnp.log(total))
+
+
 Pair = tuple[jax.Array, jax.Array]
 """Keys and values [B, T, K, H], or their gradients: what goes round."""
 

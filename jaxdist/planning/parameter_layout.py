@@ -14,7 +14,7 @@ from jaxdist.mesh import CONTEXT, DATA, MODEL, REPLICA, ZERO_AXES, micro_batches
 from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.gpt import axis_of_positions
-from jaxdist.parallel import zero
+from jaxdist.parallel import placing, zero
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.parallel.replica_zero import without_replica_zero
 from jaxdist.parallel.vocabulary import Vocabulary
@@ -126,7 +126,7 @@ def placed(config: Config, model: Model | Foreign, layout: Layout) -> list[Place
     if pipe:
         abstract = pipe.stages.abstract(abstract)
         axes = pipe.stages.axes(axes)
-    places = zero.placements(
+    places = placing.placements(
         layout,
         axes,
         abstract,
@@ -160,7 +160,7 @@ def lay_out(
     `forward_only` and `exact` are the names of those that are.
     """
     leaves = jax.tree.leaves_with_path(abstract)
-    axes_of = jax.tree.leaves(axes, is_leaf=zero.is_axes)
+    axes_of = jax.tree.leaves(axes, is_leaf=placing.is_axes)
     found = []
     for (path, leaf), names, place in zip(leaves, axes_of, jax.tree.leaves(places), strict=True):
         found.append(

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from jaxdist.config import Config
+from jaxdist.values import FilePaths
 
 
 def _fields(section: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
@@ -201,6 +202,8 @@ def sentence(name: str, value: object, error: ErrorDetails, annotation: Any) -> 
         return f"{name} is {shown(value)}: valid are {', '.join(choices)}{hint}"
     # A list is what users try first with several texts.
     if isinstance(value, list) and kind(annotation) == "path":
+        if FilePaths in get_args(annotation):
+            return f'{name} is {shown(value)}: must be one text; write paths with commas between them, "a,b"'
         return f"{name} is {shown(value)}: must be one path, in quotes; join several texts into one file"
     if rule in RULES:
         bounds = {key: f"{bound:g}" if isinstance(bound, float) else bound for key, bound in context.items()}

@@ -86,6 +86,17 @@ class Log:
         else:
             self.screen.line(_line(values, self._steps))
 
+    def samples(self, step: int, texts: list[str]) -> None:
+        """Print what the run has written after `step`, and keep it in TensorBoard and at Weights & Biases."""
+        named = {f"sample/{number}": text for number, text in enumerate(texts, start=1)}
+        for name, text in named.items():
+            self.say(f"sample      step {step}: {json.dumps(text, ensure_ascii=False)}")
+            if self._board:
+                # The board reads Markdown: four spaces keep the text as it is.
+                self._board.add_text(name, "    " + text.replace("\n", "\n    "), step)
+        if self._wandb:
+            self._call_wandb("log", named, step=step)
+
     def progress(self, values: Values) -> None:
         """Move the bar of a terminal to `values["step"]`; a pipe or file has its lines."""
         self.screen.move("training", int(_number(values, "step")), self._steps, _figures(values))
@@ -116,6 +127,9 @@ class SilentLog(Log):
         """Do nothing."""
 
     def metrics(self, values: Values) -> None:
+        """Do nothing."""
+
+    def samples(self, step: int, texts: list[str]) -> None:
         """Do nothing."""
 
     def progress(self, values: Values) -> None:

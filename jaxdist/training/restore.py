@@ -11,13 +11,15 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import Config, RequestError
 from jaxdist.huggingface.folder import is_folder
-from jaxdist.huggingface.given_tokenizer import read_tokenizer
+from jaxdist.huggingface.given_tokenizer import GivenTokenizer, read_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Params
+from jaxdist.partial_trees import joined
 from jaxdist.training import pretrained
+from jaxdist.training.base_weights import base_for, read_base
 from jaxdist.training.checkpoint.manager import LATEST, Checkpoints
 from jaxdist.training.run import Run
-from jaxdist.training.run_dir import RunFolder
+from jaxdist.training.run_dir import RunFolder, check_tokenizer
 
 
 class Trained(NamedTuple):
@@ -49,8 +51,11 @@ def restore(config: Config, which: str, batch: bool = True) -> Trained:
             print(f"note: {note}", file=sys.stderr)
         state = run.abstract_logical()
         params, variables = checkpoints.restore_params(state.params, state.variables, found)
-        data = checkpoints.facts(found)["data"]
-        return Trained(run, found.step, run.step.folded(params), variables, data)
+        facts = checkpoints.facts(found)
+        base = base_for(config, facts)
+        if base:
+            params = joined(read_base(run, base), params)
+        return Trained(run, found.step, run.step.folded(params), variables, facts["data"])
 
 
 def tokenizer_of(folder: Path) -> tuple[Tokenizer, SpecialTokens]:
@@ -59,8 +64,21 @@ def tokenizer_of(folder: Path) -> tuple[Tokenizer, SpecialTokens]:
         given = read_tokenizer(folder)
         return given.load(), given.special
     run = RunFolder(folder)
+    run.check_layout()
     tokenizer = run.load_tokenizer()
     return tokenizer, run.load_special_tokens(tokenizer)
+
+
+def given_tokenizer(config: Config) -> GivenTokenizer | None:
+    """Return the tokenizer that the weights in `config.run_dir` know; None where nobody says which one it is.
+
+    It is that of the run, or of the folder of Hugging Face, or else what `config` names. Raises `RequestError`.
+    """
+    own = RunFolder(config.folder).tokenizer_source
+    if not is_folder(config.folder) and own.exists():
+        return read_tokenizer(own)
+    check_tokenizer(config.folder, config.data.tokenizer)
+    return read_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
 
 
 def _pretrained(config: Config, which: str, batch: bool) -> Trained:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import cast
@@ -11,18 +11,20 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Key
 
 from jaxdist import models
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.config import Config, RequestError
 from jaxdist.data.batches import AbstractBatch, Batch
+from jaxdist.gpu_memory import gpu_share
 from jaxdist.mesh import CONTEXT, PIPELINE, REPLICA, make_mesh, parse_mesh
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.delayed_gradients import delayed
 from jaxdist.parallel.gradient_compression import compression
 from jaxdist.parallel.zero import trained
-from jaxdist.partial_trees import part_of
+from jaxdist.partial_trees import joined, part_of
 from jaxdist.planning import communication
 from jaxdist.planning.branch_check import across_ranks
 from jaxdist.planning.compiled import text_of
@@ -120,6 +122,21 @@ class Run:
         return train.steps
 
     @property
+    def capacity(self) -> float | None:
+        """The bytes of a device, if they are known.
+
+        CPU devices share the memory of the machine; in a dry run they stand for other devices.
+        """
+        if isinstance(self.device, Gpu):
+            return self.device.memory * gpu_share()
+        whole = runtime.capacity(self.device)
+        if self.device.platform != "cpu":
+            return whole
+        if self.dry or whole is None:
+            return None
+        return whole / self.mesh.size
+
+    @property
     def dtype(self) -> jnp.dtype:
         """The compute dtype of the model."""
         return jnp.dtype(jnp.float32 if self.config.precision == "float32" else jnp.bfloat16)
@@ -142,6 +159,7 @@ class Run:
             keep=config.precision == "mixed",
             offload=config.parallel.offload == "optimizer",
             compression=compression(config.parallel),
+            saves_frozen=not config.model.lora_rank,
             replicas=self.mesh.shape[REPLICA],
         )
 
@@ -170,6 +188,13 @@ class Run:
     def abstract_logical(self) -> TrainState:
         """Return shapes, dtypes and shardings of the state as a checkpoint holds it; call under `jax.set_mesh`."""
         return on_devices(lambda: self.step.logical(self.traced_init()), self.mesh)
+
+    def abstract_base(self) -> Params:
+        """Return the same of the parameters that pretrained weights are: in a LoRA run the frozen ones, else all."""
+        return on_devices(lambda: self.step.unfolded(self._base(self.traced_init())), self.mesh)
+
+    def _base(self, state: TrainState) -> Params:
+        return state.frozen if self.config.model.lora_rank else state.params
 
     def traced_init(self) -> TrainState:
         """Return the state before the first step; call inside what is traced, under `jax.set_mesh`."""
@@ -220,8 +245,24 @@ class Run:
         return compiled
 
     def begin(self, params: Params, variables: Params) -> TrainState:
-        """Return the state before the first step with parameters of a checkpoint; call under `jax.set_mesh`."""
-        return jax.jit(self.step.start)(self.step.folded(params), variables)
+        """Return the state before the first step with parameters of a checkpoint; call under `jax.set_mesh`.
+
+        In a LoRA run they are frozen, and its adapters are new.
+        """
+        params = self.step.folded(params)
+        if self.config.model.lora_rank:
+            params = joined(params, self._new_adapters())
+        return jax.jit(self.step.start)(params, variables)
+
+    def _new_adapters(self) -> Params:
+        """Return new adapters, as a step holds them; what else an init makes, the compiler leaves out."""
+
+        def make(key: Key[Array, ""]) -> Params:
+            params, _ = self.forward.init(key)
+            return trained(self.forward.places, params)
+
+        options = xla_options.options_for_init(self.layout.platform)
+        return jax.jit(make, compiler_options=options)(jax.random.key(self.config.train.seed))
 
     @cached_property
     def _evaluate(self) -> Callable:
@@ -235,8 +276,18 @@ class Run:
         Only its first `batches` global batches are used, where that is not 0. The result also has the number of
         `batches`, and of `tokens` or `images`. It is None if `enough()`, which is asked before each batch, is true.
         """
+        return self.measure(params, variables, self.task.validation_batches(batches), enough)
+
+    def measure(
+        self,
+        params: Params,
+        variables: Params,
+        batches: Iterable[Batch],
+        enough: Callable[[], object] = lambda: False,
+    ) -> dict[str, float] | None:
+        """Return what `validate` does, over these batches."""
         sums = []
-        for part in self.task.validation_batches(batches):
+        for part in batches:
             if enough():
                 return None
             sums.append(jax.device_get(self._evaluate(params, variables, part)))

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxdist import __version__
 from jaxdist.cluster import runtime, xla_options
-from jaxdist.cluster.runtime import capacity, host_lines, notes
+from jaxdist.cluster.runtime import host_lines, notes
 from jaxdist.config import PipelineConfig
 from jaxdist.gpu_memory import gpu_share
 from jaxdist.mesh import CONTEXT, PIPELINE, REPLICA, axes_across, describe
@@ -158,7 +158,7 @@ def _fit(run: Run) -> list[Row]:
     """Return the rows about memory."""
     config = run.config
     held = memory.predict(config, run.model, run.layout)
-    room = _capacity(run)
+    room = run.capacity
     if config.model.images:
         rows = [("memory", _memory(held, room) + "; activations are not predicted")]
     else:
@@ -229,21 +229,6 @@ def _batch(run: Run) -> str:
         return f"{rows} images"
     units = run.task.units
     return f"{rows} rows x {units} = {rows * units:,} tokens"
-
-
-def _capacity(run: Run) -> float | None:
-    """Return the bytes of a device, if they are known.
-
-    CPU devices share the memory of the machine; in a dry run they stand for other devices.
-    """
-    if isinstance(run.device, Gpu):
-        return run.device.memory * gpu_share()
-    whole = capacity(run.device)
-    if run.device.platform != "cpu":
-        return whole
-    if run.dry or whole is None:
-        return None
-    return whole / run.mesh.size
 
 
 def _memory(held: memory.Memory, room: float | None) -> str:

@@ -99,16 +99,21 @@ class Task(ABC, Generic[ModelT]):
         """Read other data with the run's tokenizer, at `path` (as data.tokenizer names it), where there is one."""
 
     def validation_batches(self, limit: int) -> Iterator[Batch]:
-        """Yield every held-out row once, as many at a time as fit while training fits.
+        """Yield every held-out row once, in batches as `evaluated` says.
 
         Where `limit` is not 0, no more rows than in that many global batches.
         """
+        rows, k = self.evaluated
+        return self.held_out(rows, limit * self.micro_batches // k, k)
+
+    @property
+    def evaluated(self) -> tuple[int, int]:
+        """Return (rows, micro-batches) of a batch of evaluation: as many rows at a time as fit while training fits."""
         rows = self.config.train.global_batch_size
-        k = self.micro_batches
         if self.mesh.shape[PIPELINE] > 1:
             # A pipeline works on all of its micro-batches at once, and holds few of them.
-            return self.held_out(rows, limit, k)
-        return self.held_out(rows // k, limit * k, 1)
+            return rows, self.micro_batches
+        return rows // self.micro_batches, 1
 
     @property
     def source(self) -> str:

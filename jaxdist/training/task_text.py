@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -12,13 +12,22 @@ from jax.typing import DTypeLike
 
 from jaxdist import lora
 from jaxdist.config import DataConfig
-from jaxdist.data.batches import AbstractBatch, Batch, abstract_batch, train_batch, validation_batches
+from jaxdist.data.batches import (
+    AbstractBatch,
+    Batch,
+    abstract_batch,
+    held_out_rows,
+    ordered_batch,
+    train_batch,
+    validation_batches,
+)
 from jaxdist.data.corpus import Corpus, open_corpus
+from jaxdist.data.held_out import HeldOut
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of
+from jaxdist.parallel.placing import Wrt
 from jaxdist.parallel.replica_zero import without_replica_zero
-from jaxdist.parallel.zero import Wrt
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
@@ -118,3 +127,10 @@ class TextTask(Task[Model]):
     def held_out(self, rows: int, limit: int, accumulation: int) -> Iterator[Batch]:
         """Yield every held-out row once, `rows` at a time; at most `limit` batches, where that is not 0."""
         return validation_batches(self.data.validation, self.units, rows, limit, accumulation, self.mesh, self.layout)
+
+    def batches_of(self, file: HeldOut) -> Iterator[Batch]:
+        """Yield every row of a file once, in batches as `evaluated` says."""
+        rows, accumulation = self.evaluated
+        abstract = self.abstract(rows, accumulation)
+        for numbers in held_out_rows(file.rows(self.units), rows, 0):
+            yield ordered_batch(numbers, abstract, self.layout, partial(file.read, self.units))

@@ -23,6 +23,7 @@ from jaxdist.mesh import REPLICA
 from jaxdist.request import to_toml
 from jaxdist.sharding import Tree
 from jaxdist.training import history, pretrained
+from jaxdist.training.base_weights import Base, base_for
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.orbax_writer import SaveFailed
 from jaxdist.training.checkpoint.step_dir import StepDir
@@ -37,6 +38,7 @@ from jaxdist.training.rounds import RoundRunner, round_until, rounds
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_lock import LockLost
+from jaxdist.training.samples import Samples
 from jaxdist.training.save_policy import SavePolicy, checkpoint_bytes, finished, locked, no_room
 from jaxdist.training.startup_checks import check_attention
 from jaxdist.training.step_runner import StepRunner
@@ -53,6 +55,10 @@ class Prepared(NamedTuple):
     """Raises `LockLost` where another run has taken the folder."""
     summary_begun: bool
     """Whether the beginning of the summary was printed while data were read."""
+    samples: Samples | None
+    """What the run writes while it trains, if anything."""
+    base: Base | None
+    """The frozen weights of a LoRA run."""
 
     @property
     def first(self) -> int:
@@ -82,6 +88,7 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
     summary_begun = open_data(run, job, screen)
     check_alike("data", run.task.fingerprint, "let all processes read the same files")
     config = run.config
+    samples = Samples(run) if config.sample.every else None
     keep = config.checkpoint.keep
     with ExitStack() as stack:
         stack.enter_context(jax.set_mesh(run.mesh))
@@ -93,13 +100,16 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
         job.watchdog.beat_in(folder.heartbeats)
 
         found = checkpoints.find_start(config.resume, expected=run.abstract_logical)
-        if found:
-            folder.same_data(checkpoints.facts(found)["data"], run.task.fingerprint)
+        facts = checkpoints.facts(found) if found else None
+        if facts:
+            folder.same_data(facts["data"], run.task.fingerprint)
         else:
             check_new(run)
+        job.note(READING)
+        base = base_for(config, facts, moved=True)
         check_folder(folder.checkpoints, checkpoint_bytes(run))
 
-        prepared = Prepared(checkpoints, found, check_lock, summary_begun)
+        prepared = Prepared(checkpoints, found, check_lock, summary_begun, samples, base)
         # Later steps will be taken, and saved, again.
         checkpoints.set_aside(after=prepared.first)
         if leader():
@@ -220,7 +230,8 @@ class Trainer:
         self.prepared = prepared
         self.checkpoints = prepared.checkpoints
         self.first = prepared.first
-        self.save_policy = SavePolicy(run, prepared.checkpoints)
+        self.samples = prepared.samples
+        self.save_policy = SavePolicy(run, prepared.checkpoints, prepared.base)
 
     def train(self) -> int:
         """Take the steps of the run that are left. Returns the exit code."""
@@ -248,6 +259,9 @@ class Trainer:
                 if self.validation_due(steps):
                     state = self.runner.drain(step, state)
                     self.validate(step, state)
+                if self.samples and self.samples.due(steps):
+                    state = self.runner.drain(step, state)
+                    self.sample(self.samples, step, state)
                 if self.save_policy.due(steps):
                     state = self.runner.drain(step, state)
                     self.save(step, state)
@@ -358,6 +372,12 @@ class Trainer:
             self.log.metrics({"step": step, **{f"validation_{name}": value for name, value in found.items()}})
             self.prepared.check_lock()
             self.save_policy.save_if_best(step, state, found["loss"])
+
+    def sample(self, samples: Samples, step: int, state: TrainState) -> None:
+        """Report how the weights of `state` continue the prompts of the request."""
+        with self.meter.paused():
+            texts = samples.write(self.run.step.whole(state), partial(self.job.note, VALIDATING))
+            self.log.samples(step, texts)
 
     def save(self, step: int, state: TrainState) -> None:
         """Save `state` as `step`, in the background. Raises `Diverged`, `LockLost` or `SaveFailed`."""

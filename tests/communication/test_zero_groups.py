@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from jaxdist.config import Config
 from jaxdist.mesh import DATA, MODEL, REPLICA, make_mesh, parse_mesh
-from jaxdist.parallel import replicas, zero
+from jaxdist.parallel import placing, replicas
 from jaxdist.parallel.delayed_gradients import cross_at_once
 from jaxdist.parallel.zero import Placement
 from jaxdist.planning import parameter_layout
@@ -31,7 +31,7 @@ SPLIT = ("embed", "mlp")
 
 @pytest.fixture(autouse=True)
 def zero_shards_over_data_and_model(monkeypatch):
-    monkeypatch.setattr(zero, "ZERO_AXES", (DATA, MODEL))
+    monkeypatch.setattr(placing, "ZERO_AXES", (DATA, MODEL))
 
 
 def mesh_and_layout(text: str) -> tuple[jax.sharding.Mesh, Layout]:
@@ -42,7 +42,7 @@ def mesh_and_layout(text: str) -> tuple[jax.sharding.Mesh, Layout]:
 
 def placement(layout: Layout, axes: tuple[str | None, ...], stage: int = 1, **more: bool) -> Placement:
     abstract = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.float32)}
-    return zero.placements(layout, {"w": axes}, abstract, stage, **more)["w"]
+    return placing.placements(layout, {"w": axes}, abstract, stage, **more)["w"]
 
 
 def on(mesh: jax.sharding.Mesh, a: np.ndarray, spec: P) -> jax.Array:

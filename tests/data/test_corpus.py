@@ -59,6 +59,24 @@ def test_apart_the_tokens_tell_where_documents_end(write, tmp_path, ends):
     assert apart.source == f"{joined.source}; documents apart"
 
 
+def test_several_validation_files_are_held_out_together_in_order(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    a, b, c = (
+        write(name, lines(*[f"{name} says {i}" for i in range(9)])) for name in ("a.jsonl", "b.jsonl", "c.jsonl")
+    )
+    corpus = open_(path=a, validation_path=Path("c.jsonl, b.jsonl"))
+    told = decode(corpus, corpus.validation).split(ENDS[0])
+    assert told[:-1] == [f"{name} says {i}" for name in ("c.jsonl", "b.jsonl") for i in range(9)]
+    assert corpus.fingerprint != open_(path=a, validation_path=Path(f"{b},{c}")).fingerprint
+
+
+def test_a_file_with_a_comma_in_its_name_is_one_file(write):
+    path, held_out = write("a.jsonl", lines(*["one text"] * 9)), write("b,c.jsonl", lines(*["another text"] * 9))
+    assert "another" in decode(
+        open_(path=path, validation_path=held_out), open_(path=path, validation_path=held_out).validation
+    )
+
+
 def test_a_validation_path_is_held_out_whole(write):
     a, b = write("a.jsonl", lines("one " * 30, "two " * 30)), write("b.jsonl", lines("three " * 20))
     corpus = open_(path=a, validation_path=b)

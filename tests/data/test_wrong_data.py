@@ -1,5 +1,7 @@
 """Data that cannot be used: each mistake is named with its place, its values and a remedy."""
 
+from pathlib import Path
+
 import pytest
 
 from jaxdist.config import RequestError
@@ -71,6 +73,26 @@ BAD = [
     ({"b.txt": POEM}, {"validation_path": "b.txt"}, ["data.path is not set"]),
     ({"a.txt": POEM}, {"path": "a.txt", "validation_path": "a.txt"}, ["the same file"]),
     (
+        {"a.txt": POEM, "b.txt": POEM},
+        {"path": "a.txt", "validation_path": "b.txt,no.txt"},
+        ["data.validation_path 'no.txt' does not exist"],
+    ),
+    (
+        {"a.txt": POEM, "b.txt": POEM, "c.jsonl": GOOD},
+        {"path": "a.txt", "validation_path": "b.txt,c.jsonl"},
+        ["'a.txt' is plain text but data.validation_path 'c.jsonl' is JSON lines; give files of one kind"],
+    ),
+    (
+        {"a.txt": POEM, "b.txt": POEM},
+        {"path": "a.txt", "validation_path": "b.txt,a.txt"},
+        ["data.path and data.validation_path are the same file, 'a.txt'"],
+    ),
+    (
+        {f"{name}.bin": ids(*range(99)) for name in "abc"},
+        {"path": "a.bin", "validation_path": "b.bin,c.bin"},
+        ["names 2 files of tokens (.bin), of which training takes one; join them, such as cat b.bin c.bin > all.bin"],
+    ),
+    (
         {},
         {"path": "a.txt", "validation_path": "b.txt", "tokenizer": "t.json"},
         ["data.path", "data.validation_path", "data.tokenizer"],
@@ -91,10 +113,11 @@ def test_a_list_of_files_is_to_be_joined(write, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("files", "knobs", "sentences"), BAD, ids=[" ".join(case[2])[:50] for case in BAD])
-def test_mistakes_are_named_with_values_and_remedy(write, tmp_path, files, knobs, sentences):
+def test_mistakes_are_named_with_values_and_remedy(write, tmp_path, monkeypatch, files, knobs, sentences):
+    monkeypatch.chdir(tmp_path)
     for name, content in files.items():
         save_tokenizer(tmp_path / name) if content is None else write(name, content)
-    paths = {name: tmp_path / value for name, value in knobs.items() if name not in ("vocab", "apart")}
+    paths = {name: Path(value) for name, value in knobs.items() if name not in ("vocab", "apart")}
     with pytest.raises(RequestError) as raised:
         open_(vocab=knobs.get("vocab", VOCAB), apart=knobs.get("apart", False), **paths)
     for sentence in sentences:

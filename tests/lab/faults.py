@@ -22,7 +22,7 @@ from jaxdist.lab.checks import memory, traffic
 from jaxdist.lab.slow_networks import replicas, server, top_k
 from jaxdist.mesh import DATA
 from jaxdist.models import Params, experts
-from jaxdist.parallel import context, gradient_compression, zero
+from jaxdist.parallel import context, gradient_compression, placing, zero
 from jaxdist.parallel.experts import Rounds
 from jaxdist.parallel.pipeline import schedules
 from jaxdist.planning import pipelines
@@ -104,12 +104,12 @@ def weights_are_gathered_before_the_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def stage_0_is_stage_1(patch: pytest.MonkeyPatch) -> None:
-    placements = zero.placements
+    placements = placing.placements
 
     def at_least_1(layout: sharding.Layout, axes: Any, abstract: Any, stage: int, **more: Any) -> Any:
         return placements(layout, axes, abstract, max(stage, 1), **more)
 
-    patch.setattr(zero, "placements", at_least_1)
+    patch.setattr(placing, "placements", at_least_1)
 
 
 def masters_are_in_bfloat16(patch: pytest.MonkeyPatch) -> None:

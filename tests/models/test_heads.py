@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist.parallel import heads, zero
+from jaxdist.parallel import heads, placing
 from jaxdist.parallel.heads import HeadDeal
 from jaxdist.sharding import Layout
 
@@ -50,6 +50,30 @@ def test_a_scale_without_values_is_dealt_likewise():
     np.testing.assert_array_equal(twice[:, G], 2 * scale[:, G])
 
 
+@pytest.mark.parametrize(("queries", "repeated"), [(G, 0), (0, 1)], ids=["queries alone", "a key alone"])
+def test_what_lies_alone_is_dealt_as_it_is_beside_the_others(queries, repeated):
+    """B of an adapter: [r, K, G, H] of queries, or [r, K, 1, H] of a key or a value; `collect` transposes it."""
+    n = 2
+    whole = np.random.default_rng(0).normal(size=(3, K, G + 1, H)).astype(np.float32)
+    both = np.asarray(heads.deal(whole, HeadDeal(1, n, repeated=1)))
+    alone = whole[:, :, :G] if queries else whole[:, :, G:]
+    of = HeadDeal(1, n, repeated)
+    got = heads.deal(alone, of)
+    assert got.shape == heads.dealt(alone.shape, of)
+    np.testing.assert_array_equal(got, both[:, :, : G // n] if queries else both[:, :, G // n :])
+    g = np.random.default_rng(1).normal(size=got.shape).astype(np.float32)
+    (wanted,) = jax.linear_transpose(lambda w: heads.deal(w, of), alone)(g)
+    np.testing.assert_allclose(heads.collect(g, of), wanted, rtol=1e-6)
+
+
+def test_the_halves_of_adapters_say_how_many_heads_they_share():
+    layout = Layout((("model", 4),), rules=(("heads", ("model",)),))
+    queries = heads.deal_of(layout, ("rank", "kv_heads_of_queries", None, None), (3, K, G, H))
+    alone = heads.deal_of(layout, ("layers", "rank", "kv_heads_alone", None, None), (5, 3, K, 1, H))
+    assert queries == HeadDeal(1, 2, 0)
+    assert alone == HeadDeal(2, 2, 1)
+
+
 @pytest.mark.parametrize(
     ("data", "model", "shape", "rest"),
     [
@@ -62,7 +86,7 @@ def test_a_scale_without_values_is_dealt_likewise():
 def test_what_splits_a_weight_at_rest(data, model, shape, rest):
     layout = Layout((("data", data), ("model", model)), rules=(("batch", ("data",)), ("heads", ("model",))))
     axes, abstract = ("embed", "kv_heads", None, None), jax.ShapeDtypeStruct(shape, np.float32)
-    found = zero.placements(layout, {"qkv": axes}, {"qkv": abstract}, stage=1)["qkv"]
+    found = placing.placements(layout, {"qkv": axes}, {"qkv": abstract}, stage=1)["qkv"]
     assert tuple(found.rest.partitions) == rest
     assert tuple(found.use.partitions) == (None, "model", None, None)
     assert found.in_use(shape) == ((64, 4, 4, shape[3]) if model == 4 else shape)

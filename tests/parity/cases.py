@@ -36,7 +36,8 @@ class Outcome:
     """Three steps: losses, gradient norms, the first gradient, the weights before and after.
 
     Of a routed model, `counts` are what the first gradient has of counts, by the names of the parameters: they are in
-    whole tokens, too large to be compared with the rest. The rounds of the dispatch depend on the mesh."""
+    whole tokens, too large to be compared with the rest. The rounds of the dispatch depend on the mesh. `frozen` are
+    the parameters that are not trained, after the steps."""
 
     losses: list[float]
     norms: list[float]
@@ -44,6 +45,7 @@ class Outcome:
     before: dict
     after: dict
     counts: dict[str, np.ndarray] = field(default_factory=dict)
+    frozen: dict = field(default_factory=dict)
 
     @property
     def change(self):
@@ -154,7 +156,8 @@ def train(
             norms.append(float(metrics.grad_norm))
             gradients.append(jax.device_get(logical(state.optimizer[0])))
         first, counts = without_counts(gradients[0])
-        return Outcome(losses, norms, first, before, jax.device_get(logical(state.params)), counts)
+        after, frozen = jax.device_get((logical(state.params), jax.jit(step.unfolded)(state.frozen)))
+        return Outcome(losses, norms, first, before, after, counts, frozen)
 
 
 @cache

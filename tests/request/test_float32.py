@@ -131,3 +131,9 @@ def test_a_temperature_divides_logits_on_the_devices(text, tmp_path):
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(RequestError, match=rf"^--temperature is {text}: in float32 it becomes \w+; choose"):
         generate([str(tmp_path), f"--temperature={text}"])
+
+
+def test_a_share_of_the_probability_is_compared_on_the_devices(tmp_path):
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(RequestError, match=rf"^--top-p is {ZERO[0]}: in float32 it becomes 0; choose"):
+        generate([str(tmp_path), f"--top-p={ZERO[0]}"])

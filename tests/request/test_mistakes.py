@@ -79,7 +79,9 @@ NAMES = {
     "misspelt": Wrong("--model.layrs 4", [("unknown option --model.layrs; did you mean '--model.layers'?",)]),
     "without its section": Wrong("--layers 4", [("--layers", "did you mean '--model.layers'?")]),
     "in a wrong section": Wrong("--train.learning-rate 1", [("did you mean '--optimizer.learning-rate'?",)]),
-    "several of that name": Wrong("--every 1", [("'--validation.every' or '--checkpoint.every' or '--log.every'?",)]),
+    "several of that name": Wrong(
+        "--every 1", [("'--validation.every' or '--checkpoint.every' or '--log.every' or '--sample.every'?",)]
+    ),
     "half a name": Wrong("--train.batch_size 1", [("--train.batch-size", "did you mean '--train.global-batch-size'?")]),
     "a section": Wrong("--model 4", [("model is a section; its knobs are --model.family, --model.layers",)]),
     "nothing near": Wrong("--qqq 4", [("unknown option --qqq", "--help")]),
@@ -144,6 +146,9 @@ FILES = {
     "misspelt inner section": Wrong(
         "FILE", [("unknown section 'parallel.rulez'; did you mean 'parallel.rules'?",)], "[parallel.rulez]\nmlp = ''"
     ),
+    "several validation files": Wrong(
+        "FILE", [("data.validation_path", "one text", '"a,b"')], 'data.validation_path = ["a", "b"]'
+    ),
     "several files": Wrong("FILE", [("data.path", "one path", "join several texts")], 'data.path = ["a", "b"]'),
     "number for a path": Wrong("FILE", [("data.path is 3: must be text, in quotes",)], "data.path = 3"),
     "list for a mesh": Wrong("FILE", [("mesh is [2, 1, 1]: must be text",)], "mesh = [2, 1, 1]"),
@@ -206,6 +211,9 @@ COMBINATIONS = {
     ),
     "run folder is a file": Wrong("--run-dir FILE", [("my.toml' cannot be a folder",)], "x"),
     "run folder under a file": Wrong("--run-dir FILE/run", [("my.toml/run' cannot", "is a file")], "x"),
+    "samples of nothing": Wrong("--sample.every 5", [("sample.every is 5", "sample.prompts has no text")]),
+    "samples never": Wrong("--sample.prompts def", [("sample.prompts is 'def'", "sample.every is 0")]),
+    "samples of images": Wrong("cnn_digits --sample.every 5", [("sample.every is 5", "cnn writes no text")]),
     "no wandb": Wrong("--log.wandb lab", [("log.wandb is 'lab'", "pip install 'jaxdist[wandb]'")]),
 }
 

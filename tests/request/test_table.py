@@ -29,12 +29,14 @@ LEGAL = {
         *("optimizer.name", "optimizer.schedule", "optimizer.decay_fraction"),
         *("train.global_batch_size", "train.accumulation", "cluster.process_id"),
         "optimizer.outer_rate",
+        *("prompts", "chat", "system", "top_p"),
         *("tokens", "samples", "cluster", "compare", "devices", "processes", "nodes", "time"),
         *("checkpoint.grace_seconds", "fault.heartbeat_seconds", "fault.start_seconds", "minutes", "seconds"),
         *("mode", "models", "parts", "schedule", "stages", "microbatches", "algorithm"),
         *("dry_run", "verify", "prune", "force", "json", "why", "trade_off", "submit"),
     ),
     "zero": (
+        "sample.every",  # without prompts
         *(
             "model.kv_heads",
             "model.head_dim",
@@ -65,8 +67,9 @@ LEGAL = {
     ),
     "empty": (
         *("parallel.rules.heads", "parallel.rules.mlp", "parallel.rules.vocab", "log.wandb", "profile.steps"),
+        "sample.prompts",  # without sample.every
         "dtype",
-        *("cluster.coordinator", "target", "picture", "why_not", "fit", "out"),
+        *("cluster.coordinator", "target", "picture", "why_not", "fit", "out", "choices"),
     ),
     "empty binary": ("env",),
     "word negative zero huge nan empty fifo folder binary": ("cluster.site",),
@@ -77,7 +80,7 @@ LEGAL = {
     "word negative zero huge long nan fifo folder binary": ("partition", "account"),
     "word negative zero huge nan unicode empty fifo folder binary": ("container",),
     "word negative zero huge long nan unicode empty fifo folder binary": ("job_name",),
-    "word negative zero huge long nan unicode nul fifo folder binary": ("prompt",),
+    "word negative zero huge long nan unicode nul fifo folder binary": ("prompt", "stop"),
 }
 """The classes of values that an option takes -> the options; the files and folders of `make_values` are there."""
 
@@ -88,7 +91,8 @@ OF_COMMAND = {
     ("launch slurm", "checkpoint.grace_seconds"): "",  # longer than the job
     ("launch slurm", "cluster.site"): "empty",  # or slurm: one word would be that of all tasks
     **{("evaluate", f"data.{name}"): "word negative zero huge nan unicode fifo folder binary" for name in
-       ("path", "tokenizer", "validation_path")},  # looked at when the run's own model is known
+       ("path", "tokenizer")},  # looked at when the run's own model is known
+    ("evaluate", "data.validation_path"): "binary",  # is read alone; elsewhere it needs data.path beside it
     **{(command, "optimizer.warmup"): "zero huge" for command in ("explain", "plan", "bench step", "bench scaling")},
     # They have no local steps, whose outer step alone uses it.
     **{(command, "optimizer.outer_rate"): "huge" for command in ("bench step", "bench scaling")},

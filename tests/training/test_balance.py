@@ -11,7 +11,7 @@ from jax import P
 from jax.sharding import reshard
 
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.parallel import replicas, zero
+from jaxdist.parallel import placing, replicas
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.request import load
 from jaxdist.sharding import Layout
@@ -175,7 +175,7 @@ def test_counts_are_whole_on_every_device_and_cross_the_replicas_exactly():
     layout = Layout.on(mesh)
     abstract = {"balance": jax.ShapeDtypeStruct((2, 4096), jnp.float32)}
     axes = {"balance": ("layers", "counted")}
-    place = zero.placements(layout, axes, abstract, stage=3, replica_zero=True)["balance"]
+    place = placing.placements(layout, axes, abstract, stage=3, replica_zero=True)["balance"]
     assert (place.rest, place.held, place.scatter_dim) == (P(None, None), P(None, None), None)
     with jax.set_mesh(mesh):
         counts = np.random.default_rng(0).integers(0, 2**23, (2, 4096, 2)).astype(np.float32)

@@ -137,16 +137,6 @@ def test_generate_needs_no_batch_that_divides(finished, capsys):
     assert capsys.readouterr().out
 
 
-def test_generate_goes_on_from_the_end_of_a_long_prompt(finished, capsys):
-    """And writes all of it: the model reads the last tokens alone."""
-    prompt, written = "a different start. " + 50 * "mesh axis device ", []
-    for text in (prompt, prompt[19:]):
-        generate.main([str(finished), "--mesh=1x1x1", f"--prompt={text}", "--tokens=8", "--temperature=0"])
-        written.append(capsys.readouterr().out)
-    assert written[0].startswith(prompt)
-    assert written[0][len(prompt) :] == written[1][len(prompt) - 19 :]
-
-
 @pytest.mark.parametrize(
     ("options", "fragments"),
     [

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxdist.config import Config
 from jaxdist.mesh import PIPELINE
-from jaxdist.parallel.zero import is_axes
+from jaxdist.parallel.placing import is_axes
 from jaxdist.sharding import LAYERS, STAGES, Tree
 
 BLOCKS = "blocks"

@@ -109,6 +109,22 @@ def _local_steps_of_images(config: Config) -> Iterator[str]:
         )
 
 
+@check("sample.every", "sample.prompts", "model.family")
+def _sampled(config: Config) -> Iterator[str]:
+    sample = config.sample
+    if sample.every and config.model.images:
+        yield f"sample.every is {sample.every}, but model.family {config.model.family} writes no text; set it to 0"
+    elif sample.every and not sample.prompts.strip():
+        yield f"sample.every is {sample.every}, but sample.prompts has no text to continue; give one a line"
+    elif sample.every and not all(sample.prompts.splitlines()):
+        yield "sample.prompts has an empty line, which nothing continues; leave it out"
+    elif sample.prompts and not sample.every:
+        yield (
+            f"sample.prompts is {shown(sample.prompts)}, but sample.every is 0, with which nothing is written; give "
+            f"sample.every, or leave the prompts out"
+        )
+
+
 STEPS = re.compile(r"[1-9][0-9]{0,8}(-[1-9][0-9]{0,8})?")
 """A step, or the first and the last step of a range."""
 

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.models import Model, Params
-from jaxdist.parallel import zero
+from jaxdist.parallel import placing, zero
 from jaxdist.parallel.context import Starts
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.parallel.vocabulary import Vocabulary
@@ -47,7 +47,7 @@ class DecoderForward(AccumulatingForward[Model]):
         inside: bool = True,
         unroll: bool = False,
         replica_zero: bool = False,
-        wrt: zero.Wrt | None = None,
+        wrt: placing.Wrt | None = None,
     ):
         """Lay the parameters out for ZeRO stage `stage`; the model computes in `dtype`.
 
@@ -65,7 +65,7 @@ class DecoderForward(AccumulatingForward[Model]):
         self.unroll = unroll
         self.vocabulary = Vocabulary(layout, model.vocab)
         self.abstract = self.vocabulary.abstract(model.abstract)
-        self.places = zero.placements(layout, model.axes, self.abstract, stage, replica_zero=replica_zero, wrt=wrt)
+        self.places = placing.placements(layout, model.axes, self.abstract, stage, replica_zero=replica_zero, wrt=wrt)
 
         self.remat: Wrapper = keep_all
         """Wraps a layer of one micro-batch."""
@@ -111,6 +111,12 @@ class DecoderForward(AccumulatingForward[Model]):
         if "weight" in parts:
             loss = weighed(loss, parts["weight"][0])
         return loss, variables, {}
+
+    def row_losses(self, weights: Params, batch: Batch) -> Float[Array, "k B"]:
+        """Return the loss in nats of each row of `batch`, summed over its labels, without dropout."""
+        weights = self._gather_tops(weights, None)
+        x = self.hidden(weights, None, batch["tokens"], None, batch.get("starts"))
+        return self.model.row_losses(self.cast(weights), x, batch["labels"])
 
     def logits(self, weights: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
         """Return the logits of the next tokens, without dropout.

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, Key
 from jaxdist.mesh import BATCH_AXES
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign, LossFunction, cast
-from jaxdist.parallel import foreign, zero
+from jaxdist.parallel import foreign, placing, zero
 from jaxdist.sharding import Layout, wide
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
 from jaxdist.training.forward.base import count_rows
@@ -42,7 +42,7 @@ class ModuleForward(AccumulatingForward[Foreign]):
         stage: int,
         split: Params | None = None,
         replica_zero: bool = False,
-        wrt: zero.Wrt | None = None,
+        wrt: placing.Wrt | None = None,
     ):
         """Lay the parameters out for ZeRO stage `stage`.
 
@@ -59,7 +59,7 @@ class ModuleForward(AccumulatingForward[Foreign]):
         self.abstract = model.abstract
         together = scope == "batch"
         stacks = together and stage == 3 and set(dict(layout.axes)) <= set(BATCH_AXES)
-        self.places = zero.placements(
+        self.places = placing.placements(
             layout, model.axes, model.abstract, stage, not together, split, stacks, replica_zero=replica_zero, wrt=wrt
         )
 

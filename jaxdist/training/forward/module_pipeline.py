@@ -19,7 +19,7 @@ from jaxdist.models.stacked import scan
 from jaxdist.parallel.pipeline.device import Program
 from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, split
-from jaxdist.parallel.zero import Wrt
+from jaxdist.parallel.placing import Wrt
 from jaxdist.sharding import Layout, Tree, named, wide
 from jaxdist.training.forward.base import count_rows
 from jaxdist.training.forward.module import Scope

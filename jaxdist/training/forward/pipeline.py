@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.models import Model, ModelT, Params
-from jaxdist.parallel import zero
+from jaxdist.parallel import placing
 from jaxdist.parallel.pipeline.device import Program
 from jaxdist.parallel.pipeline.executor import Executor
 from jaxdist.parallel.pipeline.pipedream import PipeDream
@@ -50,7 +50,7 @@ class StagedForward(ForwardBase[ModelT], ABC):
         stage: int = 0,
         split: Params | None = None,
         replica_zero: bool = False,
-        wrt: zero.Wrt | None = None,
+        wrt: placing.Wrt | None = None,
     ):
         """Lay the parameters out for ZeRO stage `stage`; the model computes in `dtype`.
 
@@ -71,7 +71,7 @@ class StagedForward(ForwardBase[ModelT], ABC):
         if isinstance(model, Model):
             self.vocabulary = Vocabulary(layout, model.vocab)
             self.abstract = self.vocabulary.abstract(self.abstract)
-        self.places = zero.placements(
+        self.places = placing.placements(
             layout,
             stages.axes(model.axes),
             self.abstract,
@@ -163,16 +163,30 @@ class PipelineForward(StagedForward[Model]):
         """Return new parameters as one device holds them."""
         return self.model.init(key)
 
+    def row_losses(self, weights: Params, batch: Batch) -> Float[Array, "k B"]:
+        """Return the loss in nats of each row of `batch`, summed over its labels, without dropout; k must be 1."""
+
+        def head(tops: Params, x: Float[Array, "B s D"], part: Batch) -> Float[Array, "1 B"]:
+            return self.model.row_losses(self._with_blocks(tops), x[None], part["labels"][None])
+
+        return self._output(weights, batch, head, "kB")
+
     def logits(self, weights: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
         """Return the logits of the next tokens, without dropout: one micro-batch through all stages."""
 
         def head(tops: Params, x: Float[Array, "B s D"], part: Batch) -> Float[Array, "B S V"]:
             return self.model.logits(self._with_blocks(tops), x)
 
-        batch = {"tokens": tokens[None]}
+        return self._output(weights, {"tokens": tokens[None]}, head, "BSV")
+
+    def _output(self, weights: Params, batch: Batch, head: Callable[..., Array], letters: str) -> Array:
+        """Return what `head(tops, x, micro-batch)`, in place of the loss, makes of the only micro-batch.
+
+        `letters` name the dims of that array, as in `Layout.activation`.
+        """
         executor = self.executor(batch)
         executor = replace(executor, program=replace(executor.program, loss=head))
-        return executor.output(weights, batch, self.layout.activation("BSV"))
+        return executor.output(weights, batch, self.layout.activation(letters))
 
     def asynchronous(self, update: Callable[..., tuple[Params, Tree]], batch: Batch) -> PipeDream:
         """Return the pipeline that is never emptied, with weights in the compute dtype.

@@ -1,0 +1,163 @@
+"""Files to compute a loss on, each by itself: every token of them, and the bytes of text that these stand for.
+
+Where rows of training leave out the tokens of an incomplete last row, here the last row is filled up, so that the loss
+is that of the whole file. Its bytes are those of the text in UTF-8, before anything that a tokenizer does to them; the
+tokens that delimit documents stand for no bytes. The first token of a file has something to follow: BOS, or else the
+end-of-text token, as between two documents. Where nothing predicts the first token of a document, its bytes do not
+count either, so that bits per byte always divides a loss by the bytes that it was paid for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+from tokenizers import Tokenizer
+
+from jaxdist.config import RequestError
+from jaxdist.data import token_files
+from jaxdist.data.batches import labelled
+from jaxdist.data.corpus import VERSION, cache_folder, digest, identity, token_type
+from jaxdist.data.documents import Source, reading, source_of
+from jaxdist.data.progress import Pass, Progress, unseen
+from jaxdist.data.readers.document import Document
+from jaxdist.data.token_cache import open_cache
+from jaxdist.data.tokenizing import PARTS, TOKENIZER, Split, resume_point, write_parts
+from jaxdist.data.tokens import Tokens
+from jaxdist.files import write_whole
+from jaxdist.huggingface.given_tokenizer import GivenTokenizer, largest_id
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A file as tokens."""
+
+    path: Path
+    tokens: Tokens
+    before: int | None
+    """The token that the first one follows; None where nothing predicts the first one."""
+    bytes: int | None
+    """Bytes of the text that the predicted tokens stand for; None for a file of tokens."""
+    fingerprint: str
+    """Hexadecimal hash of the file's content."""
+
+    def rows(self, sequence: int) -> int:
+        """Return the number of rows of `sequence` tokens, of which the last may be filled up."""
+        return -(-self._predicted // sequence)
+
+    def read(self, sequence: int, rows: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+        """Return the arrays [n, S] of these rows, as `data.batches` describes them; of a row of -1 no token counts."""
+        windows = np.zeros((rows.size, sequence + 1), np.int32)
+        places = np.where(rows[:, None] >= 0, rows[:, None] * sequence + np.arange(sequence), self._predicted)
+        for window, row in zip(windows, rows.tolist(), strict=True):
+            if row >= 0:
+                ids = self._read(row * sequence, (row + 1) * sequence + 1)
+                window[: ids.size] = ids
+        return labelled(windows, places < self._predicted, self.tokens)
+
+    @property
+    def _predicted(self) -> int:
+        """Tokens with one in front of them."""
+        return self.tokens.length - (self.before is None)
+
+    def _read(self, start: int, stop: int) -> Int[np.ndarray, " n"]:
+        """Return what lies at start..stop-1 of `before` and the tokens after it; fewer at the end."""
+        shift = 0 if self.before is None else 1
+        ids = self.tokens.read(max(start - shift, 0), min(stop - shift, self.tokens.length)).astype(np.int32)
+        if start < shift:
+            return np.concatenate([np.array([self.before], np.int32), ids])
+        return ids
+
+
+def open_held_out(
+    path: Path, given: GivenTokenizer | None, vocab: int, apart: bool = False, progress: Progress = unseen
+) -> HeldOut:
+    """Return a file of any form that data.path takes as tokens of a model with `vocab` ids.
+
+    Text is tokenized at the first call and later read from the cache. With `apart` the tokens know where documents end.
+    Raises `RequestError` for a file without text, one that is not what its name says, and text without a tokenizer.
+    """
+    source = source_of(path)
+    if source.kind == "bin":
+        opened = _open_tokens(source, given, vocab, progress)
+    else:
+        opened = _open_text(source, given, vocab, apart, progress)
+    if opened.rows(1) == 0:
+        raise RequestError(f"'{path}' has no token to predict; give a file with more text")
+    if given and apart:
+        tokens = replace(opened.tokens, begin=given.special.bos, end=given.special.eos)
+        return replace(opened, tokens=tokens)
+    return opened
+
+
+def _open_tokens(source: Source, given: GivenTokenizer | None, vocab: int, progress: Progress) -> HeldOut:
+    """Open a `.bin` of uint16 tokens in place, whose first token nothing predicts."""
+    path = source.root
+    entries = largest_id(given.load()) + 1 if given else None
+    with reading(path):
+        checking = Pass(progress, "checking token ids", path.stat().st_size)
+        problem = token_files.problem(path, vocab, entries, checking.read)
+    if problem:
+        raise RequestError(problem)
+    return HeldOut(path, Tokens.open(path, "uint16"), before=None, bytes=None, fingerprint=source.digest())
+
+
+def _open_text(source: Source, given: GivenTokenizer | None, vocab: int, apart: bool, progress: Progress) -> HeldOut:
+    """Open text from the cache, after filling it if it lacks this text and tokenizer."""
+    path = source.root
+    if given is None:
+        raise RequestError(f"'{path}' is text, and no tokenizer is there to read it with; give its --data.tokenizer")
+    stamp = source.stamp()
+    hashing = Pass(progress, "reading the data", source.size)
+    content = source.digest(hashing.read)
+    folder = cache_folder() / digest(VERSION, "alone", content, *identity(given), vocab, apart)
+    counted = _Counted(given, apart)
+
+    def fill(new: Path) -> dict[str, int]:
+        """Encode the text, or continue with what a killed process has left in `new`."""
+        done = resume_point(new)
+        if done is None:
+            write_whole(new / TOKENIZER, given.text)
+        encoding = Pass(progress, "tokenizing", source.size)
+        documents = counted.passing(source.documents(on_read=encoding.read))
+        before = done["documents"] if done else 0
+        write_parts(new, given.load(), given.special, documents, token_type(vocab), encoding, before)
+        if source.stamp() != stamp:
+            raise RequestError(f"'{path}' changed while it was read; start again when it is complete")
+        return {"bytes": counted.bytes}
+
+    facts = open_cache(folder, fill, progress)
+    tokens = Tokens.open(folder / PARTS[1], token_type(vocab))
+    # Where there is a BOS token, it stands at the start already.
+    before = given.special.eos if given.special.bos is None else None
+    return HeldOut(path, tokens, before, facts["bytes"], content)
+
+
+class _Counted:
+    """Counts the bytes of documents that pass, but for those of tokens that nothing predicts."""
+
+    def __init__(self, given: GivenTokenizer, apart: bool):
+        self.bytes = 0
+        self._tokenizer = given.load()
+        # With a BOS token, that one predicts the first of the text; so does the end of the document before, unless it
+        # is kept apart.
+        self._first_alone = given.special.bos is None and given.special.eos is None
+        self._each_alone = given.special.bos is None and apart
+
+    def passing(self, documents: Iterator[Document]) -> Split:
+        """Yield the documents, all of them held out."""
+        for number, document in enumerate(documents):
+            self.bytes += len(document.text.encode())
+            if document.begins and (self._each_alone or (self._first_alone and number == 0)):
+                self.bytes -= _bytes_of_first(self._tokenizer, document.text)
+            yield True, document
+
+
+def _bytes_of_first(tokenizer: Tokenizer, text: str) -> int:
+    """Return the bytes of a text before the character where its second token begins."""
+    offsets = tokenizer.encode(text, add_special_tokens=False).offsets
+    end = offsets[1][0] if len(offsets) > 1 else len(text)
+    return len(text[:end].encode())

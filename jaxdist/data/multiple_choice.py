@@ -1,0 +1,240 @@
+"""Questions with several answers, one of which is right: read from JSON lines, and laid out as rows of tokens.
+
+A choice is scored by the log probabilities of its tokens after those of the context. Context and choice are encoded
+together, as lm-evaluation-harness does (Gao et al. 2021): the choice's tokens are those that follow as many tokens as
+the context has alone. Spaces at the end of the context belong to the choice, because tokens begin with a space.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+from tokenizers import Tokenizer
+
+from jaxdist.config import RequestError
+from jaxdist.data.documents import reading
+from jaxdist.data.readers.document import is_unicode
+from jaxdist.data.tokens import IGNORED
+from jaxdist.huggingface.special_tokens import SpecialTokens
+
+EXAMPLE = '{"context": "The sky is", "choices": [" blue", " green"], "label": 0}'
+"""A line of such a file."""
+
+NAMED = 10
+"""Problems of a file that an error names at most."""
+
+
+class Question(NamedTuple):
+    """A context, its possible continuations, and the number of the right one."""
+
+    context: str
+    choices: tuple[str, ...]
+    label: int
+    where: str
+    """The line and the file, for messages."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of all choices of all questions, in order: each is a context with one of its choices."""
+
+    tokens: Int[np.ndarray, "n S"]
+    labels: Int[np.ndarray, "n S"]
+    """The token after each that belongs to the choice; -1 elsewhere."""
+    longest: int
+    """Tokens of a row that the longest one needs."""
+    cut: int
+    """Questions whose context was cut on the left, so that a row holds it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hexadecimal hash of all tokens and labels."""
+        return hashlib.sha256(self.tokens.tobytes() + self.labels.tobytes()).hexdigest()
+
+
+class Score(NamedTuple):
+    """Shares of questions whose right choice has the highest score, and their standard errors."""
+
+    acc: float
+    """The score is the sum of the log probabilities of the choice's tokens."""
+    acc_stderr: float | None
+    """None for a single question."""
+    acc_norm: float
+    """The score is that sum over the bytes of the choice in UTF-8."""
+    acc_norm_stderr: float | None
+
+    def __str__(self) -> str:
+        return (
+            f"acc {_with_error(self.acc, self.acc_stderr)}  acc_norm {_with_error(self.acc_norm, self.acc_norm_stderr)}"
+        )
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Return the questions of a file with one JSON object on each line, such as `EXAMPLE`; blank lines are skipped.
+
+    Raises `RequestError` with a sentence for each wrong line, of which it names the first `NAMED`.
+    """
+    if not path.is_file():
+        raise RequestError(f"--choices '{path}' is not a file; give the path of a .jsonl file")
+    questions = []
+    problems: list[str] = []
+    with reading(path):
+        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            questions.append(_question(line, f"line {number} of --choices '{path}'"))
+        except RequestError as error:
+            problems += error.problems
+    if problems:
+        raise RequestError(*problems[:NAMED])
+    if not questions:
+        raise RequestError(f"--choices '{path}' holds no question; write a line such as {EXAMPLE}")
+    return questions
+
+
+def rows_of(questions: list[Question], tokenizer: Tokenizer, special: SpecialTokens, sequence: int) -> Rows:
+    """Return a row of `sequence` tokens for each choice, filled up on the right.
+
+    A BOS token, if the tokenizer has one, comes before the context. A context that is empty is replaced by BOS, or
+    else by the end-of-text token, so that the first token of the choice has something to follow. Of a row that is too
+    long the first tokens are left out. Raises `RequestError` with a sentence for each choice that cannot be scored.
+    """
+    pairs = []
+    cut = 0
+    problems: list[str] = []
+    for question in questions:
+        longest = 0
+        for number, choice in enumerate(question.choices):
+            before, after = encode(tokenizer, special, question.context, choice)
+            problem = _problem(before, after, sequence)
+            if problem:
+                problems.append(f"choice {number} of {question.where} {problem}")
+            longest = max(longest, len(before) + len(after) - 1)
+            pairs.append((before, after))
+        cut += longest > sequence
+    if problems:
+        raise RequestError(*problems[:NAMED])
+    return _laid_out(pairs, sequence, cut)
+
+
+def encode(tokenizer: Tokenizer, special: SpecialTokens, context: str, choice: str) -> tuple[list[int], list[int]]:
+    """Return (the tokens of the context, those of the choice after it)."""
+    ending = context[len(context.rstrip()) :]
+    context = context.rstrip()
+    choice = ending + choice
+    begin = [] if special.bos is None else [special.bos]
+    if not context:
+        start = begin or ([] if special.eos is None else [special.eos])
+        return start, _ids(tokenizer, choice)
+    before = _ids(tokenizer, context)
+    whole = _ids(tokenizer, context + choice)
+    return begin + whole[: len(before)], whole[len(before) :]
+
+
+def scored(questions: list[Question], log_probabilities: Float[np.ndarray, " n"]) -> Score:
+    """Return the accuracies, given the log probability of each row's choice. Of equal scores the first counts."""
+    sizes = np.array([len(choice.encode()) for question in questions for choice in question.choices])
+    right = _right(questions, log_probabilities)
+    right_norm = _right(questions, log_probabilities / sizes)
+    return Score(
+        float(right.mean()),
+        _standard_error(right),
+        float(right_norm.mean()),
+        _standard_error(right_norm),
+    )
+
+
+def _right(questions: list[Question], scores: Float[np.ndarray, " n"]) -> Float[np.ndarray, " questions"]:
+    """Return 1 for each question whose right choice has the highest score, else 0."""
+    ends = np.cumsum([len(question.choices) for question in questions])
+    of_questions = np.split(scores, ends[:-1])
+    return np.array([float(np.argmax(s) == q.label) for q, s in zip(questions, of_questions, strict=True)])
+
+
+def _standard_error(values: Float[np.ndarray, " n"]) -> float | None:
+    """Return the standard error of the mean, from the sample's standard deviation; None for a single value."""
+    if values.size < 2:
+        return None
+    return float(values.std(ddof=1) / np.sqrt(values.size))
+
+
+def _with_error(share: float, error: float | None) -> str:
+    """Return a share and its standard error in percent."""
+    return f"{share:.1%}" if error is None else f"{share:.1%} ± {error:.1%}"
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _problem(before: list[int], after: list[int], sequence: int) -> str | None:
+    """Return why a choice cannot be scored, as the end of a sentence."""
+    if not after:
+        return "has no token of its own after its context; begin the choice with a space, or end the context with one"
+    if not before:
+        return (
+            "follows an empty context, and the tokenizer has neither a BOS nor an end-of-text token to put there; "
+            "write a context"
+        )
+    if len(after) > sequence:
+        return f"has {len(after)} tokens, but model.sequence is {sequence}; shorten the choice"
+    return None
+
+
+def _laid_out(pairs: list[tuple[list[int], list[int]]], sequence: int, cut: int) -> Rows:
+    """Return the rows of contexts and choices, of which `cut` questions have too many tokens."""
+    longest = 0
+    tokens = np.zeros((len(pairs), sequence), np.int32)
+    labels = np.full((len(pairs), sequence), IGNORED, np.int32)
+    for row, (before, after) in enumerate(pairs):
+        # A row predicts the token after each of its own, so it needs one token fewer than there are.
+        ids = np.array([*before, *after][-(sequence + 1) :], np.int32)
+        end = ids.size - 1
+        longest = max(longest, end)
+        tokens[row, :end] = ids[:-1]
+        labels[row, end - len(after) : end] = ids[ids.size - len(after) :]
+    return Rows(tokens, labels, longest, cut)
+
+
+def _question(line: bytes, where: str) -> Question:
+    """Return the question of a line. Raises `RequestError`."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{where} is not utf-8 text (byte {error.start + 1} of it); convert the file") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{where} is not JSON; write a line such as {EXAMPLE}") from error
+    wrong = next(_wrong(row), None)
+    if wrong:
+        raise RequestError(f"{where} {wrong}")
+    return Question(row["context"], tuple(row["choices"]), row["label"], where)
+
+
+def _wrong(row: Any) -> Iterator[str]:
+    """Yield what is wrong with a line's value, as the end of a sentence; later ones may rest on earlier ones."""
+    if not isinstance(row, dict):
+        yield f"is no object; write a line such as {EXAMPLE}"
+    missing = [name for name in ("context", "choices", "label") if name not in row]
+    if missing:
+        yield f"has no {' and no '.join(missing)}; write a line such as {EXAMPLE}"
+    if not isinstance(row["context"], str) or not is_unicode(row["context"]):
+        yield 'has a "context" that is not text; put it in quotes'
+    choices = row["choices"]
+    if not isinstance(choices, list) or not all(isinstance(one, str) and is_unicode(one) for one in choices):
+        yield 'has "choices" that are not a list of texts; write ["one", "other"]'
+    if len(choices) < 2:
+        yield f"has {len(choices)} choice(s); give at least 2"
+    if "" in choices:
+        yield f"has an empty text as choice {choices.index('')}; give each choice at least one character"
+    label = row["label"]
+    if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < len(choices):
+        yield f"has the label {json.dumps(label)}; give the number of the right choice, 0 to {len(choices) - 1}"

@@ -1,0 +1,151 @@
+"""The chat template of a folder: Jinja text that writes a conversation as one prompt, as transformers renders it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from jaxdist.config import RequestError
+from jaxdist.files import open_regular
+from jaxdist.huggingface.folder import KEPT, read_json
+from jaxdist.huggingface.tokenizer import TOKENIZER_CONFIG, token_names
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+JINJA_FILE = "chat_template.jinja"
+JSON_FILE = "chat_template.json"
+
+LARGEST = 1 << 20
+"""Bytes of the largest template that is read. Those of today's models have up to 20 thousand."""
+
+Message = Mapping[str, str]
+"""One turn of a conversation: its `role` (system, user or assistant) and its `content`."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template and the special tokens that it may name."""
+
+    compiled: Template
+    folder: Path
+    """The folder that it is from, for messages."""
+    names: Mapping[str, str]
+    """The special tokens, such as `bos_token`, by the names that a template uses."""
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Return the conversation as a prompt that the assistant continues.
+
+        Raises `RequestError` where the template refuses the conversation, or fails.
+        """
+        conversation = [dict(message) for message in messages]
+        try:
+            return self.compiled.render(
+                **self.names, messages=conversation, tools=None, documents=None, add_generation_prompt=True
+            )
+        except Exception as error:  # a template can raise anything, a TypeError too
+            raise RequestError(
+                f"the chat template of '{self.folder}' does not take this conversation: {_first_line(error)}; "
+                f"write it another way, or leave --chat out"
+            ) from error
+
+
+def read_chat_template(folder: Path) -> ChatTemplate:
+    """Return the chat template of a run, or of a folder of a tokenizer.
+
+    Raises `RequestError` where there is none, where it is no template, and without jinja2.
+    """
+    is_run = (folder / "config.toml").exists()
+    source = folder / KEPT if is_run else folder
+    text = _jinja_file(source / JINJA_FILE) or _in_json(source / TOKENIZER_CONFIG) or _in_json(source / JSON_FILE)
+    if not text:
+        raise RequestError(
+            f"'{folder}' has no chat template: '{source}' has neither a {JINJA_FILE} nor a chat_template in its "
+            f"{TOKENIZER_CONFIG}; leave --chat out, or copy the template there"
+        )
+    environment = make_environment()
+    try:
+        return ChatTemplate(environment.from_string(text), source, token_names(source))
+    except Exception as error:  # Jinja raises no narrower exception for all that can be wrong
+        raise RequestError(
+            f"the chat template of '{source}' is not a Jinja template ({_first_line(error)}); copy it again"
+        ) from error
+
+
+def make_environment() -> Any:
+    """Return what compiles templates: a sandbox, with the functions that templates of Hugging Face call."""
+    try:
+        import jinja2
+        from jinja2.ext import Extension
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise RequestError("--chat needs jinja2, which is not installed; run pip install 'jaxdist[chat]'") from error
+
+    class Generation(Extension):
+        """Reads `{% generation %}`, which marks for training what the assistant says, as if it were not there."""
+
+        tags = {"generation"}  # noqa: RUF012  # as the class above says
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return a value as JSON. Jinja's own filter would escape the characters of HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _jinja_file(path: Path) -> str:
+    """Return the content of a template's file; nothing where it is absent. Raises `RequestError`."""
+    if not path.exists():
+        return ""
+    try:
+        with open_regular(path, links=True) as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
+        return content.decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise RequestError(f"'{path}' cannot be read as a chat template ({error}); copy it again") from error
+
+
+def _in_json(path: Path) -> str:
+    """Return the `chat_template` in a JSON file, the default one of several; nothing where there is none."""
+    if not path.exists():
+        return ""
+    found = read_json(path).get("chat_template")
+    if isinstance(found, list):
+        templates = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = templates.get("default")
+    return found if isinstance(found, str) else ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__

@@ -1,0 +1,79 @@
+"""A block that attends to a key-value cache: keys and values of earlier tokens are kept, and not computed again.
+
+In the cache of a row, slot p holds the token at position p. A query at position p sees the slots up to p; what lies in
+later ones is never seen before it is overwritten. All of it runs in a manual region, on arrays of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxdist.models.layers import Attention, GroupedAttention
+from jaxdist.parallel.context import Attended, Starts
+from jaxdist.sharding import wide
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""(queries, keys, values) of new tokens -> (what the queries have found, whatever else the caller wants of them)."""
+
+
+class Cache(NamedTuple):
+    """Keys and values of the layers that a device holds: [v, depth, B, S, K, H] each, as `Stages` has v and depth."""
+
+    k: Float[Array, "v depth B S K H"]
+    v: Float[Array, "v depth B S K H"]
+
+
+class Residual(Protocol):
+    """A block: x + attention(norm1(x)), then x + mlp(norm2(x)), as all decoders have it."""
+
+    norm1: Callable[[jax.Array], jax.Array]
+    attention: Attention | GroupedAttention
+    norm2: Callable[[jax.Array], jax.Array]
+    mlp: Callable[[jax.Array], jax.Array]
+
+
+def block_with(
+    block: Residual, x: Float[Array, "B S D"], starts: Starts, attend: Attend
+) -> tuple[Float[Array, "B S D"], Any]:
+    """Return (the residual stream after `block`, what `attend` has returned beside its result).
+
+    `starts` gives the tokens their positions, as in training: the token at index i is at position i - starts.
+    """
+    q, k, v = block.attention.heads(block.norm1(x), starts)
+    found, further = attend(q, k, v)
+    x = x + block.attention.contract(found)
+    return x + block.mlp(block.norm2(x)), further
+
+
+def attend_to_slots(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    slots: Int[Array, " S"],
+    positions: Int[Array, " B"],
+    window: int,
+) -> Attended:
+    """Attend with the query of one token in each row, at `positions`, to the `slots` that a device holds.
+
+    The softmax is in f32 at least (Vaswani et al. 2017, eq. 1). A `window` of 0 hides nothing.
+    """
+    rows, _, heads, size = q.shape
+    grouped = q.reshape(rows, k.shape[2], -1, size) * size**-0.5
+    scores = jnp.einsum("BKGH,BSKH->BKGS", grouped, k, preferred_element_type=wide(q.dtype))
+    seen = slots[None] <= positions[:, None]
+    if window:
+        seen &= slots[None] > positions[:, None] - window
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    highest = jnp.max(scores, -1, keepdims=True)
+    # A device may hold no slot that the query sees: its scores are all -inf, and their difference would be NaN.
+    p = jnp.exp(scores - jnp.where(highest == -jnp.inf, 0, highest))
+    total = jnp.sum(p, -1, keepdims=True)
+    out = jnp.einsum("BKGS,BSKH->BKGH", p.astype(v.dtype), v, preferred_element_type=p.dtype)
+    out = out / jnp.where(total == 0, 1, total)
+    sums = highest + jnp.log(total)
+    return Attended(out.reshape(rows, 1, heads, size), sums.reshape(rows, 1, heads))

@@ -1,0 +1,143 @@
+"""Decide where each parameter lies: which of its dims the mesh axes split in use, and which ZeRO splits at rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax import P
+
+from jaxdist.mesh import REPLICA, ZERO_AXES
+from jaxdist.parallel import heads
+from jaxdist.parallel.zero import Placement, Placements
+from jaxdist.sharding import COUNTED, LAYERS, STAGES, Layout, LogicalAxes, Params, axes_of, name_of, partition
+
+Wrt = Callable[[str], bool]
+"""Says of the path to a parameter, such as "blocks.mlp.up", whether gradients are taken with respect to it."""
+
+
+def is_axes(a: object) -> bool:
+    """Return whether a node of a tree is the logical axes of one parameter, for `is_leaf`."""
+    return isinstance(a, tuple)
+
+
+def placements(
+    layout: Layout,
+    axes: Params,
+    abstract: Params,
+    stage: int,
+    summed: bool = True,
+    split: Params | None = None,
+    stacks: bool = False,
+    defers: bool = True,
+    replica_zero: bool = False,
+    wrt: Wrt | None = None,
+) -> Placements:
+    """Return a `Placement` for every parameter, from its logical axes and shape.
+
+    `summed`: gradients are partial sums of the devices, so weights in use are `reduced`. `split` holds for every
+    parameter whether ZeRO may split it (None: it may split all). `stacks`: stacked layers are used as they lie at rest,
+    by a module that gathers each layer when it is its turn. `defers`: gradients wait for the end of the step before
+    they are summed over the replicas. `replica_zero`: between steps, `replica` splits what `split` allows; this needs a
+    stage of 1 or more. `wrt` says of each parameter, by the path to it, whether it is trained; None: all are.
+
+    Where key/value heads are too few to be split as the query heads are, they are dealt out in use (`parallel.heads`),
+    and at rest their size is split, if the mesh divides it. Raises `ValueError` where heads cannot be dealt evenly.
+    """
+    if split is None:
+        split = jax.tree.map(lambda _: True, abstract)
+
+    def place(path: tuple[Any, ...], names: LogicalAxes, parameter: jax.ShapeDtypeStruct, may_split: bool) -> Placement:
+        sharded = bool(stage and may_split)
+        over_replicas = sharded and replica_zero and defers
+        placement = _place(layout, names, parameter.shape, sharded, summed, defers, over_replicas)
+        if stacks and LAYERS in names:
+            placement = replace(placement, use=placement.rest)
+        return replace(placement, trained=wrt is None or wrt(name_of(path)))
+
+    return jax.tree.map_with_path(place, axes, abstract, split, is_leaf=is_axes)
+
+
+def _place(
+    layout: Layout,
+    axes: LogicalAxes,
+    shape: tuple[int, ...],
+    sharded: bool,
+    summed: bool,
+    defers: bool,
+    over_replicas: bool,
+) -> Placement:
+    # Key/value heads are split over the same mesh axes as the query heads that they serve.
+    axes_in_use = tuple("heads" if name in heads.REPEATED else name for name in axes)
+    rest = list(layout.spec(axes_in_use).partitions)
+    deal = heads.deal_of(layout, axes, shape)
+    taken: tuple[int, ...] = ()
+    if deal is not None:
+        head_dim = deal.dim
+        size_dim = deal.dim + 2
+        divides = shape[size_dim] % layout.parts("heads") == 0
+        rest[size_dim] = rest[head_dim] if divides else None
+        rest[head_dim] = None
+        # Dealing heads, or exchanging them by an all-to-all, needs these dims whole over the group.
+        taken = (head_dim + 1, size_dim)
+    reduced = layout.partial(axes) if summed else frozenset()
+    deferred = reduced & {REPLICA} if defers else frozenset()
+    free = _free_dims(layout, axes_in_use, taken)
+    over = group(layout, axes_in_use)
+    # ZeRO and the replicas split what a device has in use.
+    own = tuple(size // layout.parts(name) for size, name in zip(shape, axes_in_use, strict=True))
+    zero_dim = _first_that_divides(own, free, layout.size(*over))
+    crossing_dim = None
+    if sharded and zero_dim is not None:
+        rest[zero_dim] = partition((*axes_of(rest[zero_dim]), *over))
+    elif not sharded and deferred:
+        crossing_dim = zero_dim
+    replica_dim = None
+    if over_replicas and deferred:
+        replica_dim = _replica_dim(layout, own, free, zero_dim, layout.size(*over))
+    use = layout.spec(axes_in_use, reduced=reduced)
+    stacked = sum(name in (LAYERS, STAGES) for name in axes)
+    counted = COUNTED in axes
+    return Placement(P(*rest), use, over, deal, deferred, replica_dim, crossing_dim, stacked, counted)
+
+
+def group(layout: Layout, axes: LogicalAxes) -> tuple[str, ...]:
+    """Return the axes over which ZeRO may shard a parameter with these logical axes: those that do not split it."""
+    taken = {axis for name in axes for axis in layout.split(name)}
+    return tuple(axis for axis in ZERO_AXES if layout.size(axis) > 1 and axis not in taken)
+
+
+def _free_dims(layout: Layout, axes: LogicalAxes, taken: Collection[int]) -> list[int]:
+    """Return the dims that may be split at rest: they count neither layers nor anything else, and are not `taken`.
+
+    In use no axis splits them, or one over which ZeRO shards other parameters, as `expert` splits experts.
+    """
+    whole = (LAYERS, COUNTED)
+
+    def is_free(dim: int, name: str | None) -> bool:
+        return name not in whole and set(layout.split(name)) <= set(ZERO_AXES) and dim not in taken
+
+    return [dim for dim, name in enumerate(axes) if is_free(dim, name)]
+
+
+def _first_that_divides(shape: tuple[int, ...], dims: Collection[int], ways: int) -> int | None:
+    """Return the first of `dims` that `ways` devices can split, or None."""
+    if ways == 1:
+        return None
+    # The first one, because an all-gather along the first dim takes no transposed copy.
+    return next((dim for dim in dims if shape[dim] % ways == 0), None)
+
+
+def _replica_dim(
+    layout: Layout, shape: tuple[int, ...], free: Collection[int], zero_dim: int | None, shards: int
+) -> int | None:
+    """Return the dim that the replicas split between steps, or None.
+
+    It is `zero_dim`, which ZeRO splits into `shards`, where they divide these further; else another.
+    """
+    ways = layout.size(REPLICA)
+    if zero_dim is not None and shape[zero_dim] % (shards * ways) == 0:
+        return zero_dim
+    return _first_that_divides(shape, [dim for dim in free if dim != zero_dim], ways)

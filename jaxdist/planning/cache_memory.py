@@ -1,0 +1,50 @@
+"""Predict the key-value cache of generation, from the configuration alone, and say where it does not fit."""
+
+from __future__ import annotations
+
+from jaxdist.config import Config
+from jaxdist.mesh import PIPELINE
+from jaxdist.models import Model
+from jaxdist.parallel.heads import own_heads
+from jaxdist.parallel.pipeline.stages import stages_of
+from jaxdist.planning.parameter_layout import compute_width, placed
+from jaxdist.sharding import SEQUENCE, Layout
+from jaxdist.units import size
+
+
+def cache_bytes(config: Config, layout: Layout, rows: int) -> int:
+    """Return the bytes of the cache on each device for so many rows on the mesh: exact.
+
+    That is 2 L S K H numbers in the compute dtype for each row (Shazeer 2019, section 2.4.1), over the devices that
+    share them: rows over the batch, S over `context`, L over `pipeline`, and K over `model`, where fewer heads than
+    devices are repeated. Uneven stages are padded. `config.precision` is resolved, no longer `auto`.
+    """
+    sizes = config.model
+    stages = stages_of(config, {PIPELINE: layout.size(PIPELINE)})
+    layers = stages.virtual * stages.depth if stages else sizes.layers
+    own_rows = -(-rows // layout.ranks)
+    slots = sizes.sequence // layout.parts(SEQUENCE)
+    heads = own_heads(sizes.key_value_heads, layout.parts("heads"))
+    return 2 * layers * own_rows * slots * heads * sizes.head_size * compute_width(config)
+
+
+def weight_bytes(config: Config, model: Model, layout: Layout) -> int:
+    """Return the bytes of the weights that a device holds in the compute dtype, as generation keeps them."""
+    total = 0
+    for parameter in placed(config, model, layout.with_whole_rows()):
+        elements = parameter.rest if config.parallel.zero == 3 else parameter.use
+        total += elements * parameter.width(config)
+    return total
+
+
+def problem(config: Config, model: Model, layout: Layout, rows: int, room: float | None) -> str:
+    """Return why a device with `room` bytes cannot hold weights and cache for so many rows; empty if it can."""
+    cache = cache_bytes(config, layout, rows)
+    weights = weight_bytes(config, model, layout)
+    if room is None or cache + weights <= room:
+        return ""
+    return (
+        f"the key-value cache of {rows} row(s) of model.sequence {config.model.sequence} takes {size(cache)} on each "
+        f"device, which holds {size(room)} and {size(weights)} of weights; generate fewer texts at once, lower "
+        f"model.sequence, or take a mesh with more devices"
+    )

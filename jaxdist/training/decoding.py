@@ -1,0 +1,192 @@
+"""Text from weights, token by token, with a key-value cache on any mesh."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import reshard
+from jaxtyping import Array, Float, Int, Key
+
+from jaxdist.config import RequestError
+from jaxdist.models import Model, Params
+from jaxdist.models.decoding import Cache
+from jaxdist.parallel.context import Starts
+from jaxdist.planning import cache_memory
+from jaxdist.training.forward.cached import CachedForward
+from jaxdist.training.forward.decoder import DecoderForward
+from jaxdist.training.forward.pipeline import PipelineForward
+from jaxdist.training.prompts import lay_out
+from jaxdist.training.run import Run
+from jaxdist.training.sampling import Choice
+
+__all__ = ["Choice", "Decoding", "Drawn", "continued"]
+
+
+Made = tuple[Cache, Float[Array, "B V"], Int[Array, " B"]]
+"""(the cache, the logits of the next tokens, these tokens)."""
+
+
+class Drawn(NamedTuple):
+    """Where generation is. The rows are the prompts, and those that make them divide."""
+
+    cache: Cache
+    logits: Float[Array, "B V"]
+    """Those of the next token."""
+    tokens: Int[Array, " B"]
+    """The next token of each row, which is not in the cache yet."""
+    lengths: Int[np.ndarray, " B"]
+    """The tokens of each prompt."""
+
+
+class Decoding:
+    """Generates with the weights of a run: one program for each bucket of prompts, and one for all further tokens."""
+
+    def __init__(self, run: Run, params: Params | None = None):
+        """Take the parameters of a train state of `run`, or wait for `load`."""
+        assert isinstance(run.forward, DecoderForward | PipelineForward)
+        self.run = run
+        self.sequence = run.config.model.sequence
+        self.forward = CachedForward(run.forward, run.config.model, run.layout)
+        self.weights: Params | None = None
+        self.load(params)
+
+    def load(self, params: Params | None) -> None:
+        """Take the parameters of a train state, which the caller may drop afterwards; None drops those of before."""
+        self.weights = None
+        if params is not None:
+            with jax.set_mesh(self.run.mesh):
+                self.weights = self._ready(params)
+
+    @cached_property
+    def _ready(self) -> Callable[[Params], Params]:
+        return jax.jit(self.forward.ready)
+
+    def draw(
+        self,
+        prompts: Sequence[Sequence[int]],
+        choice: Choice,
+        seed: int,
+        moving: Callable[[], object] = lambda: None,
+    ) -> Iterator[Int[np.ndarray, " P"]]:
+        """Yield the next token of each prompt, until prompt and tokens fill the model's sequence in every row.
+
+        A row that is full has the token -1. The draw of a row depends on the seed, the row and the number of the token
+        alone. `moving` is called before each token, as a sign of life. Raises `RequestError` for a prompt that is empty
+        or longer than the model's sequence, and for a cache that does not fit.
+        """
+        room = self.sequence - np.asarray([len(prompt) for prompt in prompts])
+        key = jax.random.key(seed)
+        moving()
+        drawn = self.start(prompts, choice, key)
+        for number in range(max(room)):
+            tokens = drawn.tokens
+            if number + 1 < max(room):
+                moving()
+                drawn = self.step(drawn, choice, key, number + 1)
+            yield np.where(number < room, np.asarray(tokens)[: len(prompts)], -1)
+
+    def start(self, prompts: Sequence[Sequence[int]], choice: Choice, key: Key[Array, ""]) -> Drawn:
+        """Prefill the cache with prompts, and draw the token after each of them.
+
+        Raises `RequestError` as `draw` does, before anything is compiled.
+        """
+        self.check_fits(len(prompts))
+        laid_out = lay_out(prompts, self.run.layout.ranks, self.sequence)
+        with jax.set_mesh(self.run.mesh):
+            return Drawn(*self.prefill(choice, self.weights, key, *laid_out), laid_out.lengths)
+
+    def step(self, drawn: Drawn, choice: Choice, key: Key[Array, ""], number: int) -> Drawn:
+        """Enter the tokens that were drawn into the cache, and draw the next ones, which have this number.
+
+        The cache is donated.
+        """
+        # A full row goes on in its last slot, while others are not full; nobody reads its tokens.
+        positions = np.minimum(drawn.lengths + np.int32(number - 1), np.int32(self.sequence - 1))
+        with jax.set_mesh(self.run.mesh):
+            made = self.extend(choice, self.weights, drawn.cache, drawn.tokens, positions, key, np.int32(number))
+        return Drawn(*made, drawn.lengths)
+
+    def cache_bytes(self, rows: int) -> int:
+        """Return the bytes of the cache on each device, for so many prompts."""
+        return cache_memory.cache_bytes(self.run.config, self.run.layout, rows)
+
+    def check_fits(self, rows: int) -> None:
+        """Raise `RequestError` where a device cannot hold weights and the cache of so many prompts."""
+        run = self.run
+        assert isinstance(run.model, Model)
+        problem = cache_memory.problem(run.config, run.model, run.layout, rows, run.capacity)
+        if problem:
+            raise RequestError(problem)
+
+    @cached_property
+    def prefill(self) -> Callable[..., Made]:
+        """The programs that prefill, one for each shape of prompts and each `Choice`."""
+
+        @partial(jax.jit, static_argnums=0)
+        def prefill(
+            choice: Choice,
+            weights: Params,
+            key: Key[Array, ""],
+            tokens: Int[Array, "R T"],
+            starts: Starts,
+            begins: Int[Array, " B"],
+            lengths: Int[Array, " B"],
+        ) -> Made:
+            cache, logits = self.forward.prefill(weights, tokens, starts, begins, lengths)
+            return cache, logits, self._choose(choice, key, jnp.zeros((), jnp.int32), logits)
+
+        return prefill
+
+    @cached_property
+    def extend(self) -> Callable[..., Made]:
+        """The program of a step."""
+
+        @partial(jax.jit, static_argnums=0, donate_argnums=2)
+        def extend(
+            choice: Choice,
+            weights: Params,
+            cache: Cache,
+            tokens: Int[Array, " B"],
+            positions: Int[Array, " B"],
+            key: Key[Array, ""],
+            number: Int[Array, ""],
+        ) -> Made:
+            cache, logits = self.forward.step(weights, cache, tokens, positions)
+            return cache, logits, self._choose(choice, key, number, logits)
+
+        return extend
+
+    def _choose(
+        self, choice: Choice, key: Key[Array, ""], number: Int[Array, ""], logits: Float[Array, "B V"]
+    ) -> Int[Array, " B"]:
+        # Whole on every device, and without the rows that the mesh adds, so that all draw the same token.
+        whole = reshard(logits, self.run.layout.spec((None, None)))[:, : self.run.config.model.vocab]
+        return choice(key, number, whole.astype(jnp.float32))
+
+
+def continued(
+    decoding: Decoding,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    choice: Choice,
+    seed: int = 0,
+    stops: Collection[int] = (),
+    moving: Callable[[], object] = lambda: None,
+) -> list[list[int]]:
+    """Return the prompts, each continued by at most so many `tokens`, and up to the first of the tokens `stops`."""
+    texts = [list(prompt) for prompt in prompts]
+    ended = [False] * len(texts)
+    for drawn in itertools.islice(decoding.draw(prompts, choice, seed, moving), tokens):
+        for number, token in enumerate(drawn.tolist()):
+            ended[number] |= token < 0 or token in stops
+            if not ended[number]:
+                texts[number].append(token)
+        if all(ended):
+            break
+    return texts

@@ -1,0 +1,150 @@
+"""Judge weights by the loss on held-out data, by the losses of files, or by multiple-choice questions."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxdist.cluster.consensus import check_alike, leader_first
+from jaxdist.cluster.heartbeat import AWAITING, READING, VALIDATING
+from jaxdist.cluster.job import Job
+from jaxdist.config import Config, RequestError
+from jaxdist.data.documents import paths_of
+from jaxdist.data.held_out import HeldOut, open_held_out
+from jaxdist.data.multiple_choice import Question, Rows, rows_of, scored
+from jaxdist.training.console import Screen
+from jaxdist.training.data_progress import DataProgress
+from jaxdist.training.file_losses import file_losses, together
+from jaxdist.training.restore import Trained, given_tokenizer
+from jaxdist.training.run_dir import RunFolder, check_tokenizer
+from jaxdist.training.scoring import log_probabilities
+from jaxdist.units import rounded
+
+
+class Judgement(NamedTuple):
+    """What was found, in words and as numbers."""
+
+    lines: list[str]
+    figures: dict[str, Any]
+    """By name, for JSON; None where a number is not finite."""
+
+
+def on_held_out(trained: Trained, job: Job) -> Judgement:
+    """Judge by the loss on the held-out part of the run's data."""
+    open_data(trained, job)
+    run = trained.run
+    with jax.set_mesh(run.mesh):
+        metrics = run.validate(trained.params, trained.variables, 0, partial(job.note, VALIDATING))
+    assert metrics is not None
+    baseline = run.task.baseline()
+    units = f"{run.task.unit}s"
+    others = {name: value for name, value in metrics.items() if name not in ("loss", "batches", units)}
+    percentages = "".join(f"  {name} {value:.2%}" for name, value in others.items())
+    line = (
+        f"{_weights_of(trained)}  validation loss {metrics['loss']:.4f} nats per {run.task.unit} over "
+        f"{rounded(metrics[units])} {units}{percentages}  ({run.task.baseline_name} {baseline:.4f})"
+    )
+    figures = {"step": trained.step, **metrics, "baseline": baseline, "baseline_name": run.task.baseline_name}
+    return Judgement([line], _finite(figures))
+
+
+def on_files(trained: Trained, job: Job) -> Judgement:
+    """Judge by the loss of each file that data.validation_path names, and of all of them together."""
+    run = trained.run
+    model = run.config.model
+    given = given_tokenizer(run.config)
+    files: list[HeldOut] = []
+
+    def read() -> None:
+        for path in paths_of(run.config.data.validation_path):
+            files.append(open_held_out(path, given, model.vocab, model.documents == "apart", run.task.progress))
+
+    _read_first(trained, job, read)
+    check_alike("data", " ".join(file.fingerprint for file in files), "let all processes read the same files")
+    with jax.set_mesh(run.mesh):
+        losses = file_losses(run, trained.params, trained.variables, files, partial(job.note, VALIDATING))
+    whole = together(losses)
+    lines = []
+    if len(files) > 1:
+        lines = [f"{file.path}  {loss}" for file, loss in zip(files, losses, strict=True)]
+    lines.append(f"{_weights_of(trained)}  validation {whole}")
+    of_each = [{"path": str(file.path), **_finite(loss.figures())} for file, loss in zip(files, losses, strict=True)]
+    return Judgement(lines, {"step": trained.step, **_finite(whole.figures()), "files": of_each})
+
+
+def encoded(config: Config, questions: list[Question]) -> Rows:
+    """Return the rows of the questions, alike in all processes. Raises `RequestError` if there is no tokenizer."""
+    given = given_tokenizer(config)
+    if given is None:
+        raise RequestError(f"'{config.folder}' has no tokenizer to read questions with; give its --data.tokenizer")
+    rows = rows_of(questions, given.load(), given.special, config.model.sequence)
+    check_alike("questions", rows.fingerprint, "let all processes read the same file")
+    return rows
+
+
+def on_questions(trained: Trained, job: Job, questions: list[Question], rows: Rows) -> Judgement:
+    """Judge by the answers to multiple-choice questions, whose rows `encoded` returns."""
+    with jax.set_mesh(trained.run.mesh):
+        found = log_probabilities(trained.run, trained.params, rows, partial(job.note, VALIDATING))
+    score = scored(questions, found)
+    line = f"{_weights_of(trained)}  {score}  of {len(questions)} questions"
+    if rows.cut:
+        line += f"  ({rows.cut} of them cut on the left to model.sequence {trained.run.config.model.sequence})"
+    figures = {"step": trained.step, "questions": len(questions), "cut": rows.cut, **score._asdict()}
+    return Judgement([line], figures)
+
+
+def open_data(trained: Trained, job: Job) -> None:
+    """Read the data to validate on, and tokenize it on first use; the leader does so before the other processes."""
+    task = trained.run.task
+
+    def read() -> None:
+        _ = task.data
+
+    _read_first(trained, job, read)
+    if trained.data is None:
+        check_tokenizer(trained.run.config.folder, trained.run.config.data.tokenizer)
+    elif task.fingerprint != trained.data:
+        if job.env.leader:
+            print(f"note: this is not the data that the run was trained on{task.kept}", file=sys.stderr)
+        # The loss is comparable only with the tokenizer of the run.
+        tokenizer = RunFolder(trained.run.config.folder).tokenizer_source
+        leader_first("tokens of the run's tokenizer", partial(task.keep, tokenizer))
+    check_alike("data", task.fingerprint, "let all processes read the same files")
+
+
+def _read_first(trained: Trained, job: Job, read: Callable[[], None]) -> None:
+    """Call `read` in the leader and then in the other processes, and show how far it is."""
+
+    def noted() -> None:
+        job.note(READING)
+        read()
+
+    screen = Screen()
+    trained.run.task.progress = DataProgress(partial(job.note, READING), screen if job.env.leader else None)
+    job.note(READING if job.env.leader else AWAITING)
+    try:
+        leader_first("tokens", noted)
+    finally:
+        screen.pause()
+
+
+def _weights_of(trained: Trained) -> str:
+    """Return the words for what is judged."""
+    if trained.step is None:
+        return f"weights of {trained.run.config.folder}"
+    return f"step {trained.step}"
+
+
+def _finite(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures with None for each number that JSON cannot hold."""
+
+    def finite(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {name: finite(value) for name, value in figures.items()}

@@ -1,0 +1,245 @@
+"""The forward pass of generation, in one manual region on any mesh: prefill fills a key-value cache, a step extends it.
+
+Tokens are split by rows alone. What splits the sequence in training, `context`, splits the slots of the cache: each
+device attends to its own slots, and the results are joined by their log sum exp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import reshard
+from jaxtyping import Array, Float, Int
+
+from jaxdist.config import ModelConfig
+from jaxdist.models import Params, build_decoder
+from jaxdist.models.attention import causal_attention
+from jaxdist.models.decoding import Cache, attend_to_slots
+from jaxdist.parallel import placing, region
+from jaxdist.parallel.context import Starts, join_over
+from jaxdist.parallel.heads import own_heads
+from jaxdist.parallel.pipeline.relay import Layer, Place, relay
+from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
+from jaxdist.sharding import BATCH, SLOTS, STAGES, Layout, Tree, forward_spec
+from jaxdist.training.forward.decoder import DecoderForward
+from jaxdist.training.forward.offload import to_device
+from jaxdist.training.forward.pipeline import PipelineForward
+
+
+class CachedForward:
+    """The programs of generation, to be jitted; they take weights that `ready` has made."""
+
+    def __init__(self, forward: DecoderForward | PipelineForward, config: ModelConfig, layout: Layout):
+        """Take the forward pass of training, its model's configuration, and the layout of its mesh."""
+        self.forward = forward
+        self.config = config
+        self.layout = layout.with_whole_rows()
+        self.inner = replace(self.layout, manual=True)
+        """The layout inside the region."""
+        self.model = build_decoder(config, self.inner)
+        self.piped = forward.stages is not None
+        self.stages = forward.stages or Stages(1, 1, (config.layers,))
+        axes = self.stages.axes(self.model.axes) if self.piped else self.model.axes
+        self.places = placing.placements(self.layout, axes, forward.abstract, forward.stage)
+        self.top_places = {name: place for name, place in self.places.items() if name != BLOCKS}
+        lead = 3 if self.piped else 1
+        self.layer_places = self.places[BLOCKS]
+        for _ in range(lead):
+            self.layer_places = jax.tree.map(lambda place: place.layer, self.layer_places)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether each layer gathers its weights when it runs (ZeRO 3)."""
+        return self.forward.stage == 3
+
+    def ready(self, params: Params) -> Params:
+        """Return the parameters of a train state as the region takes them, in the compute dtype.
+
+        At ZeRO 3 they stay sharded over `data`.
+        """
+        weights = self.forward.weights(to_device(params))
+        if self.piped and not self.gathers:
+            weights = jax.tree.map(lambda place, w: place.gather(w), self.forward.places, weights)
+        return jax.tree.map(reshard, weights, self._weight_specs)
+
+    def prefill(
+        self,
+        weights: Params,
+        tokens: Int[Array, "R T"],
+        starts: Starts,
+        begins: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+    ) -> tuple[Cache, Float[Array, "B V"]]:
+        """Return (the cache of B fresh prompts, the logits after each of them).
+
+        The prompts stand in R rows of T tokens; `starts` is None where each row is one prompt. `begins` says where each
+        prompt begins in the tokens of its own batch rank, counted row by row, and `lengths` how long it is.
+        """
+        rows = self.layout.spec([BATCH])
+        of_tokens = self.layout.spec([BATCH, None])
+        arguments = [reshard(tokens, of_tokens), reshard(begins, rows), reshard(lengths, rows)]
+        specs = [of_tokens, rows, rows]
+        if starts is not None:
+            arguments.append(reshard(starts, of_tokens))
+            specs.append(of_tokens)
+        prefill = jax.shard_map(
+            self._prefill,
+            in_specs=(self._weight_specs, *specs),
+            out_specs=(self._cache_spec, self._logit_spec),
+        )
+        return prefill(weights, *arguments)
+
+    def step(
+        self, weights: Params, cache: Cache, tokens: Int[Array, " B"], positions: Int[Array, " B"]
+    ) -> tuple[Cache, Float[Array, "B V"]]:
+        """Return (the cache with one token more in each row, at `positions`; the logits after these tokens)."""
+        rows = self.layout.spec([BATCH])
+        specs = (self._weight_specs, self._cache_spec, rows, rows)
+        step = jax.shard_map(self._step, in_specs=specs, out_specs=(self._cache_spec, self._logit_spec))
+        return step(weights, cache, reshard(tokens, rows), reshard(positions, rows))
+
+    @property
+    def _cache_spec(self) -> Tree:
+        """How the cache lies: layers over stages, rows over the batch, slots over `context`, heads over `model`."""
+        return self.layout.spec([None, STAGES, None, BATCH, SLOTS, "heads", None])
+
+    @property
+    def _logit_spec(self) -> Tree:
+        return self.layout.spec([BATCH, "vocab"])
+
+    @property
+    def _weight_specs(self) -> Tree:
+        """How the weights that `ready` makes lie."""
+        if self.gathers:
+            return jax.tree.map(lambda place: place.rest, self.places)
+        return jax.tree.map(lambda place: forward_spec(place.use), self.places)
+
+    def _prefill(
+        self,
+        weights: Params,
+        tokens: jax.Array,
+        begins: jax.Array,
+        lengths: jax.Array,
+        starts: Starts = None,
+    ) -> tuple[Cache, jax.Array]:
+        """Do the work of `prefill` on one device."""
+        source = self._sources(begins, tokens.size)
+
+        def layer(w: Params, x: jax.Array, cache: Cache, place: Place) -> tuple[jax.Array, Cache]:
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
+                found = causal_attention(self.inner, q, k, v, starts, self.config.window)
+                return found, Cache(*(_taken(a, source) for a in (k, v)))
+
+            x, made = self.model.block_with(self._in_use(self.layer_places, w), x, starts, attend)
+            return x, Cache(*(_put(all_, new, place) for all_, new in zip(cache, made, strict=True)))
+
+        tops = self._tops(weights)
+        x = self._vary(self.model.embed(self._with_blocks(tops), tokens, None, starts))
+        x, cache = self._through(layer, weights, x, self._empty(len(begins)))
+        last = _taken(x, (begins + lengths - 1)[:, None])
+        return Cache(*(a[:, None] for a in cache)), self._logits(tops, last)
+
+    def _step(self, weights: Params, cache: Cache, tokens: jax.Array, positions: jax.Array) -> tuple[Cache, jax.Array]:
+        """Do the work of `step` on one device."""
+        # The only token of a row has index 0.
+        starts = -positions[:, None]
+        slots = self._slots()
+        rows = jnp.arange(len(tokens))
+
+        def layer(w: Params, x: jax.Array, cache: Cache, place: Place) -> tuple[jax.Array, Cache]:
+            # A slot that is another device's, or written when it is another rank's turn, is out of bounds and dropped.
+            own = jnp.where(place.counts, positions - slots[0], len(slots))
+
+            def write(to: jax.Array, new: jax.Array) -> jax.Array:
+                at = to.at[place.chunk, place.layer, rows, own]
+                return at.set(new[:, 0], mode="drop", wrap_negative_indices=False)
+
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
+                written = Cache(write(cache.k, k), write(cache.v, v))
+                own_k, own_v = (a[place.chunk, place.layer] for a in written)
+                found = attend_to_slots(q, own_k, own_v, slots, positions, self.config.window)
+                return join_over(self.inner.split(SLOTS), found).out.astype(q.dtype), written
+
+            return self.model.block_with(self._in_use(self.layer_places, w), x, starts, attend)
+
+        tops = self._tops(weights)
+        x = self._vary(self.model.embed(self._with_blocks(tops), tokens[:, None], None, starts))
+        x, cache = self._through(layer, weights, x, Cache(*(_own_stage(a) for a in cache)))
+        return Cache(*(a[:, None] for a in cache)), self._logits(tops, x)
+
+    def _through(self, layer: Layer, weights: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Run all layers on the residual stream `x`."""
+        if self.piped:
+            blocks = jax.tree.map(_own_stage, weights[BLOCKS])
+        else:
+            blocks = jax.tree.map(lambda w: w[None], weights[BLOCKS])
+        return relay(self.stages, layer, blocks, x, cache)
+
+    def _logits(self, tops: Params, x: Float[Array, "B 1 D"]) -> Float[Array, "B V"]:
+        """Return this device's part of the logits after one token in each row."""
+        piped = self.layout.split(STAGES)
+        if piped:
+            # The stream has come back to the first rank.
+            x = region.add_up(jnp.where(lax.axis_index(piped) == 0, x, 0), piped)
+        logits = self.model.logits(self._with_blocks(tops), x)[:, 0]
+        copies = self.layout.split(SLOTS)
+        if copies:
+            # All have the same, which types do not show.
+            logits = region.add_up(jnp.where(lax.axis_index(copies) == 0, logits, 0), copies)
+        return logits
+
+    def _tops(self, weights: Params) -> Params:
+        """Return all weights but those of layers, in use."""
+        return self._in_use(self.top_places, {name: weights[name] for name in self.top_places})
+
+    def _in_use(self, places: Tree, weights: Tree) -> Tree:
+        """Return weights in use: at ZeRO 3 they are gathered here."""
+        if self.gathers:
+            return jax.tree.map(lambda place, w: place.gather_manual(w), places, weights)
+        return jax.tree.map(lambda place, w: region.vary(w, place.use.reduced), places, weights)
+
+    def _with_blocks(self, tops: Params) -> Params:
+        """Return `tops` with shapes in the place of the layers, which embedding and head do not use."""
+        return tops | {BLOCKS: self.model.abstract[BLOCKS]}
+
+    def _vary(self, x: jax.Array) -> jax.Array:
+        """Return the residual stream, typed as it is after a layer."""
+        axes = (*self.layout.split(BATCH), *self.layout.split(SLOTS), *self.layout.split(STAGES))
+        return region.vary(x, axes)
+
+    def _slots(self) -> Int[Array, " S"]:
+        """Return the slots of the cache that this device holds."""
+        return self.inner.positions(self.config.sequence // self.inner.parts(SLOTS), SLOTS)
+
+    def _sources(self, begins: Int[Array, " B"], count: int) -> Int[Array, "B S"]:
+        """Return which of `count` tokens fills each slot of this device; behind a prompt's last one it is any."""
+        return jnp.minimum(begins[:, None] + self._slots()[None], count - 1)
+
+    def _empty(self, rows: int) -> Cache:
+        """Return this device's part of a cache of zeros, for so many rows of its own."""
+        heads = own_heads(self.config.key_value_heads, self.layout.parts("heads"))
+        slots = self.config.sequence // self.layout.parts(SLOTS)
+        shape = (self.stages.virtual, self.stages.depth, rows, slots, heads, self.config.head_size)
+        axes = [axis for name in (STAGES, BATCH, SLOTS, "heads") for axis in self.layout.split(name)]
+        zeros = region.zeros(shape, self.forward.dtype, axes)
+        return Cache(zeros, zeros)
+
+
+def _own_stage(a: jax.Array) -> jax.Array:
+    """Return [v, depth, ...] of a device's part [v, 1, depth, ...]."""
+    return a[:, 0]
+
+
+def _taken(a: Float[Array, "R T ..."], source: Int[Array, "B S"]) -> Float[Array, "B S ..."]:
+    """Return for each row the tokens `source`, counted row by row."""
+    return a.reshape(-1, *a.shape[2:])[source]
+
+
+def _put(to: Float[Array, "v depth ..."], new: Float[Array, "..."], place: Place) -> Float[Array, "v depth ..."]:
+    """Return `to` with `new` in a layer's place, if it is this rank's turn."""
+    if place.counts is not True:
+        new = jnp.where(place.counts, new, to[place.chunk, place.layer])
+    return to.at[place.chunk, place.layer].set(new)

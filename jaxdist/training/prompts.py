@@ -1,0 +1,91 @@
+"""Lay prompts out for prefill: padded to a bucket, or several short ones in one row (packed). No jax here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxdist.config import RequestError
+
+SMALLEST = 16
+"""Tokens of the smallest bucket."""
+
+
+class Prefill(NamedTuple):
+    """Prompts in R rows of T tokens. Rows and prompts are split evenly over the batch ranks, in order."""
+
+    tokens: Int[np.ndarray, "R T"]
+    starts: Int[np.ndarray, "R T"] | None
+    """Where in its row the prompt of each token starts; None where each row is one prompt."""
+    begins: Int[np.ndarray, " B"]
+    """Where each prompt begins in the tokens of its batch rank, counted row by row."""
+    lengths: Int[np.ndarray, " B"]
+
+
+def bucket(tokens: int, sequence: int) -> int:
+    """Return the length of the rows for prompts of at most so many `tokens`: a power of two, or `sequence`."""
+    size = SMALLEST
+    while size < tokens:
+        size *= 2
+    return min(size, sequence)
+
+
+def lay_out(prompts: Sequence[Sequence[int]], ranks: int, sequence: int) -> Prefill:
+    """Return the prefill of `prompts` on so many batch ranks; prompts of one token are added so that they divide.
+
+    Short prompts share rows where that takes fewer rows, rounded up to a power of two, so that few programs are
+    compiled. Raises `RequestError` for a prompt that is empty, or longer than `sequence`.
+    """
+    check(prompts, sequence)
+    each = -(-len(prompts) // ranks)
+    padded = [list(prompt) for prompt in prompts] + [[0]] * (each * ranks - len(prompts))
+    own = [padded[rank * each : (rank + 1) * each] for rank in range(ranks)]
+    size = bucket(max(map(len, padded)), sequence)
+    places = [_first_fit([len(prompt) for prompt in some], size) for some in own]
+    rows = 1
+    while rows <= max(row for some in places for row, _ in some):
+        rows *= 2
+    if rows >= each:
+        rows = each
+        places = [[(number, 0) for number in range(each)]] * ranks
+    tokens = np.zeros((ranks, rows, size), np.int32)
+    starts = np.zeros_like(tokens)
+    for rank, prompts_of_rank in enumerate(own):
+        for prompt, (row, start) in zip(prompts_of_rank, places[rank], strict=True):
+            tokens[rank, row, start : start + len(prompt)] = prompt
+            # Padding goes on to belong to the prompt before it: no prompt sees it.
+            starts[rank, row, start:] = start
+    begins = [row * size + start for some in places for row, start in some]
+    return Prefill(
+        tokens.reshape(-1, size),
+        None if rows == each else starts.reshape(-1, size),
+        np.asarray(begins, np.int32),
+        np.asarray([len(prompt) for prompt in padded], np.int32),
+    )
+
+
+def check(prompts: Sequence[Sequence[int]], sequence: int) -> None:
+    """Raise `RequestError` for a prompt that is empty, or longer than the `sequence` of the model."""
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt:
+            raise RequestError(f"prompt {number} is empty; give at least one token to continue")
+        if len(prompt) > sequence:
+            raise RequestError(
+                f"prompt {number} has {len(prompt)} tokens, but model.sequence is {sequence}; shorten the prompt"
+            )
+
+
+def _first_fit(lengths: Sequence[int], size: int) -> list[tuple[int, int]]:
+    """Return for each length (row, where in it), each in the first row of `size` that has room for it."""
+    filled: list[int] = []
+    places = []
+    for length in lengths:
+        row = next((row for row, used in enumerate(filled) if used + length <= size), len(filled))
+        if row == len(filled):
+            filled.append(0)
+        places.append((row, filled[row]))
+        filled[row] += length
+    return places

@@ -1,0 +1,70 @@
+"""Text that a run writes while it trains: continuations of the same prompts, with the same draws each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+from tokenizers import Tokenizer
+
+from jaxdist.config import RequestError
+from jaxdist.huggingface.given_tokenizer import largest_id
+from jaxdist.models import Params
+from jaxdist.training.decoding import Choice, Decoding, continued
+from jaxdist.training.run import Run
+
+TOKENS = 50
+"""Tokens of a continuation, at most."""
+
+TEMPERATURE = 0.8
+TOP_K = 50
+
+
+class Samples:
+    """Continues the prompts of `sample.prompts`, one a line, with the weights of the moment."""
+
+    def __init__(self, run: Run):
+        """Encode the prompts. Raises `RequestError` where the run has no tokenizer, or one is too long."""
+        self.run = run
+        self.every = run.config.sample.every
+        self.prompts = run.config.sample.prompts.splitlines()
+        text = run.task.tokenizer
+        if text is None:
+            raise RequestError(
+                f"sample.every is {self.every}, but the data came as tokens, and nothing here turns a prompt into "
+                f"tokens; set it to 0"
+            )
+        self.tokenizer = Tokenizer.from_str(text)
+        special = run.task.special_tokens
+        begin = [special.bos] if special and special.bos is not None else []
+        self.stops = special.stops if special else ()
+        self.ids = [begin + self.tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in self.prompts]
+        sequence = run.config.model.sequence
+        for prompt, ids in zip(self.prompts, self.ids, strict=True):
+            if len(ids) >= sequence:
+                raise RequestError(
+                    f"sample.prompts has {prompt[:40]!r}..., of {len(ids)} tokens, to which model.sequence {sequence} "
+                    f"leaves no room for more; shorten it"
+                )
+
+    def due(self, steps: range) -> bool:
+        """Return whether to write after the round of `steps`."""
+        return any(step % self.every == 0 for step in steps)
+
+    def write(self, params: Params, moving: Callable[[], object]) -> list[str]:
+        """Return each prompt with its continuation; `moving` is called before each token, as a sign of life.
+
+        The parameters stay as they are, and no random number of the run is used.
+        """
+        choice = Choice(TEMPERATURE, TOP_K, entries=largest_id(self.tokenizer) + 1)
+        self._decoding.load(params)
+        seed = self.run.config.train.seed
+        texts = continued(self._decoding, self.ids, TOKENS, choice, seed, self.stops, moving)
+        # The next steps need the memory.
+        self._decoding.load(None)
+        return [self.tokenizer.decode(text) for text in texts]
+
+    @cached_property
+    def _decoding(self) -> Decoding:
+        """One for the whole run, so that its programs are compiled once."""
+        return Decoding(self.run)

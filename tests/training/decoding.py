@@ -1,0 +1,92 @@
+"""What the tests of generation compare with: random weights on any mesh, and a whole pass on one device."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist import models
+from jaxdist.config import Config
+from jaxdist.mesh import devices_asked, parse_mesh
+from jaxdist.training.decoding import Choice, Decoding
+from jaxdist.training.run import Run
+
+SEQUENCE, VOCAB = 24, 97
+GREEDY = Choice(temperature=0.0, top_k=0)
+PROMPTS = [[5, 40, 7], [1, 2, 3, 90, 11, 33, 60, 2, 9], [8], list(range(4, 21))]
+"""Of unequal length: the short ones share a row of the prefill (packed)."""
+
+FAMILIES = {
+    "gpt": {"family": "gpt", "layers": 5},
+    "llama": {"family": "llama", "kv_heads": 2},
+    "window": {"family": "llama", "kv_heads": 4, "window": 5},
+    "moe": {"family": "moe", "kv_heads": 2, "experts": 4, "mlp": 16},
+}
+
+
+def config_of(family: str, mesh: str = "1x1x1", **more: object) -> Config:
+    """Layers that no two stages hold evenly."""
+    sizes = {"layers": 3, "embed": 16, "heads": 8, "vocab": VOCAB, "sequence": SEQUENCE, "tied": False, "mlp": 32}
+    return Config(mesh=mesh, model=sizes | FAMILIES[family], **more)
+
+
+@cache
+def weights(family: str) -> dict:
+    """Weights, as a checkpoint holds them, so large that the next token depends on all before it."""
+    rng = np.random.default_rng(0)
+
+    def drawn(path: tuple, a: jax.ShapeDtypeStruct) -> np.ndarray:
+        name = jax.tree_util.keystr(path)
+        scale = 0.03 if "bias" in name else 1.0 if "table" in name else 0.4
+        return rng.normal(0.0, scale, a.shape).astype(np.float32)
+
+    return jax.tree.map_with_path(drawn, models.build_decoder(config_of(family).model).abstract)
+
+
+def decoding_of(family: str, mesh: str = "1x1x1", **more: object) -> Decoding:
+    config = config_of(family, mesh, **more)
+    run = Run(config, devices=jax.devices()[: devices_asked(parse_mesh(mesh))], batch=False)
+    with jax.set_mesh(run.mesh):
+        shardings = jax.tree.map(lambda a: a.sharding, run.abstract_logical().params)
+        params = run.step.folded(jax.device_put(weights(family), shardings))
+    return Decoding(run, params)
+
+
+@cache
+def whole_pass(family: str):
+    """`logits(texts)` of every position by one device, without a cache; texts are [B, SEQUENCE]."""
+    run = Run(config_of(family), devices=jax.devices()[:1], batch=False)
+    model = run.model
+
+    @jax.jit
+    def logits(params, texts):
+        x = model.embed(params, texts, None)
+        x, _ = jax.lax.scan(lambda x, layer: (model.block(layer, x, None), None), x, params["blocks"])
+        return model.logits(params, x)
+
+    def on_one_device(texts):
+        with jax.set_mesh(run.mesh):
+            return np.asarray(logits(weights(family), jnp.asarray(texts)))
+
+    return on_one_device
+
+
+def continued(decoding: Decoding, prompts: list[list[int]]) -> tuple[list[list[int]], list[np.ndarray]]:
+    """(the prompts, continued greedily until all are full; the logits that each next token was chosen by)."""
+    key = jax.random.key(0)
+    texts = [list(prompt) for prompt in prompts]
+    logits: list[list[np.ndarray]] = [[] for _ in prompts]
+    drawn = decoding.start(prompts, GREEDY, key)
+    for number in range(1, SEQUENCE):
+        found, tokens = np.asarray(drawn.logits)[:, :VOCAB], np.asarray(drawn.tokens)
+        for row, text in enumerate(texts):
+            if len(text) < SEQUENCE:
+                logits[row].append(found[row])
+                text.append(int(tokens[row]))
+        if all(len(text) == SEQUENCE for text in texts):
+            break
+        drawn = decoding.step(drawn, GREEDY, key, number)
+    return texts, [np.stack(rows) for rows in logits]

@@ -1,0 +1,173 @@
+"""Generation with a key-value cache is generation by whole passes: the same logits and the same tokens, on any mesh."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist.config import RequestError
+from jaxdist.planning.cache_memory import cache_bytes, weight_bytes
+from jaxdist.training.decoding import Choice, Decoding
+from jaxdist.training.run import Run
+from tests.tiers import thinned
+from tests.training.decoding import (
+    GREEDY,
+    PROMPTS,
+    SEQUENCE,
+    VOCAB,
+    config_of,
+    continued,
+    decoding_of,
+    whole_pass,
+)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Decoding:
+    return decoding_of("llama")
+
+
+def assert_as_whole_passes(family: str, decoding: Decoding, prompts: list[list[int]], atol: float = 1e-5) -> None:
+    texts, logits = continued(decoding, prompts)
+    wanted = whole_pass(family)(texts)
+    for prompt, text, found, expected in zip(prompts, texts, logits, wanted, strict=True):
+        expected = expected[len(prompt) - 1 : -1]
+        np.testing.assert_allclose(found, expected, atol=atol)
+        assert text[len(prompt) :] == list(np.argmax(expected, axis=-1))
+    assert len(set(texts[0])) >= 8, "a text that repeats itself would hide a cache that is not read"
+
+
+def test_cached_tokens_and_logits_are_those_of_whole_passes(alone):
+    """At every position, of prompts that are packed into shared rows."""
+    assert_as_whole_passes("llama", alone, PROMPTS)
+    assert_as_whole_passes("llama", alone, PROMPTS[:1] + PROMPTS[3:])
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "more"),
+    thinned(
+        [
+            ("llama", "1x8x1", {}),
+            ("gpt", "2x2x1", {"parallel": {"sequence": True, "zero": 1}}),
+            ("moe", "expert=2,model=2", {}),
+            ("gpt", "data=2,context=2", {"parallel": {"zero": 3}}),
+            ("llama", "data=2,pipeline=2", {"parallel": {"zero": 2}}),
+            ("gpt", "1x1x2", {"pipeline": {"schedule": "interleaved"}, "parallel": {"zero": 3}}),
+            ("moe", "expert=2,pipeline=2", {"parallel": {"zero": 3}}),
+            ("llama", "replica=2,context=2", {"parallel": {"zero": 3, "replica_zero": True}}),
+            ("window", "context=2,model=2", {"parallel": {"context": "ring", "sequence": True}}),
+            ("window", "1x1x2", {}),
+            ("llama", "2x1x1", {"train": {"local_steps": 2}}),
+            ("llama", "1x1x2", {"pipeline": {"schedule": "pipedream"}}),
+        ],
+        4,
+    ),
+    ids=str,
+)
+def test_a_mesh_generates_what_one_device_does(family, mesh, more):
+    """Tokens and logits; and its cache and weights take the predicted bytes."""
+    decoding = decoding_of(family, mesh, **more)
+    assert_as_whole_passes(family, decoding, PROMPTS)
+    cache = decoding.start(PROMPTS, GREEDY, jax.random.key(0)).cache
+    config, layout = decoding.run.config, decoding.run.layout
+    assert own_bytes(cache) == decoding.cache_bytes(len(PROMPTS))
+    assert own_bytes(decoding.weights) == weight_bytes(config, decoding.run.model, layout)
+
+
+def own_bytes(tree) -> int:
+    """What the first device holds."""
+    return sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(tree))
+
+
+def test_the_bytes_of_a_cache_are_those_of_the_papers_formula(alone):
+    """2 L S K H numbers for each row."""
+    assert alone.cache_bytes(3) == 2 * 3 * SEQUENCE * 2 * 2 * 4 * 3
+    assert own_bytes(alone.start(PROMPTS[:3], GREEDY, jax.random.key(0)).cache) == alone.cache_bytes(3)
+
+
+def test_devices_share_a_cache():
+    """Rows over data, slots over context, heads over model until each device has one, layers over stages."""
+    config = config_of("llama")
+
+    def on(mesh: str) -> float:
+        run = Run(config_of("llama", mesh), dry=True, batch=False)
+        return cache_bytes(config, run.layout, 8) / cache_bytes(config, Run(config, dry=True).layout, 8)
+
+    shares = {"2x1x1": 1 / 2, "context=2": 1 / 2, "1x2x1": 1 / 2, "1x8x1": 1 / 2, "1x1x3": 1 / 3, "1x1x2": 2 / 3}
+    assert {mesh: on(mesh) for mesh in shares} == pytest.approx(shares)
+
+
+def test_there_is_one_program_for_each_bucket_and_one_for_steps():
+    decoding = decoding_of("llama")
+    for prompts in (PROMPTS[:1], [[1, 2]], [list(range(14))], [list(range(17))], [list(range(20))]):
+        assert len(list(decoding.draw(prompts, GREEDY, seed=0))) == SEQUENCE - len(prompts[0])
+    assert decoding.prefill._cache_size() == 2  # of 16 and of 24 tokens
+    assert decoding.extend._cache_size() == 1
+
+
+def test_a_row_ends_where_the_sequence_does(alone):
+    tokens = np.stack(list(alone.draw(PROMPTS, GREEDY, seed=0)))
+    assert len(tokens) == SEQUENCE - 1
+    for prompt, drawn in zip(PROMPTS, tokens.T, strict=True):
+        room = SEQUENCE - len(prompt)
+        assert (drawn[:room] >= 0).all()
+        assert (drawn[room:] == -1).all()
+
+
+def test_a_prompt_that_fills_the_sequence_has_no_next_token(alone):
+    assert list(alone.draw([[1] * SEQUENCE], GREEDY, seed=0)) == []
+
+
+def test_draws_depend_on_the_seed_the_row_and_the_number_alone(alone):
+    """And not on what is in other rows."""
+    choice = Choice(temperature=1.0, top_k=0)
+    drawn = np.stack(list(alone.draw(PROMPTS, choice, seed=3)))
+    again = np.stack(list(alone.draw([PROMPTS[0], [7, 7], [1], PROMPTS[3]], choice, seed=3)))
+    other = np.stack(list(alone.draw(PROMPTS, choice, seed=4)))
+    same = np.stack(list(alone.draw([PROMPTS[0]] * 4, choice, seed=3)))
+    np.testing.assert_array_equal(drawn[:, [0, 3]], again[:, [0, 3]])
+    assert (drawn[:, 0] != other[:, 0]).mean() > 0.8
+    assert (same[:, 0] != same[:, 1]).mean() > 0.8
+
+
+@pytest.mark.slow
+def test_draws_are_the_same_on_another_mesh(alone):
+    choice = Choice(temperature=1.0, top_k=40, top_p=0.9)
+    one, two = (np.stack(list(of.draw(PROMPTS, choice, seed=3))) for of in (alone, decoding_of("llama", "2x2x1")))
+    np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.slow
+def test_bfloat16_generates_about_what_float32_does():
+    """Its cache has half of the bytes, and the logits of two tokens agree to the rounding of bfloat16."""
+    whole, half = decoding_of("llama", "1x2x1"), decoding_of("llama", "1x2x1", precision="bfloat16")
+    key = jax.random.key(0)
+    one, other = (each.start(PROMPTS, GREEDY, key) for each in (whole, half))
+    assert own_bytes(other.cache) == half.cache_bytes(4) == whole.cache_bytes(4) // 2
+    for _ in range(2):
+        exact, rounded = (np.asarray(each.logits, np.float32)[:, :VOCAB] for each in (one, other))
+        np.testing.assert_allclose(rounded, exact, atol=0.1 * np.abs(exact).max())
+        other = half.step(other._replace(tokens=one.tokens), GREEDY, key, 1)
+        one = whole.step(one, GREEDY, key, 1)
+
+
+def test_a_cache_that_does_not_fit_is_refused_before_anything_is_compiled(monkeypatch):
+    decoding = decoding_of("llama")
+    needed = decoding.cache_bytes(2) + own_bytes(decoding.weights)
+    monkeypatch.setattr(Run, "capacity", needed)
+    decoding.check_fits(2)
+    with pytest.raises(RequestError, match=r"cache of 3 row\(s\) of model.sequence 24 takes .* KiB on each device"):
+        decoding.start(PROMPTS[:3], GREEDY, jax.random.key(0))
+    assert decoding.prefill._cache_size() == 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "why"),
+    [
+        ([[1], []], "prompt 2 is empty; give at least one token to continue"),
+        ([[1] * 25], "prompt 1 has 25 tokens, but model.sequence is 24; shorten the prompt"),
+    ],
+    ids=["empty", "too long"],
+)
+def test_a_prompt_that_cannot_be_continued_is_refused(alone, prompts, why):
+    with pytest.raises(RequestError, match=f"^{why}$"):
+        next(alone.draw(prompts, GREEDY, seed=0))
