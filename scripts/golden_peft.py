@@ -94,9 +94,9 @@ def check(exported: Path) -> None:
     model = peft.PeftModel.from_pretrained(base, exported)
     found = logits_of(model, expected["tokens"])
     largest = np.abs(expected["logits"]).max()
+    with_it, without_it = (np.abs(logits - expected["logits"]).max() / largest for logits in (found, without))
     print(
-        f"{exported.name}: the logits differ by {np.abs(found - expected['logits']).max() / largest:.1e} of the largest, "
-        f"and by {np.abs(without - expected['logits']).max() / largest:.1e} without the adapter"
+        f"{exported.name}: differs by {with_it:.1e} of the largest logit, and by {without_it:.1e} without the adapter"
     )
 
 
