@@ -37,11 +37,11 @@ def questions():
 
 
 @cache
-def rows() -> Rows:
+def rows(sequence: int) -> Rows:
     texts = [question.context + choice for question in questions() for choice in question.choices]
     documents = ((False, Document(text, True)) for text in texts)
     tokenizer = Tokenizer.from_str(train_tokenizer(documents, 1, 400))
-    return rows_of(questions(), tokenizer, special_tokens_of(tokenizer), SEQUENCE)
+    return rows_of(questions(), tokenizer, special_tokens_of(tokenizer), sequence)
 
 
 def run_on(mesh: str, model: dict, **knobs) -> Run:
@@ -59,7 +59,7 @@ def weights_of(run: Run):
 def on(mesh: str, model: dict, **knobs) -> np.ndarray:
     run = run_on(mesh, model, **knobs)
     with jax.set_mesh(run.mesh):
-        return log_probabilities(run, weights_of(run), rows())
+        return log_probabilities(run, weights_of(run), rows(model["sequence"]))
 
 
 @cache
@@ -70,7 +70,8 @@ def plain(family: str) -> np.ndarray:
     with jax.set_mesh(run.mesh):
         weights = run.forward.weights(weights_of(run))
         logits_of = jax.jit(run.forward.logits)
-        for tokens, labels in zip(rows().tokens, rows().labels, strict=True):
+        of_all = rows(SEQUENCE)
+        for tokens, labels in zip(of_all.tokens, of_all.labels, strict=True):
             logits = np.asarray(logits_of(weights, tokens[None])[0], np.float64)
             logits -= logits.max(-1, keepdims=True)
             log = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
