@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from jaxdist import checkpoints
-from jaxdist.config import Config, RequestError
+from jaxdist.config import RequestError
 from jaxdist.huggingface import folder_arrays
 from jaxdist.huggingface.folder_arrays import folder_arrays as opened
 from jaxdist.huggingface.readable import read
@@ -23,15 +23,13 @@ from jaxdist.sharding import name_of
 from tests.huggingface import by_transformers
 from tests.huggingface.adapters import (
     ADAPTERS,
-    KNOBS,
     NAMES,
     adapted_logits,
-    adapters,
     lora_run,
     of_peft,
     peft_logits,
 )
-from tests.huggingface.exported import GOLDEN, abstract, model_of, run_from, save, tensors
+from tests.huggingface.exported import GOLDEN, abstract, model_of, run_from, tensors
 from tests.huggingface.folders import changed
 from tests.huggingface.golden import config_of, logits
 
@@ -167,11 +165,7 @@ def test_the_base_may_be_another_run(merged, tmp_path):
 @pytest.mark.parametrize("targets", ["q_proj", "k_proj,v_proj"])
 def test_gpt2_with_adapters_of_some_of_queries_keys_and_values(targets, tmp_path):
     run = tmp_path / "run"
-    config = config_of("gpt2", lora_rank=2, lora_targets=targets)
-    kept = adapters("gpt2", config.model)["blocks"]["attention"]["lora"]
-    save(run, {"blocks": {"attention": {"lora": {name: kept[name] for name in targets.split(",")}}}})
-    config = config.model_copy(update={"run_dir": run, "init_from": GOLDEN / "gpt2"})
-    (run / "config.toml").write_text(to_toml(config))
+    lora_run("gpt2", run, lora_targets=targets)
     export(run, f"{tmp_path}/adapter/", "--adapter")
     export(run, f"{tmp_path}/merged/", "--dtype=float32")
     halves = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -226,9 +220,9 @@ def test_an_adapter_is_a_folder(runs, tmp_path):
 
 
 def test_adapters_of_another_model_are_refused_by_name(runs, tmp_path):
-    config = config_of("llama31", **KNOBS["llama31"] | dict(lora_rank=8, lora_targets="q_proj"))
-    save(tmp_path, adapters("llama31", config_of("llama31", **KNOBS["llama31"]).model))
-    (tmp_path / "config.toml").write_text(to_toml(Config(model=config.model, run_dir=tmp_path)))
+    config = lora_run("llama31", tmp_path)
+    model = config.model.model_copy(update={"lora_rank": 8, "lora_targets": "q_proj"})
+    (tmp_path / "config.toml").write_text(to_toml(config.model_copy(update={"model": model})))
     with pytest.raises(RequestError) as error:
         checkpoints.main([str(tmp_path), f"--export={tmp_path}.out/", "--adapter"])
     told = "\n".join(error.value.problems)
