@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -12,7 +14,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from jaxdist import checkpoints
+from jaxdist import checkpoints, evaluate, train
 from jaxdist.config import RequestError
 from jaxdist.huggingface import folder_arrays
 from jaxdist.huggingface.folder_arrays import folder_arrays as opened
@@ -228,6 +230,56 @@ def test_adapters_of_another_model_are_refused_by_name(runs, tmp_path):
     told = "\n".join(error.value.problems)
     assert "blocks.attention.lora.q_proj.a of shape (2, 64, 4), and the run's config.toml means (2, 64, 8)" in told
     assert "blocks.mlp.lora.up_proj.b of shape (2, 4, 1, 80), and the run's config.toml means None" in told
+
+
+def test_another_base_and_a_missing_one_are_refused(tmp_path):
+    source = changed("llama31", tmp_path / "source")
+    lora_run("llama31", tmp_path / "run", source)
+    weights = source / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for target in ("out/", "out.safetensors"):
+        problem = refused(tmp_path / "run", f"{tmp_path}/{target}")
+        assert f"the adapters were trained beside {source} of digest " in problem
+        assert f"but {source} has digest " in problem
+    weights.unlink()
+    (source / "config.json").unlink()
+    source.rmdir()
+    assert f"but there is nothing at {source}; put " in refused(tmp_path / "run", f"{tmp_path}/out/")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    # An adapter does not need it.
+    export(tmp_path / "run", f"{tmp_path}/out/", "--adapter")
+
+
+def test_adapters_of_peft_are_no_weights_to_begin_with(tmp_path):
+    problem = f"{ADAPTERS / 'llama31'}' holds adapters of PEFT (adapter_config.json), which are not read; merge them "
+    with pytest.raises(RequestError, match=re.escape(problem)):
+        train.main([f"--init-from={ADAPTERS / 'llama31'}", f"--run-dir={tmp_path / 'run'}"])
+    source = changed("llama31", tmp_path / "source")
+    shutil.copy(ADAPTERS / "llama31" / "adapter_config.json", source)
+    with pytest.raises(RequestError, match="holds adapters of PEFT"):
+        train.main([f"--init-from={source}", f"--run-dir={tmp_path / 'run'}"])
+
+
+@pytest.mark.slow
+def test_the_merged_folder_of_a_trained_run_has_its_validation_loss(tmp_path, capsys):
+    np.random.default_rng(0).integers(0, 90, 4000, np.uint16).tofile(tmp_path / "tokens.bin")
+    run = tmp_path / "run"
+    options = ["--train.steps=2", "--train.global-batch-size=8", "--model.sequence=16", "--validation.every=2"]
+    options += ["--optimizer.learning-rate=1e-1", "--optimizer.warmup=0", "--log.tensorboard=false"]
+    options += ["--model.lora-rank=2", "--mesh=1x4x1", "--precision=float32"]
+    data = f"--data.path={tmp_path}/tokens.bin"
+    assert train.main([f"--init-from={GOLDEN / 'llama31'}", f"--run-dir={run}", data, *options]) == 0
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (loss,) = [line["validation_loss"] for line in lines if "validation_loss" in line and line["step"] == 2]
+    export(run, f"{tmp_path}/out/", "--dtype=float32")
+    capsys.readouterr()
+    assert evaluate.main([f"{tmp_path}/out", data, "--model.sequence=16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(loss, rel=1e-5)
+    base = tensors(GOLDEN / "llama31")
+    for name, numbers in tensors(tmp_path / "out").items():
+        assert (np.abs(numbers - base[name].astype(np.float32)).max() > 1e-3) == ("_proj" in name), name
 
 
 @pytest.mark.slow
