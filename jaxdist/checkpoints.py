@@ -38,10 +38,16 @@ EXTRAS = [
         FileName,
     ),
     Extra(
+        "adapter",
+        False,
+        "Of a LoRA run, let --export FOLDER/ write the adapters alone, in the form of PEFT; without it they are merged "
+        "into the weights.",
+    ),
+    Extra(
         "dtype",
         "",
         "Dtype of an exported folder: float32, bfloat16 or float16; empty: the dtype of the folder that the run began "
-        "with, or else of the run's precision.",
+        "with, or else of the run's precision; float32 with --adapter.",
         WeightDtype,
     ),
     Extra("force", False, "Let --export replace a file, or a folder that an export wrote, but never one of a run."),
@@ -68,6 +74,8 @@ def main(argv: list[str] | None = None) -> int:
             f"--dtype {extras['dtype']} is for a folder, and --export is '{extras['export']}'; "
             f"add --export FOLDER/, or leave --dtype out"
         )
+    if extras["adapter"]:
+        _check_adapter(config, extras["export"])
     if extras["export"]:
         result["export"] = export(config, extras)
     if extras["prune"]:
@@ -217,6 +225,8 @@ def export(config: Config, extras: Mapping[str, Any]) -> dict[str, Any]:
     """
     which = extras["checkpoint"]
     path = Path(extras["export"])
+    if extras["adapter"]:
+        return export_adapter(config, which, path, extras["dtype"], extras["force"])
     if _is_folder(extras["export"]):
         return export_folder(config, which, path, extras["dtype"], extras["force"])
     check_output("--export", path, "weights.safetensors")
@@ -242,6 +252,26 @@ def export_folder(config: Config, which: str, path: Path, dtype: str, force: boo
     run = RunFolder(config.folder)
     tokenizer = run.tokenizer_source if run.tokenizer.is_file() else None
     return write_folder(config, which, Path(os.path.abspath(path)), dtype, tokenizer)
+
+
+def export_adapter(config: Config, which: str, path: Path, dtype: str, force: bool) -> dict[str, Any]:
+    """Write the adapters of a step of a LoRA run as a folder that PEFT loads. Raises `RequestError`."""
+    check_output_folder("--export", path, force, WRITTEN)
+    # This module imports jax.
+    from jaxdist.training.checkpoint.export import write_adapter_folder
+
+    return write_adapter_folder(config, which, Path(os.path.abspath(path)), dtype)
+
+
+def _check_adapter(config: Config, target: str) -> None:
+    """Raise `RequestError` where --adapter has nothing to write, or nowhere to write it to."""
+    if not config.model.lora_rank:
+        raise RequestError(
+            f"--adapter is for the adapters of a LoRA run, and the run in '{config.folder}' has none; leave it out to "
+            f"export its weights"
+        )
+    if not _is_folder(target):
+        raise RequestError(f"--adapter writes a folder, and --export is '{target}'; add --export FOLDER/")
 
 
 def _is_folder(target: str) -> bool:

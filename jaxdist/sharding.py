@@ -360,6 +360,11 @@ def gradient_spec(a: jax.Array) -> P:
     return P(*spec.partitions, unreduced=spec.reduced)
 
 
+def forward_spec(spec: P) -> P:
+    """Return the spec of a weight in use where no gradient is taken: `reduced` says something of gradients alone."""
+    return P(*spec.partitions)
+
+
 def scale_partial(sums: Float[Array, "..."], factor: Float[Array, ""]) -> Float[Array, "..."]:
     """Multiply partial sums by a number that every device has."""
     # Multiplication distributes over the sum, so scaling the partial sums equals scaling the total.

@@ -51,7 +51,7 @@ FORBIDDEN = {
         "jaxdist.planning",
     ],
     "data": ["jaxdist.!config,files,mesh,sharding,units,data,huggingface"],
-    "huggingface": ["jaxdist.!config,files,rope_scaling,sharding,huggingface"],
+    "huggingface": ["jaxdist.!config,files,lora,rope_scaling,sharding,huggingface"],
     **dict.fromkeys((f"huggingface.{name}" for name in WITHOUT_JAX), OF_CONFIGS),
     "planning": ["jaxdist.training", "jaxdist.data", "jaxdist.cluster"],
     **dict.fromkeys((f"planning.{name}" for name in PREDICTIONS), READERS),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxdist.config import RequestError
 from jaxdist.files import open_regular
-from jaxdist.huggingface.folder import KEPT, is_folder, read_json
+from jaxdist.huggingface.folder import KEPT, read_json
 from jaxdist.huggingface.tokenizer import TOKENIZER_CONFIG, token_names
 
 if TYPE_CHECKING:
@@ -59,9 +59,8 @@ def read_chat_template(folder: Path) -> ChatTemplate:
 
     Raises `RequestError` where there is none, where it is no template, and without jinja2.
     """
-    source = folder
-    if not is_folder(folder) and (folder / KEPT).is_dir():
-        source = folder / KEPT
+    is_run = (folder / "config.toml").exists()
+    source = folder / KEPT if is_run else folder
     text = _jinja_file(source / JINJA_FILE) or _in_json(source / TOKENIZER_CONFIG) or _in_json(source / JSON_FILE)
     if not text:
         raise RequestError(

@@ -22,6 +22,10 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
 
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""The files of low-rank adapters by themselves, as PEFT has them."""
+
 SMALL_FILES = (
     CONFIG,
     GENERATION,
@@ -43,7 +47,14 @@ KEPT = "huggingface"
 SOURCE = "source.json"
 """The file there with more about that folder: its path, the longest sequence, and the dtype of its weights."""
 
-WRITTEN = re.compile("|".join([*map(re.escape, SMALL_FILES), r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"]))
+WRITTEN = re.compile(
+    "|".join(
+        [
+            *map(re.escape, (*SMALL_FILES, ADAPTER_CONFIG, ADAPTER_WEIGHTS)),
+            r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?",
+        ]
+    )
+)
 """The names of the files that an export writes."""
 
 OTHER_FORMS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".gguf")

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,10 +20,8 @@ from jaxdist.files import write_whole
 from jaxdist.huggingface.families import Leaf, Place, family_of, sizes_of
 from jaxdist.huggingface.folder import INDEX, SINGLE
 from jaxdist.huggingface.parts import PlacedPiece, placed, shape_of
+from jaxdist.huggingface.readable import Readable, Region
 from jaxdist.huggingface.safetensors_file import Tensor, write_file
-
-if TYPE_CHECKING:
-    from jaxdist.training.checkpoint.stored_arrays import Region, StoredArray
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of the tensors in the largest file. A tensor that is larger has a file of its own."""
@@ -40,7 +38,7 @@ METADATA = {"format": "pt"}
 
 
 def write_weights(
-    folder: Path, model: ModelConfig, arrays: Mapping[str, StoredArray], dtype: str, shard_bytes: int = SHARD_BYTES
+    folder: Path, model: ModelConfig, arrays: Mapping[str, Readable], dtype: str, shard_bytes: int = SHARD_BYTES
 ) -> dict[str, int]:
     """Write the parameters of `model`, which are `arrays` by name, into an empty folder, and return what was written.
 
@@ -97,7 +95,7 @@ class Source:
 class Exporter:
     """Makes the tensors of theirs from our stored parameters."""
 
-    def __init__(self, model: ModelConfig, arrays: Mapping[str, StoredArray], dtype: str):
+    def __init__(self, model: ModelConfig, arrays: Mapping[str, Readable], dtype: str):
         """Take the arrays as the parameters of `model`. Raises `RequestError` where they are others."""
         self._arrays = arrays
         self._dtype = dtype
@@ -119,20 +117,21 @@ class Exporter:
         ours = source.piece.to_ours(theirs)
         ours = np.expand_dims(ours, tuple(range(len(source.place))))
         for place, numbers in self._arrays[source.leaf.path].blocks(source.region):
-            ours[place] = self._rounded(tensor.name, numbers, dtype)
+            ours[place] = rounded(tensor.name, numbers, dtype)
         return theirs.reshape(-1).view(np.uint8).data
 
-    def _rounded(self, name: str, numbers: Float[np.ndarray, "..."], dtype: np.dtype) -> Float[np.ndarray, "..."]:
-        """Return f32 numbers in `dtype`. Raises `RequestError` where a finite one becomes infinite."""
-        with np.errstate(over="ignore"):
-            rounded = numbers.astype(dtype)
-        lost = np.isfinite(numbers) & ~np.isfinite(rounded)
-        if lost.any():
-            raise RequestError(
-                f"{name} has the number {numbers[lost][0]:.7g}, which is infinite in {self._dtype}; export in another "
-                f"--dtype, such as float32"
-            )
-        return rounded
+
+def rounded(name: str, numbers: Float[np.ndarray, "..."], dtype: np.dtype) -> Float[np.ndarray, "..."]:
+    """Return f32 numbers of a tensor in `dtype`. Raises `RequestError` where a finite one becomes infinite."""
+    with np.errstate(over="ignore"):
+        rounded = numbers.astype(dtype)
+    lost = np.isfinite(numbers) & ~np.isfinite(rounded)
+    if lost.any():
+        raise RequestError(
+            f"{name} has the number {numbers[lost][0]:.7g}, which is infinite in {dtype.name}; export in another "
+            f"--dtype, such as float32"
+        )
+    return rounded
 
 
 def _sources(model: ModelConfig) -> Iterator[Source]:
@@ -145,7 +144,7 @@ def _sources(model: ModelConfig) -> Iterator[Source]:
     yield from sorted(sources, key=lambda source: source.place[:1])
 
 
-def _check_shapes(model: ModelConfig, arrays: Mapping[str, StoredArray]) -> None:
+def _check_shapes(model: ModelConfig, arrays: Mapping[str, Readable]) -> None:
     """Raise `RequestError` with a sentence for each array that is not a parameter of `model`, or has another shape."""
     sizes = sizes_of(model)
     expected: dict[str, Any] = {leaf.path: shape_of(leaf, sizes) for leaf in family_of(model).leaves}
@@ -161,7 +160,7 @@ def _check_shapes(model: ModelConfig, arrays: Mapping[str, StoredArray]) -> None
         raise RequestError(*problems)
 
 
-def _check_zeros(model: ModelConfig, arrays: Mapping[str, StoredArray]) -> None:
+def _check_zeros(model: ModelConfig, arrays: Mapping[str, Readable]) -> None:
     """Raise `RequestError` where a parameter that their model does not have takes part in the result."""
     for leaf in family_of(model).leaves:
         if leaf.pieces:

@@ -13,16 +13,24 @@ import jax
 import numpy as np
 
 from jaxdist import __version__
-from jaxdist.config import Config
+from jaxdist.config import Config, ModelConfig
 from jaxdist.files import replacing, replacing_folder, write_whole
+from jaxdist.huggingface.folder import is_folder
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
+from jaxdist.huggingface.merging import merged
+from jaxdist.huggingface.peft_adapter import write_adapter
+from jaxdist.huggingface.readable import Readable, read
 from jaxdist.huggingface.safetensors_file import Tensor, write_file
 from jaxdist.huggingface.small_files import kept_dtype, read_kept, small_files
 from jaxdist.huggingface.writing import write_weights
+from jaxdist.models import build
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.request import to_toml
+from jaxdist.sharding import name_of
+from jaxdist.training.base_weights import BASE, base_for
+from jaxdist.training.checkpoint.base_arrays import base_arrays
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
-from jaxdist.training.checkpoint.stored_arrays import StoredArray, whole
+from jaxdist.training.checkpoint.stored_arrays import whole
 
 
 @contextmanager
@@ -45,12 +53,17 @@ def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
     that one file is enough to build the model again. Only one tensor at a time is in memory.
     """
     with step_of(config, which) as (checkpoints, found):
-        parts = dict(_by_layer(checkpoints.arrays(found, "params"), stacked=not config.model.images))
-        for name, array in checkpoints.arrays(found, "variables").items():
-            parts[f"variables.{name}"] = Part(array)
-        tensors = [Tensor(name, "F32", parts[name].shape) for name in sorted(parts)]
-        metadata = {"format": "jaxdist", "version": __version__, "step": str(found.step), "config": to_toml(config)}
-        with replacing(path) as temporary:
+        metadata = {
+            "format": "jaxdist",
+            "version": __version__,
+            "step": str(found.step),
+            "config": to_toml(_without_adapters(config)),
+        }
+        with weights(config, checkpoints, found) as params, replacing(path) as temporary:
+            parts = dict(_by_layer(params, stacked=not config.model.images))
+            for name, array in checkpoints.arrays(found, "variables").items():
+                parts[f"variables.{name}"] = Part(array)
+            tensors = [Tensor(name, "F32", parts[name].shape) for name in sorted(parts)]
             write_file(temporary, tensors, lambda tensor: parts[tensor.name].data(), metadata)
     total = sum(tensor.size for tensor in tensors)
     return {"path": str(path), "step": found.step, "tensors": len(tensors), "bytes": total}
@@ -67,11 +80,52 @@ def write_folder(config: Config, which: str, path: Path, dtype: str, tokenizer: 
     dtype = dtype or kept_dtype(run) or _compute_dtype(config)
     own = read_tokenizer(tokenizer) if tokenizer else None
     files = small_files(read_kept(run), config.model, dtype, own)
-    with step_of(config, which) as (checkpoints, found), replacing_folder(path) as temporary:
-        written = write_weights(temporary, config.model, checkpoints.arrays(found, "params"), dtype)
+    with (
+        step_of(config, which) as (checkpoints, found),
+        weights(config, checkpoints, found) as params,
+        replacing_folder(path) as temporary,
+    ):
+        written = write_weights(temporary, config.model, params, dtype)
         for name, content in files.items():
             write_whole(temporary / name, content)
     return {"path": str(path), "step": found.step, "dtype": dtype, **written}
+
+
+def write_adapter_folder(config: Config, which: str, path: Path, dtype: str) -> dict[str, Any]:
+    """Write the adapters of step `which` of a LoRA run as a folder that PEFT loads, and return what was written.
+
+    `dtype` is a `WeightDtype`; empty: float32. The base is not read.
+    """
+    dtype = dtype or "float32"
+    with step_of(config, which) as (checkpoints, found), replacing_folder(path) as temporary:
+        # PEFT loads the base itself, and knows no other form.
+        named = Path(checkpoints.facts(found)[BASE]["path"])
+        base = named if is_folder(named) else None
+        written = write_adapter(temporary, config.model, checkpoints.arrays(found, "params"), dtype, base)
+    return {"path": str(path), "step": found.step, "dtype": dtype, **written}
+
+
+@contextmanager
+def weights(config: Config, checkpoints: Checkpoints, found: Found) -> Iterator[Mapping[str, Readable]]:
+    """Yield the parameters of a step by name, unread; those of a LoRA run are its base with the adapters merged in."""
+    arrays = checkpoints.arrays(found, "params")
+    if not config.model.lora_rank:
+        yield arrays
+        return
+    found_base = base_for(config, checkpoints.facts(found))
+    assert found_base
+    dtypes = {
+        name_of(path): np.dtype(leaf.dtype) for path, leaf in jax.tree.leaves_with_path(build(config.model).abstract)
+    }
+    with base_arrays(found_base.path, config.model) as base:
+        yield merged(config.model, base, arrays, dtypes)
+
+
+def _without_adapters(config: Config) -> Config:
+    """Return the configuration of a run whose adapters are merged into its weights."""
+    knobs = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_base")
+    defaults = {knob: ModelConfig.model_fields[knob].default for knob in knobs}
+    return config.model_copy(update={"model": config.model.model_copy(update=defaults)})
 
 
 def _compute_dtype(config: Config) -> str:
@@ -83,7 +137,7 @@ def _compute_dtype(config: Config) -> str:
 class Part:
     """A stored array, or one layer of it."""
 
-    array: StoredArray
+    array: Readable
     layer: int | None = None
     """The place in the first dim, which is dropped; None for the whole array."""
 
@@ -97,10 +151,10 @@ class Part:
         region = whole(len(self.array.shape))
         if self.layer is not None:
             region = (slice(self.layer, self.layer + 1), *region[1:])
-        return self.array.read(region).astype(np.float32, copy=False).reshape(-1).view(np.uint8).data
+        return read(self.array, region).astype(np.float32, copy=False).reshape(-1).view(np.uint8).data
 
 
-def _by_layer(arrays: Mapping[str, StoredArray], stacked: bool) -> Iterator[tuple[str, Part]]:
+def _by_layer(arrays: Mapping[str, Readable], stacked: bool) -> Iterator[tuple[str, Part]]:
     """Yield (name, part) of every array; if `stacked`, one for each layer of the blocks, whose arrays are [L, ...]."""
     for name, array in arrays.items():
         first, _, rest = name.partition(".")

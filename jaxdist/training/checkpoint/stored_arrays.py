@@ -17,13 +17,11 @@ import tensorstore as ts
 from jaxtyping import Shaped
 
 from jaxdist.files import read_regular
+from jaxdist.huggingface.readable import Block, Region, read, spans_of
 from jaxdist.training.checkpoint.readback import array_names
 
 CHUNK_BYTES = 8 << 20
 """Bytes of the largest chunk of a parameter that is written. A chunk is compressed, and read, as a whole."""
-
-Region = tuple[slice, ...]
-"""A part of an array, as it is indexed: a slice for each dim, with step 1."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,9 @@ class StoredArray:
         """The dtype on disk."""
         return np.dtype(self.store.dtype.numpy_dtype)
 
-    def blocks(self, region: Region) -> Iterator[tuple[Region, Shaped[np.ndarray, "..."]]]:
-        """Yield a region chunk by chunk: which part of the region it is, counted from its corner, and the numbers."""
-        spans = self._spans(region)
+    def blocks(self, region: Region) -> Iterator[Block]:
+        """Yield a region chunk by chunk."""
+        spans = spans_of(region, self.shape)
         chunk = [size for size in self.store.chunk_layout.read_chunk.shape or () if size is not None]
         cuts = [_cut(span, size) for span, size in zip(spans, chunk, strict=True)]
         for block in itertools.product(*cuts):
@@ -55,14 +53,7 @@ class StoredArray:
 
     def read(self, region: Region) -> Shaped[np.ndarray, "..."]:
         """Return the numbers of a region."""
-        numbers = np.empty([span.stop - span.start for span in self._spans(region)], self.dtype)
-        for place, block in self.blocks(region):
-            numbers[place] = block
-        return numbers
-
-    def _spans(self, region: Region) -> list[slice]:
-        """Return the start and stop of a region in each dim."""
-        return [slice(*span.indices(size)[:2]) for span, size in zip(region, self.shape, strict=True)]
+        return read(self, region)
 
 
 def whole(dims: int) -> Region:

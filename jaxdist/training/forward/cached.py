@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jax import P, lax
+from jax import lax
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
@@ -23,7 +23,7 @@ from jaxdist.parallel.context import Starts, join_over
 from jaxdist.parallel.heads import own_heads
 from jaxdist.parallel.pipeline.relay import Layer, Place, relay
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
-from jaxdist.sharding import BATCH, SLOTS, STAGES, Layout, Tree
+from jaxdist.sharding import BATCH, SLOTS, STAGES, Layout, Tree, forward_spec
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.offload import to_device
 from jaxdist.training.forward.pipeline import PipelineForward
@@ -102,20 +102,20 @@ class CachedForward:
         return step(weights, cache, reshard(tokens, rows), reshard(positions, rows))
 
     @property
-    def _cache_spec(self) -> P:
+    def _cache_spec(self) -> Tree:
         """How the cache lies: layers over stages, rows over the batch, slots over `context`, heads over `model`."""
         return self.layout.spec([None, STAGES, None, BATCH, SLOTS, "heads", None])
 
     @property
-    def _logit_spec(self) -> P:
+    def _logit_spec(self) -> Tree:
         return self.layout.spec([BATCH, "vocab"])
 
     @property
     def _weight_specs(self) -> Tree:
-        """How the weights that `ready` makes lie; `reduced` is for gradients, and there are none."""
+        """How the weights that `ready` makes lie."""
         if self.gathers:
             return jax.tree.map(lambda place: place.rest, self.places)
-        return jax.tree.map(lambda place: P(*place.use.partitions), self.places)
+        return jax.tree.map(lambda place: forward_spec(place.use), self.places)
 
     def _prefill(
         self,

@@ -1,0 +1,45 @@
+"""Arrays that are read a part at a time: stored in a checkpoint, in a folder, or merged. No jax here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Shaped
+
+Region = tuple[slice, ...]
+"""A part of an array, as it is indexed: a slice for each dim, with step 1."""
+
+Block = tuple[Region, Shaped[np.ndarray, "..."]]
+"""Which part of a region it is, counted from the region's corner, and the numbers there."""
+
+
+class Readable(Protocol):
+    """An array of which any region can be read, in blocks that fit into memory."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole array."""
+        ...
+
+    def blocks(self, region: Region) -> Iterator[Block]:
+        """Yield a region block by block."""
+        ...
+
+
+def spans_of(region: Region, shape: Sequence[int]) -> list[slice]:
+    """Return the start and stop of a region of an array of `shape` in each dim."""
+    return [slice(*span.indices(size)[:2]) for span, size in zip(region, shape, strict=True)]
+
+
+def read(array: Readable, region: Region) -> Shaped[np.ndarray, "..."]:
+    """Return the numbers of a region, in the dtype of its blocks."""
+    spans = spans_of(region, array.shape)
+    numbers = None
+    for place, block in array.blocks(region):
+        if numbers is None:
+            numbers = np.empty([span.stop - span.start for span in spans], block.dtype)
+        numbers[place] = block
+    assert numbers is not None, "an empty region"
+    return numbers

@@ -1,0 +1,72 @@
+"""Promise 2 for LoRA on H100s that are not here: no gradient of a frozen weight moves, and none is computed."""
+
+from functools import cache
+
+import pytest
+
+from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from jaxdist.explain import explain
+from jaxdist.planning import target
+from jaxdist.planning.parameter_layout import placed
+from jaxdist.planning.report import PACKED, Report
+from tests.communication.arithmetic import product_flops
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]"),
+]
+
+MODEL = ModelConfig(
+    family="llama",
+    layers=3,
+    embed=128,
+    heads=8,
+    kv_heads=2,
+    mlp=256,
+    vocab=512,
+    sequence=64,
+    tied=False,
+    lora_rank=8,
+    lora_base="bfloat16",
+)
+
+
+@cache
+def report() -> Report:
+    """Of ZeRO 3 on eight devices, in bfloat16."""
+    train = TrainConfig(global_batch_size=256)
+    return explain(Config(mesh="8x1x1", model=MODEL, parallel=ParallelConfig(zero=3), train=train), "h100")
+
+
+def test_bytes_of_collectives_and_of_arguments_are_predicted():
+    found = report()
+    assert found.differences == []
+    assert found.program.argument_bytes == found.memory.arguments
+
+
+def test_only_gradients_of_adapters_are_reduced():
+    """In f32, each once; of frozen weights nothing moves but the weights themselves, in bfloat16."""
+    found = report()
+    parameters = placed(found.config, found.model, found.layout)
+    adapters = sum(p.elements for p in parameters if ".lora." in p.name)
+    gathered = sum((2 if p.stacked else 1) * p.elements for p in parameters)
+    moved = {row.kind: row.payload_bytes for row in found.rows if row.elements > PACKED}
+    assert moved == {"reduce-scatter": 4 * adapters, "all-gather": 2 * gathered}
+
+
+def test_matmuls_are_those_of_values_of_their_inputs_gradients_and_of_adapters():
+    """Two FLOPs for each parameter and token in the forward pass, and two for the gradient of what it multiplies.
+
+    An adapter takes two more for its own gradient, and its first half two more to multiply again in the backward pass.
+    """
+    found = report()
+    tokens = found.config.train.global_batch_size * MODEL.sequence // 8
+    expected = 0
+    for p in placed(found.config, found.model, found.layout):
+        if p.name == "table" or "norm" in p.name:
+            continue
+        flops = 4
+        if ".lora." in p.name:
+            flops = 8 if p.name.endswith(".a") else 6
+        expected += flops * tokens * p.elements
+    assert product_flops(found.program.text) == expected
