@@ -6,7 +6,7 @@ import pytest
 
 from jaxdist.config import RequestError
 from jaxdist.planning.cache_memory import cache_bytes, weight_bytes
-from jaxdist.training.decoding import Choice, Decoding
+from jaxdist.training.decoding import Choice, Decoding, check_fits
 from jaxdist.training.run import Run
 from tests.tiers import thinned
 from tests.training.decoding import (
@@ -104,6 +104,15 @@ def test_there_is_one_program_for_each_bucket_and_one_for_steps():
     assert decoding.extend._cache_size() == 1
 
 
+def test_a_step_writes_into_the_cache_that_it_gets(alone):
+    """There is never a second one."""
+    key = jax.random.key(0)
+    drawn = alone.start(PROMPTS, GREEDY, key)
+    with jax.set_mesh(alone.run.mesh):
+        step = alone.extend.lower(GREEDY, alone.weights, drawn.cache, drawn.tokens, drawn.lengths, key, np.int32(1))
+    assert step.compile().memory_analysis().alias_size_in_bytes == own_bytes(drawn.cache)
+
+
 def test_a_row_ends_where_the_sequence_does(alone):
     tokens = np.stack(list(alone.draw(PROMPTS, GREEDY, seed=0)))
     assert len(tokens) == SEQUENCE - 1
@@ -154,7 +163,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_anything_is_compiled(monkey
     decoding = decoding_of("llama")
     needed = decoding.cache_bytes(2) + own_bytes(decoding.weights)
     monkeypatch.setattr(Run, "capacity", needed)
-    decoding.check_fits(2)
+    check_fits(decoding.run, 2)
     with pytest.raises(RequestError, match=r"cache of 3 row\(s\) of model.sequence 24 takes .* KiB on each device"):
         decoding.start(PROMPTS[:3], GREEDY, jax.random.key(0))
     assert decoding.prefill._cache_size() == 0
