@@ -59,7 +59,7 @@ def test_cached_tokens_and_logits_are_those_of_whole_passes(alone):
             ("llama", "2x1x1", {"train": {"local_steps": 2}}),
             ("llama", "1x1x2", {"pipeline": {"schedule": "pipedream"}}),
         ],
-        4,
+        12,
     ),
     ids=str,
 )
@@ -82,6 +82,12 @@ def test_the_bytes_of_a_cache_are_those_of_the_papers_formula(alone):
     """2 L S K H numbers for each row."""
     assert alone.cache_bytes(3) == 2 * 3 * SEQUENCE * 2 * 2 * 4 * 3
     assert own_bytes(alone.start(PROMPTS[:3], GREEDY, jax.random.key(0)).cache) == alone.cache_bytes(3)
+
+
+def test_the_rows_that_make_a_batch_divide_have_a_cache():
+    run = Run(config_of("llama", "8x1x1"), dry=True, batch=False)
+    whole = Run(config_of("llama"), dry=True, batch=False)
+    assert cache_bytes(run.config, run.layout, 9) == 2 * cache_bytes(whole.config, whole.layout, 1)
 
 
 def test_devices_share_a_cache():
