@@ -47,11 +47,6 @@ def base_of(init_from: Path) -> Base:
     if is_folder(path):
         return Base(path, _hexadecimal(agreed(lambda: _digest_of_folder(path))))
     run, which = checkpoint_of(path)
-    if run.model().lora_rank:
-        raise RequestError(
-            f"init_from {init_from} is a LoRA run, whose checkpoints hold adapters alone; merge them into the weights "
-            f"by: jaxdist checkpoints {run.path} --export FOLDER/, and begin with that folder"
-        )
     with Checkpoints(run.path, keep=None) as checkpoints:
         found = checkpoints.find(which)
     name = BEST if which == BEST else str(found.step)

@@ -1,8 +1,7 @@
-"""LoRA runs that hold the golden adapters, which PEFT has made (`scripts/golden_peft.py`), in the form of checkpoints."""
+"""LoRA runs that have saved the golden adapters, which PEFT has made (`scripts/golden_peft.py`)."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import jax
@@ -12,6 +11,8 @@ from jax.sharding import reshard
 from safetensors.numpy import load_file
 
 from jaxdist.config import Config, ModelConfig
+from jaxdist.huggingface.reading import read_parameters
+from jaxdist.partial_trees import joined
 from jaxdist.request import to_toml
 from jaxdist.training.run import Run
 from tests.huggingface.exported import GOLDEN, abstract, save
@@ -97,3 +98,19 @@ def peft_logits(name: str) -> tuple[np.ndarray, np.ndarray]:
     tokens, _ = expected(name)
     with np.load(ADAPTERS / name / "expected.npz") as arrays:
         return tokens[:1], arrays["logits"]
+
+
+def adapted_logits(name: str, tokens: np.ndarray) -> np.ndarray:
+    """Our logits [B, S, V] of a golden folder with the golden adapters beside its weights."""
+    config = config_of(name, **KNOBS[name])
+    run = Run(config, batch=False)
+    base = read_parameters(GOLDEN / name, config.model, abstract(config.model))
+    params = joined(base, adapters(name, config.model))
+    with jax.set_mesh(run.mesh):
+
+        @jax.jit
+        def compute(params, tokens):
+            return run.forward.logits(run.forward.weights(params), reshard(tokens, run.layout.activation("BS")))
+
+        placed = jax.device_put(params, jax.NamedSharding(run.mesh, jax.P()))
+        return np.asarray(compute(placed, tokens))[..., : config.model.vocab]
