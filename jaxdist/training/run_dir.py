@@ -26,7 +26,7 @@ from jaxdist import __version__
 from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.files import write_whole
 from jaxdist.huggingface import special_tokens
-from jaxdist.huggingface.folder import KEPT, SMALL_FILES, SOURCE, TOKENIZER, is_folder, open_folder
+from jaxdist.huggingface.folder import KEPT, SMALL_FILES, SOURCE, TOKENIZER, is_folder, open_folder, refuse_adapter
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.request import load, to_toml
@@ -332,6 +332,7 @@ def checkpoint_of(path: Path) -> tuple[RunFolder, str]:
     if run.config.is_file() and path.parent.name == "checkpoints":
         run.check_layout()
         return run, path.name
+    refuse_adapter(path)
     raise RequestError(
         f"init_from {path} is neither the folder of a run nor a checkpoint in one, nor a folder of Hugging Face with a "
         f"config.json; name such as runs/gpt_tiny, or runs/gpt_tiny/checkpoints/best"
@@ -346,6 +347,11 @@ def inheriting(config: Config) -> Config:
     """
     data = config.data
     if not config.init_from:
+        if config.model.lora_rank:
+            raise RequestError(
+                f"model.lora_rank is {config.model.lora_rank}, but there are no weights for adapters to stand beside; "
+                f"name a run or a folder of Hugging Face by --init-from, or set model.lora_rank to 0"
+            )
         return config
     if is_folder(config.init_from):
         # It imports numpy, which most commands that look into the folder of a run do not need.
@@ -355,6 +361,16 @@ def inheriting(config: Config) -> Config:
         check_tokenizer(config.init_from, data.tokenizer)
         return config
     source, _ = checkpoint_of(config.init_from)
+    if source.model().lora_rank:
+        raise RequestError(
+            f"init_from {config.init_from} is a LoRA run, whose checkpoints hold adapters alone; merge them into the "
+            f"weights by: jaxdist checkpoints {source.path} --export FOLDER/, and begin with that folder"
+        )
+    if source.is_upcycled(config.model) and config.model.lora_rank:
+        raise RequestError(
+            f"init_from {config.init_from} is a dense run, of which model.family {config.model.family} would make new "
+            f"experts, and model.lora_rank {config.model.lora_rank} freezes them; set model.lora_rank to 0"
+        )
     if source.is_upcycled(config.model):
         check_upcycling(config.model, source.model(), source.path)
     if config.model.images or (data.path and data.path.suffix.lower() == ".bin"):

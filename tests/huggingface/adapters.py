@@ -1,8 +1,7 @@
-"""LoRA runs that hold the golden adapters, which PEFT has made (`scripts/golden_peft.py`), in the form of checkpoints."""
+"""LoRA runs that have saved the golden adapters, which PEFT has made (`scripts/golden_peft.py`)."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import jax
@@ -11,8 +10,12 @@ import numpy as np
 from jax.sharding import reshard
 from safetensors.numpy import load_file
 
+from jaxdist import lora
 from jaxdist.config import Config, ModelConfig
+from jaxdist.huggingface.reading import read_parameters
+from jaxdist.partial_trees import joined
 from jaxdist.request import to_toml
+from jaxdist.training.base_weights import base_of
 from jaxdist.training.run import Run
 from tests.huggingface.exported import GOLDEN, abstract, save
 from tests.huggingface.golden import config_of, expected
@@ -25,6 +28,9 @@ KNOBS = {
     "gpt2": dict(lora_rank=2),
 }
 """How a run asks for the adapters of each folder; where alpha is left out, it is twice the rank."""
+
+FACTS = dict(steps=1, data="", best=None, baseline=dict(nats=1.0, name="unigram", unit="token"))
+"""What each checkpoint says."""
 
 Halves = dict[str, np.ndarray]
 
@@ -84,10 +90,15 @@ def _gpt(model: ModelConfig, theirs: Halves, layer: int) -> Halves:
 
 
 def lora_run(name: str, run: Path, base: Path | None = None, **changed: object) -> Config:
-    """A LoRA run beside a golden folder, or beside `base`, that has saved the golden adapters."""
+    """A LoRA run beside a golden folder, or beside `base`, that has saved the golden adapters of its targets."""
+    base = base or GOLDEN / name
     config = config_of(name, **KNOBS[name] | changed)
-    save(run, adapters(name, config.model))
-    config = config.model_copy(update={"run_dir": run, "init_from": base or GOLDEN / name})
+    params = {}
+    for part, modules in adapters(name, config.model)["blocks"].items():
+        own = {target: pair for target, pair in modules["lora"].items() if target in lora.adapted(config.model)}
+        params |= {part: {"lora": own}} if own else {}
+    save(run, {"blocks": params}, **FACTS, base=base_of(base).fact())
+    config = config.model_copy(update={"run_dir": run, "init_from": base})
     (run / "config.toml").write_text(to_toml(config))
     return config
 
@@ -97,3 +108,19 @@ def peft_logits(name: str) -> tuple[np.ndarray, np.ndarray]:
     tokens, _ = expected(name)
     with np.load(ADAPTERS / name / "expected.npz") as arrays:
         return tokens[:1], arrays["logits"]
+
+
+def adapted_logits(name: str, tokens: np.ndarray) -> np.ndarray:
+    """Our logits [B, S, V] of a golden folder with the golden adapters beside its weights."""
+    config = config_of(name, **KNOBS[name])
+    run = Run(config, batch=False)
+    base = read_parameters(GOLDEN / name, config.model, abstract(config.model))
+    params = joined(base, adapters(name, config.model))
+    with jax.set_mesh(run.mesh):
+
+        @jax.jit
+        def compute(params, tokens):
+            return run.forward.logits(run.forward.weights(params), reshard(tokens, run.layout.activation("BS")))
+
+        placed = jax.device_put(params, jax.NamedSharding(run.mesh, jax.P()))
+        return np.asarray(compute(placed, tokens))[..., : config.model.vocab]

@@ -14,7 +14,7 @@ import jaxdist
 from jaxdist.planning.hlo import Collective
 from jaxdist.sharding import named
 from tests.parity import cases
-from tests.parity.modules import MLP, Convolution, cross_entropy, images, vectors
+from tests.parity.modules import MLP, Convolution, Deep, cross_entropy, images, vectors
 from tests.tiers import exhaustive, thinned
 from tests.training.test_staged import Decoder, logical
 from tests.training.test_staged import batch as sentences
@@ -89,6 +89,8 @@ CASES = [
     (MLP, kernels, "replica=2,data=2", dict(zero=2, scope="rows")),
     (MLP, first_layer, "4x1x1", dict(zero=3, accumulation=2)),
     (Wide, up, "2x2x1", dict(zero=3, rules={"mlp": ("model",)})),
+    (Deep, lambda name: name == "blocks.up.kernel", "4x1x1", dict(zero=3)),
+    (Deep, lambda name: name.startswith("head"), "2x1x1", dict(zero=2)),
     (MLP, first_layer, "4x1x1", dict(zero=1)),
     (MLP, kernels, "2x1x1", dict(zero=0)),
     (Wide, lambda name: name == "down", "2x2x1", dict(zero=0, rules={"mlp": ("model",)})),

@@ -1,0 +1,75 @@
+"""Check low-rank adapters: what they need, which weights can have one, and what does not train them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from jaxdist import lora
+from jaxdist.config import Config
+from jaxdist.mesh import PIPELINE
+from jaxdist.request.checks.mesh import fit
+from jaxdist.request.checks.registry import check, unused
+from jaxdist.units import remedy
+
+OF_ADAPTERS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_base")
+"""Knobs that only adapters use."""
+
+
+@check("model.family", "model.lora_rank", *(f"model.{name}" for name in OF_ADAPTERS))
+def _no_adapters(config: Config) -> Iterator[str]:
+    model = config.model
+    because = "model.lora_rank 0"
+    if model.images:
+        because = f"model.family {model.family}"
+        yield from unused(config, "model.lora_rank", because)
+    if model.images or not model.lora_rank:
+        for name in OF_ADAPTERS:
+            yield from unused(config, f"model.{name}", because)
+
+
+@check("model.family", "model.lora_rank", "model.lora_targets")
+def _targets(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.images or not model.lora_rank or not model.lora_targets:
+        return
+    possible = lora.targets_of(model)
+    wrong = [target for target in lora.parse(model.lora_targets) if target not in possible]
+    if wrong:
+        why = "has experts in its place, which stay as they are" if model.traits.routed else "has no such weight"
+        yield (
+            f"model.lora_targets names {', '.join(wrong)}, but model.family {model.family} {why}; choose among "
+            f"{', '.join(possible)}"
+        )
+
+
+@check("model.lora_rank", "model.embed", "model.heads", "model.head_dim", "model.kv_heads", "model.family")
+def _rank(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.images or model.heads < 1 or model.embed < model.heads:
+        return
+    if model.lora_rank > model.embed:
+        yield (
+            f"model.lora_rank {model.lora_rank} is more than model.embed {model.embed}, the rank of any weight beside "
+            f"which an adapter could be; lower it to at most {model.embed}"
+        )
+
+
+@check("model.lora_rank", "train.local_steps")
+def _adapters_in_local_steps(config: Config) -> Iterator[str]:
+    rank = config.model.lora_rank
+    local_steps = config.train.local_steps
+    if rank and local_steps:
+        yield (
+            f"train.local_steps is {local_steps}, which hands replicas all parameters, and model.lora_rank {rank} "
+            f"freezes most of them; "
+        ) + remedy("train.local_steps to 0", "model.lora_rank to 0")
+
+
+@fit("model.lora_rank", "pipeline.schedule")
+def _adapters_in_pipedream(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+    rank = config.model.lora_rank
+    if rank and shape[PIPELINE] > 1 and config.pipeline.asynchronous:
+        yield (
+            f"pipeline.schedule is pipedream, which keeps old versions of all weights, and model.lora_rank {rank} "
+            f"freezes most of them; "
+        ) + remedy("pipeline.schedule to 1f1b", "model.lora_rank to 0")
