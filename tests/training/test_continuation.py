@@ -60,10 +60,10 @@ def test_what_may_begin_a_stop_text_is_held_back_until_it_does_not(tokenizer):
 
 def test_what_was_held_back_is_shown_at_the_end(tokenizer):
     for options in (dict(tokens=3), dict(sequence=3)):
-        text, shown = grown(tokenizer, "cab", stop=["abd"], **options)
+        text, shown = grown(tokenizer, "cab", stop=["abc"], **options)
         assert shown == ["c", "", "ab"]
         assert text.text == "cab"
-    text, shown = grown(tokenizer, "cab$", stop=["abd"])
+    text, shown = grown(tokenizer, "cab$", stop=["abc"])
     assert shown == ["c", "", "", "ab"]
 
 
