@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def _size(step_dir: StepDir, step: int) -> int | None:
 
 
 def _facts(step_dir: StepDir, step: int) -> dict[str, Any]:
-    """Return when, and on which mesh, a step was saved; None for each that the step does not record."""
+    """Return when and on which mesh a step was saved, and the base of its adapters; None for what is not recorded."""
     # The facts of a damaged step may be missing or wrong; the listing shows "?" for them.
     try:
         facts = step_dir.facts(step)
@@ -140,7 +140,7 @@ def _facts(step_dir: StepDir, step: int) -> dict[str, Any]:
         facts = {}
     if step_dir.wrong_facts(step):
         facts = {}
-    return {name: facts.get(name) for name in ("time", "mesh", "processes")}
+    return {name: facts.get(name) for name in ("time", "mesh", "processes", "base")}
 
 
 def as_text(result: dict[str, Any]) -> Iterator[str]:
@@ -169,6 +169,18 @@ def as_text(result: dict[str, Any]) -> Iterator[str]:
         if row["damage"]:
             state += f": {row['damage']}"
         yield form(row["step"], kind, size, saved, row["mesh"] or "?", state)
+    yield from _bases(result["checkpoints"])
+
+
+def _bases(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each base beside which adapters were trained, with the steps that hold these adapters."""
+    steps: dict[str, list[str]] = {}
+    for row in rows:
+        if row["base"]:
+            base = f"{row['base'].get('path')} of digest {row['base'].get('digest')}"
+            steps.setdefault(base, []).append(str(row["step"]))
+    for base, named in steps.items():
+        yield f"adapters of step {', '.join(dict.fromkeys(named))} beside {base}"
 
 
 def _exported(exported: Mapping[str, Any]) -> str:

@@ -15,7 +15,8 @@ import secrets
 import shutil
 import stat
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +24,12 @@ import xxhash
 
 BLOCK = 1 << 19
 """Bytes read at a time: few enough to still be in a cache when their checksum is computed."""
+
+READERS = 4
+"""Files that are read in parallel."""
+
+Checksum = tuple[int, str]
+"""Size in bytes, and XXH3 in hexadecimal."""
 
 WRONG_CONTENT = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError)
 """What reading JSON may raise for a file that is missing, damaged or not ours: no JSON, or JSON of another form."""
@@ -155,7 +162,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError("its values are nested too deeply") from None
 
 
-def checksum(path: Path, on_read: Callable[[int], None] | None = None) -> tuple[int, str]:
+def checksum(path: Path, on_read: Callable[[int], None] | None = None) -> Checksum:
     """Return the size in bytes and the 64-bit XXH3, in hexadecimal, of a regular file. Raises `OSError`.
 
     `on_read` is called with the number of bytes of each block as it is read.
@@ -172,3 +179,10 @@ def checksum(path: Path, on_read: Callable[[int], None] | None = None) -> tuple[
                 on_read(count)
             count = file.readinto(buffer)
     return size, digest.hexdigest()
+
+
+def checksums(paths: Sequence[Path]) -> list[Checksum]:
+    """Return the `checksum` of each file, several of which are read at once. Raises `OSError`."""
+    # xxhash and read release Python's lock.
+    with ThreadPoolExecutor(READERS) as pool:
+        return list(pool.map(checksum, paths))

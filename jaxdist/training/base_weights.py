@@ -15,7 +15,7 @@ import xxhash
 
 from jaxdist.cluster.consensus import agreed
 from jaxdist.config import Config, ModelConfig, RequestError
-from jaxdist.files import checksum
+from jaxdist.files import checksums
 from jaxdist.huggingface.folder import is_folder, open_folder
 from jaxdist.huggingface.folder_arrays import folder_arrays
 from jaxdist.huggingface.readable import Readable
@@ -60,27 +60,54 @@ def base_of(init_from: Path) -> Base:
     return Base(path, _hexadecimal(agreed(lambda: _digest_of_step(found))))
 
 
-def base_for(config: Config, facts: Mapping[str, Any] | None, moved: bool = False) -> Base | None:
+def base_for(config: Config, facts: Mapping[str, Any] | None, resumes: bool = False) -> Base | None:
     """Return the base of a LoRA run; None for any other run. All processes call this.
 
-    `facts` are those of the checkpoint with its adapters, beside which no other base will do; None for a new run. The
-    base is where it was then, or, if it may have `moved`, where `init_from` says. Raises `RequestError` for another
-    base, or where it is missing.
+    `facts` are those of the checkpoint with its adapters, beside which no other base will do; None for a new run. A run
+    that `resumes` may name by `init_from` where its base is now; other commands look there if the base is not where it
+    was. Raises `RequestError` for another base, or where it is missing.
     """
     if not config.model.lora_rank:
         return None
     assert config.init_from, "a check has refused a LoRA run without a base"
     if facts is None:
         return base_of(config.init_from)
-    recorded = Base(Path(facts[BASE]["path"]), facts[BASE]["digest"])
-    where = config.init_from if moved else recorded.path
+    recorded = _recorded(config, facts)
+    named = Path(os.path.abspath(config.init_from))
+    where = _where(recorded.path, named, resumes)
     trained = f"the adapters were trained beside {recorded.path} of digest {recorded.digest}"
-    if not where.exists():
-        raise RequestError(f"{trained}, but there is nothing at {where}; put these weights back there")
+    remedy = (
+        f"put the same weights back there, or resume the run with --init-from and their new place (or write it as "
+        f"init_from into {config.folder / 'config.toml'})"
+    )
+    if not agreed(lambda: int(where.exists())):
+        raise RequestError(f"{trained}, but there is nothing at {where}; {remedy}")
     found = base_of(where)
     if found.digest != recorded.digest:
-        raise RequestError(f"{trained}, but {where} has digest {found.digest}; put the same weights back there")
+        raise RequestError(f"{trained}, but {where} has digest {found.digest}; {remedy}")
     return found
+
+
+def _recorded(config: Config, facts: Mapping[str, Any]) -> Base:
+    """Return the base that a checkpoint names. Raises `RequestError` where it names none."""
+    fact = facts.get(BASE, {})
+    path = fact.get("path")
+    digest = fact.get("digest")
+    if not isinstance(path, str) or not isinstance(digest, str):
+        raise RequestError(
+            f"step {facts['step']} of {config.folder} does not say beside which weights its adapters were trained, as "
+            f"model.lora_rank {config.model.lora_rank} needs; choose another step, or name another run folder"
+        )
+    return Base(Path(path), digest)
+
+
+def _where(recorded: Path, named: Path, resumes: bool) -> Path:
+    """Return where to look for the base: it was `recorded` there, and `init_from` is `named` now."""
+    if resumes:
+        # A run is named as a whole, and its latest step is another after it has gone on.
+        return recorded if recorded.is_relative_to(named) else named
+    moved = agreed(lambda: int(named.exists() and not recorded.exists()))
+    return named if moved else recorded
 
 
 def read_base(run: Run, base: Base) -> Params:
@@ -106,9 +133,14 @@ def base_arrays(base: Base, model: ModelConfig) -> Iterator[Mapping[str, Readabl
 
 
 def _digest_of_folder(path: Path) -> int:
-    """Return a digest of the names and contents of the files with weights."""
-    # A cache of Hugging Face holds links to files that are named by their content.
-    return _digest({file.name: checksum(file.resolve())[1] for file in set(open_folder(path).files.values())})
+    """Return a digest of the names and contents of the files with weights. Raises `RequestError`."""
+    files = sorted(set(open_folder(path).files.values()))
+    try:
+        # A cache of Hugging Face holds links to files that are named by their content.
+        sums = checksums([file.resolve() for file in files])
+    except OSError as error:
+        raise RequestError(f"{error.filename} cannot be read ({error.strerror}); make it readable") from error
+    return _digest({file.name: digest for file, (_, digest) in zip(files, sums, strict=True)})
 
 
 def _digest_of_step(found: Found) -> int:

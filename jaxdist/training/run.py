@@ -255,14 +255,14 @@ class Run:
         return jax.jit(self.step.start)(params, variables)
 
     def _new_adapters(self) -> Params:
-        """Return new adapters, as a step holds them; what else an init makes, the compiler leaves out."""
-
-        def make(key: Key[Array, ""]) -> Params:
-            params, _ = self.forward.init(key)
-            return trained(self.forward.places, params)
-
+        """Return new adapters, as a step holds them."""
         options = xla_options.options_for_init(self.layout.platform)
-        return jax.jit(make, compiler_options=options)(jax.random.key(self.config.train.seed))
+        return jax.jit(self.adapters_of, compiler_options=options)(jax.random.key(self.config.train.seed))
+
+    def adapters_of(self, key: Key[Array, ""]) -> Params:
+        """Draw new adapters; call inside jit, where the compiler leaves out what else an init makes."""
+        params, _ = self.forward.init(key)
+        return trained(self.forward.places, params)
 
     @cached_property
     def _evaluate(self) -> Callable:

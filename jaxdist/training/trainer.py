@@ -106,7 +106,7 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
         else:
             check_new(run)
         job.note(READING)
-        base = base_for(config, facts, moved=True)
+        base = base_for(config, facts, resumes=True)
         check_folder(folder.checkpoints, checkpoint_bytes(run))
 
         prepared = Prepared(checkpoints, found, check_lock, summary_begun, samples, base)

@@ -181,6 +181,21 @@ def test_a_checkpoint_holds_the_frozen_parameters_too(tmp_path):
     assert float(cross_entropy(module, jax.tree.map(jnp.asarray, batch))[0]) == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrt", "told"),
+    [
+        (first_layer, "head.kernel is trained there and frozen here"),
+        (None, "head.bias is frozen there and trained here"),
+    ],
+)
+def test_a_checkpoint_of_other_trained_parameters_is_refused(wrt, told, tmp_path):
+    there = made(mesh="1x1x1", wrt=kernels)
+    there.save(tmp_path, there.init(0))
+    with pytest.raises(ValueError, match=f"{told}; give parallelize the same wrt"):
+        made(mesh="1x1x1", wrt=wrt).restore(tmp_path)
+
+
 PARTS = {
     "table": lambda name: name.startswith("words"),
     "blocks": lambda name: name.startswith("blocks"),

@@ -5,13 +5,18 @@ import random
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from jaxdist import checkpoints, evaluate, generate, train
-from jaxdist.config import RequestError
-from jaxdist.training.base_weights import base_of
+from jaxdist.config import Config, RequestError
+from jaxdist.request import load
+from jaxdist.training import pretrained
+from jaxdist.training.base_weights import base_for, base_of, read_base
 from jaxdist.training.checkpoint.stored_arrays import open_arrays
+from jaxdist.training.run import Run
+from jaxdist.training.save_policy import checkpoint_bytes
 from tests.training.conftest import over
 from tests.training.curves import close, lines, parameters
 
@@ -56,6 +61,42 @@ def test_a_checkpoint_holds_the_adapters_and_names_the_base(beside):
     assert facts["base"]["path"] == str(beside / "base")
 
 
+def first_loss(config: Config) -> float:
+    """The validation loss of a new run before its first step."""
+    run = Run(config)
+    run.open_data()
+    with jax.set_mesh(run.mesh):
+        base = base_for(config, None)
+        params = read_base(run, base) if base else pretrained.parameters(run, config.init_from)
+        state = run.begin(params, {})
+        return run.validate(run.step.whole(state), state.variables, batches=2)["loss"]
+
+
+def test_before_the_first_step_the_loss_is_that_of_the_base(beside):
+    adapted = load("run/config.toml", {"mesh": "1x2x1"})
+    dense = adapted.model_copy(update={"model": adapted.model.model_copy(update={"lora_rank": 0})})
+    assert first_loss(adapted) == pytest.approx(first_loss(dense), rel=1e-6)
+
+
+def test_a_checkpoint_is_as_large_as_adapters_and_their_optimizer(beside):
+    """Not as large as the base: three numbers in f32 for each of an adapter, and those of the run itself."""
+    run = Run(load("run/config.toml", {}))
+    with jax.set_mesh(run.mesh):
+        adapters = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_logical().params))
+        assert 3 * 4 * adapters <= checkpoint_bytes(run) <= 3 * 4 * adapters + 32
+
+
+def test_the_listing_names_the_base_of_each_step(beside, capsys):
+    assert checkpoints.main(["run"]) == 0
+    (*_, last) = capsys.readouterr().out.splitlines()
+    base = base_of(Path("base"))
+    assert last == f"adapters of step 2, 4 beside {base.path} of digest {base.digest}"
+    assert checkpoints.main(["run", "--json"]) == 0
+    assert {json.dumps(row["base"]) for row in json.loads(capsys.readouterr().out)["checkpoints"]} == {
+        json.dumps(base.fact())
+    }
+
+
 def test_a_run_goes_back_on_another_mesh(beside, tmp_path):
     again = tmp_path / "again"
     shutil.copytree("run", again)
@@ -95,7 +136,7 @@ def test_another_base_is_refused_by_name(beside, command):
 def test_a_missing_base_is_refused_by_name(beside, command):
     Path("base").rename("elsewhere")
     try:
-        with pytest.raises(RequestError, match=r"but there is nothing at \S*base; put these weights back there"):
+        with pytest.raises(RequestError, match=r"but there is nothing at \S*base; put the same weights back there"):
             COMMANDS[command]()
     finally:
         Path("elsewhere").rename("base")

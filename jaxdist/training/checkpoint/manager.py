@@ -39,6 +39,9 @@ ERRORS = "errors"
 VELOCITY = "velocity"
 """The item of a step with the momentum of the outer step, of a run with local steps."""
 
+FROZEN = "frozen."
+"""Begins the names of frozen parameters among what a step holds for training."""
+
 Expected = Callable[[], TrainState] | None
 """Makes the shapes that a checkpoint without checksums must have; None accepts any."""
 
@@ -205,6 +208,7 @@ class Checkpoints:
         `Step.resume` computes them. Raises `RequestError` when there is no such step, or its arrays are others.
         """
         found = found or self.find()
+        self._check_trained(found, abstract)
         wanted = trees_of(_of_replicas(abstract, self.replicas_of(found))._replace(errors=None))
         owed_by = self.owed_by(found)
         if owed_by:
@@ -218,6 +222,24 @@ class Checkpoints:
             errors=trees.get(ERRORS),
             velocity=trees.get(VELOCITY),
             **training,
+        )
+
+    def _check_trained(self, found: Found, abstract: TrainState) -> None:
+        """Raise `RequestError` for a step of the same parameters, of which others are trained."""
+        trained_there = set(found.store.shapes(found.step, "params"))
+        training = found.store.shapes(found.step, "training")
+        frozen_there = {name.removeprefix(FROZEN) for name in training if name.startswith(FROZEN)}
+        trained_here = set(array_shapes(abstract.params))
+        if trained_there == trained_here:
+            return
+        if trained_there | frozen_there != trained_here | set(array_shapes(abstract.frozen)):
+            # Those of another model are named when they are read.
+            return
+        first = min(trained_there ^ trained_here)
+        there, here = ("trained", "frozen") if first in trained_there else ("frozen", "trained")
+        raise RequestError(
+            f"checkpoint {found.store.step_dir.path(found.step)} is of another choice of trained parameters: {first} "
+            f"is {there} there and {here} here; give parallelize the same wrt"
         )
 
     def replicas_of(self, found: Found) -> int:

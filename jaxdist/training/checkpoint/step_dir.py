@@ -18,12 +18,11 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxdist.files import WRONG_CONTENT, checksum, read_regular, write_whole
+from jaxdist.files import WRONG_CONTENT, Checksum, checksums, read_regular, write_whole
 
 TORN = ".orbax-checkpoint-tmp"
 """Part of a folder's name while Orbax writes it."""
@@ -34,12 +33,6 @@ STEP = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 UNSEALED = "it has no checksums"
 UNREADABLE_SEAL = "its checksums cannot be read"
 """Damage of the seal alone, as `UNSEALED`: the step itself may be complete."""
-
-READERS = 4
-"""Files that are read in parallel."""
-
-Checksum = tuple[int, str]
-"""Size in bytes, and XXH3 in hexadecimal."""
 
 NUMBER = (int, float)
 
@@ -302,6 +295,4 @@ def _files(folder: Path) -> Iterator[tuple[Path, int | None]]:
 def _checksums(folder: Path) -> dict[str, Checksum]:
     """Return the checksum of every file under `folder`, by its path there."""
     paths = sorted(path for path, _ in _files(folder))
-    # xxhash and read release Python's lock.
-    with ThreadPoolExecutor(READERS) as pool:
-        return dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(checksum, paths), strict=True))
+    return dict(zip((str(path.relative_to(folder)) for path in paths), checksums(paths), strict=True))
