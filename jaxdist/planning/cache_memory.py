@@ -37,14 +37,18 @@ def weight_bytes(config: Config, model: Model, layout: Layout) -> int:
     return total
 
 
-def problem(config: Config, model: Model, layout: Layout, rows: int, room: float | None) -> str:
-    """Return why a device with `room` bytes cannot hold weights and cache for so many rows; empty if it can."""
+def problem(config: Config, model: Model, layout: Layout, rows: int, room: float | None, beside: int = 0) -> str:
+    """Return why a device with `room` bytes cannot hold weights and cache for so many rows; empty if it can.
+
+    `beside` are the bytes of a train state that stays there meanwhile.
+    """
     cache = cache_bytes(config, layout, rows)
     weights = weight_bytes(config, model, layout)
-    if room is None or cache + weights <= room:
+    if room is None or cache + weights + beside <= room:
         return ""
+    state = f" and {size(beside)} of the train state" if beside else ""
     return (
         f"the key-value cache of {rows} row(s) of model.sequence {config.model.sequence} takes {size(cache)} on each "
-        f"device, which holds {size(room)} and {size(weights)} of weights; generate fewer texts at once, lower "
-        f"model.sequence, or take a mesh with more devices"
+        f"device, beside {size(weights)} of weights{state}, and a device has {size(room)}; generate fewer texts at "
+        f"once, lower model.sequence, or take a mesh with more devices"
     )

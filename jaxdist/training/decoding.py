@@ -162,10 +162,13 @@ class Decoding:
         return choice(key, number, whole.astype(jnp.float32))
 
 
-def check_fits(run: Run, rows: int) -> None:
-    """Raise `RequestError` where a device cannot hold the weights of `run` and the cache of so many prompts."""
+def check_fits(run: Run, rows: int, beside: int = 0) -> None:
+    """Raise `RequestError` where a device cannot hold the weights of `run` and the cache of so many prompts.
+
+    `beside` are the bytes of a train state that stays there meanwhile.
+    """
     assert isinstance(run.model, Model)
-    problem = cache_memory.problem(run.config, run.model, run.layout, rows, run.capacity)
+    problem = cache_memory.problem(run.config, run.model, run.layout, rows, run.capacity, beside)
     if problem:
         raise RequestError(problem)
 

@@ -24,7 +24,7 @@ from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.delayed_gradients import delayed
 from jaxdist.parallel.gradient_compression import compression
 from jaxdist.parallel.zero import trained
-from jaxdist.partial_trees import joined, part_of
+from jaxdist.partial_trees import part_of
 from jaxdist.planning import communication
 from jaxdist.planning.branch_check import across_ranks
 from jaxdist.planning.compiled import text_of
@@ -250,9 +250,11 @@ class Run:
         In a LoRA run they are frozen, and its adapters are new.
         """
         params = self.step.folded(params)
-        if self.config.model.lora_rank:
-            params = joined(params, self._new_adapters())
-        return jax.jit(self.step.start)(params, variables)
+        if not self.config.model.lora_rank:
+            return jax.jit(self.step.start)(params, variables)
+        state = jax.jit(self.step.start)(self._new_adapters(), variables)
+        # A program that took the base as well would return a copy of it.
+        return state._replace(frozen=params)
 
     def _new_adapters(self) -> Params:
         """Return new adapters, as a step holds them."""

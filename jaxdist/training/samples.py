@@ -10,7 +10,8 @@ from tokenizers import Tokenizer
 from jaxdist.config import RequestError
 from jaxdist.huggingface.given_tokenizer import largest_id
 from jaxdist.models import Params
-from jaxdist.training.decoding import Choice, Decoding, continued
+from jaxdist.planning import memory
+from jaxdist.training.decoding import Choice, Decoding, check_fits, continued
 from jaxdist.training.run import Run
 
 TOKENS = 50
@@ -24,7 +25,11 @@ class Samples:
     """Continues the prompts of `sample.prompts`, one a line, with the weights of the moment."""
 
     def __init__(self, run: Run):
-        """Encode the prompts. Raises `RequestError` where the run has no tokenizer, or one is too long."""
+        """Encode the prompts.
+
+        Raises `RequestError` where the run has no tokenizer, where a prompt is too long, and where the texts do not fit
+        into the memory beside the train state.
+        """
         self.run = run
         self.every = run.config.sample.every
         self.prompts = run.config.sample.prompts.splitlines()
@@ -46,6 +51,8 @@ class Samples:
                     f"sample.prompts has {prompt[:40]!r}..., of {len(ids)} tokens, to which model.sequence {sequence} "
                     f"leaves no room for more; shorten it"
                 )
+        # Now, and not at the first sample, up to which the run would have trained in vain.
+        check_fits(run, len(self.ids), memory.predict(run.config, run.model, run.layout).arguments)
 
     def due(self, steps: range) -> bool:
         """Return whether to write after the round of `steps`."""

@@ -260,7 +260,7 @@ class Trainer:
                     state = self.runner.drain(step, state)
                     self.validate(step, state)
                 if self.samples and self.samples.due(steps):
-                    state = self.runner.drain(step, state)
+                    # What is in flight stays there: with a drain the run would learn something else.
                     self.sample(self.samples, step, state)
                 if self.save_policy.due(steps):
                     state = self.runner.drain(step, state)

@@ -15,7 +15,7 @@ import pytest
 import tensorstore as ts
 
 from jaxdist.config import RequestError
-from jaxdist.training.checkpoint.manager import Checkpoints
+from jaxdist.training.checkpoint.manager import Checkpoints, trees_of
 from jaxdist.training.checkpoint.orbax_writer import SaveFailed
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.forward.step import TrainState
@@ -66,6 +66,13 @@ def flip(path: Path) -> None:
 
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
+
+
+def test_a_step_has_the_items_that_it_always_had():
+    """Orbax refuses to read into another tree, so a further field would make all steps so far useless."""
+    trees = trees_of(state(5))
+    assert list(trees) == ["params", "training"]
+    assert list(trees["training"]) == ["step", "optimizer", "skipped", "skipped_in_a_row"]
 
 
 DAMAGES = {"flipped": flip, "truncated": truncate, "removed": Path.unlink}

@@ -16,6 +16,9 @@ def asked(**knobs):
     return load(None, {name.replace("__", "."): str(value) for name, value in knobs.items()})
 
 
+ADAPTED = dict(init_from="base", model__lora_rank=2)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "names"),
     [
@@ -35,6 +38,12 @@ def asked(**knobs):
             ["parallel.compression_density"],
         ),
         (dict(), dict(parallel__delayed_gradients=True), ["parallel.delayed_gradients"]),
+        (ADAPTED, ADAPTED | dict(init_from="moved"), []),
+        (ADAPTED, dict(model__lora_rank=2), ["init_from"]),
+        (ADAPTED, dict(init_from="base", model__lora_rank=4), ["model.lora_rank"]),
+        (ADAPTED, ADAPTED | dict(model__lora_alpha=1), ["model.lora_alpha"]),
+        (ADAPTED, dict(init_from="base"), ["model.lora_rank"]),
+        (dict(init_from="base"), dict(init_from="moved"), ["init_from"]),
     ],
 )
 def test_what_follows_from_other_knobs_is_not_compared(old, new, names):

@@ -7,6 +7,7 @@ import pytest
 
 from jaxdist import generate, train
 from jaxdist.config import RequestError
+from jaxdist.training.run import Run
 from tests.training.curves import lines, parameters
 from tests.training.test_meter import events
 
@@ -27,6 +28,13 @@ def test_the_run_is_the_same_to_the_bit(folders):
     figures = [[{name: line.get(name) for name in FIGURES} for line in lines(folder)] for folder in folders]
     assert figures[0] == figures[1]
     np.testing.assert_array_equal(parameters(plain, 20), parameters(sampling, 20))
+
+
+def test_a_gradient_in_flight_is_not_hurried(straight):
+    late = ("--mesh=replica=2", "--parallel.delayed-gradients=true", "--model.sequence=32", "--train.steps=8")
+    plain = straight(*late)
+    sampling = straight(*late, "--sample.every=3", "--sample.prompts=mesh")
+    np.testing.assert_array_equal(parameters(plain, 8), parameters(sampling, 8))
 
 
 def test_each_prompt_is_continued_in_the_log_and_on_the_board(folders):
@@ -52,6 +60,13 @@ def test_each_prompt_is_continued_in_the_log_and_on_the_board(folders):
 def test_a_prompt_that_leaves_no_room_is_refused(request_of):
     with pytest.raises(RequestError, match=r"of 41 tokens, to which model.sequence 16 leaves no room for more"):
         train.main(request_of("long", "--sample.every=5", "--sample.prompts=" + "mesh " * 40))
+
+
+def test_texts_that_do_not_fit_beside_the_run_are_refused_before_it_begins(request_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(Run, "capacity", 100 << 10)
+    with pytest.raises(RequestError, match=r"cache of 1 row\(s\) .* beside .* of weights and .* of the train state"):
+        train.main(request_of("small", "--sample.every=5", "--sample.prompts=mesh"))
+    assert not (tmp_path / "small").exists()
 
 
 def test_the_text_is_what_generate_writes(folders, capsys):

@@ -368,13 +368,14 @@ class Screen(Sizes):
         if rule == "powersgd":
             # Two factors of rank r in the place of a matrix, which is taken to be square.
             side = np.sqrt(self.layer / 12)
-            return call(ALL_REDUCE, F32) * np.minimum(1, 2 * parallel.compression_rank / side)
+            return call(ALL_REDUCE, of_gradient) * np.minimum(1, 2 * parallel.compression_rank / side)
         if self.compressed:
-            width = 2 if rule == "bfloat16" else 1
+            width = self.trained * (2 if rule == "bfloat16" else 1)
             two_shots = call(ALL_TO_ALL, width) + call(ALL_GATHER, width)
             coded = np.where(replicas == 2, call(ALL_REDUCE, width), two_shots)
             if rule == "topk-int8":
-                return coded + call(ALL_GATHER, replicas * 2 * PLACED * parallel.compression_density)
+                density = self.trained * parallel.compression_density
+                return coded + call(ALL_GATHER, replicas * 2 * PLACED * density)
             return coded
         if self.alike and parallel.replica_zero:
             shared = call(REDUCE_SCATTER, of_gradient) + call(ALL_GATHER, self.width)

@@ -380,6 +380,9 @@ def trees_of(state: TrainState) -> dict[str, Any]:
     # Both follow from the rest of the state.
     del training["weights"]
     del training["in_flight"]
+    # Not even as an empty dict: Orbax would not read the steps of runs that did not know of it.
+    if not training["frozen"]:
+        del training["frozen"]
     variables = training.pop("variables")
     further = {ERRORS: training.pop("errors"), VELOCITY: training.pop("velocity")}
     trees = {"params": training.pop("params"), "training": training}
