@@ -1,6 +1,6 @@
 """Check what a single knob cannot: whether knobs fit each other, the files of this machine, and the mesh."""
 
-from jaxdist.request.checks import experts, files, mesh, model, pipeline, sequence, training
+from jaxdist.request.checks import adapters, experts, files, mesh, model, pipeline, sequence, training
 from jaxdist.request.checks.files import check_output, check_output_folder, check_picture
 from jaxdist.request.checks.mesh import Enough, check_mesh_fits, fits, fitting
 from jaxdist.request.checks.registry import CHECKS, problems
@@ -8,6 +8,7 @@ from jaxdist.request.checks.registry import CHECKS, problems
 __all__ = [
     "CHECKS",
     "Enough",
+    "adapters",
     "check_mesh_fits",
     "check_output",
     "check_output_folder",
