@@ -77,8 +77,8 @@ def _local_steps(config: Config) -> Iterator[str]:
     local_steps = config.train.local_steps
     if rank and local_steps:
         yield (
-            f"train.local_steps is {local_steps}, but model.lora_rank is {rank}, and an outer step averages all weights "
-            f"of the replicas, also frozen ones; "
+            f"train.local_steps is {local_steps}, but model.lora_rank is {rank}, and an outer step averages all "
+            f"weights of the replicas, also frozen ones; "
         ) + remedy("train.local_steps to 0", "model.lora_rank to 0")
 
 
