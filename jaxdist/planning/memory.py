@@ -354,10 +354,16 @@ def _crossing(p: Placed) -> int:
 
 
 def _weights(config: Config, parameters: list[Placed]) -> int:
-    """Return the bytes of weights that a step without a pipeline casts or gathers."""
+    """Return the bytes of weights that a step without a pipeline casts, gathers, or cuts out of the layers."""
+    zero = config.parallel.zero
+    width = compute_width(config)
     total = 0
     for precision, group in by_precision(config, parameters).items():
-        total += int(step_bytes.weights(config.parallel.zero, compute_width(config), _elements(group), precision))
+        total += int(step_bytes.weights(zero, width, _elements(group), precision))
+    if zero < 3:
+        # A layer multiplies a copy of its part of the stack. For trained weights the estimate of gradients has room for
+        # it: the last of them are made when few activations are left.
+        total += width * sum(p.at_once for p in parameters if p.stacked and not p.trained)
     return total
 
 

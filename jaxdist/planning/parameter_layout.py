@@ -186,16 +186,23 @@ def listing(parameters: list[Placed], held: list[int]) -> list[str]:
     """Return a table of how each parameter lies, dim by dim, and of the bytes that a device holds between steps.
 
     `held` has these bytes for each parameter (`memory.state`). A `-` is a dim without a logical axis, or one that
-    nothing splits.
+    nothing splits. Where some parameters are frozen, it says which are trained.
     """
-    rows = [("parameter", "shape", "logical axes", "at rest", "in use", "bytes per device")]
+    some_are_frozen = not all(p.trained for p in parameters)
+    names = ["parameter", "shape", "logical axes", "at rest", "in use"]
+    if some_are_frozen:
+        names.append("trained")
+    rows = [(*names, "bytes per device")]
     for p, count in zip(parameters, held, strict=True):
         rest = _dims(p.place.held.partitions)
         use = _dims(p.place.use.partitions)
         if use == rest:
             use = "same"
         shape = "x".join(map(str, p.shape))
-        rows.append((p.name, shape, _dims(p.axes), rest, use, f"{count:,}"))
+        cells = [p.name, shape, _dims(p.axes), rest, use]
+        if some_are_frozen:
+            cells.append("yes" if p.trained else "frozen")
+        rows.append((*cells, f"{count:,}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for *cells, last in rows:

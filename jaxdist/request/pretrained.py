@@ -21,10 +21,10 @@ USUAL_SEQUENCE = 1024
 BALANCE = ("balance_rate", "balance_loss", "z_loss", "capacity_factor")
 """Knobs of how a run trains a model with experts; a folder gives some of them, and a request may change them."""
 
-ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_base")
-"""Knobs of the adapters that a run trains beside the weights of a folder."""
+LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_base")
+"""Knobs of adapters beside the weights of the folder."""
 
-OWN = ("sequence", "documents", "dropout", "remat", "classes", "image", "channels", *BALANCE, *ADAPTERS)
+OWN = ("sequence", "documents", "dropout", "remat", "classes", "image", "channels", *LORA, *BALANCE)
 """Knobs of `model` that are up to a run; a folder determines the others."""
 
 MODEL_KNOBS = frozenset(f"model.{name}" for name in ModelConfig.model_fields)

@@ -13,8 +13,8 @@ from jaxdist.request.knobs import shown
 
 USUAL_PROMPT = "def "
 
-LARGEST = 1 << 28
-"""Bytes of the largest file of prompts that is read."""
+LARGEST = 1 << 20
+"""Bytes of the largest file of prompts that is read: several processes send it to each other, to compare it."""
 
 
 def given_prompts(extras: Mapping[str, Any], alone: bool) -> list[str] | None:

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from jaxdist.config import RequestError
 from jaxdist.huggingface.chat_template import ChatTemplate, Message
 from jaxdist.huggingface.special_tokens import SpecialTokens
+from jaxdist.request.knobs import shown
 from jaxdist.training.continuation import Continuation, Ending
 from jaxdist.training.decoding import Choice, Decoding
 
@@ -44,7 +45,7 @@ class Prompter:
         ids = self._encode(text)
         if self._special.bos is not None:
             ids = [self._special.bos, *ids]
-        return self._checked(ids, "prompt")
+        return self._checked(ids, f"prompt {shown(text)}")
 
     def of_messages(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a conversation, whose BOS the template writes. Raises `RequestError` as `of_text`."""

@@ -26,7 +26,7 @@ def parameters(run: Run, folder: Path) -> Params:
 
     Raises `RequestError` before a weight is read, if the tensors of the folder are not those of the model.
     """
-    return read_parameters(folder, run.config.model, run.abstract_logical().params)
+    return read_parameters(folder, run.config.model, run.abstract_base())
 
 
 def keep_files(init_from: Path | None, run: Path) -> None:

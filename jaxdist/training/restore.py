@@ -14,7 +14,9 @@ from jaxdist.huggingface.folder import is_folder
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, read_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Params
+from jaxdist.partial_trees import joined
 from jaxdist.training import pretrained
+from jaxdist.training.base_weights import base_for, read_base
 from jaxdist.training.checkpoint.manager import LATEST, Checkpoints
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder, check_tokenizer
@@ -49,8 +51,11 @@ def restore(config: Config, which: str, batch: bool = True) -> Trained:
             print(f"note: {note}", file=sys.stderr)
         state = run.abstract_logical()
         params, variables = checkpoints.restore_params(state.params, state.variables, found)
-        data = checkpoints.facts(found)["data"]
-        return Trained(run, found.step, run.step.folded(params), variables, data)
+        facts = checkpoints.facts(found)
+        base = base_for(config, facts)
+        if base:
+            params = joined(read_base(run, base), params)
+        return Trained(run, found.step, run.step.folded(params), variables, facts["data"])
 
 
 def tokenizer_of(folder: Path) -> tuple[Tokenizer, SpecialTokens]:

@@ -11,6 +11,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Key
 
 from jaxdist import models
 from jaxdist.cluster import runtime, xla_options
@@ -23,7 +24,7 @@ from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.delayed_gradients import delayed
 from jaxdist.parallel.gradient_compression import compression
 from jaxdist.parallel.zero import trained
-from jaxdist.partial_trees import part_of
+from jaxdist.partial_trees import joined, part_of
 from jaxdist.planning import communication
 from jaxdist.planning.branch_check import across_ranks
 from jaxdist.planning.compiled import text_of
@@ -158,6 +159,7 @@ class Run:
             keep=config.precision == "mixed",
             offload=config.parallel.offload == "optimizer",
             compression=compression(config.parallel),
+            saves_frozen=not config.model.lora_rank,
             replicas=self.mesh.shape[REPLICA],
         )
 
@@ -186,6 +188,13 @@ class Run:
     def abstract_logical(self) -> TrainState:
         """Return shapes, dtypes and shardings of the state as a checkpoint holds it; call under `jax.set_mesh`."""
         return on_devices(lambda: self.step.logical(self.traced_init()), self.mesh)
+
+    def abstract_base(self) -> Params:
+        """Return the same of the parameters that pretrained weights are: in a LoRA run the frozen ones, else all."""
+        return on_devices(lambda: self.step.unfolded(self._base(self.traced_init())), self.mesh)
+
+    def _base(self, state: TrainState) -> Params:
+        return state.frozen if self.config.model.lora_rank else state.params
 
     def traced_init(self) -> TrainState:
         """Return the state before the first step; call inside what is traced, under `jax.set_mesh`."""
@@ -236,8 +245,24 @@ class Run:
         return compiled
 
     def begin(self, params: Params, variables: Params) -> TrainState:
-        """Return the state before the first step with parameters of a checkpoint; call under `jax.set_mesh`."""
-        return jax.jit(self.step.start)(self.step.folded(params), variables)
+        """Return the state before the first step with parameters of a checkpoint; call under `jax.set_mesh`.
+
+        In a LoRA run they are frozen, and its adapters are new.
+        """
+        params = self.step.folded(params)
+        if self.config.model.lora_rank:
+            params = joined(params, self._new_adapters())
+        return jax.jit(self.step.start)(params, variables)
+
+    def _new_adapters(self) -> Params:
+        """Return new adapters, as a step holds them; what else an init makes, the compiler leaves out."""
+
+        def make(key: Key[Array, ""]) -> Params:
+            params, _ = self.forward.init(key)
+            return trained(self.forward.places, params)
+
+        options = xla_options.options_for_init(self.layout.platform)
+        return jax.jit(make, compiler_options=options)(jax.random.key(self.config.train.seed))
 
     @cached_property
     def _evaluate(self) -> Callable:

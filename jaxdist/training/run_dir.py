@@ -346,6 +346,11 @@ def inheriting(config: Config) -> Config:
     """
     data = config.data
     if not config.init_from:
+        if config.model.lora_rank:
+            raise RequestError(
+                f"model.lora_rank is {config.model.lora_rank}, but there are no weights for adapters to stand beside; "
+                f"name a run or a folder of Hugging Face by --init-from, or set model.lora_rank to 0"
+            )
         return config
     if is_folder(config.init_from):
         # It imports numpy, which most commands that look into the folder of a run do not need.
@@ -355,6 +360,16 @@ def inheriting(config: Config) -> Config:
         check_tokenizer(config.init_from, data.tokenizer)
         return config
     source, _ = checkpoint_of(config.init_from)
+    if source.model().lora_rank:
+        raise RequestError(
+            f"init_from {config.init_from} is a LoRA run, whose checkpoints hold adapters alone; merge them into the "
+            f"weights by: jaxdist checkpoints {source.path} --export FOLDER/, and begin with that folder"
+        )
+    if source.is_upcycled(config.model) and config.model.lora_rank:
+        raise RequestError(
+            f"init_from {config.init_from} is a dense run, of which model.family {config.model.family} would make new "
+            f"experts, and model.lora_rank {config.model.lora_rank} freezes them; set model.lora_rank to 0"
+        )
     if source.is_upcycled(config.model):
         check_upcycling(config.model, source.model(), source.path)
     if config.model.images or (data.path and data.path.suffix.lower() == ".bin"):

@@ -17,6 +17,7 @@ from jaxdist.cluster.consensus import agreed, from_leader, leader
 from jaxdist.huggingface.folder import is_folder
 from jaxdist.mesh import REPLICA, describe
 from jaxdist.training import pretrained, upcycling
+from jaxdist.training.base_weights import BASE, Base, read_base
 from jaxdist.training.checkpoint.finite_state import first_not_finite
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.step_dir import StepDir
@@ -70,9 +71,11 @@ class Baseline(TypedDict):
 class SavePolicy:
     """Decides when the checkpoints of a run are saved, and what is in them."""
 
-    def __init__(self, run: Run, checkpoints: Checkpoints):
+    def __init__(self, run: Run, checkpoints: Checkpoints, base: Base | None = None):
+        """Take the checkpoints of `run`, and what it has for a `base`, if it is a LoRA run."""
         self.run = run
         self.checkpoints = checkpoints
+        self.base = base
         self.config = run.config.checkpoint
         self.baseline: Baseline = {"nats": run.task.baseline(), "name": run.task.baseline_name, "unit": run.task.unit}
         self.best = math.inf
@@ -85,6 +88,9 @@ class SavePolicy:
         init_from = self.run.config.init_from
         if not init_from:
             return self.run.init()
+        if self.base:
+            say(f"weights     from {self.base.path}, frozen beside new adapters; their digest is {self.base.digest}")
+            return self.run.begin(read_base(self.run, self.base), {})
         if is_folder(init_from):
             params = pretrained.parameters(self.run, init_from)
             say(f"weights     from {init_from}; the optimizer begins anew, and its warm-up with it")
@@ -115,7 +121,11 @@ class SavePolicy:
         # Without the checkpoint of that loss, which was set aside, the best one is to be found again.
         if best is not None and self.checkpoints.has_best():
             self.best = best
-        return self.run.step.resume(self.checkpoints.restore(self.run.abstract_logical(), found))
+        state = self.checkpoints.restore(self.run.abstract_logical(), found)
+        if self.base:
+            say(f"weights     from {self.base.path}, frozen beside the adapters of step {found.step}")
+            state = state._replace(frozen=read_base(self.run, self.base))
+        return self.run.step.resume(state)
 
     def _say_what_is_late(self, before: int, say: Callable[[str], None]) -> None:
         """Say by how many steps gradients are late from now on, where it is not `before`. Nothing is in flight."""
@@ -202,6 +212,7 @@ class SavePolicy:
             "late": self.run.step.late,
             "mesh": describe(self.run.mesh.shape),
             "processes": jax.process_count(),
+            **({BASE: self.base.fact()} if self.base else {}),
             "time": time.time(),
         }
 

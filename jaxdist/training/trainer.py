@@ -23,6 +23,7 @@ from jaxdist.mesh import REPLICA
 from jaxdist.request import to_toml
 from jaxdist.sharding import Tree
 from jaxdist.training import history, pretrained
+from jaxdist.training.base_weights import Base, base_for
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.orbax_writer import SaveFailed
 from jaxdist.training.checkpoint.step_dir import StepDir
@@ -56,6 +57,8 @@ class Prepared(NamedTuple):
     """Whether the beginning of the summary was printed while data were read."""
     samples: Samples | None
     """What the run writes while it trains, if anything."""
+    base: Base | None
+    """The frozen weights of a LoRA run."""
 
     @property
     def first(self) -> int:
@@ -97,13 +100,16 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
         job.watchdog.beat_in(folder.heartbeats)
 
         found = checkpoints.find_start(config.resume, expected=run.abstract_logical)
-        if found:
-            folder.same_data(checkpoints.facts(found)["data"], run.task.fingerprint)
+        facts = checkpoints.facts(found) if found else None
+        if facts:
+            folder.same_data(facts["data"], run.task.fingerprint)
         else:
             check_new(run)
+        job.note(READING)
+        base = base_for(config, facts, moved=True)
         check_folder(folder.checkpoints, checkpoint_bytes(run))
 
-        prepared = Prepared(checkpoints, found, check_lock, summary_begun, samples)
+        prepared = Prepared(checkpoints, found, check_lock, summary_begun, samples, base)
         # Later steps will be taken, and saved, again.
         checkpoints.set_aside(after=prepared.first)
         if leader():
@@ -225,7 +231,7 @@ class Trainer:
         self.checkpoints = prepared.checkpoints
         self.first = prepared.first
         self.samples = prepared.samples
-        self.save_policy = SavePolicy(run, prepared.checkpoints)
+        self.save_policy = SavePolicy(run, prepared.checkpoints, prepared.base)
 
     def train(self) -> int:
         """Take the steps of the run that are left. Returns the exit code."""

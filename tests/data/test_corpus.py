@@ -72,9 +72,8 @@ def test_several_validation_files_are_held_out_together_in_order(write, tmp_path
 
 def test_a_file_with_a_comma_in_its_name_is_one_file(write):
     path, held_out = write("a.jsonl", lines(*["one text"] * 9)), write("b,c.jsonl", lines(*["another text"] * 9))
-    assert "another" in decode(
-        open_(path=path, validation_path=held_out), open_(path=path, validation_path=held_out).validation
-    )
+    corpus = open_(path=path, validation_path=held_out)
+    assert "another" in decode(corpus, corpus.validation)
 
 
 def test_a_validation_path_is_held_out_whole(write):

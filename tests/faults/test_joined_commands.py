@@ -45,6 +45,27 @@ def test_evaluate_in_two_processes_is_evaluate_in_one(trained, tmp_path, monkeyp
     assert (tmp_path / "errors").read_text() == ""
 
 
+@pytest.mark.parametrize(
+    "what", [pytest.param("files", marks=pytest.mark.exhaustive), pytest.param("questions", marks=pytest.mark.slow)]
+)
+def test_files_and_questions_are_judged_alike_in_two_processes(trained, what, tmp_path, monkeypatch, capfd):
+    (tmp_path / "a.txt").write_text("mesh axis shard\n" * 30)
+    (tmp_path / "b.txt").write_text("layer token\n")
+    row = {"context": "mesh", "choices": [" axis", " shard", " b"], "label": 1}
+    (tmp_path / "q.jsonl").write_text((json.dumps(row) + "\n") * 5)
+    options = {
+        "files": [f"--data.validation-path={tmp_path / 'a.txt'},{tmp_path / 'b.txt'}"],
+        "questions": [f"--choices={tmp_path / 'q.jsonl'}"],
+    }
+    words = [str(trained), "--mesh=2x1x1", "--json", *options[what]]
+    capfd.readouterr()
+    assert evaluate.main(words) == 0
+    alone = json.loads(capfd.readouterr().out)
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
+    first, second = said("jaxdist.evaluate", words, tmp_path / "errors")
+    assert (json.loads(first), second) == (alone, "")
+
+
 def test_other_options_in_one_process_are_refused():
     commands = meeting([sys.executable, "-m", "jaxdist.bench", "step"], 2)
     commands[1].append("--repeats=7")

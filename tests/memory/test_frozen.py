@@ -4,12 +4,12 @@ import jax
 import pytest
 
 from jaxdist import models
-from jaxdist.config import Config, OptimizerConfig, PipelineConfig
+from jaxdist.config import Config, ModelConfig, OptimizerConfig, PipelineConfig
 from jaxdist.planning import memory, parameter_layout
 from jaxdist.sharding import HOST, Layout
 from jaxdist.training.run import Run
-from tests.memory.test_prediction import GROUPED, MODEL, ROUTED, config, own_bytes
-from tests.tiers import thinned
+from tests.memory.test_prediction import GROUPED, MODEL, ROUTED, config, own_bytes, planned
+from tests.tiers import exhaustive, thinned
 
 MODELS = {"gpt": MODEL, "llama": GROUPED, "routed": ROUTED}
 
@@ -92,6 +92,17 @@ def test_gradients_grow_with_the_adapters_alone(zero):
         asked = adapted("4x1x1", "float32", zero, "float32", lora_rank=rank)
         held[rank] = memory.predict(asked, models.build(asked.model, layout), layout).gradients
     assert held[8] == 2 * held[4] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "zero", "remat"), [("1x1x1", 0, "block"), *exhaustive([("8x1x1", 1, "none"), ("2x4x1", 3, "block")])]
+)
+def test_temporary_bytes_are_about_as_predicted(mesh, zero, remat):
+    """An estimate: within 0.6 and 1.4 of what XLA plans on CPU."""
+    sizes = dict(layers=8, embed=128, heads=8, vocab=1024, sequence=128, remat=remat, lora_rank=8)
+    found, held = planned(config(mesh, "float32", zero, model=ModelConfig(**sizes), global_batch_size=32))
+    assert 0.6 < (held.total - held.arguments) / found.temp_size_in_bytes < 1.4
 
 
 def test_dropout_of_adapters_needs_the_numbers_of_the_rows():

@@ -46,6 +46,14 @@ def test_temporary_bytes_of_llama_1b_on_eight_h100s(zero, remat, accumulation, r
     assert (flash.flash_forward, flash.flash_backward) == ((1 + again) * layers, layers)
 
 
+@pytest.mark.parametrize(("zero", "remat"), exhaustive([(0, "none"), (0, "block"), (3, "none"), (3, "block")]))
+def test_temporary_bytes_of_llama_1b_with_adapters(zero, remat):
+    found = llama_1b(zero, remat, 1, lora_rank="16", lora_base="bfloat16")
+    assert found.program.argument_bytes == found.memory.arguments
+    predicted = found.memory.total - found.memory.arguments
+    assert 0.85 < predicted / found.program.temporary_bytes < 1.15
+
+
 def test_what_waits_in_the_hosts_memory_of_eight_h100s():
     """State and inputs of layers are there, to the byte; state goes there once a step, and no copy of either stays."""
     found = llama_1b(3, "offload", 4, offload="optimizer")
@@ -70,8 +78,8 @@ def size(dtype: str, shape: str) -> int:
 
 
 @cache
-def llama_1b(zero: int, remat: str, accumulation: int, rows: int = 2, offload: str = "none") -> Report:
-    """`rows` of 2048 tokens a micro-batch and device, in bfloat16."""
+def llama_1b(zero: int, remat: str, accumulation: int, rows: int = 2, offload: str = "none", **model: str) -> Report:
+    """`rows` of 2048 tokens a micro-batch and device, in bfloat16; `model` are further sizes of it."""
     asked = {
         "mesh": "8x1x1",
         "parallel.zero": str(zero),
@@ -80,5 +88,6 @@ def llama_1b(zero: int, remat: str, accumulation: int, rows: int = 2, offload: s
         "model.sequence": "2048",
         "train.accumulation": str(accumulation),
         "train.global_batch_size": str(8 * rows * accumulation),
+        **{f"model.{name}": value for name, value in model.items()},
     }
     return explain(load("llama_1b", asked), "h100")

@@ -46,6 +46,13 @@ def test_the_listing_tells_shape_axes_layout_and_bytes():
     assert Plan("4x2x1", zero=0).row("table")[3:5] == ["model -", "same"]
 
 
+def test_the_listing_tells_which_parameters_are_frozen():
+    plan = Plan("2x1x1", zero=1, family="llama", mlp=64, lora_rank=4, lora_base="bfloat16")
+    assert plan.row("table")[-2:] == ["frozen", f"{96 * 32 * 2 // 2:,}"]
+    assert plan.row("blocks.mlp.lora.up_proj.a")[-2:] == ["yes", f"{2 * 32 * 4 * 12 // 2:,}"]
+    assert len(Plan("2x1x1", zero=1).row("table")) == 6
+
+
 def test_the_bytes_of_the_listing_add_up_to_the_prediction():
     plan = Plan("2x2x1", zero=3, sequence=True)
     held = memory.predict(plan.config, models.build(plan.config.model, plan.layout), plan.layout)

@@ -211,6 +211,26 @@ COMBINATIONS = {
     ),
     "run folder is a file": Wrong("--run-dir FILE", [("my.toml' cannot be a folder",)], "x"),
     "run folder under a file": Wrong("--run-dir FILE/run", [("my.toml/run' cannot", "is a file")], "x"),
+    "adapters of images": Wrong("cnn_digits --model.lora-rank 4", [("lora_rank is 4", "family cnn does not use it")]),
+    "adapters without a rank": Wrong("--model.lora-dropout 0.1", [("lora_dropout is 0.1", "lora_rank 0 does not")]),
+    "adapter of the output": Wrong(
+        "llama_1b --model.lora-rank 4 --model.lora-targets q_proj,lm_head", [("'lm_head' gets no adapter", "o_proj")]
+    ),
+    "adapters of experts": Wrong(
+        "moe_tiny --model.lora-rank 4 --model.lora-targets q_proj,up_proj",
+        [("names up_proj", "has experts in its place", "choose among q_proj, k_proj, v_proj, o_proj")],
+    ),
+    "adapter of a gate that is not there": Wrong(
+        "--model.lora-rank 4 --model.lora-targets gate_proj", [("names gate_proj", "gpt has no such weight")]
+    ),
+    "adapters wider than the model": Wrong("--model.lora-rank 129", [("lora_rank 129 is more than model.embed 128",)]),
+    "adapters in local steps": Wrong(
+        "--model.lora-rank 4 --train.local-steps 2 --mesh replica=2", [("local_steps is 2", "lora_rank 4 freezes")]
+    ),
+    "adapters in PipeDream": Wrong(
+        "--model.lora-rank 4 --mesh 1x1x2 --pipeline.schedule pipedream --optimizer.clip 0",
+        [("pipeline.schedule is pipedream", "lora_rank 4 freezes", "pipeline.schedule to 1f1b")],
+    ),
     "samples of nothing": Wrong("--sample.every 5", [("sample.every is 5", "sample.prompts has no text")]),
     "samples never": Wrong("--sample.prompts def", [("sample.prompts is 'def'", "sample.every is 0")]),
     "samples of images": Wrong("cnn_digits --sample.every 5", [("sample.every is 5", "cnn writes no text")]),

@@ -102,7 +102,7 @@ def another(name: str) -> object:
     """A legal value of a knob that is not its default."""
     default, kind = KNOBS[name].default, KNOBS[name].annotation
     given = {"resume": "7", "mesh": "2x1x1", "train.epochs": 1.5, "model.rope_theta": 1e4}
-    given["model.rope_scaling"] = "linear,factor=2"
+    given |= {"model.rope_scaling": "linear,factor=2", "model.lora_targets": "q_proj"}
     if name in given:
         return given[name]
     if get_origin(kind) is Annotated:
@@ -291,13 +291,14 @@ model.embed model.heads model.experts model.experts_per_token model.vocab train.
 """
 COUNTS_OR_0 = """
 model.kv_heads model.head_dim model.mlp model.expert_mlp model.shared_experts model.positions model.window
-pipeline.virtual_stages optimizer.warmup train.steps validation.every
+model.lora_rank pipeline.virtual_stages optimizer.warmup train.steps validation.every sample.every
 validation.batches checkpoint.every checkpoint.keep_every cluster.processes train.local_steps
 """
 AT_LEAST_0 = """
-optimizer.final optimizer.weight_decay optimizer.clip model.balance_rate model.balance_loss model.z_loss
+model.lora_alpha model.balance_rate model.balance_loss model.z_loss
+optimizer.final optimizer.weight_decay optimizer.clip
 """
-BELOW_1 = "model.dropout optimizer.beta1 optimizer.beta2 optimizer.outer_momentum"
+BELOW_1 = "model.dropout model.lora_dropout optimizer.beta1 optimizer.beta2 optimizer.outer_momentum"
 LARGEST = 2**31 - 1
 
 EDGES = {
@@ -316,6 +317,7 @@ EDGES = {
     "model.classes": ([2, LARGEST], [1, LARGEST + 1]),
     "model.rope_theta": ([1.0, 3e38], [0.999, 3.5e38]),
     "model.rope_scaling": (["none", "linear,factor=1.5"], ["", "ntk", "linear,factor=0.999", "none,factor=1"]),
+    "model.lora_targets": (["", "q_proj", "up_proj, o_proj"], ["lm_head", "q_proj,", "Q_PROJ"]),
     "model.router_scale": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
     "model.capacity_factor": ([1e-9, 64.0], [0.0, 64.001]),
     "model.norm_eps": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),

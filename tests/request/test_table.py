@@ -21,7 +21,7 @@ LEGAL = {
         *("model.rope_scaling", "model.qk_norm"),
         *("model.experts", "model.experts_per_token", "model.router", "model.router_renormalize"),
         *("model.router_scale", "model.balance_rate", "model.capacity_factor"),
-        *("model.documents", "model.remat", "model.classes", "model.image", "model.channels"),
+        *("model.documents", "model.remat", "model.lora_base", "model.classes", "model.image", "model.channels"),
         *("parallel.gradient_compression", "parallel.compression_density", "parallel.compression_rank"),
         *("parallel.replica_zero", "parallel.micro_batches", "parallel.offload", "pipeline.schedule"),
         "parallel.context",
@@ -33,7 +33,7 @@ LEGAL = {
         *("tokens", "samples", "cluster", "compare", "devices", "processes", "nodes", "time"),
         *("checkpoint.grace_seconds", "fault.heartbeat_seconds", "fault.start_seconds", "minutes", "seconds"),
         *("mode", "models", "parts", "schedule", "stages", "microbatches", "algorithm"),
-        *("dry_run", "verify", "prune", "force", "json", "why", "trade_off", "submit"),
+        *("dry_run", "verify", "prune", "force", "adapter", "json", "why", "trade_off", "submit"),
     ),
     "zero": (
         "sample.every",  # without prompts
@@ -43,6 +43,9 @@ LEGAL = {
             "model.qkv_bias",
             "model.tied",
             "model.dropout",
+            "model.lora_rank",  # above the width
+            "model.lora_alpha",  # without a rank, as the next
+            "model.lora_dropout",
             "model.expert_mlp",
             "model.shared_experts",
             "model.balance_loss",
@@ -68,6 +71,7 @@ LEGAL = {
     "empty": (
         *("parallel.rules.heads", "parallel.rules.mlp", "parallel.rules.vocab", "log.wandb", "profile.steps"),
         "sample.prompts",  # without sample.every
+        "model.lora_targets",  # without a rank
         "dtype",
         *("cluster.coordinator", "target", "picture", "why_not", "fit", "out", "choices"),
     ),

@@ -179,7 +179,7 @@ def test_a_conversation_that_leaves_no_room_ends_with_a_sentence(scripted, monke
         (["--prompts=/dev/null"], ["not a regular file"]),
         (
             ["--prompt=the loss of one device is", "--model.sequence=7"],
-            ["has 7 tokens, and model.sequence 7 leaves no room"],
+            ["the prompt 'the loss of one device is' has 7 tokens, and model.sequence 7 leaves no room"],
         ),
     ],
 )

@@ -17,6 +17,7 @@ from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.sharding import Layout
 from jaxdist.training.run import Run
 from jaxdist.training.scoring import log_probabilities, row_length, rows_per_batch
+from tests.tiers import exhaustive
 
 QUESTIONS = Path(__file__).parents[1] / "data" / "questions.jsonl"
 SEQUENCE = 64
@@ -84,15 +85,22 @@ def answers(log_probabilities: np.ndarray) -> tuple[float, float]:
     return right / 50, right_norm / 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "family", "knobs"),
     [
         ("1x1x1", "gpt", {}),
         ("2x2x1", "gpt", dict(parallel=dict(zero=3, sequence=True))),
-        pytest.param("1x1x2", "gpt", {}, marks=pytest.mark.slow),
-        pytest.param("2x2x2", "llama", dict(parallel=dict(zero=2)), marks=pytest.mark.slow),
-        pytest.param("data=2,model=1,pipeline=1,context=2", "llama", {}, marks=pytest.mark.slow),
-        pytest.param("data=1,model=2,pipeline=1,expert=2", "moe", {}, marks=pytest.mark.slow),
+        ("1x1x2", "gpt", {}),
+        ("data=2,model=1,pipeline=1,context=2", "gpt", {}),
+        *exhaustive(
+            [
+                ("2x2x2", "llama", dict(parallel=dict(zero=2))),
+                ("1x2x1", "llama", dict(parallel=dict(zero=1))),
+                ("data=1,model=1,pipeline=1,context=2", "llama", dict(parallel=dict(context="ulysses"))),
+                ("data=1,model=2,pipeline=1,expert=2", "moe", {}),
+            ]
+        ),
     ],
 )
 def test_scores_are_those_of_a_plain_scorer(mesh, family, knobs):

@@ -1,4 +1,4 @@
-"""Check low-rank adapters (LoRA): what they need, which weights can have them, and what trains whole weights alone."""
+"""Check low-rank adapters: what they need, which weights can have one, and what does not train them."""
 
 from __future__ import annotations
 
@@ -11,82 +11,65 @@ from jaxdist.request.checks.mesh import fit
 from jaxdist.request.checks.registry import check, unused
 from jaxdist.units import remedy
 
-OF_ADAPTERS = ("model.lora_alpha", "model.lora_dropout", "model.lora_targets", "model.lora_base")
+OF_ADAPTERS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_base")
 """Knobs that only adapters use."""
 
 
-@check("model.family", "model.lora_rank", *OF_ADAPTERS)
+@check("model.family", "model.lora_rank", *(f"model.{name}" for name in OF_ADAPTERS))
 def _no_adapters(config: Config) -> Iterator[str]:
-    # Of models of images, all knobs of text are refused because of the family.
-    if config.model.lora_rank == 0 and not config.model.images:
+    model = config.model
+    because = "model.lora_rank 0"
+    if model.images:
+        because = f"model.family {model.family}"
+        yield from unused(config, "model.lora_rank", because)
+    if model.images or not model.lora_rank:
         for name in OF_ADAPTERS:
-            yield from unused(config, name, "model.lora_rank 0, which makes no adapters,")
-
-
-# Only a command that begins a run uses `run_dir`; the others load no weights, and plan or measure without them.
-@check("model.family", "model.lora_rank", "init_from", "run_dir")
-def _nothing_to_adapt(config: Config) -> Iterator[str]:
-    rank = config.model.lora_rank
-    if rank and config.init_from is None and not config.model.images:
-        yield (
-            f"model.lora_rank is {rank}, but there is no init_from: adapters are trained beside weights that stay as "
-            f"they are; "
-        ) + remedy("init_from to a folder of Hugging Face or to a run", "model.lora_rank to 0")
+            yield from unused(config, f"model.{name}", because)
 
 
 @check("model.family", "model.lora_rank", "model.lora_targets")
-def _missing_targets(config: Config) -> Iterator[str]:
+def _targets(config: Config) -> Iterator[str]:
     model = config.model
-    if not model.lora_rank or model.images:
+    if model.images or not model.lora_rank or not model.lora_targets:
         return
     possible = lora.targets_of(model)
-    missing = [target for target in lora.parse(model.lora_targets) if target not in possible]
-    if not model.lora_targets or not missing:
-        return
-    why = "whose experts get no adapters" if model.traits.routed else "which has no gate"
-    yield (
-        f"model.lora_targets names {', '.join(missing)}, but the model is of model.family {model.family}, {why}; "
-        f"choose among {', '.join(possible)}"
-    )
+    wrong = [target for target in lora.parse(model.lora_targets) if target not in possible]
+    if wrong:
+        why = "has experts in its place, which stay as they are" if model.traits.routed else "has no such weight"
+        yield (
+            f"model.lora_targets names {', '.join(wrong)}, but model.family {model.family} {why}; choose among "
+            f"{', '.join(possible)}"
+        )
 
 
-@check(
-    "model.family",
-    "model.lora_rank",
-    "model.lora_targets",
-    *(f"model.{size}" for size in ("embed", "heads", "head_dim", "kv_heads", "mlp")),
-)
+@check("model.lora_rank", "model.embed", "model.heads", "model.head_dim", "model.kv_heads", "model.family")
 def _rank(config: Config) -> Iterator[str]:
     model = config.model
-    # Other checks report heads that do not divide the width of the model.
-    if model.images or not lora.adapted(model) or model.head_size == 0:
+    if model.images or model.heads < 1 or model.embed < model.heads:
         return
-    target = min(lora.adapted(model), key=lambda target: min(lora.sides(model, target)))
-    rows, columns = lora.sides(model, target)
-    most = min(rows, columns)
-    if model.lora_rank > most:
+    if model.lora_rank > model.embed:
         yield (
-            f"model.lora_rank {model.lora_rank} is more than the rank that {target} itself can have, which is "
-            f"{rows:,} x {columns:,}; lower it to at most {most}, or leave {target} out of model.lora_targets"
+            f"model.lora_rank {model.lora_rank} is more than model.embed {model.embed}, the rank of any weight beside "
+            f"which an adapter could be; lower it to at most {model.embed}"
         )
 
 
 @check("model.lora_rank", "train.local_steps")
-def _local_steps(config: Config) -> Iterator[str]:
+def _adapters_in_local_steps(config: Config) -> Iterator[str]:
     rank = config.model.lora_rank
     local_steps = config.train.local_steps
     if rank and local_steps:
         yield (
-            f"train.local_steps is {local_steps}, but model.lora_rank is {rank}, and an outer step averages all "
-            f"weights of the replicas, also frozen ones; "
+            f"train.local_steps is {local_steps}, which hands replicas all parameters, and model.lora_rank {rank} "
+            f"freezes most of them; "
         ) + remedy("train.local_steps to 0", "model.lora_rank to 0")
 
 
 @fit("model.lora_rank", "pipeline.schedule")
-def _pipedream(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+def _adapters_in_pipedream(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     rank = config.model.lora_rank
     if rank and shape[PIPELINE] > 1 and config.pipeline.asynchronous:
         yield (
-            f"model.lora_rank is {rank}, but pipeline.schedule {config.pipeline.schedule} keeps several versions of "
-            f"all weights of a stage, also of frozen ones; "
+            f"pipeline.schedule is pipedream, which keeps old versions of all weights, and model.lora_rank {rank} "
+            f"freezes most of them; "
         ) + remedy("pipeline.schedule to 1f1b", "model.lora_rank to 0")

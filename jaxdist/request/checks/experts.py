@@ -93,10 +93,5 @@ def check_upcycling(model: ModelConfig, dense: ModelConfig, folder: Path) -> Non
         problems.append(
             f"the experts have a width of {model.expert_size}, {because}: set model.expert_mlp to {dense.mlp_size}"
         )
-    if model.lora_rank:
-        problems.append(
-            f"model.lora_rank is {model.lora_rank}, {because}: only experts that are trained become different; set it "
-            f"to 0"
-        )
     if problems:
         raise RequestError(*problems)

@@ -27,6 +27,7 @@ from jaxdist.models import build
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.request import to_toml
 from jaxdist.sharding import name_of
+from jaxdist.training.base_weights import BASE, base_for
 from jaxdist.training.checkpoint.base_arrays import base_arrays
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.stored_arrays import whole
@@ -96,9 +97,10 @@ def write_adapter_folder(config: Config, which: str, path: Path, dtype: str) -> 
     `dtype` is a `WeightDtype`; empty: float32. The base is not read.
     """
     dtype = dtype or "float32"
-    # PEFT loads the base itself, and knows no other form.
-    base = config.init_from if config.init_from and is_folder(config.init_from) else None
     with step_of(config, which) as (checkpoints, found), replacing_folder(path) as temporary:
+        # PEFT loads the base itself, and knows no other form.
+        named = Path(checkpoints.facts(found)[BASE]["path"])
+        base = named if is_folder(named) else None
         written = write_adapter(temporary, config.model, checkpoints.arrays(found, "params"), dtype, base)
     return {"path": str(path), "step": found.step, "dtype": dtype, **written}
 
@@ -110,11 +112,12 @@ def weights(config: Config, checkpoints: Checkpoints, found: Found) -> Iterator[
     if not config.model.lora_rank:
         yield arrays
         return
-    assert config.init_from, "a LoRA run has a base"
+    found_base = base_for(config, checkpoints.facts(found))
+    assert found_base
     dtypes = {
         name_of(path): np.dtype(leaf.dtype) for path, leaf in jax.tree.leaves_with_path(build(config.model).abstract)
     }
-    with base_arrays(config.init_from, config.model) as base:
+    with base_arrays(found_base.path, config.model) as base:
         yield merged(config.model, base, arrays, dtypes)
 
 

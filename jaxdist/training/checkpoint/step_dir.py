@@ -46,7 +46,7 @@ NUMBER = (int, float)
 RUN_FACTS: Mapping[str, Any] = {"steps": int, "data": str, "best": (*NUMBER, type(None)), "baseline": dict}
 """Types of the facts that a run relies on when it resumes, beside the `step`, which every saved step has."""
 
-OTHER_FACTS: Mapping[str, Any] = {"seed": int, "late": int, "mesh": str, "processes": int, "time": NUMBER}
+OTHER_FACTS: Mapping[str, Any] = {"seed": int, "late": int, "mesh": str, "processes": int, "time": NUMBER, "base": dict}
 """Types of the other facts, which older versions may not have written."""
 
 BASELINE: Mapping[str, Any] = {"nats": NUMBER, "name": str, "unit": str}

@@ -141,12 +141,14 @@ class Step:
         offload: bool = False,
         compression: Compression | None = None,
         replicas: int = 1,
+        saves_frozen: bool = True,
     ):
         """Join a model's forward pass with its optimizer; gradients are clipped to the global norm `max_norm` (0: not).
 
         `keep` keeps the weights in the compute dtype between steps, beside their f32 masters. `offload` lets the
         optimizer state, and such masters, rest in the host's memory. `compression` is how gradients cross
-        `replicas`, of which there are so many; None for exact sums.
+        `replicas`, of which there are so many; None for exact sums. `saves_frozen`: a checkpoint holds the frozen
+        parameters too, which otherwise come from where they came from.
         """
         self.forward = forward
         self.optimizer = optimizer
@@ -157,6 +159,7 @@ class Step:
         """The placements of the parameters that are trained."""
         self.compression = compression if replicas > 1 else None
         self.replicas = replicas
+        self.saves_frozen = saves_frozen
 
     def init(self, key: Key[Array, ""]) -> TrainState:
         """Return the state before the first step, laid out for the mesh."""
@@ -245,6 +248,8 @@ class Step:
         What `derived` can make again is left out.
         """
         state = state._replace(weights=None, in_flight=None)
+        if not self.saves_frozen:
+            state = state._replace(frozen={})
         if not self._folds:
             return state
         return self._unfolded(state)
