@@ -233,7 +233,7 @@ def export(config: Config, extras: Mapping[str, Any]) -> dict[str, Any]:
     if path.exists() and not extras["force"]:
         raise RequestError(f"--export '{path}' exists; name another file, or add --force to replace it")
     # This module imports jax.
-    from jaxdist.training.checkpoint.export import write_safetensors
+    from jaxdist.training.export import write_safetensors
 
     return write_safetensors(config, which, path)
 
@@ -247,7 +247,7 @@ def export_folder(config: Config, which: str, path: Path, dtype: str, force: boo
         )
     check_output_folder("--export", path, force, WRITTEN)
     # This module imports jax.
-    from jaxdist.training.checkpoint.export import write_folder
+    from jaxdist.training.export import write_folder
 
     run = RunFolder(config.folder)
     tokenizer = run.tokenizer_source if run.tokenizer.is_file() else None
@@ -258,7 +258,7 @@ def export_adapter(config: Config, which: str, path: Path, dtype: str, force: bo
     """Write the adapters of a step of a LoRA run as a folder that PEFT loads. Raises `RequestError`."""
     check_output_folder("--export", path, force, WRITTEN)
     # This module imports jax.
-    from jaxdist.training.checkpoint.export import write_adapter_folder
+    from jaxdist.training.export import write_adapter_folder
 
     return write_adapter_folder(config, which, Path(os.path.abspath(path)), dtype)
 

@@ -79,6 +79,20 @@ def trained(config: ModelConfig) -> Callable[[str], bool] | None:
     return is_adapter if config.lora_rank else None
 
 
+def parameters_per_layer(config: ModelConfig) -> int:
+    """Return the parameters of the adapters of a layer: r times the inputs and outputs of each adapted weight."""
+    queries = config.heads * config.head_size
+    keys = config.key_value_heads * config.head_size
+    ends = {
+        "q_proj": config.embed + queries,
+        "k_proj": config.embed + keys,
+        "v_proj": config.embed + keys,
+        "o_proj": queries + config.embed,
+        **dict.fromkeys(MLP, config.embed + config.mlp_size),
+    }
+    return config.lora_rank * sum(ends[target] for target in adapted(config))
+
+
 def is_adapter(path: str) -> bool:
     """Return whether the path to a parameter, such as "blocks.mlp.lora.up_proj.a", is that of an adapter."""
     return ADAPTERS in path.split(".")

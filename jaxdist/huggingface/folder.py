@@ -88,8 +88,18 @@ def open_config(path: Path) -> Folder:
         raise RequestError(f"'{path}' is not a folder; name a folder with {CONFIG} and *.safetensors")
     if not os.path.lexists(path / CONFIG):
         raise RequestError(f"'{path}' has no {CONFIG}, so it is not a folder of Hugging Face; name one that has it")
+    refuse_adapter(path)
     config = read_json(path / CONFIG)
     return Folder(path, config)
+
+
+def refuse_adapter(path: Path) -> None:
+    """Raise `RequestError` for a folder with adapters of PEFT, which are nothing without their base."""
+    if os.path.lexists(path / ADAPTER_CONFIG):
+        raise RequestError(
+            f"'{path}' holds adapters of PEFT ({ADAPTER_CONFIG}), which are not read; merge them into their base with "
+            f"PEFT's merge_and_unload, write that with save_pretrained, and name its folder"
+        )
 
 
 def open_folder(path: Path) -> Folder:

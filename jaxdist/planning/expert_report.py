@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from jaxdist import lora
 from jaxdist.config import Config, ModelConfig
 from jaxdist.mesh import EXPERT, micro_batches
 from jaxdist.models import Model, active_parameters, parameters
@@ -17,10 +18,17 @@ from jaxdist.units import size
 
 
 def model_size(config: ModelConfig, model: Model | Foreign) -> str:
-    """Return the number of parameters, and of a model with experts the number that a token goes through."""
-    text = f"{parameters(model):,} parameters"
+    """Return the number of parameters, those that a token goes through if not all, and those that are trained."""
+    count = parameters(model)
+    text = f"{count:,} parameters"
     if config.traits.routed and isinstance(model, Model):
         text += f", {active_parameters(model, config):,} of them active for a token"
+    if config.lora_rank:
+        adapters = config.layers * lora.parameters_per_layer(config)
+        text += (
+            f"; LoRA of rank {config.lora_rank} trains {adapters:,} of them ({adapters / count:.2%}), beside a base in "
+            f"{config.lora_base}"
+        )
     return text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxdist import lora
 from jaxdist.config import ModelConfig
 
 
@@ -9,10 +10,13 @@ def flops_per_token(model: ModelConfig) -> int:
     """Return the FLOPs to train on one token, forward and backward, without recomputation.
 
     They are 6 for every parameter that multiplies the token (PaLM, Chowdhery et al. 2022, appendix B), and three times
-    those of attention's forward pass. Of the experts, only those that a token chooses multiply it.
+    those of attention's forward pass. Of the experts, only those that a token chooses multiply it. Frozen parameters
+    have no gradient, and count 4 times.
     """
     matrices = model.layers * matrices_per_layer(model) + model.vocab * model.embed
-    return 6 * matrices + round(3 * model.layers * attention_flops_per_token(model))
+    adapters = model.layers * lora.parameters_per_layer(model)
+    of_matrix = 4 if model.lora_rank else 6
+    return of_matrix * matrices + 6 * adapters + round(3 * model.layers * attention_flops_per_token(model))
 
 
 def flops_of_padding(model: ModelConfig, padding: float) -> int:
@@ -36,7 +40,8 @@ def flops_formula(model: ModelConfig) -> str:
         matrices = (
             f"active matrix parameters (output table included, {model.experts_per_token} of {model.experts} experts)"
         )
-    return f"6 x {matrices} + 6 x layers x {tokens} x {width} ({kind})"
+    times = f"4 x frozen {matrices} + 6 x adapters" if model.lora_rank else f"6 x {matrices}"
+    return f"{times} + 6 x layers x {tokens} x {width} ({kind})"
 
 
 def has_window(model: ModelConfig) -> bool:

@@ -6,21 +6,26 @@ A checkpoint of such a run holds the adapters, and of the base its path and a di
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
 from jaxdist.cluster.consensus import agreed
-from jaxdist.config import Config, RequestError
+from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.files import checksum
 from jaxdist.huggingface.folder import is_folder, open_folder
+from jaxdist.huggingface.folder_arrays import folder_arrays
+from jaxdist.huggingface.readable import Readable
+from jaxdist.huggingface.reading import read_parameters
 from jaxdist.models import Params
-from jaxdist.training import pretrained
 from jaxdist.training.checkpoint.manager import BEST, Checkpoints, Found
-from jaxdist.training.run import Run
 from jaxdist.training.run_dir import checkpoint_of
+
+if TYPE_CHECKING:
+    from jaxdist.training.run import Run
 
 BASE = "base"
 """The fact of a checkpoint that names the base."""
@@ -81,11 +86,23 @@ def base_for(config: Config, facts: Mapping[str, Any] | None, moved: bool = Fals
 def read_base(run: Run, base: Base) -> Params:
     """Return the frozen parameters, as a checkpoint has them; call under `jax.set_mesh`."""
     if is_folder(base.path):
-        return pretrained.parameters(run, base.path)
+        return read_parameters(base.path, run.config.model, run.abstract_base())
     folder, which = checkpoint_of(base.path)
     with Checkpoints(folder.path, keep=None) as checkpoints:
         params, _ = checkpoints.restore_params(run.abstract_base(), {}, checkpoints.find(which))
     return params
+
+
+@contextmanager
+def base_arrays(base: Base, model: ModelConfig) -> Iterator[Mapping[str, Readable]]:
+    """Open the frozen parameters by name, unread, on one machine."""
+    if is_folder(base.path):
+        with folder_arrays(base.path, model) as arrays:
+            yield arrays
+        return
+    folder, which = checkpoint_of(base.path)
+    with Checkpoints(folder.path, keep=None) as checkpoints:
+        yield checkpoints.arrays(checkpoints.find(which), "params")
 
 
 def _digest_of_folder(path: Path) -> int:

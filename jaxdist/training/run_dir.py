@@ -26,7 +26,7 @@ from jaxdist import __version__
 from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.files import write_whole
 from jaxdist.huggingface import special_tokens
-from jaxdist.huggingface.folder import KEPT, SMALL_FILES, SOURCE, TOKENIZER, is_folder, open_folder
+from jaxdist.huggingface.folder import KEPT, SMALL_FILES, SOURCE, TOKENIZER, is_folder, open_folder, refuse_adapter
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.request import load, to_toml
@@ -332,6 +332,7 @@ def checkpoint_of(path: Path) -> tuple[RunFolder, str]:
     if run.config.is_file() and path.parent.name == "checkpoints":
         run.check_layout()
         return run, path.name
+    refuse_adapter(path)
     raise RequestError(
         f"init_from {path} is neither the folder of a run nor a checkpoint in one, nor a folder of Hugging Face with a "
         f"config.json; name such as runs/gpt_tiny, or runs/gpt_tiny/checkpoints/best"

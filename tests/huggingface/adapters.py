@@ -10,10 +10,12 @@ import numpy as np
 from jax.sharding import reshard
 from safetensors.numpy import load_file
 
+from jaxdist import lora
 from jaxdist.config import Config, ModelConfig
 from jaxdist.huggingface.reading import read_parameters
 from jaxdist.partial_trees import joined
 from jaxdist.request import to_toml
+from jaxdist.training.base_weights import base_of
 from jaxdist.training.run import Run
 from tests.huggingface.exported import GOLDEN, abstract, save
 from tests.huggingface.golden import config_of, expected
@@ -26,6 +28,9 @@ KNOBS = {
     "gpt2": dict(lora_rank=2),
 }
 """How a run asks for the adapters of each folder; where alpha is left out, it is twice the rank."""
+
+FACTS = dict(steps=1, data="", best=None, baseline=dict(nats=1.0, name="unigram", unit="token"))
+"""What each checkpoint says."""
 
 Halves = dict[str, np.ndarray]
 
@@ -85,10 +90,15 @@ def _gpt(model: ModelConfig, theirs: Halves, layer: int) -> Halves:
 
 
 def lora_run(name: str, run: Path, base: Path | None = None, **changed: object) -> Config:
-    """A LoRA run beside a golden folder, or beside `base`, that has saved the golden adapters."""
+    """A LoRA run beside a golden folder, or beside `base`, that has saved the golden adapters of its targets."""
+    base = base or GOLDEN / name
     config = config_of(name, **KNOBS[name] | changed)
-    save(run, adapters(name, config.model))
-    config = config.model_copy(update={"run_dir": run, "init_from": base or GOLDEN / name})
+    params = {}
+    for part, modules in adapters(name, config.model)["blocks"].items():
+        own = {target: pair for target, pair in modules["lora"].items() if target in lora.adapted(config.model)}
+        params |= {part: {"lora": own}} if own else {}
+    save(run, {"blocks": params}, **FACTS, base=base_of(base).fact())
+    config = config.model_copy(update={"run_dir": run, "init_from": base})
     (run / "config.toml").write_text(to_toml(config))
     return config
 

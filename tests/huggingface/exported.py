@@ -44,10 +44,10 @@ def abstract(model: ModelConfig) -> dict[str, Any]:
     return tree
 
 
-def save(run: Path, params: dict[str, Any], step: int = 1) -> None:
+def save(run: Path, params: dict[str, Any], step: int = 1, **facts: Any) -> None:
     count = jnp.int32(step)
     with Checkpoints(run, keep=1) as checkpoints:
-        checkpoints.save(step, TrainState(count, params, (), count, count, variables={}), {"step": step})
+        checkpoints.save(step, TrainState(count, params, (), count, count, variables={}), {"step": step, **facts})
 
 
 def stored(run: Path) -> dict[str, StoredArray]:

@@ -135,7 +135,7 @@ def test_an_export_that_fails_leaves_what_was_there(llama31, tmp_path, monkeypat
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jaxdist.training.checkpoint.export.write_whole", full)
+        patch.setattr("jaxdist.training.export.write_whole", full)
         with pytest.raises(OSError, match="no space left"):
             export(llama31, out, "--force")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before

@@ -18,7 +18,7 @@ PROGRAM = """
 import resource, sys
 import jax
 from jaxdist import checkpoints
-from jaxdist.training.checkpoint import export
+from jaxdist.training import export
 
 status = lambda name: next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
 run, out, limit = sys.argv[1:]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -12,8 +14,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from jaxdist import checkpoints
-from jaxdist.config import Config, RequestError
+from jaxdist import checkpoints, evaluate, train
+from jaxdist.config import RequestError
 from jaxdist.huggingface import folder_arrays
 from jaxdist.huggingface.folder_arrays import folder_arrays as opened
 from jaxdist.huggingface.readable import read
@@ -23,15 +25,13 @@ from jaxdist.sharding import name_of
 from tests.huggingface import by_transformers
 from tests.huggingface.adapters import (
     ADAPTERS,
-    KNOBS,
     NAMES,
     adapted_logits,
-    adapters,
     lora_run,
     of_peft,
     peft_logits,
 )
-from tests.huggingface.exported import GOLDEN, abstract, model_of, run_from, save, tensors
+from tests.huggingface.exported import GOLDEN, abstract, model_of, run_from, tensors
 from tests.huggingface.folders import changed
 from tests.huggingface.golden import config_of, logits
 
@@ -167,11 +167,7 @@ def test_the_base_may_be_another_run(merged, tmp_path):
 @pytest.mark.parametrize("targets", ["q_proj", "k_proj,v_proj"])
 def test_gpt2_with_adapters_of_some_of_queries_keys_and_values(targets, tmp_path):
     run = tmp_path / "run"
-    config = config_of("gpt2", lora_rank=2, lora_targets=targets)
-    kept = adapters("gpt2", config.model)["blocks"]["attention"]["lora"]
-    save(run, {"blocks": {"attention": {"lora": {name: kept[name] for name in targets.split(",")}}}})
-    config = config.model_copy(update={"run_dir": run, "init_from": GOLDEN / "gpt2"})
-    (run / "config.toml").write_text(to_toml(config))
+    lora_run("gpt2", run, lora_targets=targets)
     export(run, f"{tmp_path}/adapter/", "--adapter")
     export(run, f"{tmp_path}/merged/", "--dtype=float32")
     halves = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -226,14 +222,64 @@ def test_an_adapter_is_a_folder(runs, tmp_path):
 
 
 def test_adapters_of_another_model_are_refused_by_name(runs, tmp_path):
-    config = config_of("llama31", **KNOBS["llama31"] | dict(lora_rank=8, lora_targets="q_proj"))
-    save(tmp_path, adapters("llama31", config_of("llama31", **KNOBS["llama31"]).model))
-    (tmp_path / "config.toml").write_text(to_toml(Config(model=config.model, run_dir=tmp_path)))
+    config = lora_run("llama31", tmp_path)
+    model = config.model.model_copy(update={"lora_rank": 8, "lora_targets": "q_proj"})
+    (tmp_path / "config.toml").write_text(to_toml(config.model_copy(update={"model": model})))
     with pytest.raises(RequestError) as error:
         checkpoints.main([str(tmp_path), f"--export={tmp_path}.out/", "--adapter"])
     told = "\n".join(error.value.problems)
     assert "blocks.attention.lora.q_proj.a of shape (2, 64, 4), and the run's config.toml means (2, 64, 8)" in told
     assert "blocks.mlp.lora.up_proj.b of shape (2, 4, 1, 80), and the run's config.toml means None" in told
+
+
+def test_another_base_and_a_missing_one_are_refused(tmp_path):
+    source = changed("llama31", tmp_path / "source")
+    lora_run("llama31", tmp_path / "run", source)
+    weights = source / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for target in ("out/", "out.safetensors"):
+        problem = refused(tmp_path / "run", f"{tmp_path}/{target}")
+        assert f"the adapters were trained beside {source} of digest " in problem
+        assert f"but {source} has digest " in problem
+    weights.unlink()
+    (source / "config.json").unlink()
+    source.rmdir()
+    assert f"but there is nothing at {source}; put " in refused(tmp_path / "run", f"{tmp_path}/out/")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    # An adapter does not need it.
+    export(tmp_path / "run", f"{tmp_path}/out/", "--adapter")
+
+
+def test_adapters_of_peft_are_no_weights_to_begin_with(tmp_path):
+    problem = f"{ADAPTERS / 'llama31'}' holds adapters of PEFT (adapter_config.json), which are not read; merge them "
+    with pytest.raises(RequestError, match=re.escape(problem)):
+        train.main([f"--init-from={ADAPTERS / 'llama31'}", f"--run-dir={tmp_path / 'run'}"])
+    source = changed("llama31", tmp_path / "source")
+    shutil.copy(ADAPTERS / "llama31" / "adapter_config.json", source)
+    with pytest.raises(RequestError, match="holds adapters of PEFT"):
+        train.main([f"--init-from={source}", f"--run-dir={tmp_path / 'run'}"])
+
+
+@pytest.mark.slow
+def test_the_merged_folder_of_a_trained_run_has_its_validation_loss(tmp_path, capsys):
+    np.random.default_rng(0).integers(0, 90, 4000, np.uint16).tofile(tmp_path / "tokens.bin")
+    run = tmp_path / "run"
+    options = ["--train.steps=2", "--train.global-batch-size=8", "--model.sequence=16", "--validation.every=2"]
+    options += ["--optimizer.learning-rate=1e-1", "--optimizer.warmup=0", "--log.tensorboard=false"]
+    options += ["--model.lora-rank=2", "--mesh=1x4x1", "--precision=float32"]
+    data = f"--data.path={tmp_path}/tokens.bin"
+    assert train.main([f"--init-from={GOLDEN / 'llama31'}", f"--run-dir={run}", data, *options]) == 0
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (loss,) = [line["validation_loss"] for line in lines if "validation_loss" in line and line["step"] == 2]
+    export(run, f"{tmp_path}/out/", "--dtype=float32")
+    capsys.readouterr()
+    assert evaluate.main([f"{tmp_path}/out", data, "--model.sequence=16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(loss, rel=1e-5)
+    base = tensors(GOLDEN / "llama31")
+    for name, numbers in tensors(tmp_path / "out").items():
+        assert (np.abs(numbers - base[name].astype(np.float32)).max() > 1e-3) == ("_proj" in name), name
 
 
 @pytest.mark.slow

@@ -83,6 +83,23 @@ def test_the_loss_of_a_folder_is_that_of_the_run_that_begins_with_it(model, caps
     assert capsys.readouterr().out == text
 
 
+@pytest.mark.slow
+def test_a_folder_is_judged_by_a_file_or_by_questions_and_nothing_else(model, capsys):
+    before = contents(model)
+    Path("q.jsonl").write_text('{"context": "the cat", "choices": [" sat", " mat"], "label": 0}\n')
+    assert evaluate.main(["model", "--data.validation-path=text.txt", "--json"]) == 0
+    of_file = json.loads(capsys.readouterr().out)
+    assert (of_file["step"], of_file["bytes"]) == (None, Path("text.txt").stat().st_size)
+    assert evaluate.main(["model", "--choices=q.jsonl"]) == 0
+    assert capsys.readouterr().out.startswith("weights of model  acc ")
+    assert contents(model) == before
+    Path("model/tokenizer.json").unlink()
+    with pytest.raises(RequestError, match=r"'model' has no tokenizer to read questions with; give its --data"):
+        evaluate.main(["model", "--choices=q.jsonl"])
+    with pytest.raises(RequestError, match=r"'text.txt' is text, and no tokenizer is there to read it with; give its"):
+        evaluate.main(["model", "--data.validation-path=text.txt"])
+
+
 def test_a_run_keeps_what_it_needs_of_the_folder(model):
     keep_files(model, Path("run"))
     names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -163,7 +163,7 @@ def test_export_replaces_a_file_only_when_told_to_and_whole(finished, tmp_path, 
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jaxdist.training.checkpoint.export.write_file", half)
+        patch.setattr("jaxdist.training.export.write_file", half)
         with pytest.raises(OSError, match="no space left"):
             checkpoints.main([str(finished), f"--export={path}", "--force"])
     assert (path.read_text(), [one.name for one in tmp_path.iterdir()]) == ("mine", [path.name])

@@ -16,14 +16,19 @@ from jaxdist.huggingface.special_tokens import special_tokens_of
 from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.sharding import Layout
 from jaxdist.training.run import Run
-from jaxdist.training.scoring import log_probabilities, row_length, rows_per_batch
+from jaxdist.training.scoring import SHORTEST, log_probabilities, row_length, rows_per_batch
 from tests.tiers import exhaustive
 
 QUESTIONS = Path(__file__).parents[1] / "data" / "questions.jsonl"
 SEQUENCE = 64
 GPT = dict(layers=2, embed=32, heads=4, vocab=401, sequence=SEQUENCE)
 LLAMA = GPT | dict(family="llama", kv_heads=2, window=8)
-MOE = GPT | dict(family="moe", experts=4, experts_per_token=2, expert_mlp=32)
+MODELS = {
+    "gpt": GPT,
+    "llama": LLAMA,
+    "long llama": LLAMA | dict(sequence=2 * SHORTEST),
+    "moe": GPT | dict(family="moe", experts=4, experts_per_token=2, expert_mlp=32),
+}
 
 
 @cache
@@ -32,11 +37,11 @@ def questions():
 
 
 @cache
-def rows() -> Rows:
+def rows(sequence: int) -> Rows:
     texts = [question.context + choice for question in questions() for choice in question.choices]
     documents = ((False, Document(text, True)) for text in texts)
     tokenizer = Tokenizer.from_str(train_tokenizer(documents, 1, 400))
-    return rows_of(questions(), tokenizer, special_tokens_of(tokenizer), SEQUENCE)
+    return rows_of(questions(), tokenizer, special_tokens_of(tokenizer), sequence)
 
 
 def run_on(mesh: str, model: dict, **knobs) -> Run:
@@ -54,18 +59,19 @@ def weights_of(run: Run):
 def on(mesh: str, model: dict, **knobs) -> np.ndarray:
     run = run_on(mesh, model, **knobs)
     with jax.set_mesh(run.mesh):
-        return log_probabilities(run, weights_of(run), rows())
+        return log_probabilities(run, weights_of(run), rows(model["sequence"]))
 
 
 @cache
 def plain(family: str) -> np.ndarray:
     """The sums of the log probabilities of the labels, in float64, from the logits of one row at a time."""
-    run = run_on("1x1x1", {"gpt": GPT, "llama": LLAMA, "moe": MOE}[family])
+    run = run_on("1x1x1", MODELS[family])
     found = []
     with jax.set_mesh(run.mesh):
         weights = run.forward.weights(weights_of(run))
         logits_of = jax.jit(run.forward.logits)
-        for tokens, labels in zip(rows().tokens, rows().labels, strict=True):
+        of_all = rows(SEQUENCE)
+        for tokens, labels in zip(of_all.tokens, of_all.labels, strict=True):
             logits = np.asarray(logits_of(weights, tokens[None])[0], np.float64)
             logits -= logits.max(-1, keepdims=True)
             log = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -97,6 +103,7 @@ def answers(log_probabilities: np.ndarray) -> tuple[float, float]:
             [
                 ("2x2x2", "llama", dict(parallel=dict(zero=2))),
                 ("1x2x1", "llama", dict(parallel=dict(zero=1))),
+                ("data=1,model=1,pipeline=2,context=2", "long llama", {}),  # its rows are half as long
                 ("data=1,model=1,pipeline=1,context=2", "llama", dict(parallel=dict(context="ulysses"))),
                 ("data=1,model=2,pipeline=1,expert=2", "moe", {}),
             ]
@@ -104,11 +111,11 @@ def answers(log_probabilities: np.ndarray) -> tuple[float, float]:
     ],
 )
 def test_scores_are_those_of_a_plain_scorer(mesh, family, knobs):
-    model = {"gpt": GPT, "llama": LLAMA, "moe": MOE}[family]
-    found = on(mesh, model, **knobs)
-    np.testing.assert_allclose(found, plain(family), rtol=2e-6)
+    found = on(mesh, MODELS[family], **knobs)
+    wanted = plain(family.removeprefix("long "))
+    np.testing.assert_allclose(found, wanted, rtol=2e-6)
     score = scored(questions(), found)
-    assert (score.acc, score.acc_norm) == pytest.approx(answers(plain(family)))
+    assert (score.acc, score.acc_norm) == pytest.approx(answers(wanted))
     assert score.acc != score.acc_norm
 
 

@@ -249,8 +249,9 @@ Number = TypeVar("Number", float, np.ndarray)
 
 
 def head_flops(m: ModelConfig, tokens: Number) -> Number:
-    """Return the FLOPs of the matmul with the output table: forward, and backward for both of its operands."""
-    return 3 * 2 * tokens * m.vocab * m.embed
+    """Return the FLOPs of the matmul with the output table: forward, and backward for its operands that are trained."""
+    passes = 2 if m.lora_rank else 3
+    return passes * 2 * tokens * m.vocab * m.embed
 
 
 def router_seconds(config: Config, cluster: Cluster, tokens: Numbers) -> Numbers:

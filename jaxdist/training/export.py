@@ -27,8 +27,7 @@ from jaxdist.models import build
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.request import to_toml
 from jaxdist.sharding import name_of
-from jaxdist.training.base_weights import BASE, base_for
-from jaxdist.training.checkpoint.base_arrays import base_arrays
+from jaxdist.training.base_weights import BASE, base_arrays, base_for
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.stored_arrays import whole
 
@@ -112,13 +111,13 @@ def weights(config: Config, checkpoints: Checkpoints, found: Found) -> Iterator[
     if not config.model.lora_rank:
         yield arrays
         return
-    found_base = base_for(config, checkpoints.facts(found))
-    assert found_base
+    base = base_for(config, checkpoints.facts(found))
+    assert base
     dtypes = {
         name_of(path): np.dtype(leaf.dtype) for path, leaf in jax.tree.leaves_with_path(build(config.model).abstract)
     }
-    with base_arrays(found_base.path, config.model) as base:
-        yield merged(config.model, base, arrays, dtypes)
+    with base_arrays(base, config.model) as frozen:
+        yield merged(config.model, frozen, arrays, dtypes)
 
 
 def _without_adapters(config: Config) -> Config:
