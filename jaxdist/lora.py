@@ -54,21 +54,6 @@ def adapted(config: ModelConfig) -> tuple[str, ...]:
     return tuple(target for target in parse(config.lora_targets) if target in targets_of(config))
 
 
-def sides(config: ModelConfig, target: str) -> tuple[int, int]:
-    """Return the rows and columns of the matrix that `target` is: what it multiplies, and what it makes."""
-    queries = config.heads * config.head_size
-    keys = config.key_value_heads * config.head_size
-    return {
-        "q_proj": (config.embed, queries),
-        "k_proj": (config.embed, keys),
-        "v_proj": (config.embed, keys),
-        "o_proj": (queries, config.embed),
-        "gate_proj": (config.embed, config.mlp_size),
-        "up_proj": (config.embed, config.mlp_size),
-        "down_proj": (config.mlp_size, config.embed),
-    }[target]
-
-
 def scale(config: ModelConfig) -> float:
     """Return alpha / r, by which an adapter's product is multiplied (section 4.1)."""
     return (config.lora_alpha or 2 * config.lora_rank) / config.lora_rank
