@@ -54,10 +54,10 @@ from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import Memory
-from jaxdist.planning.parameter_layout import compute_width
+from jaxdist.planning.parameter_layout import compute_width, placed
 from jaxdist.planning.pipeline_traffic import BETWEEN_REPLICAS, SECOND_FACTORS
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
-from jaxdist.planning.predicted_collectives import ALL_TO_ALL, PERMUTE, Transfer
+from jaxdist.planning.predicted_collectives import ALL_TO_ALL, F32, PERMUTE, Transfer
 from jaxdist.planning.search import changed_loss
 from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, attention_seconds, ring_seconds, tokens_at_once
 from jaxdist.planning.search.products import layer_products, matmul_rate
@@ -228,8 +228,11 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
             exposed_seconds[axis] *= pipe.schedule.micro_batches * pipe.schedule.virtual / pipe.ticks("F")
     exposed_seconds[DATA] += float(exposed(overlapping, lockstep, cluster))
 
+    learned = held.parameters
+    if config.model.lora_rank:
+        learned = sum(F32 * p.held for p in placed(config, model, layout) if p.trained)
     # The third term is the gradients, which are as large as the parameters.
-    updated = UPDATE * (held.parameters + held.optimizer) + held.parameters + held.copy
+    updated = UPDATE * (learned + held.optimizer) + learned + held.copy
     parts = {
         "arithmetic": work,
         "waiting": lockstep - work,

@@ -123,7 +123,8 @@ class Screen(Sizes):
             # What all replicas have in common: the weights, and the momentum of the outer step.
             of_replicas = of_replicas + F32 * self.at_rest * (1 + (self.config.optimizer.outer_momentum > 0))
         of_replicas = np.where(self.columns[REPLICA] > 1, of_replicas, 0)
-        return F32 * self.held * (1 + MOMENTS[self.config.optimizer.name]) + copy + of_replicas
+        each = F32 * self.held * (1 + MOMENTS[self.config.optimizer.name])
+        return self.trained * (each + copy + of_replicas) + self.frozen_bytes
 
     def _gradients_and_weights(self) -> Column:
         """Return the bytes of gradients, sums included, and of weights that are cast or gathered for use."""
@@ -131,7 +132,7 @@ class Screen(Sizes):
         width = self.width
         precision = self.config.precision
         alone = self.columns["micro"] == 1
-        flat = step_bytes.gradients(zero, width, self.elements, alone)
+        flat = self.trained * step_bytes.gradients(zero, width, self.elements, alone)
         flat = flat + step_bytes.weights(zero, width, self.elements, precision)
 
         layers = self.layers_held * self.layer
@@ -140,7 +141,7 @@ class Screen(Sizes):
         rest = self._sharded(self.embeddings, np.zeros_like(self.embeddings))
         tables = self.embeddings
         shared = Elements(rest / self.replica_shards, rest, use=tables, layer=0, outside=tables)
-        staged = step_bytes.pipeline_gradients(zero, width, of_layers, shared)
+        staged = self.trained * step_bytes.pipeline_gradients(zero, width, of_layers, shared)
         staged = staged + step_bytes.pipeline_weights(
             zero, width, of_layers, shared, self.columns["virtual"], precision
         )
@@ -193,12 +194,12 @@ class Screen(Sizes):
 
     def _gradients_after_loss(self) -> Column:
         """Return the bytes of gradients that do not exist yet during the loss: the backward pass makes them."""
-        later = step_bytes.gradients_of_layers(self.columns["zero"], self.width, self.elements)
+        later = self.trained * step_bytes.gradients_of_layers(self.columns["zero"], self.width, self.elements)
         return np.where(self.staged, 0, later)
 
     def _bytes_updated(self) -> Column:
         """Return the bytes that the optimizer reads and writes."""
-        return F32 * self.held * (2 * (1 + MOMENTS[self.config.optimizer.name]) + 1)
+        return self.trained * F32 * self.held * (2 * (1 + MOMENTS[self.config.optimizer.name]) + 1)
 
     # Time, in seconds of a step.
 
@@ -329,15 +330,17 @@ class Screen(Sizes):
         # ZeRO 3 gathers weights forward and backward; ZeRO 1 and 2 gather them once per step.
         gathers = np.where(zero == 3, 2 * reduces, zero > 0)
         calls = np.where(zero >= 2, self.layers_held, 1)
+        # Of each number of a parameter; frozen ones have no gradient.
+        of_gradient = F32 * self.trained
 
         def moved(elements: Column, axes: tuple[str, ...]) -> Column:
             ranks = np.prod([c[axis] for axis in axes], axis=0)
 
-            def all_calls(kind: str, width: int) -> Column:
+            def all_calls(kind: str, width: float) -> Column:
                 return calls * self._seconds_over(axes, kind, width * elements / calls, ranks)
 
-            sharded = reduces * all_calls(REDUCE_SCATTER, F32) + gathers * all_calls(ALL_GATHER, self.width)
-            return np.where(zero > 0, sharded, all_calls(ALL_REDUCE, F32))
+            sharded = reduces * all_calls(REDUCE_SCATTER, of_gradient) + gathers * all_calls(ALL_GATHER, self.width)
+            return np.where(zero > 0, sharded, all_calls(ALL_REDUCE, of_gradient))
 
         # The devices along `expert` have other experts of every layer, and all else in common.
         total = moved(self.beside_experts, ZERO_AXES)
@@ -355,6 +358,7 @@ class Screen(Sizes):
     def _crossing_seconds(self) -> Column:
         """Return the seconds in which the shards of gradients, and of weights, cross the replicas once."""
         replicas = self.columns[REPLICA]
+        of_gradient = F32 * self.trained
 
         def call(kind: str, width: Numbers) -> Column:
             return self._seconds_over((REPLICA,), kind, width * self.crossing, replicas)
@@ -373,9 +377,9 @@ class Screen(Sizes):
                 return coded + call(ALL_GATHER, replicas * 2 * PLACED * parallel.compression_density)
             return coded
         if self.alike and parallel.replica_zero:
-            shared = call(REDUCE_SCATTER, F32) + call(ALL_GATHER, self.width)
-            return np.where(self.columns["zero"] > 0, shared, call(ALL_REDUCE, F32))
-        return call(ALL_REDUCE, F32)
+            shared = call(REDUCE_SCATTER, of_gradient) + call(ALL_GATHER, self.width)
+            return np.where(self.columns["zero"] > 0, shared, call(ALL_REDUCE, of_gradient))
+        return call(ALL_REDUCE, of_gradient)
 
     def _seconds_over(self, axes: tuple[str, ...], kind: str, size: Numbers, ranks: Column) -> Column:
         """Return the seconds of a collective over these axes, among `ranks` of them at most."""

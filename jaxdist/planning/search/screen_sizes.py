@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxdist import lora
 from jaxdist.config import Config
 from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA
-from jaxdist.models import Model
+from jaxdist.models import Model, parameters
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.parameter_layout import compute_width
@@ -138,6 +140,20 @@ class Sizes:
     def crossing(self) -> Column:
         """The elements of all parameters that cross the replicas, which are shards at stage 0 too."""
         return self.beside_experts / self.shards + self.experts / self.shards_of_experts
+
+    @cached_property
+    def trained(self) -> float:
+        """The part of the parameters that are trained, which are spread as the frozen ones are."""
+        model = self.config.model
+        if not model.lora_rank:
+            return 1.0
+        return model.layers * lora.parameters_per_layer(model) / parameters(self.model)
+
+    @property
+    def frozen_bytes(self) -> Column:
+        """The bytes of the frozen parameters between steps."""
+        each = np.dtype(jnp.dtype(self.config.model.lora_base)).itemsize
+        return each * (1 - self.trained) * self.held
 
     @cached_property
     def rows(self) -> Column:
