@@ -81,7 +81,7 @@ def generate(request: Request, texts: Sequence[str] | None, job: Job) -> None:
     from jaxdist.huggingface.chat_template import read_chat_template
     from jaxdist.huggingface.given_tokenizer import largest_id
     from jaxdist.training.continuation import Ending
-    from jaxdist.training.decoding import Choice, Decoding
+    from jaxdist.training.decoding import Choice, Decoding, check_fits
     from jaxdist.training.generation import Prompter, Writer
     from jaxdist.training.restore import restore, tokenizer_of
 
@@ -95,7 +95,8 @@ def generate(request: Request, texts: Sequence[str] | None, job: Job) -> None:
     # Before the weights are read, which takes longer.
     prompts = [prompter.of_text(text) for text in texts or []]
 
-    trained = restore(config, extras["checkpoint"], batch=False)
+    rows = max(1, len(prompts) * extras["samples"])
+    trained = restore(config, extras["checkpoint"], batch=False, check=partial(check_fits, rows=rows))
     choice = Choice(extras["temperature"], extras["top_k"], extras["top_p"], largest_id(tokenizer) + 1)
     writer = Writer(Decoding(trained.run, trained.params), choice, extras["seed"], partial(job.note, STEPPING))
     if texts is None:

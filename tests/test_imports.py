@@ -41,7 +41,7 @@ FORBIDDEN = {
     "units": ["jaxdist", "jax", "numpy"],
     "context": ["jaxdist.!config,mesh", "jax", "flax", "numpy"],
     "sharding": ["jaxdist.!config,mesh,context"],
-    "request": ["jaxdist.!config,values,exit_codes,files,mesh,context,request,data,huggingface,streams,units"],
+    "request": ["jaxdist.!config,values,lora,exit_codes,files,mesh,context,request,data,huggingface,streams,units"],
     "parallel": ["jaxdist.models", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
     "models": [
         "jaxdist.parallel.zero",

@@ -25,7 +25,7 @@ from jaxdist.training.prompts import lay_out
 from jaxdist.training.run import Run
 from jaxdist.training.sampling import Choice
 
-__all__ = ["Choice", "Decoding", "Drawn", "continued"]
+__all__ = ["Choice", "Decoding", "Drawn", "check_fits", "continued"]
 
 
 Made = tuple[Cache, Float[Array, "B V"], Int[Array, " B"]]
@@ -96,7 +96,7 @@ class Decoding:
 
         Raises `RequestError` as `draw` does, before anything is compiled.
         """
-        self.check_fits(len(prompts))
+        check_fits(self.run, len(prompts))
         laid_out = lay_out(prompts, self.run.layout.ranks, self.sequence)
         with jax.set_mesh(self.run.mesh):
             return Drawn(*self.prefill(choice, self.weights, key, *laid_out), laid_out.lengths)
@@ -115,14 +115,6 @@ class Decoding:
     def cache_bytes(self, rows: int) -> int:
         """Return the bytes of the cache on each device, for so many prompts."""
         return cache_memory.cache_bytes(self.run.config, self.run.layout, rows)
-
-    def check_fits(self, rows: int) -> None:
-        """Raise `RequestError` where a device cannot hold weights and the cache of so many prompts."""
-        run = self.run
-        assert isinstance(run.model, Model)
-        problem = cache_memory.problem(run.config, run.model, run.layout, rows, run.capacity)
-        if problem:
-            raise RequestError(problem)
 
     @cached_property
     def prefill(self) -> Callable[..., Made]:
@@ -168,6 +160,14 @@ class Decoding:
         # Whole on every device, and without the rows that the mesh adds, so that all draw the same token.
         whole = reshard(logits, self.run.layout.spec((None, None)))[:, : self.run.config.model.vocab]
         return choice(key, number, whole.astype(jnp.float32))
+
+
+def check_fits(run: Run, rows: int) -> None:
+    """Raise `RequestError` where a device cannot hold the weights of `run` and the cache of so many prompts."""
+    assert isinstance(run.model, Model)
+    problem = cache_memory.problem(run.config, run.model, run.layout, rows, run.capacity)
+    if problem:
+        raise RequestError(problem)
 
 
 def continued(

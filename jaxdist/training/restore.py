@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,17 +35,21 @@ class Trained(NamedTuple):
     """Fingerprint of the data that they were trained on; None where nobody knows it."""
 
 
-def restore(config: Config, which: str, batch: bool = True) -> Trained:
+def restore(
+    config: Config, which: str, batch: bool = True, check: Callable[[Run], object] = lambda run: None
+) -> Trained:
     """Return the parameters of step `which` ("latest", "best" or a number) of the run in `config.run_dir`.
 
-    They are the weights themselves where that is a folder of Hugging Face, which has no steps.
+    They are the weights themselves where that is a folder of Hugging Face, which has no steps. `check` gets the run
+    before any weight is read.
     """
     if is_folder(config.folder):
-        return _pretrained(config, which, batch)
+        return _pretrained(config, which, batch, check)
     RunFolder(config.folder).check_layout()
     # The optimizer state, which may rest in the host's memory, is not read.
     without_offload = config.parallel.model_copy(update={"offload": "none"})
     run = Run(config.model_copy(update={"parallel": without_offload}), batch=batch)
+    check(run)
     with jax.set_mesh(run.mesh), Checkpoints(config.folder, keep=None) as checkpoints:
         found = checkpoints.find(which)
         for note in checkpoints.notes:
@@ -81,11 +86,12 @@ def given_tokenizer(config: Config) -> GivenTokenizer | None:
     return read_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
 
 
-def _pretrained(config: Config, which: str, batch: bool) -> Trained:
+def _pretrained(config: Config, which: str, batch: bool, check: Callable[[Run], object]) -> Trained:
     """Return the parameters of the folder of Hugging Face at `config.run_dir`."""
     if which != LATEST:
         raise RequestError(f"'{config.folder}' is a folder of Hugging Face, without steps; leave --checkpoint out")
     run = Run(config, batch=batch)
+    check(run)
     with jax.set_mesh(run.mesh):
         params = run.step.folded(pretrained.parameters(run, config.folder))
         return Trained(run, None, params, {}, None)

@@ -6,7 +6,7 @@ import pytest
 
 from jaxdist.config import RequestError
 from jaxdist.planning.cache_memory import cache_bytes, weight_bytes
-from jaxdist.training.decoding import Choice, Decoding
+from jaxdist.training.decoding import Choice, Decoding, check_fits
 from jaxdist.training.run import Run
 from tests.tiers import thinned
 from tests.training.decoding import (
@@ -59,7 +59,7 @@ def test_cached_tokens_and_logits_are_those_of_whole_passes(alone):
             ("llama", "2x1x1", {"train": {"local_steps": 2}}),
             ("llama", "1x1x2", {"pipeline": {"schedule": "pipedream"}}),
         ],
-        4,
+        12,
     ),
     ids=str,
 )
@@ -84,6 +84,12 @@ def test_the_bytes_of_a_cache_are_those_of_the_papers_formula(alone):
     assert own_bytes(alone.start(PROMPTS[:3], GREEDY, jax.random.key(0)).cache) == alone.cache_bytes(3)
 
 
+def test_the_rows_that_make_a_batch_divide_have_a_cache():
+    run = Run(config_of("llama", "8x1x1"), dry=True, batch=False)
+    whole = Run(config_of("llama"), dry=True, batch=False)
+    assert cache_bytes(run.config, run.layout, 9) == 2 * cache_bytes(whole.config, whole.layout, 1)
+
+
 def test_devices_share_a_cache():
     """Rows over data, slots over context, heads over model until each device has one, layers over stages."""
     config = config_of("llama")
@@ -102,6 +108,15 @@ def test_there_is_one_program_for_each_bucket_and_one_for_steps():
         assert len(list(decoding.draw(prompts, GREEDY, seed=0))) == SEQUENCE - len(prompts[0])
     assert decoding.prefill._cache_size() == 2  # of 16 and of 24 tokens
     assert decoding.extend._cache_size() == 1
+
+
+def test_a_step_writes_into_the_cache_that_it_gets(alone):
+    """There is never a second one."""
+    key = jax.random.key(0)
+    drawn = alone.start(PROMPTS, GREEDY, key)
+    with jax.set_mesh(alone.run.mesh):
+        step = alone.extend.lower(GREEDY, alone.weights, drawn.cache, drawn.tokens, drawn.lengths, key, np.int32(1))
+    assert step.compile().memory_analysis().alias_size_in_bytes == own_bytes(drawn.cache)
 
 
 def test_a_row_ends_where_the_sequence_does(alone):
@@ -154,7 +169,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_anything_is_compiled(monkey
     decoding = decoding_of("llama")
     needed = decoding.cache_bytes(2) + own_bytes(decoding.weights)
     monkeypatch.setattr(Run, "capacity", needed)
-    decoding.check_fits(2)
+    check_fits(decoding.run, 2)
     with pytest.raises(RequestError, match=r"cache of 3 row\(s\) of model.sequence 24 takes .* KiB on each device"):
         decoding.start(PROMPTS[:3], GREEDY, jax.random.key(0))
     assert decoding.prefill._cache_size() == 0

@@ -106,7 +106,8 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
             yield f"verify      {verification(first, base, name)}"
         else:
             yield f"verify      not possible: explain compiles for whole hosts of {compiled_for.per_host} {cluster.gpu}"
-    yield f"run         {run_time(plan)}"
+    if not plan.config.model.lora_rank:
+        yield f"run         {run_time(plan)}"
 
 
 def _sites(plan: Plan) -> str:
