@@ -258,7 +258,7 @@ def head_flops(m: ModelConfig, tokens: Number) -> Number:
 
 
 def router_seconds(config: Config, cluster: Cluster, tokens: Numbers) -> Numbers:
-    """Return the seconds of a router's matmul: of the forward pass, and of either half of the backward pass.
+    """Return the seconds of a router's matmul: of the forward pass, and of a half of the backward pass.
 
     It is in f32 in any precision, which the matrix units of a GPU do not compute.
     """
@@ -308,7 +308,12 @@ def layer_times(
     moved = PASSES * (saved * seconds_per_value + dispatched)
     router = router_seconds(config, cluster, tokens)
     of_products = layer_products(sizes, tokens, parts, cluster.gpu, expert_parts)
-    products, inputs, weights = (flops / rate + router for flops in of_products)
+    products, inputs, weights = (flops / rate for flops in of_products)
+    products = products + router
+    inputs = inputs + router
+    # A frozen router has no gradient.
+    if not sizes.lora_rank:
+        weights = weights + router
     attention = attention_seconds(config, cluster, tokens, parts, ring)
     forward = products + attention + moved
     recomputed = np.where(recomputes_all, forward, np.where(recomputes_attention, attention + moved, 0.0))
