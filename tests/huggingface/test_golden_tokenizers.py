@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from jaxdist.huggingface.chat_template import read_chat_template
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
-from jaxdist.training.continuation import Continuation, Ending
+from jaxdist.training.continuation import INCOMPLETE, Continuation, Ending
 from jaxdist.training.generation import Prompter
 from tests.data.files import lines, open_
 
@@ -95,11 +95,25 @@ def test_the_texts_that_are_shown_are_together_the_text_of_all_tokens(name, leng
         ids = entry["no_bos"]
         text = Continuation(tokenizer, ids[:length], ENDING)
         shown = [text.add(token) for token in ids[length:]]
-        if tokenizer.decode(ids[:length]).endswith("\N{REPLACEMENT CHARACTER}"):
+        if tokenizer.decode(ids[:length]).endswith(INCOMPLETE):
             continue
         assert tokenizer.decode(ids[:length]) + "".join(shown) == entry["decoded"]
-        assert not any("\N{REPLACEMENT CHARACTER}" in one for one in shown)
+        assert not any(INCOMPLETE in one for one in shown)
         assert text.text == "".join(shown)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_that_ends_within_a_character_says_so(name):
+    """All characters before it are shown, and a replacement character for it."""
+    tokenizer = Tokenizer.from_file(str(GOLDEN / name / "tokenizer.json"))
+    entry = expected(name)["texts"][4]
+    ids = entry["no_bos"]
+    for count in range(1, len(ids)):
+        text = Continuation(tokenizer, (), Ending(tokens=count, sequence=1000))
+        for token in ids[:count]:
+            text.add(token)
+        assert entry["decoded"].startswith(text.text.rstrip(INCOMPLETE))
+        assert text.text.endswith(INCOMPLETE) == tokenizer.decode(ids[:count]).endswith(INCOMPLETE)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -189,6 +189,7 @@ def in_float64(row: Row) -> cases.Outcome:
         return trained(row, **options)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "row",
     [

@@ -9,13 +9,16 @@ from jaxdist.training.continuation import SEQUENCE, STOP_TEXT, STOP_TOKEN, TOKEN
 
 LETTERS = "abcd."
 EOS = len(LETTERS)
+SYLLABLE = EOS + 1
+"""The token `cab`."""
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """Every letter is a token."""
+    """Every letter is a token, and one syllable."""
     tokenizer = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(LETTERS)}))
     tokenizer.add_special_tokens(["</s>"])
+    tokenizer.add_tokens(["cab"])
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
 
@@ -60,10 +63,10 @@ def test_what_may_begin_a_stop_text_is_held_back_until_it_does_not(tokenizer):
 
 def test_what_was_held_back_is_shown_at_the_end(tokenizer):
     for options in (dict(tokens=3), dict(sequence=3)):
-        text, shown = grown(tokenizer, "cab", stop=["abd"], **options)
+        text, shown = grown(tokenizer, "cab", stop=["abc"], **options)
         assert shown == ["c", "", "ab"]
         assert text.text == "cab"
-    text, shown = grown(tokenizer, "cab$", stop=["abd"])
+    text, shown = grown(tokenizer, "cab$", stop=["abc"])
     assert shown == ["c", "", "", "ab"]
 
 
@@ -71,11 +74,25 @@ def test_the_first_of_the_stop_texts_ends_the_text(tokenizer):
     """Not the one that was named first, and not the longer one."""
     text, _ = grown(tokenizer, "dabc", stop=["abc", "b"])
     assert text.text == "da"
+    text = Continuation(tokenizer, (), Ending(100, 200, stop_texts=("b", "a")))
+    assert text.add(SYLLABLE) == "c"
 
 
 def test_a_stop_text_in_the_prompt_ends_nothing(tokenizer):
     text, _ = grown(tokenizer, "bab", prompt=[0], stop=["ab"])
     assert (text.text, text.ended) == ("b", STOP_TEXT)
+
+
+def test_the_work_of_a_token_does_not_grow_with_the_text(tokenizer):
+    decoded = []
+
+    class Counting:
+        def decode(self, ids):
+            decoded.append(len(ids))
+            return tokenizer.decode(ids)
+
+    grown(Counting(), "abcd" * 20, prompt=[0])
+    assert max(decoded) == 2
 
 
 def test_nothing_is_added_to_a_text_that_has_ended(tokenizer):
