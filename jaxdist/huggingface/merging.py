@@ -12,10 +12,10 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxdist import lora
-from jaxdist.config import ModelConfig, RequestError
+from jaxdist.config import ModelConfig
 from jaxdist.huggingface.adapter_pairs import PairPlace, pairs_of
 from jaxdist.huggingface.parts import Span
-from jaxdist.huggingface.readable import Block, Readable, Region, read, spans_of
+from jaxdist.huggingface.readable import Block, Readable, Region, check_shapes, read, spans_of
 
 
 def merged(
@@ -40,16 +40,7 @@ def check_adapters(model: ModelConfig, adapters: Mapping[str, Readable]) -> None
     expected: dict[str, tuple[int, ...]] = {}
     for pair in pairs_of(model):
         expected |= pair.shapes(model)
-    problems = []
-    for name in sorted({*expected, *adapters}):
-        there = adapters[name].shape if name in adapters else None
-        if there != expected.get(name):
-            problems.append(
-                f"the checkpoint has {name} of shape {there}, and the run's config.toml means {expected.get(name)}; "
-                f"use the [model] section that the run was trained with"
-            )
-    if problems:
-        raise RequestError(*problems)
+    check_shapes(adapters, expected)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +64,7 @@ class MergedArray:
         spans = [(span.start, span.stop) for span in spans_of(region, self.shape)]
         products = [product for pair in self.pairs if (product := self._product(pair, spans))]
         for place, numbers in self.base.blocks(region):
-            held = numbers.astype(self.dtype).astype(np.float32)
+            held = np.array(numbers.astype(self.dtype, copy=False), np.float32)
             for product in products:
                 product.add_to(held, place)
             yield place, held

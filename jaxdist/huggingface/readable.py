@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 from jaxtyping import Shaped
+
+from jaxdist.config import RequestError
 
 Region = tuple[slice, ...]
 """A part of an array, as it is indexed: a slice for each dim, with step 1."""
@@ -43,3 +45,17 @@ def read(array: Readable, region: Region) -> Shaped[np.ndarray, "..."]:
         numbers[place] = block
     assert numbers is not None, "an empty region"
     return numbers
+
+
+def check_shapes(arrays: Mapping[str, Readable], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `RequestError` with a sentence for each array that is not among those expected, or has another shape."""
+    problems = []
+    for name in sorted({*expected, *arrays}):
+        there = arrays[name].shape if name in arrays else None
+        if there != expected.get(name):
+            problems.append(
+                f"the checkpoint has {name} of shape {there}, and the run's config.toml means {expected.get(name)}; "
+                f"use the [model] section that the run was trained with"
+            )
+    if problems:
+        raise RequestError(*problems)

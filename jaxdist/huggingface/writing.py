@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +19,7 @@ from jaxdist.files import write_whole
 from jaxdist.huggingface.families import Leaf, Place, family_of, sizes_of
 from jaxdist.huggingface.folder import INDEX, SINGLE
 from jaxdist.huggingface.parts import PlacedPiece, placed, shape_of
-from jaxdist.huggingface.readable import Readable, Region
+from jaxdist.huggingface.readable import Readable, Region, check_shapes
 from jaxdist.huggingface.safetensors_file import Tensor, write_file
 
 SHARD_BYTES = 5 * 10**9
@@ -100,7 +99,8 @@ class Exporter:
         self._arrays = arrays
         self._dtype = dtype
         self._sources = {source.name: source for source in _sources(model)}
-        _check_shapes(model, arrays)
+        sizes = sizes_of(model)
+        check_shapes(arrays, {leaf.path: shape_of(leaf, sizes) for leaf in family_of(model).leaves})
         _check_zeros(model, arrays)
 
     def tensors(self) -> list[Tensor]:
@@ -142,22 +142,6 @@ def _sources(model: ModelConfig) -> Iterator[Source]:
     sources = [Source(leaf, piece, place) for leaf, piece in pieces for place in leaf.places(sizes)]
     # Sorting keeps the order of equals. Those beside the layers have an empty place, which is the lowest.
     yield from sorted(sources, key=lambda source: source.place[:1])
-
-
-def _check_shapes(model: ModelConfig, arrays: Mapping[str, Readable]) -> None:
-    """Raise `RequestError` with a sentence for each array that is not a parameter of `model`, or has another shape."""
-    sizes = sizes_of(model)
-    expected: dict[str, Any] = {leaf.path: shape_of(leaf, sizes) for leaf in family_of(model).leaves}
-    problems = []
-    for name in sorted({*expected, *arrays}):
-        there = arrays[name].shape if name in arrays else None
-        if there != expected.get(name):
-            problems.append(
-                f"the checkpoint has {name} of shape {there}, and the run's config.toml means {expected.get(name)}; "
-                f"use the [model] section that the run was trained with"
-            )
-    if problems:
-        raise RequestError(*problems)
 
 
 def _check_zeros(model: ModelConfig, arrays: Mapping[str, Readable]) -> None:

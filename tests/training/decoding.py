@@ -11,6 +11,7 @@ import numpy as np
 from jaxdist import models
 from jaxdist.config import Config
 from jaxdist.mesh import devices_asked, parse_mesh
+from jaxdist.partial_trees import joined
 from jaxdist.training.decoding import Choice, Decoding
 from jaxdist.training.run import Run
 
@@ -23,6 +24,7 @@ FAMILIES = {
     "gpt": {"family": "gpt", "layers": 5},
     "llama": {"family": "llama", "kv_heads": 2},
     "window": {"family": "llama", "kv_heads": 4, "window": 5},
+    "lora": {"family": "llama", "kv_heads": 2, "lora_rank": 2, "lora_dropout": 0.5},
     "moe": {"family": "moe", "kv_heads": 2, "experts": 4, "mlp": 16},
 }
 
@@ -50,7 +52,10 @@ def decoding_of(family: str, mesh: str = "1x1x1", **more: object) -> Decoding:
     config = config_of(family, mesh, **more)
     run = Run(config, devices=jax.devices()[: devices_asked(parse_mesh(mesh))], batch=False)
     with jax.set_mesh(run.mesh):
-        shardings = jax.tree.map(lambda a: a.sharding, run.abstract_logical().params)
+        abstract = run.abstract_logical().params
+        if run.config.model.lora_rank:
+            abstract = joined(run.abstract_base(), abstract)
+        shardings = jax.tree.map(lambda a: a.sharding, abstract)
         params = run.step.folded(jax.device_put(weights(family), shardings))
     return Decoding(run, params)
 

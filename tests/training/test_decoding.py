@@ -56,6 +56,8 @@ def test_cached_tokens_and_logits_are_those_of_whole_passes(alone):
             ("llama", "replica=2,context=2", {"parallel": {"zero": 3, "replica_zero": True}}),
             ("window", "context=2,model=2", {"parallel": {"context": "ring", "sequence": True}}),
             ("window", "1x1x2", {}),
+            ("lora", "1x8x1", {}),
+            ("lora", "2x1x2", {"parallel": {"zero": 3}}),
             ("llama", "2x1x1", {"train": {"local_steps": 2}}),
             ("llama", "1x1x2", {"pipeline": {"schedule": "pipedream"}}),
         ],

@@ -106,7 +106,9 @@ class Played(trainer.Trainer):
         self.steps, self.folder, self.first, self.validated = 12, folder, first, []
         self.config = Config(validation=dict(every=every), train=dict(steps=12))
         self.local_steps = 0
-        self.run = SimpleNamespace(validate=self._loss)
+        step = SimpleNamespace(whole=lambda state: state.params)
+        self.run = SimpleNamespace(validate=self._loss, step=step)
+        self.samples = None
         self.job = SimpleNamespace(stop=SimpleNamespace(due=lambda: False, here=lambda: stopped), note=lambda *_: None)
         self.save_policy = SimpleNamespace(due=lambda steps: False, save_if_best=lambda step, state, loss: None)
         self.log = SimpleNamespace(metrics=lambda values: self.validated.append(values["step"]))
