@@ -8,6 +8,7 @@ from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.models import build
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.expert_report import model_size
+from jaxdist.planning.search import text
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import estimate, layer_times
 from jaxdist.planning.search.plan import search
@@ -84,6 +85,9 @@ def test_a_step_without_gradients_of_frozen_weights_takes_less_than_a_whole_one(
     few, every = (estimate(config, build(config.model), CLUSTER) for config in (adapted, whole))
     assert 4 / 6 < few.parts["arithmetic"] / every.parts["arithmetic"] < 0.85
     assert few.parts["optimizer"] < 0.01 * every.parts["optimizer"]
+    # Only adapters need weights to begin with.
+    assert text.command(few, llama(), "llama31_8b").startswith("python -m jaxdist.train llama31_8b --init-from BASE --")
+    assert "--init-from" not in text.command(every, llama(), "llama31_8b")
 
 
 def test_a_frozen_router_and_frozen_experts_have_no_gradients():
