@@ -4,12 +4,14 @@ from functools import cache
 
 import pytest
 
-from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
 from jaxdist.explain import explain
+from jaxdist.mesh import parse_mesh
 from jaxdist.planning import target
 from jaxdist.planning.parameter_layout import placed
 from jaxdist.planning.report import PACKED, Report
 from tests.communication.arithmetic import product_flops
+from tests.tiers import exhaustive
 
 pytestmark = [
     pytest.mark.slow,
@@ -18,7 +20,7 @@ pytestmark = [
 
 MODEL = ModelConfig(
     family="llama",
-    layers=3,
+    layers=4,
     embed=128,
     heads=8,
     kv_heads=2,
@@ -32,21 +34,39 @@ MODEL = ModelConfig(
 
 
 @cache
-def report() -> Report:
-    """Of ZeRO 3 on eight devices, in bfloat16."""
-    train = TrainConfig(global_batch_size=256)
-    return explain(Config(mesh="8x1x1", model=MODEL, parallel=ParallelConfig(zero=3), train=train), "h100")
+def report(mesh: str, accumulation: int = 1, remat: str = "none", targets: str = "", **parallel) -> Report:
+    """In bfloat16, at ZeRO 3 by default; a pipeline runs 1F1B."""
+    model = MODEL.model_copy(update={"remat": remat, "lora_targets": targets})
+    train = TrainConfig(global_batch_size=256, accumulation=accumulation)
+    pipe = PipelineConfig(schedule="1f1b", microbatches=4) if parse_mesh(mesh)["pipeline"] > 1 else PipelineConfig()
+    sharded = ParallelConfig(**{"zero": 3} | parallel)
+    return explain(Config(mesh=mesh, model=model, parallel=sharded, train=train, pipeline=pipe), "h100")
 
 
-def test_bytes_of_collectives_and_of_arguments_are_predicted():
-    found = report()
+@pytest.mark.parametrize(
+    ("mesh", "of"),
+    [
+        ("8x1x1", dict()),
+        *exhaustive(
+            [
+                ("2x4x1", dict(accumulation=4, remat="block", sequence=True)),
+                ("2x2x1", dict(targets="o_proj,down_proj", zero=1, sequence=True)),
+                ("2x2x2", dict(remat="stage", zero=1, sequence=True)),
+                ("2x1x2", dict(remat="stage")),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_bytes_of_collectives_and_of_arguments_are_predicted(mesh, of):
+    found = report(mesh, **of)
     assert found.differences == []
     assert found.program.argument_bytes == found.memory.arguments
 
 
 def test_only_gradients_of_adapters_are_reduced():
     """In f32, each once; of frozen weights nothing moves but the weights themselves, in bfloat16."""
-    found = report()
+    found = report("8x1x1")
     parameters = placed(found.config, found.model, found.layout)
     adapters = sum(p.elements for p in parameters if ".lora." in p.name)
     gathered = sum((2 if p.stacked else 1) * p.elements for p in parameters)
@@ -59,7 +79,7 @@ def test_matmuls_are_those_of_values_of_their_inputs_gradients_and_of_adapters()
 
     An adapter takes two more for its own gradient, and its first half two more to multiply again in the backward pass.
     """
-    found = report()
+    found = report("8x1x1")
     tokens = found.config.train.global_batch_size * MODEL.sequence // 8
     expected = 0
     for p in placed(found.config, found.model, found.layout):

@@ -74,6 +74,7 @@ FURTHER = [
     Row("moe", "data=2,expert=2,model=2", 3, 2, True, "block"),
     Row("llama", "context=2,model=2,pipeline=2", 3, 4, True, "dots", "1f1b"),
 ]
+"""What `product` does not have."""
 
 EVERY = Row(
     model=("llama", "dropout", "some", "moe"),

@@ -4,10 +4,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxdist import generate
 from jaxdist.config import RequestError
 from jaxdist.planning.cache_memory import cache_bytes, weight_bytes
 from jaxdist.training.decoding import Choice, Decoding, check_fits
 from jaxdist.training.run import Run
+from tests.huggingface.golden import GOLDEN
 from tests.tiers import thinned
 from tests.training.decoding import (
     GREEDY,
@@ -175,6 +177,13 @@ def test_a_cache_that_does_not_fit_is_refused_before_anything_is_compiled(monkey
     with pytest.raises(RequestError, match=r"cache of 3 row\(s\) of model.sequence 24 takes .* KiB on each device"):
         decoding.start(PROMPTS[:3], GREEDY, jax.random.key(0))
     assert decoding.prefill._cache_size() == 0
+
+
+def test_generate_refuses_it_before_it_reads_weights(monkeypatch):
+    monkeypatch.setattr(Run, "capacity", 1000.0)
+    monkeypatch.setattr("jaxdist.training.pretrained.parameters", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(RequestError, match=r"cache of 3 row\(s\) of model.sequence 32 takes"):
+        generate.main([str(GOLDEN / "llama31"), "--samples=3", "--model.sequence=32"])
 
 
 @pytest.mark.parametrize(
