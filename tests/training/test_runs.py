@@ -212,7 +212,7 @@ def test_loss_that_is_not_finite_stops_the_run_after_n(run, tmp_path, capsys):
 def test_predicted_and_measured_memory_are_told(run, monkeypatch, capsys):
     """As on a GPU, which knows its peak; and on a device that is about to be too small, what to change."""
     monkeypatch.setattr("jaxdist.training.meter.peak_bytes", lambda device: 3 * 2**20)
-    monkeypatch.setattr("jaxdist.training.summary.capacity", lambda device: 2**17)
+    monkeypatch.setattr("jaxdist.cluster.runtime.capacity", lambda device: 2**17)
     run("told", "--mesh=2x1x1")
     said = capsys.readouterr().err
     (warning,) = re.findall(r"warning +(.*)", said)
