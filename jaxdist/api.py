@@ -157,9 +157,13 @@ class Parallel:
         self._evaluate = jax.jit(step.evaluate)
 
     def __repr__(self) -> str:
-        """Return the mesh, the ZeRO stage, the number of parameters, and those that no dim lets ZeRO split."""
-        count = sum(a.size for a in jax.tree.leaves(self.model.abstract))
-        text = f"{count:,} parameters on {describe(self.mesh.shape)}, ZeRO {self._step.forward.stage}"
+        """Return the number of parameters, those that are trained, the mesh, ZeRO's stage, and what it cannot split."""
+        sizes = [a.size for a in jax.tree.leaves(self.model.abstract)]
+        places = jax.tree.leaves(self._step.forward.places)
+        count = sum(sizes)
+        learned = sum(size for size, place in zip(sizes, places, strict=True) if place.trained)
+        frozen = f" ({learned:,} of them trained)" if learned < count else ""
+        text = f"{count:,} parameters{frozen} on {describe(self.mesh.shape)}, ZeRO {self._step.forward.stage}"
         return f"{text}; {self._note}" if self._note else text
 
     def init(self, seed: int) -> TrainState:

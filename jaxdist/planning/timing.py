@@ -15,15 +15,20 @@ def flops_per_token(model: ModelConfig) -> int:
     """
     matrices = model.layers * matrices_per_layer(model) + model.vocab * model.embed
     adapters = model.layers * lora.parameters_per_layer(model)
-    of_matrix = 4 if model.lora_rank else 6
-    return of_matrix * matrices + 6 * adapters + round(3 * model.layers * attention_flops_per_token(model))
+    attention = round(3 * model.layers * attention_flops_per_token(model))
+    return flops_per_parameter(model) * matrices + 6 * adapters + attention
 
 
 def flops_of_padding(model: ModelConfig, padding: float) -> int:
     """Return the FLOPs to train on one token that experts spend on padding: they compute `padding` rows for one."""
     arrays = 3 if model.traits.gated else 2
     chosen = model.layers * arrays * model.embed * model.expert_size * model.experts_per_token
-    return round(6 * chosen * (padding - 1))
+    return round(flops_per_parameter(model) * chosen * (padding - 1))
+
+
+def flops_per_parameter(model: ModelConfig) -> int:
+    """Return the FLOPs of a token with each parameter of a matrix: 2 forward, 2 for the input, 2 for a gradient."""
+    return 4 if model.lora_rank else 6
 
 
 def flops_formula(model: ModelConfig) -> str:

@@ -236,6 +236,14 @@ def test_parts_of_a_staged_module_learn_what_they_do_on_one_device(part, mesh, o
     assert all(map(PARTS[part], named(wanted.gradient)))
 
 
+def test_what_is_printed_tells_how_many_parameters_are_trained():
+    on_mesh = made(wrt=first_layer)
+    sizes = {name: leaf.size for name, leaf in named(on_mesh.model.abstract).items()}
+    trained = sum(size for name, size in sizes.items() if first_layer(name))
+    assert repr(on_mesh).startswith(f"{sum(sizes.values()):,} parameters ({trained} of them trained) on data=4")
+    assert "trained" not in repr(made())
+
+
 @pytest.mark.parametrize(
     ("wrt", "told"),
     [

@@ -1,5 +1,6 @@
 """The planner and adapters beside frozen weights: fewer GPUs, and less arithmetic than training everything."""
 
+import numpy as np
 import pytest
 
 from jaxdist import lora
@@ -7,8 +8,13 @@ from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.models import build
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.expert_report import model_size
+from jaxdist.planning.search import text
+from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
+from jaxdist.planning.search.estimate import estimate, layer_times
 from jaxdist.planning.search.plan import search
-from jaxdist.planning.timing import flops_per_token
+from jaxdist.planning.search.products import matmul_rate
+from jaxdist.planning.search.screen import Screen
+from jaxdist.planning.timing import flops_of_padding, flops_per_token
 from jaxdist.request import load
 from jaxdist.sharding import named
 
@@ -43,6 +49,7 @@ def test_a_frozen_parameter_costs_4_flops_and_a_trained_one_6():
     )
 
 
+@pytest.mark.slow
 def test_llama_8b_fits_one_gpu_and_a_step_takes_two_thirds_of_the_time():
     (alone, *_) = search(llama(**ADAPTED), 1, CLUSTER).fitting
     assert alone.fits
@@ -51,3 +58,43 @@ def test_llama_8b_fits_one_gpu_and_a_step_takes_two_thirds_of_the_time():
     (adapted, *_) = search(llama(**ADAPTED), 8, CLUSTER).fitting
     (whole, *_) = search(llama(), 8, CLUSTER).fitting
     assert 0.6 < adapted.seconds / whole.seconds < 0.75
+
+
+@pytest.mark.parametrize(("precision", "base"), [("bfloat16", "bfloat16"), ("mixed", "float32")])
+def test_the_first_look_at_frozen_weights_is_near_the_prediction(precision, base):
+    """Rows are so short that most of the bytes are those of weights, with or without a copy that is cast."""
+    sizes = {"model.layers": "4", "model.sequence": "256", "model.lora_rank": "16", "model.lora_base": base}
+    config = load("llama31_8b", {"precision": precision, "train.global_batch_size": "8", **sizes})
+    columns = candidates(config, meshes(config, 8))
+    columns = {name: column[::100] for name, column in columns.items()}
+    model = build(config.model)
+    rows = [row_of(columns, number) for number in range(len(columns["zero"]))]
+    exact = [estimate(candidate_config(config, row), model, CLUSTER) for row in rows]
+    screen = Screen(config, model, CLUSTER, columns)
+    memory = screen.memory() / np.array([one.memory.total for one in exact])
+    seconds = screen.seconds() / np.array([one.seconds for one in exact])
+    assert memory.min() > 0.8
+    assert memory.max() < 1.15
+    assert 0.9 < np.median(seconds) < 1.1
+
+
+def test_a_step_without_gradients_of_frozen_weights_takes_less_than_a_whole_one():
+    """More than two of three products, because attention and what the adapters add stay; an update of little."""
+    one = {"mesh": "1x1x1", "precision": "bfloat16", "train.global_batch_size": "4"}
+    adapted, whole = (llama(**one, **more) for more in (ADAPTED, {}))
+    few, every = (estimate(config, build(config.model), CLUSTER) for config in (adapted, whole))
+    assert 4 / 6 < few.parts["arithmetic"] / every.parts["arithmetic"] < 0.85
+    assert few.parts["optimizer"] < 0.01 * every.parts["optimizer"]
+    # Only adapters need weights to begin with.
+    assert text.command(few, llama(), "llama31_8b").startswith("python -m jaxdist.train llama31_8b --init-from BASE --")
+    assert "--init-from" not in text.command(every, llama(), "llama31_8b")
+
+
+def test_a_frozen_router_and_frozen_experts_have_no_gradients():
+    whole = load("mixtral_8x7b", {"precision": "bfloat16", "mesh": "1x1x1", "train.global_batch_size": "1"})
+    adapted = whole.model_copy(update={"model": whole.model.model_copy(update={"lora_rank": 16})})
+    assert flops_of_padding(adapted.model, 1.5) / flops_of_padding(whole.model, 1.5) == pytest.approx(4 / 6)
+    times = dict(tokens=4096, parts=1, saved=0, stashed=0, recomputes_attention=False, recomputes_all=False)
+    *_, of_weights = layer_times(adapted, CLUSTER, **times)
+    adapters = 2 * 4096 * lora.parameters_per_layer(adapted.model)
+    assert of_weights == pytest.approx(adapters / matmul_rate(adapted, CLUSTER))

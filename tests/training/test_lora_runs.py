@@ -162,7 +162,7 @@ def test_the_base_stays_the_step_that_it_was(beside, tmp_path):
     config = Config(init_from=base, model=ModelConfig(lora_rank=2))
     facts = {"base": base_of(base).fact()}
     write_step(base, 4)
-    assert base_for(config, facts, moved=True).path == base / "checkpoints" / "2"
+    assert base_for(config, facts, resumes=True).path == base / "checkpoints" / "2"
     other = config.model_copy(update={"init_from": base / "checkpoints" / "4"})
     with pytest.raises(RequestError, match=r"checkpoints/4 has digest"):
         base_for(other, facts, moved=True)

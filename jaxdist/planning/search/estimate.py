@@ -258,7 +258,7 @@ def head_flops(m: ModelConfig, tokens: Number) -> Number:
 
 
 def router_seconds(config: Config, cluster: Cluster, tokens: Numbers) -> Numbers:
-    """Return the seconds of a router's matmul: of the forward pass, and of either half of the backward pass.
+    """Return the seconds of a router's matmul: of the forward pass, and of a half of the backward pass.
 
     It is in f32 in any precision, which the matrix units of a GPU do not compute.
     """
@@ -305,16 +305,24 @@ def layer_times(
     rate = matmul_rate(config, cluster)
     seconds_per_value = compute_width(config) * tokens / cluster.bandwidth
     dispatched = moved_by_dispatch(sizes, tokens, parts, expert_parts) * compute_width(config) / cluster.bandwidth
-    moved = PASSES * (saved * seconds_per_value + dispatched)
+    kept = PASSES * saved * seconds_per_value
+    moved = kept + PASSES * dispatched
     router = router_seconds(config, cluster, tokens)
     of_products = layer_products(sizes, tokens, parts, cluster.gpu, expert_parts)
-    products, inputs, weights = (flops / rate + router for flops in of_products)
+    products, inputs, weights = (flops / rate for flops in of_products)
+    products = products + router
+    inputs = inputs + router
+    # A frozen router and frozen experts have no gradients.
+    if sizes.lora_rank:
+        weights = weights + kept
+    else:
+        weights = weights + router + moved
     attention = attention_seconds(config, cluster, tokens, parts, ring)
     forward = products + attention + moved
     recomputed = np.where(recomputes_all, forward, np.where(recomputes_attention, attention + moved, 0.0))
     # B writes what W reads.
     stash = stashed * seconds_per_value
-    return forward, inputs + ATTENTION_BACKWARD * attention + moved + recomputed + stash, weights + moved + stash
+    return forward, inputs + ATTENTION_BACKWARD * attention + moved + recomputed + stash, weights + stash
 
 
 def stage_times(

@@ -130,7 +130,10 @@ class Screen(Sizes):
         """Return the bytes of gradients, sums included, and of weights that are cast or gathered for use."""
         zero = self.columns["zero"]
         width = self.width
-        precision = self.config.precision
+        precision: str = self.config.precision
+        if self.config.model.lora_rank:
+            # Frozen weights, which are nearly all, lie in the compute dtype, or are cast in each step.
+            precision = "float32" if self.bytes_of_frozen == width else "bfloat16"
         alone = self.columns["micro"] == 1
         flat = self.trained * step_bytes.gradients(zero, width, self.elements, alone)
         flat = flat + step_bytes.weights(zero, width, self.elements, precision)
@@ -358,29 +361,31 @@ class Screen(Sizes):
     def _crossing_seconds(self) -> Column:
         """Return the seconds in which the shards of gradients, and of weights, cross the replicas once."""
         replicas = self.columns[REPLICA]
-        of_gradient = F32 * self.trained
 
         def call(kind: str, width: Numbers) -> Column:
             return self._seconds_over((REPLICA,), kind, width * self.crossing, replicas)
+
+        def of_gradients(kind: str, width: Numbers) -> Column:
+            # Frozen parameters have none.
+            return call(kind, self.trained * width)
 
         parallel = self.config.parallel
         rule = parallel.gradient_compression
         if rule == "powersgd":
             # Two factors of rank r in the place of a matrix, which is taken to be square.
             side = np.sqrt(self.layer / 12)
-            return call(ALL_REDUCE, of_gradient) * np.minimum(1, 2 * parallel.compression_rank / side)
+            return of_gradients(ALL_REDUCE, F32) * np.minimum(1, 2 * parallel.compression_rank / side)
         if self.compressed:
-            width = self.trained * (2 if rule == "bfloat16" else 1)
-            two_shots = call(ALL_TO_ALL, width) + call(ALL_GATHER, width)
-            coded = np.where(replicas == 2, call(ALL_REDUCE, width), two_shots)
+            width = 2 if rule == "bfloat16" else 1
+            two_shots = of_gradients(ALL_TO_ALL, width) + of_gradients(ALL_GATHER, width)
+            coded = np.where(replicas == 2, of_gradients(ALL_REDUCE, width), two_shots)
             if rule == "topk-int8":
-                density = self.trained * parallel.compression_density
-                return coded + call(ALL_GATHER, replicas * 2 * PLACED * density)
+                return coded + of_gradients(ALL_GATHER, replicas * 2 * PLACED * parallel.compression_density)
             return coded
         if self.alike and parallel.replica_zero:
-            shared = call(REDUCE_SCATTER, of_gradient) + call(ALL_GATHER, self.width)
-            return np.where(self.columns["zero"] > 0, shared, call(ALL_REDUCE, of_gradient))
-        return call(ALL_REDUCE, of_gradient)
+            shared = of_gradients(REDUCE_SCATTER, F32) + call(ALL_GATHER, self.width)
+            return np.where(self.columns["zero"] > 0, shared, of_gradients(ALL_REDUCE, F32))
+        return of_gradients(ALL_REDUCE, F32)
 
     def _seconds_over(self, axes: tuple[str, ...], kind: str, size: Numbers, ranks: Column) -> Column:
         """Return the seconds of a collective over these axes, among `ranks` of them at most."""

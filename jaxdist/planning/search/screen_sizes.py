@@ -150,10 +150,14 @@ class Sizes:
         return model.layers * lora.parameters_per_layer(model) / parameters(self.model)
 
     @property
+    def bytes_of_frozen(self) -> int:
+        """The bytes of each number of a frozen parameter between steps."""
+        return jnp.dtype(self.config.model.lora_base).itemsize
+
+    @property
     def frozen_bytes(self) -> Column:
         """The bytes of the frozen parameters between steps."""
-        each = np.dtype(jnp.dtype(self.config.model.lora_base)).itemsize
-        return each * (1 - self.trained) * self.held
+        return self.bytes_of_frozen * (1 - self.trained) * self.held
 
     @cached_property
     def rows(self) -> Column:

@@ -235,8 +235,10 @@ def changes(candidate: Estimate, base: Config) -> dict[str, str]:
 
 
 def command(candidate: Estimate, base: Config, name: str) -> str:
-    """Return the command that trains the candidate."""
-    return f"python -m jaxdist.train {quote(name)} {_options(candidate, base)}"
+    """Return the command that trains the candidate; for adapters, BASE stands for weights that were not named."""
+    config = candidate.config
+    begins = " --init-from BASE" if config.model.lora_rank and config.init_from is None else ""
+    return f"python -m jaxdist.train {quote(name)}{begins} {_options(candidate, base)}"
 
 
 def verification(candidate: Estimate, base: Config, name: str) -> str:

@@ -56,5 +56,7 @@ def unused(config: Config, name: str, because: str) -> Iterator[str]:
 
 
 def _written(value: object) -> str:
-    """Return a value as a user writes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """Return a value as a user writes it, or `empty`."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) or "empty"
