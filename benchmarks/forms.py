@@ -75,7 +75,7 @@ FORMS: dict[str, list[tuple[object, str, Callable]]] = {
     "cross-entropy": [(decoder, "cross_entropy", plain_loss)],
     "norms": unwrapped("_layer_norm", "_rms_norm"),
     "MLP": [
-        not_recomputing("_contract"),
+        not_recomputing("row"),
         (layers, "gelu", lambda x: jax.nn.gelu(x, approximate=True)),
     ],
     "rotary positions": [(layers, "rotary", plain_rotary)],

@@ -336,11 +336,11 @@ class MLP(nnx.Module):
         def activated(h: jax.Array, bias: jax.Array) -> jax.Array:
             return gelu(h + spread(bias, h))
 
-        out = _contract(self.layout, activated, (h, self.up_bias[...]), self.down[...], self.lora, keys)
+        out = row(self.layout, activated, (h, self.up_bias[...]), self.down[...], self.lora, keys)
         return out + spread(self.down_bias[...], out)
 
 
-def _contract(
+def row(
     layout: Layout,
     activated: Callable[..., jax.Array],
     of: Sequence[jax.Array],
@@ -348,9 +348,10 @@ def _contract(
     adapters: Adapters | None,
     keys: Key[Array, " B"] | None,
 ) -> jax.Array:
-    """Return activated(*of) down, with what `adapters` add.
+    """Multiply `activated(*of)` by a weight whose rows are split, back onto the residual stream (row-parallel).
 
     Of the arrays of width F only those of `of` are kept. The matmul itself is not recomputed: nothing needs its result.
+    `adapters` add to it; `keys` are those of their dropout.
     """
 
     @recomputed
@@ -387,4 +388,4 @@ class SwiGLU(nnx.Module):
         def gated(h: jax.Array) -> jax.Array:
             return jax.nn.silu(h[:, :, 0]) * h[:, :, 1]
 
-        return _contract(self.layout, gated, (h,), self.down[...], self.lora, keys)
+        return row(self.layout, gated, (h,), self.down[...], self.lora, keys)
