@@ -27,6 +27,7 @@ READING = "reading data"
 COMPILING = "compiling"
 STEPPING = "stepping"
 VALIDATING = "validating"
+SAMPLING = "writing samples"
 SAVING = "saving"
 WAITING = "waiting for data"
 ENDING = "ending"
@@ -34,7 +35,7 @@ AWAITING = "waiting for process 0, which reads the data first"
 IDLE = "waiting for other processes, which measure without this one"
 LISTENING = "waiting for the next line of a conversation"
 
-PHASES = (STARTING, AWAITING, READING, COMPILING, STEPPING, VALIDATING, SAVING, WAITING, ENDING)
+PHASES = (STARTING, AWAITING, READING, COMPILING, STEPPING, VALIDATING, SAMPLING, SAVING, WAITING, ENDING)
 """The phases in the order in which a step passes them; the data that are waited for are those of the next step."""
 
 LEAST_INTERVAL = 5.0

@@ -54,7 +54,8 @@ def base_of(init_from: Path) -> Base:
     run, which = checkpoint_of(path)
     with Checkpoints(run.path, keep=None) as checkpoints:
         found = checkpoints.find(which)
-    name = BEST if which == BEST else str(found.step)
+    # One stands in for the other where that is damaged.
+    name = BEST if found.store.step_dir.folder.name == BEST else str(found.step)
     # The latest step of a run changes as it goes on.
     path = Path(os.path.abspath(run.path)) / "checkpoints" / name
     return Base(path, _hexadecimal(agreed(lambda: _digest_of_step(found))))
@@ -105,7 +106,7 @@ def _where(recorded: Path, named: Path, resumes: bool) -> Path:
     """Return where to look for the base: it was `recorded` there, and `init_from` is `named` now."""
     if resumes:
         # A run is named as a whole, and its latest step is another after it has gone on.
-        return recorded if recorded.is_relative_to(named) else named
+        return recorded if recorded.parent == named / "checkpoints" else named
     moved = agreed(lambda: int(named.exists() and not recorded.exists()))
     return named if moved else recorded
 

@@ -13,7 +13,17 @@ import jax
 
 from jaxdist.cluster import xla_options
 from jaxdist.cluster.consensus import check_alike, from_leader, leader, leader_first
-from jaxdist.cluster.heartbeat import AWAITING, COMPILING, READING, SAVING, STARTING, STEPPING, VALIDATING, WAITING
+from jaxdist.cluster.heartbeat import (
+    AWAITING,
+    COMPILING,
+    READING,
+    SAMPLING,
+    SAVING,
+    STARTING,
+    STEPPING,
+    VALIDATING,
+    WAITING,
+)
 from jaxdist.cluster.job import Job
 from jaxdist.cluster.preflight import check_folder
 from jaxdist.config import RequestError
@@ -376,7 +386,7 @@ class Trainer:
     def sample(self, samples: Samples, step: int, state: TrainState) -> None:
         """Report how the weights of `state` continue the prompts of the request."""
         with self.meter.paused():
-            texts = samples.write(self.run.step.whole(state), partial(self.job.note, VALIDATING))
+            texts = samples.write(self.run.step.whole(state), partial(self.job.note, SAMPLING))
             self.log.samples(step, texts)
 
     def save(self, step: int, state: TrainState) -> None:

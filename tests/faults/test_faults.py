@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jaxdist.cluster import watchdog
-from jaxdist.cluster.heartbeat import AWAITING, COMPILING, LISTENING, READING, STEPPING, VALIDATING, WAITING
+from jaxdist.cluster.heartbeat import AWAITING, COMPILING, LISTENING, READING, SAMPLING, STEPPING, VALIDATING, WAITING
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.training.run_dir import RunFolder
@@ -252,6 +252,8 @@ def test_how_long_is_too_long():
     assert dog.limit() == 1000
     dog.note(VALIDATING)
     assert dog.limit() == 10_000  # it compiles
+    dog.note(SAMPLING)
+    assert dog.limit() == 10_000  # so does this
     dog.note(STEPPING, 4)
     dog.note(VALIDATING)
     assert dog.limit() == 1000

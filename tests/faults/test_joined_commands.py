@@ -10,6 +10,7 @@ import pytest
 from jaxdist import evaluate, generate, train
 from jaxdist.bench import scaling_text
 from tests.faults.jobs import argv, ends, job, meeting, told
+from tests.training.curves import close, lines
 
 STEP = [
     "--model.layers=1", "--model.embed=16", "--model.heads=2", "--model.vocab=300", "--model.sequence=16",
@@ -109,3 +110,24 @@ def test_bench_measures_what_several_processes_do(tmp_path):
     assert (step["processes"], step["devices"], step["mesh"], step["repeats"]) == (2, 4, "data=4", 2)
     assert step["tokens_per_second"] == pytest.approx(16 * 16 / step["step_seconds"])
     assert step["loss"] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_adapters_learn_and_write_samples_in_two_processes_as_in_one(trained, text, tmp_path, capfd):
+    """Both processes read the base, and the leader alone looks at its digest; then both resume beside it."""
+    adapted = ["--model.lora-rank=2", f"--init-from={trained}", "--mesh=2x2x1", "--parallel.zero=3"]
+    sampling = ["--sample.every=2", "--sample.prompts=mesh axis", "--checkpoint.every=2", "--train.steps=4"]
+    assert train.main(argv(tmp_path / "alone", text, *adapted, *sampling)) == 0
+    words = argv(tmp_path / "two", text, *adapted, *sampling)
+    said("jaxdist.train", words, tmp_path / "errors")
+    said("jaxdist.train", [*words, "--resume=2"], tmp_path / "errors")
+    close(lines(tmp_path / "two"), lines(tmp_path / "alone"))
+    evaluating = [str(tmp_path / "two"), "--mesh=2x1x1"]
+    capfd.readouterr()
+    assert evaluate.main(evaluating) == 0
+    assert said("jaxdist.evaluate", evaluating, tmp_path / "more") == [capfd.readouterr().out, ""]
+    samples = [
+        [line.partition("sample")[2] for line in (tmp_path / name / "log.txt").read_text().splitlines()]
+        for name in ("alone", "two")
+    ]
+    assert set(filter(None, samples[0])) == set(filter(None, samples[1]))

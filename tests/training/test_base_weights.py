@@ -32,12 +32,13 @@ def folder(tmp_path) -> Path:
     return Path(shutil.copytree(LLAMA, tmp_path / "base"))
 
 
-def go_on(run: Path) -> None:
-    """Save a later step of the run, with other weights, beside the one that is there."""
+def go_on(run: Path, best: bool = False) -> None:
+    """Save a later step of the run, with other weights, beside the one that is there; or as the best one."""
     params = jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), abstract(model_of(LLAMA)))
     count = jnp.int32(2)
     with Checkpoints(run, keep=2) as checkpoints:
-        checkpoints.save(2, TrainState(count, params, (), count, count), {"step": 2})
+        save = checkpoints.save_best if best else checkpoints.save
+        save(2, TrainState(count, params, (), count, count), {"step": 2})
 
 
 def test_the_digest_of_a_folder_is_that_of_its_weights_alone(folder):
@@ -66,6 +67,21 @@ def test_a_run_is_a_base_by_its_latest_step_and_stays_one_when_it_goes_on(tmp_pa
     config = config_of(tmp_path / "base", tmp_path / "run")
     assert base_for(config, facts_of(first), resumes=True) == first
     assert base_for(config, facts_of(first)) == first
+
+
+def test_the_best_step_that_stands_in_for_the_latest_is_the_base(tmp_path):
+    run_from(LLAMA, tmp_path / "base")
+    go_on(tmp_path / "base", best=True)
+    shutil.rmtree(tmp_path / "base/checkpoints/1")
+    base = base_of(tmp_path / "base")
+    assert base.path == tmp_path / "base/checkpoints/best"
+    assert base_for(config_of(tmp_path / "base", tmp_path / "run"), facts_of(base)) == base
+
+
+def test_a_folder_above_the_base_does_not_name_it(folder):
+    recorded = base_of(folder)
+    with pytest.raises(RequestError, match="is neither the folder of a run nor a checkpoint in one"):
+        base_for(config_of(folder.parent, folder.parent / "run"), facts_of(recorded), resumes=True)
 
 
 @pytest.mark.parametrize("resumes", [True, False])
