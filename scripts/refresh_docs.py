@@ -56,6 +56,7 @@ ELSEWHERE = {
     "two hosts with faults": "two hosts with faults planted on them",
     "stopped process": "a process that is stopped by SIGSTOP",
     "watchdog": "a process that hangs",
+    "changed base": "weights that are changed after a run began with them",
     "torchrun": "PyTorch, which brings `torchrun`",
     "bench gpu": "PyTorch, and five minutes",
     "killed process": "a process that is killed",
