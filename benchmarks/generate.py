@@ -1,12 +1,13 @@
 """Tokens per second of greedy decoding beside transformers: the same weights, float32, one CPU device or two threads.
 
     python benchmarks/generate.py --transformers PYTHON [--rounds 9] [--tokens 128] [--batches 1 8]
+        [--sequences 256 512]
 
 PYTHON is an interpreter that has torch and transformers; this one needs neither. It writes a folder with a small Llama
-of random weights, which both sides load. Each side is a process of its own, warmed up; then they take turns. What is
-timed are the tokens after the first one, so the prefill of the prompts is not. Both must draw the same tokens. Printed
-are medians, and the median of each turn's ratio: the time of transformers over that of jaxdist, and the same for the
-CPU time of all threads, which depends less on other jobs on the machine.
+of random weights for each length of `model.sequence`, which both sides load. Each side is a process of its own, warmed
+up; then they take turns. What is timed are the tokens after the first one, so the prefill of the prompts is not. Both
+must draw the same tokens. Printed are medians, and the median of each turn's ratio: the time of transformers over that
+of jaxdist, and the same for the CPU time of all threads, which depends less on other jobs on the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ SIZES = dict(
     num_hidden_layers=8,
     num_attention_heads=8,
     num_key_value_heads=4,
-    max_position_embeddings=256,
     tie_word_embeddings=False,
     bos_token_id=None,
     eos_token_id=None,
@@ -63,7 +63,7 @@ class OfJaxdist:
         from jaxdist.training.decoding import Choice, Decoding
         from jaxdist.training.restore import restore
 
-        sequence = SIZES["max_position_embeddings"]
+        sequence = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
         words = [str(folder), "--mesh=1x1x1", "--precision=float32", f"--model.sequence={sequence}"]
         request = arguments(words, "generate", "", positional="RUN", pretrained=True)
         trained = restore(request.config, "latest", batch=False)
@@ -197,12 +197,13 @@ def compare(sides: dict[str, Side], rows: int, tokens: int, rounds: int) -> str:
 
 
 def main() -> None:
-    """Print a table with a row for each size of the batch."""
+    """Print a table for each length of the sequence, with a row for each size of the batch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--transformers", help="a Python that has torch and transformers")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -210,20 +211,27 @@ def main() -> None:
     if options.serve:
         serve(options.serve, options.folder, options.threads)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([options.transformers, "-c", WRITE.format(sizes=SIZES), folder], check=True)
-        pythons = {"jaxdist": sys.executable, "transformers": options.transformers}
-        sides = {name: Side(python, name, Path(folder), options.threads) for name, python in pythons.items()}
-        print(", ".join(side.version for side in sides.values()), f"{options.threads} threads", sep=", ", end=", ")
-        print(f"load {os.getloadavg()[0]:.1f}")
-        print(", ".join(f"{name} {value}" for name, value in SIZES.items() if value))
-        print(f"{PROMPT} tokens of prompt, {options.tokens} tokens drawn, {options.rounds} turns; tokens per second")
-        print(" rows    jaxdist   transformers   ratio   least to most  CPU ratio   same tokens")
-        for rows in options.batches:
-            print(compare(sides, rows, options.tokens, options.rounds), flush=True)
-        print(f"load {os.getloadavg()[0]:.1f}")
-        for side in sides.values():
-            side.end()
+    for sequence in options.sequences:
+        with tempfile.TemporaryDirectory() as folder:
+            table(options, sequence, folder)
+
+
+def table(options: argparse.Namespace, sequence: int, folder: str) -> None:
+    """Print the table for a model that sees `sequence` tokens, whose weights are written into `folder`."""
+    sizes = SIZES | {"max_position_embeddings": sequence}
+    subprocess.run([options.transformers, "-c", WRITE.format(sizes=sizes), folder], check=True)
+    pythons = {"jaxdist": sys.executable, "transformers": options.transformers}
+    sides = {name: Side(python, name, Path(folder), options.threads) for name, python in pythons.items()}
+    print(", ".join(side.version for side in sides.values()), f"{options.threads} threads", sep=", ", end=", ")
+    print(f"load {os.getloadavg()[0]:.1f}")
+    print(", ".join(f"{name} {value}" for name, value in sizes.items() if value))
+    print(f"{PROMPT} tokens of prompt, {options.tokens} tokens drawn, {options.rounds} turns; tokens per second")
+    print(" rows    jaxdist   transformers   ratio   least to most  CPU ratio   same tokens")
+    for rows in options.batches:
+        print(compare(sides, rows, options.tokens, options.rounds), flush=True)
+    print(f"load {os.getloadavg()[0]:.1f}")
+    for side in sides.values():
+        side.end()
 
 
 if __name__ == "__main__":
