@@ -12,17 +12,14 @@ import numpy as np
 import pytest
 
 from jaxdist import checkpoints, evaluate, generate, lora, train
-from jaxdist.config import Config, ModelConfig, RequestError
+from jaxdist.config import Config, RequestError
 from jaxdist.request import load
 from jaxdist.sharding import named
 from jaxdist.training import pretrained
 from jaxdist.training.base_weights import base_for, base_of, read_base
-from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.checkpoint.stored_arrays import open_arrays
-from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run import Run
 from jaxdist.training.save_policy import checkpoint_bytes
-from tests.training.conftest import facts as facts_of
 from tests.training.conftest import over
 from tests.training.curves import close, lines, parameters
 
@@ -153,27 +150,6 @@ def test_evaluate_finds_the_loss_of_the_run(beside, capsys):
     found = json.loads(capsys.readouterr().out)["loss"]
     (*_, last) = [line["validation_loss"] for line in lines(Path("run")) if "validation_loss" in line]
     assert found == pytest.approx(last, rel=1e-6)
-
-
-def test_the_base_stays_the_step_that_it_was(beside, tmp_path):
-    """A run that is the base may have a later step by now."""
-    base = tmp_path / "base"
-    write_step(base, 2)
-    config = Config(init_from=base, model=ModelConfig(lora_rank=2))
-    facts = {"base": base_of(base).fact()}
-    write_step(base, 4)
-    assert base_for(config, facts, resumes=True).path == base / "checkpoints" / "2"
-    other = config.model_copy(update={"init_from": base / "checkpoints" / "4"})
-    with pytest.raises(RequestError, match=r"checkpoints/4 has digest"):
-        base_for(other, facts, moved=True)
-
-
-def write_step(folder: Path, step: int) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.toml").touch()
-    number = jnp.asarray(step)
-    with Checkpoints(folder, keep=3) as checkpoints:
-        checkpoints.save(step, TrainState(number, {"w": jnp.full(8, step)}, {}, number, number, {}), facts_of(step))
 
 
 def test_a_new_run_holds_its_base_once():
