@@ -30,6 +30,7 @@ def test_the_run_is_the_same_to_the_bit(folders):
     np.testing.assert_array_equal(parameters(plain, 20), parameters(sampling, 20))
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_in_flight_is_not_hurried(straight):
     late = ("--mesh=replica=2", "--parallel.delayed-gradients=true", "--model.sequence=32", "--train.steps=8")
     plain = straight(*late)
