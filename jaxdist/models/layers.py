@@ -97,7 +97,37 @@ def column(
     return product(x, w)
 
 
-class Attention(nnx.Module):
+class CausalAttention(nnx.Module):
+    """What both kinds of attention do: queries, keys and values of all heads, attention, the residual stream again.
+
+    A subclass sets the attributes and offers `heads`.
+    """
+
+    layout: Layout
+    window: int
+    out: nnx.Param
+    lora: Adapters | None
+
+    def __call__(
+        self, x: Float[Array, "B s D"], starts: Starts, keys: Key[Array, " B"] | None = None
+    ) -> Float[Array, "B s D"]:
+        """Return the output of all heads on the residual stream; `keys` are those of the adapters' dropout."""
+        q, k, v = self.heads(x, starts, keys)
+        return self.contract(causal_attention(self.layout, q, k, v, starts, self.window), keys)
+
+    def heads(
+        self, x: Float[Array, "B s D"], starts: Starts, keys: Key[Array, " B"] | None = None
+    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+        """Return queries, keys and values, at their positions."""
+        raise NotImplementedError
+
+    def contract(self, out: Float[Array, "B S N H"], keys: Key[Array, " B"] | None = None) -> Float[Array, "B s D"]:
+        """Contract what the heads have found back onto the residual stream."""
+        beside = None if self.lora is None else self.lora.of_rows("o_proj", out, keys)
+        return einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...], beside)
+
+
+class Attention(CausalAttention):
     """Causal multi-head self-attention (Vaswani et al. 2017, section 3.2); one matmul makes query, key and value."""
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs, out_scale: float):
@@ -112,16 +142,9 @@ class Attention(nnx.Module):
         self.out_bias = constant(0.0, (embed,), ("norm",))
         self.lora = attention_adapters(config, layout, rngs)
 
-    def __call__(
-        self, x: Float[Array, "B s D"], starts: Starts, keys: Key[Array, " B"] | None = None
-    ) -> Float[Array, "B s D"]:
-        """Return the output of all heads on the residual stream; `keys` are those of the adapters' dropout."""
-        q, k, v = self.heads(x, starts, keys)
-        return self.contract(causal_attention(self.layout, q, k, v, starts, self.window), keys)
-
     def heads(
         self, x: Float[Array, "B s D"], starts: Starts, keys: Key[Array, " B"] | None = None
-    ) -> tuple[Float[Array, "B S N H"], ...]:
+    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
         """Return queries, keys and values; positions, which `starts` would shift, do not enter here."""
         qkv = column(self.layout, "heads", "BSD,DCNH->BSCNH", x, self.qkv[...], self.lora, keys)
         qkv = qkv + spread(self.qkv_bias[...], qkv)
@@ -131,12 +154,11 @@ class Attention(nnx.Module):
 
     def contract(self, out: Float[Array, "B S N H"], keys: Key[Array, " B"] | None = None) -> Float[Array, "B s D"]:
         """Contract what the heads have found back onto the residual stream."""
-        beside = None if self.lora is None else self.lora.of_rows("o_proj", out, keys)
-        out = einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...], beside)
+        out = super().contract(out, keys)
         return out + spread(self.out_bias[...], out)
 
 
-class GroupedAttention(nnx.Module):
+class GroupedAttention(CausalAttention):
     """Grouped-query attention (GQA): K keys and values serve N queries (Ainslie et al. 2023, section 2.2).
 
     One matmul makes them all: C = G + 2 heads for each key/value head, the G queries that it serves, its key and its
@@ -160,13 +182,6 @@ class GroupedAttention(nnx.Module):
         self.out = weight(rngs, (config.heads, size, config.embed), ("heads", None, "embed"), out_scale)
         self.lora = attention_adapters(config, layout, rngs)
 
-    def __call__(
-        self, x: Float[Array, "B s D"], starts: Starts, keys: Key[Array, " B"] | None = None
-    ) -> Float[Array, "B s D"]:
-        """Return the output of all heads on the residual stream; `keys` are those of the adapters' dropout."""
-        q, k, v = self.heads(x, starts, keys)
-        return self.contract(causal_attention(self.layout, q, k, v, starts, self.window), keys)
-
     def heads(
         self, x: Float[Array, "B s D"], starts: Starts, keys: Key[Array, " B"] | None = None
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
@@ -183,11 +198,6 @@ class GroupedAttention(nnx.Module):
         q = rotary(q, self.frequencies, positions, self.attention_factor)
         k = rotary(k, self.frequencies, positions, self.attention_factor)
         return q, k, v
-
-    def contract(self, out: Float[Array, "B S N H"], keys: Key[Array, " B"] | None = None) -> Float[Array, "B s D"]:
-        """Contract what the heads have found back onto the residual stream."""
-        beside = None if self.lora is None else self.lora.of_rows("o_proj", out, keys)
-        return einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...], beside)
 
     def _normalised(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return queries and keys after the norm that they have, if any."""
