@@ -24,7 +24,7 @@ PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic", "clusters", 
 WITHOUT_JAX = ["folder", "keys", "rope", "model_config", "tokenizer", "special_tokens", "given_tokenizer"]
 """What reads and writes small files: requests ask it, and answer in a moment."""
 
-OF_CONFIGS = ["jaxdist.!config,files,rope_scaling,huggingface", "jax", "flax", "numpy"]
+OF_CONFIGS = ["jaxdist.!config,files,json_files,rope_scaling,huggingface", "jax", "flax", "numpy"]
 
 FORBIDDEN = {
     "rope_scaling": ["jaxdist", "jax", "flax", "numpy"],
@@ -35,13 +35,16 @@ FORBIDDEN = {
     "config_model": ["jaxdist.!rope_scaling,values", "jax", "flax", "numpy"],
     "config": ["jaxdist.!config_model,values,exit_codes", "jax", "flax"],
     "files": ["jaxdist", "jax", "numpy"],
+    "json_files": ["jaxdist.!config,files", "jax", "numpy"],
     "streams": ["jaxdist.!files", "jax", "numpy"],
     "mesh": ["jaxdist.!config,values"],
     "gpu_memory": ["jaxdist.!config", "jax", "flax", "numpy"],
     "units": ["jaxdist", "jax", "numpy"],
     "context": ["jaxdist.!config,mesh", "jax", "flax", "numpy"],
     "sharding": ["jaxdist.!config,mesh,context"],
-    "request": ["jaxdist.!config,values,lora,exit_codes,files,mesh,context,request,data,huggingface,streams,units"],
+    "request": [
+        "jaxdist.!config,values,lora,exit_codes,files,json_files,mesh,context,request,data,huggingface,streams,units"
+    ],
     "parallel": ["jaxdist.models", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
     "models": [
         "jaxdist.parallel.zero",
@@ -50,8 +53,8 @@ FORBIDDEN = {
         "jaxdist.data",
         "jaxdist.planning",
     ],
-    "data": ["jaxdist.!config,files,mesh,sharding,units,data,huggingface"],
-    "huggingface": ["jaxdist.!config,files,lora,rope_scaling,sharding,huggingface"],
+    "data": ["jaxdist.!config,files,json_files,mesh,sharding,units,data,huggingface"],
+    "huggingface": ["jaxdist.!config,files,json_files,lora,rope_scaling,sharding,huggingface"],
     **dict.fromkeys((f"huggingface.{name}" for name in WITHOUT_JAX), OF_CONFIGS),
     "planning": ["jaxdist.training", "jaxdist.data", "jaxdist.cluster"],
     **dict.fromkeys((f"planning.{name}" for name in PREDICTIONS), READERS),

@@ -35,6 +35,7 @@ from jaxdist.data.tokens import Tokens
 from jaxdist.files import write_whole
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, largest_id, read_tokenizer
 from jaxdist.huggingface.special_tokens import ENDS, SpecialTokens, special_tokens_of
+from jaxdist.json_files import LARGEST_LISTING, read_text
 from jaxdist.units import rounded
 
 VERSION = 2
@@ -186,7 +187,7 @@ def _open_text(
     facts = open_cache(folder, fill, progress)
     train, validation = (Tokens.open(folder / part, token_type(vocab)) for part in PARTS)
     if given is None:
-        text = (folder / TOKENIZER).read_text("utf-8")
+        text = read_text(folder / TOKENIZER, LARGEST_LISTING, links=False)
         used = GivenTokenizer(text, special_tokens_of(Tokenizer.from_str(text)))
     else:
         used = given

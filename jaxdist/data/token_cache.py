@@ -32,7 +32,8 @@ import xxhash
 
 from jaxdist.config import RequestError
 from jaxdist.data.progress import Pass, Progress, unseen
-from jaxdist.files import checksum, open_no_follow, open_regular, write_whole
+from jaxdist.files import checksum, open_no_follow, write_whole
+from jaxdist.json_files import read_json
 
 ABOUT = "about.json"
 """The file of facts and checksums in a folder."""
@@ -75,12 +76,11 @@ def check(folder: Path, progress: Progress = unseen) -> dict[str, Any]:
     """Read all of a folder and return its facts. Raises `Damaged` if it is not as it was written."""
     about = folder / ABOUT
     try:
-        with open_regular(about) as file:
-            written = json.loads(file.read())
+        written = read_json(about, links=False)
         facts = written["facts"]
         files = written["files"]
         seal = written["xxh3_64"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"'{about}' cannot be read") from error
     if seal != _seal(facts, files):
         raise Damaged(f"'{about}' differs from its checksum")

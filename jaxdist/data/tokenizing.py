@@ -22,8 +22,9 @@ from jaxdist.data.progress import Pass
 from jaxdist.data.readers.document import Document
 from jaxdist.data.token_cache import PROGRESS
 from jaxdist.data.tokens import TokenWriter
-from jaxdist.files import checksum, open_no_follow, read_regular, write_whole
+from jaxdist.files import checksum, open_no_follow, write_whole
 from jaxdist.huggingface.special_tokens import ENDS, SpecialTokens
+from jaxdist.json_files import read_json
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 """A letter for each of the 256 bytes, which a byte-level tokenizer starts from."""
@@ -86,7 +87,7 @@ def resume_point(folder: Path) -> dict[str, Any] | None:
     which they are truncated. If anything is not as it was written, removes all the files and returns None.
     """
     try:
-        progress = json.loads(read_regular(folder / PROGRESS))
+        progress = read_json(folder / PROGRESS, links=False)
         if not isinstance(progress["documents"], int) or progress["documents"] < 0:
             raise ValueError("no number of documents")
         if set(progress["files"]) != {*PARTS, TOKENIZER}:
@@ -97,7 +98,7 @@ def resume_point(folder: Path) -> dict[str, Any] | None:
             if list(checksum(folder / name)) != written:
                 raise ValueError(f"{name} differs")
         return progress
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         # The folder may hold anything: whatever is wrong with it, the work starts over.
         for name in (PROGRESS, *PARTS, TOKENIZER):
             (folder / name).unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,18 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxdist.config import RequestError
-from jaxdist.files import open_regular
-from jaxdist.huggingface.folder import KEPT, read_json
+from jaxdist.huggingface.folder import KEPT
 from jaxdist.huggingface.tokenizer import TOKENIZER_CONFIG, token_names
+from jaxdist.json_files import read_json, read_text
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
 JINJA_FILE = "chat_template.jinja"
 JSON_FILE = "chat_template.json"
-
-LARGEST = 1 << 20
-"""Bytes of the largest template that is read. Those of today's models have up to 20 thousand."""
 
 Message = Mapping[str, str]
 """One turn of a conversation: its `role` (system, user or assistant) and its `content`."""
@@ -124,21 +122,12 @@ def _strftime_now(form: str) -> str:
 
 def _jinja_file(path: Path) -> str:
     """Return the content of a template's file; nothing where it is absent. Raises `RequestError`."""
-    if not path.exists():
-        return ""
-    try:
-        with open_regular(path, links=True) as file:
-            content = file.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
-        return content.decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise RequestError(f"'{path}' cannot be read as a chat template ({error}); copy it again") from error
+    return read_text(path) if os.path.lexists(path) else ""
 
 
 def _in_json(path: Path) -> str:
     """Return the `chat_template` in a JSON file, the default one of several; nothing where there is none."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return ""
     found = read_json(path).get("chat_template")
     if isinstance(found, list):

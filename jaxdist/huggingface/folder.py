@@ -5,7 +5,6 @@ The files may be symbolic links, as in the cache of the Hub.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass, field
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import RequestError
-from jaxdist.files import open_regular
 from jaxdist.huggingface.safetensors_file import read_header
+from jaxdist.json_files import LARGEST, LARGEST_LISTING, read_json
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -26,20 +25,20 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """The files of low-rank adapters by themselves, as PEFT has them."""
 
-SMALL_FILES = (
-    CONFIG,
-    GENERATION,
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""Files beside the weights that a run keeps: an export writes them again."""
+SMALL_FILES = {
+    CONFIG: LARGEST,
+    GENERATION: LARGEST,
+    TOKENIZER: LARGEST_LISTING,
+    "tokenizer_config.json": LARGEST,
+    "special_tokens_map.json": LARGEST,
+    "added_tokens.json": LARGEST,
+    "vocab.json": LARGEST_LISTING,
+    "merges.txt": LARGEST_LISTING,
+    "tokenizer.model": LARGEST_LISTING,
+    "chat_template.jinja": LARGEST,
+    "chat_template.json": LARGEST,
+}
+"""Files beside the weights that a run keeps, and the bytes of the largest that is read: an export writes them again."""
 
 KEPT = "huggingface"
 """The folder in that of a run with the small files of the folder of Hugging Face that the run began with."""
@@ -59,9 +58,6 @@ WRITTEN = re.compile(
 
 OTHER_FORMS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".gguf")
 """Endings of files of weights that are not read."""
-
-LARGEST_JSON = 1 << 26
-"""Bytes of the largest JSON file that is read. The index of a model of 400 billion parameters has 100 thousand."""
 
 
 @dataclass(frozen=True)
@@ -115,28 +111,10 @@ def open_folder(path: Path) -> Folder:
     raise RequestError(_without_weights(path))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises `RequestError` where it cannot be read or is something else."""
-    try:
-        with open_regular(path, links=True) as file:
-            content = file.read(LARGEST_JSON + 1)
-    except OSError as error:
-        raise RequestError(f"'{path}' cannot be read: {(error.strerror or str(error)).lower()}") from error
-    if len(content) > LARGEST_JSON:
-        raise RequestError(f"'{path}' is larger than {LARGEST_JSON >> 20} MiB; put the right file there")
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"'{path}' is not valid JSON ({error}); put the right file there") from None
-    if not isinstance(value, dict):
-        raise RequestError(f"'{path}' is JSON, but not an object with keys; put the right file there")
-    return value
-
-
 def _files_of_index(path: Path) -> dict[str, Path]:
     """Return the file of each tensor as the index gives it. Raises `RequestError` with a sentence for each problem."""
     index = path / INDEX
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, LARGEST_LISTING).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise RequestError(f"'{index}' has no weight_map, which gives the file of each tensor; copy it again")
     names = sorted({str(name) for name in weight_map.values()})

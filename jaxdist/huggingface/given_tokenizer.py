@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from jaxdist.config import RequestError
 from jaxdist.huggingface.special_tokens import FILE, SpecialTokens, from_json, special_tokens_of
 from jaxdist.huggingface.tokenizer import TOKENIZER, folder_problem, read_special_tokens
+from jaxdist.json_files import LARGEST_LISTING, read_text
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def read_tokenizer(path: Path) -> GivenTokenizer:
             raise RequestError(problem)
         path = folder / TOKENIZER
     try:
-        given = GivenTokenizer(path.read_text("utf-8"), SpecialTokens())
+        given = GivenTokenizer(read_text(path, LARGEST_LISTING), SpecialTokens())
         tokenizer = given.load()
     except Exception as error:
         # The package `tokenizers` raises no narrower exception.

@@ -7,6 +7,7 @@ over. A run that began with no folder gets new ones.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from jaxdist.config import ModelConfig, RequestError
-from jaxdist.files import WRONG_CONTENT, read_regular
 from jaxdist.huggingface.folder import CONFIG, GENERATION, KEPT, SMALL_FILES, SOURCE, TOKENIZER
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer
 from jaxdist.huggingface.keys import MODEL_TYPES
 from jaxdist.huggingface.model_config import to_json
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.huggingface.writing import DTYPES
+from jaxdist.json_files import json_object, read_bytes, read_json
 
 
 def small_files(
@@ -31,7 +32,7 @@ def small_files(
     `kept` are the files of the folder that the run began with; `dtype` is that of the weights, such as bfloat16, and
     `tokenizer` that of the run, where it has one. Raises `RequestError` where transformers has no such model.
     """
-    source = json.loads(kept[CONFIG]) if CONFIG in kept else {}
+    source = json_object(kept[CONFIG], f"{KEPT}/{CONFIG}") if CONFIG in kept else {}
     config = {**_ids(tokenizer), **source, **_config(source, model, dtype)}
     files = {CONFIG: _json(config), GENERATION: kept.get(GENERATION) or _json(_generation(config))}
     if tokenizer is None or _same(kept.get(TOKENIZER), tokenizer):
@@ -42,21 +43,22 @@ def small_files(
 def read_kept(run: Path) -> dict[str, bytes]:
     """Return the small files that a run keeps, by their names; none where it began with no folder."""
     folder = run / KEPT
-    return {name: read_regular(folder / name) for name in SMALL_FILES if (folder / name).exists()}
+    return {
+        name: read_bytes(folder / name, largest, links=False)
+        for name, largest in SMALL_FILES.items()
+        if os.path.lexists(folder / name)
+    }
 
 
 def kept_dtype(run: Path) -> str | None:
     """Return the dtype of the weights that a run began with; None where it began with no folder."""
     path = run / KEPT / SOURCE
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
-    try:
-        dtype = json.loads(read_regular(path))["dtype"]
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype}")
-    except WRONG_CONTENT as error:
-        raise RequestError(f"'{path}' does not give the dtype of weights; add --dtype, such as bfloat16") from error
-    return str(dtype)
+    dtype = read_json(path, links=False).get("dtype")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise RequestError(f"'{path}' does not give the dtype of weights; add --dtype, such as bfloat16")
+    return dtype
 
 
 def _config(source: Mapping[str, Any], model: ModelConfig, dtype: str) -> dict[str, Any]:

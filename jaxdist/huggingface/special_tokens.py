@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxdist.config import RequestError
+from jaxdist.json_files import read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,10 +51,10 @@ def to_json(tokens: SpecialTokens) -> str:
 
 def from_json(path: Path) -> SpecialTokens:
     """Read a file that `to_json` made. Raises `RequestError` for any other."""
+    found = read_json(path)
     try:
-        found = json.loads(path.read_text("utf-8"))
         tokens = SpecialTokens(found["bos"], found["eos"], tuple(found["stops"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError) as error:
         raise RequestError(f"'{path}' does not hold the special tokens of a run; copy the right one there") from error
     ids = [token for token in (tokens.bos, tokens.eos, *tokens.stops) if token is not None]
     if not all(is_id(token) for token in ids):

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxdist.config import RequestError
 from jaxdist.huggingface.special_tokens import SpecialTokens, is_id, special_tokens_of
+from jaxdist.json_files import read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -133,12 +134,4 @@ def _ids(folder: Path, kind: Literal["bos", "eos"], config: dict[str, Any]) -> t
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; an empty one where the file is absent."""
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RequestError(f"'{path}' cannot be read as JSON ({error}); copy it again") from error
-    if not isinstance(found, dict):
-        raise RequestError(f"'{path}' holds no JSON object; copy it again")
-    return found
+    return read_json(path) if os.path.lexists(path) else {}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxdist.config import RequestError
 from jaxdist.files import open_regular
+from jaxdist.json_files import parse_json
 from jaxdist.request.knobs import shown
 
 USUAL_PROMPT = "def "
@@ -78,8 +78,8 @@ def read_prompts(path: Path) -> list[str]:
 def _of_json(path: Path, number: int, line: str) -> str:
     """Return the `prompt` of a line of JSON."""
     try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, RecursionError, KeyError, TypeError):
+        prompt = parse_json(line)["prompt"]
+    except (ValueError, KeyError, TypeError):
         prompt = None
     if not isinstance(prompt, str) or not prompt:
         raise RequestError(

@@ -6,13 +6,13 @@ not import jax.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.config import Config
-from jaxdist.files import WRONG_CONTENT, read_regular, write_whole
+from jaxdist.files import read_regular, write_whole
+from jaxdist.json_files import parse_json
 
 VALIDATED = "validation_loss"
 """The key that only lines of a validation have."""
@@ -113,8 +113,8 @@ def _parsed(texts: Iterable[bytes]) -> list[Line]:
 def _line(text: bytes) -> Line | None:
     """Return the line; None for a text that no run has written."""
     try:
-        values = json.loads(text)
-    except WRONG_CONTENT:
+        values = parse_json(text.decode("utf-8"))
+    except ValueError:
         return None
     if not isinstance(values, dict) or not _is(int, values.get("step")) or values["step"] < 1:
         return None

@@ -6,14 +6,16 @@ A run that goes on needs that folder no more.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
-from jaxdist.files import open_regular, write_whole
+from jaxdist.files import write_whole
 from jaxdist.huggingface.folder import KEPT, SMALL_FILES, SOURCE, Folder, is_folder, open_folder
 from jaxdist.huggingface.model_config import maximum_of
 from jaxdist.huggingface.reading import read_parameters
 from jaxdist.huggingface.safetensors_file import read_header
+from jaxdist.json_files import read_bytes
 from jaxdist.models import Params
 from jaxdist.training.run import Run
 
@@ -37,7 +39,11 @@ def keep_files(init_from: Path | None, run: Path) -> None:
     kept = run / KEPT
     contents: dict[str, bytes] = {}
     if init_from and is_folder(init_from):
-        contents = {name: _content(init_from / name) for name in SMALL_FILES if (init_from / name).is_file()}
+        contents = {
+            name: read_bytes(init_from / name, largest)
+            for name, largest in SMALL_FILES.items()
+            if os.path.lexists(init_from / name)
+        }
         contents[SOURCE] = json.dumps(_source(open_folder(init_from))).encode()
         kept.mkdir(parents=True, exist_ok=True)
     for name in (*SMALL_FILES, SOURCE):
@@ -53,8 +59,3 @@ def _source(folder: Folder) -> dict[str, object]:
     dtypes = Counter(entry.dtype for header in headers for entry in header.values())
     dtype, _ = dtypes.most_common(1)[0]
     return {"path": str(folder.path.resolve()), "maximum": maximum_of(folder), "dtype": DTYPES[dtype]}
-
-
-def _content(path: Path) -> bytes:
-    with open_regular(path, links=True) as file:
-        return file.read()

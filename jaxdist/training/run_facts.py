@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from jaxdist.files import WRONG_CONTENT, read_regular
+from jaxdist.config import RequestError
+from jaxdist.json_files import read_json
 
 FILE = "run.json"
 
@@ -14,10 +14,9 @@ FILE = "run.json"
 def run_facts(run_dir: Path) -> dict[str, Any]:
     """Return what run.json holds; {} where it is missing or damaged."""
     try:
-        facts = json.loads(read_regular(run_dir / FILE))
-    except WRONG_CONTENT:
+        return read_json(run_dir / FILE, links=False)
+    except RequestError:
         return {}
-    return facts if isinstance(facts, dict) else {}
 
 
 def run_id(run_dir: Path) -> str | None:

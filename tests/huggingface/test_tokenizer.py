@@ -139,7 +139,7 @@ def test_the_file_alone_gives_no_bos(folder):
         (None, {"tokenizer_config": {"eos_token": "<end>"}}, ["eos_token '<end>'", "tokenizer.json lacks"]),
         (None, {"tokenizer_config": {"bos_token": "<b>", "add_bos_token": True}}, ["bos_token '<b>'", "lacks"]),
         (None, {"generation_config": {"eos_token_id": "</s>"}}, ["eos_token_id </s>", "not a token id"]),
-        (None, {"config": [1]}, ["config.json' holds no JSON object"]),
+        (None, {"config": [1]}, ["config.json' is JSON, but not an object"]),
         ("<s> <|turn|> $A", {}, ["puts 2 tokens before each text", "[20, 23]"]),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_folder_that_contradicts_itself_is_refused(folder, template, files, wo
 def test_a_config_that_is_no_json_is_named(folder):
     path = folder(tokenizer_config={})
     (path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(RequestError, match=r"tokenizer_config.json' cannot be read as JSON .*copy it again"):
+    with pytest.raises(RequestError, match=r"tokenizer_config.json' is not valid JSON .*put the right file there"):
         read_tokenizer(path)
 
 
@@ -262,7 +262,7 @@ def test_what_a_run_keeps_is_read_back(tmp_path, tokens):
 def test_what_a_run_does_not_keep_is_refused(tmp_path, content):
     path = tmp_path / "special_tokens.json"
     path.write_text(content)
-    with pytest.raises(RequestError, match=r"special_tokens.json' .*copy the right one there"):
+    with pytest.raises(RequestError, match=r"special_tokens.json' .*put the right file there|copy the right one there"):
         from_json(path)
 
 

@@ -6,7 +6,6 @@ another folder than Python does. Both are found here, and nothing is copied to a
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from jaxdist.files import read_regular
+from jaxdist.json_files import LARGEST_LISTING, read_json
 
 READ_BYTES = 1 << 28
 """About how many bytes of an array are in memory at a time."""
@@ -97,7 +96,7 @@ def _arrays_by_item(folder: Path) -> dict[str, Shapes]:
     missing = {"params", "training"} - set(items)
     if missing:
         raise ValueError(f"{' and '.join(sorted(missing))} missing")
-    return {item: array_names(json.loads(read_regular(folder / item / "_METADATA"))) for item in items}
+    return {item: array_names(read_json(folder / item / "_METADATA", LARGEST_LISTING, links=False)) for item in items}
 
 
 def array_names(metadata: dict[str, Any]) -> Shapes:

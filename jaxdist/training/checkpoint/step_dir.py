@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxdist.files import WRONG_CONTENT, Checksum, checksums, read_regular, write_whole
+from jaxdist.files import WRONG_CONTENT, Checksum, checksums, write_whole
+from jaxdist.json_files import LARGEST_LISTING, read_json
 
 TORN = ".orbax-checkpoint-tmp"
 """Part of a folder's name while Orbax writes it."""
@@ -112,7 +113,7 @@ class StepDir:
     def seal_of(self, step: int) -> Seal | None:
         """Return the seal of a step; None where there is none that can be understood."""
         try:
-            content = json.loads(read_regular(self._sums(step)))
+            content = read_json(self._sums(step), LARGEST_LISTING, links=False)
             files = {name: (int(size), str(digest)) for name, (size, digest) in content["xxh3_64"].items()}
             of_step = content.get("step")
             run = content.get("run")
@@ -182,10 +183,7 @@ class StepDir:
 
     def facts(self, step: int) -> dict[str, Any]:
         """Return what was saved beside the arrays. Raises one of `WRONG_CONTENT`."""
-        facts = json.loads(read_regular(self.path(step) / "facts" / "metadata"))
-        if not isinstance(facts, dict):
-            raise ValueError("not a table")
-        return facts
+        return read_json(self.path(step) / "facts" / "metadata", links=False)
 
     def missing_run_facts(self, step: int) -> list[str]:
         """Return which facts a step lacks because `train` did not write it. Raises one of `WRONG_CONTENT`."""

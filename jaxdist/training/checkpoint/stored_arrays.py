@@ -7,7 +7,6 @@ decodes each chunk of the file as a whole; `CHUNK_BYTES`, which the writer keeps
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,8 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Shaped
 
-from jaxdist.files import read_regular
 from jaxdist.huggingface.readable import Block, Region, read, spans_of
+from jaxdist.json_files import LARGEST_LISTING, read_json
 from jaxdist.training.checkpoint.readback import array_names
 
 CHUNK_BYTES = 8 << 20
@@ -78,7 +77,7 @@ def open_arrays(item: Path) -> Mapping[str, StoredArray]:
     )
     store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{item}/"}}
     arrays = {}
-    for name in array_names(json.loads(read_regular(item / "_METADATA"))):
+    for name in array_names(read_json(item / "_METADATA", LARGEST_LISTING, links=False)):
         spec = {"driver": "zarr", "kvstore": {**store, "path": f"{name}/"}}
         arrays[name] = StoredArray(ts.open(spec, context=context, open=True, read=True).result())
     return arrays
