@@ -33,7 +33,7 @@ from jaxdist.data.tokenizing import (
 )
 from jaxdist.data.tokens import Tokens
 from jaxdist.files import write_whole
-from jaxdist.huggingface.given_tokenizer import GivenTokenizer, largest_id, read_tokenizer
+from jaxdist.huggingface.given_tokenizer import GivenTokenizer, largest_id, load_tokenizer, read_tokenizer
 from jaxdist.huggingface.special_tokens import ENDS, SpecialTokens, special_tokens_of
 from jaxdist.json_files import LARGEST_LISTING, read_text
 from jaxdist.units import rounded
@@ -174,7 +174,7 @@ def _open_text(
             sampling = Pass(progress, "reading text for the tokenizer", _size(source, held_out))
             text = given.text if given else train_tokenizer(documents(sampling), source.size, vocab)
             write_whole(new / TOKENIZER, text)
-        tokenizer = Tokenizer.from_file(str(new / TOKENIZER))
+        tokenizer = load_tokenizer(read_text(new / TOKENIZER, LARGEST_LISTING, links=False))
         special = given.special if given else special_tokens_of(tokenizer)
         encoding = Pass(progress, "tokenizing", _size(source, held_out))
         before = done["documents"] if done else 0
@@ -188,7 +188,7 @@ def _open_text(
     train, validation = (Tokens.open(folder / part, token_type(vocab)) for part in PARTS)
     if given is None:
         text = read_text(folder / TOKENIZER, LARGEST_LISTING, links=False)
-        used = GivenTokenizer(text, special_tokens_of(Tokenizer.from_str(text)))
+        used = GivenTokenizer(text, special_tokens_of(load_tokenizer(text)))
     else:
         used = given
     description = ", ".join(

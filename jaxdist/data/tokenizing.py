@@ -118,9 +118,6 @@ def write_parts(
 
     The first `before` documents are in the files already. `reading` is the pass that reads the documents.
     """
-    # A tokenizer.json from elsewhere may ask for truncation or padding.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     count = before
     saved = time.monotonic()
     tokenizer_checksum = list(checksum(folder / TOKENIZER))

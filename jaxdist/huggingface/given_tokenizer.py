@@ -21,11 +21,20 @@ class GivenTokenizer:
     special: SpecialTokens
 
     def load(self) -> Tokenizer:
-        """Return the tokenizer, which neither truncates nor pads."""
-        tokenizer = Tokenizer.from_str(self.text)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
+        """Return the tokenizer."""
+        return load_tokenizer(self.text)
+
+
+def load_tokenizer(text: str) -> Tokenizer:
+    """Return the tokenizer that a tokenizer.json describes; no other function makes one from a file.
+
+    Published files may ask for truncation and padding, which would cut prompts and fill them up: both are switched off.
+    The package `tokenizers` raises `Exception`, and nothing narrower, for what is no tokenizer.
+    """
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def read_tokenizer(path: Path) -> GivenTokenizer:
@@ -39,8 +48,9 @@ def read_tokenizer(path: Path) -> GivenTokenizer:
         if problem:
             raise RequestError(problem)
         path = folder / TOKENIZER
+    text = read_text(path, LARGEST_LISTING)
     try:
-        given = GivenTokenizer(read_text(path, LARGEST_LISTING), SpecialTokens())
+        given = GivenTokenizer(text, SpecialTokens())
         tokenizer = given.load()
     except Exception as error:
         # The package `tokenizers` raises no narrower exception.

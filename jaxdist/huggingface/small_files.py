@@ -12,11 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from jaxdist.config import ModelConfig, RequestError
 from jaxdist.huggingface.folder import CONFIG, GENERATION, KEPT, SMALL_FILES, SOURCE, TOKENIZER
-from jaxdist.huggingface.given_tokenizer import GivenTokenizer
+from jaxdist.huggingface.given_tokenizer import GivenTokenizer, load_tokenizer
 from jaxdist.huggingface.keys import MODEL_TYPES
 from jaxdist.huggingface.model_config import to_json
 from jaxdist.huggingface.special_tokens import SpecialTokens
@@ -95,7 +93,7 @@ def _generation(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _same(kept: bytes | None, tokenizer: GivenTokenizer) -> bool:
     """Return whether the tokenizer that is kept is the one of the run, which may have been given another."""
-    return kept is not None and Tokenizer.from_str(kept.decode()).get_vocab() == tokenizer.load().get_vocab()
+    return kept is not None and load_tokenizer(kept.decode()).get_vocab() == tokenizer.load().get_vocab()
 
 
 def _own_tokenizer(tokenizer: GivenTokenizer, model: ModelConfig) -> dict[str, bytes]:

@@ -27,8 +27,9 @@ from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.files import write_whole
 from jaxdist.huggingface import special_tokens
 from jaxdist.huggingface.folder import KEPT, SMALL_FILES, SOURCE, TOKENIZER, is_folder, open_folder, refuse_adapter
-from jaxdist.huggingface.given_tokenizer import read_tokenizer
+from jaxdist.huggingface.given_tokenizer import load_tokenizer, read_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens
+from jaxdist.json_files import LARGEST_LISTING, read_text
 from jaxdist.request import load, to_toml
 from jaxdist.request.checks.experts import check_upcycling
 from jaxdist.request.pretrained import as_asked
@@ -261,13 +262,11 @@ class RunFolder:
             raise RequestError(
                 f"{self.path} has no tokenizer.json: the run was trained on tokens; copy their tokenizer there"
             )
+        text = read_text(self.tokenizer, LARGEST_LISTING, links=False)
         try:
-            tokenizer = Tokenizer.from_file(str(self.tokenizer))
+            tokenizer = load_tokenizer(text)
         except Exception as error:  # the library raises nothing more precise
             raise RequestError(f"{self.tokenizer} is not a tokenizer ({error}); copy the right one there") from error
-        # As the training data was encoded.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
         return tokenizer
 
     def load_special_tokens(self, tokenizer: Tokenizer) -> SpecialTokens:
@@ -302,7 +301,7 @@ class RunFolder:
 
     def _write_special_tokens(self, tokenizer: str, special: SpecialTokens | None) -> None:
         """Write what the tokenizer alone does not say, if anything."""
-        if special is None or special == special_tokens.special_tokens_of(Tokenizer.from_str(tokenizer)):
+        if special is None or special == special_tokens.special_tokens_of(load_tokenizer(tokenizer)):
             # A run that ended before its first checkpoint may have left another one's.
             self.special_tokens.unlink(missing_ok=True)
         else:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 
-from tokenizers import Tokenizer
-
 from jaxdist.config import RequestError
-from jaxdist.huggingface.given_tokenizer import largest_id
+from jaxdist.huggingface.given_tokenizer import largest_id, load_tokenizer
 from jaxdist.models import Params
 from jaxdist.planning import memory
 from jaxdist.training.decoding import Choice, Decoding, check_fits, continued
@@ -39,7 +37,7 @@ class Samples:
                 f"sample.every is {self.every}, but the data came as tokens, and nothing here turns a prompt into "
                 f"tokens; set it to 0"
             )
-        self.tokenizer = Tokenizer.from_str(text)
+        self.tokenizer = load_tokenizer(text)
         special = run.task.special_tokens
         begin = [special.bos] if special and special.bos is not None else []
         self.stops = special.stops if special else ()

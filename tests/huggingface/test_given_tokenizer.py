@@ -1,0 +1,54 @@
+"""One function makes every tokenizer, from tokenizer.json and what the files beside it say."""
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxdist.huggingface.given_tokenizer import GivenTokenizer
+from jaxdist.huggingface.special_tokens import SpecialTokens
+from jaxdist.training import samples
+from jaxdist.training.run_dir import RunFolder
+from tests.data.files import save_tokenizer
+
+PACKAGE = Path(samples.__file__).parent.parent
+HOME = PACKAGE / "huggingface" / "given_tokenizer.py"
+MAKERS = {"from_file", "from_str", "from_buffer", "from_pretrained"}
+
+WORDS = "w0 w1 w2 w3 w4 w5 w6 w7"
+"""More tokens than `save_tokenizer` truncates to."""
+
+
+@pytest.fixture
+def cutting(tmp_path):
+    """The text of a tokenizer.json that truncates to 5 tokens and pads to 12."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(save_tokenizer(tmp_path / "words.json", 20)))
+    tokenizer.enable_padding(length=12, pad_id=19, pad_token="?")
+    return tokenizer.to_str()
+
+
+def test_no_other_place_makes_a_tokenizer():
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in MAKERS and "Tokenizer" in ast.unparse(node.value):
+                found.append((path, node.attr))
+    assert found == [(HOME, "from_str")]
+
+
+def test_every_reader_switches_truncation_and_padding_off(tmp_path, monkeypatch, cutting):
+    """A sample prompt, a run's tokenizer, and one that is given."""
+    monkeypatch.setattr(samples, "check_fits", lambda *arguments: None)
+    monkeypatch.setattr(samples.memory, "predict", lambda *arguments: SimpleNamespace(arguments=0))
+    config = SimpleNamespace(sample=SimpleNamespace(every=5, prompts=WORDS), model=SimpleNamespace(sequence=100))
+    task = SimpleNamespace(tokenizer=cutting, special_tokens=SpecialTokens())
+    of_run = samples.Samples(SimpleNamespace(config=config, task=task, model=None, layout=None))
+    assert of_run.ids == [list(range(8))]
+
+    (tmp_path / "tokenizer.json").write_text(cutting)
+    for tokenizer in (of_run.tokenizer, RunFolder(tmp_path).load_tokenizer(), GivenTokenizer(cutting, None).load()):
+        assert tokenizer.encode(WORDS).ids == list(range(8))
+        assert [encoding.ids for encoding in tokenizer.encode_batch_fast([WORDS, "w1"])] == [list(range(8)), [1]]
