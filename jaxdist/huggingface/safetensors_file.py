@@ -28,6 +28,14 @@ LARGEST_HEADER = 100_000_000
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes of one number, for the dtypes that jaxdist reads and writes, by the names that they have in a header."""
 
+BITS = {
+    **{dtype: 8 * size for dtype, size in ITEM_BYTES.items()},
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8},
+    **{"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32},
+    **{"C64": 64, "F64": 64, "I64": 64, "U64": 64},
+}
+"""Bits of one number, for all dtypes of the format: a file may hold tensors that nobody reads."""
+
 
 class Entry(NamedTuple):
     """One tensor of a file."""
@@ -85,9 +93,10 @@ def _described(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Return the tensors of a file by their names, which lie inside the file and have the bytes of their shapes.
+    """Return the tensors of a file by their names. No byte of a tensor is read.
 
-    Raises `RequestError` for a file that cannot be read, is no safetensors file, or is truncated.
+    Raises `RequestError` for a file that cannot be read, or that the format forbids: the bytes of its tensors must be
+    all bytes after the header, each of one tensor alone, and as many as the shapes say.
     """
     try:
         with open_regular(path, links=True) as file:
@@ -97,15 +106,15 @@ def read_header(path: Path) -> dict[str, Entry]:
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}") from error
     try:
-        described = json.loads(content)
-        described.pop("__metadata__", None)
-        entries = {name: _entry(value, LENGTH + header) for name, value in described.items()}
+        entries = _described_in(content, LENGTH + header)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        twice = f" ({error})" if isinstance(error, _Twice) else ""
         raise RequestError(
-            f"{path} is not a safetensors file: its header describes no tensors; download it again"
+            f"{path} is not a safetensors file: its header describes no tensors{twice}; download it again"
         ) from error
     for name, entry in entries.items():
-        _check_bytes(path, name, entry, size)
+        _check_shape(path, name, entry)
+    _check_cover(path, entries, LENGTH + header, size)
     return entries
 
 
@@ -122,25 +131,67 @@ def _header_bytes(path: Path, length: bytes, size: int) -> int:
     return header
 
 
-def _entry(value: Any, first: int) -> Entry:
+class _Twice(ValueError):
+    """A key that an object of the header has twice: readers would take one or the other."""
+
+
+def _described_in(content: bytes, first: int) -> dict[str, Entry]:
+    """Return the tensors that a header describes; the bytes of the first one begin at `first`."""
+    # The format is UTF-8 alone; `json` would take UTF-16 too.
+    described = json.loads(content.decode("utf-8"), object_pairs_hook=_once)
+    metadata = described.pop("__metadata__", None)
+    if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("metadata are text")
+    return {name: _entry(name, value, first) for name, value in described.items()}
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, each of whose keys is there once."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise _Twice(f"{twice!r} is there twice")
+    return found
+
+
+def _entry(name: str, value: Any, first: int) -> Entry:
     """Return a tensor as the header describes it; the bytes of the first one begin at `first`."""
+    name.encode()  # a half of a surrogate pair is no text
     start, stop = value["data_offsets"]
     shape = tuple(value["shape"])
     if not all(type(number) is int and number >= 0 for number in (start, stop, *shape)):
         raise ValueError("sizes are whole numbers")
-    return Entry(str(value["dtype"]), shape, first + start, first + stop)
+    if not isinstance(value["dtype"], str):
+        raise ValueError("a dtype is a name")
+    return Entry(value["dtype"], shape, first + start, first + stop)
 
 
-def _check_bytes(path: Path, name: str, entry: Entry, size: int) -> None:
-    """Refuse a tensor whose bytes are not all in the file of `size` bytes, or are not those of its shape."""
-    if entry.stop > size:
-        raise RequestError(
-            f"{path} is truncated: tensor {name} ends at byte {entry.stop:,} and the file has {size:,}; "
-            f"download it again"
-        )
-    item = ITEM_BYTES.get(entry.dtype)
-    if item is not None and math.prod(entry.shape) * item != entry.stop - entry.start:
+def _check_shape(path: Path, name: str, entry: Entry) -> None:
+    """Refuse a tensor whose bytes are not as many as its shape says; a dtype that the format has not is let pass."""
+    bits = BITS.get(entry.dtype)
+    if bits is not None and math.prod(entry.shape) * bits != 8 * (entry.stop - entry.start):
         raise RequestError(
             f"{path} is damaged: tensor {name} of shape {entry.shape} in {entry.dtype} has "
             f"{entry.stop - entry.start:,} bytes; download it again"
+        )
+
+
+def _check_cover(path: Path, entries: Mapping[str, Entry], first: int, size: int) -> None:
+    """Refuse a file whose tensors do not lie one behind another from byte `first` to its end at `size`."""
+    end = first
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != end:
+            raise RequestError(
+                f"{path} is damaged: tensor {name} begins at byte {entry.start:,}, and the tensor before it ends at "
+                f"{end:,}; download it again"
+            )
+        end = entry.stop
+        if end > size:
+            raise RequestError(
+                f"{path} is truncated: tensor {name} ends at byte {end:,} and the file has {size:,}; download it again"
+            )
+    if end != size:
+        raise RequestError(
+            f"{path} is damaged: its tensors end at byte {end:,}, and the file has {size:,}; download it again"
         )
