@@ -101,14 +101,22 @@ def refuse_adapter(path: Path) -> None:
 def open_folder(path: Path) -> Folder:
     """Return the folder with its `config.json` and the file of each tensor.
 
-    Raises `RequestError` where it has no weights in safetensors files, or where its index does not fit them.
+    A single file counts, and not an index beside it. Raises `RequestError` where it has no weights in safetensors
+    files, or where its index does not fit them.
     """
     folder = open_config(path)
-    if os.path.lexists(path / INDEX):
-        return Folder(path, folder.config, _files_of_index(path))
     if os.path.lexists(path / SINGLE):
         return Folder(path, folder.config, dict.fromkeys(read_header(path / SINGLE), path / SINGLE))
+    if os.path.lexists(path / INDEX):
+        return Folder(path, folder.config, _files_of_index(path))
     raise RequestError(_without_weights(path))
+
+
+def twofold(path: Path) -> str:
+    """Return a sentence about a folder that holds its weights twice, as a single file and by an index; else nothing."""
+    if not os.path.lexists(path / SINGLE) or not os.path.lexists(path / INDEX):
+        return ""
+    return f"'{path}' holds {SINGLE} and {INDEX}: the weights are those of {SINGLE}, as in transformers"
 
 
 def _files_of_index(path: Path) -> dict[str, Path]:

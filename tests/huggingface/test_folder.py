@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.huggingface.folder import is_folder, open_config, open_folder
+from jaxdist.huggingface.folder import is_folder, open_config, open_folder, twofold
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -37,6 +37,15 @@ def test_the_header_gives_the_tensors_of_a_single_file():
     files = open_folder(GOLDEN / "gpt2").files
     assert set(files.values()) == {GOLDEN / "gpt2" / "model.safetensors"}
     assert "transformer.h.1.mlp.c_fc.weight" in files
+
+
+def test_a_single_file_counts_and_not_the_index_beside_it(folder):
+    """As in transformers."""
+    assert twofold(folder) == ""
+    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "model.safetensors")
+    files = open_folder(folder).files
+    assert set(files.values()) == {folder / "model.safetensors"}
+    assert "the weights are those of model.safetensors, as in transformers" in twofold(folder)
 
 
 def test_the_links_of_the_cache_are_followed(folder, tmp_path):
