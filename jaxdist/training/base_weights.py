@@ -19,8 +19,9 @@ from jaxdist.files import checksums
 from jaxdist.huggingface.folder import is_folder, open_folder
 from jaxdist.huggingface.folder_arrays import folder_arrays
 from jaxdist.huggingface.readable import Readable
-from jaxdist.huggingface.reading import read_parameters
 from jaxdist.models import Params
+from jaxdist.training import pretrained
+from jaxdist.training.checkpoint.finite_state import check_loaded
 from jaxdist.training.checkpoint.manager import BEST, Checkpoints, Found
 from jaxdist.training.run_dir import checkpoint_of
 
@@ -114,10 +115,11 @@ def _where(recorded: Path, named: Path, resumes: bool) -> Path:
 def read_base(run: Run, base: Base) -> Params:
     """Return the frozen parameters, as a checkpoint has them; call under `jax.set_mesh`."""
     if is_folder(base.path):
-        return read_parameters(base.path, run.config.model, run.abstract_base())
+        return pretrained.parameters(run, base.path)
     folder, which = checkpoint_of(base.path)
     with Checkpoints(folder.path, keep=None) as checkpoints:
         params, _ = checkpoints.restore_params(run.abstract_base(), {}, checkpoints.find(which))
+    check_loaded(params, f"the base {base.path}", "name another step as --init-from, in a new run")
     return params
 
 

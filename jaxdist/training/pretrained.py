@@ -9,15 +9,20 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxdist.files import write_whole
+from jaxdist.huggingface.families import family_of
 from jaxdist.huggingface.folder import KEPT, SMALL_FILES, SOURCE, Folder, is_folder, open_folder
 from jaxdist.huggingface.model_config import maximum_of
 from jaxdist.huggingface.reading import read_parameters
 from jaxdist.huggingface.safetensors_file import read_header
 from jaxdist.json_files import read_bytes
 from jaxdist.models import Params
-from jaxdist.training.run import Run
+from jaxdist.training.checkpoint.finite_state import check_loaded
+
+if TYPE_CHECKING:
+    from jaxdist.training.run import Run
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """The dtypes of weights, by their names in a safetensors file."""
@@ -26,9 +31,16 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 def parameters(run: Run, folder: Path) -> Params:
     """Return the parameters of the model from a folder, as a checkpoint has them; call under `jax.set_mesh`.
 
-    Raises `RequestError` before a weight is read, if the tensors of the folder are not those of the model.
+    Raises `RequestError` before a weight is read, if the tensors of the folder are not those of the model; and
+    afterwards, if they are not finite.
     """
-    return read_parameters(folder, run.config.model, run.abstract_base())
+    model = run.config.model
+    params = read_parameters(folder, model, run.abstract_base())
+    theirs = {}
+    for leaf in family_of(model).leaves:
+        theirs[leaf.path] = ", ".join(piece.name.format(layer="*", expert="*") for piece in leaf.pieces)
+    check_loaded(params, f"'{folder}'", "download it again, or name other weights", theirs)
+    return params
 
 
 def keep_files(init_from: Path | None, run: Path) -> None:

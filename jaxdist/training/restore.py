@@ -10,14 +10,16 @@ from typing import NamedTuple
 import jax
 from tokenizers import Tokenizer
 
+from jaxdist.cluster.consensus import leader
 from jaxdist.config import Config, RequestError
-from jaxdist.huggingface.folder import is_folder
+from jaxdist.huggingface.folder import is_folder, twofold
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, read_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Params
 from jaxdist.partial_trees import joined
 from jaxdist.training import pretrained
 from jaxdist.training.base_weights import base_for, read_base
+from jaxdist.training.checkpoint.finite_state import check_loaded
 from jaxdist.training.checkpoint.manager import LATEST, Checkpoints
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder, check_tokenizer
@@ -56,6 +58,7 @@ def restore(
             print(f"note: {note}", file=sys.stderr)
         state = run.abstract_logical()
         params, variables = checkpoints.restore_params(state.params, state.variables, found)
+        check_loaded(params, f"step {found.step} of {config.folder}", "name another one by --checkpoint")
         facts = checkpoints.facts(found)
         base = base_for(config, facts)
         if base:
@@ -92,6 +95,8 @@ def _pretrained(config: Config, which: str, batch: bool, check: Callable[[Run], 
         raise RequestError(f"'{config.folder}' is a folder of Hugging Face, without steps; leave --checkpoint out")
     run = Run(config, batch=batch)
     check(run)
+    if leader() and twofold(config.folder):
+        print(f"note: {twofold(config.folder)}", file=sys.stderr)
     with jax.set_mesh(run.mesh):
         params = run.step.folded(pretrained.parameters(run, config.folder))
         return Trained(run, None, params, {}, None)

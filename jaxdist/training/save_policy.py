@@ -14,11 +14,11 @@ from typing import TypedDict
 import jax
 
 from jaxdist.cluster.consensus import agreed, from_leader, leader
-from jaxdist.huggingface.folder import is_folder
+from jaxdist.huggingface.folder import is_folder, twofold
 from jaxdist.mesh import REPLICA, describe
 from jaxdist.training import pretrained, upcycling
 from jaxdist.training.base_weights import BASE, Base, read_base
-from jaxdist.training.checkpoint.finite_state import first_not_finite
+from jaxdist.training.checkpoint.finite_state import check_loaded, first_not_finite
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.forward.step import TrainState
@@ -88,6 +88,8 @@ class SavePolicy:
         init_from = self.run.config.init_from
         if not init_from:
             return self.run.init()
+        if twofold(init_from):
+            say(f"note        {twofold(init_from)}")
         if self.base:
             say(f"weights     from {self.base.path}, frozen beside new adapters; their digest is {self.base.digest}")
             return self.run.begin(read_base(self.run, self.base), {})
@@ -102,6 +104,7 @@ class SavePolicy:
             abstract = self.run.abstract_logical()
             shapes = upcycling.dense_shapes(self.run) if dense else abstract.params
             params, variables = checkpoints.restore_params(shapes, abstract.variables, found)
+        check_loaded(params, f"step {found.step} of {folder.path}", "name another checkpoint as --init-from")
         for note in checkpoints.notes:
             say(note)
         weights = f"weights     from step {found.step} of {folder.path}"

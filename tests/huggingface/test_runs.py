@@ -6,12 +6,15 @@ import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxdist import evaluate, generate, train
 from jaxdist.config import RequestError
 from jaxdist.training.pretrained import keep_files
 from jaxdist.training.run_dir import RunFolder
+from tests.huggingface.exported import run_from
 
 GOLDEN = Path(__file__).parent / "golden"
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "dog", "ran"]
@@ -150,3 +153,35 @@ def test_a_link_among_the_kept_files_is_refused(model):
     Path("run/huggingface/config.json").symlink_to(model.resolve() / "config.json")
     with pytest.raises(RequestError, match=r"huggingface/config.json is a symbolic link"):
         RunFolder(Path("run")).check_layout()
+
+
+def test_weights_that_are_not_finite_are_refused_by_every_command(model, capsys):
+    """One number in the last layer, of a folder and of the step of a run: evaluated, continued, trained, and a base."""
+    file = model / "model-00002-of-00002.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][-1, -1] = np.inf
+    save_file(tensors, file)
+    described = "holds NaN or infinity in 1 of 9 parameters, first in blocks.mlp.down"
+    theirs = r" \(model\.layers\.\*\.mlp\.down_proj\.weight\)"
+    Path("q.jsonl").write_text('{"context": "the cat", "choices": [" sat", " mat"], "label": 0}\n')
+    commands = [
+        lambda: evaluate.main(["model", "--choices=q.jsonl", "--mesh=1x1x1"]),
+        lambda: generate.main(["model", "--tokens=2", "--mesh=1x1x1"]),
+        lambda: trained("--train.steps=1", "--mesh=1x1x1"),
+        lambda: trained("--train.steps=1", "--mesh=1x1x1", "--model.lora-rank=2"),
+    ]
+    for command in commands:
+        with pytest.raises(RequestError, match=rf"^'[^']*model' {described}{theirs}; download it again, or name other"):
+            command()
+    run_from(model, Path("bad"))
+    begin = ["bad/config.toml", "--init-from=bad", "--data.tokenizer=bad/tokenizer.json", *SMALL, "--mesh=1x1x1"]
+    shutil.copy(model / "tokenizer.json", "bad")
+    for command in (
+        lambda: generate.main(["bad", "--tokens=2", "--mesh=1x1x1"]),
+        lambda: train.main([*begin, "--run-dir=from-bad"]),
+    ):
+        with pytest.raises(RequestError, match=rf"^step 1 of bad {described}; name another"):
+            command()
+    with pytest.raises(RequestError, match=rf"^the base .*/bad/checkpoints/1 {described}; name another step as"):
+        train.main([*begin, "--run-dir=lora-bad", "--model.lora-rank=2"])

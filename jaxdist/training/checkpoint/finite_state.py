@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxdist.config import RequestError
 from jaxdist.parallel.finite import finite
 from jaxdist.sharding import name_of
 from jaxdist.training.forward.offload import to_device
 
 
 def first_not_finite(tree: Any) -> str | None:
-    """Return the name of the first float array that holds NaN or infinity, such as `params.embed`; None without one.
+    """Return the first name of `not_finite`; None without one."""
+    return next(iter(not_finite(tree)), None)
+
+
+def not_finite(tree: Any) -> list[str]:
+    """Return the names of the float arrays that hold NaN or infinity, such as `params.embed`.
 
     Every process calls this, and all get the same answer; call under `jax.set_mesh`.
     Compiles once for each layout of `tree`.
@@ -23,13 +30,28 @@ def first_not_finite(tree: Any) -> str | None:
         if jnp.issubdtype(a.dtype, jnp.floating):
             arrays[name_of(path)] = a
     if not arrays:
-        return None
+        return []
     # One number for each array comes to the host; the arrays themselves stay where they are.
     all_finite = jax.device_get(_finite(list(arrays.values())))
-    for name, is_finite in zip(arrays, all_finite, strict=True):
-        if not is_finite:
-            return name
-    return None
+    return [name for name, is_finite in zip(arrays, all_finite, strict=True) if not is_finite]
+
+
+def check_loaded(params: Any, source: str, remedy: str, names: Mapping[str, str] | None = None) -> None:
+    """Raise `RequestError`, in all processes, where weights that were just read hold NaN or infinity.
+
+    `source` is where they were read; `names` says of a parameter what it is called there, if that is another name. Call
+    this as `not_finite`.
+    """
+    bad = not_finite(params)
+    if not bad:
+        return
+    first = bad[0]
+    if names and names.get(first):
+        first += f" ({names[first]})"
+    raise RequestError(
+        f"{source} holds NaN or infinity in {len(bad)} of {len(jax.tree.leaves(params))} parameters, first in {first}; "
+        f"{remedy}"
+    )
 
 
 @jax.jit
