@@ -15,7 +15,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from jaxdist.colours import BLUE, GREEN, ORANGE, RED, SKY
+from light_dark import INK, blank, save
+
+from jaxdist.colours import BLUE, GREEN, ORANGE, RED
 from jaxdist.training import history
 
 MESHES = {
@@ -43,40 +45,31 @@ def losses(mesh: str, steps: int, every: int, folder: Path) -> dict[int, float]:
 
 
 def draw(curves: dict[str, dict[int, float]], picture: Path) -> None:
-    """Draw the curves, wide lines below narrow ones so that all of them can be seen, and their differences."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    # Neither dates nor random ids: the same numbers give the same file. Text stays text, which is smaller.
-    matplotlib.rcParams["svg.hashsalt"] = "jaxdist"
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(
-        2, 1, figsize=(7, 5), sharex=True, layout="constrained", height_ratios=(3, 2)
-    )
+    """Draw one device as a line, the other meshes as marks on it that take turns, and their differences below."""
+    figure = blank(4.6)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     one = curves["1x1x1"]
-    for index, (mesh, colour) in enumerate(zip(curves, (SKY, ORANGE, GREEN, BLUE, RED), strict=True)):
-        steps = sorted(curves[mesh])
-        width = 1.2 + 2.2 * (len(curves) - 1 - index)
-        name = MESHES[mesh][0]
-        above.plot(steps, [curves[mesh][step] for step in steps], color=colour, linewidth=width, label=name)
-        if mesh != "1x1x1":
-            differences = [abs(curves[mesh][step] - one[step]) / one[step] for step in steps]
-            below.plot(steps, differences, color=colour, linewidth=1.2)
-    above.set_ylabel("training loss (nats per token)")
-    above.legend(title="five runs of one model", frameon=False)
+    steps = sorted(one)
+    above.plot(steps, [one[step] for step in steps], color=INK, linewidth=1, label=MESHES["1x1x1"][0])
+    others = [mesh for mesh in curves if mesh != "1x1x1"]
+    for turn, (mesh, colour, mark) in enumerate(zip(others, (ORANGE, GREEN, BLUE, RED), "osD^", strict=True)):
+        taken = steps[turn :: len(others)]
+        values = [curves[mesh][step] for step in taken]
+        above.plot(taken, values, mark, color=colour, markersize=5, label=MESHES[mesh][0])
+        differences = [abs(curves[mesh][step] - one[step]) / one[step] for step in steps]
+        below.plot(steps, differences, color=colour, linewidth=1.2)
+    above.set_ylabel("training loss\n(nats per token)")
+    above.legend(title="five runs of one model", alignment="left")
     below.set(xlabel="step", ylabel="relative difference\nfrom one device", yscale="log")
     for axes in (above, below):
-        axes.grid(alpha=0.3)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
+        axes.grid()
+    save(figure, picture)
 
 
 def main() -> None:
     """Train, draw, and print the largest difference of each mesh."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", type=Path, help="file to write, .svg or .png")
+    parser.add_argument("picture", type=Path, help="SVG file to write")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--every", type=int, default=2, help="steps between two points")
     request = parser.parse_args()

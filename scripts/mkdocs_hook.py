@@ -4,8 +4,6 @@ Pages name files outside `docs/`, such as `../../benchmarks/README.md`, by their
 link works as it stands. The site gets a copy of each such file below `repository/`, and links in pages are rewritten to
 the copies. mkdocs then checks these links as it checks all others: a link to a folder, or to a file that does not
 exist, fails a strict build.
-
-The site also gets the colours of code. Pygments marks the words of a block, and the theme has no colours for the marks.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from pathlib import Path, PurePosixPath
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from pygments.formatters import HtmlFormatter
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIES = "repository"
@@ -54,7 +51,7 @@ def links(text: str) -> list[str]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the files outside `docs/` that pages link to, those that these link to, and the colours of code."""
+    """Add the files outside `docs/` that pages link to, and those that these link to."""
     waiting = [file.src_uri for file in files.documentation_pages()]
     while waiting:
         page = waiting.pop()
@@ -68,8 +65,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, in_site(path), abs_src_path=str(ROOT / path)))
             if path.suffix == ".md":
                 waiting.append(in_site(path))
-    colours = HtmlFormatter(style="default").get_style_defs(".highlight")
-    files.append(File.generated(config, "pygments.css", content=colours))
     return files
 
 
