@@ -39,6 +39,7 @@ from jaxdist.training.checkpoint.step_dir import STEP, StepDir
 from jaxdist.training.resume_check import differing, lengthened, refusal, with_warmup
 from jaxdist.training.run_facts import FILE, run_facts, run_id
 from jaxdist.training.run_lock import LIMIT, RunLock
+from jaxdist.training.saved_before import what_shows_a_save
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 """Packages whose versions are written down."""
@@ -120,7 +121,8 @@ class RunFolder:
             there = f"its steps are {', '.join(map(str, steps))}" if steps else "it holds none"
             raise RequestError(f"run folder {self.path} holds no checkpoint of step {config.resume}; {there}")
         if not committed:
-            # The run died before it had learned anything that could be kept.
+            # The run died before it had learned anything that could be kept, or that is not where it was.
+            self._refuse_lost(load(str(self.config), {}, knobs=()))
             return inheriting(config)
         return self._continuing(config, steps or committed)
 
@@ -131,6 +133,7 @@ class RunFolder:
                 f"run folder {self.path} holds checkpoints but not the config.toml of their run; copy it there, or "
                 f"name another --run-dir"
             )
+        self._refuse_lost(None)
         names = os.listdir(self.path) if self.path.exists() else []
         strangers = sorted(set(names) - BEFORE_A_RUN)
         if strangers:
@@ -140,6 +143,17 @@ class RunFolder:
             )
         if config.resume.isdecimal():
             raise RequestError(f"run folder {self.path} holds no run to go back to step {config.resume} of")
+
+    def _refuse_lost(self, config: Config | None) -> None:
+        """Raise `RequestError` if the run here, which has no step, has ever saved one; `config` is its own."""
+        seals = [step for folder in self._step_dirs() for step in folder.seals()]
+        shown = what_shows_a_save(self.path, seals, config)
+        if shown:
+            raise RequestError(
+                f"run folder {self.path} holds no step of its run, but {shown}; bring {self.checkpoints} back (a "
+                f"volume may not be mounted), or name another --run-dir, or move {self.path} away to start from the "
+                f"beginning"
+            )
 
     def _continuing(self, config: Config, steps: list[int]) -> Config:
         """Return `config` as it continues the run here, which has saved `steps`. Raises `RequestError`."""

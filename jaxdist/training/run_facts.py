@@ -1,14 +1,22 @@
-"""Read `run.json`, which says whose folder this is: the id stays with a run whose folder is moved or copied."""
+"""`run.json`: whose folder this is, and which step was saved last.
+
+The id stays with a run whose folder is moved or copied.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from jaxdist.config import RequestError
+from jaxdist.files import write_whole
 from jaxdist.json_files import read_json
 
 FILE = "run.json"
+
+SAVED = "saved"
+"""The key in run.json of the step that was saved last. It lies outside the folder of the steps, and so outlives it."""
 
 
 def run_facts(run_dir: Path) -> dict[str, Any]:
@@ -23,3 +31,11 @@ def run_id(run_dir: Path) -> str | None:
     """Return the random id of the run in this folder; None where it has none, or none that can be read."""
     found = run_facts(run_dir).get("id")
     return found if isinstance(found, str) else None
+
+
+def note_saved(run_dir: Path, step: int) -> None:
+    """Write to run.json that `step` is saved; do nothing where there is none. Raises `OSError`."""
+    facts = run_facts(run_dir)
+    if facts and facts.get(SAVED) != step:
+        facts[SAVED] = step
+        write_whole(run_dir / FILE, json.dumps(facts) + "\n")

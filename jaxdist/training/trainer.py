@@ -47,6 +47,7 @@ from jaxdist.training.profile import Profile
 from jaxdist.training.rounds import RoundRunner, round_until, rounds
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
+from jaxdist.training.run_facts import note_saved
 from jaxdist.training.run_lock import LockLost
 from jaxdist.training.samples import Samples
 from jaxdist.training.save_policy import SavePolicy, checkpoint_bytes, finished, locked, no_room
@@ -152,7 +153,10 @@ def check_new(run: Run) -> None:
 def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:
     """Write how the run is made, and cut its metrics back to the step that it resumes from."""
     prepared.checkpoints.notes += [*folder.notes, *folder.cut_metrics(prepared.first, run.config)]
-    if prepared.found is None:
+    if prepared.found:
+        # An older jaxdist did not, and a kill may have come between the save and the note of it.
+        note_saved(folder.path, prepared.found.step)
+    else:
         # Before config.toml, which says that a run began with these files.
         pretrained.keep_files(run.config.init_from, folder.path)
     devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]

@@ -105,7 +105,7 @@ def test_when_none_is_whole_every_reason_is_told(folder):
         (folder / "checkpoints" / step / "params" / "_METADATA").unlink()
     with Checkpoints(folder, keep=None) as checkpoints, pytest.raises(RequestError) as error:
         checkpoints.find_start("auto")
-    assert f"or move {folder}/checkpoints away to start from the beginning" in str(error.value)
+    assert f"or move {folder} away to start from the beginning" in str(error.value)
     for step in (5, 10):
         assert f"/{step} is damaged and skipped: params/_METADATA is missing" in str(error.value)
 

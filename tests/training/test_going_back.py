@@ -1,13 +1,16 @@
 """Which checkpoint a run goes on from, or begins with, when it is not simply the newest."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from jaxdist import evaluate, train
+from jaxdist import evaluate, launch, train
 from jaxdist.config import RequestError
 from jaxdist.request import load
+from jaxdist.training.run_dir import RunFolder
+from jaxdist.training.run_facts import note_saved, run_facts
 from tests.training.conftest import SMALL, over
 from tests.training.curves import lines
 from tests.training.test_resume import without_times
@@ -99,6 +102,85 @@ def test_nothing_usable_is_no_start_from_the_beginning(options, copy):
     ):
         train.main([*options, f"--run-dir={copy}"])
     assert {path: path.read_bytes() for path in (copy / "checkpoints").rglob("*") if path.is_file()} == before
+
+
+def torn(folder: Path) -> None:
+    """Only what a process that died while it saved has left."""
+    shutil.rmtree(folder)
+    (folder / "5.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
+
+
+def without_steps(folder: Path) -> None:
+    for step in (*folder.glob("[0-9]*"), *folder.glob("best/[0-9]*")):
+        shutil.rmtree(step)
+
+
+LOSSES = {"gone": shutil.rmtree, "not written to the end": torn, "without its steps": without_steps}
+
+TRACES = {
+    "run.json": "run.json says that step 20 was saved",
+    "sums": "the checksums of step 20 are still there",
+    "loss.png": "its loss.png was drawn after the last step was saved",
+    "log.txt": "log.txt says that step 17 was saved",
+    "metrics.jsonl": "metrics.jsonl reaches step 20, and the run was saved every 5 steps",
+}
+"""What shows that a run has saved a step, in the order in which it is looked for."""
+
+WAYS_OUT = "; bring .*/checkpoints back .*, or name another --run-dir, or move .*/copy away to start from the beginning"
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_run_whose_checkpoints_are_lost_never_begins_again_by_itself(options, copy, loss):
+    """Whatever is left of its traces: each is enough, and what is left stays as it is."""
+    with (copy / "log.txt").open("a") as log:
+        log.write("2026-11-26T10:00:00Z  stopped by SIGTERM: step 17 is saved; the same command continues\n")
+    LOSSES[loss](copy / "checkpoints")
+    argv = [*options, f"--run-dir={copy}"]
+    slurm = ["slurm", "--time=1:00:00", *argv]
+    for name, shown in TRACES.items():
+        before = contents(copy)
+        if name != "sums" or loss == "without its steps":
+            for main, words in (
+                (train.main, argv),
+                (launch.main, ["local", "--processes=2", *argv]),
+                (launch.main, slurm),
+            ):
+                with pytest.raises(RequestError, match=f"holds no step of its run, but .*{shown}{WAYS_OUT}"):
+                    main(words)
+        assert contents(copy) == before
+        for path in (copy / name, copy / "checkpoints" / name, copy / "checkpoints" / "best" / name):
+            if path.is_dir():
+                shutil.rmtree(path)
+            path.unlink(missing_ok=True)
+    # Nothing is left that could be lost.
+    RunFolder(copy).enter(load(str(copy / "config.toml"), {"run_dir": str(copy)}))
+
+
+def test_a_run_that_has_saved_nothing_yet_begins_again(options, copy):
+    """It was killed before its first save, or while it wrote that: the second save waits for it."""
+    shutil.rmtree(copy / "checkpoints")
+    for name in ("run.json", "loss.png"):
+        (copy / name).unlink()
+    metrics = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(line for line in metrics if json.loads(line)["step"] <= 10))
+    RunFolder(copy).enter(load(str(copy / "config.toml"), {"run_dir": str(copy)}))
+
+
+def test_the_note_of_what_is_saved_follows_the_run(options, copy):
+    """Also of a run that an older jaxdist has begun, and beside what else run.json holds."""
+    assert run_facts(copy)["saved"] == 20
+    facts = {name: value for name, value in run_facts(copy).items() if name != "saved"}
+    (copy / "run.json").write_text(json.dumps(facts))
+    shutil.rmtree(copy / "checkpoints" / "20")
+    note_saved(copy, 15)
+    assert run_facts(copy) == {**facts, "saved": 15}
+    (copy / "run.json").unlink()
+    note_saved(copy, 15)
+    assert not (copy / "run.json").exists()
 
 
 def test_a_step_that_is_not_there_is_refused_and_nothing_is_touched(options, copy, tmp_path):

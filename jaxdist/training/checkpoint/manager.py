@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from jaxdist.training.checkpoint.readback import Shapes, unreadable
 from jaxdist.training.checkpoint.step_dir import STEP, UNSEALED, StepDir
 from jaxdist.training.checkpoint.stored_arrays import StoredArray, open_arrays
 from jaxdist.training.forward.step import TrainState
-from jaxdist.training.run_facts import run_id
+from jaxdist.training.run_facts import note_saved, run_id
 
 LATEST = "latest"
 BEST = "best"
@@ -67,8 +68,9 @@ class Checkpoints:
         """
         folder = Path(run_dir).resolve() / "checkpoints"
         run = run_id(Path(run_dir))
-        self._newest = OrbaxWriter(StepDir(folder, run), keep or 1, every)
-        self._best = OrbaxWriter(StepDir(folder / BEST, run), 1, kind=BEST)
+        note = partial(note_saved, Path(run_dir))
+        self._newest = OrbaxWriter(StepDir(folder, run), keep or 1, every, sealed=note)
+        self._best = OrbaxWriter(StepDir(folder / BEST, run), 1, kind=BEST, sealed=note)
         self._aside = [StepDir(folder / ASIDE, run), StepDir(folder / ASIDE / BEST, run)]
         self._seals = keep is not None
         self.notes: list[str] = []
@@ -347,8 +349,8 @@ class Checkpoints:
         else:
             return RequestError(f"{folder} holds no checkpoint; train first, or name another run folder")
         return RequestError(
-            f"{reason}; copy the missing files back, or name another run folder, or move {folder} away to start from "
-            f"the beginning"
+            f"{reason}; copy the missing files back, or name another run folder, or move {folder.parent} away to "
+            f"start from the beginning"
         )
 
 

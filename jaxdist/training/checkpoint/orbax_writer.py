@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -50,15 +50,24 @@ class SaveFailed(RuntimeError):
 class OrbaxWriter:
     """Saves the steps of one folder in the background, and restores them."""
 
-    def __init__(self, step_dir: StepDir, keep: int, every: int = 0, kind: str = ""):
+    def __init__(
+        self,
+        step_dir: StepDir,
+        keep: int,
+        every: int = 0,
+        kind: str = "",
+        sealed: Callable[[int], None] | None = None,
+    ):
         """Keep the `keep` newest steps, beside the multiples of `every` (0: none of them).
 
-        `kind` is a word for the checkpoints here, for error messages.
+        `kind` is a word for the checkpoints here, for error messages. `sealed` is called, in a thread, with each step
+        that is saved and has its seal; it may raise `OSError`.
         """
         _silence_orbax()
         self.step_dir = step_dir
         self._keep = keep
         self._every = every
+        self._sealed = sealed
         self._kind = f"{kind} " if kind else ""
         options = _all_processes(step_dir.folder.name)
         handlers = {}
@@ -178,6 +187,8 @@ class OrbaxWriter:
             if problem:
                 raise OSError(f"it is not there when it is read back ({problem})")
             self.step_dir.seal(step)
+            if self._sealed:
+                self._sealed(step)
             self.step_dir.keep(self._keep, self._every)
         except OSError as error:
             self._failed = error

@@ -88,6 +88,13 @@ class StepDir:
         """Return the steps that have a seal, in order."""
         return [step for step in self.steps() if self.seal_of(step) is not None]
 
+    def seals(self) -> list[int]:
+        """Return the steps whose seal is there, in order, also of steps that are gone."""
+        if not self._sums(0).parent.is_dir():
+            return []
+        names = [path.name.removesuffix(".json") for path in self._sums(0).parent.glob("*.json")]
+        return sorted(int(name) for name in names if STEP.fullmatch(name))
+
     def last_step(self, asked: int = 0, thorough: bool = True) -> int | None:
         """Return the last step of a finished run, if it is saved and complete; None for a run that is not finished.
 
