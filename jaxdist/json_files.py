@@ -144,9 +144,7 @@ def _fraction(text: str) -> float:
 
 def _short_number(text: str) -> str:
     if len(text) > LONGEST_NUMBER:
-        raise ValueError(
-            f"a number has {len(text):,} characters ({text[:10]}...), and at most {LONGEST_NUMBER} are read"
-        )
+        raise ValueError(f"a number has {len(text):,} characters ({text[:10]}...), more than {LONGEST_NUMBER}")
     return text
 
 
