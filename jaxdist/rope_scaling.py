@@ -125,7 +125,7 @@ def _number(name: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < 2**31:
-        raise ValueError(f"has {name}={text}, which must be a number between 0 and 2,147,483,648, without either")
+        raise ValueError(f"has {name}={text[:40]}, which must be a number between 0 and 2,147,483,648, without either")
     return value
 
 

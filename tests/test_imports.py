@@ -21,10 +21,10 @@ READERS = [
 PREDICTIONS = ["memory", "activations", "communication", "predicted_collectives", "parameter_layout", "step_bytes"]
 PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic", "clusters", "collective_time", "search"]
 
-WITHOUT_JAX = ["folder", "keys", "rope", "model_config", "tokenizer", "special_tokens", "given_tokenizer"]
+WITHOUT_JAX = ["folder", "schema", "keys", "rope", "model_config", "tokenizer", "special_tokens", "given_tokenizer"]
 """What reads and writes small files: requests ask it, and answer in a moment."""
 
-OF_CONFIGS = ["jaxdist.!config,files,json_files,rope_scaling,huggingface", "jax", "flax", "numpy"]
+OF_CONFIGS = ["jaxdist.!config,files,json_files,json_schema,rope_scaling,huggingface", "jax", "flax", "numpy"]
 
 FORBIDDEN = {
     "rope_scaling": ["jaxdist", "jax", "flax", "numpy"],
@@ -36,6 +36,7 @@ FORBIDDEN = {
     "config": ["jaxdist.!config_model,values,exit_codes", "jax", "flax"],
     "files": ["jaxdist", "jax", "numpy"],
     "json_files": ["jaxdist.!config,files", "jax", "numpy"],
+    "json_schema": ["jaxdist.!values", "jax", "numpy"],
     "streams": ["jaxdist.!files", "jax", "numpy"],
     "mesh": ["jaxdist.!config,values"],
     "gpu_memory": ["jaxdist.!config", "jax", "flax", "numpy"],
@@ -54,7 +55,7 @@ FORBIDDEN = {
         "jaxdist.planning",
     ],
     "data": ["jaxdist.!config,files,json_files,mesh,sharding,units,data,huggingface"],
-    "huggingface": ["jaxdist.!config,files,json_files,lora,rope_scaling,sharding,huggingface"],
+    "huggingface": ["jaxdist.!config,files,json_files,json_schema,lora,rope_scaling,sharding,huggingface"],
     **dict.fromkeys((f"huggingface.{name}" for name in WITHOUT_JAX), OF_CONFIGS),
     "planning": ["jaxdist.training", "jaxdist.data", "jaxdist.cluster"],
     **dict.fromkeys((f"planning.{name}" for name in PREDICTIONS), READERS),

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxdist.config import RequestError
 from jaxdist.huggingface.folder import KEPT
-from jaxdist.huggingface.tokenizer import TOKENIZER_CONFIG, token_names
-from jaxdist.json_files import read_json, read_text
+from jaxdist.huggingface.schema import JINJA_TEMPLATE, JSON_TEMPLATE, TOKENIZER_CONFIG, read_if_there
+from jaxdist.huggingface.tokenizer import token_names
+from jaxdist.json_files import read_text
 
 if TYPE_CHECKING:
     from jinja2 import Template
-
-JINJA_FILE = "chat_template.jinja"
-JSON_FILE = "chat_template.json"
 
 Message = Mapping[str, str]
 """One turn of a conversation: its `role` (system, user or assistant) and its `content`."""
@@ -59,10 +57,11 @@ def read_chat_template(folder: Path) -> ChatTemplate:
     """
     is_run = (folder / "config.toml").exists()
     source = folder / KEPT if is_run else folder
-    text = _jinja_file(source / JINJA_FILE) or _in_json(source / TOKENIZER_CONFIG) or _in_json(source / JSON_FILE)
+    text = _jinja_file(source / JINJA_TEMPLATE)
+    text = text or _in_json(source / TOKENIZER_CONFIG) or _in_json(source / JSON_TEMPLATE)
     if not text:
         raise RequestError(
-            f"'{folder}' has no chat template: '{source}' has neither a {JINJA_FILE} nor a chat_template in its "
+            f"'{folder}' has no chat template: '{source}' has neither a {JINJA_TEMPLATE} nor a chat_template in its "
             f"{TOKENIZER_CONFIG}; leave --chat out, or copy the template there"
         )
     environment = make_environment()
@@ -127,13 +126,11 @@ def _jinja_file(path: Path) -> str:
 
 def _in_json(path: Path) -> str:
     """Return the `chat_template` in a JSON file, the default one of several; nothing where there is none."""
-    if not os.path.lexists(path):
-        return ""
-    found = read_json(path).get("chat_template")
-    if isinstance(found, list):
-        templates = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = templates.get("default")
-    return found if isinstance(found, str) else ""
+    found = read_if_there(path).get("chat_template") or ""
+    if isinstance(found, str):
+        return found
+    templates = {one["name"]: one["template"] for one in found}
+    return templates.get("default", "")
 
 
 def _first_line(error: Exception) -> str:

@@ -13,38 +13,16 @@ from typing import Any
 
 from jaxdist.config import RequestError
 from jaxdist.huggingface.safetensors_file import read_header
-from jaxdist.json_files import LARGEST, LARGEST_LISTING, read_json
+from jaxdist.huggingface.schema import CONFIG, INDEX, SMALL_FILES, read_file
 
-CONFIG = "config.json"
-GENERATION = "generation_config.json"
 SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-TOKENIZER = "tokenizer.json"
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """The files of low-rank adapters by themselves, as PEFT has them."""
 
-SMALL_FILES = {
-    CONFIG: LARGEST,
-    GENERATION: LARGEST,
-    TOKENIZER: LARGEST_LISTING,
-    "tokenizer_config.json": LARGEST,
-    "special_tokens_map.json": LARGEST,
-    "added_tokens.json": LARGEST,
-    "vocab.json": LARGEST_LISTING,
-    "merges.txt": LARGEST_LISTING,
-    "tokenizer.model": LARGEST_LISTING,
-    "chat_template.jinja": LARGEST,
-    "chat_template.json": LARGEST,
-}
-"""Files beside the weights that a run keeps, and the bytes of the largest that is read: an export writes them again."""
-
 KEPT = "huggingface"
 """The folder in that of a run with the small files of the folder of Hugging Face that the run began with."""
-
-SOURCE = "source.json"
-"""The file there with more about that folder: its path, the longest sequence, and the dtype of its weights."""
 
 WRITTEN = re.compile(
     "|".join(
@@ -85,7 +63,7 @@ def open_config(path: Path) -> Folder:
     if not os.path.lexists(path / CONFIG):
         raise RequestError(f"'{path}' has no {CONFIG}, so it is not a folder of Hugging Face; name one that has it")
     refuse_adapter(path)
-    config = read_json(path / CONFIG)
+    config = read_file(path / CONFIG)
     return Folder(path, config)
 
 
@@ -122,10 +100,8 @@ def twofold(path: Path) -> str:
 def _files_of_index(path: Path) -> dict[str, Path]:
     """Return the file of each tensor as the index gives it. Raises `RequestError` with a sentence for each problem."""
     index = path / INDEX
-    weight_map = read_json(index, LARGEST_LISTING).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise RequestError(f"'{index}' has no weight_map, which gives the file of each tensor; copy it again")
-    names = sorted({str(name) for name in weight_map.values()})
+    weight_map = read_file(index)["weight_map"]
+    names = sorted(set(weight_map.values()))
     # A name with a slash would lead out of the folder.
     wrong = [name for name in names if not name.endswith(".safetensors") or "/" in name]
     problems = [

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
-from jaxdist.huggingface.special_tokens import FILE, SpecialTokens, from_json, special_tokens_of
-from jaxdist.huggingface.tokenizer import TOKENIZER, folder_problem, read_special_tokens
+from jaxdist.huggingface.schema import KEPT_TOKENS, TOKENIZER
+from jaxdist.huggingface.special_tokens import SpecialTokens, from_json, special_tokens_of
+from jaxdist.huggingface.tokenizer import folder_problem, read_special_tokens
 from jaxdist.json_files import LARGEST_LISTING, read_text
 
 
@@ -70,6 +72,6 @@ def largest_id(tokenizer: Tokenizer) -> int:
 def _special_tokens(folder: Path | None, tokenizer: Tokenizer) -> SpecialTokens:
     if folder is None:
         return special_tokens_of(tokenizer)
-    if (folder / FILE).is_file():
-        return from_json(folder / FILE)
+    if os.path.lexists(folder / KEPT_TOKENS):
+        return from_json(folder / KEPT_TOKENS, tokenizer)
     return read_special_tokens(folder, tokenizer)

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxdist.config import ModelConfig, RequestError
-from jaxdist.huggingface.folder import CONFIG, Folder
+from jaxdist.huggingface.folder import Folder
 from jaxdist.huggingface.keys import (
     ADVICE,
     FIRST_WINDOWED,
@@ -23,6 +23,8 @@ from jaxdist.huggingface.keys import (
     Setting,
 )
 from jaxdist.huggingface.rope import rope_json, rope_values
+from jaxdist.huggingface.schema import CONFIG
+from jaxdist.json_schema import is_whole, short
 from jaxdist.rope_scaling import parse
 
 OTHER_MODEL = "take another model"
@@ -53,8 +55,8 @@ def model_values(folder: Folder) -> dict[str, Any]:
     config = folder.config
     problems = [*_unknown(config, kind), *_not_allowed(config, kind), *_wrong_architecture(config, kind)]
     maximum = maximum_of(folder)
-    if type(maximum) is not int or maximum < 1:
-        problems.append(f"{kind.maximum} is {_short(maximum)}, which must be a whole number from 1 on")
+    if not is_whole(maximum, 1):
+        problems.append(f"{kind.maximum} is {short(maximum)}, which must be a whole number from 1 to 2^53")
     values: dict[str, Any] = {"family": kind.family, **kind.implied}
     keys: dict[str, str] = {}
     for key, setting in kind.settings.items():
@@ -91,7 +93,7 @@ def model_type_of(folder: Folder) -> ModelType:
     name = folder.config.get("model_type")
     if not isinstance(name, str) or name not in MODEL_TYPES:
         problems = [
-            f"model_type is {name!r}, and only {', '.join(sorted(MODEL_TYPES))} can be read; {OTHER_MODEL}",
+            f"model_type is {short(name)}, and only {', '.join(sorted(MODEL_TYPES))} can be read; {OTHER_MODEL}",
             *_reasons(folder.config),
         ]
         raise RequestError(*(f"{folder.path / CONFIG}: {problem}" for problem in problems))
@@ -169,7 +171,7 @@ def _unknown(config: dict[str, Any], kind: ModelType) -> Iterator[str]:
     for key in unknown:
         if key not in REASONS:
             yield (
-                f"{key} is {_short(config[key])}, and this key is not known, so that it might change what the model "
+                f"{key} is {short(config[key])}, and this key is not known, so that it might change what the model "
                 f"computes; remove it if it does not, or {OTHER_MODEL}"
             )
 
@@ -178,7 +180,7 @@ def _reasons(config: dict[str, Any]) -> Iterator[str]:
     """Yield a sentence for each key of which `REASONS` says why it is refused."""
     for key, reason in REASONS.items():
         if key in config:
-            yield f"{key} is {_short(config[key])}, and {reason}; {OTHER_MODEL}"
+            yield f"{key} is {short(config[key])}, and {reason}; {OTHER_MODEL}"
 
 
 def _setting(config: dict[str, Any], key: str, setting: Setting) -> tuple[Any, list[str]]:
@@ -188,7 +190,8 @@ def _setting(config: dict[str, Any], key: str, setting: Setting) -> tuple[Any, l
     if value is None:
         value = setting.null
     if len(found) == 2 and found[key] != found[setting.other]:
-        return value, [f"{key} ({found[key]}) and {setting.other} ({found[setting.other]}) differ; keep the right one"]
+        both = " and ".join(f"{name} ({short(one)})" for name, one in found.items())
+        return value, [f"{both} differ; keep the right one"]
     return value, []
 
 
@@ -196,15 +199,15 @@ def _not_allowed(config: dict[str, Any], kind: ModelType) -> Iterator[str]:
     """Yield a sentence for each key that has a value other than those computed here."""
     for key, values in {**OFF, **kind.allowed}.items():
         if key in config and config[key] not in values and key not in kind.settings:
-            valid = " or ".join(_short(value) for value in values)
-            yield f"{key} is {_short(config[key])}, and only {valid} is computed; {ADVICE.get(key, OTHER_MODEL)}"
+            valid = " or ".join(short(value) for value in values)
+            yield f"{key} is {short(config[key])}, and only {valid} is computed; {ADVICE.get(key, OTHER_MODEL)}"
 
 
 def _wrong_architecture(config: dict[str, Any], kind: ModelType) -> Iterator[str]:
     """Yield a sentence where the model is not a decoder of text, such as a classifier."""
     names = config.get("architectures") or []
     if not isinstance(names, list) or any(name not in kind.architectures for name in names):
-        yield f"architectures is {_short(names)}, and only {kind.architectures[0]} is computed; {OTHER_MODEL}"
+        yield f"architectures is {short(names)}, and only {kind.architectures[0]} is computed; {OTHER_MODEL}"
 
 
 def _window(config: dict[str, Any], kind: ModelType, layers: Any) -> tuple[Any, list[str]]:
@@ -216,19 +219,19 @@ def _window(config: dict[str, Any], kind: ModelType, layers: Any) -> tuple[Any, 
     if kind.window == "unused" or (kind.window == "some" and not config.get("use_sliding_window", False)):
         window = None
     if window is not None and kind.window == "none":
-        return 0, [f"sliding_window is {_short(window)}, which this model_type does not have; {OTHER_MODEL}"]
+        return 0, [f"sliding_window is {short(window)}, which this model_type does not have; {OTHER_MODEL}"]
     if window == 0:
         return 0, ["sliding_window is 0, which hides every token; write null for no window"]
     first = config.get("max_window_layers", FIRST_WINDOWED) if kind.window == "some" else 0
     if not isinstance(first, int):
-        return 0, [f"max_window_layers is {_short(first)}, which must be a whole number"]
+        return 0, [f"max_window_layers is {short(first)}, which must be a whole number"]
     implied = [FULL if window is None or layer < first else SLIDING for layer in range(layers)]
     types = config.get("layer_types")
     if types is None:
         types = implied
     problem = _wrong_types(types, layers, window)
     if not problem and kind.window != "some" and types != implied:
-        problem = f"layer_types is {_short(types)}, which sliding_window {_short(window)} contradicts; {OTHER_MODEL}"
+        problem = f"layer_types is {short(types)}, which sliding_window {short(window)} contradicts; {OTHER_MODEL}"
     if problem:
         return 0, [problem]
     return (window if SLIDING in types else 0), []
@@ -236,7 +239,7 @@ def _window(config: dict[str, Any], kind: ModelType, layers: Any) -> tuple[Any, 
 
 def _wrong_types(types: Any, layers: int, window: Any) -> str:
     """Return why `layer_types` gives no window that all layers have, or an empty string."""
-    shown = _short(types)
+    shown = short(types)
     if not isinstance(types, list) or len(types) != layers or any(one not in (FULL, SLIDING) for one in types):
         return f"layer_types is {shown}, and only {FULL} or {SLIDING} for each of {layers} layers is computed"
     windowed = types.count(SLIDING)
@@ -317,13 +320,4 @@ def _invalid(values: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:
         for error in invalid.errors():
             knob = str(error["loc"][0])
             reason = error["msg"].removeprefix("Input ")
-            yield f"{keys.get(knob, knob)} is {_short(error['input'])}, which {reason[:1].lower()}{reason[1:]}"
-
-
-def _short(value: object) -> str:
-    """Return a value as JSON writes it, shortened if it is long."""
-    words = {True: "true", False: "false", None: "null"}
-    if value is None or isinstance(value, bool):
-        return words[value]
-    text = repr(value)
-    return text if len(text) <= 60 else text[:56] + " ..."
+            yield f"{keys.get(knob, knob)} is {short(error['input'])}, which {reason[:1].lower()}{reason[1:]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxdist.json_schema import short
 from jaxdist.rope_scaling import NUMBERS, RopeScaling, parse
 
 NAMES = {
@@ -40,7 +41,7 @@ def rope_values(config: dict[str, Any], maximum: int, default: float) -> tuple[d
         if table is None:
             continue
         if not isinstance(table, dict):
-            problems.append(f"{key} is {table!r}, which must be an object or null")
+            problems.append(f"{key} is {short(table)}, which must be an object or null")
             continue
         if table.get("rope_theta") is not None:
             thetas[f"{key}.rope_theta"] = table["rope_theta"]
@@ -61,7 +62,7 @@ def _disagreement(found: dict[str, Any]) -> list[str]:
     values = list(found.values())
     if all(value == values[0] for value in values):
         return []
-    return [f"{' and '.join(f'{key} ({value})' for key, value in found.items())} differ; keep the right one"]
+    return [f"{' and '.join(f'{key} ({short(value)})' for key, value in found.items())} differ; keep the right one"]
 
 
 def _scaling(key: str, table: dict[str, Any], maximum: int) -> tuple[str, list[str]]:
@@ -69,8 +70,8 @@ def _scaling(key: str, table: dict[str, Any], maximum: int) -> tuple[str, list[s
     kind = table.get("rope_type", table.get("type"))
     if kind in (None, "default"):
         kind = "none"
-    if kind not in NUMBERS:
-        return "none", [f"{key} has rope_type {kind!r}, and only {KINDS} are computed; take another model"]
+    if not isinstance(kind, str) or kind not in NUMBERS:
+        return "none", [f"{key} has rope_type {short(kind)}, and only {KINDS} are computed; take another model"]
     problems = []
     known = {NAMES[name]: name for name in NUMBERS[kind]}
     numbers: dict[str, Any] = {}
@@ -80,7 +81,7 @@ def _scaling(key: str, table: dict[str, Any], maximum: int) -> tuple[str, list[s
         if name in known:
             numbers[known[name]] = value
         elif not _harmless(name, value):
-            problems.append(f"{key} has {name} {value!r}, which is not computed with {kind}; take another model")
+            problems.append(f"{key} has {name} {short(value)}, which is not computed with {kind}; take another model")
     missing = [name for name in NEEDED.get(kind, ()) if known[name] not in numbers]
     if missing:
         problems.append(f"{key} is of kind {kind} and lacks {', '.join(missing)}; add what the model was trained with")
@@ -103,7 +104,7 @@ def _text(key: str, kind: Any, numbers: dict[str, Any]) -> tuple[str, list[str]]
     try:
         return str(parse(text)), []
     except ValueError as error:
-        return "none", [f"{key} means rope scaling {text}, which {error}"]
+        return "none", [f"{key} means rope scaling {text[:80]}, which {error}"]
 
 
 def rope_json(theta: float, scaling: RopeScaling) -> dict[str, Any]:

@@ -13,13 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ModelConfig, RequestError
-from jaxdist.huggingface.folder import CONFIG, GENERATION, KEPT, SMALL_FILES, SOURCE, TOKENIZER
+from jaxdist.huggingface.folder import KEPT
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, load_tokenizer
 from jaxdist.huggingface.keys import MODEL_TYPES
 from jaxdist.huggingface.model_config import to_json
+from jaxdist.huggingface.schema import (
+    CONFIG,
+    GENERATION,
+    SMALL_FILES,
+    SOURCE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    checked,
+    read_content,
+    read_file,
+)
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.huggingface.writing import DTYPES
-from jaxdist.json_files import json_object, read_bytes, read_json
 
 
 def small_files(
@@ -30,7 +40,7 @@ def small_files(
     `kept` are the files of the folder that the run began with; `dtype` is that of the weights, such as bfloat16, and
     `tokenizer` that of the run, where it has one. Raises `RequestError` where transformers has no such model.
     """
-    source = json_object(kept[CONFIG], f"{KEPT}/{CONFIG}") if CONFIG in kept else {}
+    source = checked(kept[CONFIG], Path(KEPT, CONFIG)) if CONFIG in kept else {}
     config = {**_ids(tokenizer), **source, **_config(source, model, dtype)}
     files = {CONFIG: _json(config), GENERATION: kept.get(GENERATION) or _json(_generation(config))}
     if tokenizer is None or _same(kept.get(TOKENIZER), tokenizer):
@@ -41,11 +51,8 @@ def small_files(
 def read_kept(run: Path) -> dict[str, bytes]:
     """Return the small files that a run keeps, by their names; none where it began with no folder."""
     folder = run / KEPT
-    return {
-        name: read_bytes(folder / name, largest, links=False)
-        for name, largest in SMALL_FILES.items()
-        if os.path.lexists(folder / name)
-    }
+    names = [name for name in SMALL_FILES if os.path.lexists(folder / name)]
+    return {name: read_content(folder / name, links=False) for name in names}
 
 
 def kept_dtype(run: Path) -> str | None:
@@ -53,8 +60,8 @@ def kept_dtype(run: Path) -> str | None:
     path = run / KEPT / SOURCE
     if not os.path.lexists(path):
         return None
-    dtype = read_json(path, links=False).get("dtype")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
+    dtype = read_file(path, links=False).get("dtype")
+    if dtype not in DTYPES:
         raise RequestError(f"'{path}' does not give the dtype of weights; add --dtype, such as bfloat16")
     return dtype
 
@@ -111,7 +118,7 @@ def _own_tokenizer(tokenizer: GivenTokenizer, model: ModelConfig) -> dict[str, b
         "add_bos_token": special.bos is not None,
         **names,
     }
-    return {TOKENIZER: tokenizer.text.encode(), "tokenizer_config.json": _json(config)}
+    return {TOKENIZER: tokenizer.text.encode(), TOKENIZER_CONFIG: _json(config)}
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

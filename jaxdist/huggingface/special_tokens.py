@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxdist.config import RequestError
-from jaxdist.json_files import read_json
+from jaxdist.huggingface.schema import read_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """End-of-text tokens. Where nothing else says which token ends a document, it is the first one that the tokenizer has;
 a tokenizer trained here has the first of the list, as id 0."""
-
-FILE = "special_tokens.json"
-"""The file of a run folder that keeps these tokens, beside its tokenizer.json."""
 
 
 class SpecialTokens(NamedTuple):
@@ -45,23 +43,22 @@ def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
 
 
 def to_json(tokens: SpecialTokens) -> str:
-    """Return the content of `FILE`."""
+    """Return the content of `KEPT_TOKENS`."""
     return json.dumps(tokens._asdict()) + "\n"
 
 
-def from_json(path: Path) -> SpecialTokens:
-    """Read a file that `to_json` made. Raises `RequestError` for any other."""
-    found = read_json(path)
-    try:
-        tokens = SpecialTokens(found["bos"], found["eos"], tuple(found["stops"]))
-    except (KeyError, TypeError) as error:
-        raise RequestError(f"'{path}' does not hold the special tokens of a run; copy the right one there") from error
-    ids = [token for token in (tokens.bos, tokens.eos, *tokens.stops) if token is not None]
-    if not all(is_id(token) for token in ids):
-        raise RequestError(f"'{path}' holds {ids}, which are not token ids; copy the right one there")
-    return tokens
+def from_json(path: Path, tokenizer: Tokenizer) -> SpecialTokens:
+    """Read a file that `to_json` made for this tokenizer. Raises `RequestError` for any other."""
+    found = read_file(path)
+    delimiters = [found[name] for name in ("bos", "eos") if found[name] is not None]
+    unknown = set(delimiters).difference(known(tokenizer, delimiters))
+    if unknown:
+        raise RequestError(
+            f"'{path}' names token {min(unknown)}, which the tokenizer.json beside it lacks; copy the right one there"
+        )
+    return SpecialTokens(found["bos"], found["eos"], known(tokenizer, found["stops"]))
 
 
-def is_id(value: object) -> bool:
-    """Return whether a value from JSON can be the id of a token."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def known(tokenizer: Tokenizer, ids: Iterable[int]) -> tuple[int, ...]:
+    """Return those of the ids that a tokenizer has: a folder may still have the default of transformers, 50,256."""
+    return tuple(token for token in ids if tokenizer.id_to_token(token) is not None)

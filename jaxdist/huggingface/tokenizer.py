@@ -6,22 +6,23 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxdist.config import RequestError
-from jaxdist.huggingface.special_tokens import SpecialTokens, is_id, special_tokens_of
-from jaxdist.json_files import read_json
+from jaxdist.huggingface.schema import (
+    CONFIG,
+    GENERATION,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    read_if_there,
+)
+from jaxdist.huggingface.special_tokens import SpecialTokens, known, special_tokens_of
+from jaxdist.json_schema import short
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-TOKENIZER = "tokenizer.json"
-"""The tokenizer's file in a folder."""
-
-TOKENIZER_CONFIG = "tokenizer_config.json"
-"""The file beside it that names its special tokens, and may hold a chat template."""
 
 OTHER_FORMS = {"tokenizer.model": "sentencepiece", "tekken.json": "tekken", "vocab.json": "a vocabulary with merges"}
 """Files of tokenizers in other forms, and what to call these forms."""
@@ -48,14 +49,14 @@ def read_special_tokens(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
     Raises `RequestError` for a file that cannot be read, and for a token that the tokenizer lacks.
     """
     names = token_names(folder)
-    ids = _read_json(folder / "config.json")
-    generation = _read_json(folder / "generation_config.json")
+    ids = read_if_there(folder / CONFIG)
+    generation = read_if_there(folder / GENERATION)
 
-    bos = _bos(folder, tokenizer, _read_json(folder / TOKENIZER_CONFIG).get("add_bos_token"), names, ids)
+    bos = _bos(folder, tokenizer, read_if_there(folder / TOKENIZER_CONFIG).get("add_bos_token"), names, ids)
     eos = _token(folder, tokenizer, "eos", names, ids)
     if eos is None:
         eos = special_tokens_of(tokenizer).eos
-    stops = _ids(folder, "eos", generation) or _ids(folder, "eos", ids)
+    stops = known(tokenizer, _ids("eos", generation)) or known(tokenizer, _ids("eos", ids))
     if not stops and eos is not None:
         stops = (eos,)
     if bos == eos:
@@ -66,9 +67,9 @@ def read_special_tokens(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
 
 def token_names(folder: Path) -> dict[str, str]:
     """Return the special tokens that a folder names, such as `<s>`, by the kind that they are, such as `bos_token`."""
-    config = _read_json(folder / TOKENIZER_CONFIG)
+    config = read_if_there(folder / TOKENIZER_CONFIG)
     # Older versions of transformers wrote the names of the tokens into a file of their own.
-    found = _read_json(folder / "special_tokens_map.json") | {key: name for key, name in config.items() if name}
+    found = read_if_there(folder / SPECIAL_TOKENS_MAP) | {key: name for key, name in config.items() if name}
     names: dict[str, str] = {}
     for kind, name in found.items():
         if isinstance(name, dict):
@@ -111,27 +112,19 @@ def _token(
     """Return the id of a token by its name, or, where it has no name, the first one of config.json that is there."""
     name = names.get(f"{kind}_token")
     if name is None:
-        return next((found for found in _ids(folder, kind, ids) if tokenizer.id_to_token(found) is not None), None)
+        return next(iter(known(tokenizer, _ids(kind, ids))), None)
     token = tokenizer.token_to_id(name)
     if token is None:
         raise RequestError(
-            f"data.tokenizer '{folder}' names {kind}_token '{name}', which its {TOKENIZER} lacks; put the two files of "
-            "one tokenizer there"
+            f"data.tokenizer '{folder}' names {kind}_token {short(name)}, which its {TOKENIZER} lacks; put the two "
+            "files of one tokenizer there"
         )
     return token
 
 
-def _ids(folder: Path, kind: Literal["bos", "eos"], config: dict[str, Any]) -> tuple[int, ...]:
+def _ids(kind: Literal["bos", "eos"], config: dict[str, Any]) -> tuple[int, ...]:
     """Return the ids of a kind of token in config.json or generation_config.json, which may be one, several or none."""
     value = config.get(f"{kind}_token_id")
     if value is None:
         return ()
-    found = value if isinstance(value, list) else [value]
-    if not all(is_id(token) for token in found):
-        raise RequestError(f"'{folder}' has {kind}_token_id {value}, which is not a token id; correct it")
-    return tuple(found)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one where the file is absent."""
-    return read_json(path) if os.path.lexists(path) else {}
+    return tuple(value) if isinstance(value, list) else (value,)

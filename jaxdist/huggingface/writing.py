@@ -17,10 +17,11 @@ from jaxtyping import Float
 from jaxdist.config import ModelConfig, RequestError
 from jaxdist.files import write_whole
 from jaxdist.huggingface.families import Leaf, Place, family_of, sizes_of
-from jaxdist.huggingface.folder import INDEX, SINGLE
+from jaxdist.huggingface.folder import SINGLE
 from jaxdist.huggingface.parts import PlacedPiece, placed, shape_of
 from jaxdist.huggingface.readable import Readable, Region, check_shapes
 from jaxdist.huggingface.safetensors_file import Tensor, write_file
+from jaxdist.huggingface.schema import INDEX
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of the tensors in the largest file. A tensor that is larger has a file of its own."""

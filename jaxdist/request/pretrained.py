@@ -9,8 +9,9 @@ from typing import Any
 
 from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.files import read_toml
-from jaxdist.huggingface.folder import KEPT, TOKENIZER, is_folder, open_config
+from jaxdist.huggingface.folder import KEPT, is_folder, open_config
 from jaxdist.huggingface.model_config import differing, longest_sequence, maximum_of, model_values
+from jaxdist.huggingface.schema import TOKENIZER
 
 RUNS = Path("runs")
 """Where the folders of runs are by default."""

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from jaxdist.files import write_whole
 from jaxdist.huggingface.families import family_of
-from jaxdist.huggingface.folder import KEPT, SMALL_FILES, SOURCE, Folder, is_folder, open_folder
+from jaxdist.huggingface.folder import KEPT, Folder, is_folder, open_folder
 from jaxdist.huggingface.model_config import maximum_of
 from jaxdist.huggingface.reading import read_parameters
 from jaxdist.huggingface.safetensors_file import read_header
-from jaxdist.json_files import read_bytes
+from jaxdist.huggingface.schema import SMALL_FILES, SOURCE, read_content
 from jaxdist.models import Params
 from jaxdist.training.checkpoint.finite_state import check_loaded
 
@@ -51,11 +51,8 @@ def keep_files(init_from: Path | None, run: Path) -> None:
     kept = run / KEPT
     contents: dict[str, bytes] = {}
     if init_from and is_folder(init_from):
-        contents = {
-            name: read_bytes(init_from / name, largest)
-            for name, largest in SMALL_FILES.items()
-            if os.path.lexists(init_from / name)
-        }
+        names = [name for name in SMALL_FILES if os.path.lexists(init_from / name)]
+        contents = {name: read_content(init_from / name) for name in names}
         contents[SOURCE] = json.dumps(_source(open_folder(init_from))).encode()
         kept.mkdir(parents=True, exist_ok=True)
     for name in (*SMALL_FILES, SOURCE):

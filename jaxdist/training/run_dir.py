@@ -26,8 +26,9 @@ from jaxdist import __version__
 from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.files import write_whole
 from jaxdist.huggingface import special_tokens
-from jaxdist.huggingface.folder import KEPT, SMALL_FILES, SOURCE, TOKENIZER, is_folder, open_folder, refuse_adapter
+from jaxdist.huggingface.folder import KEPT, is_folder, open_folder, refuse_adapter
 from jaxdist.huggingface.given_tokenizer import load_tokenizer, read_tokenizer
+from jaxdist.huggingface.schema import KEPT_TOKENS, SMALL_FILES, SOURCE, TOKENIZER
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.json_files import LARGEST_LISTING, read_text
 from jaxdist.request import load, to_toml
@@ -48,7 +49,7 @@ FILES = (
     "config.toml",
     "environment.json",
     "tokenizer.json",
-    special_tokens.FILE,
+    KEPT_TOKENS,
     "metrics.jsonl",
     "run.json",
     "loss.png",
@@ -89,7 +90,7 @@ class RunFolder:
         self.config = self.path / "config.toml"
         self.environment = self.path / "environment.json"
         self.tokenizer = self.path / "tokenizer.json"
-        self.special_tokens = self.path / special_tokens.FILE
+        self.special_tokens = self.path / KEPT_TOKENS
         self.metrics = self.path / "metrics.jsonl"
         self.run = self.path / FILE
         self.log = self.path / "log.txt"
@@ -286,7 +287,7 @@ class RunFolder:
     def load_special_tokens(self, tokenizer: Tokenizer) -> SpecialTokens:
         """Return the special tokens of the run, whose `tokenizer` has been loaded. Raises `RequestError`."""
         if self.special_tokens.is_file():
-            return special_tokens.from_json(self.special_tokens)
+            return special_tokens.from_json(self.special_tokens, tokenizer)
         return special_tokens.special_tokens_of(tokenizer)
 
     @property

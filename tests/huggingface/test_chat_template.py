@@ -115,7 +115,7 @@ def test_what_is_no_template_is_refused_when_it_is_read(folder):
 
 
 @pytest.mark.parametrize(
-    "files", [{}, {"tokenizer_config": {"chat_template": None}}, {"tokenizer_config": {"chat_template": [{}]}}]
+    "files", [{}, {"tokenizer_config": {"chat_template": None}}, {"tokenizer_config": {"chat_template": []}}]
 )
 def test_a_folder_without_a_template_is_refused(folder, files):
     path = folder(**files)

@@ -270,7 +270,7 @@ WRONG_ROPES = {
     "longrope": (dict(rope_type="longrope", factor=2.0), "rope_type 'longrope'"),
     "mscale": (dict(rope_type="yarn", factor=2.0, mscale=1.0), "mscale 1.0"),
     "mscale_all_dim": (dict(rope_type="yarn", factor=2.0, mscale_all_dim=1.0), "mscale_all_dim 1.0"),
-    "not truncated": (dict(rope_type="yarn", factor=2.0, truncate=False), "truncate False"),
+    "not truncated": (dict(rope_type="yarn", factor=2.0, truncate=False), "truncate false"),
     "part": (dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.25), "partial_rotary_factor 0.25"),
     "no factor": (dict(rope_type="linear"), "lacks factor"),
     "no frequencies": (dict(rope_type="llama3", factor=8.0), "lacks low_freq_factor, high_freq_factor"),

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from jaxdist import evaluate, generate, train
 from jaxdist.config import RequestError
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
-from jaxdist.huggingface.special_tokens import SpecialTokens, from_json, to_json
+from jaxdist.huggingface.special_tokens import SpecialTokens, to_json
 from jaxdist.training.run_dir import RunFolder
 from tests.data.files import lines, open_
 from tests.training.conftest import SMALL, over
@@ -138,7 +138,11 @@ def test_the_file_alone_gives_no_bos(folder):
     [
         (None, {"tokenizer_config": {"eos_token": "<end>"}}, ["eos_token '<end>'", "tokenizer.json lacks"]),
         (None, {"tokenizer_config": {"bos_token": "<b>", "add_bos_token": True}}, ["bos_token '<b>'", "lacks"]),
-        (None, {"generation_config": {"eos_token_id": "</s>"}}, ["eos_token_id </s>", "not a token id"]),
+        (
+            None,
+            {"generation_config": {"eos_token_id": "</s>"}},
+            ["generation_config.json': eos_token_id is '</s>'", "must be a token id"],
+        ),
         (None, {"config": [1]}, ["config.json' is JSON, but not an object"]),
         ("<s> <|turn|> $A", {}, ["puts 2 tokens before each text", "[20, 23]"]),
     ],
@@ -252,18 +256,20 @@ def test_ids_equal_those_of_transformers():
 
 
 @pytest.mark.parametrize("tokens", [SpecialTokens(), SpecialTokens(1, 2, (2, 3))])
-def test_what_a_run_keeps_is_read_back(tmp_path, tokens):
-    path = tmp_path / "special_tokens.json"
+def test_what_a_run_keeps_is_read_back(folder, tokens):
+    path = folder() / "special_tokens.json"
     path.write_text(to_json(tokens))
-    assert from_json(path) == tokens
+    assert read_tokenizer(path.parent).special == tokens
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"bos": 1}', '{"bos": true, "eos": 1, "stops": []}'])
-def test_what_a_run_does_not_keep_is_refused(tmp_path, content):
-    path = tmp_path / "special_tokens.json"
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"bos": 1}', '{"bos": true, "eos": 1, "stops": []}', '{"bos": 24, "eos": 1, "stops": []}']
+)
+def test_what_a_run_does_not_keep_is_refused(folder, content):
+    path = folder() / "special_tokens.json"
     path.write_text(content)
-    with pytest.raises(RequestError, match=r"special_tokens.json' .*put the right file there|copy the right one there"):
-        from_json(path)
+    with pytest.raises(RequestError, match=r"special_tokens.json'.* the right (file|one) there"):
+        read_tokenizer(path.parent)
 
 
 @pytest.fixture
@@ -291,7 +297,6 @@ def finished(folder, tmp_path):
 def test_a_run_keeps_its_special_tokens_and_generates_without_the_folder(finished, capsys):
     run, source, _ = finished
     special = SpecialTokens(BOS, EOS, (EOS, TURN))
-    assert from_json(run / "special_tokens.json") == special
     shutil.rmtree(source)
     assert read_tokenizer(RunFolder(run).tokenizer_source).special == special
     assert generate.main([str(run), "--mesh=1x1x1", "--prompt=w1 w2", "--tokens=8"]) == 0

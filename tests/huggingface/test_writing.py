@@ -9,8 +9,9 @@ import pytest
 from safetensors import safe_open
 
 from jaxdist.config import RequestError
-from jaxdist.huggingface.folder import INDEX, SINGLE
+from jaxdist.huggingface.folder import SINGLE
 from jaxdist.huggingface.reading import read_parameters
+from jaxdist.huggingface.schema import INDEX
 from jaxdist.huggingface.writing import write_weights
 from tests.huggingface.exported import GOLDEN, NAMES, abstract, model_of, save, stored, tensors
 
