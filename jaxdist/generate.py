@@ -94,6 +94,9 @@ def generate(request: Request, texts: Sequence[str] | None, job: Job) -> None:
     prompter = Prompter(tokenizer, special, ending, template, extras["system"])
     # Before the weights are read, which takes longer.
     prompts = [prompter.of_text(text) for text in texts or []]
+    note = prompter.note()
+    if note and job.env.leader:
+        print(f"note: {note}", file=sys.stderr)
 
     rows = max(1, len(prompts) * extras["samples"])
     trained = restore(config, extras["checkpoint"], batch=False, check=partial(check_fits, rows=rows))

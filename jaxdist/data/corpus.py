@@ -38,8 +38,11 @@ from jaxdist.huggingface.special_tokens import ENDS, SpecialTokens, special_toke
 from jaxdist.json_files import LARGEST_LISTING, read_text
 from jaxdist.units import rounded
 
-VERSION = 2
+VERSION = 3
 """Version of the cache's content; increase it when the same text would give other files."""
+
+EARLIER = 2
+"""The version before it, for runs that began with it: a BOS or EOS that a document has as text stood there twice."""
 
 
 @dataclass(frozen=True)
@@ -56,30 +59,54 @@ class Corpus:
     """Hexadecimal hash of the source's content, the tokenizer and the split. A resumed run must find the same one."""
     source: str
     """One line that describes the data to the user."""
+    changed: bool = False
+    """Whether an `EARLIER` version read them in another way."""
 
 
 def open_corpus(
-    config: DataConfig, vocab: int, sequence: int, apart: bool = False, progress: Progress = unseen
+    config: DataConfig,
+    vocab: int,
+    sequence: int,
+    apart: bool = False,
+    progress: Progress = unseen,
+    begun: str | None = None,
 ) -> Corpus:
     """Return the tokens that `config` asks for: tokenized at the first call, later read from the cache.
 
     Without a path the text is the source files of Python's standard library, except its tests. A tokenizer trained
     here has exactly `vocab` entries, or fewer if the text has no more pairs to merge. Training is deterministic, on an
     evenly spread sample of the training documents: about 4 MiB, or 1 KiB per entry if that is more. With `apart` the
-    tokens know where documents end. `progress` is called for everything that is read.
+    tokens know where documents end. `progress` is called for everything that is read. A run that began with data of
+    the fingerprint `begun` goes on with these, also where an `EARLIER` version had read them in another way.
     Raises `RequestError` for anything wrong with the request or the data.
     """
-    source, held_out = open_sources(config)
-    given = None
-    if config.tokenizer:
-        given = read_tokenizer(config.tokenizer)
-        _check_vocab(given, config.tokenizer, vocab)
-    open_source = _open_tokens if source.kind == "bin" else _open_text
-    corpus = open_source(source, held_out, given, config, vocab, progress)
+    corpus = _open(config, vocab, progress)
+    if begun and corpus.changed and corpus.fingerprint != begun:
+        earlier = _open(config, vocab, progress, earlier=True)
+        if earlier.fingerprint == begun:
+            corpus = earlier
     _check_rows(corpus, sequence, config)
     if apart:
         return _apart(corpus)
     return corpus
+
+
+def _open(config: DataConfig, vocab: int, progress: Progress, earlier: bool = False) -> Corpus:
+    """Return the tokens that `config` asks for; those of the `EARLIER` version, if that is asked for."""
+    source, held_out = open_sources(config)
+    given = None
+    if config.tokenizer:
+        given = read_tokenizer(config.tokenizer)
+        if earlier:
+            given = given.alone()
+        _check_vocab(given, config.tokenizer, vocab)
+    if source.kind == "bin":
+        corpus = _open_tokens(source, held_out, given, config, vocab, progress)
+    else:
+        corpus = _open_text(source, held_out, given, config, vocab, progress, earlier)
+    if earlier:
+        return replace(corpus, source=f"{corpus.source} (as an earlier jaxdist read it, with which the run began)")
+    return replace(corpus, changed=corpus.changed or (given is not None and given.bare is not None))
 
 
 def cache_folder() -> Path:
@@ -151,6 +178,7 @@ def _open_text(
     config: DataConfig,
     vocab: int,
     progress: Progress,
+    earlier: bool,
 ) -> Corpus:
     """Open text of any kind from the cache, after filling it if it lacks this text, tokenizer and split."""
     if given is None and vocab < len(ALPHABET) + 1:
@@ -162,7 +190,8 @@ def _open_text(
     content = _content(source, held_out, config, progress)
     # The key holds everything that determines the token files.
     tokenizer_text, *marks = identity(given)
-    folder = cache_folder() / digest(VERSION, content, tokenizer_text, vocab, *marks)
+    version = EARLIER if earlier else VERSION
+    folder = cache_folder() / digest(version, content, tokenizer_text, vocab, *marks)
 
     def documents(reading: Pass) -> Split:
         return split(source, held_out, config.validation_fraction, reading.read)
@@ -177,14 +206,15 @@ def _open_text(
         tokenizer = load_tokenizer(read_text(new / TOKENIZER, LARGEST_LISTING, links=False))
         special = given.special if given else special_tokens_of(tokenizer)
         encoding = Pass(progress, "tokenizing", _size(source, held_out))
-        before = done["documents"] if done else 0
-        count = write_parts(new, tokenizer, special, documents(encoding), token_type(vocab), encoding, before)
+        kind = token_type(vocab)
+        written = write_parts(new, tokenizer, special, documents(encoding), kind, encoding, done, earlier)
         # The key was computed from an earlier read, so the content must not have changed since.
         if _stamp(source, held_out) != stamp:
             raise RequestError(f"'{source.root}' changed while it was read; start again when it is complete")
-        return {"documents": count}
+        return written._asdict()
 
     facts = open_cache(folder, fill, progress)
+    own = 0 if earlier else facts["own"]
     train, validation = (Tokens.open(folder / part, token_type(vocab)) for part in PARTS)
     if given is None:
         text = read_text(folder / TOKENIZER, LARGEST_LISTING, links=False)
@@ -198,13 +228,17 @@ def _open_text(
             _describe_tokenizer(used, config, vocab),
         ]
     )
+    if own:
+        description += f"; {used.special.own_note(used.load(), own, 'document', ends=True)}"
     return Corpus(
         train,
         validation,
         tokenizer=used.text,
         special=used.special,
-        fingerprint=digest(content, *identity(used)),
+        # Other tokens than those of an earlier version have another name.
+        fingerprint=digest(content, *identity(used), *(["once"] if own else [])),
         source=description,
+        changed=own > 0,
     )
 
 

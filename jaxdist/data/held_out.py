@@ -43,6 +43,8 @@ class HeldOut:
     """Bytes of the text that the predicted tokens stand for; None for a file of tokens."""
     fingerprint: str
     """Hexadecimal hash of the file's content."""
+    note: str | None = None
+    """A sentence about how the text was read, if there is one to tell."""
 
     def rows(self, sequence: int) -> int:
         """Return the number of rows of `sequence` tokens, of which the last may be filled up."""
@@ -123,17 +125,19 @@ def _open_text(source: Source, given: GivenTokenizer | None, vocab: int, apart: 
             write_whole(new / TOKENIZER, given.text)
         encoding = Pass(progress, "tokenizing", source.size)
         documents = counted.passing(source.documents(on_read=encoding.read))
-        before = done["documents"] if done else 0
-        write_parts(new, given.load(), given.special, documents, token_type(vocab), encoding, before)
+        written = write_parts(new, given.load(), given.special, documents, token_type(vocab), encoding, done)
         if source.stamp() != stamp:
             raise RequestError(f"'{path}' changed while it was read; start again when it is complete")
-        return {"bytes": counted.bytes}
+        return {"bytes": counted.bytes, "own": written.own}
 
     facts = open_cache(folder, fill, progress)
     tokens = Tokens.open(folder / PARTS[1], token_type(vocab))
     # Where there is a BOS token, it stands at the start already.
     before = given.special.eos if given.special.bos is None else None
-    return HeldOut(path, tokens, before, facts["bytes"], content)
+    note = None
+    if facts["own"]:
+        note = f"'{path}': {given.special.own_note(given.load(), facts['own'], 'document', ends=True)}"
+    return HeldOut(path, tokens, before, facts["bytes"], content, note)
 
 
 class _Counted:
@@ -141,7 +145,10 @@ class _Counted:
 
     def __init__(self, given: GivenTokenizer, apart: bool):
         self.bytes = 0
+        self._special = given.special
         self._tokenizer = given.load()
+        self._bos = self._name(given.special.bos)
+        self._eos = self._name(given.special.eos)
         # With a BOS token, that one predicts the first of the text; so does the end of the document before, unless it
         # is kept apart.
         self._first_alone = given.special.bos is None and given.special.eos is None
@@ -150,10 +157,29 @@ class _Counted:
     def passing(self, documents: Iterator[Document]) -> Split:
         """Yield the documents, all of them held out."""
         for number, document in enumerate(documents):
-            self.bytes += len(document.text.encode())
+            uncounted = self._delimiters(document)
             if document.begins and (self._each_alone or (self._first_alone and number == 0)):
-                self.bytes -= _bytes_of_first(self._tokenizer, document.text)
+                uncounted += _bytes_of_first(self._tokenizer, document.text)
+            self.bytes += max(0, len(document.text.encode()) - uncounted)
             yield True, document
+
+    def _delimiters(self, document: Document) -> int:
+        """Return the bytes of the BOS and the EOS that a document has as text."""
+        begins = document.begins and self._bos != "" and document.text.startswith(self._bos)
+        ends = document.ends and self._eos != "" and document.text.endswith(self._eos)
+        if not begins and not ends:
+            return 0
+        ids = self._tokenizer.encode(document.text, add_special_tokens=False).ids
+        size = 0
+        if self._special.has_own(ids, begins, ends=False):
+            size += len(self._bos.encode())
+        if self._special.has_own(ids, begins=False, ends=ends):
+            size += len(self._eos.encode())
+        return size
+
+    def _name(self, token: int | None) -> str:
+        """Return a token as text; an empty one where there is none."""
+        return "" if token is None else self._tokenizer.id_to_token(token) or ""
 
 
 def _bytes_of_first(tokenizer: Tokenizer, text: str) -> int:

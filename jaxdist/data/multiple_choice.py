@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +52,8 @@ class Rows:
     """Tokens of a row that the longest one needs."""
     cut: int
     """Questions whose context was cut on the left, so that a row holds it."""
+    note: str | None = None
+    """A sentence about how the questions were read, if there is one to tell."""
 
     @property
     def fingerprint(self) -> str:
@@ -110,9 +112,11 @@ def rows_of(questions: list[Question], tokenizer: Tokenizer, special: SpecialTok
     """
     pairs = []
     cut = 0
+    own = 0
     problems: list[str] = []
     for question in questions:
         longest = 0
+        own += special.has_own(_ids(tokenizer, question.context))
         for number, choice in enumerate(question.choices):
             before, after = encode(tokenizer, special, question.context, choice)
             problem = _problem(before, after, sequence)
@@ -123,7 +127,8 @@ def rows_of(questions: list[Question], tokenizer: Tokenizer, special: SpecialTok
         cut += longest > sequence
     if problems:
         raise RequestError(*problems[:NAMED])
-    return _laid_out(pairs, sequence, cut)
+    note = special.own_note(tokenizer, own, "context") if own else None
+    return replace(_laid_out(pairs, sequence, cut), note=note)
 
 
 def encode(tokenizer: Tokenizer, special: SpecialTokens, context: str, choice: str) -> tuple[list[int], list[int]]:
@@ -131,13 +136,12 @@ def encode(tokenizer: Tokenizer, special: SpecialTokens, context: str, choice: s
     ending = context[len(context.rstrip()) :]
     context = context.rstrip()
     choice = ending + choice
-    begin = [] if special.bos is None else [special.bos]
     if not context:
-        start = begin or ([] if special.eos is None else [special.eos])
+        start = special.around([]) or ([] if special.eos is None else [special.eos])
         return start, _ids(tokenizer, choice)
     before = _ids(tokenizer, context)
     whole = _ids(tokenizer, context + choice)
-    return begin + whole[: len(before)], whole[len(before) :]
+    return special.around(whole[: len(before)]), whole[len(before) :]
 
 
 def scored(questions: list[Question], log_probabilities: Float[np.ndarray, " n"]) -> Score:

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -46,6 +46,15 @@ ENCODE_CHARACTERS = 1 << 20
 
 SAVE_SECONDS = 20.0
 """Seconds between saves of the progress: the most work that a kill can lose."""
+
+
+class Written(NamedTuple):
+    """What the token files of a folder hold; the facts of the cache."""
+
+    documents: int
+    own: int
+    """Documents that begin with BOS, or end with EOS, as text: it stands there once."""
+
 
 Split = Iterator[tuple[bool, Document]]
 """Documents, each with whether it is held out."""
@@ -83,13 +92,14 @@ def _sample(documents: Split, wanted: int, size: int) -> Iterator[str]:
 def resume_point(folder: Path) -> dict[str, Any] | None:
     """Restore what a killed process has left in `folder`, and return its progress.
 
-    The progress holds the number of `documents`, and the size and checksum of each of the `files` at that moment, to
-    which they are truncated. If anything is not as it was written, removes all the files and returns None.
+    The progress holds `Written`, and the size and checksum of each of the `files` at that moment, to which they are
+    truncated. If anything is not as it was written, removes all the files and returns None.
     """
     try:
         progress = read_json(folder / PROGRESS, links=False)
-        if not isinstance(progress["documents"], int) or progress["documents"] < 0:
-            raise ValueError("no number of documents")
+        for name in Written._fields:
+            if not isinstance(progress[name], int) or progress[name] < 0:
+                raise ValueError(f"no number: {name}")
         if set(progress["files"]) != {*PARTS, TOKENIZER}:
             raise ValueError("other files")
         for name, written in progress["files"].items():
@@ -112,12 +122,16 @@ def write_parts(
     documents: Split,
     dtype: Literal["uint16", "uint32"],
     reading: Pass,
-    before: int,
-) -> int:
-    """Encode both parts as a stream, with one batch of documents in memory. Return the number of documents.
+    done: dict[str, Any] | None,
+    doubled: bool = False,
+) -> Written:
+    """Encode both parts as a stream, with one batch of documents in memory.
 
-    The first `before` documents are in the files already. `reading` is the pass that reads the documents.
+    `done` is the progress of an earlier process, whose documents are in the files already. `reading` is the pass that
+    reads the documents. With `doubled`, a delimiter that a document has as text stands there twice, as it once did.
     """
+    before = done["documents"] if done else 0
+    own = done["own"] if done else 0
     count = before
     saved = time.monotonic()
     tokenizer_checksum = list(checksum(folder / TOKENIZER))
@@ -129,19 +143,17 @@ def write_parts(
             encoded = tokenizer.encode_batch_fast([document.text for _, document in batch], add_special_tokens=False)
             for (held_out, document), encoding in zip(batch, encoded, strict=True):
                 ids = encoding.ids
-                if document.begins and special.bos is not None:
-                    ids = [special.bos, *ids]
-                if document.ends and special.eos is not None:
-                    ids = [*ids, special.eos]
+                own += special.has_own(ids, document.begins, document.ends)
+                ids = special.around(ids, document.begins, document.ends, doubled)
                 writer = validation if held_out else train
                 writer.write(np.array(ids, np.int64))
             count += len(batch)
             if time.monotonic() - saved >= SAVE_SECONDS:
                 files = {PARTS[0]: train.written(), PARTS[1]: validation.written(), TOKENIZER: tokenizer_checksum}
-                write_whole(folder / PROGRESS, json.dumps({"documents": count, "files": files}))
+                write_whole(folder / PROGRESS, json.dumps({**Written(count, own)._asdict(), "files": files}))
                 saved = time.monotonic()
     (folder / PROGRESS).unlink(missing_ok=True)
-    return count
+    return Written(count, own)
 
 
 def _batches(documents: Split) -> Iterator[list[tuple[bool, Document]]]:

@@ -21,6 +21,12 @@ class GivenTokenizer:
 
     text: str
     special: SpecialTokens
+    bare: str | None = None
+    """The content of the file, where `text` has more tokens, which other files of its folder name."""
+
+    def alone(self) -> GivenTokenizer:
+        """Return the tokenizer of the file alone."""
+        return self if self.bare is None else GivenTokenizer(self.bare, self.special)
 
     def load(self) -> Tokenizer:
         """Return the tokenizer."""

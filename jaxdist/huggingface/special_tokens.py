@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +27,31 @@ class SpecialTokens(NamedTuple):
     """Is put after each document; None: nothing is."""
     stops: tuple[int, ...] = ()
     """Each of them ends a generated text."""
+
+    def around(self, ids: Sequence[int], begins: bool = True, ends: bool = False, doubled: bool = False) -> list[int]:
+        """Return the tokens of a text with BOS in front where it `begins`, and with EOS behind where it `ends`.
+
+        One that stands there as text already stands there once, unless `doubled` is set.
+        """
+        found = list(ids)
+        if begins and self.bos is not None and (doubled or found[:1] != [self.bos]):
+            found.insert(0, self.bos)
+        if ends and self.eos is not None and (doubled or found[-1:] != [self.eos]):
+            found.append(self.eos)
+        return found
+
+    def has_own(self, ids: Sequence[int], begins: bool = True, ends: bool = False) -> bool:
+        """Return whether a text has a BOS or an EOS already where `around` would put one."""
+        own_bos = begins and self.bos is not None and list(ids[:1]) == [self.bos]
+        own_eos = ends and self.eos is not None and list(ids[-1:]) == [self.eos]
+        return own_bos or own_eos
+
+    def own_note(self, tokenizer: Tokenizer, count: int, what: str, ends: bool = False) -> str:
+        """Return a sentence about `count` texts that `has_own` found; `what` they are, such as "document"."""
+        found = [self.bos, self.eos if ends else None]
+        names = " or ".join(tokenizer.id_to_token(token) for token in found if token is not None)
+        whose = f"1 {what} has its own" if count == 1 else f"{count:,} {what}s have their own"
+        return f"{whose} {names}, which is not put there again"
 
     def delimits(self) -> bool:
         """Return whether the tokens show where documents begin or end."""

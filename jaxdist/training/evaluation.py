@@ -65,6 +65,7 @@ def on_files(trained: Trained, job: Job) -> Judgement:
             files.append(open_held_out(path, given, model.vocab, model.documents == "apart", run.task.progress))
 
     _read_first(trained, job, read)
+    _tell(job, *(file.note for file in files))
     check_alike("data", " ".join(file.fingerprint for file in files), "let all processes read the same files")
     with jax.set_mesh(run.mesh):
         losses = file_losses(run, trained.params, trained.variables, files, partial(job.note, VALIDATING))
@@ -89,6 +90,7 @@ def encoded(config: Config, questions: list[Question]) -> Rows:
 
 def on_questions(trained: Trained, job: Job, questions: list[Question], rows: Rows) -> Judgement:
     """Judge by the answers to multiple-choice questions, whose rows `encoded` returns."""
+    _tell(job, rows.note)
     with jax.set_mesh(trained.run.mesh):
         found = log_probabilities(trained.run, trained.params, rows, partial(job.note, VALIDATING))
     score = scored(questions, found)
@@ -102,6 +104,7 @@ def on_questions(trained: Trained, job: Job, questions: list[Question], rows: Ro
 def open_data(trained: Trained, job: Job) -> None:
     """Read the data to validate on, and tokenize it on first use; the leader does so before the other processes."""
     task = trained.run.task
+    task.begun = trained.data
 
     def read() -> None:
         _ = task.data
@@ -116,6 +119,13 @@ def open_data(trained: Trained, job: Job) -> None:
         tokenizer = RunFolder(trained.run.config.folder).tokenizer_source
         leader_first("tokens of the run's tokenizer", partial(task.keep, tokenizer))
     check_alike("data", task.fingerprint, "let all processes read the same files")
+
+
+def _tell(job: Job, *notes: str | None) -> None:
+    """Let the leader print the notes that there are."""
+    for note in notes:
+        if note and job.env.leader:
+            print(f"note: {note}", file=sys.stderr)
 
 
 def _read_first(trained: Trained, job: Job, read: Callable[[], None]) -> None:

@@ -30,6 +30,8 @@ class Prompter:
         self._special = special
         self._ending = ending
         self._template = template
+        self.own = 0
+        """Prompts so far that begin with the BOS as text."""
         self.opening: list[Message] = []
         """The messages before those of the user."""
         if system is not None:
@@ -43,14 +45,17 @@ class Prompter:
         if self._template:
             return self.of_messages([*self.opening, {"role": "user", "content": text}])
         ids = self._encode(text)
-        if self._special.bos is not None:
-            ids = [self._special.bos, *ids]
-        return self._checked(ids, f"prompt {shown(text)}")
+        self.own += self._special.has_own(ids)
+        return self._checked(self._special.around(ids), f"prompt {shown(text)}")
 
     def of_messages(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a conversation, whose BOS the template writes. Raises `RequestError` as `of_text`."""
         assert self._template is not None
         return self._checked(self._encode(self._template.render(messages)), "conversation")
+
+    def note(self) -> str | None:
+        """Return a sentence about how prompts were read, if there is one to tell."""
+        return self._special.own_note(self._tokenizer, self.own, "prompt") if self.own else None
 
     def begin(self, prompt: Sequence[int]) -> Continuation:
         """Return the text behind a prompt, which is empty so far."""

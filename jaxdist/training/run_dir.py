@@ -15,7 +15,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from jaxdist import __version__
 from jaxdist.config import Config, ModelConfig, RequestError
-from jaxdist.files import write_whole
+from jaxdist.files import WRONG_CONTENT, write_whole
 from jaxdist.huggingface import special_tokens
 from jaxdist.huggingface.folder import KEPT, is_folder, open_folder, refuse_adapter
 from jaxdist.huggingface.given_tokenizer import load_tokenizer, read_tokenizer
@@ -262,6 +262,14 @@ class RunFolder:
                     f"run folder {self.path} cannot be written ({error.strerror}); name another"
                 ) from error
             yield lock
+
+    def data_begun(self) -> str | None:
+        """Return the fingerprint of the data that the run here began with; None where no step tells it."""
+        for folder in self._step_dirs():
+            for step in reversed(folder.steps()):
+                with suppress(*WRONG_CONTENT):
+                    return str(folder.facts(step)["data"])
+        return None
 
     def same_data(self, there: str, here: str) -> None:
         """Raise `RequestError` if the run here was trained on other data: `there` and `here` are fingerprints."""

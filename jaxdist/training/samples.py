@@ -7,6 +7,7 @@ from functools import cached_property
 
 from jaxdist.config import RequestError
 from jaxdist.huggingface.given_tokenizer import largest_id, load_tokenizer
+from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Params
 from jaxdist.planning import memory
 from jaxdist.training.decoding import Choice, Decoding, check_fits, continued
@@ -38,10 +39,13 @@ class Samples:
                 f"tokens; set it to 0"
             )
         self.tokenizer = load_tokenizer(text)
-        special = run.task.special_tokens
-        begin = [special.bos] if special and special.bos is not None else []
-        self.stops = special.stops if special else ()
-        self.ids = [begin + self.tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in self.prompts]
+        special = run.task.special_tokens or SpecialTokens()
+        self.stops = special.stops
+        encoded = [self.tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in self.prompts]
+        own = sum(special.has_own(ids) for ids in encoded)
+        self.note = special.own_note(self.tokenizer, own, "prompt") if own else None
+        """A sentence about how prompts were read, if there is one to tell."""
+        self.ids = [special.around(ids) for ids in encoded]
         sequence = run.config.model.sequence
         for prompt, ids in zip(self.prompts, self.ids, strict=True):
             if len(ids) >= sequence:

@@ -42,6 +42,8 @@ class Task(ABC, Generic[ModelT]):
         self.layout = layout
         self.micro_batches = micro_batches(config, mesh.shape)
         """Micro-batches in a step."""
+        self.begun: str | None = None
+        """The fingerprint of the data that the run began with, where it goes on or is judged."""
         self.progress: Progress = unseen
         """Gets reports on how far the data are read."""
 

@@ -85,7 +85,8 @@ class TextTask(Task[Model]):
 
     def _open(self, data: DataConfig) -> Corpus:
         model = self.config.model
-        return open_corpus(data, model.vocab, model.sequence, model.documents == "apart", self.progress)
+        apart = model.documents == "apart"
+        return open_corpus(data, model.vocab, model.sequence, apart, self.progress, self.begun)
 
     @property
     def units(self) -> int:

@@ -96,7 +96,7 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
 def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[Prepared]:
     """Do everything that can refuse the run, in order: data, lock, checkpoints, disk. Holds the lock and the mesh."""
     # Nothing is written before the data are known to be there and to fit the model.
-    summary_begun = open_data(run, job, screen)
+    summary_begun = open_data(run, folder, job, screen)
     check_alike("data", run.task.fingerprint, "let all processes read the same files")
     config = run.config
     samples = Samples(run) if config.sample.every else None
@@ -153,6 +153,8 @@ def check_new(run: Run) -> None:
 def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:
     """Write how the run is made, and cut its metrics back to the step that it resumes from."""
     prepared.checkpoints.notes += [*folder.notes, *folder.cut_metrics(prepared.first, run.config)]
+    if prepared.samples and prepared.samples.note:
+        prepared.checkpoints.notes.append(f"sample.prompts: {prepared.samples.note}")
     if prepared.found:
         # An older jaxdist did not, and a kill may have come between the save and the note of it.
         note_saved(folder.path, prepared.found.step)
@@ -190,7 +192,7 @@ def loop(run: Run, folder: RunFolder, job: Job, screen: Screen, prepared: Prepar
         return FAILED
 
 
-def open_data(run: Run, job: Job, screen: Screen) -> bool:
+def open_data(run: Run, folder: RunFolder, job: Job, screen: Screen) -> bool:
     """Read, and at the first use tokenize, the data: the leader first, because the others find its files.
 
     Returns whether that took so long that the summary was begun before it ended.
@@ -210,6 +212,7 @@ def open_data(run: Run, job: Job, screen: Screen) -> bool:
         note_reading()
         run.open_data()
 
+    run.task.begun = folder.data_begun()
     run.task.progress = DataProgress(note_reading, screen if leader() else None, begin_summary)
     job.note(READING if leader() else AWAITING)
     try:

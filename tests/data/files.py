@@ -21,8 +21,10 @@ def ids(*numbers: int) -> bytes:
     return np.array(numbers, "<u2").tobytes()
 
 
-def open_(vocab: int = VOCAB, sequence: int = S, apart: bool = False, progress=unseen, **knobs) -> Corpus:
-    return open_corpus(DataConfig(**knobs), vocab, sequence, apart, progress)
+def open_(
+    vocab: int = VOCAB, sequence: int = S, apart: bool = False, progress=unseen, begun: str | None = None, **knobs
+) -> Corpus:
+    return open_corpus(DataConfig(**knobs), vocab, sequence, apart, progress, begun)
 
 
 def save_tokenizer(path, size=VOCAB, end=None):

@@ -96,7 +96,7 @@ def test_what_is_damaged_is_named_and_made_again(made, cache, capfd, name, damag
 def test_every_flipped_byte_is_found(made):
     folder = made[1].train.path.parent
     facts = check(folder)
-    assert facts == {"documents": 20}
+    assert facts == {"documents": 20, "own": 0}
     for name in FILES:
         content = (folder / name).read_bytes()
         places = range(len(content)) if name == ABOUT else range(0, len(content), len(content) // 30 + 1)

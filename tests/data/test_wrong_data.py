@@ -51,7 +51,7 @@ BAD = [
         {"path": "a.txt", "tokenizer": "t.json"},
         ["is not a tokenizer (", "leave it out"],
     ),
-    ({"a.txt": POEM, "t.json": b"\xff"}, {"path": "a.txt", "tokenizer": "t.json"}, ["is not a tokenizer ("]),
+    ({"a.txt": POEM, "t.json": b"\xff"}, {"path": "a.txt", "tokenizer": "t.json"}, ["is not UTF-8 text (byte 0)"]),
     (
         {"a.txt": POEM, "t.json": None},
         {"path": "a.txt", "tokenizer": "t.json", "vocab": 299},

@@ -39,16 +39,43 @@ def test_no_other_place_makes_a_tokenizer():
     assert found == [(HOME, "from_str")]
 
 
-def test_every_reader_switches_truncation_and_padding_off(tmp_path, monkeypatch, cutting):
-    """A sample prompt, a run's tokenizer, and one that is given."""
+@pytest.fixture
+def sampling(monkeypatch, cutting):
+    """Make the samples of a run with these prompts."""
+
+    def make(prompts: str, special: SpecialTokens):
+        config = SimpleNamespace(sample=SimpleNamespace(every=5, prompts=prompts), model=SimpleNamespace(sequence=100))
+        task = SimpleNamespace(tokenizer=cutting, special_tokens=special)
+        return samples.Samples(SimpleNamespace(config=config, task=task, model=None, layout=None))
+
     monkeypatch.setattr(samples, "check_fits", lambda *arguments: None)
     monkeypatch.setattr(samples.memory, "predict", lambda *arguments: SimpleNamespace(arguments=0))
-    config = SimpleNamespace(sample=SimpleNamespace(every=5, prompts=WORDS), model=SimpleNamespace(sequence=100))
-    task = SimpleNamespace(tokenizer=cutting, special_tokens=SpecialTokens())
-    of_run = samples.Samples(SimpleNamespace(config=config, task=task, model=None, layout=None))
+    return make
+
+
+def test_every_reader_switches_truncation_and_padding_off(tmp_path, sampling, cutting):
+    """A sample prompt, a run's tokenizer, and one that is given."""
+    of_run = sampling(WORDS, SpecialTokens())
     assert of_run.ids == [list(range(8))]
 
     (tmp_path / "tokenizer.json").write_text(cutting)
     for tokenizer in (of_run.tokenizer, RunFolder(tmp_path).load_tokenizer(), GivenTokenizer(cutting, None).load()):
         assert tokenizer.encode(WORDS).ids == list(range(8))
         assert [encoding.ids for encoding in tokenizer.encode_batch_fast([WORDS, "w1"])] == [list(range(8)), [1]]
+
+
+def test_a_sample_prompt_has_its_own_bos_once(sampling):
+    of_run = sampling("w3 w1\nw2", SpecialTokens(bos=3))
+    assert of_run.ids == [[3, 1], [3, 2]]
+    assert of_run.note == "1 prompt has its own w3, which is not put there again"
+    assert sampling("w1", SpecialTokens(bos=3)).note is None
+
+
+def test_a_run_knows_the_data_that_it_began_with(tmp_path):
+    run = RunFolder(tmp_path)
+    assert run.data_begun() is None
+    for step, facts in ((2, '{"data": "abc"}'), (4, "torn")):
+        folder = tmp_path / "checkpoints" / str(step) / "facts"
+        folder.mkdir(parents=True)
+        (folder / "metadata").write_text(facts)
+    assert run.data_begun() == "abc"

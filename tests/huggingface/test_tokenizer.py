@@ -10,8 +10,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from jaxdist import evaluate, generate, train
 from jaxdist.config import RequestError
+from jaxdist.data.corpus import digest
+from jaxdist.data.documents import Source
+from jaxdist.data.held_out import open_held_out
+from jaxdist.data.multiple_choice import Question, rows_of
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens, to_json
+from jaxdist.training.continuation import Ending
+from jaxdist.training.generation import Prompter
 from jaxdist.training.run_dir import RunFolder
 from tests.data.files import lines, open_
 from tests.training.conftest import SMALL, over
@@ -240,6 +246,67 @@ def test_one_document_after_a_bos_is_not_several(folder, tmp_path):
     tokenizer = folder("</s> $A", tokenizer_config={"eos_token": "</s>"})
     with pytest.raises(RequestError, match=r"one document: no BOS token \(id 21\) stands between"):
         open_(path=path, tokenizer=tokenizer, vocab=32, apart=True)
+
+
+WRITTEN = [f"<s> {TEXTS[0]}", f"{TEXTS[1]} </s>", f"<s> {TEXTS[2]} </s>", "<s>", "</s>", *TEXTS[3:10]]
+"""Documents of which five have a delimiter as text, which the tokenizer reads as the token."""
+
+
+def test_a_delimiter_that_a_text_has_itself_stands_once(folder, tmp_path):
+    """In data, in files to evaluate, in prompts and in contexts of questions; and each says so."""
+    source = folder("<s> $A", tokenizer_config={"bos_token": "<s>", "eos_token": "</s>"})
+    given = read_tokenizer(source)
+    path = tmp_path / "written.jsonl"
+    path.write_text(lines(*WRITTEN))
+    own = [[0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [], [], *([i, i + 1, i + 2, i + 3] for i in range(3, 10))]
+    expected = [token for ids in own for token in (BOS, *ids, EOS)]
+
+    data = open_(path=path, validation_path=write_texts(tmp_path), tokenizer=source, vocab=32, sequence=4)
+    assert data.train.ids.tolist() == expected
+    assert data.source.endswith("; 5 documents have their own <s> or </s>, which is not put there again")
+
+    file = open_held_out(path, given, 32)
+    assert file.tokens.ids.tolist() == expected
+    assert file.note == f"'{path}': 5 documents have their own <s> or </s>, which is not put there again"
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text(lines(*(" ".join(f"w{i}" for i in ids) for ids in own if ids)))
+    # Two documents have no text but a delimiter, and a space stands beside the others.
+    assert file.bytes == open_held_out(plain, given, 32).bytes + 4
+
+    prompter = Prompter(given.load(), given.special, Ending(10, 100))
+    assert [prompter.of_text(text) for text in ("<s> w1", "w1", "w1 </s>")] == [[BOS, 1], [BOS, 1], [BOS, 1, EOS]]
+    assert prompter.note() == "1 prompt has its own <s>, which is not put there again"
+
+    questions = [Question(context, (" w2", " w3"), 0, "here") for context in ("<s> w1", "w1", "<s>", "")]
+    rows = rows_of(questions, given.load(), given.special, 4)
+    assert rows.tokens[::2, :3].tolist() == [[BOS, 1, 0], [BOS, 1, 0], [BOS, 0, 0], [BOS, 0, 0]]
+    assert rows.note == "2 contexts have their own <s>, which is not put there again"
+
+
+@pytest.mark.parametrize("ends", [EOS, None])
+def test_a_delimiter_in_the_last_block_of_a_text_stands_once(folder, tmp_path, ends):
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(TEXTS * 40) + (" </s>" if ends else ""))
+    found = open_(path=path, tokenizer=folder("<s> $A"), vocab=32)
+    ids = np.concatenate([found.train.ids, found.validation.ids])
+    assert (ids == BOS).sum() == (ids == EOS).sum() == 1
+    assert found.changed == (ends is not None)
+
+
+def test_a_run_that_began_with_two_delimiters_goes_on_with_two(folder, tmp_path):
+    source = folder("<s> $A")
+    path = tmp_path / "written.jsonl"
+    path.write_text(lines(*WRITTEN))
+    knobs = dict(path=path, tokenizer=source, validation_fraction=0.25, vocab=32, sequence=4)
+    once = open_(**knobs)
+    # As versions before named it.
+    content = digest(Source("jsonl", path, (path,)).digest(), 0.25)
+    begun = digest(content, (source / "tokenizer.json").read_text(), BOS, EOS)
+    twice = open_(**knobs, begun=begun)
+    assert twice.fingerprint == begun != once.fingerprint
+    assert twice.train.ids[:6].tolist() == [BOS, *once.train.ids[:5]]
+    assert twice.source.endswith("(as an earlier jaxdist read it, with which the run began)")
+    assert open_(**knobs, begun=once.fingerprint) == open_(**knobs, begun="other") == once
 
 
 def test_ids_equal_those_of_transformers():
