@@ -40,6 +40,11 @@ def with_bos(name: str, which: str, to: Path) -> Path:
     return folder
 
 
+def once(entry: dict, which: str) -> list[int]:
+    """The ids of transformers without the second BOS of a text that begins with one."""
+    return entry["no_bos"] if entry["no_bos"][:1] == entry[which][:1] else entry[which]
+
+
 def prompter(folder: Path, **more) -> Prompter:
     given = read_tokenizer(folder)
     return Prompter(given.load(), given.special, ENDING, **more)
@@ -50,7 +55,7 @@ def prompter(folder: Path, **more) -> Prompter:
 def test_a_prompt_has_the_ids_of_transformers(tmp_path, name, which):
     ours = prompter(with_bos(name, which, tmp_path / "folder"))
     for entry in expected(name)["texts"]:
-        assert ours.of_text(entry["text"]) == entry[which], entry["text"]
+        assert ours.of_text(entry["text"]) == once(entry, which), entry["text"]
 
 
 @pytest.mark.parametrize("which", BOTH)
@@ -64,7 +69,7 @@ def test_a_document_has_the_ids_of_transformers_before_its_eos(tmp_path, name, w
     eos = read_tokenizer(folder).special.eos
     for tokens, first in ((found.train, 0), (found.validation, 1)):
         after = [] if eos is None else [eos]
-        assert tokens.ids.tolist() == [token for entry in texts[first::2] for token in [*entry[which], *after]]
+        assert tokens.ids.tolist() == [token for entry in texts[first::2] for token in [*once(entry, which), *after]]
 
 
 @pytest.mark.parametrize("name", NAMES)
