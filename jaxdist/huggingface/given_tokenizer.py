@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -12,7 +14,11 @@ from jaxdist.config import RequestError
 from jaxdist.huggingface.schema import KEPT_TOKENS, TOKENIZER
 from jaxdist.huggingface.special_tokens import SpecialTokens, from_json, special_tokens_of
 from jaxdist.huggingface.tokenizer import folder_problem, read_special_tokens
-from jaxdist.json_files import LARGEST_LISTING, read_text
+from jaxdist.json_files import LARGEST_LISTING, parse_json, read_text
+from jaxdist.json_schema import short
+
+LONGEST_REASON = 200
+"""Characters of the message of the package `tokenizers` that a sentence shows."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,32 @@ def load_tokenizer(text: str) -> Tokenizer:
     """Return the tokenizer that a tokenizer.json describes; no other function makes one from a file.
 
     Published files may ask for truncation and padding, which would cut prompts and fill them up: both are switched off.
-    The package `tokenizers` raises `Exception`, and nothing narrower, for what is no tokenizer.
+    Raises `ValueError` with a reason for what is no tokenizer.
     """
-    tokenizer = Tokenizer.from_str(text)
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:
+        # The package `tokenizers` raises no narrower exception.
+        reason = str(error).partition("\n")[0]
+        raise ValueError(reason[:LONGEST_REASON]) from error
+    if tokenizer.post_processor is not None:
+        unknown = _unknown_in_template(parse_json(tokenizer.post_processor.__getstate__().decode()))
+        if unknown is not None:
+            raise ValueError(f"its post_processor puts {short(unknown)}, which is not among its special_tokens")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _unknown_in_template(processor: Mapping[str, Any]) -> str | None:
+    """Return a token that a post-processor puts and does not know; its package would end with a panic at the first."""
+    for part in processor.get("processors", ()):
+        unknown = _unknown_in_template(part)
+        if unknown is not None:
+            return unknown
+    known = processor.get("special_tokens", {})
+    put = [piece.get("SpecialToken", {}).get("id") for piece in processor.get("single", ())]
+    return next((token for token in put if token is not None and token not in known), None)
 
 
 def read_tokenizer(path: Path) -> GivenTokenizer:
@@ -60,11 +86,9 @@ def read_tokenizer(path: Path) -> GivenTokenizer:
     try:
         given = GivenTokenizer(text, SpecialTokens())
         tokenizer = given.load()
-    except Exception as error:
-        # The package `tokenizers` raises no narrower exception.
-        reason = str(error).partition("\n")[0]
+    except ValueError as error:
         raise RequestError(
-            f"data.tokenizer '{path}' is not a tokenizer ({reason}); give a tokenizer.json of the tokenizers library, "
+            f"data.tokenizer '{path}' is not a tokenizer ({error}); give a tokenizer.json of the tokenizers library, "
             "or leave it out to train one on the text"
         ) from error
     return GivenTokenizer(given.text, _special_tokens(folder, tokenizer))

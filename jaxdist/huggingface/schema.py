@@ -84,6 +84,8 @@ def _names_files(value: Any) -> bool:
 FILES: Mapping[str, SmallFile] = {
     CONFIG: SmallFile(
         rules={"architectures": list_of(TEXT, "a list of texts") | NULL}
+        | {"model_type": TEXT | NULL}
+        | dict.fromkeys(("max_position_embeddings", "n_positions"), COUNT | NULL)
         | dict.fromkeys(("bos_token_id", "eos_token_id"), TOKEN_IDS)
     ),
     GENERATION: SmallFile(

@@ -30,6 +30,7 @@ from jaxdist.huggingface.schema import (
 )
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.huggingface.writing import DTYPES
+from jaxdist.json_files import decoded
 
 
 def small_files(
@@ -100,7 +101,14 @@ def _generation(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _same(kept: bytes | None, tokenizer: GivenTokenizer) -> bool:
     """Return whether the tokenizer that is kept is the one of the run, which may have been given another."""
-    return kept is not None and load_tokenizer(kept.decode()).get_vocab() == tokenizer.load().get_vocab()
+    if kept is None:
+        return False
+    name = f"{KEPT}/{TOKENIZER}"
+    try:
+        before = load_tokenizer(decoded(kept, name))
+    except ValueError as error:
+        raise RequestError(f"'{name}' is not a tokenizer ({error}); put the right file there") from error
+    return before.get_vocab() == tokenizer.load().get_vocab()
 
 
 def _own_tokenizer(tokenizer: GivenTokenizer, model: ModelConfig) -> dict[str, bytes]:

@@ -91,6 +91,11 @@ def _bos(folder: Path, tokenizer: Tokenizer, add: Any, names: dict[str, str], id
             f"data.tokenizer '{folder}' puts {len(before)} tokens before each text (ids {before}), and one at most can "
             f"be; name its {TOKENIZER} to put none"
         )
+    if before and not known(tokenizer, before):
+        raise RequestError(
+            f"data.tokenizer '{folder}' puts token {before[0]} before each text, which its {TOKENIZER} lacks; put "
+            "the right file there"
+        )
     return before[0] if before else None
 
 

@@ -288,7 +288,7 @@ class RunFolder:
         text = read_text(self.tokenizer, LARGEST_LISTING, links=False)
         try:
             tokenizer = load_tokenizer(text)
-        except Exception as error:  # the library raises nothing more precise
+        except ValueError as error:
             raise RequestError(f"{self.tokenizer} is not a tokenizer ({error}); copy the right one there") from error
         return tokenizer
 
