@@ -23,6 +23,7 @@ from jaxdist.models import Params
 from jaxdist.training import pretrained
 from jaxdist.training.checkpoint.finite_state import check_loaded
 from jaxdist.training.checkpoint.manager import BEST, Checkpoints, Found
+from jaxdist.training.checkpoint.step_dir import BASE_FACT
 from jaxdist.training.run_dir import checkpoint_of
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def base_for(config: Config, facts: Mapping[str, Any] | None, resumes: bool = Fa
     assert config.init_from, "a check has refused a LoRA run without a base"
     if facts is None:
         return base_of(config.init_from)
-    recorded = _recorded(config, facts)
+    recorded = recorded_base(config, facts)
     named = Path(os.path.abspath(config.init_from))
     where = _where(recorded.path, named, resumes)
     trained = f"the adapters were trained beside {recorded.path} of digest {recorded.digest}"
@@ -90,17 +91,15 @@ def base_for(config: Config, facts: Mapping[str, Any] | None, resumes: bool = Fa
     return found
 
 
-def _recorded(config: Config, facts: Mapping[str, Any]) -> Base:
+def recorded_base(config: Config, facts: Mapping[str, Any]) -> Base:
     """Return the base that a checkpoint names. Raises `RequestError` where it names none."""
-    fact = facts.get(BASE, {})
-    path = fact.get("path")
-    digest = fact.get("digest")
-    if not isinstance(path, str) or not isinstance(digest, str):
+    fact: Any = facts.get(BASE)
+    if not BASE_FACT.holds(fact):
         raise RequestError(
             f"step {facts['step']} of {config.folder} does not say beside which weights its adapters were trained, as "
             f"model.lora_rank {config.model.lora_rank} needs; choose another step, or name another run folder"
         )
-    return Base(Path(path), digest)
+    return Base(Path(fact["path"]), fact["digest"])
 
 
 def _where(recorded: Path, named: Path, resumes: bool) -> Path:

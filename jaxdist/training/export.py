@@ -27,7 +27,7 @@ from jaxdist.models import build
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.request import to_toml
 from jaxdist.sharding import name_of
-from jaxdist.training.base_weights import BASE, base_arrays, base_for
+from jaxdist.training.base_weights import base_arrays, base_for, recorded_base
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.stored_arrays import whole
 
@@ -98,7 +98,7 @@ def write_adapter_folder(config: Config, which: str, path: Path, dtype: str) -> 
     dtype = dtype or "float32"
     with step_of(config, which) as (checkpoints, found), replacing_folder(path) as temporary:
         # PEFT loads the base itself, and knows no other form.
-        named = Path(checkpoints.facts(found)[BASE]["path"])
+        named = recorded_base(config, checkpoints.facts(found)).path
         base = named if is_folder(named) else None
         written = write_adapter(temporary, config.model, checkpoints.arrays(found, "params"), dtype, base)
     return {"path": str(path), "step": found.step, "dtype": dtype, **written}

@@ -24,6 +24,19 @@ from typing import Any
 
 from jaxdist.files import WRONG_CONTENT, Checksum, checksums, write_whole
 from jaxdist.json_files import LARGEST_LISTING, read_json
+from jaxdist.json_schema import (
+    COUNT,
+    NULL,
+    NUMBER,
+    PATH,
+    SHOWN,
+    TEXT,
+    Rule,
+    Rules,
+    is_number,
+    object_of,
+    wrong_values,
+)
 
 TORN = ".orbax-checkpoint-tmp"
 """Part of a folder's name while Orbax writes it."""
@@ -35,16 +48,25 @@ UNSEALED = "it has no checksums"
 UNREADABLE_SEAL = "its checksums cannot be read"
 """Damage of the seal alone, as `UNSEALED`: the step itself may be complete."""
 
-NUMBER = (int, float)
+WORD = Rule(f"a text of at most {SHOWN} characters", lambda value: isinstance(value, str) and len(value) <= SHOWN)
+TIME = Rule("seconds since 1970", lambda value: is_number(value) and 0 <= value < 2**40)
+BASELINE = object_of("an object with nats, name and unit", {"nats": NUMBER, "name": WORD, "unit": WORD})
+BASE_FACT = object_of("an object with a path and a digest", {"path": PATH, "digest": WORD})
 
-RUN_FACTS: Mapping[str, Any] = {"steps": int, "data": str, "best": (*NUMBER, type(None)), "baseline": dict}
-"""Types of the facts that a run relies on when it resumes, beside the `step`, which every saved step has."""
+RUN_FACTS: Rules = {"steps": COUNT, "data": TEXT, "best": NUMBER | NULL, "baseline": BASELINE}
+"""The facts that a run relies on when it resumes, beside the `step`, which every saved step has."""
 
-OTHER_FACTS: Mapping[str, Any] = {"seed": int, "late": int, "mesh": str, "processes": int, "time": NUMBER, "base": dict}
-"""Types of the other facts, which older versions may not have written."""
+OTHER_FACTS: Rules = {
+    "seed": COUNT,
+    "late": COUNT,
+    "mesh": WORD,
+    "processes": COUNT,
+    "time": TIME,
+    "base": BASE_FACT,
+}
+"""The other facts, which older versions may not have written."""
 
-BASELINE: Mapping[str, Any] = {"nats": NUMBER, "name": str, "unit": str}
-"""Types within the fact `baseline`."""
+FACTS: Rules = {"step": COUNT, **RUN_FACTS, **OTHER_FACTS}
 
 
 @dataclass(frozen=True)
@@ -177,13 +199,11 @@ class StepDir:
             facts = self.facts(step)
         except WRONG_CONTENT:
             return "facts/metadata cannot be read"
-        known = {**RUN_FACTS, **OTHER_FACTS}
-        there = {name: kinds for name, kinds in known.items() if name in facts}
-        problem = _wrong_types(facts, {"step": int, **there})
-        if problem is None and "baseline" in facts:
-            problem = _wrong_types(facts["baseline"], BASELINE)
+        if "step" not in facts:
+            return "facts/metadata has no step"
+        problem = next(wrong_values(FACTS, facts), None)
         if problem:
-            return f"facts/metadata {problem}"
+            return f"facts/metadata: {problem}"
         if facts["step"] != step:
             return f"it is a copy of step {facts['step']}"
         return None
@@ -265,16 +285,6 @@ class StepDir:
 
     def _sums(self, step: int) -> Path:
         return self.folder / "sums" / f"{step}.json"
-
-
-def _wrong_types(facts: Mapping[str, Any], types: Mapping[str, Any]) -> str | None:
-    """Return which of the facts is missing, or has another type than `types` says."""
-    for name, kinds in types.items():
-        if name not in facts:
-            return f"has no {name}"
-        if not isinstance(facts[name], kinds):
-            return f"has {name} = {str(facts[name])[:40]}"
-    return None
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, int | None]]:
