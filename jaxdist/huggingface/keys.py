@@ -250,6 +250,12 @@ OFF: dict[str, tuple[Any, ...]] = {
     "embedding_multiplier": (1.0, None),
     "residual_multiplier": (1.0, None),
     "logits_scaling": (1.0, None),
+    "bias": (False, None),
+    "use_bias": (False, None),
+    "use_qk_norm": (False, None),
+    "qk_layernorm": (False, None),
+    "alibi": (False, None),
+    "num_nextn_predict_layers": (0, None),
 }
 """Keys of all types that must be off: anything else would change what the model computes."""
 
@@ -278,6 +284,18 @@ REASONS = {
     "shared_expert_intermediate_size": SHARED,
 }
 """Why keys of other models with experts are refused."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "first_k_dense_replace": (0,),
+    "moe_layer_freq": (1,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+    "n_group": (1,),
+    "topk_group": (1,),
+    "n_shared_experts": (0,),
+    "shared_expert_intermediate_size": (0,),
+}
+"""The values of these keys that say what holds here anyway: layers are alike, and experts form one group."""
 
 TRAINING = (
     "attention_dropout",

@@ -14,6 +14,7 @@ from jaxdist.huggingface.keys import (
     FIRST_WINDOWED,
     LAYERED_WINDOW,
     MODEL_TYPES,
+    NEUTRAL,
     NO_EFFECT,
     OFF,
     REASONS,
@@ -161,6 +162,7 @@ def to_json(model: ModelConfig, *, maximum: int, dtype: str, model_type: str | N
 def _unknown(config: dict[str, Any], kind: ModelType) -> Iterator[str]:
     """Yield a sentence for each key that is not in the tables."""
     known = NO_EFFECT | {*OFF, *kind.settings, *kind.allowed, kind.maximum}
+    known |= {key for key, values in NEUTRAL.items() if config.get(key) in values}
     known |= {*kind.unused, *(setting.other for setting in kind.settings.values())}
     if kind.rotary:
         known |= {*ROPE, *WINDOW}
@@ -179,7 +181,7 @@ def _unknown(config: dict[str, Any], kind: ModelType) -> Iterator[str]:
 def _reasons(config: dict[str, Any]) -> Iterator[str]:
     """Yield a sentence for each key of which `REASONS` says why it is refused."""
     for key, reason in REASONS.items():
-        if key in config:
+        if key in config and config[key] not in NEUTRAL.get(key, ()):
             yield f"{key} is {short(config[key])}, and {reason}; {OTHER_MODEL}"
 
 

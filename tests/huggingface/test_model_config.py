@@ -7,6 +7,7 @@ import pytest
 
 from jaxdist.config import ModelConfig, RequestError
 from jaxdist.huggingface.folder import Folder
+from jaxdist.huggingface.keys import MODEL_TYPES, NEUTRAL, OFF, REASONS
 from jaxdist.huggingface.model_config import differing, longest_sequence, model_values, to_json
 from tests.huggingface import configs
 from tests.huggingface.configs import small
@@ -452,11 +453,28 @@ def test_the_number_of_experts_has_two_names(model_type):
 
 
 def test_a_model_of_deepseek_is_refused_by_all_that_it_needs():
-    keys = dict(first_k_dense_replace=3, moe_layer_freq=1, n_group=8, topk_group=4, kv_lora_rank=512)
+    keys = dict(first_k_dense_replace=3, moe_layer_freq=2, n_group=8, topk_group=4, kv_lora_rank=512)
     problems = refusal(dict(model_type="deepseek_v3", n_shared_experts=1, **keys))
     assert "model_type is 'deepseek_v3'" in problems[0]
     for key, value in keys.items():
         assert any(f"{key} is {value}, and " in problem for problem in problems), key
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_key_that_says_what_holds_anyway_is_read(model_type):
+    alike = {key: value for key, (value, *_) in NEUTRAL.items()}
+    off = {key: value for key, (value, *_) in OFF.items() if key not in MODEL_TYPES[model_type].settings}
+    assert values(small(model_type) | alike | off) == values(small(model_type))
+    # No false reason of those that are refused, and none of those that are not.
+    (problem,) = refusal(small(model_type) | alike | {"n_group": 2})
+    assert "n_group is 2" in problem
+    named = refusal(alike | {"model_type": "deepseek_v3", "kv_lora_rank": 512})
+    assert [key for key in NEUTRAL if any(key in problem for problem in named)] == []
+
+
+def test_every_key_with_a_reason_has_a_value_that_is_neutral_or_none():
+    """Null is the neutral value of the ranks of latent attention."""
+    assert set(REASONS) - set(NEUTRAL) == {"kv_lora_rank", "q_lora_rank"}
 
 
 def test_the_balance_of_a_run_does_not_change_its_type():
