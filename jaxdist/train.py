@@ -98,6 +98,10 @@ def dry_run(config: Config, target: str = "") -> int:
     print("\n".join(folded(outlook(Run(config, dry=True, gpu=gpu)), sys.stdout)))
     return 0
 
+    from jaxdist.training.run_dir import RunFolder
+
+    RunFolder(config.folder).check_beginning(config)
+
 
 if __name__ == "__main__":
     run(main, needs_output=False)

@@ -69,11 +69,19 @@ def open_config(path: Path) -> Folder:
 
 def refuse_adapter(path: Path) -> None:
     """Raise `RequestError` for a folder with adapters of PEFT, which are nothing without their base."""
-    if os.path.lexists(path / ADAPTER_CONFIG):
-        raise RequestError(
-            f"'{path}' holds adapters of PEFT ({ADAPTER_CONFIG}), which are not read; merge them into their base with "
-            f"PEFT's merge_and_unload, write that with save_pretrained, and name its folder"
-        )
+    problem = adapter_problem(path)
+    if problem:
+        raise RequestError(problem)
+
+
+def adapter_problem(path: Path) -> str:
+    """Return why a folder with adapters of PEFT cannot be used; empty for any other folder."""
+    if not os.path.lexists(path / ADAPTER_CONFIG):
+        return ""
+    return (
+        f"'{path}' holds adapters of PEFT ({ADAPTER_CONFIG}), which are not read; merge them into their base with "
+        f"PEFT's merge_and_unload, write that with save_pretrained, and name its folder"
+    )
 
 
 def open_folder(path: Path) -> Folder:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.exit_codes import DONE, FAILED
-from jaxdist.huggingface.folder import is_folder
+from jaxdist.huggingface.folder import adapter_problem, is_folder
 from jaxdist.mesh import AUTO
 from jaxdist.request.checks.files import path_problem
 from jaxdist.request.helptext import help_text
@@ -174,7 +174,8 @@ def _config_of_run(command: str, folder: str | None) -> tuple[str | None, str]:
         return None, f"run folder '{folder}' {problem}; move or rename it"
     config = Path(folder) / "config.toml"
     if not os.path.isfile(config):
-        return None, f"'{folder}' is not the folder of a run: it has no config.toml"
+        other = f"'{folder}' is not the folder of a run: it has no config.toml"
+        return None, adapter_problem(Path(folder)) or other
     return str(config), ""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.files import read_toml
-from jaxdist.huggingface.folder import KEPT, is_folder, open_config
+from jaxdist.huggingface.folder import KEPT, adapter_problem, is_folder, open_config
 from jaxdist.huggingface.model_config import differing, longest_sequence, maximum_of, model_values
 from jaxdist.huggingface.schema import TOKENIZER
 
@@ -30,6 +30,9 @@ OWN = ("sequence", "documents", "dropout", "remat", "classes", "image", "channel
 
 MODEL_KNOBS = frozenset(f"model.{name}" for name in ModelConfig.model_fields)
 """Knobs that depend on the folder."""
+
+GIVEN = MODEL_KNOBS - {f"model.{name}" for name in OWN}
+"""Knobs that the folder gives, whatever else does."""
 
 
 def folder_of(init_from: object, run: Path) -> Path | None:
@@ -101,10 +104,21 @@ def with_tokenizer(folder: Path, given: Mapping[str, Any], default: bool) -> dic
 def check_described(config: Config) -> None:
     """Refuse an `init_from` that is a run, for commands that take nothing else from it than the model."""
     if config.init_from and not is_folder(config.init_from):
+        if not any((run / "config.toml").is_file() for run in (config.init_from, config.init_from.parent.parent)):
+            raise no_weights(config.init_from)
         raise RequestError(
             f"init_from '{config.init_from}' is not a folder of Hugging Face with a config.json, and only the model of "
             f"such a folder has an effect on this command; leave it out, and name the config.toml of a run as CONFIG"
         )
+
+
+def no_weights(init_from: Path) -> RequestError:
+    """Return the error for an `init_from` that is nothing with which a run could begin."""
+    return RequestError(
+        adapter_problem(init_from)
+        or f"init_from {init_from} is neither the folder of a run nor a checkpoint in one, nor a folder of Hugging "
+        f"Face with a config.json; name such as runs/gpt_tiny, or runs/gpt_tiny/checkpoints/best"
+    )
 
 
 def _differences(folder: Path, found: dict[str, Any], given: Mapping[str, Any]) -> list[str]:

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from jaxdist import __version__
 from jaxdist.config import Config, RequestError, leaves, nearest
 from jaxdist.files import read_toml
-from jaxdist.huggingface.folder import is_folder
-from jaxdist.request import checks, pretrained
+from jaxdist.huggingface.folder import adapter_problem, is_folder
+from jaxdist.request import checks, pretrained, unused
 from jaxdist.request.knobs import KNOBS, SECTIONS, canonical, from_text, nest, option, sentence, shown, suggest, within
 from jaxdist.values import path_error
 
@@ -156,6 +156,8 @@ def _read_file(path: Path) -> Source:
     return Source(source.values, source.failed, problems + source.problems)
 
 
+    elif adapter_problem(path):
+        problem = adapter_problem(path)
 def _parse_strictly(values: dict[str, Any]) -> Config:
     """Validate the values of a file, where "4" is not a number and 1 is not true."""
     # As JSON, because only there does pydantic's strict mode turn text into a path.

@@ -26,14 +26,14 @@ from jaxdist import __version__
 from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.files import WRONG_CONTENT, write_whole
 from jaxdist.huggingface import special_tokens
-from jaxdist.huggingface.folder import KEPT, is_folder, open_folder, refuse_adapter
+from jaxdist.huggingface.folder import KEPT, is_folder, open_folder
 from jaxdist.huggingface.given_tokenizer import load_tokenizer, read_tokenizer
 from jaxdist.huggingface.schema import KEPT_TOKENS, SMALL_FILES, SOURCE, TOKENIZER
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.json_files import LARGEST_LISTING, read_text
 from jaxdist.request import load, to_toml
 from jaxdist.request.checks.experts import check_upcycling
-from jaxdist.request.pretrained import as_asked
+from jaxdist.request.pretrained import as_asked, folder_of, no_weights
 from jaxdist.streams import clock
 from jaxdist.training import history
 from jaxdist.training.checkpoint.step_dir import STEP, StepDir
@@ -126,6 +126,17 @@ class RunFolder:
             self._refuse_lost(load(str(self.config), {}, knobs=()))
             return inheriting(config)
         return self._continuing(config, steps or committed)
+
+    def check_beginning(self, config: Config) -> None:
+        """Refuse an `init_from` as `enter` does, for a run that is only described: no weights need be in a folder.
+
+        A run that has saved a step here needs what it began with no more. Raises `RequestError`.
+        """
+        if not config.init_from or folder_of(config.init_from, self.path):
+            return
+        begun = self.config.exists() and any(folder.steps() for folder in self._step_dirs())
+        if not begun:
+            inheriting(config)
 
     def _check_new(self, config: Config, committed: list[int]) -> None:
         """Raise `RequestError` where a folder without a config.toml is not fit for a new run."""
@@ -354,11 +365,7 @@ def checkpoint_of(path: Path) -> tuple[RunFolder, str]:
     if run.config.is_file() and path.parent.name == "checkpoints":
         run.check_layout()
         return run, path.name
-    refuse_adapter(path)
-    raise RequestError(
-        f"init_from {path} is neither the folder of a run nor a checkpoint in one, nor a folder of Hugging Face with a "
-        f"config.json; name such as runs/gpt_tiny, or runs/gpt_tiny/checkpoints/best"
-    )
+    raise no_weights(path)
 
 
 def inheriting(config: Config) -> Config:

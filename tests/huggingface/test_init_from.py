@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist import evaluate, explain, generate, plan, train
+from jaxdist import checkpoints, evaluate, explain, generate, plan, train
 from jaxdist.config import RequestError
+from jaxdist.doctor import __main__ as doctor
 from jaxdist.exit_codes import REFUSED
 from jaxdist.request import arguments, load, to_toml
 from jaxdist.request.commandline import outcome
@@ -247,3 +248,43 @@ def test_only_commands_that_compute_with_weights_take_a_folder_for_a_run():
 def test_another_model_than_the_folders_is_refused(command):
     with pytest.raises(RequestError, match=r"--model.layers has no effect"):
         command.main([str(LLAMA), "--model.layers=2"])
+
+
+NO_WEIGHTS = "is neither the folder of a run nor a checkpoint in one"
+ADAPTER = "holds adapters of PEFT (adapter_config.json), which are not read; merge them into their base"
+
+
+@pytest.fixture
+def wrong_folders(tmp_path, monkeypatch):
+    """Folders with which no run begins, as they are named from here, each with what is said of it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    return {"missing": NO_WEIGHTS, "empty": NO_WEIGHTS, "adapter": ADAPTER}
+
+
+@pytest.mark.parametrize("command", [train, plan, explain])
+def test_a_description_refuses_what_no_run_begins_with(wrong_folders, command):
+    """In the words of `train` itself."""
+    for folder, said in wrong_folders.items():
+        argv = [f"--init-from={folder}"]
+        with pytest.raises(RequestError) as of_train:
+            train.main(argv)
+        with pytest.raises(RequestError) as refused:
+            command.main([*argv, "--dry-run"] if command is train else argv)
+        assert refused.value.problems == of_train.value.problems
+        assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("command", [evaluate, generate, checkpoints, doctor, train])
+def test_an_adapter_in_the_place_of_a_run_is_called_one(wrong_folders, command):
+    with pytest.raises(RequestError) as refused:
+        command.main(["adapter"])
+    (problem,) = refused.value.problems
+    assert ADAPTER in problem
+
+
+def test_a_run_that_has_begun_is_described_without_its_folder(begun, capsys):
+    assert train.main(["runs/model/config.toml", "--run-dir=runs/model", "--dry-run"]) == 0
+    assert "layers" in capsys.readouterr().out
