@@ -13,7 +13,8 @@ from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Config, RequestError
 from jaxdist.files import WRONG_CONTENT
 from jaxdist.huggingface.folder import WRITTEN
-from jaxdist.request import Extra, arguments, check_output, check_output_folder, run
+from jaxdist.request import Extra, Request, arguments, check_output, check_output_folder, run
+from jaxdist.request.knobs import option
 from jaxdist.training.checkpoint.step_dir import UNREADABLE_SEAL, UNSEALED, StepDir
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.values import Checkpoint, FileName, WeightDtype
@@ -66,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     check_alone("checkpoints")
     config = request.config
     extras = request.extras
+    _check_used(request)
     folder = config.folder
     RunFolder(folder).check_layout()
     result: dict[str, Any] = {"run": str(folder)}
@@ -273,6 +275,23 @@ def export_adapter(config: Config, which: str, path: Path, dtype: str, force: bo
     from jaxdist.training.export import write_adapter_folder
 
     return write_adapter_folder(config, which, Path(os.path.abspath(path)), dtype)
+
+
+def _check_used(request: Request) -> None:
+    """Raise `RequestError` with a sentence for each option that has no effect without another one."""
+    extras = request.extras
+    written = {}
+    if not extras["prune"]:
+        written = {f"{option(name)} {text}": "--prune" for name, text in request.overrides.items()}
+    if not extras["export"]:
+        if extras["force"]:
+            written["--force"] = "--export"
+        if extras["checkpoint"] != "latest":
+            written[f"--checkpoint {extras['checkpoint']}"] = "--export"
+    if written:
+        raise RequestError(
+            *(f"{what} has no effect without {needed}; add that, or leave it out" for what, needed in written.items())
+        )
 
 
 def _check_adapter(config: Config, target: str) -> None:
