@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
     with Job(place, config, enough=Enough(config)) as job:
         check_request(request.text)
+        request.tell_unused(job.env.processes)
         # Questions that cannot be answered are reported before the weights are read.
         rows = encoded(config, questions) if questions else None
         trained = restore(config, request.extras["checkpoint"], batch=rows is None)

@@ -70,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
     with Job(place, config, enough=Enough(config)) as job:
         check_request(request.text)
+        request.tell_unused(job.env.processes)
         check_alike("prompts", "\n".join(texts or []), "let all processes read the same file")
         generate(request, texts, job)
         return job.end(0)

@@ -11,6 +11,7 @@ from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.mesh import AUTO
 from jaxdist.planning.hardware import GPUS
 from jaxdist.request import Enough, Extra, arguments, run
+from jaxdist.request.unused import Known, notes
 from jaxdist.streams import LogFile
 from jaxdist.values import Suggested
 
@@ -60,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
             # Only the leader reports why the folder cannot be used.
             config = leader_first("run folder", partial(folder.enter, config))
         xla_options.keep_programs(programs_folder(), partial(faults.say, job.env))
+        for note in notes(request.config, Known(processes=job.env.processes)):
+            say(f"note        {note}", job.log)
         config = choose_mesh(config, job.log)
         return job.end(train(Run(config), folder, job))
 
@@ -76,10 +79,14 @@ def choose_mesh(config: Config, log: LogFile) -> Config:
     plan = automatic.plan(config, automatic.Found(**runtime.found()))
     if leader():
         for row in text.summary(plan):
-            line = f"plan        {row}"
-            print(line, file=sys.stderr)
-            log.write(line)
+            say(f"plan        {row}", log)
     return automatic.chosen(plan)
+
+
+def say(line: str, log: LogFile) -> None:
+    """Print a line, and write it into the log."""
+    print(line, file=sys.stderr)
+    log.write(line)
 
 
 def dry_run(config: Config, target: str = "") -> int:
@@ -91,16 +98,16 @@ def dry_run(config: Config, target: str = "") -> int:
         raise RequestError(f"--dry-run cannot be combined with --mesh {AUTO}; use python -m jaxdist.plan")
 
     from jaxdist.planning.target import gpu_of
+    from jaxdist.training.run_dir import RunFolder
+
+    RunFolder(config.folder).check_beginning(config)
+
     from jaxdist.training.run import Run
     from jaxdist.training.summary import folded, outlook
 
     gpu = gpu_of(target) if target else None
     print("\n".join(folded(outlook(Run(config, dry=True, gpu=gpu)), sys.stdout)))
     return 0
-
-    from jaxdist.training.run_dir import RunFolder
-
-    RunFolder(config.folder).check_beginning(config)
 
 
 if __name__ == "__main__":

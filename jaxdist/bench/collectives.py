@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
     with Job(env, request.config) as job:
         check_request(request.text)
+        request.tell_unused(job.env.processes)
         mesh = runtime.start(parse_mesh(request.config.mesh))
         check_links(mesh, file)
         measured = measure(mesh, job.note)

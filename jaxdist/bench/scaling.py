@@ -14,9 +14,9 @@ from jaxdist.bench.step import JSON, REPEATS, WARMUP
 from jaxdist.cluster.process_env import find
 from jaxdist.config import Config, RequestError
 from jaxdist.request import JOB_KNOBS, Extra, arguments, check_picture
-from jaxdist.request.checks.registry import problems
 from jaxdist.request.numbers import as_list, numbers
 from jaxdist.request.reading import DEFAULT
+from jaxdist.request.unused import refusals
 from jaxdist.units import multiples
 from jaxdist.values import MOST_DEVICES, CountOrZero, FileName
 
@@ -85,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     study = Study(config, extras["mode"], counts, stages, extras["warmup"], extras["repeats"], rows)
     with Job(env, config) as job:
         check_request(request.text)
+        request.tell_unused(job.env.processes)
         result = measure(study, job.note)
         if result is not None:
             name = Path(request.positional or DEFAULT).stem
@@ -119,7 +120,9 @@ def _problems(config: Config, mode: str, counts: Sequence[int], stages: Sequence
     # Check the highest stage, which uses every knob that a lower one uses.
     highest = config.parallel.model_copy(update={"zero": max(stages)})
     staged = config.model_copy(update={"parallel": highest})
-    yield from problems(staged, ("parallel.zero", "parallel.micro_batches"))
+    name = "parallel.micro_batches"
+    good = (name, "parallel.zero", "mesh", "train.accumulation")
+    yield from refusals(staged, [name], [name], good).values()
     yield from _batch(config, mode, counts)
     try:
         check_picture(picture, "scaling.png")

@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
     with Job(env, config, enough=Enough(config)) as job:
         check_request(request.text)
+        request.tell_unused(job.env.processes)
         timed = compile_and_time(config, request.extras["warmup"], request.extras["repeats"], job.note)
         if job.env.leader:
             result = report(timed)

@@ -21,6 +21,7 @@ from jaxdist.request.helptext import help_text
 from jaxdist.request.knobs import KNOBS, option, sentence, shown, within
 from jaxdist.request.options import Extra, Scan
 from jaxdist.request.reading import read, to_toml
+from jaxdist.request.unused import Known, notes
 from jaxdist.streams import protect
 from jaxdist.values import path_error
 
@@ -82,6 +83,11 @@ class Request:
         """All of the request as text, without the index of this process: it is the same in all processes of a job."""
         shared = self.config.model_copy(update={"cluster": ClusterConfig()})
         return to_toml(shared) + "".join(f"{option(name)} {value}\n" for name, value in self.extras.items())
+
+    def tell_unused(self, processes: int) -> None:
+        """Print a line about each option that a job of so many processes does not use."""
+        for note in notes(self.config, Known(processes=processes), self.overrides):
+            print(f"note        {note}", file=sys.stderr)
 
 
 class HelpShown(SystemExit):

@@ -82,6 +82,8 @@ def read(
     line.failed.update(failed)
     _choose_length(file, line)
     values = {**file.values, **line.values}
+    # What the configuration of a run sets had an effect there, and a command may use another mesh.
+    given = set(line.values if run else values)
     if values.get("run_dir") is None:
         own = pretrained.default_run_dir(values.get("init_from")) if config is None else None
         values["run_dir"] = own or pretrained.RUNS / name
@@ -94,23 +96,38 @@ def read(
     named = config is not None and is_folder(Path(config))
     if named and values["init_from"] != Path(config or ""):
         problems.append(f"'{config}' and init_from '{values['init_from']}' both give a model; leave one of them out")
-    more = _complete(values, run or values["run_dir"], named or "init_from" in used, "data.tokenizer" in used)
-    if more:
-        problems += more
-        invalid |= {*pretrained.MODEL_KNOBS, "data.tokenizer"}
+    folder = pretrained.folder_of(values.get("init_from"), run or values["run_dir"])
+    if folder:
+        given -= pretrained.GIVEN
+        more = _complete(values, folder, named or "init_from" in used, "data.tokenizer" in used)
+        if more:
+            problems += more
+            invalid |= {*pretrained.MODEL_KNOBS, "data.tokenizer"}
     result = Config.model_validate(nest(values))
-    return result, problems + checks.problems(result, set(used) - invalid)
+    own = given - set(file.values) if _is_shipped(config) else given
+    return result, problems + found_in(result, set(used) - invalid, given, own | set(line.values))
 
 
-def _complete(values: dict[str, Any], run: Path, model: bool, tokenizer: bool) -> list[str]:
-    """Add to `values` what a folder of Hugging Face that the request begins with gives: its model and its tokenizer.
+def found_in(
+    config: Config, good: Collection[str], given: Collection[str] = tuple(KNOBS), own: Collection[str] = tuple(KNOBS)
+) -> list[str]:
+    """Return a sentence for each problem that concerns only the `good` knobs.
 
-    `run` is the folder of the run; `model` and `tokenizer` are whether the command uses these. Returns a sentence for
-    each problem.
+    A knob without an effect is told once. The other checks see the request as it is without that knob. `given` and
+    `own` are those of `unused.refusals`.
     """
-    folder = pretrained.folder_of(values.get("init_from"), run)
-    if folder is None:
-        return []
+    idle = unused.refusals(config, given, own, good)
+    if idle:
+        values = {name: value for name, value in leaves(config).items() if name not in idle}
+        config = Config.model_validate(nest(values))
+    return [*idle.values(), *checks.problems(config, good)]
+
+
+def _complete(values: dict[str, Any], folder: Path, model: bool, tokenizer: bool) -> list[str]:
+    """Add to `values` what the `folder` of Hugging Face that a request begins with gives: its model and its tokenizer.
+
+    `model` and `tokenizer` are whether the command uses these. Returns a sentence for each problem.
+    """
     problems: list[str] = []
     if model:
         found, problems = pretrained.model_of(folder, values)
@@ -120,12 +137,17 @@ def _complete(values: dict[str, Any], run: Path, model: bool, tokenizer: bool) -
     return problems
 
 
+def _is_shipped(config: str | None) -> bool:
+    """Return whether this is the name of a shipped config."""
+    return config is None or canonical(config) in SHIPPED
+
+
 def _read_config(config: str | None) -> tuple[str, Source]:
     """Return the name of the config, and the contents of its file."""
     if config is None:
         config = DEFAULT
-    shipped = SHIPPED.get(canonical(config))
-    if shipped:
+    if _is_shipped(config):
+        shipped = SHIPPED[canonical(config)]
         return shipped.stem, _read_file(shipped)
     path = Path(config)
     if not config:
@@ -134,6 +156,8 @@ def _read_config(config: str | None) -> tuple[str, Source]:
         problem = f"config {shown(config)} {path_error(path)}"
     elif is_folder(path):
         return pretrained.name_of(path), Source({"init_from": path})
+    elif adapter_problem(path):
+        problem = adapter_problem(path)
     elif os.path.isdir(path):
         problem = f"config '{config}' is a folder; name a TOML file in it, such as {path / 'config.toml'}"
     elif not os.path.exists(path):
@@ -156,8 +180,6 @@ def _read_file(path: Path) -> Source:
     return Source(source.values, source.failed, problems + source.problems)
 
 
-    elif adapter_problem(path):
-        problem = adapter_problem(path)
 def _parse_strictly(values: dict[str, Any]) -> Config:
     """Validate the values of a file, where "4" is not a number and 1 is not true."""
     # As JSON, because only there does pydantic's strict mode turn text into a path.

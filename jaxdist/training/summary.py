@@ -16,7 +16,6 @@ import numpy as np
 from jaxdist import __version__
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.cluster.runtime import host_lines, notes
-from jaxdist.config import PipelineConfig
 from jaxdist.gpu_memory import gpu_share
 from jaxdist.mesh import CONTEXT, PIPELINE, REPLICA, axes_across, describe
 from jaxdist.models.attention import attention_kernel
@@ -25,7 +24,8 @@ from jaxdist.planning.clusters import cluster
 from jaxdist.planning.hardware import GPUS, Gpu, that_hold
 from jaxdist.planning.timing import flops_formula
 from jaxdist.planning.transfer_time import merge_calls, seconds, warning
-from jaxdist.request import Enough
+from jaxdist.request import Enough, unused
+from jaxdist.request.unused import Known
 from jaxdist.training.run import Run
 from jaxdist.training.startup_checks import queries
 from jaxdist.units import size
@@ -258,7 +258,11 @@ def _too_small(run: Run, held: memory.Memory, room: float) -> str:
 def _layout(run: Run) -> list[Row]:
     """Return where every parameter lies, and what could not be sharded as requested."""
     parameters = parameter_layout.placed(run.config, run.model, run.layout)
-    notes = [*parameter_layout.notes(run.config, parameters, run.layout), *_no_stages(run)]
+    notes = [
+        *parameter_layout.notes(run.config, parameters, run.layout),
+        *_no_stages(run),
+        *unused.notes(run.config, _known(run)),
+    ]
     rows = [("note", note) for note in notes]
     if all(p.held == p.use == p.elements for p in parameters):
         return [*rows, ("layout", "every parameter lies whole on every device")]
@@ -268,13 +272,23 @@ def _layout(run: Run) -> list[Row]:
 
 
 def _no_stages(run: Run) -> list[str]:
-    """Return notes about settings that are not used on a mesh whose pipeline axis was filled with 1."""
+    """Return a note about recomputed stages on a mesh whose pipeline axis was filled with 1."""
     config = run.config
-    if run.mesh.shape[PIPELINE] > 1:
+    if run.mesh.shape[PIPELINE] > 1 or config.model.remat != "stage":
         return []
-    notes = []
-    if config.model.remat == "stage":
-        notes.append(f"mesh {config.mesh} has no stages here, so model.remat stage recomputes blocks")
-    if config.pipeline != PipelineConfig():
-        notes.append(f"mesh {config.mesh} has no stages here, so the schedule and its micro-batches are not used")
-    return notes
+    return [f"mesh {config.mesh} has no stages here, so model.remat stage recomputes blocks"]
+
+
+def _known(run: Run) -> Known:
+    """Return what decides whether knobs have an effect. A dry run does not read its data."""
+    shape = dict(run.mesh.shape)
+    train = run.config.train
+    if run.dry:
+        return Known(shape, steps=0 if train.epochs else train.steps)
+    rows = train.global_batch_size
+    return Known(
+        shape,
+        steps=run.steps,
+        steps_of_epoch=run.task.rows / rows,
+        validation_batches=math.ceil(run.task.validation_rows / rows),
+    )

@@ -80,6 +80,11 @@ class Task(ABC, Generic[ModelT]):
     def available(self) -> tuple[int, str]:
         """Return (number of rows to train on, what they are called)."""
 
+    @property
+    @abstractmethod
+    def validation_rows(self) -> int:
+        """The number of held-out rows."""
+
     @abstractmethod
     def baseline(self) -> float:
         """Return the nats per unit of a guess that looks at frequencies alone."""

@@ -66,6 +66,11 @@ class ImageTask(Task[Foreign]):
         """Return (number of images to train on, what they are called)."""
         return self.data.train.rows, "images"
 
+    @property
+    def validation_rows(self) -> int:
+        """The number of held-out images."""
+        return self.data.validation.rows
+
     def baseline(self) -> float:
         """Return the nats per image of a guess that knows how frequent each class is."""
         share = np.bincount(self.data.validation.labels) / self.data.validation.rows

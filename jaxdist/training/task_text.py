@@ -112,6 +112,11 @@ class TextTask(Task[Model]):
         """Return (number of rows to train on, what they are called)."""
         return self.data.train.rows(self.units), f"row(s) of {self.units} tokens"
 
+    @property
+    def validation_rows(self) -> int:
+        """The number of held-out rows."""
+        return self.data.validation.rows(self.units)
+
     def baseline(self) -> float:
         """Return the unigram entropy: the nats per token of the best model of single tokens."""
         return self.data.validation.unigram_entropy()

@@ -21,8 +21,9 @@ from jaxdist.planning.search.estimate import Estimate, estimate, layout_of
 from jaxdist.planning.search.plan import Plan, search, with_precision
 from jaxdist.planning.search.questions import why_not
 from jaxdist.planning.transfer_time import merge_calls, seconds
-from jaxdist.request import checks, load
+from jaxdist.request import load
 from jaxdist.request.knobs import KNOBS
+from jaxdist.request.reading import found_in
 
 SLOW = cluster("two-sites-1g")
 INT8 = {"parallel.gradient_compression": "int8"}
@@ -158,7 +159,7 @@ def test_every_candidate_is_a_request_that_train_takes(more):
     columns = candidates(config, meshes(config, 16), 2)
     some = np.random.default_rng(0).permutation(len(columns["zero"]))[:200]
     found = [candidate_config(config, row_of(columns, number)) for number in some]
-    assert {problem for one in found for problem in checks.problems(one, set(KNOBS))} == set()
+    assert {problem for one in found for problem in found_in(one, set(KNOBS))} == set()
     assert {one == exact(one) for one in found if REPLICA not in one.mesh} == {True}
     assert {one == exact(one) for one in found if REPLICA in one.mesh} == {False}
 

@@ -16,8 +16,9 @@ from jaxdist.planning.parameter_layout import placed
 from jaxdist.planning.search.candidates import SCHEDULES, candidate_config, candidates, context_sizes, meshes, row_of
 from jaxdist.planning.search.plan import TIE, search
 from jaxdist.planning.search.questions import why_not
-from jaxdist.request import checks, load
+from jaxdist.request import load
 from jaxdist.request.knobs import KNOBS
+from jaxdist.request.reading import found_in
 from jaxdist.sharding import Layout
 from jaxdist.training.run import Run
 from jaxdist.training.summary import outlook
@@ -113,7 +114,7 @@ def test_candidates_with_context_are_requests_that_train_takes(few):
     assert set(columns[CONTEXT].tolist()) == {1, 2, 4, 8}
     split = np.flatnonzero(columns[CONTEXT] > 1)
     for row in np.random.default_rng(0).permutation(split)[:200].tolist():
-        assert checks.problems(candidate_config(config, row_of(columns, row)), set(KNOBS)) == []
+        assert found_in(candidate_config(config, row_of(columns, row)), set(KNOBS)) == []
 
 
 def test_ranks_that_branch_exchange_heads_or_do_not_split_rows(few):

@@ -29,8 +29,9 @@ from jaxdist.planning.search.plan import TIE, search
 from jaxdist.planning.search.questions import alone, scaling, why_not
 from jaxdist.planning.search.screen import Screen
 from jaxdist.planning.transfer_time import exposed
-from jaxdist.request import checks, load
+from jaxdist.request import load
 from jaxdist.request.knobs import KNOBS
+from jaxdist.request.reading import found_in
 
 CLUSTER = cluster("h100-ndr")
 
@@ -114,7 +115,7 @@ def test_every_candidate_is_a_request_that_train_takes(small):
     columns = candidates(small, meshes(small, 8))
     some = np.random.default_rng(0).permutation(len(columns["zero"]))[:400]
     for number in some:
-        assert checks.problems(candidate_config(small, row_of(columns, number)), set(KNOBS)) == []
+        assert found_in(candidate_config(small, row_of(columns, number)), set(KNOBS)) == []
     assert {name: set(column.tolist()) for name, column in columns.items() if name != "mesh"} == {
         "replica": {1, 2, 4},
         "data": {1, 2, 4, 8},

@@ -39,7 +39,7 @@ def test_hyphens_and_underscores(name):
 
 def test_an_empty_value():
     for argv in ("--parallel.rules.vocab", ""), ("--parallel.rules.vocab=",):
-        assert ask(*argv, "--parallel.zero", "3").config.parallel.rules.vocab == ""
+        assert ask(*argv, "--mesh", "1x2x1").config.parallel.rules.vocab == ""
 
 
 def test_extras():
@@ -52,9 +52,9 @@ def test_extras():
 
 def test_run_folder_that_was_moved(tmp_path):
     (tmp_path / "config.toml").write_text(to_toml(load("gpt_tiny", {"model.layers": "3"})))
-    argv = [str(tmp_path), "--mesh", "2x1x1", "--parallel.zero", "3", "--parallel.rules.vocab="]
+    argv = [str(tmp_path), "--mesh", "1x2x1", "--parallel.zero", "3", "--parallel.rules.vocab="]
     config = arguments(argv, "evaluate", "", positional="RUN").config
-    assert (config.model.layers, config.mesh, config.run_dir) == (3, "2x1x1", tmp_path)
+    assert (config.model.layers, config.mesh, config.run_dir) == (3, "1x2x1", tmp_path)
     assert (config.parallel.zero, config.parallel.rules.vocab) == (3, "")
 
 

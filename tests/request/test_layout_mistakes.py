@@ -35,7 +35,7 @@ MODEL = {
     ),
     "head size of gpt": Wrong("--model.head-dim 16", [("model.head_dim is 16", "model.family gpt", "default is 0")]),
     "head size does not mend gpt's heads": Wrong(
-        "--model.heads 7 --model.head-dim 16", [("model.embed 128", "model.heads 7"), ("model.head_dim is 16",)]
+        "--model.heads 7 --model.head-dim 16", [("model.head_dim is 16",), ("model.embed 128", "model.heads 7")]
     ),
     "yarn of one speed": Wrong(
         "--model.family llama --model.rope-theta 1 --model.rope-scaling yarn,factor=4,original=64",

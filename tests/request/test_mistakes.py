@@ -232,7 +232,7 @@ COMBINATIONS = {
         [("pipeline.schedule is pipedream", "lora_rank 4 freezes", "pipeline.schedule to 1f1b")],
     ),
     "samples of nothing": Wrong("--sample.every 5", [("sample.every is 5", "sample.prompts has no text")]),
-    "samples never": Wrong("--sample.prompts def", [("sample.prompts is 'def'", "sample.every is 0")]),
+    "samples never": Wrong("--sample.prompts def", [("sample.prompts is 'def'", "sample.every 0", "not use it")]),
     "samples of images": Wrong("cnn_digits --sample.every 5", [("sample.every is 5", "cnn writes no text")]),
     "no wandb": Wrong("--log.wandb lab", [("log.wandb is 'lab'", "pip install 'jaxdist[wandb]'")]),
 }
@@ -242,8 +242,8 @@ SEVERAL = {
         "llama_8b --mesh 3x3x1 --model.kv-heads 5 --model.dropout 0.5 --parallel.rules.vocab modle --parallel.zero 5",
         [
             ("parallel.zero is '5'",),
-            ("model.heads 32 does not divide by model.kv_heads 5",),
             ("model.dropout is 0.5",),
+            ("model.heads 32 does not divide by model.kv_heads 5",),
             ("parallel.rules.vocab is 'modle'",),
             ("global_batch_size 512", "3 data ranks", "510 or 513"),
             ("model.heads 32", "model=3"),

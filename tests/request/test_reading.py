@@ -67,11 +67,11 @@ def test_mlp_of_llama(embed, size):
 
 
 def test_sections_in_sections(write):
-    text = "[parallel]\nzero = 2\nmicro-batches = 'outside'\n[parallel.rules]\nmlp = ''\nvocab = 'model'"
-    config = load(write(text), {"parallel.zero": "3", "parallel.rules.vocab": ""})
-    assert (config.parallel.zero, config.parallel.micro_batches) == (3, "outside")
-    assert config.parallel.rules == RulesConfig(heads="model", mlp="", vocab="")
-    assert '\n[parallel.rules]\nheads = "model"\nmlp = ""\n' in to_toml(config)
+    text = "mesh = '1x2x1'\n[parallel]\nzero = 2\nsequence = true\n[parallel.rules]\nheads = ''\nvocab = 'model'"
+    config = load(write(text), {"parallel.zero": "3", "parallel.sequence": "false", "parallel.rules.vocab": ""})
+    assert (config.parallel.zero, config.parallel.sequence) == (3, False)
+    assert config.parallel.rules == RulesConfig(heads="", mlp="model", vocab="")
+    assert '\n[parallel.rules]\nheads = ""\nmlp = "model"\n' in to_toml(config)
 
 
 def test_a_run_may_go_on_with_another_split():
@@ -212,7 +212,13 @@ LLAMA = {"model.family": "llama", "model.embed": "96", "model.heads": "12"}
     "overrides",
     [
         {"mesh": "2x4x1", "parallel.zero": "3", "parallel.sequence": "true", "precision": "mixed"},
-        {"mesh": "1x-1x1", "parallel.sequence": "true", "parallel.zero": "2", "parallel.micro_batches": "outside"},
+        {
+            "mesh": "1x-1x1",
+            "parallel.sequence": "true",
+            "parallel.zero": "2",
+            "parallel.micro_batches": "outside",
+            "train.accumulation": "2",
+        },
         {"mesh": "1x3x1", "parallel.rules.heads": "", "parallel.rules.mlp": "", "model.vocab": "2050"},
         {"mesh": "1x3x1", "parallel.rules.heads": "", "parallel.rules.vocab": "", "model.mlp": "300"},
         {"mesh": "1x16x1", "parallel.rules.heads": "", "model.heads": "4"},

@@ -24,7 +24,7 @@ LEGAL = {
         *("model.documents", "model.remat", "model.lora_base", "model.classes", "model.image", "model.channels"),
         *("parallel.gradient_compression", "parallel.compression_density", "parallel.compression_rank"),
         *("parallel.replica_zero", "parallel.micro_batches", "parallel.offload", "pipeline.schedule"),
-        "parallel.context",
+        *("parallel.context", "parallel.rules.heads", "parallel.rules.mlp", "parallel.rules.vocab"),
         *("data.validation_path", "data.validation_fraction", "data.augment", "data.prefetch"),
         *("optimizer.name", "optimizer.schedule", "optimizer.decay_fraction"),
         *("train.global_batch_size", "train.accumulation", "cluster.process_id"),
@@ -39,6 +39,7 @@ LEGAL = {
         "sample.every",  # without prompts
         *(
             "model.kv_heads",
+            "model.window",  # as long as a row
             "model.head_dim",
             "model.qkv_bias",
             "model.tied",
@@ -63,13 +64,13 @@ LEGAL = {
         *("checkpoint.keep", "log.every", "checkpoint", "repeats"),
     ),
     "zero huge": (
-        *("model.positions", "model.window"),
+        "model.positions",
         *("model.mlp", "optimizer.final", "optimizer.weight_decay", "optimizer.clip", "train.seed"),
         *("validation.every", "validation.batches", "checkpoint.every", "checkpoint.keep_every"),
         *("temperature", "top_k", "seed", "train.local_steps", "restarts", "warmup", "rows"),
     ),
     "empty": (
-        *("parallel.rules.heads", "parallel.rules.mlp", "parallel.rules.vocab", "log.wandb", "profile.steps"),
+        *("log.wandb", "profile.steps"),
         "sample.prompts",  # without sample.every
         "model.lora_targets",  # without a rank
         "dtype",
@@ -100,7 +101,8 @@ OF_COMMAND = {
     **{(command, "optimizer.warmup"): "zero huge" for command in ("explain", "plan", "bench step", "bench scaling")},
     # They have no local steps, whose outer step alone uses it.
     **{(command, "optimizer.outer_rate"): "huge" for command in ("bench step", "bench scaling")},
-    **{(command, "model.classes"): "huge" for command in ("explain", "plan", "bench step", "bench scaling")},
+    # Of an export, and of pruning, which are not asked for.
+    **{("checkpoints", name): "" for name in ("checkpoint", "checkpoint.keep", "checkpoint.keep_every")},
     ("doctor", "cluster.coordinator"): "word negative zero huge long nan unicode empty nul fifo folder binary",
     ("doctor", "cluster.processes"): "zero huge",  # the doctor tells what is wrong with them among its findings
     ("doctor", "cluster.process_id"): "zero huge",

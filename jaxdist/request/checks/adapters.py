@@ -8,23 +8,8 @@ from jaxdist import lora
 from jaxdist.config import Config
 from jaxdist.mesh import PIPELINE
 from jaxdist.request.checks.mesh import fit
-from jaxdist.request.checks.registry import check, unused
+from jaxdist.request.checks.registry import check
 from jaxdist.units import remedy
-
-OF_ADAPTERS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_base")
-"""Knobs that only adapters use."""
-
-
-@check("model.family", "model.lora_rank", *(f"model.{name}" for name in OF_ADAPTERS))
-def _no_adapters(config: Config) -> Iterator[str]:
-    model = config.model
-    because = "model.lora_rank 0"
-    if model.images:
-        because = f"model.family {model.family}"
-        yield from unused(config, "model.lora_rank", because)
-    if model.images or not model.lora_rank:
-        for name in OF_ADAPTERS:
-            yield from unused(config, f"model.{name}", because)
 
 
 @check("model.family", "model.lora_rank", "model.lora_targets")

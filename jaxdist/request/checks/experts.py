@@ -8,37 +8,8 @@ from pathlib import Path
 from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.mesh import DATA, EXPERT
 from jaxdist.request.checks.mesh import fit
-from jaxdist.request.checks.registry import check, unused
+from jaxdist.request.checks.registry import check
 from jaxdist.units import closest, divisors, multiples, remedy, to
-
-OF_EXPERTS = (
-    "experts",
-    "experts_per_token",
-    "expert_mlp",
-    "shared_experts",
-    "router",
-    "router_renormalize",
-    "router_scale",
-    "balance_rate",
-    "balance_loss",
-    "z_loss",
-    "capacity_factor",
-)
-"""Knobs that only mixtures of experts use."""
-
-
-@check("model.family", *(f"model.{name}" for name in OF_EXPERTS))
-def _no_experts(config: Config) -> Iterator[str]:
-    if not config.model.traits.routed:
-        for name in OF_EXPERTS:
-            yield from unused(config, f"model.{name}", f"model.family {config.model.family}, which has no experts,")
-
-
-@check("model.family", "model.mlp", "model.expert_mlp")
-def _two_widths(config: Config) -> Iterator[str]:
-    model = config.model
-    if model.traits.routed and model.expert_mlp:
-        yield from unused(config, "model.mlp", f"model.family {model.family} with model.expert_mlp {model.expert_mlp}")
 
 
 @check("model.family", "model.experts", "model.experts_per_token")

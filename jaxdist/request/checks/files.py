@@ -11,19 +11,13 @@ from pathlib import Path
 
 from jaxdist.config import Config, RequestError
 from jaxdist.huggingface.folder import is_folder
-from jaxdist.request.checks.registry import check, unused
+from jaxdist.request.checks.registry import check
 
 BYTE_LEVEL_VOCAB = 257
 """Fewest entries of a byte-level tokenizer: one for each byte, and the end-of-text token."""
 
 LISTED = 3
 """Names that an error lists at most."""
-
-
-@check("data.validation_path", "data.validation_fraction")
-def _validation_fraction(config: Config) -> Iterator[str]:
-    if config.data.validation_path:
-        yield from unused(config, "data.validation_fraction", "a run with data.validation_path")
 
 
 @check("model.family", "data.path", "data.tokenizer", "data.validation_path")

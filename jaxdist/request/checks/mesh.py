@@ -18,7 +18,6 @@ from jaxdist.mesh import (
     LAYER_AXES,
     MODEL,
     PIPELINE,
-    REPLICA,
     MeshShape,
     fill,
     fixed_devices,
@@ -27,7 +26,7 @@ from jaxdist.mesh import (
     requested,
 )
 from jaxdist.request.checks.model import head_counts
-from jaxdist.request.checks.registry import check, unused
+from jaxdist.request.checks.registry import check
 from jaxdist.units import closest, divisors, multiples, remedy, to
 
 Fit = Callable[[Config, Mapping[str, int]], Iterator[str]]
@@ -197,36 +196,6 @@ def _sequence_rules(config: Config) -> Iterator[str]:
             f"parallel.sequence is true, but {names} {verb} empty: a residual stream that {MODEL} splits needs heads "
             f"and mlp that it splits; " + remedy(f"{names} to '{MODEL}'", "parallel.sequence to false")
         )
-
-
-@check("mesh", "parallel.sequence")
-def _sequence_alone(config: Config) -> Iterator[str]:
-    # For images, `parallel.sequence` is refused because of the family.
-    if is_one(config, MODEL) and not config.model.images:
-        yield from unused(config, "parallel.sequence", f"mesh {config.mesh}, whose {MODEL} axis is 1,")
-
-
-@check("parallel.zero", "parallel.micro_batches")
-def _micro_batches(config: Config) -> Iterator[str]:
-    if config.parallel.zero < 2:
-        because = f"parallel.zero {config.parallel.zero}, whose micro-batches always run outside the layers,"
-        yield from unused(config, "parallel.micro_batches", because)
-
-
-@check("mesh", "parallel.zero", "parallel.replica_zero")
-def _replica_zero(config: Config) -> Iterator[str]:
-    if config.parallel.zero == 0:
-        yield from unused(config, "parallel.replica_zero", "parallel.zero 0, which splits no state,")
-    elif is_one(config, REPLICA):
-        yield from unused(config, "parallel.replica_zero", f"mesh {config.mesh}, which has no replicas,")
-
-
-@check("parallel.gradient_compression", "parallel.compression_density", "parallel.compression_rank")
-def _compression(config: Config) -> Iterator[str]:
-    rule = config.parallel.gradient_compression
-    for user, name in (("topk-int8", "parallel.compression_density"), ("powersgd", "parallel.compression_rank")):
-        if rule != user:
-            yield from unused(config, name, f"parallel.gradient_compression {rule}")
 
 
 @fit("parallel.gradient_compression", "pipeline.schedule")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from jaxdist.config import Config, ModelConfig
-from jaxdist.request.checks.registry import check, unused
+from jaxdist.request.checks.registry import check
 from jaxdist.units import closest, divisors, multiples, remedy, to
 
 MOST_PARAMETERS = 2**44
@@ -130,20 +130,6 @@ def _key_value_heads(config: Config) -> Iterator[str]:
         )
 
 
-OF_ROTARY = ("kv_heads", "head_dim", "rope_theta", "rope_scaling", "qkv_bias", "qk_norm")
-"""Knobs of attention that only families with rotary positions use."""
-
-
-@check("model.family", "model.positions", *(f"model.{name}" for name in OF_ROTARY))
-def _attention(config: Config) -> Iterator[str]:
-    model = config.model
-    # Of models of images, `_other_kind` reports all knobs of text.
-    if not model.traits.text:
-        return
-    for name in ("positions",) if model.traits.rotary else OF_ROTARY:
-        yield from unused(config, f"model.{name}", f"model.family {model.family}")
-
-
 @check("model.family", "model.positions", "model.sequence")
 def _positions(config: Config) -> Iterator[str]:
     model = config.model
@@ -152,49 +138,3 @@ def _positions(config: Config) -> Iterator[str]:
             f"model.sequence {model.sequence} is longer than the table of learned positions, whose rows are "
             f"model.positions {model.positions}; lower model.sequence to at most {model.positions}"
         )
-
-
-@check("model.family", "model.dropout")
-def _no_dropout(config: Config) -> Iterator[str]:
-    model = config.model
-    if not model.traits.dropout:
-        yield from unused(config, "model.dropout", f"model.family {model.family}, which has no dropout,")
-
-
-TEXT_KNOBS = (
-    "model.layers",
-    "model.embed",
-    "model.heads",
-    "model.kv_heads",
-    "model.head_dim",
-    "model.rope_theta",
-    "model.rope_scaling",
-    "model.qkv_bias",
-    "model.qk_norm",
-    "model.norm_eps",
-    "model.mlp",
-    "model.vocab",
-    "model.sequence",
-    "model.positions",
-    "model.window",
-    "model.tied",
-    "model.remat",
-    "model.documents",
-    "data.tokenizer",
-    "parallel.sequence",
-    "parallel.context",
-    "parallel.micro_batches",
-    "parallel.rules.heads",
-    "parallel.rules.mlp",
-    "parallel.rules.vocab",
-)
-"""Knobs that only models of text use."""
-
-IMAGE_KNOBS = ("model.classes", "model.image", "model.channels", "data.augment")
-"""Knobs that only models of images use."""
-
-
-@check("model.family", *TEXT_KNOBS, *IMAGE_KNOBS)
-def _other_kind(config: Config) -> Iterator[str]:
-    for name in TEXT_KNOBS if config.model.images else IMAGE_KNOBS:
-        yield from unused(config, name, f"model.family {config.model.family}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from jaxdist.config import Config
 from jaxdist.mesh import DATA, MODEL, PIPELINE
 from jaxdist.request.checks.mesh import fit, is_one
-from jaxdist.request.checks.registry import check, unused
+from jaxdist.request.checks.registry import check
 from jaxdist.units import remedy
 
 CHUNKED = ("interleaved", "zb-h1", "zb-u")
@@ -140,22 +140,17 @@ def _accumulation(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
 
 @fit("parallel.zero", "parallel.micro_batches")
 def _micro_batches(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    if shape[PIPELINE] > 1 and config.parallel.zero >= 2:
-        because = f"the schedule of a pipeline (mesh {config.mesh}), which orders the micro-batches itself,"
-        yield from unused(config, "parallel.micro_batches", because)
+    order = config.parallel.micro_batches
+    if shape[PIPELINE] > 1 and config.parallel.zero >= 2 and order != "inside":
+        yield (
+            f"parallel.micro_batches is {order}, but the schedule of a pipeline (mesh {config.mesh}) orders the "
+            f"micro-batches itself; leave it out"
+        )
 
 
-KNOBS = ("pipeline.schedule", "pipeline.microbatches", "pipeline.virtual_stages")
-"""Knobs that only a pipeline uses."""
-
-
-@check("mesh", "model.remat", *KNOBS)
-def _no_pipeline(config: Config) -> Iterator[str]:
-    if not is_one(config, PIPELINE):
-        return
-    for name in KNOBS:
-        yield from unused(config, name, f"mesh {config.mesh}, whose {PIPELINE} axis is 1,")
-    if config.model.remat == "stage":
+@check("mesh", "model.family", "model.remat")
+def _no_stages(config: Config) -> Iterator[str]:
+    if config.model.remat == "stage" and is_one(config, PIPELINE):
         yield (
             f"model.remat is stage, but mesh {config.mesh} has no stages; set it to block, or give the {PIPELINE} "
             f"axis more devices"

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from jaxdist.config import Config
 from jaxdist.context import choose
 from jaxdist.mesh import CONTEXT, MODEL, PIPELINE
-from jaxdist.request.checks.mesh import fit, is_one
+from jaxdist.request.checks.mesh import fit
 from jaxdist.request.checks.model import head_counts
-from jaxdist.request.checks.registry import check, unused
 from jaxdist.units import closest, divisors, multiples, remedy, to
 
 CHOICE = (
@@ -29,13 +28,6 @@ CHOICE = (
     "precision",
 )
 """Knobs that decide which form of attention runs over `context`, and whether the sizes fit it."""
-
-
-@check("model.family", "mesh", "parallel.context")
-def _context_alone(config: Config) -> Iterator[str]:
-    # For images, `parallel.context` is refused because of the family.
-    if is_one(config, CONTEXT) and not config.model.images:
-        yield from unused(config, "parallel.context", f"mesh {config.mesh}, whose {CONTEXT} axis is 1,")
 
 
 @fit(*CHOICE)

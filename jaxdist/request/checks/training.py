@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from jaxdist.config import Config
 from jaxdist.mesh import PIPELINE
 from jaxdist.request.checks.mesh import fit
-from jaxdist.request.checks.registry import check, unused
+from jaxdist.request.checks.registry import check
 from jaxdist.request.knobs import shown
 from jaxdist.units import remedy
 
@@ -39,24 +39,6 @@ def _phases(config: Config) -> Iterator[str]:
         )
 
 
-@check("optimizer.name", "optimizer.beta2")
-def _beta2(config: Config) -> Iterator[str]:
-    if config.optimizer.name == "sgd":
-        yield from unused(config, "optimizer.beta2", "optimizer.name sgd")
-
-
-@check("optimizer.schedule", "optimizer.decay_fraction")
-def _decay_fraction(config: Config) -> Iterator[str]:
-    if config.optimizer.schedule != "constant":
-        yield from unused(config, "optimizer.decay_fraction", f"optimizer.schedule {config.optimizer.schedule}")
-
-
-@check("optimizer.schedule", "optimizer.decay_fraction", "optimizer.final")
-def _final(config: Config) -> Iterator[str]:
-    if config.optimizer.schedule == "constant" and config.optimizer.decay_fraction == 0:
-        yield from unused(config, "optimizer.final", "a constant schedule without decay")
-
-
 @check("optimizer.learning_rate", "optimizer.final")
 def _last_rate(config: Config) -> Iterator[str]:
     rate = config.optimizer.learning_rate
@@ -67,13 +49,6 @@ def _last_rate(config: Config) -> Iterator[str]:
             f"optimizer.learning_rate {rate:g} x optimizer.final {final:g}, the learning rate at the end, becomes "
             "infinity in float32; lower optimizer.final"
         )
-
-
-@check("train.local_steps", "optimizer.outer_rate", "optimizer.outer_momentum")
-def _outer_step(config: Config) -> Iterator[str]:
-    if not config.train.local_steps:
-        for name in ("optimizer.outer_rate", "optimizer.outer_momentum"):
-            yield from unused(config, name, "train.local_steps 0, which has no outer step,")
 
 
 @fit("train.local_steps", "pipeline.schedule")
@@ -118,11 +93,6 @@ def _sampled(config: Config) -> Iterator[str]:
         yield f"sample.every is {sample.every}, but sample.prompts has no text to continue; give one a line"
     elif sample.every and not all(sample.prompts.splitlines()):
         yield "sample.prompts has an empty line, which nothing continues; leave it out"
-    elif sample.prompts and not sample.every:
-        yield (
-            f"sample.prompts is {shown(sample.prompts)}, but sample.every is 0, with which nothing is written; give "
-            f"sample.every, or leave the prompts out"
-        )
 
 
 STEPS = re.compile(r"[1-9][0-9]{0,8}(-[1-9][0-9]{0,8})?")
