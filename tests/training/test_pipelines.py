@@ -38,7 +38,7 @@ def test_a_run_that_recomputes_stages_goes_on_where_there_are_none(recomputed, r
     told = capsys.readouterr().err
     assert "from the checkpoint of step 5" in told
     assert "mesh 1x1x-1 has no stages here, so model.remat stage recomputes blocks" in told
-    assert "mesh 1x1x-1 has no stages here, so the schedule and its micro-batches are not used" in told
+    assert "pipeline.microbatches is 2, but mesh 1x1x-1, whose pipeline axis is 1, does not use it" in told
     assert len(lines(folder)) == 11
     close(lines(folder), lines(recomputed))
 
