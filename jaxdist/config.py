@@ -340,7 +340,7 @@ class Config(Section):
     precision: Literal["auto", "float32", "bfloat16", "mixed"] = "auto"
     """bfloat16: float32 parameters; mixed: float32 master weights in the optimizer only; auto: bfloat16 on GPUs."""
     run_dir: FilePath | None = None
-    """Folder of the run; none: runs/<name of the config, or of the folder of Hugging Face>."""
+    """Folder of the run; none: runs/ and the name of the configuration, or of the folder of Hugging Face."""
     resume: Resume = "auto"
     """auto: resume the run in run_dir; never: fail if the run exists; a number: go back to that step's checkpoint."""
     init_from: FilePath | None = None

@@ -123,7 +123,7 @@ class Report:
             return [*lines, f"NOT CHECKED: {self.reason}"]
         lines += [f"value     {self.value}", "", *self.outcome.lines]
         if claim.corrects:
-            lines.append(f"The lecture is wrong here: {claim.notes}.")
+            lines.append(f"Correction: {claim.notes}.")
         lines.append("PASSED" if self.passed else "NOT AS CLAIMED")
         return lines
 

@@ -64,7 +64,7 @@ def _row(report: Report) -> str:
     claim = report.claim
     wrong = ""
     if claim.corrects:
-        wrong = f"<br><em>The lecture is wrong: {escape(claim.notes)}.</em>"
+        wrong = f"<br><em>Correction: {escape(claim.notes)}.</em>"
     cells = [
         f'<a href="#{escape(claim.id)}">{escape(claim.claim)}</a>{wrong}',
         escape(claim.wanted),

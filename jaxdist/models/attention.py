@@ -153,7 +153,7 @@ def beyond_cudnn(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart
     """
     capability = layout.capability
     if not capability:
-        return f"cuDNN attention needs a CUDA device, and this is a {layout.platform}"
+        return f"cuDNN attention needs a CUDA device, and the platform here is {layout.platform}"
     unknown = unknown_mask(layout, apart, window)
     if unknown:
         return unknown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -27,6 +28,7 @@ from jaxdist.planning.transfer_time import merge_calls, seconds, warning
 from jaxdist.request import Enough, unused
 from jaxdist.request.unused import Known
 from jaxdist.training.run import Run
+from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.startup_checks import queries
 from jaxdist.units import size
 
@@ -65,6 +67,15 @@ def outlook(run: Run) -> list[str]:
     """Return the summary of a dry run: its data are not read, and its devices need not be there."""
     where = [("data", "not read"), ("run folder", f"{run.config.run_dir}; not entered")]
     return _lines([*_plan(run, _length(run)), *where, *_layout(run)])
+
+
+def afterwards(run: Run, folder: RunFolder) -> list[str]:
+    """Return the last lines of a run: where its losses are drawn, and which commands read its folder."""
+    name = shlex.quote(str(folder.path))
+    commands = [f"python -m jaxdist.evaluate {name}"]
+    if not run.config.model.images:
+        commands.insert(0, f"python -m jaxdist.generate {name} --prompt TEXT")
+    return _lines([("losses", str(folder.plot)), ("next", "; ".join(commands))])
 
 
 def _length(run: Run) -> str:

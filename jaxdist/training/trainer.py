@@ -53,7 +53,7 @@ from jaxdist.training.samples import Samples
 from jaxdist.training.save_policy import SavePolicy, checkpoint_bytes, finished, locked, no_room
 from jaxdist.training.startup_checks import check_attention
 from jaxdist.training.step_runner import StepRunner
-from jaxdist.training.summary import beginning, folded, summary
+from jaxdist.training.summary import afterwards, beginning, folded, summary
 
 
 class Prepared(NamedTuple):
@@ -405,7 +405,7 @@ class Trainer:
             self.save_policy.save(step, state)
 
     def finish(self) -> None:
-        """Compare the best validation loss with the baseline, such as the unigram entropy, and draw the curve."""
+        """Compare the best validation loss with the baseline, such as the unigram entropy; draw the curve; say what next."""
         self.meter.flush()
         self.checkpoints.wait()
         baseline = self.save_policy.baseline
@@ -415,3 +415,5 @@ class Trainer:
         )
         if leader():
             plot_loss(self.folder.metrics, self.folder.plot, **baseline)
+        for line in afterwards(self.run, self.folder):
+            self.log.say(line)

@@ -150,7 +150,7 @@ def test_one_claim(capsys, tmp_path):
     assert out.endswith("PASSED\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main(["scaling-70b"]) == 0
-    assert "The lecture is wrong here: the lecture's table says 2e23: shown as wrong." in capsys.readouterr().out
+    assert "Correction: the lecture's table says 2e23: shown as wrong." in capsys.readouterr().out
 
 
 def test_one_claim_as_json(capsys):
@@ -226,7 +226,7 @@ def test_the_page_needs_no_network_and_has_the_pictures():
     for one in told:
         assert f"<code>{one.claim.command}</code>" in html
         assert f'id="{one.claim.id}"' in html
-    assert html.count("The lecture is wrong") == 2
+    assert html.count("<em>Correction: ") == 2
 
 
 def test_labs_keep_their_names():

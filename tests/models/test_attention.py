@@ -89,8 +89,8 @@ def test_grouped_attention_in_bfloat16():
         ("gpu", (9, 0), BF16, 60, 8, "not of 60"),
         ("gpu", (9, 0), F32, 64, 8, "takes bfloat16 or float16, not float32"),
         ("gpu", (7, 5), jnp.float16, 64, 8, "needs compute capability 8.0, and this device has 7.5"),
-        ("gpu", (), BF16, 64, 8, "needs a CUDA device, and this is a gpu"),
-        ("cpu", (), BF16, 64, 8, "needs a CUDA device, and this is a cpu"),
+        ("gpu", (), BF16, 64, 8, "needs a CUDA device, and the platform here is gpu"),
+        ("cpu", (), BF16, 64, 8, "needs a CUDA device, and the platform here is cpu"),
         ("gpu", (9, 0), BF16, 128, 8 * 2**10, ""),  # 2^31 elements on each device
         ("gpu", (9, 0), BF16, 128, 8 * 2**10 + 8, "2^31 query elements on a device, and this has 2,149,580,800"),
     ],

@@ -224,7 +224,7 @@ def test_predicted_and_measured_memory_are_told(run, monkeypatch, capsys):
 
 def test_not_a_terminal_gets_plain_lines(run, monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as many CI systems do
-    run("plain")
+    folder = run("plain")
     said = capsys.readouterr().err
     assert "\x1b" not in said
     assert "\r" not in said
@@ -241,9 +241,18 @@ def test_not_a_terminal_gets_plain_lines(run, monkeypatch, capsys):
         "data",
         "compiled",
         "done",
+        "losses",
+        "next",
     ]
     for word in [*words, "run folder"]:
         assert f"\n{word} " in "\n" + said
+    picture, commands = said.splitlines()[-2:]
+    assert picture == f"losses      {folder}/loss.png"
+    assert (folder / "loss.png").is_file()
+    assert (
+        commands
+        == f"next        python -m jaxdist.generate {folder} --prompt TEXT; python -m jaxdist.evaluate {folder}"
+    )
 
 
 def test_a_terminal_gets_a_bar(tmp_path):
