@@ -405,7 +405,7 @@ class Trainer:
             self.save_policy.save(step, state)
 
     def finish(self) -> None:
-        """Compare the best validation loss with the baseline, such as the unigram entropy; draw the curve; say what next."""
+        """Compare the best validation loss with the baseline, draw the curve, and say what may come next."""
         self.meter.flush()
         self.checkpoints.wait()
         baseline = self.save_policy.baseline

@@ -226,7 +226,7 @@ def test_the_page_needs_no_network_and_has_the_pictures():
     for one in told:
         assert f"<code>{one.claim.command}</code>" in html
         assert f'id="{one.claim.id}"' in html
-    assert html.count("<em>Correction: ") == 2
+    assert html.count("Correction: ") == 2
 
 
 def test_labs_keep_their_names():
