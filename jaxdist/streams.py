@@ -1,19 +1,23 @@
 """Write to standard output, standard error and log.txt so that a failed write never ends a run. No jax here.
 
 A terminal may be closed, the reader of a pipe may exit, a disk may be full. Then a line is lost, and nothing else.
+
+What commands write has text of files in it, and of models: names of tensors, facts of a checkpoint, answers. A terminal
+obeys control characters, so that these are written as escapes, by every command, since the streams do it.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import select
 import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 from jaxdist.files import open_no_follow
 
@@ -22,6 +26,14 @@ PATIENCE = 1.0
 
 LARGEST = 64 << 20
 """Bytes at which log.txt is rotated: it replaces log.txt.1, and a new log.txt begins."""
+
+CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]|\r(?!\n)")
+"""Characters that a terminal obeys or that turn the order of others, except tabs and ends of lines."""
+
+
+def printable(text: str) -> str:
+    """Return `text` with its control characters as escapes, which are those of JSON: it stays JSON if it was."""
+    return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def clock(seconds: float | None = None) -> str:
@@ -52,11 +64,20 @@ def write_all(descriptor: int, content: bytes) -> bool:
 
 
 class Unfailing(io.TextIOBase):
-    """An unbuffered text stream to a file descriptor; text that cannot be written is dropped without an error."""
+    """An unbuffered text stream to a file descriptor; text that cannot be written is dropped without an error.
 
-    def __init__(self, descriptor: int, encoding: str):
+    Control characters are written as escapes, unless it is `raw`.
+    """
+
+    def __init__(self, descriptor: int, encoding: str, raw: bool = False):
         self._descriptor = descriptor
         self._encoding = encoding
+        self._raw = raw
+
+    @property
+    def raw(self) -> Unfailing:
+        """The same stream for a program that draws on the terminal, and makes text printable itself."""
+        return Unfailing(self._descriptor, self._encoding, raw=True)
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # typeshed allows assignments, which Python's streams refuse
@@ -82,8 +103,26 @@ class Unfailing(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write `text`, as much of it as possible, and return its length."""
-        write_all(self._descriptor, text.encode(self._encoding, self.errors))
+        shown = text if self._raw else printable(text)
+        write_all(self._descriptor, shown.encode(self._encoding, self.errors))
         return len(text)
+
+
+class Printing(io.TextIOWrapper):
+    """Standard output of a command whose results are read there, and whose writes fail where they cannot be written.
+
+    Control characters, and those that the encoding lacks, are written as escapes.
+    """
+
+    def write(self, text: str) -> int:
+        """Write all of `text`, and return its length."""
+        super().write(printable(text))
+        return len(text)
+
+
+def printing(binary: BinaryIO, encoding: str, by_line: bool) -> Printing:
+    """Return a stream that writes to `binary`, each line at once if `by_line` is set."""
+    return Printing(binary, encoding=encoding, errors="backslashreplace", line_buffering=by_line)
 
 
 def protect(output: bool) -> None:
@@ -101,6 +140,11 @@ def protect(output: bool) -> None:
     sys.stderr = _unfailing(2, sys.stderr)
     if output:
         sys.stdout = _unfailing(1, sys.stdout)
+    elif sys.stdout is not None:
+        sys.stdout.flush()
+        # Python keeps the old stream, so that it does not close the buffer that both have.
+        at_once = sys.stdout.line_buffering or getattr(sys.stdout, "write_through", False)
+        sys.stdout = printing(sys.stdout.buffer, sys.stdout.encoding, by_line=at_once)
 
 
 def _unfailing(descriptor: int, stream: IO[str] | None) -> Unfailing:
@@ -142,7 +186,7 @@ class LogFile:
     def write(self, text: str) -> None:
         """Add `text`, which may be several lines."""
         now = clock()
-        content = "".join(f"{now}  {_plain(line)}\n" for line in text.splitlines() or [""])
+        content = "".join(f"{now}  {printable(line)}\n" for line in text.splitlines() or [""])
         with self._lock:
             if self._path is None:
                 self._early.append(content)
@@ -175,8 +219,3 @@ class LogFile:
             with suppress(OSError):
                 self._file.close()
             self._file = None
-
-
-def _plain(text: str) -> str:
-    """Return `text` without control characters, which a terminal that shows the log would obey."""
-    return "".join(letter if letter.isprintable() or letter == "\t" else " " for letter in text)

@@ -23,7 +23,7 @@ from jaxdist.cluster import kv_store
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import RequestError
 from jaxdist.exit_codes import FAILED
-from jaxdist.streams import LogFile, write_all
+from jaxdist.streams import LogFile, printable, write_all
 
 HANG = "hang"
 """Kind of fault: a process makes no progress."""
@@ -173,7 +173,7 @@ def say(env: ProcessEnv, *lines: str) -> None:
     text = _with_name(env, lines)
     with contextlib.suppress(Exception):
         sys.stderr.flush()
-    write_all(2, text.encode(errors="replace"))
+    write_all(2, printable(text).encode(errors="replace"))
     if env.leader:
         keep(text)
 

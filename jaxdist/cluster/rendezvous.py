@@ -27,7 +27,7 @@ from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import FaultConfig, RequestError
 from jaxdist.exit_codes import DONE, FAILED
 from jaxdist.mesh import ZERO_AXES
-from jaxdist.streams import Unfailing
+from jaxdist.streams import Unfailing, printing
 
 SHUTDOWN_SECONDS = 60
 """How long the first process that is done waits for the others."""
@@ -297,7 +297,7 @@ def _keep_gloo_off_standard_output() -> None:
         sys.stdout = Unfailing(own, sys.stdout.encoding)
     else:
         sys.stdout.flush()
-        sys.stdout = os.fdopen(own, "w", buffering=1)
+        sys.stdout = printing(os.fdopen(own, "wb"), sys.stdout.encoding, by_line=True)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)

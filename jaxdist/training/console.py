@@ -9,7 +9,7 @@ from typing import IO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from jaxdist.streams import LogFile, time_of_day
+from jaxdist.streams import LogFile, Unfailing, printable, time_of_day
 
 
 class Screen:
@@ -19,6 +19,9 @@ class Screen:
         """`text` is a stream, standard error by default; `log` gets every line too."""
         # Without standard error nobody reads, and log.txt has it all.
         text = text or sys.stderr or io.StringIO()
+        if isinstance(text, Unfailing):
+            # It draws the bar with control characters, and prints what is printable.
+            text = text.raw
         self.log = log or LogFile()
         self._console = Console(
             file=text, force_terminal=text.isatty(), highlight=False, markup=False, emoji=False, soft_wrap=True
@@ -75,4 +78,4 @@ class Screen:
 
     def _print(self, text: str) -> None:
         console = self._progress.console if self._progress else self._console
-        console.print(text)
+        console.print(printable(text))

@@ -1,6 +1,8 @@
 """A run whose standard streams are lost goes on, and log.txt has all of it; nothing else gets its lines."""
 
+import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -8,7 +10,8 @@ import sys
 import pytest
 
 from jaxdist import streams
-from jaxdist.streams import LogFile, Unfailing
+from jaxdist.streams import CONTROL, LogFile, Unfailing, printable
+from jaxdist.training.console import Screen
 from tests.training.conftest import SMALL, over
 
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  "
@@ -64,6 +67,54 @@ def test_a_result_that_is_lost_is_a_failure(lost):
     assert run_without_streams(lost, [sys.executable, "-c", program]) != 0
 
 
+FOREIGN = "a\tb\x1b[2J\x9b1m\x07\r\x7f\u202e\r\n\ud800 ö"
+"""Text of a file that would clear a terminal, ring it, and turn the order of what follows; and half a character."""
+
+ESCAPED = "a\tb\\u001b[2J\\u009b1m\\u0007\\u000d\\u007f\\u202e\r\n\\ud800 ö"
+
+PRINTS = """
+import sys
+from jaxdist.config import RequestError
+from jaxdist.request import run
+
+def main(argv):
+    print({text})
+    print({text}, file=sys.stderr)
+    raise RequestError({text})
+
+run(main, needs_output={needs_output})
+"""
+
+
+@pytest.mark.parametrize("needs_output", [True, False])
+def test_control_characters_of_files_are_written_as_escapes(needs_output):
+    program = PRINTS.format(text=ascii(FOREIGN), needs_output=needs_output)
+    run = subprocess.run([sys.executable, "-X", "utf8", "-c", program], capture_output=True, timeout=300, check=False)
+    assert run.returncode == 2
+    assert run.stdout == f"{ESCAPED}\n".encode()
+    assert run.stderr == f"{ESCAPED}\njaxdist: {ESCAPED}\n".encode()
+
+
+def test_what_is_json_stays_json():
+    text = json.dumps({"a": FOREIGN.replace("\ud800", "")}, ensure_ascii=False)
+    assert json.loads(printable(text)) == json.loads(text)
+    assert CONTROL.search(printable(text)) is None
+
+
+def test_a_screen_draws_its_bar_and_prints_what_is_printable():
+    leader, follower = pty.openpty()
+    screen = Screen(Unfailing(follower, "utf-8"))
+    screen.say(FOREIGN)
+    screen.move("steps", 1, 2, "")
+    screen.pause()
+    os.close(follower)
+    shown = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+    assert "\\u001b[2J" in shown
+    assert "\x1b[2J" not in shown
+    assert "\x1b[" in shown, "no bar"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", LOST)
 def test_training_goes_on_without_its_streams(text, tmp_path, lost):
@@ -108,7 +159,7 @@ def test_a_log_keeps_what_comes_before_its_file_and_writes_plain_lines(tmp_path)
     log.open(tmp_path / "log.txt", rotates=True)
     log.write("a \x1b[31mred\x1b[0m line\r\x07")
     log.close()
-    assert lines(tmp_path / "log.txt") == ["early", "lines", "a  [31mred [0m line", " "]
+    assert lines(tmp_path / "log.txt") == ["early", "lines", r"a \u001b[31mred\u001b[0m line", r"\u0007"]
     again = LogFile()
     again.open(tmp_path / "log.txt", rotates=True)
     again.write("more")
