@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from jaxdist.cluster.process_env import find
 from jaxdist.config import RequestError
+from jaxdist.json_files import is_unicode
 from jaxdist.request import JOB_KNOBS, LAYOUT_KNOBS, Enough, Extra, Request, arguments, run
 from jaxdist.request.prompts import USUAL_PROMPT, given_prompts
 from jaxdist.values import (
@@ -174,8 +175,14 @@ def converse(writer: Writer, prompter: Prompter, job: Job) -> None:
         messages.append({"role": "assistant", "content": answer.text})
 
 
+NOT_UTF_8 = "a line of standard input is not UTF-8 text; convert it, or set the terminal to UTF-8"
+
+
 def lines_of_person(job: Job) -> Iterator[str]:
-    """Yield the lines of standard input that are not empty; at a terminal, ask for each."""
+    """Yield the lines of standard input that are not empty; at a terminal, ask for each.
+
+    Raises `RequestError` for a line that is not text.
+    """
     from jaxdist.cluster.heartbeat import LISTENING
 
     ask = ""
@@ -190,6 +197,11 @@ def lines_of_person(job: Job) -> Iterator[str]:
             line = input(ask).strip()
         except EOFError:
             return
+        except UnicodeDecodeError:
+            raise RequestError(NOT_UTF_8) from None
+        if not is_unicode(line):
+            # In the locale C, Python reads a byte that is no text as half a character.
+            raise RequestError(NOT_UTF_8)
         if line:
             yield line
 

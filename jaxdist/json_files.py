@@ -30,7 +30,7 @@ LONGEST_NUMBER = 64
 """Characters of a number. transformers writes 10^30 for a length without a limit."""
 
 SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half a character, which no UTF-8 can hold; JSON can, as an escape without its other half."""
+"""Half a character. JSON can have it, as an escape without its other half."""
 
 
 def read_bytes(path: Path, largest: int, links: bool = True) -> bytes:
@@ -109,10 +109,15 @@ def _check(value: object) -> None:
         if depth > DEEPEST:
             raise ValueError(TOO_DEEP)
         for text in _texts(level):
-            if not text.isascii() and SURROGATE.search(text):
+            if not is_unicode(text):
                 raise ValueError(f"{text[:20]!r} has half a character, an escape from \\ud800 to \\udfff by itself")
         level = [inner for one in level for inner in _inner(one)]
         depth += 1
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text can be written as UTF-8, which half of a surrogate pair cannot."""
+    return text.isascii() or SURROGATE.search(text) is None
 
 
 def _texts(values: Sequence[object]) -> Iterator[str]:

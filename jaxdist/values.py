@@ -148,6 +148,8 @@ def stop_texts(text: str) -> tuple[str, ...]:
             raise ValueError('what begins with [ must be a JSON list of texts, such as ["[end]", "\\n"]') from None
     if not texts or not all(isinstance(one, str) and one for one in texts):
         raise ValueError("each text must have at least 1 character")
+    if any("\ud800" <= letter <= "\udfff" for one in texts for letter in one):
+        raise ValueError("a text has half a character, an escape from \\ud800 to \\udfff by itself")
     return tuple(texts)
 
 

@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
 from jaxdist.data.documents import reading
-from jaxdist.data.readers.document import is_unicode
 from jaxdist.data.tokens import IGNORED
 from jaxdist.huggingface.special_tokens import SpecialTokens
+from jaxdist.json_files import is_unicode
 
 EXAMPLE = '{"context": "The sky is", "choices": [" blue", " green"], "label": 0}'
 """A line of such a file."""

@@ -14,7 +14,7 @@ from jaxdist.config import RequestError
 from jaxdist.huggingface.folder import KEPT
 from jaxdist.huggingface.schema import JINJA_TEMPLATE, JSON_TEMPLATE, TOKENIZER_CONFIG, read_if_there
 from jaxdist.huggingface.tokenizer import token_names
-from jaxdist.json_files import read_text
+from jaxdist.json_files import is_unicode, read_text
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -40,9 +40,12 @@ class ChatTemplate:
         """
         conversation = [dict(message) for message in messages]
         try:
-            return self.compiled.render(
+            prompt = self.compiled.render(
                 **self.names, messages=conversation, tools=None, documents=None, add_generation_prompt=True
             )
+            if not is_unicode(prompt):
+                raise ValueError("it writes half a character, an escape from \\ud800 to \\udfff by itself")
+            return prompt
         except Exception as error:  # a template can raise anything, a TypeError too
             raise RequestError(
                 f"the chat template of '{self.folder}' does not take this conversation: {_first_line(error)}; "

@@ -19,6 +19,7 @@ from jaxdist.files import checksums
 from jaxdist.huggingface.folder import is_folder, open_folder
 from jaxdist.huggingface.folder_arrays import folder_arrays
 from jaxdist.huggingface.readable import Readable
+from jaxdist.json_files import is_unicode
 from jaxdist.models import Params
 from jaxdist.training import pretrained
 from jaxdist.training.checkpoint.finite_state import check_loaded
@@ -51,6 +52,8 @@ def base_of(init_from: Path) -> Base:
     Raises `RequestError` where there is none.
     """
     path = Path(os.path.abspath(init_from))
+    if not is_unicode(str(path)):
+        raise RequestError(f"'{path}' is not UTF-8, and a checkpoint of a LoRA run names its base; rename the folder")
     if is_folder(path):
         return Base(path, _hexadecimal(agreed(lambda: _digest_of_folder(path))))
     run, which = checkpoint_of(path)

@@ -67,4 +67,6 @@ def _source(folder: Folder) -> dict[str, object]:
     headers = [read_header(path) for path in sorted(set(folder.files.values()))]
     dtypes = Counter(entry.dtype for header in headers for entry in header.values())
     dtype, _ = dtypes.most_common(1)[0]
-    return {"path": str(folder.path.resolve()), "maximum": maximum_of(folder), "dtype": DTYPES[dtype]}
+    # A path that is not UTF-8 is for people only.
+    path = str(folder.path.resolve()).encode(errors="replace").decode()
+    return {"path": path, "maximum": maximum_of(folder), "dtype": DTYPES[dtype]}

@@ -99,6 +99,7 @@ def test_a_template_knows_the_date(folder):
         ("{{ messages[0].content + 1 }}", "can only concatenate str"),
         ("{{ messages.append(1) }}", "'append' of 'list' object is unsafe; write"),
         ("{{ ''.__class__.__mro__ }}", "is unsafe"),
+        ("{{ messages[0].content }}{{ '\\ud800' }}", "it writes half a character"),
     ],
 )
 def test_what_a_template_refuses_or_must_not_do_is_one_sentence(folder, template, words):

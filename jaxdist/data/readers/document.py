@@ -17,12 +17,3 @@ class Document(NamedTuple):
     """Whether the document ends here, so that an end-of-text token follows."""
     begins: bool = True
     """Whether the document begins here, so that a BOS token precedes where the tokenizer has one."""
-
-
-def is_unicode(text: str) -> bool:
-    """Return whether a text can be written as UTF-8, which half of a surrogate pair cannot."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -8,7 +8,8 @@ from io import BufferedReader
 from pathlib import Path
 
 from jaxdist.config import RequestError
-from jaxdist.data.readers.document import Document, OnRead, is_unicode
+from jaxdist.data.readers.document import Document, OnRead
+from jaxdist.json_files import is_unicode
 
 
 def json_lines(file: BufferedReader, path: Path, on_read: OnRead) -> Iterator[Document]:
