@@ -52,7 +52,7 @@ def remedy(*options: str) -> str:
     return "set " + ", or ".join(option for option in options if option)
 
 
-def to(name: str, sizes: Iterable[float]) -> str:
+def to(name: str, sizes: Iterable[float | str]) -> str:
     """Return `model.heads to 4 or 8`, or an empty string if there are no sizes.
 
     It is the end of an advice, such as "set model.heads to 4 or 8".

@@ -140,10 +140,11 @@ PARALLEL = {
         "--parallel.rules.mlp modle", [("rules.mlp is 'modle', an axis that does not exist; did you mean 'model'?",)]
     ),
     "rule that says none": Wrong(
-        "--parallel.rules.vocab none", [("vocab is 'none'", "valid names are model ('' leaves vocab whole)")]
+        "--mesh 1x2x1 --parallel.rules.vocab none",
+        [("vocab is 'none'", "valid names are model ('' leaves vocab whole)")],
     ),
     "rule of the axis of the sequence": Wrong(
-        "--parallel.rules.heads context",
+        "--mesh 1x2x1 --parallel.rules.heads context",
         [("heads is 'context', which splits the sequence", "both the sequence and heads; use 'model', or ''")],
     ),
     "rules of axes of the batch": Wrong(

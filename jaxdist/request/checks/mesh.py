@@ -174,7 +174,12 @@ def _mesh(config: Config) -> Iterator[str]:
 def _rules(config: Config) -> Iterator[str]:
     for dim, axis in config.parallel.rules:
         rule = f"parallel.rules.{dim} is '{axis}'"
-        valid = f"use '{MODEL}', or '' to leave {dim} whole"
+        valid = f"use '{MODEL}'"
+        hint = ""
+        # Without a model axis all dims are whole, and the knob has no effect.
+        if not is_one(config, MODEL):
+            valid += f", or '' to leave {dim} whole"
+            hint = f" ('' leaves {dim} whole)"
         if axis in BATCH_AXES:
             yield f"{rule}, which splits the rows of the batch: one axis cannot split both rows and {dim}; {valid}"
         elif axis == PIPELINE:
@@ -182,7 +187,7 @@ def _rules(config: Config) -> Iterator[str]:
         elif axis == CONTEXT:
             yield f"{rule}, which splits the sequence: one axis cannot split both the sequence and {dim}; {valid}"
         elif axis and axis not in LAYER_AXES:
-            yield f"{rule}, an axis that does not exist; {nearest(axis, LAYER_AXES)} ('' leaves {dim} whole)"
+            yield f"{rule}, an axis that does not exist; {nearest(axis, LAYER_AXES)}{hint}"
 
 
 @check("parallel.sequence", "parallel.rules.heads", "parallel.rules.mlp")
@@ -269,9 +274,11 @@ def _images(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
 def _heads(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     heads = config.model.heads
     ways = shape[MODEL]
+    counts = head_counts(config.model, ways)
     if only_ulysses(config, shape):
-        ways *= shape[CONTEXT]
-    near = closest(head_counts(config.model, ways), heads)
+        # Where none fits both axes, another size of `context` is needed too, of which its checks speak.
+        counts = head_counts(config.model, ways * shape[CONTEXT]) or counts
+    near = closest(counts, heads)
     yield from _divides(config, shape, "model.heads", f"model.heads {heads}", to("model.heads", near))
 
 
@@ -356,8 +363,24 @@ def _other_axis(config: Config, shape: Mapping[str, int]) -> str:
     if "model.heads" in sizes:
         candidates = [n for n in candidates if _even(config.model.key_value_heads, n)]
         if only_ulysses(config, shape):
-            candidates = [n for n in candidates if config.model.heads // n % shape[CONTEXT] == 0]
-    return to(f"the {MODEL} axis", closest(candidates, shape[MODEL]))
+            fitting_both = [n for n in candidates if config.model.heads // n % shape[CONTEXT] == 0]
+            candidates = fitting_both or candidates
+    near = closest(candidates, shape[MODEL])
+    idle = _of_model_axis(config)
+    if not idle:
+        return to(f"the {MODEL} axis", near)
+    if near == [1]:
+        # Without the axis, these knobs are refused because nothing uses them.
+        return f"the {MODEL} axis to 1 and leave {' and '.join(idle)} out"
+    return to(f"the {MODEL} axis", [size for size in near if size > 1])
+
+
+def _of_model_axis(config: Config) -> list[str]:
+    """Return the knobs of the request that only a `model` axis uses."""
+    idle = [f"parallel.rules.{dim}" for dim, axis in config.parallel.rules if not axis]
+    if config.parallel.sequence:
+        idle.append("parallel.sequence")
+    return idle
 
 
 def _even(kv_heads: int, ways: int) -> bool:

@@ -8,20 +8,31 @@ from jaxdist.config import Config
 from jaxdist.mesh import DATA, MODEL, PIPELINE
 from jaxdist.request.checks.mesh import fit, is_one
 from jaxdist.request.checks.registry import check
-from jaxdist.units import remedy
+from jaxdist.units import remedy, to
 
 CHUNKED = ("interleaved", "zb-h1", "zb-u")
 """Schedules that may give each device more than one virtual stage."""
 
+NOT_RECOMPUTED = {"zb-h1": ("stage", "block"), "zb-u": ("stage",)}
+"""Values of `model.remat` that a schedule does not take."""
 
-@check("pipeline.schedule", "pipeline.virtual_stages")
+
+def _to_1f1b(config: Config) -> str:
+    """Return the remedy of taking 1f1b, which has one stage on each device."""
+    if config.pipeline.virtual_stages > 1:
+        return "pipeline.schedule to 1f1b and leave pipeline.virtual_stages out"
+    return "pipeline.schedule to 1f1b"
+
+
+@check("pipeline.schedule", "pipeline.virtual_stages", "model.remat")
 def _virtual_stages(config: Config) -> Iterator[str]:
     schedule = config.pipeline.schedule
     virtual = config.pipeline.virtual_stages
     conflict = f"pipeline.virtual_stages is {virtual}, but pipeline.schedule {schedule}"
     if virtual > 1 and schedule not in CHUNKED:
+        others = [name for name in CHUNKED if config.model.remat not in NOT_RECOMPUTED.get(name, ())]
         yield f"{conflict} has one stage on each device; " + remedy(
-            "pipeline.virtual_stages to 1", f"pipeline.schedule to {' or '.join(CHUNKED)}"
+            "pipeline.virtual_stages to 1", to("pipeline.schedule", others)
         )
     if virtual == 1 and schedule == "interleaved":
         yield f"{conflict} needs at least 2; " + remedy("pipeline.virtual_stages to 2", "pipeline.schedule to 1f1b")
@@ -32,11 +43,13 @@ def _recomputing(config: Config) -> Iterator[str]:
     schedule = config.pipeline.schedule
     remat = config.model.remat
     conflict = f"model.remat is {remat}, but pipeline.schedule {schedule}"
-    if schedule in ("zb-h1", "zb-u") and remat == "stage":
+    if remat not in NOT_RECOMPUTED.get(schedule, ()):
+        return
+    if remat == "stage":
         yield f"{conflict} keeps what both halves of a backward pass need; " + remedy(
-            "model.remat to dots or none", "pipeline.schedule to 1f1b"
+            "model.remat to dots or none", _to_1f1b(config)
         )
-    if schedule == "zb-h1" and remat == "block":
+    else:
         yield f"{conflict} then waits in every tick for a rank that recomputes, longer than 1f1b does; " + remedy(
             "model.remat to dots or none", "pipeline.schedule to zb-u or interleaved"
         )
@@ -87,7 +100,9 @@ def _waiting(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
 def _layers(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     ranks = shape[PIPELINE]
     layers = config.model.layers
-    virtual = config.pipeline.virtual
+    pipeline = config.pipeline
+    # A schedule that cannot have more than one is another check's.
+    virtual = pipeline.virtual if pipeline.schedule in CHUNKED else 1
     if ranks == 1 or config.model.images or layers >= ranks * virtual:
         return
     stages = f"{ranks} stages"
@@ -98,10 +113,10 @@ def _layers(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     if fewer_ranks > 1:
         remedies.append(f"the {PIPELINE} axis to {fewer_ranks}")
     fewer_virtual = layers // ranks
-    if fewer_virtual > 1:
+    if fewer_virtual > 1 or (fewer_virtual == 1 and pipeline.schedule != "interleaved"):
         remedies.append(f"pipeline.virtual_stages to {fewer_virtual}")
     if virtual > 1 and layers >= ranks:
-        remedies.append("pipeline.schedule to 1f1b")
+        remedies.append(_to_1f1b(config))
     yield (
         f"model.layers {layers} is fewer than the {stages} of mesh {config.mesh}, and each needs a layer; "
         + remedy(*remedies)
@@ -128,10 +143,11 @@ def _whole_vocabulary(config: Config, shape: Mapping[str, int]) -> Iterator[str]
         )
 
 
-@fit("train.accumulation")
+@fit("model.family", "train.accumulation")
 def _accumulation(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     k = config.train.accumulation
-    if shape[PIPELINE] > 1 and k > 1:
+    # A model of images has no pipeline, whatever the mesh asks for.
+    if shape[PIPELINE] > 1 and k > 1 and not config.model.images:
         yield (
             f"train.accumulation is {k}, but the micro-batches of a pipeline (mesh {config.mesh}) take its place; "
             f"leave it out, and set pipeline.microbatches to {k}"
