@@ -87,6 +87,12 @@ class DataLost(RequestError):
     exit_code = exit_codes.FAILED
 
 
+class NotFinite(RequestError):
+    """Report a result that is NaN or infinite: a failure of the weights or of the arithmetic, not an invalid option."""
+
+    exit_code = exit_codes.FAILED
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return `did you mean 'x'?` for the closest valid name, or the list of valid names when none is close."""
     valid = list(valid)

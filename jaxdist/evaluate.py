@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             found = on_held_out(trained, job)
         if job.env.leader:
-            print(json.dumps(found.figures) if request.extras["json"] else "\n".join(found.lines))
+            print(json.dumps(found.figures, allow_nan=False) if request.extras["json"] else "\n".join(found.lines))
         return job.end(0)
 
 

@@ -128,8 +128,10 @@ def print_texts(writer: Writer, begun: Sequence[str], found: Sequence[Continuati
         return
     if len(found) == 1:
         show(begun[0])
-        writer.write(found, show)
-        print()
+        try:
+            writer.write(found, show)
+        finally:
+            print()
     else:
         writer.write(found)
         for number, (beginning, text) in enumerate(zip(begun, found, strict=True), start=1):
@@ -160,7 +162,7 @@ def print_json(step: int | None, begun: Sequence[str], found: Sequence[Continuat
         {"prompt": beginning, "text": text.text, "tokens": text.ids, "ended": text.ended}
         for beginning, text in zip(begun, found, strict=True)
     ]
-    print(json.dumps({"step": step, "texts": texts}, ensure_ascii=False))
+    print(json.dumps({"step": step, "texts": texts}, ensure_ascii=False, allow_nan=False))
 
 
 def converse(writer: Writer, prompter: Prompter, job: Job) -> None:

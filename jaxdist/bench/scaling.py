@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ from pydantic import AfterValidator
 from jaxdist.bench.step import JSON, REPEATS, WARMUP
 from jaxdist.cluster.process_env import find
 from jaxdist.config import Config, RequestError
+from jaxdist.exit_codes import DONE, FAILED
 from jaxdist.request import JOB_KNOBS, Extra, arguments, check_picture
 from jaxdist.request.numbers import as_list, numbers
 from jaxdist.request.reading import DEFAULT
@@ -87,13 +89,26 @@ def main(argv: list[str] | None = None) -> int:
         check_request(request.text)
         request.tell_unused(job.env.processes)
         result = measure(study, job.note)
+        code = DONE
         if result is not None:
+            code = outcome_of(result["measurements"])
             name = Path(request.positional or DEFAULT).stem
             report({"config": name, **result}, extras["json"], extras["picture"])
         if not job.env.alone:
             # Processes that have no result stay in the job until process 0 has drawn the picture.
             kv_store.barrier("the study has been reported", range(job.env.processes))
-        return job.end(0)
+        return job.end(code)
+
+
+def outcome_of(measurements: Sequence[Mapping[str, Any]]) -> int:
+    """Return the exit code, and say on standard error where a loss is not finite."""
+    meshes = [one["mesh"] for one in measurements if one["loss"] is None]
+    if not meshes:
+        return DONE
+    print(
+        f"jaxdist.bench.scaling: the loss of the last step is NaN or infinite on {', '.join(meshes)}", file=sys.stderr
+    )
+    return FAILED
 
 
 def report(result: Mapping[str, Any], as_json: bool, picture: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxdist.cluster.process_env import find
+from jaxdist.config import NotFinite
 from jaxdist.request import JOB_KNOBS, STEP_KNOBS, Enough, Extra, arguments
 from jaxdist.values import Count, CountOrZero
 
@@ -42,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 lines = [f"{name:<22} {for_people(name, value)}" for name, value in result.items()]
                 print("\n".join(lines))
+        if timed.loss is None:
+            raise NotFinite(f"the loss of the last step is NaN or infinite; {timed.run.against_overflow}")
         return job.end(0)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Int, Key
 
-from jaxdist.config import RequestError
+from jaxdist.config import NotFinite, RequestError
 from jaxdist.models import Model, Params
 from jaxdist.models.decoding import Cache
 from jaxdist.parallel.context import Starts
@@ -23,7 +23,7 @@ from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.prompts import lay_out
 from jaxdist.training.run import Run
-from jaxdist.training.sampling import Choice
+from jaxdist.training.sampling import NOT_FINITE, Choice
 
 __all__ = ["Choice", "Decoding", "Drawn", "check_fits", "continued"]
 
@@ -78,7 +78,8 @@ class Decoding:
 
         A row that is full has the token -1. The draw of a row depends on the seed, the row and the number of the token
         alone. `moving` is called before each token, as a sign of life. Raises `RequestError` for a prompt that is empty
-        or longer than the model's sequence, and for a cache that does not fit.
+        or longer than the model's sequence, and for a cache that does not fit; `NotFinite` where the model gives no
+        logits to draw from.
         """
         room = self.sequence - np.asarray([len(prompt) for prompt in prompts])
         key = jax.random.key(seed)
@@ -89,7 +90,18 @@ class Decoding:
             if number + 1 < max(room):
                 moving()
                 drawn = self.step(drawn, choice, key, number + 1)
-            yield np.where(number < room, np.asarray(tokens)[: len(prompts)], -1)
+            found = np.where(number < room, np.asarray(tokens)[: len(prompts)], -1)
+            self._check_finite(found, number + 1)
+            yield found
+
+    def _check_finite(self, tokens: Int[np.ndarray, " P"], number: int) -> None:
+        """Raise `NotFinite` where one of the tokens that have this number could not be drawn."""
+        texts = np.flatnonzero(tokens == NOT_FINITE) + 1
+        if texts.size:
+            raise NotFinite(
+                f"token {number} of text {texts[0]} cannot be drawn ({texts.size} of {tokens.size} texts), because the "
+                f"model's logits are NaN or infinite; {self.run.against_overflow}"
+            )
 
     def start(self, prompts: Sequence[Sequence[int]], choice: Choice, key: Key[Array, ""]) -> Drawn:
         """Prefill the cache with prompts, and draw the token after each of them.

@@ -9,14 +9,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jaxtyping import Float
 
 from jaxdist.cluster.consensus import check_alike, leader_first
 from jaxdist.cluster.heartbeat import AWAITING, READING, VALIDATING
 from jaxdist.cluster.job import Job
-from jaxdist.config import Config, RequestError
+from jaxdist.config import Config, NotFinite, RequestError
 from jaxdist.data.documents import paths_of
 from jaxdist.data.held_out import HeldOut, open_held_out
-from jaxdist.data.multiple_choice import Question, Rows, rows_of, scored
+from jaxdist.data.multiple_choice import NAMED, Question, Rows, rows_of, scored
 from jaxdist.training.console import Screen
 from jaxdist.training.data_progress import DataProgress
 from jaxdist.training.file_losses import file_losses, together
@@ -31,16 +33,18 @@ class Judgement(NamedTuple):
 
     lines: list[str]
     figures: dict[str, Any]
-    """By name, for JSON; None where a number is not finite."""
+    """By name, for JSON; all of them are finite."""
 
 
 def on_held_out(trained: Trained, job: Job) -> Judgement:
-    """Judge by the loss on the held-out part of the run's data."""
+    """Judge by the loss on the held-out part of the run's data. Raises `NotFinite` where it is no number."""
     open_data(trained, job)
     run = trained.run
     with jax.set_mesh(run.mesh):
         metrics = run.validate(trained.params, trained.variables, 0, partial(job.note, VALIDATING))
     assert metrics is not None
+    for name, value in metrics.items():
+        _check_finite(trained, f"the {name} on the held-out part", value)
     baseline = run.task.baseline()
     units = f"{run.task.unit}s"
     others = {name: value for name, value in metrics.items() if name not in ("loss", "batches", units)}
@@ -50,11 +54,14 @@ def on_held_out(trained: Trained, job: Job) -> Judgement:
         f"{rounded(metrics[units])} {units}{percentages}  ({run.task.baseline_name} {baseline:.4f})"
     )
     figures = {"step": trained.step, **metrics, "baseline": baseline, "baseline_name": run.task.baseline_name}
-    return Judgement([line], _finite(figures))
+    return Judgement([line], figures)
 
 
 def on_files(trained: Trained, job: Job) -> Judgement:
-    """Judge by the loss of each file that data.validation_path names, and of all of them together."""
+    """Judge by the loss of each file that data.validation_path names, and of all of them together.
+
+    Raises `NotFinite` for a loss that is no number.
+    """
     run = trained.run
     model = run.config.model
     given = given_tokenizer(run.config)
@@ -69,13 +76,15 @@ def on_files(trained: Trained, job: Job) -> Judgement:
     check_alike("data", " ".join(file.fingerprint for file in files), "let all processes read the same files")
     with jax.set_mesh(run.mesh):
         losses = file_losses(run, trained.params, trained.variables, files, partial(job.note, VALIDATING))
+    for file, loss in zip(files, losses, strict=True):
+        _check_finite(trained, f"the loss of '{file.path}'", loss.loss)
     whole = together(losses)
     lines = []
     if len(files) > 1:
         lines = [f"{file.path}  {loss}" for file, loss in zip(files, losses, strict=True)]
     lines.append(f"{_weights_of(trained)}  validation {whole}")
-    of_each = [{"path": str(file.path), **_finite(loss.figures())} for file, loss in zip(files, losses, strict=True)]
-    return Judgement(lines, {"step": trained.step, **_finite(whole.figures()), "files": of_each})
+    of_each = [{"path": str(file.path), **loss.figures()} for file, loss in zip(files, losses, strict=True)]
+    return Judgement(lines, {"step": trained.step, **whole.figures(), "files": of_each})
 
 
 def encoded(config: Config, questions: list[Question]) -> Rows:
@@ -89,16 +98,35 @@ def encoded(config: Config, questions: list[Question]) -> Rows:
 
 
 def on_questions(trained: Trained, job: Job, questions: list[Question], rows: Rows) -> Judgement:
-    """Judge by the answers to multiple-choice questions, whose rows `encoded` returns."""
+    """Judge by the answers to multiple-choice questions, whose rows `encoded` returns. Raises `NotFinite`."""
     _tell(job, rows.note)
     with jax.set_mesh(trained.run.mesh):
         found = log_probabilities(trained.run, trained.params, rows, partial(job.note, VALIDATING))
+    _check_scores(trained, questions, found)
     score = scored(questions, found)
     line = f"{_weights_of(trained)}  {score}  of {len(questions)} questions"
     if rows.cut:
         line += f"  ({rows.cut} of them cut on the left to model.sequence {trained.run.config.model.sequence})"
     figures = {"step": trained.step, "questions": len(questions), "cut": rows.cut, **score._asdict()}
     return Judgement([line], figures)
+
+
+def _check_scores(trained: Trained, questions: list[Question], found: Float[np.ndarray, " n"]) -> None:
+    """Raise `NotFinite` with a sentence for each question that has a choice whose score is NaN or infinite."""
+    wrong = []
+    place = 0
+    for question in questions:
+        scores = found[place : place + len(question.choices)]
+        place += len(question.choices)
+        bad = np.flatnonzero(~np.isfinite(scores))
+        if bad.size:
+            wrong.append(f"choice {bad[0]} of {question.where} has the log probability {scores[bad[0]]}")
+    if wrong:
+        raise NotFinite(
+            *wrong[:NAMED],
+            f"{len(wrong)} of {len(questions)} questions cannot be answered with the {_weights_of(trained)}; "
+            f"{trained.run.against_overflow}",
+        )
 
 
 def open_data(trained: Trained, job: Job) -> None:
@@ -151,10 +179,7 @@ def _weights_of(trained: Trained) -> str:
     return f"step {trained.step}"
 
 
-def _finite(figures: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures with None for each number that JSON cannot hold."""
-
-    def finite(value: Any) -> Any:
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return {name: finite(value) for name, value in figures.items()}
+def _check_finite(trained: Trained, what: str, value: float) -> None:
+    """Raise `NotFinite` for a figure that is NaN or infinite; `what` says which one it is."""
+    if not math.isfinite(value):
+        raise NotFinite(f"{what} is {value} with the {_weights_of(trained)}; {trained.run.against_overflow}")

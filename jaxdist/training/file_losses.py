@@ -24,12 +24,12 @@ class FileLoss(NamedTuple):
     """Bytes of text that they stand for; None where there is no text."""
 
     @property
-    def perplexity(self) -> float:
-        """E to the loss; infinite where that is more than a float holds."""
+    def perplexity(self) -> float | None:
+        """E to the loss; None where that is more than a float holds."""
         try:
             return math.exp(self.loss)
         except OverflowError:
-            return math.inf
+            return None
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -39,7 +39,7 @@ class FileLoss(NamedTuple):
         return self.loss * self.tokens / (math.log(2) * self.bytes)
 
     def figures(self) -> dict[str, float | int | None]:
-        """Return what there is to tell, by name; None for what needs bytes and has none."""
+        """Return what there is to tell, by name; None for what needs bytes and has none, and for what is too large."""
         return {
             "loss": self.loss,
             "perplexity": self.perplexity,
@@ -49,11 +49,9 @@ class FileLoss(NamedTuple):
         }
 
     def __str__(self) -> str:
+        perplexity = "above 1e308" if self.perplexity is None else f"{self.perplexity:.2f}"
         bits = "" if self.bits_per_byte is None else f"  {self.bits_per_byte:.4f} bits per byte"
-        return (
-            f"loss {self.loss:.4f} nats per token over {rounded(self.tokens)} tokens  perplexity {self.perplexity:.2f}"
-            f"{bits}"
-        )
+        return f"loss {self.loss:.4f} nats per token over {rounded(self.tokens)} tokens  perplexity {perplexity}{bits}"
 
 
 def file_losses(

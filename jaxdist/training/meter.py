@@ -116,6 +116,8 @@ class Meter:
             )
         if diverged:
             raise Diverged(f"{metrics.skipped_in_a_row} steps in a row up to step {step} were not finite")
+        if step == self.steps and metrics.skipped == step:
+            raise Diverged(f"none of the {step} steps was finite, so nothing was learned")
 
     @contextmanager
     def paused(self) -> Iterator[None]:

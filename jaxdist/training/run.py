@@ -141,6 +141,14 @@ class Run:
         """The compute dtype of the model."""
         return jnp.dtype(jnp.float32 if self.config.precision == "float32" else jnp.bfloat16)
 
+    @property
+    def against_overflow(self) -> str:
+        """What to do about a result that is not finite, as the end of a sentence."""
+        remedy = "take the weights of another --checkpoint, or another model"
+        if self.config.precision == "float32":
+            return remedy
+        return f"{remedy}; or try --precision float32"
+
     @cached_property
     def step(self) -> Step:
         """The functions of the train step."""

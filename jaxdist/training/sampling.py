@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+NOT_FINITE = -2
+"""What is drawn where a logit is NaN or infinite. It is no token."""
+
 
 class Choice(NamedTuple):
     """How a token is drawn from the logits."""
@@ -25,10 +28,19 @@ class Choice(NamedTuple):
     def __call__(
         self, key: Key[Array, ""], number: Int[Array, ""] | int, logits: Float[Array, "B V"]
     ) -> Int[Array, " B"]:
-        """Draw a token for each row; the draw depends on `key`, the number of the token and the row alone."""
-        if self.entries is not None:
-            known = jnp.arange(logits.shape[-1]) < self.entries
-            logits = jnp.where(known[None], logits, -jnp.inf)
+        """Draw a token for each row; the draw depends on `key`, the number of the token and the row alone.
+
+        A row in which a logit is not finite gets `NOT_FINITE`.
+        """
+        entries = logits.shape[-1] if self.entries is None else self.entries
+        known = (jnp.arange(logits.shape[-1]) < entries)[None]
+        finite = jnp.all(jnp.isfinite(logits) | ~known, axis=-1)
+        drawn = self._drawn(key, number, jnp.where(known, logits, -jnp.inf))
+        return jnp.where(finite, drawn, NOT_FINITE)
+
+    def _drawn(
+        self, key: Key[Array, ""], number: Int[Array, ""] | int, logits: Float[Array, "B V"]
+    ) -> Int[Array, " B"]:
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         if 0 < self.top_k < logits.shape[-1]:

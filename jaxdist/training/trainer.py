@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from jaxdist.cluster.heartbeat import (
 )
 from jaxdist.cluster.job import Job
 from jaxdist.cluster.preflight import check_folder
-from jaxdist.config import RequestError
+from jaxdist.config import NotFinite, RequestError
 from jaxdist.data.batches import Prefetch, global_rows
 from jaxdist.exit_codes import DONE, FAILED, STOPPED
 from jaxdist.mesh import REPLICA
@@ -375,6 +376,7 @@ class Trainer:
         """Report the loss on the held-out part; save the state if it is the best so far.
 
         A stop ends it between two batches, and `validation_overdue` makes up for it; but not the last one of the run.
+        Raises `Diverged` for a loss that is not finite.
         """
 
         def enough() -> bool:
@@ -387,13 +389,18 @@ class Trainer:
             if found is None:
                 return
             self.log.metrics({"step": step, **{f"validation_{name}": value for name, value in found.items()}})
+            if not math.isfinite(found["loss"]):
+                raise Diverged(f"the validation loss after step {step} is {found['loss']}")
             self.prepared.check_lock()
             self.save_policy.save_if_best(step, state, found["loss"])
 
     def sample(self, samples: Samples, step: int, state: TrainState) -> None:
-        """Report how the weights of `state` continue the prompts of the request."""
+        """Report how the weights of `state` continue the prompts of the request. Raises `Diverged`."""
         with self.meter.paused():
-            texts = samples.write(self.run.step.whole(state), partial(self.job.note, SAMPLING))
+            try:
+                texts = samples.write(self.run.step.whole(state), partial(self.job.note, SAMPLING))
+            except NotFinite as error:
+                raise Diverged(f"samples after step {step}: {error}") from error
             self.log.samples(step, texts)
 
     def save(self, step: int, state: TrainState) -> None:
