@@ -38,11 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     # jax is imported only now, so that problems of the request are reported at once.
     from jaxdist.cluster.consensus import check_request
     from jaxdist.cluster.job import Job
+    from jaxdist.training.copies import check_named
     from jaxdist.training.evaluation import encoded, on_files, on_held_out, on_questions
     from jaxdist.training.restore import restore
 
     with Job(place, config, enough=Enough(config)) as job:
         check_request(request.text)
+        check_named(config, reads_run=True)
         request.tell_unused(job.env.processes)
         # Questions that cannot be answered are reported before the weights are read.
         rows = encoded(config, questions) if questions else None

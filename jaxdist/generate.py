@@ -68,9 +68,11 @@ def main(argv: list[str] | None = None) -> int:
     # jax is imported only now, so that problems of the request are reported at once.
     from jaxdist.cluster.consensus import check_alike, check_request
     from jaxdist.cluster.job import Job
+    from jaxdist.training.copies import check_named
 
     with Job(place, config, enough=Enough(config)) as job:
         check_request(request.text)
+        check_named(config, reads_run=True)
         request.tell_unused(job.env.processes)
         check_alike("prompts", "\n".join(texts or []), "let all processes read the same file")
         generate(request, texts, job)

@@ -17,9 +17,10 @@ from jaxdist.huggingface.folder import KEPT, Folder, is_folder, open_folder
 from jaxdist.huggingface.model_config import maximum_of
 from jaxdist.huggingface.reading import read_parameters
 from jaxdist.huggingface.safetensors_file import read_header
-from jaxdist.huggingface.schema import SMALL_FILES, SOURCE, read_content
+from jaxdist.huggingface.schema import INDEX, SMALL_FILES, SOURCE, read_content
 from jaxdist.models import Params
 from jaxdist.training.checkpoint.finite_state import check_loaded
+from jaxdist.training.copies import check_weights
 
 if TYPE_CHECKING:
     from jaxdist.training.run import Run
@@ -31,10 +32,11 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 def parameters(run: Run, folder: Path) -> Params:
     """Return the parameters of the model from a folder, as a checkpoint has them; call under `jax.set_mesh`.
 
-    Raises `RequestError` before a weight is read, if the tensors of the folder are not those of the model; and
-    afterwards, if they are not finite.
+    Raises `RequestError` before a weight is read, if processes have other weights, or the tensors of the folder are not
+    those of the model; and afterwards, if they are not finite.
     """
     model = run.config.model
+    check_weights(folder, [folder / INDEX, *sorted(set(open_folder(folder).files.values()))])
     params = read_parameters(folder, model, run.abstract_base())
     theirs = {}
     for leaf in family_of(model).leaves:

@@ -39,6 +39,7 @@ from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.orbax_writer import SaveFailed
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.console import Screen
+from jaxdist.training.copies import check_named
 from jaxdist.training.data_progress import DataProgress
 from jaxdist.training.forward.step import Batch, TrainState
 from jaxdist.training.meter import Diverged, Meter
@@ -89,6 +90,7 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
     # Before the data are read: a finished run needs none.
     if finished(run, folder):
         return DONE
+    check_named(run.config)
     with prepare(run, folder, job, screen) as prepared:
         return loop(run, folder, job, screen, prepared)
 

@@ -12,6 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxdist import evaluate, generate, train
 from jaxdist.config import RequestError
+from jaxdist.huggingface.schema import FILES, INDEX
+from jaxdist.training import copies
 from jaxdist.training.pretrained import keep_files
 from jaxdist.training.run_dir import RunFolder
 from tests.huggingface.exported import run_from
@@ -155,8 +157,13 @@ def test_a_link_among_the_kept_files_is_refused(model):
         RunFolder(Path("run")).check_layout()
 
 
-def test_weights_that_are_not_finite_are_refused_by_every_command(model, capsys):
-    """One number in the last layer, of a folder and of the step of a run: evaluated, continued, trained, and a base."""
+def test_weights_that_are_not_finite_are_refused_by_every_command(model, monkeypatch):
+    """One number in the last layer, of a folder and of the step of a run: evaluated, continued, trained, and a base.
+
+    Before that each command has compared with other processes what it reads.
+    """
+    compared: set[str] = set()
+    monkeypatch.setattr(copies, "check_copies", lambda files, small: compared.update(files))
     file = model / "model-00002-of-00002.safetensors"
     tensors = load_file(file)
     name = "model.layers.1.mlp.down_proj.weight"
@@ -172,8 +179,10 @@ def test_weights_that_are_not_finite_are_refused_by_every_command(model, capsys)
         lambda: trained("--train.steps=1", "--mesh=1x1x1", "--model.lora-rank=2"),
     ]
     for command in commands:
+        compared.clear()
         with pytest.raises(RequestError, match=rf"^'[^']*model' {described}{theirs}; download it again, or name other"):
             command()
+        assert compared >= {f"model/{name}" for name in FILES} | {file.name, INDEX}
     run_from(model, Path("bad"))
     begin = ["bad/config.toml", "--init-from=bad", "--data.tokenizer=bad/tokenizer.json", *SMALL, "--mesh=1x1x1"]
     shutil.copy(model / "tokenizer.json", "bad")
@@ -181,7 +190,11 @@ def test_weights_that_are_not_finite_are_refused_by_every_command(model, capsys)
         lambda: generate.main(["bad", "--tokens=2", "--mesh=1x1x1"]),
         lambda: train.main([*begin, "--run-dir=from-bad"]),
     ):
+        compared.clear()
         with pytest.raises(RequestError, match=rf"^step 1 of bad {described}; name another"):
             command()
+        assert compared >= {"bad/config.toml", "bad/tokenizer.json", "1/params/_METADATA", "sums/1.json"}
+    compared.clear()
     with pytest.raises(RequestError, match=rf"^the base .*/bad/checkpoints/1 {described}; name another step as"):
         train.main([*begin, "--run-dir=lora-bad", "--model.lora-rank=2"])
+    assert compared >= {"bad/config.toml", "bad/tokenizer.json", "1/params/_METADATA", "sums/1.json"}

@@ -27,6 +27,7 @@ from jaxdist.training.checkpoint.orbax_writer import OrbaxWriter, SaveFailed, ar
 from jaxdist.training.checkpoint.readback import Shapes, unreadable
 from jaxdist.training.checkpoint.step_dir import STEP, UNSEALED, StepDir
 from jaxdist.training.checkpoint.stored_arrays import StoredArray, open_arrays
+from jaxdist.training.copies import check_weights
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run_facts import note_saved, run_id
 
@@ -254,7 +255,12 @@ class Checkpoints:
         return max((shape[-1] for shape in found.store.shapes(found.step, ERRORS).values()), default=0)
 
     def restore_params(self, abstract: Params, variables: Params, found: Found) -> tuple[Params, Params]:
-        """Return (parameters, variables) alone, for evaluation: the optimizer state is not read."""
+        """Return (parameters, variables) alone, for evaluation: the optimizer state is not read.
+
+        Raises `RequestError` where processes have other copies of the step.
+        """
+        step_dir = found.store.step_dir
+        check_weights(step_dir.folder, step_dir.files(found.step))
         trees = {"params": abstract}
         if variables:
             trees["variables"] = variables

@@ -220,6 +220,10 @@ class StepDir:
         """Return the bytes of a step on disk."""
         return sum(size or 0 for _, size in _files(self.path(step)))
 
+    def files(self, step: int) -> list[Path]:
+        """Return the seal of a step, and every file of it that is there."""
+        return [self._sums(step), *sorted(path for path in self.path(step).rglob("*") if path.is_file())]
+
     def unseal(self, step: int) -> None:
         """Remove the seal of a step, which is about to change."""
         self._sums(step).unlink(missing_ok=True)
