@@ -43,7 +43,7 @@ def permute(seed: int, epoch: int, n: int, index: Int[np.ndarray, "..."]) -> Int
     """
     assert n > 0, "an empty set has no permutation"
     assert index.size == 0 or 0 <= index.min() <= index.max() < n, f"position outside range({n})"
-    width = max(1, ((n - 1).bit_length() + 1) // 2)
+    width = max(1, ((int(n) - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
     images = _feistel(index.ravel().astype(np.uint64), width, keys)
     outside = images >= n
@@ -58,7 +58,8 @@ def global_rows(seed: int, step: int, batch: int, n: int) -> Int[np.ndarray, " b
 
     Epochs follow each other without a gap: a batch may hold the end of one and the start of the next.
     """
-    position = step * batch + np.arange(batch, dtype=np.int64)
+    # A product of numpy's integers would wrap.
+    position = int(step) * int(batch) + np.arange(batch, dtype=np.int64)
     epoch, place = np.divmod(position, n)
     rows = np.empty(batch, np.int64)
     for e in range(int(epoch[0]), int(epoch[-1]) + 1):
@@ -346,5 +347,5 @@ def _round_keys(seed: int, epoch: int) -> UInt64[np.ndarray, " rounds"]:
 
 
 def word(number: int) -> UInt64[np.ndarray, " 1"]:
-    """Return a Python integer as one 64-bit word, modulo 2^64."""
-    return np.array([number % 2**64], np.uint64)
+    """Return an integer, of Python or of numpy, as one 64-bit word, modulo 2^64."""
+    return np.array([int(number) % 2**64], np.uint64)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxdist.data.batches import IGNORED, Prefetch, global_rows, permute, train_batch, validation_batches
+from jaxdist.data.image_batches import Augment
 from jaxdist.data.tokens import Tokens
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.sharding import Layout
@@ -51,6 +52,16 @@ def test_epochs_and_seeds_differ():
     for i, a in enumerate(rows):
         for b in rows[:i]:
             assert sum(x == y for x, y in zip(a, b, strict=True)) < 15  # 1 on average for two random ones
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint64])
+def test_integers_of_numpy_mean_what_those_of_python_do(kind):
+    """A product of two of 32 bits would wrap, and 2^64 fits none."""
+    wanted = global_rows(5, 70_000, 50_000, 10**6)
+    np.testing.assert_array_equal(global_rows(kind(5), kind(70_000), kind(50_000), kind(10**6)), wanted)
+    places = np.arange(7)
+    np.testing.assert_array_equal(permute(kind(1), kind(2), kind(10), places), permute(1, 2, 10, places))
+    np.testing.assert_array_equal(Augment(kind(3)).choices(places, kind(4)), Augment(3).choices(places, 4))
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 16, 50])
