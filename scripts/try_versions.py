@@ -4,10 +4,11 @@
     python scripts/try_versions.py newest --python python3.13
     python scripts/try_versions.py newest --python python3.13 --pre
 
-It installs jaxdist with its extra `test` into a new virtual environment, prints the versions that matter, and ends as
-pytest does (which reads PYTEST_ADDOPTS, such as `-n 1`). `lowest` pins each package to its lower bound, and fails if two of these bounds exclude each other.
-`--pre` takes release candidates too. It is run by hand, when a bound changes or a package has a new release; put what
-it prints, with its date, into `benchmarks/results/`. Run it where the repository lies.
+It clones the repository as it is committed, installs it with its extra `test` into a new virtual environment, prints
+the versions that matter, and ends as pytest does, which reads PYTEST_ADDOPTS, such as `-n 1`. `lowest` pins each
+package to its lower bound, and fails if two of these bounds exclude each other. `--pre` takes release candidates too.
+It is run by hand, when a bound changes or a package has a new release; put what it prints, with its date, into
+`benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -70,10 +71,12 @@ def main() -> int:
     asked = parser.parse_args()
 
     with tempfile.TemporaryDirectory(prefix="jaxdist-versions-") as folder:
-        subprocess.run([asked.python, "-m", "venv", folder], check=True)
-        python = Path(folder) / "bin" / "python"
+        clone = Path(folder) / "jaxdist"
+        subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+        subprocess.run([asked.python, "-m", "venv", clone / ".venv"], check=True)
+        python = clone / ".venv" / "bin" / "python"
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], check=True)
-        command = [python, "-m", "pip", "install", "--quiet", "-e", f"{ROOT}[{EXTRA}]"]
+        command = [python, "-m", "pip", "install", "--quiet", "-e", f"{clone}[{EXTRA}]"]
         if asked.which == "lowest":
             command += lowest()
         if asked.pre:
@@ -90,7 +93,7 @@ def main() -> int:
         # Optimised code, as users have it, and not that of tests/conftest.py.
         environment = {**os.environ, "XLA_FLAGS": ""}
         tests = [python, "-m", "pytest", "-m", "smoke and not slow"]
-        return subprocess.run(tests, cwd=ROOT, env=environment, check=False).returncode
+        return subprocess.run(tests, cwd=clone, env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

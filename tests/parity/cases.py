@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jaxdist import models
-from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig
+from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, RulesConfig
 from jaxdist.lora import is_adapter
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.parallel.gradient_compression import Compression
@@ -113,6 +113,7 @@ def train(
     compression: Compression | None = None,
     context: str = "auto",
     documents: Callable[[int, int, int], np.ndarray] = starts,
+    rules: RulesConfig | None = None,
 ) -> Outcome:
     """`accumulation` micro-batches of `count` rows; those of the `pipeline`, if the mesh has stages. Documents of a row
     are `apart`, where `documents` of a step's number, B and S says, or joined. What is written otherwise for a
@@ -120,7 +121,7 @@ def train(
     shape = parse_mesh(mesh)
     devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
     pipeline = pipeline or PipelineConfig()
-    parallel = ParallelConfig(zero=stage, sequence=sequence, context=context)
+    parallel = ParallelConfig(zero=stage, sequence=sequence, context=context, rules=rules or RulesConfig())
     config = Config(model=model, parallel=parallel, pipeline=pipeline)
     layout = replace(Layout.of(config, devices), platform=platform)
     rule = optimizer or optax.sgd(0.5)

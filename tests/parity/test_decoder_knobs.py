@@ -35,18 +35,18 @@ ROWS = [
     ("norm of all heads", "1x8x1", dict(), "none", False),
     ("norm of each head", "1x2x1", dict(sequence=True), "none", False),
     ("norm of each head", "1x1x2", dict(accumulation=4, stage=1, pipeline=ZB_U), "none", False),
-    ("norm of each head", "replica=2,model=4", dict(stage=1, accumulation=2), "dots", False),
     ("norm of each head", "2x2x2", dict(stage=3, sequence=True, accumulation=4, pipeline=ZB_H1), "none", True),
-    ("norm of all heads", "2x2x1", dict(stage=3, sequence=True), "dots", True),
     ("norm of all heads", "1x4x2", dict(sequence=True, accumulation=4, pipeline=ZB_U), "none", False),
     ("positions", "2x2x1", dict(stage=3, sequence=True, accumulation=2), "none", False),
-    ("positions", "1x2x2", dict(sequence=True, accumulation=4), "none", True),
     ("norm of each head", "context=2,model=2", dict(stage=1, sequence=True, context="ring"), "none", True),
     ("positions", "data=2,context=2,model=2", dict(stage=3, sequence=True, context="ring"), "block", False),
 ]
 """(model, mesh, options, remat, whether documents are apart)."""
 
 PARTS_OF_ROWS = [
+    ("norm of each head", "replica=2,model=4", dict(stage=1, accumulation=2), "dots", False),
+    ("norm of all heads", "2x2x1", dict(stage=3, sequence=True), "dots", True),
+    ("positions", "1x2x2", dict(sequence=True, accumulation=4), "none", True),
     (
         "norm of all heads",
         "data=2,context=2,model=2",
