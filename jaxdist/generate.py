@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -203,6 +204,11 @@ def lines_of_person(job: Job) -> Iterator[str]:
             return
         except UnicodeDecodeError:
             raise RequestError(NOT_UTF_8) from None
+        except OSError as error:
+            # So a terminal says that it was closed.
+            if error.errno != errno.EIO:
+                raise
+            return
         if not is_unicode(line):
             # In the locale C, Python reads a byte that is no text as half a character.
             raise RequestError(NOT_UTF_8)

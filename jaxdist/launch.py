@@ -32,7 +32,7 @@ SLURM_KNOBS = [*PROCESS_KNOBS, "cluster.site"]
 
 LOCAL = (
     "Start N processes of one run on this machine, and restart all of them from the newest checkpoint when one dies. "
-    "SIGTERM, SIGUSR1 and Ctrl-C are passed to all of them; they save a checkpoint and exit."
+    "SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C are passed to all of them; they save a checkpoint and exit."
 )
 
 SLURM = (

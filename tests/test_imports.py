@@ -32,6 +32,7 @@ FORBIDDEN = {
     "partial_trees": ["jaxdist", "jax", "flax", "numpy"],
     "values": ["jaxdist.!lora,rope_scaling", "jax", "flax", "numpy"],
     "exit_codes": ["jaxdist", "jax", "flax", "numpy"],
+    "stop_signals": ["jaxdist", "jax", "flax", "numpy"],
     "config_model": ["jaxdist.!rope_scaling,values", "jax", "flax", "numpy"],
     "config": ["jaxdist.!config_model,values,exit_codes", "jax", "flax"],
     "files": ["jaxdist", "jax", "numpy"],
@@ -44,7 +45,8 @@ FORBIDDEN = {
     "context": ["jaxdist.!config,mesh", "jax", "flax", "numpy"],
     "sharding": ["jaxdist.!config,mesh,context"],
     "request": [
-        "jaxdist.!config,values,lora,exit_codes,files,json_files,mesh,context,request,data,huggingface,streams,units"
+        "jaxdist.!config,values,lora,exit_codes,stop_signals,files,json_files,mesh,context,request,data,huggingface,"
+        "streams,units"
     ],
     "parallel": ["jaxdist.models", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
     "models": [
@@ -59,7 +61,7 @@ FORBIDDEN = {
     **dict.fromkeys((f"huggingface.{name}" for name in WITHOUT_JAX), OF_CONFIGS),
     "planning": ["jaxdist.training", "jaxdist.data", "jaxdist.cluster"],
     **dict.fromkeys((f"planning.{name}" for name in PREDICTIONS), READERS),
-    "cluster": ["jaxdist.!config,exit_codes,files,gpu_memory,mesh,streams,units,cluster"],
+    "cluster": ["jaxdist.!config,exit_codes,stop_signals,files,gpu_memory,mesh,streams,units,cluster"],
     "training.forward.step": ["jaxdist.data", "jaxdist.training.checkpoint", "jaxdist.training.metrics"],
     "training": ["jaxdist.lab", "jaxdist.bench"],
 }

@@ -16,8 +16,7 @@ from jaxdist.cluster import lifeline
 from jaxdist.cluster.gpus import visible
 from jaxdist.config import RequestError
 from jaxdist.exit_codes import BUSY, DONE, FAILED, REFUSED, STOPPED
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+from jaxdist.stop_signals import SIGNALS, heeded
 
 LAST_WORDS = 10.0
 """Seconds in which the other processes may end by themselves, and say why, before they are killed."""
@@ -74,7 +73,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Run the job until it is done, stopped, or not worth another try, and return the exit code."""
-        old = {number: signal.signal(number, self._forward) for number in SIGNALS}
+        old = {number: signal.signal(number, self._forward) for number in heeded()}
         try:
             with lifeline.opened() as self._pipe:
                 return self._supervise()
@@ -101,7 +100,7 @@ class Supervisor:
                 return DONE
             outcome = describe_exit(codes[first])
             if self.stop_signal:
-                return self._report_stop(after, saved=STOPPED in codes, outcome=outcome)
+                return self._report_stop(after, codes, outcome)
             what = f"process {first} {outcome}"
             if REFUSED in codes:
                 self.tell(f"{what}; that is not tried again")
@@ -130,9 +129,11 @@ class Supervisor:
             restarted.append(now)
             tries += 1
 
-    def _report_stop(self, after: str, saved: bool, outcome: str) -> int:
-        """Report that a signal has ended the job, and return the exit code; `saved` if a process said so."""
-        if saved:
+    def _report_stop(self, after: str, codes: Sequence[int], outcome: str) -> int:
+        """Report that a signal has ended the job, whose processes have these exit codes, and return the exit code."""
+        # Python itself was still starting where a process was ended by the signal: it has nothing to lose yet.
+        too_early = {-number for number in SIGNALS}
+        if STOPPED in codes or set(codes) <= too_early:
             self.tell(f"stopped by {self.stop_signal}{after}")
             return STOPPED
         self.tell(f"stopped by {self.stop_signal}{after}: {outcome}")

@@ -17,9 +17,8 @@ from collections.abc import Callable
 from jaxdist.cluster import faults, kv_store
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.exit_codes import STOPPED
+from jaxdist.stop_signals import SIGNALS, heeded
 from jaxdist.streams import write_all
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 EARLY_SECONDS = 3 * faults.NOTICE_SECONDS
 """Seconds before the end of the grace period at which process 0 begins to leave; it goes last."""
@@ -56,7 +55,7 @@ class Stop:
     def __enter__(self) -> Stop:
         self._signals, self._wake = socket.socketpair()
         self._wake.setblocking(False)
-        self._old_handlers = {number: signal.signal(number, _ignore) for number in SIGNALS}
+        self._old_handlers = {number: signal.signal(number, _ignore) for number in heeded()}
         # A handler in Python has to wait while XLA compiles. C writes a byte for each signal, and the thread reads it
         # at once.
         self._old_wake = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ from typing import Any, Literal, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 
+from jaxdist import stop_signals
 from jaxdist.config import ClusterConfig, Config, RequestError
-from jaxdist.exit_codes import DONE, FAILED
+from jaxdist.exit_codes import DONE, FAILED, STOPPED
 from jaxdist.huggingface.folder import adapter_problem, is_folder
 from jaxdist.mesh import AUTO
 from jaxdist.request.checks.files import path_problem
@@ -196,22 +197,28 @@ def _set_extra(extra: Extra, text: str, chosen: dict[str, Any], problems: list[s
 
 
 def outcome(main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Run a command and return its exit code. Prints the problems of an invalid request; other exceptions propagate."""
+    """Run a command and return its exit code. Other exceptions than those for invalid requests and signals propagate.
+
+    Prints the problems of an invalid request, and that a signal has stopped the command.
+    """
     # The spec has the name of the module even when it runs as __main__.
     spec = main.__globals__.get("__spec__")
     name = spec.name.removesuffix(".__main__") if spec else "jaxdist"
-    try:
-        # Ctrl-C kills the process silently while its modules are imported; from here on it is an exception.
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        return main(argv)
-    except RequestError as error:
-        for problem in error.problems:
-            print(f"{name}: {problem}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
-        return FAILED
+    # A signal kills the process silently while its modules are imported; from here on it is an exception.
+    with stop_signals.raising():
+        try:
+            return main(argv)
+        except RequestError as error:
+            for problem in error.problems:
+                print(f"{name}: {problem}", file=sys.stderr)
+            return error.exit_code
+        except KeyboardInterrupt as error:
+            stop_signals.hold()
+            # Without a name it is Python's own, of Ctrl-C.
+            by = error.args[0] if error.args else "SIGINT"
+            what = "interrupted" if by == "SIGINT" else f"stopped by {by}"
+            print(f"{name}: {what}", file=sys.stderr)
+            return STOPPED
 
 
 def run(main: Callable[[list[str]], int], needs_output: bool = True) -> NoReturn:
@@ -223,15 +230,32 @@ def run(main: Callable[[list[str]], int], needs_output: bool = True) -> NoReturn
     results of such a command are in files.
     """
     protect(output=not needs_output)
+    code = DONE
     try:
         try:
-            sys.exit(outcome(main, sys.argv[1:]))
+            code = outcome(main, sys.argv[1:])
         finally:
             # A pipe gets short texts only here. At Python's own flush, it is too late to catch an error.
             if sys.stdout:
                 sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of a pipe has read enough, as in `--help | head`. Standard output leads to /dev/null from here on,
-        # so that Python's final flush does not fail.
+    except OSError as error:
+        if not _output_is_gone(error):
+            raise
+        # Standard output leads to /dev/null from here on, so that Python's final flush does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(FAILED)
+        code = code or FAILED
+    sys.exit(code)
+
+
+def _output_is_gone(error: OSError) -> bool:
+    """Return whether nobody reads standard output: a pipe, as in `--help | head`, or a terminal that was closed."""
+    if isinstance(error, BrokenPipeError):
+        return True
+    if error.errno != errno.EIO:
+        return False
+    try:
+        # A disk may have failed instead; a terminal that is gone does not take even this.
+        os.write(sys.stdout.fileno(), b"")
+    except OSError:
+        return True
+    return False

@@ -11,6 +11,7 @@ import pytest
 from jaxdist import launch
 from jaxdist.cluster.local import Supervisor, shares
 from jaxdist.config import Config, RequestError
+from jaxdist.stop_signals import SIGNALS
 from jaxdist.training.run_dir import RunFolder
 
 PROCESS = """
@@ -182,14 +183,22 @@ def test_85_that_nobody_here_asked_for_is_tried_again(job):
     assert "was asked to stop; all are started again from the beginning" in made.told[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_signals_go_to_all_and_85_is_passed_on(job, tmp_path, number):
-    others = "for one in signal.SIGUSR1, signal.SIGINT: signal.signal(one, lambda *_: sys.exit(85))"
+    others = "for one in signal.SIGHUP, signal.SIGUSR1, signal.SIGINT: signal.signal(one, lambda *_: sys.exit(85))"
     made = job(f"{others}\nwait()")
     signal_soon(tmp_path, number, 3)
     assert made.run() == 85
     assert made.told == [f"stopped by {signal.Signals(number).name}"]
     assert len(pids(tmp_path)) == 3
+
+
+def test_processes_that_were_still_starting_have_nothing_to_save(job, tmp_path):
+    """Python was importing: the signal ended them on the spot."""
+    made = job("time.sleep(60)")
+    signal_soon(tmp_path, signal.SIGHUP, 3)
+    assert made.run() == 85
+    assert made.told == ["stopped by SIGHUP"]
 
 
 def test_who_does_not_end_when_asked_is_killed(job, tmp_path, monkeypatch):

@@ -120,7 +120,7 @@ def test_outcomes_become_exit_codes(capsys):
     assert outcome(lambda argv: len(argv), ["a"] * 85) == 85
     assert outcome(raising(RequestError("One is wrong.", "Two is wrong.")), []) == 2
     assert capsys.readouterr().err == f"{__name__}: One is wrong.\n{__name__}: Two is wrong.\n"
-    assert outcome(raising(KeyboardInterrupt()), []) == 1
+    assert outcome(raising(KeyboardInterrupt()), []) == 85
     assert capsys.readouterr().err == f"{__name__}: interrupted\n"
     with pytest.raises(ZeroDivisionError):
         outcome(raising(ZeroDivisionError()), [])

@@ -2,10 +2,6 @@
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import jax
 import numpy as np
@@ -170,23 +166,6 @@ def test_other_data_is_refused(run, killed, text):
         text.write_text(original)
     assert [line["step"] for line in lines(run("data", ONE_DEVICE)) if "loss" in line] == list(range(1, 21))
     assert (folder / "loss.png").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_saves_and_exits_with_85(run, request_of, tmp_path, number):
-    argv = request_of("stopped", "--train.steps=2000", "--checkpoint.every=0", "--validation.every=0")
-    process = subprocess.Popen([sys.executable, "-m", "jaxdist.train", *argv], stderr=subprocess.PIPE, text=True)
-    metrics, deadline = tmp_path / "stopped" / "metrics.jsonl", time.monotonic() + 240
-    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.05)
-    process.send_signal(number)
-    assert process.wait(60) == 85
-    step = max(int(path.name) for path in (tmp_path / "stopped" / "checkpoints").iterdir() if path.name.isdigit())
-    assert lines(tmp_path / "stopped")[-1]["step"] == step
-    assert f"stopped by {number.name}: step {step} is saved" in process.stderr.read()
 
 
 def test_the_best_checkpoint_is_kept(run, capsys):

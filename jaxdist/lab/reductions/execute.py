@@ -126,7 +126,13 @@ def apart(function: Callable[..., Answer], *arguments: Any) -> Answer:
     """Return `function(*arguments)` from a new process, whose CPU is not split into devices yet."""
     # JAX fixes the number of CPU devices when it starts, and a forked process would inherit them.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
+        try:
+            return pool.submit(function, *arguments).result()
+        except KeyboardInterrupt:
+            # The pool would wait for the end of its work.
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
 
 
 Wanted = tuple[str, int]

@@ -1,0 +1,47 @@
+"""The signals that stop a command: which ones, and how they end what has no way of its own to stop. No jax here."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+"""A scheduler or an administrator, a terminal that closes or an ssh that drops, Slurm before its time limit, Ctrl-C."""
+
+
+def heeded() -> list[signal.Signals]:
+    """Return those of `SIGNALS` that stop this process: without SIGHUP where it is ignored, as by nohup."""
+    return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+@contextmanager
+def raising() -> Iterator[None]:
+    """Let a signal end the block by a `KeyboardInterrupt` with its name, as Ctrl-C does, so that clean-up runs.
+
+    By default it would end the process on the spot, without a word. `Stop` takes its place while a job runs.
+    """
+    old = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            # Somebody else's handler stays, and so does a signal that is ignored.
+            if signal.getsignal(number) is signal.SIG_DFL:
+                old[number] = signal.signal(number, _raise)
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def hold() -> None:
+    """Let the signals of `raising` change nothing from here on: what is left takes a moment."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is _raise:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _raise(number: int, _: object) -> NoReturn:
+    raise KeyboardInterrupt(signal.Signals(number).name)
