@@ -15,7 +15,6 @@ from jaxdist.training import trainer
 from jaxdist.training.checkpoint.orbax_writer import OrbaxWriter
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.meter import Meter
-from jaxdist.training.run import Run
 
 PAUSE = 0.02
 """Seconds more for each step."""
@@ -37,7 +36,7 @@ def die_at(moment: str, step: int, delay: float) -> None:
 
         setattr(owner, method, new)
 
-    before(Run, "compile", "compile", lambda: 0)
+    before(trainer.Trainer, "compile", "compile", lambda: 0)
     before(Meter, "step", "step")
     before(OrbaxWriter, "save", "save")
     before(StepDir, "seal", "seal")

@@ -72,20 +72,24 @@ class Drawn:
         self.options.append(f"--optimizer.name={rng.choice(['sgd', 'adamw'])}")
         if kind not in ("lora", "experts"):
             self.options.append(f"--model.dropout={rng.choice([0, 0.1])}")
-        self.moments = [_moment(rng, number) for number in range(KILLS)]
+        self.moments = [_moment(rng, number, rounds=kind == "local") for number in range(KILLS)]
 
     def __str__(self) -> str:
         kills = ", ".join(f"{name} {step} + {delay:.2f} s" for name, step, delay in self.moments)
         return f"{self.kind} {self.mesh} then {self.other}, {' '.join(self.options)}; killed at {kills}"
 
 
-def _moment(rng: random.Random, number: int) -> tuple[str, int, float]:
-    """When to kill the start with that number: ever later in the run, so that each start comes so far."""
+def _moment(rng: random.Random, number: int, rounds: bool) -> tuple[str, int, float]:
+    """When to kill the start with that number: ever later in the run, so that each start comes so far.
+
+    Of `rounds` of local steps only the last step is reported: what comes some time after it is a step of the next.
+    """
     kind = rng.choice(["compile", "save", "seal", "step", "step"])
     if kind == "compile":
         return kind, 0, rng.uniform(0, 1)
     if kind == "step":
-        return kind, EVERY * number + rng.randint(1, EVERY), rng.uniform(0, 0.06)
+        step = EVERY if rounds else rng.randint(1, EVERY)
+        return kind, EVERY * number + step, rng.uniform(0, 0.06)
     return kind, EVERY * (number + 1), 0.0 if kind == "seal" else rng.uniform(0, 0.15)
 
 
