@@ -283,7 +283,13 @@ OF_ONE = (heartbeat.AWAITING, heartbeat.IDLE, heartbeat.LISTENING, heartbeat.END
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in OF_ONE])
 def test_a_real_run_in_every_phase(words, tmp_path, phase, processes, number):
-    options = ("--train.steps=100000", "--validation.every=3", "--sample.every=4", f"--mesh={processes}x1x1")
+    options = (
+        "--train.steps=100000",
+        "--validation.every=3",
+        "--sample.every=4",
+        "--sample.prompts=mesh",
+        f"--mesh={processes}x1x1",
+    )
     at_once = PHASES[phase] == AT_ONCE
     command = pausing("jaxdist.train", words(*options), processes)
     with job(command, env=paused_in(phase, 600 if at_once else 0.5)) as running:
