@@ -38,7 +38,7 @@ from jaxdist.streams import clock
 from jaxdist.training import history
 from jaxdist.training.checkpoint.step_dir import STEP, StepDir
 from jaxdist.training.resume_check import differing, lengthened, refusal, with_warmup
-from jaxdist.training.run_facts import FILE, run_facts, run_id
+from jaxdist.training.run_facts import FILE, SAVED, run_facts, run_id
 from jaxdist.training.run_lock import LIMIT, RunLock
 from jaxdist.training.saved_before import what_shows_a_save
 
@@ -166,6 +166,13 @@ class RunFolder:
                 f"volume may not be mounted), or name another --run-dir, or move {self.path} away to start from the "
                 f"beginning"
             )
+
+    def lost_step(self, first: int) -> list[str]:
+        """Return a sentence about the step that was saved last, where it is gone and the run goes on from `first`."""
+        step = run_facts(self.path).get(SAVED)
+        if not isinstance(step, int) or step <= first or any(step in folder.steps() for folder in self._step_dirs()):
+            return []
+        return [f"step {step} was saved, but is gone: the steps after {first} are taken again"]
 
     def _continuing(self, config: Config, steps: list[int]) -> Config:
         """Return `config` as it continues the run here, which has saved `steps`. Raises `RequestError`."""

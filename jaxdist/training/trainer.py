@@ -155,7 +155,8 @@ def check_new(run: Run) -> None:
 
 def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:
     """Write how the run is made, and cut its metrics back to the step that it resumes from."""
-    prepared.checkpoints.notes += [*folder.notes, *folder.cut_metrics(prepared.first, run.config)]
+    notes = [*folder.notes, *folder.lost_step(prepared.first), *folder.cut_metrics(prepared.first, run.config)]
+    prepared.checkpoints.notes += notes
     if prepared.samples and prepared.samples.note:
         prepared.checkpoints.notes.append(f"sample.prompts: {prepared.samples.note}")
     if prepared.found:

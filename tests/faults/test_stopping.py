@@ -82,7 +82,6 @@ def check_saved(folder, running, name: str) -> None:
     [
         (1, signal.SIGTERM),
         (2, signal.SIGINT),
-        pytest.param(1, signal.SIGUSR1, marks=pytest.mark.slow),
         pytest.param(4, signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )

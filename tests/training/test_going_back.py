@@ -175,12 +175,20 @@ def test_the_note_of_what_is_saved_follows_the_run(options, copy):
     assert run_facts(copy)["saved"] == 20
     facts = {name: value for name, value in run_facts(copy).items() if name != "saved"}
     (copy / "run.json").write_text(json.dumps(facts))
-    shutil.rmtree(copy / "checkpoints" / "20")
     note_saved(copy, 15)
     assert run_facts(copy) == {**facts, "saved": 15}
     (copy / "run.json").unlink()
     note_saved(copy, 15)
     assert not (copy / "run.json").exists()
+
+
+def test_a_newest_step_that_is_gone_is_told(copy):
+    """One that was set aside, or is the best, is not gone."""
+    for step_dir in (copy / "checkpoints" / "20", copy / "checkpoints" / "best" / "20"):
+        assert RunFolder(copy).lost_step(15) == []
+        shutil.rmtree(step_dir)
+    assert RunFolder(copy).lost_step(15) == ["step 20 was saved, but is gone: the steps after 15 are taken again"]
+    assert RunFolder(copy).lost_step(20) == []
 
 
 def test_a_step_that_is_not_there_is_refused_and_nothing_is_touched(options, copy, tmp_path):
