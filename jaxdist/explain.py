@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     """Compile the step and print the report. Return the exit code."""
     request = arguments(argv, "explain", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
     check_alone("explain")
+    request.tell_unused(processes=1)
     check_described(request.config)
     extras = request.extras
     check_picture(extras["picture"], "memory.png")

@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     """Search for a plan, and print, plot or save it. Returns the exit code."""
     request = arguments(argv, "plan", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
     check_alone("plan")
+    request.tell_unused(processes=1)
     check_described(request.config)
     extras = request.extras
     if extras["picture"]:

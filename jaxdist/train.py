@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     config = request.config
     target = request.extras["target"]
     if request.extras["dry_run"]:
-        return dry_run(config, target)
+        return dry_run(config, target, request.notes)
     if target:
         raise RequestError(f"--target {target} is valid with --dry-run only: a run uses the devices of its machine")
 
@@ -61,8 +62,9 @@ def main(argv: list[str] | None = None) -> int:
             # Only the leader reports why the folder cannot be used.
             config = leader_first("run folder", partial(folder.enter, config))
         xla_options.keep_programs(programs_folder(), partial(faults.say, job.env))
-        for note in notes(request.config, Known(processes=job.env.processes)):
-            say(f"note        {note}", job.log)
+        if job.env.leader:
+            for note in [*request.notes, *notes(request.config, Known(processes=job.env.processes))]:
+                say(f"note        {note}", job.log)
         config = choose_mesh(config, job.log)
         return job.end(train(Run(config), folder, job))
 
@@ -89,10 +91,11 @@ def say(line: str, log: LogFile) -> None:
     log.write(line)
 
 
-def dry_run(config: Config, target: str = "") -> int:
+def dry_run(config: Config, target: str = "", remarks: Sequence[str] = ()) -> int:
     """Print the summary of a run on a mesh of any size. No data is read, nothing is compiled, allocated or written.
 
     `target` is the GPU to assume, a name of `planning.hardware.GPUS`; empty means the devices of this machine.
+    `remarks` are the notes of the request.
     """
     if config.mesh == AUTO:
         raise RequestError(f"--dry-run cannot be combined with --mesh {AUTO}; use python -m jaxdist.plan")
@@ -106,7 +109,8 @@ def dry_run(config: Config, target: str = "") -> int:
     from jaxdist.training.summary import folded, outlook
 
     gpu = gpu_of(target) if target else None
-    print("\n".join(folded(outlook(Run(config, dry=True, gpu=gpu)), sys.stdout)))
+    lines = [*outlook(Run(config, dry=True, gpu=gpu)), *(f"note        {remark}" for remark in remarks)]
+    print("\n".join(folded(lines, sys.stdout)))
     return 0
 
 

@@ -21,7 +21,7 @@ from jaxdist.request.checks.files import path_problem
 from jaxdist.request.helptext import help_text
 from jaxdist.request.knobs import KNOBS, option, sentence, shown, within
 from jaxdist.request.options import Extra, Scan
-from jaxdist.request.reading import read, to_toml
+from jaxdist.request.reading import batch_note, read, to_toml
 from jaxdist.request.unused import Known, notes
 from jaxdist.streams import protect
 from jaxdist.values import path_error
@@ -78,6 +78,8 @@ class Request:
     positional: str | None
     overrides: dict[str, str]
     extras: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    """What the request means where that is not obvious, a sentence each."""
 
     @property
     def text(self) -> str:
@@ -86,8 +88,8 @@ class Request:
         return to_toml(shared) + "".join(f"{option(name)} {value}\n" for name, value in self.extras.items())
 
     def tell_unused(self, processes: int) -> None:
-        """Print a line about each option that a job of so many processes does not use."""
-        for note in notes(self.config, Known(processes=processes), self.overrides):
+        """Print the notes, and a line about each option that a job of so many processes does not use."""
+        for note in [*self.notes, *notes(self.config, Known(processes=processes), self.overrides)]:
             print(f"note        {note}", file=sys.stderr)
 
 
@@ -164,7 +166,8 @@ def arguments(
         assert word is not None
         # The folder may have been moved since the run wrote its config.
         result = result.model_copy(update={"run_dir": Path(word)})
-    return Request(result, word, scan.options, chosen)
+    note = "" if positional == "RUN" else batch_note(config, result, scan.options)
+    return Request(result, word, scan.options, chosen, (note,) if note else ())
 
 
 def _config_of_run(command: str, folder: str | None) -> tuple[str | None, str]:

@@ -81,6 +81,9 @@ def read(
     line = _read_overrides(overrides, used, also)
     line.failed.update(failed)
     _choose_length(file, line)
+    if _is_shipped(config) and {**file.values, **line.values}.get("model.lora_rank"):
+        # The batch of a shipped configuration is for training anew, and larger than adapters need or a device holds.
+        file.values.pop("train.global_batch_size", None)
     values = {**file.values, **line.values}
     # What the configuration of a run sets had an effect there, and a command may use another mesh.
     given = set(line.values if run else values)
@@ -106,6 +109,19 @@ def read(
     result = Config.model_validate(nest(values))
     own = given - set(file.values) if _is_shipped(config) else given
     return result, problems + found_in(result, set(used) - invalid, given, own | set(line.values))
+
+
+def batch_note(config: str | None, result: Config, overrides: Mapping[str, str]) -> str:
+    """Return a sentence where the batch of a shipped configuration is not taken for adapters; else nothing."""
+    name = "train.global_batch_size"
+    if not _is_shipped(config) or name in overrides or not result.model.lora_rank:
+        return ""
+    shipped, source = _read_config(config)
+    theirs = source.values.get(name)
+    rows = result.train.global_batch_size
+    if theirs in (None, rows):
+        return ""
+    return f"{name} is {rows}, because that of {shipped}, {theirs}, is for training anew and not for adapters"
 
 
 def found_in(

@@ -6,9 +6,12 @@ import pytest
 
 from jaxdist import models
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
-from jaxdist.planning import communication
+from jaxdist.planning import communication, memory
+from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.parameter_layout import placed
+from jaxdist.request import arguments, load
 from jaxdist.sharding import Layout
+from jaxdist.training.run import Run
 
 LAYOUT = Layout((("data", 2), ("model", 2)), "cpu", (("batch", ("data",)), ("heads", ("model",)), ("mlp", ("model",))))
 NORM = 2 * 32
@@ -55,3 +58,28 @@ def test_frozen_tables_send_no_gradient():
     assert found["weights of table and the like"] > 0
     assert "gradients of table and the like" not in found
     assert moved(config(lora_rank=0))["gradients of table and the like"] > 0
+
+
+def test_a_shipped_configuration_takes_a_batch_that_adapters_need(tmp_path):
+    """Its own is for training anew: 1,024 rows of 4,096 tokens, which no device holds."""
+    lora = {"model.lora_rank": "16", "model.lora_base": "bfloat16", "mesh": "1x1x1"}
+    assert load("qwen3_8b", {}).train.global_batch_size == 1024
+    smaller = load("qwen3_8b", lora)
+    assert smaller.train.global_batch_size == 16
+    run = Run(smaller, dry=True, gpu=GPUS["h100"])
+    assert memory.predict(run.config, run.model, run.layout).total < run.capacity
+    # What the user gives stays, on the command line and in a file.
+    assert load("qwen3_8b", lora | {"train.global_batch_size": "64"}).train.global_batch_size == 64
+    file = tmp_path / "my.toml"
+    file.write_text("[model]\nlora_rank = 4\n[train]\nglobal_batch_size = 32\n")
+    assert load(str(file), {}).train.global_batch_size == 32
+
+
+@pytest.mark.parametrize(("argv", "notes"), [([], 1), (["--train.global-batch-size=64"], 0)])
+def test_the_smaller_batch_is_said(argv, notes):
+    argv = ["qwen3_8b", "--model.lora-rank=16", *argv]
+    found = arguments(argv, "train", "").notes
+    assert len(found) == notes
+    assert all("train.global_batch_size is 16, because that of qwen3_8b, 1024," in note for note in found)
+    assert arguments(["gpt_tiny", "--model.lora-rank=16"], "train", "").notes == ()
+    assert arguments(["qwen3_8b"], "train", "").notes == ()

@@ -207,7 +207,9 @@ def wrong(request: Request) -> tuple[int, list[str]]:
             left = problems(after)
             new = [one for one in left if kind_of(one) not in known]
             back = [next_ for one in new for next_ in remedies(one) if is_told(problem, changed(after, next_))]
-            useless = [one for one in new if "does not use it" in one]
+            # Without adapters or samples, what only they use is to be left out too, as its own sentence says.
+            of_them = any(value == "0" for value in remedy.values.values())
+            useless = [one for one in new if "does not use it" in one and not of_them]
             if is_told(problem, after) or back or useless:
                 found.append(f"{request}\n  {problem}\n  {remedy}\n  {left}\n  leads back: {back}")
     return count, found
