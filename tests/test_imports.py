@@ -21,7 +21,8 @@ READERS = [
 PREDICTIONS = ["memory", "activations", "communication", "predicted_collectives", "parameter_layout", "step_bytes"]
 PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic", "clusters", "collective_time", "search"]
 
-WITHOUT_JAX = ["folder", "schema", "keys", "rope", "model_config", "tokenizer", "special_tokens", "given_tokenizer"]
+WITHOUT_JAX = ["folder", "schema", "keys", "rope", "model_config"]
+WITHOUT_JAX += ["tokenizer", "special_tokens", "given_tokenizer", "added_tokens"]
 """What reads and writes small files: requests ask it, and answer in a moment."""
 
 OF_CONFIGS = ["jaxdist.!config,files,json_files,json_schema,rope_scaling,huggingface", "jax", "flax", "numpy"]

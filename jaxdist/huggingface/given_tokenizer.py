@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
+from jaxdist.huggingface.added_tokens import read_beside, with_added_tokens
 from jaxdist.huggingface.schema import KEPT_TOKENS, TOKENIZER
 from jaxdist.huggingface.special_tokens import SpecialTokens, from_json, special_tokens_of
 from jaxdist.huggingface.tokenizer import folder_problem, read_special_tokens
@@ -91,7 +92,11 @@ def read_tokenizer(path: Path) -> GivenTokenizer:
             f"data.tokenizer '{path}' is not a tokenizer ({error}); give a tokenizer.json of the tokenizers library, "
             "or leave it out to train one on the text"
         ) from error
-    return GivenTokenizer(given.text, _special_tokens(folder, tokenizer))
+    more = None
+    if folder and not os.path.lexists(folder / KEPT_TOKENS):
+        more = with_added_tokens(text, tokenizer, read_beside(folder), folder)
+    special = _special_tokens(folder, tokenizer)
+    return GivenTokenizer(text, special) if more is None else GivenTokenizer(more, special, bare=text)
 
 
 def largest_id(tokenizer: Tokenizer) -> int:

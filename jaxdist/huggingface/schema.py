@@ -33,6 +33,7 @@ GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
 INDEX = "model.safetensors.index.json"
 JINJA_TEMPLATE = "chat_template.jinja"
 JSON_TEMPLATE = "chat_template.json"
@@ -81,6 +82,17 @@ def _names_files(value: Any) -> bool:
     return isinstance(value, dict) and bool(value) and all(map(TEXT.holds, value.values()))
 
 
+def _are_tokens(value: Any) -> bool:
+    """Return whether a value is a list of tokens, or an object of tokens by their roles."""
+    if not isinstance(value, list | dict):
+        return False
+    return all(map((TEXT | ADDED_TOKEN).holds, value.values() if isinstance(value, dict) else value))
+
+
+MORE_TOKENS: Rules = dict.fromkeys(
+    ("extra_special_tokens", "additional_special_tokens"), Rule("a list of tokens", _are_tokens) | NULL
+)
+
 FILES: Mapping[str, SmallFile] = {
     CONFIG: SmallFile(
         rules={"architectures": list_of(TEXT, "a list of texts") | NULL}
@@ -99,12 +111,14 @@ FILES: Mapping[str, SmallFile] = {
         rules=dict.fromkeys(SPECIAL, TOKEN)
         | dict.fromkeys(("add_bos_token", "add_eos_token"), FLAG | NULL)
         | {"added_tokens_decoder": Rule("an object of tokens by their ids", _are_added_tokens) | NULL}
+        | MORE_TOKENS
         | TEMPLATES
     ),
-    SPECIAL_TOKENS_MAP: SmallFile(rules=dict.fromkeys(SPECIAL, TOKEN)),
+    SPECIAL_TOKENS_MAP: SmallFile(rules=dict.fromkeys(SPECIAL, TOKEN) | MORE_TOKENS),
     JINJA_TEMPLATE: SmallFile(),
     JSON_TEMPLATE: SmallFile(rules=TEMPLATES),
-    "added_tokens.json": SmallFile(),
+    # Its keys are tokens.
+    ADDED_TOKENS: SmallFile(rules={}),
     "vocab.json": SmallFile(LARGEST_LISTING),
     "merges.txt": SmallFile(LARGEST_LISTING),
     "tokenizer.model": SmallFile(LARGEST_LISTING),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ModelConfig, RequestError
+from jaxdist.huggingface.added_tokens import kept_beside, with_added_tokens
 from jaxdist.huggingface.folder import KEPT
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, load_tokenizer
 from jaxdist.huggingface.keys import MODEL_TYPES
@@ -44,7 +45,7 @@ def small_files(
     source = checked(kept[CONFIG], Path(KEPT, CONFIG)) if CONFIG in kept else {}
     config = {**_ids(tokenizer), **source, **_config(source, model, dtype)}
     files = {CONFIG: _json(config), GENERATION: kept.get(GENERATION) or _json(_generation(config))}
-    if tokenizer is None or _same(kept.get(TOKENIZER), tokenizer):
+    if tokenizer is None or _same(kept, tokenizer):
         return files | {name: content for name, content in kept.items() if name not in files}
     return files | _own_tokenizer(tokenizer, model)
 
@@ -99,16 +100,21 @@ def _generation(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in ids.items() if value is not None}
 
 
-def _same(kept: bytes | None, tokenizer: GivenTokenizer) -> bool:
+def _same(kept: Mapping[str, bytes], tokenizer: GivenTokenizer) -> bool:
     """Return whether the tokenizer that is kept is the one of the run, which may have been given another."""
-    if kept is None:
+    if TOKENIZER not in kept:
         return False
     name = f"{KEPT}/{TOKENIZER}"
+    text = decoded(kept[TOKENIZER], name)
     try:
-        before = load_tokenizer(decoded(kept, name))
+        loaded = load_tokenizer(text)
     except ValueError as error:
         raise RequestError(f"'{name}' is not a tokenizer ({error}); put the right file there") from error
-    return before.get_vocab() == tokenizer.load().get_vocab()
+    wanted = tokenizer.load().get_vocab()
+    if loaded.get_vocab() == wanted:
+        return True
+    with_added_tokens(text, loaded, kept_beside(kept, Path(KEPT)), Path(KEPT))
+    return loaded.get_vocab() == wanted
 
 
 def _own_tokenizer(tokenizer: GivenTokenizer, model: ModelConfig) -> dict[str, bytes]:

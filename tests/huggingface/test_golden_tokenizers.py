@@ -136,3 +136,32 @@ def test_transformers_makes_the_same_ids_today(name):
     theirs = transformers.AutoTokenizer.from_pretrained(GOLDEN / name)
     for entry in expected(name)["texts"]:
         assert theirs(entry["text"], add_special_tokens=False).input_ids == entry["no_bos"]
+
+
+LEADING_SPACES = {
+    " hello": ["\u2581\u2581", "h", "e", "l", "lo"],
+    "  hello": ["\u2581\u2581", "\u2581", "h", "e", "l", "lo"],
+    "a<s> a": ["\u2581", "a", "<s>", "\u2581\u2581", "a"],
+}
+"""Tokens of Llama 2's kind, as sentencepiece makes them: a space of its own stands before the first one of the text."""
+
+
+def test_a_space_at_the_beginning_is_a_token_as_in_sentencepiece():
+    tokenizer = read_tokenizer(GOLDEN / "llama").load()
+    for text, tokens in LEADING_SPACES.items():
+        assert tokenizer.encode(text, add_special_tokens=False).tokens == tokens
+
+
+def test_the_llama_tokenizer_of_transformers_5_leaves_that_space_out(tmp_path):
+    """docs/how-to/hugging-face.md says so; where a later version has it again, the page must be changed."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    folder = Path(shutil.copytree(GOLDEN / "llama", tmp_path / "folder"))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "LlamaTokenizer"}))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for text, tokens in LEADING_SPACES.items():
+        assert theirs.tokenize(text) != tokens
+        assert read_tokenizer(folder).load().encode(text, add_special_tokens=False).tokens == tokens
+    assert (
+        theirs.tokenize("hello a") == read_tokenizer(folder).load().encode("hello a", add_special_tokens=False).tokens
+    )
