@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.data import token_files
-from jaxdist.data.documents import Source, open_sources, reading, split
+from jaxdist.data.documents import Source, as_before, open_sources, reading, split
 from jaxdist.data.progress import Pass, Progress, unseen
 from jaxdist.data.readers import FORMS
 from jaxdist.data.token_cache import open_cache
@@ -100,13 +100,18 @@ def _open(config: DataConfig, vocab: int, progress: Progress, earlier: bool = Fa
         if earlier:
             given = given.alone()
         _check_vocab(given, config.tokenizer, vocab)
+    before = as_before(source)
+    if earlier:
+        source = before
+        held_out = as_before(held_out) if held_out else None
     if source.kind == "bin":
         corpus = _open_tokens(source, held_out, given, config, vocab, progress)
     else:
         corpus = _open_text(source, held_out, given, config, vocab, progress, earlier)
     if earlier:
         return replace(corpus, source=f"{corpus.source} (as an earlier jaxdist read it, with which the run began)")
-    return replace(corpus, changed=corpus.changed or (given is not None and given.bare is not None))
+    changed = corpus.changed or source != before or (given is not None and given.bare is not None)
+    return replace(corpus, changed=changed)
 
 
 def cache_folder() -> Path:
@@ -342,6 +347,9 @@ def _describe(source: Source, documents: int) -> str:
         return f"Python {platform.python_version()} standard library, {documents} files"
     if source.kind in FORMS:
         return f"{source.root}, {documents} documents"
+    if source.root.suffix.lower() == ".json":
+        # Whoever gives JSON may expect that its texts are read.
+        return f'{source.root} (as plain text: its first line is no JSON object with a string "text")'
     return str(source.root)
 
 

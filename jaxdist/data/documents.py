@@ -6,14 +6,15 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.data import magics
-from jaxdist.data.readers import FORMS
+from jaxdist.data.readers import ENDINGS, FORMS
 from jaxdist.data.readers.document import Document, OnRead
+from jaxdist.data.readers.json_lines import holds_lines
 from jaxdist.huggingface.tokenizer import folder_problem
 
 BLOCK_BYTES = 64 << 10
@@ -203,7 +204,19 @@ def source_of(*paths: Path) -> Source:
 def _kind(path: Path) -> str:
     """Return the key of `KIND_NAMES` for a file."""
     ending = path.suffix.lower().removeprefix(".")
-    return ending if ending == "bin" or ending in FORMS else "text"
+    if ending == "bin":
+        return "bin"
+    if ending == "json" and path.is_file():
+        with reading(path):
+            return "jsonl" if holds_lines(path) else "text"
+    return ENDINGS.get(ending, "text")
+
+
+def as_before(source: Source) -> Source:
+    """Return a source as earlier versions read it: of all names, .jsonl alone held JSON lines."""
+    if source.kind in FORMS and source.root.suffix.lower() != f".{source.kind}":
+        return replace(source, kind="text")
+    return source
 
 
 def _library(root: Path) -> Iterator[Path]:

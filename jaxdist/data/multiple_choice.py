@@ -20,12 +20,25 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
 from jaxdist.data.documents import reading
+from jaxdist.data.readers.json_lines import MARK
 from jaxdist.data.tokens import IGNORED
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.json_files import is_unicode
 
 EXAMPLE = '{"context": "The sky is", "choices": [" blue", " green"], "label": 0}'
 """A line of such a file."""
+
+
+def _number(digits: str) -> int | float:
+    """Return a whole number; one that is too long to be a label as a float, which no label is."""
+    return int(digits) if len(digits) <= 20 else float(digits)
+
+
+LINE = json.JSONDecoder(parse_int=_number)
+"""Reads a line. Python refuses a whole number of more than 4,300 digits."""
+
+SHOWN = 40
+"""Characters of a wrong value that a sentence shows."""
 
 NAMED = 10
 """Problems of a file that an error names at most."""
@@ -88,8 +101,9 @@ def read_questions(path: Path) -> list[Question]:
     questions = []
     problems: list[str] = []
     with reading(path):
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
+        lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
+        line = line.removeprefix(MARK)
         if not line.strip():
             continue
         try:
@@ -212,11 +226,14 @@ def _laid_out(pairs: list[tuple[list[int], list[int]]], sequence: int, cut: int)
 def _question(line: bytes, where: str) -> Question:
     """Return the question of a line. Raises `RequestError`."""
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = LINE.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise RequestError(f"{where} is not utf-8 text (byte {error.start + 1} of it); convert the file") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{where} is not JSON; write a line such as {EXAMPLE}") from error
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg}, column {error.colno}"
+        raise RequestError(f"{where} is not JSON ({reason}); write a line such as {EXAMPLE}") from error
+    except RecursionError as error:
+        raise RequestError(f"{where} is nested too deeply; write a line such as {EXAMPLE}") from error
     wrong = next(_wrong(row), None)
     if wrong:
         raise RequestError(f"{where} {wrong}")
@@ -241,4 +258,4 @@ def _wrong(row: Any) -> Iterator[str]:
         yield f"has an empty text as choice {choices.index('')}; give each choice at least one character"
     label = row["label"]
     if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < len(choices):
-        yield f"has the label {json.dumps(label)}; give the number of the right choice, 0 to {len(choices) - 1}"
+        yield f"has the label {json.dumps(label)[:SHOWN]}; give the number of the right choice, 0 to {len(choices) - 1}"

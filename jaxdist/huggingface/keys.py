@@ -20,7 +20,7 @@ class Setting:
     default: Any
     """The value where the key is absent, as in transformers."""
     null: Any = None
-    """The value that null stands for; None where null is not a valid value."""
+    """The value that null stands for; None where null is not valid, but as false where that is the default."""
     other: str = ""
     """Another name of the key, which some versions of transformers write."""
 
@@ -194,7 +194,7 @@ MODEL_TYPES = {
             **SILU,
             **NO_BIAS,
             "decoder_sparse_step": (1,),
-            "mlp_only_layers": ([], None),
+            "mlp_only_layers": ([],),
             # Versions 4 and 5 of transformers give it to other layers.
             "use_sliding_window": (False,),
         },
@@ -231,14 +231,14 @@ MODEL_TYPES = {
 """The types that can be read and written, by their names in `model_type`."""
 
 OFF: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "rope_interleaved": (False, None),
-    "use_mrope": (False, None),
-    "is_encoder_decoder": (False, None),
-    "add_cross_attention": (False, None),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
-    "pruned_heads": ({}, None),
+    "pruned_heads": ({},),
     "quantization_config": (None,),
     "compression_config": (None,),
     "auto_map": (None,),
@@ -250,14 +250,18 @@ OFF: dict[str, tuple[Any, ...]] = {
     "embedding_multiplier": (1.0, None),
     "residual_multiplier": (1.0, None),
     "logits_scaling": (1.0, None),
-    "bias": (False, None),
-    "use_bias": (False, None),
-    "use_qk_norm": (False, None),
-    "qk_layernorm": (False, None),
-    "alibi": (False, None),
+    "bias": (False,),
+    "use_bias": (False,),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "alibi": (False,),
     "num_nextn_predict_layers": (0, None),
 }
-"""Keys of all types that must be off: anything else would change what the model computes."""
+"""Keys of all types that must be off: anything else would change what the model computes.
+
+Null stands for off too, here and in `ModelType.allowed`, where off is false, 0 or empty: all versions of transformers
+that take it compute that.
+"""
 
 ADVICE = {
     "quantization_config": "give the weights that are not quantized",

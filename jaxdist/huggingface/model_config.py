@@ -190,7 +190,7 @@ def _setting(config: dict[str, Any], key: str, setting: Setting) -> tuple[Any, l
     found = {name: config[name] for name in (key, setting.other) if name in config}
     value = next(iter(found.values()), setting.default)
     if value is None:
-        value = setting.null
+        value = False if setting.default is False else setting.null
     if len(found) == 2 and found[key] != found[setting.other]:
         both = " and ".join(f"{name} ({short(one)})" for name, one in found.items())
         return value, [f"{both} differ; keep the right one"]
@@ -200,7 +200,8 @@ def _setting(config: dict[str, Any], key: str, setting: Setting) -> tuple[Any, l
 def _not_allowed(config: dict[str, Any], kind: ModelType) -> Iterator[str]:
     """Yield a sentence for each key that has a value other than those computed here."""
     for key, values in {**OFF, **kind.allowed}.items():
-        if key in config and config[key] not in values and key not in kind.settings:
+        off = config.get(key) is None and not values[0]
+        if key in config and config[key] not in values and not off and key not in kind.settings:
             valid = " or ".join(short(value) for value in values)
             yield f"{key} is {short(config[key])}, and only {valid} is computed; {ADVICE.get(key, OTHER_MODEL)}"
 
@@ -224,7 +225,10 @@ def _window(config: dict[str, Any], kind: ModelType, layers: Any) -> tuple[Any, 
         return 0, [f"sliding_window is {short(window)}, which this model_type does not have; {OTHER_MODEL}"]
     if window == 0:
         return 0, ["sliding_window is 0, which hides every token; write null for no window"]
-    first = config.get("max_window_layers", FIRST_WINDOWED) if kind.window == "some" else 0
+    first = 0
+    if kind.window == "some":
+        first = config.get("max_window_layers")
+        first = FIRST_WINDOWED if first is None else first
     if not isinstance(first, int):
         return 0, [f"max_window_layers is {short(first)}, which must be a whole number"]
     implied = [FULL if window is None or layer < first else SLIDING for layer in range(layers)]

@@ -57,8 +57,9 @@ def read_special_tokens(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
     if eos is None:
         eos = special_tokens_of(tokenizer).eos
     stops = known(tokenizer, _ids("eos", generation)) or known(tokenizer, _ids("eos", ids))
-    if not stops and eos is not None:
-        stops = (eos,)
+    if eos is not None and eos not in stops:
+        # A turn ends with the tokenizer's own EOS too, where the model's files name another one.
+        stops = (*stops, eos)
     if bos == eos:
         # One token between two documents is enough.
         eos = None

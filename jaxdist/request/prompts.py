@@ -13,6 +13,9 @@ from jaxdist.request.knobs import shown
 
 USUAL_PROMPT = "def "
 
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+"""Endings of files with a JSON object on each line."""
+
 LARGEST = 1 << 20
 """Bytes of the largest file of prompts that is read: several processes send it to each other, to compare it."""
 
@@ -55,7 +58,7 @@ def _problems_of_conversation(extras: Mapping[str, Any], alone: bool) -> list[st
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the prompts of a file: one a line, or of a .jsonl the `prompt` of each line. Raises `RequestError`."""
+    """Return the prompts of a file: one a line, or of `JSON_LINES` the `prompt` of each line. Raises `RequestError`."""
     try:
         with open_regular(path, links=True) as file:
             content = file.read(LARGEST + 1)
@@ -64,13 +67,14 @@ def read_prompts(path: Path) -> list[str]:
     if len(content) > LARGEST:
         raise RequestError(f"--prompts '{path}' is larger than {LARGEST >> 20} MiB; split it")
     try:
-        lines = content.decode("utf-8").split("\n")
+        # Some editors put a byte-order mark at the start of a file; where files were joined it begins a later line.
+        lines = [line.removeprefix("\ufeff") for line in content.decode("utf-8").split("\n")]
     except UnicodeDecodeError as error:
         raise RequestError(f"--prompts '{path}' is not UTF-8 text; convert it") from error
     numbered = [(number, line.removesuffix("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise RequestError(f"--prompts '{path}' holds no prompt; write one a line")
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() in JSON_LINES:
         return [_of_json(path, number, line) for number, line in numbered]
     return [line for _, line in numbered]
 
@@ -79,7 +83,11 @@ def _of_json(path: Path, number: int, line: str) -> str:
     """Return the `prompt` of a line of JSON."""
     try:
         prompt = parse_json(line)["prompt"]
-    except (ValueError, KeyError, TypeError):
+    except ValueError as error:
+        raise RequestError(
+            f'--prompts \'{path}\' line {number} is not JSON ({error}); write {{"prompt": "..."}} on each line'
+        ) from error
+    except (KeyError, TypeError):
         prompt = None
     if not isinstance(prompt, str) or not prompt:
         raise RequestError(

@@ -290,3 +290,32 @@ def test_where_the_cache_is(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert corpus_module.cache_folder() == Path("/home/me/.cache/jaxdist")
+
+
+JSON_LINES = [f"text {i} of " + "abc " * i for i in range(20)]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.ndjson", "a.json"])
+def test_json_lines_are_recognised_by_these_names(write, name):
+    """Also where files with a byte-order mark were joined, and where a line has a number that Python refuses."""
+    text = lines(*JSON_LINES[:10]) + "\ufeff" + lines(*JSON_LINES[10:]).replace("}", ', "id": ' + "9" * 5000 + "}", 1)
+    found = open_(path=write(name, text))
+    assert found.train.ids.tolist() == open_(path=write("b.jsonl", lines(*JSON_LINES))).train.ids.tolist()
+    assert "20 documents" in found.source
+    assert found.changed == (name not in ("a.jsonl", "a.JSONL"))
+
+
+@pytest.mark.parametrize("start", ["[\n", '{"id": 1}\n', "{\n", ""])
+def test_other_json_is_plain_text_and_the_run_says_so(write, start):
+    found = open_(path=write("a.json", start + lines(*JSON_LINES * 9)[1:]))
+    assert ' (as plain text: its first line is no JSON object with a string "text")' in found.source
+    assert not found.changed
+
+
+def test_a_run_that_read_json_lines_as_text_goes_on_so(write):
+    path = write("a.ndjson", lines(*JSON_LINES * 9))
+    as_text = write("a.txt", lines(*JSON_LINES * 9))
+    before = open_(path=as_text)
+    found = open_(path=path, begun=before.fingerprint)
+    assert (found.fingerprint, found.train.ids.tolist()) == (before.fingerprint, before.train.ids.tolist())
+    assert open_(path=path).fingerprint != before.fingerprint

@@ -34,7 +34,8 @@ def question(context: str, *choices: str, label: int = 0) -> Question:
 
 
 def test_questions_are_read_in_order(write):
-    path = write("q.jsonl", "\ufeff" + json.dumps(ROW) + "\n\n" + json.dumps(ROW | {"label": 1}) + "\n")
+    other = json.dumps(ROW | {"label": 1})[:-1] + ', "id": ' + "9" * 5000 + "}"
+    path = write("q.jsonl", "\ufeff" + json.dumps(ROW) + "\n\n\ufeff" + other + "\n")
     first, second = read_questions(path)
     assert first == ("The sky is", (" blue", " green"), 0, f"line 1 of --choices '{path}'")
     assert (second.label, second.where) == (1, f"line 3 of --choices '{path}'")
@@ -43,7 +44,10 @@ def test_questions_are_read_in_order(write):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "is not JSON; write a line such as"),
+        ("{", "is not JSON (Expecting property name enclosed in double quotes, column 2); write a line such as"),
+        ("[" * 99_999, "is nested too deeply; write a line such as"),
+        ('{"context": "a", "choices": ["a", "b"], "label": ' + "1" * 5000 + "}", "has the label Infinity; give the"),
+        (ROW | {"label": list(range(99))}, "has the label [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1; give the number"),
         (b"\xff", "is not utf-8 text (byte 1 of it); convert the file"),
         ("[]", "is no object; write a line such as"),
         ('{"choices": ["a", "b"]}', "has no context and no label; write a line such as"),

@@ -1,5 +1,6 @@
 """Data that cannot be used: each mistake is named with its place, its values and a remedy."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,20 @@ BAD = [
     ({"a.jsonl": GOOD + "[" * 99999}, {"path": "a.jsonl"}, ["line 3", "is not JSON"]),
     ({"a.jsonl": GOOD + '\n["text"]\n'}, {"path": "a.jsonl"}, ["line 4", "has a list", '"text"']),
     ({"a.jsonl": GOOD + '{"b": 1, "a": 2}'}, {"path": "a.jsonl"}, ["line 3", "has the keys ['a', 'b']", '"text"']),
-    ({"a.jsonl": GOOD + '{"text": null}'}, {"path": "a.jsonl"}, ["line 3", 'a "text" that is not a string']),
+    (
+        {"a.jsonl": GOOD + '{"text": null}'},
+        {"path": "a.jsonl"},
+        ["line 3 of 'a.jsonl' has null as its \"text\"; write a string there, or leave the line out"],
+    ),
+    ({"a.jsonl": GOOD + '{"text": ' + "7" * 5000 + "}"}, {"path": "a.jsonl"}, ["line 3", 'has a number as its "text"']),
+    ({"a.jsonl": GOOD + '{"text": [1]}'}, {"path": "a.jsonl"}, ["line 3", 'has a list as its "text"']),
+    ({"a.jsonl": GOOD + "7" * 5000}, {"path": "a.jsonl"}, ["line 3", "has a number; write an object"]),
+    (
+        {"a.jsonl": GOOD + json.dumps(dict.fromkeys("abcdefgh"))},
+        {"path": "a.jsonl"},
+        ["has the keys ['a', 'b', 'c', 'd', 'e'] and 3 more; write an object"],
+    ),
+    ({"a.ndjson": GOOD + '{"text": 1}'}, {"path": "a.ndjson"}, ["line 3 of 'a.ndjson' has a number"]),
     ({"a.jsonl": GOOD + '{"text": "\\uD800"}'}, {"path": "a.jsonl"}, ["line 3", "half of a surrogate pair"]),
     ({"a.jsonl": GOOD.encode() + b'{"text": "\xff"}'}, {"path": "a.jsonl"}, ["line 3", "not utf-8 text (byte 11"]),
     ({"a.jsonl": '\n{"text": ""}\n'}, {"path": "a.jsonl"}, ["training data has 0 tokens", "one row needs 17"]),

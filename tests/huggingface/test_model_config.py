@@ -206,6 +206,34 @@ def test_all_problems_are_listed_at_once():
     assert len(problems) == 4
 
 
+OWN_NULL = {"num_key_value_heads", "head_dim", "n_inner", "sliding_window"}
+"""Keys of which null says something by itself."""
+
+NEVER_NULL = {"hidden_act", "activation_function", "scale_attn_weights", "decoder_sparse_step"}
+"""Keys of `ModelType.allowed` that must have a value: no version of transformers computes the default without."""
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_null_is_as_if_the_key_were_absent_in_every_table_or_refused(model_type):
+    kind = MODEL_TYPES[model_type]
+    keys = {*OFF, *kind.settings, *kind.allowed} - OWN_NULL
+    keys |= {"use_sliding_window", "max_window_layers", "layer_types"} if kind.window == "some" else set()
+    taken = set()
+    for key in keys:
+        config = small(model_type)
+        config.pop(key, None)
+        try:
+            found = values(config | {key: None})
+        except RequestError:
+            continue
+        taken.add(key)
+        assert found == values(config), key
+    assert {*OFF, *kind.allowed} - NEVER_NULL <= taken
+    assert not taken & NEVER_NULL
+    needed = {key for key, setting in kind.settings.items() if setting.default is not False} - OWN_NULL
+    assert not taken & needed
+
+
 def test_an_unknown_key_is_refused_even_if_it_is_null():
     assert "new_key is null" in refusal(small("llama", new_key=None))[0]
 

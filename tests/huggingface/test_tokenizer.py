@@ -115,12 +115,13 @@ def test_eos_is_the_tokenizers_or_else_the_models_or_else_a_usual_one(folder, fi
     [
         ({}, (EOS,)),
         ({"config": {"eos_token_id": PAD}}, (PAD,)),
-        ({"config": {"eos_token_id": PAD}, "generation_config": {"eos_token_id": [TURN, EOS]}}, (TURN, EOS)),
-        ({"generation_config": {"eos_token_id": TURN}}, (TURN,)),
+        ({"config": {"eos_token_id": PAD}, "generation_config": {"eos_token_id": [TURN, EOS]}}, (TURN, EOS, PAD)),
+        ({"generation_config": {"eos_token_id": TURN}}, (TURN, EOS)),
+        ({"generation_config": {"eos_token_id": EOS}, "tokenizer_config": {"eos_token": "<|turn|>"}}, (EOS, TURN)),
         ({"tokenizer_config": {"eos_token": "<pad>"}}, (PAD,)),
     ],
 )
-def test_generation_stops_at_what_its_config_lists(folder, files, stops):
+def test_generation_stops_at_what_its_config_lists_and_at_the_eos_of_the_tokenizer(folder, files, stops):
     assert read_tokenizer(folder(**files)).special.stops == stops
 
 

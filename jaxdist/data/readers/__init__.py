@@ -28,3 +28,6 @@ FORMS = {
     "jsonl": Form("JSON lines", json_lines),
 }
 """The forms by the ending of their files, in small letters."""
+
+ENDINGS = {**{ending: ending for ending in FORMS}, "ndjson": "jsonl"}
+"""The key of `FORMS` by the ending of a file. A .json may hold JSON lines too, or anything else."""

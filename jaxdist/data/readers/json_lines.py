@@ -1,4 +1,7 @@
-"""Read JSON lines: an object with a string "text" on each line."""
+"""Read JSON lines: an object with a string "text" on each line.
+
+Nothing else on a line is looked at: it may hold numbers of any length, and NaN, which Python and pandas write.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,26 @@ from jaxdist.config import RequestError
 from jaxdist.data.readers.document import Document, OnRead
 from jaxdist.json_files import is_unicode
 
+MARK = b"\xef\xbb\xbf"
+"""A byte-order mark, which some editors put at the start of a file; where files were joined it begins a later line."""
+
+LINE = json.JSONDecoder(parse_int=float)
+"""Reads a line. Python refuses a whole number of more than 4,300 digits, and no number is needed."""
+
+KINDS = {type(None): "null", bool: "true or false", float: "a number", str: "a text", list: "a list", dict: "an object"}
+
+LONGEST_FIRST = 1 << 20
+"""Bytes of the first line of a .json that is looked at."""
+
+NAMED = 5
+"""Keys that a sentence names at most."""
+
 
 def json_lines(file: BufferedReader, path: Path, on_read: OnRead) -> Iterator[Document]:
     """Yield a document per line, skipping blank lines and empty texts. Needs the memory of the longest line."""
     for number, line in enumerate(file, start=1):
         on_read(len(line))
-        if number == 1:
-            # Some editors put a byte-order mark at the start of a file.
-            line = line.removeprefix(b"\xef\xbb\xbf")
+        line = line.removeprefix(MARK)
         if not line.strip():
             continue
         text = _text_of_line(line, f"line {number} of '{path}'")
@@ -29,23 +44,40 @@ def json_lines(file: BufferedReader, path: Path, on_read: OnRead) -> Iterator[Do
 def _text_of_line(line: bytes, where: str) -> str:
     """Return the "text" of a JSON line. Raises `RequestError` if there is none; `where` names the line."""
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = LINE.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise RequestError(f"{where} is not utf-8 text (byte {error.start + 1} of it); convert the file") from error
-    except (ValueError, RecursionError) as error:
-        reason = str(error)
-        if isinstance(error, json.JSONDecodeError):
-            reason = f"{error.msg}, column {error.colno}"
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg}, column {error.colno}"
         raise RequestError(f'{where} is not JSON ({reason}); write {{"text": "..."}} on each line') from error
-    text = row.get("text") if isinstance(row, dict) else None
+    except RecursionError as error:
+        raise RequestError(
+            f'{where} is not JSON (its values are nested too deeply); write {{"text": "..."}} on each line'
+        ) from error
+    if not isinstance(row, dict):
+        raise RequestError(f'{where} has {KINDS[type(row)]}; write an object with a string "text" on each line')
+    if "text" not in row:
+        names = sorted(row)
+        more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+        raise RequestError(
+            f'{where} has the keys {names[:NAMED]}{more}; write an object with a string "text" on each line'
+        )
+    text = row["text"]
     if not isinstance(text, str):
-        if not isinstance(row, dict):
-            has = f"a {type(row).__name__}"
-        elif "text" in row:
-            has = 'a "text" that is not a string'
-        else:
-            has = f"the keys {sorted(row)}"
-        raise RequestError(f'{where} has {has}; write an object with a string "text" on each line')
+        raise RequestError(
+            f'{where} has {KINDS[type(text)]} as its "text"; write a string there, or leave the line out'
+        )
     if not is_unicode(text):
         raise RequestError(f"{where} has half of a surrogate pair (\\ud800 to \\udfff), which is not text; remove it")
     return text
+
+
+def holds_lines(path: Path) -> bool:
+    """Return whether a file begins with a line of JSON lines, as one that is called .json may. Raises `OSError`."""
+    with path.open("rb") as file:
+        line = file.readline(LONGEST_FIRST)
+    try:
+        _text_of_line(line.removeprefix(MARK), "the first line")
+    except RequestError:
+        return False
+    return True
