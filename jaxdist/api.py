@@ -233,14 +233,16 @@ class Parallel:
     def restore(self, folder: Path | str) -> TrainState:
         """Return the state that `save` wrote there, from any mesh onto this one.
 
-        Raises `ValueError` where there is none.
+        Raises `ValueError` where there is none, or where processes have other copies of it.
         """
 
         def logical() -> TrainState:
             return self._step.logical(self._step.init(jax.random.key(0)))
 
         with jax.set_mesh(self.mesh), Checkpoints(Path(folder), keep=None) as checkpoints:
-            state = checkpoints.restore(on_devices(logical, self.mesh))
+            found = checkpoints.find()
+            checkpoints.check_copies(found)
+            state = checkpoints.restore(on_devices(logical, self.mesh), found)
             for note in checkpoints.notes:
                 warnings.warn(note, stacklevel=2)
             return self._step.resume(state)

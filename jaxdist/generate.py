@@ -82,7 +82,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def generate(request: Request, texts: Sequence[str] | None, job: Job) -> None:
     """Continue the texts, or hold a conversation where there are none."""
+    from jaxdist.cluster.consensus import check_alike
     from jaxdist.cluster.heartbeat import STEPPING
+    from jaxdist.data.corpus import digest
     from jaxdist.huggingface.chat_template import read_chat_template
     from jaxdist.huggingface.given_tokenizer import largest_id
     from jaxdist.training.continuation import Ending
@@ -99,6 +101,8 @@ def generate(request: Request, texts: Sequence[str] | None, job: Job) -> None:
     prompter = Prompter(tokenizer, special, ending, template, extras["system"])
     # Before the weights are read, which takes longer.
     prompts = [prompter.of_text(text) for text in texts or []]
+    # A template may write the time of day.
+    check_alike("rendering of the prompts", digest(*map(str, prompts)), "use a template that always writes the same")
     note = prompter.note()
     if note and job.env.leader:
         print(f"note: {note}", file=sys.stderr)

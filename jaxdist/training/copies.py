@@ -105,10 +105,10 @@ def check_copies(files: Mapping[str, Path], small: int) -> None:
         kv_store.post(f"copies of the leader/{number}", json.dumps(brief(found)))
     there = json.loads(kv_store.read(f"copies of the leader/{number}"))
     differences = kv_store.gather(f"differences/{number}", difference(found, there), kv_store.WEEK)
+    hosts = {member.process: member.host for member in members()}
     if kv_store.process() != 0:
         time.sleep(LEADER_SPEAKS)
         raise RequestError("process 0 has refused the request, and says why")
-    hosts = {member.process: member.host for member in members()}
     raise RequestError(*refusals(differences, files, hosts))
 
 

@@ -259,13 +259,20 @@ class Checkpoints:
 
         Raises `RequestError` where processes have other copies of the step.
         """
-        step_dir = found.store.step_dir
-        check_weights(step_dir.folder, step_dir.files(found.step))
+        self.check_copies(found)
         trees = {"params": abstract}
         if variables:
             trees["variables"] = variables
         restored = found.store.restore(found.step, trees)
         return restored["params"], restored.get("variables", {})
+
+    def check_copies(self, found: Found) -> None:
+        """Raise `RequestError` where processes have other copies of a step.
+
+        A run that resumes does without: its folder is known to be shared (`cluster.preflight`).
+        """
+        step_dir = found.store.step_dir
+        check_weights(step_dir.folder, step_dir.files(found.step))
 
     def arrays(self, found: Found, item: str) -> Mapping[str, StoredArray]:
         """Return the arrays of one item of a step, such as `params`, by name, unread; none where it holds none."""
