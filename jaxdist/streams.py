@@ -143,7 +143,7 @@ def protect(output: bool) -> None:
     elif sys.stdout is not None:
         sys.stdout.flush()
         # Python keeps the old stream, so that it does not close the buffer that both have.
-        at_once = sys.stdout.line_buffering or getattr(sys.stdout, "write_through", False)
+        at_once = bool(sys.stdout.line_buffering or getattr(sys.stdout, "write_through", False))
         sys.stdout = printing(sys.stdout.buffer, sys.stdout.encoding, by_line=at_once)
 
 

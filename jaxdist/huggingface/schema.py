@@ -62,7 +62,7 @@ class SmallFile(NamedTuple):
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TOKEN = TEXT | object_of("an object with its content", {"content": TEXT}) | NULL
 TEMPLATE = object_of("an object with a name and a template", {"name": TEXT, "template": TEXT})
-TEMPLATES: Rules = {"chat_template": TEXT | list_of(TEMPLATE, "a list of objects with a name and a template") | NULL}
+TEMPLATES = {"chat_template": TEXT | list_of(TEMPLATE, "a list of objects with a name and a template") | NULL}
 ADDED_TOKEN = object_of("an object with its content", {"content": TEXT})
 
 

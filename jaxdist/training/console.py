@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -18,13 +18,13 @@ class Screen:
     def __init__(self, text: IO[str] | None = None, log: LogFile | None = None):
         """`text` is a stream, standard error by default; `log` gets every line too."""
         # Without standard error nobody reads, and log.txt has it all.
-        text = text or sys.stderr or io.StringIO()
-        if isinstance(text, Unfailing):
+        stream: Any = text or sys.stderr or io.StringIO()
+        if isinstance(stream, Unfailing):
             # It draws the bar with control characters, and prints what is printable.
-            text = text.raw
+            stream = stream.raw
         self.log = log or LogFile()
         self._console = Console(
-            file=text, force_terminal=text.isatty(), highlight=False, markup=False, emoji=False, soft_wrap=True
+            file=stream, force_terminal=stream.isatty(), highlight=False, markup=False, emoji=False, soft_wrap=True
         )
         self._progress: Progress | None = None
         self._task = TaskID(0)
