@@ -181,6 +181,39 @@ def test_axis_names_are_spelled_in_mesh_only():
             assert not set(told) & set(AXES), name(path)
 
 
+READ_AS_JSON = {
+    "json_files": "reads them all",
+    "values": "a knob",
+    "cluster.faults": "a variable of the environment",
+    "cluster.kv_store": "what processes tell each other",
+    "doctor.network": "what processes tell each other",
+    "doctor.sites": "what processes tell each other",
+    "training.copies": "what processes tell each other",
+    "data.readers.json_lines": "lines of data, each bounded",
+    "data.multiple_choice": "lines of data, each bounded",
+    "huggingface.safetensors_file": "the header of a file of weights, which has limits of its own",
+    "planning.trace": "the profile that this process has just written, which is large",
+    "bench.gpu": "what its own child has written",
+    "bench.gpu_child": "what its own parent has written",
+}
+"""Modules that call `json.loads`, and on what; files are for `json_files` alone."""
+
+
+def loads_json(path) -> bool:
+    """Whether a file calls a function of `json` that reads."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "json":
+            return True
+        of_json = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "json"
+        if of_json and node.attr not in ("dumps", "dump", "JSONDecodeError"):
+            return True
+    return False
+
+
+def test_nobody_else_reads_json_from_a_file():
+    assert {name(path) for path in FILES if loads_json(path)} == set(READ_AS_JSON)
+
+
 @pytest.mark.parametrize(
     "module",
     [

@@ -1,6 +1,5 @@
-"""Reading small files that somebody else may have written, and that nobody reads one in another way."""
+"""Reading small files that somebody else may have written; `test_imports.py` says that nobody does it otherwise."""
 
-import ast
 import json
 import os
 
@@ -8,39 +7,6 @@ import pytest
 
 from jaxdist.config import RequestError
 from jaxdist.json_files import DEEPEST, LARGEST, parse_json, read_json, read_text
-from tests.test_imports import FILES, name
-
-NO_FILE = {
-    "json_files": "reads them all",
-    "values": "a knob",
-    "cluster.faults": "a variable of the environment",
-    "cluster.kv_store": "what processes tell each other",
-    "doctor.network": "what processes tell each other",
-    "doctor.sites": "what processes tell each other",
-    "data.readers.json_lines": "lines of data, each bounded",
-    "data.multiple_choice": "lines of data, each bounded",
-    "huggingface.safetensors_file": "the header of a file of weights, which has limits of its own",
-    "planning.trace": "the profile that this process has just written, which is large",
-    "bench.gpu": "what its own child has written",
-    "bench.gpu_child": "what its own parent has written",
-}
-"""Modules that call `json.loads`, and on what."""
-
-
-def loads_json(path) -> bool:
-    """Whether a file calls a function of `json` that reads."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "json":
-            return True
-        of_json = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "json"
-        if of_json and node.attr not in ("dumps", "dump", "JSONDecodeError"):
-            return True
-    return False
-
-
-def test_nobody_else_reads_json_from_a_file():
-    assert {name(path) for path in FILES if loads_json(path)} == set(NO_FILE)
-
 
 WRONG = {
     "absent": (None, "no such file"),
