@@ -8,7 +8,8 @@ A TOML file holds only the values that differ from these defaults. The defaults 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -91,6 +92,20 @@ class NotFinite(RequestError):
     """Report a result that is NaN or infinite: a failure of the weights or of the arithmetic, not an invalid option."""
 
     exit_code = exit_codes.FAILED
+
+
+LISTED = 20
+"""Names of one kind that an error lists; the others it counts."""
+
+
+def listed(sentences: Iterator[str], count: int, rest: str) -> Iterator[str]:
+    """Yield the first `LISTED` of `count` sentences, and one about the `rest`; those that are not listed are not made.
+
+    To look for the nearest valid name takes a millisecond, and a file may have many thousand names.
+    """
+    yield from itertools.islice(sentences, LISTED)
+    if count > LISTED:
+        yield f"there are {count - LISTED} more {rest}; correct these first"
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

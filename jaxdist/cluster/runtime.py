@@ -26,6 +26,7 @@ from jaxdist.mesh import (
     FAST,
     FILL,
     MOST_CPU_DEVICES,
+    MOST_THAT_COMPUTE,
     abstract_mesh,
     describe,
     devices_asked,
@@ -60,6 +61,17 @@ def start(shape: Mapping[str, int], enough: DeviceUse = USE_ALL) -> jax.sharding
             f"{', '.join(map(str, idle))}; start fewer processes, or ask for a larger mesh{how}"
         )
     return make_mesh(mesh_shape, devices, sites=len(set(_site_names(devices))))
+
+
+def check_computes(mesh: jax.sharding.Mesh) -> None:
+    """Raise `RequestError` for a mesh of more CPU devices than can compute together."""
+    devices = len(mesh.local_devices)
+    if mesh.devices.flat[0].platform == "cpu" and devices > MOST_THAT_COMPUTE:
+        raise RequestError(
+            f"mesh {describe(mesh.shape)} splits the CPU of a process into {devices} devices, whose threads wait for "
+            f"each other for minutes; take at most {MOST_THAT_COMPUTE}, or python -m jaxdist.explain, which computes "
+            f"nothing"
+        )
 
 
 def site_numbers(mesh: jax.sharding.Mesh) -> np.ndarray:

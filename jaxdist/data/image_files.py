@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from jaxdist.config import RequestError, nearest
+from jaxdist.config import RequestError, listed, nearest
 from jaxdist.data.progress import Pass, Progress, unseen
 
 if TYPE_CHECKING:
@@ -118,7 +118,9 @@ def _digits() -> Labelled:
 
 def _arrays(path: Path, found: Sequence[str], load: Callable[[str], np.ndarray]) -> tuple[Labelled, Labelled | None]:
     """Return the arrays of an .npz, or of the .npy files in a folder; `found` are their names."""
-    problems = [f"'{path}' has '{name}'; {nearest(name, ARRAYS)}" for name in found if name not in ARRAYS]
+    unknown = [name for name in found if name not in ARRAYS]
+    sentences = (f"'{path}' has '{name}'; {nearest(name, ARRAYS)}" for name in unknown)
+    problems = list(listed(sentences, len(unknown), f"such names in '{path}'"))
     held_out = any(name in found for name in VALIDATION_ARRAYS)
     needed = ARRAYS if held_out else TRAINING_ARRAYS
     missing = [name for name in needed if name not in found]

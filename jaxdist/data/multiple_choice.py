@@ -24,6 +24,7 @@ from jaxdist.data.readers.json_lines import MARK
 from jaxdist.data.tokens import IGNORED
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.json_files import is_unicode
+from jaxdist.units import size
 
 EXAMPLE = '{"context": "The sky is", "choices": [" blue", " green"], "label": 0}'
 """A line of such a file."""
@@ -39,6 +40,9 @@ LINE = json.JSONDecoder(parse_int=_number)
 
 SHOWN = 40
 """Characters of a wrong value that a sentence shows."""
+
+LARGEST = 1 << 28
+"""Bytes of the largest file of questions that is read. The largest published tasks have some 50 million."""
 
 NAMED = 10
 """Problems of a file that an error names at most."""
@@ -100,16 +104,24 @@ def read_questions(path: Path) -> list[Question]:
         raise RequestError(f"--choices '{path}' is not a file; give the path of a .jsonl file")
     questions = []
     problems: list[str] = []
-    with reading(path):
-        lines = path.read_bytes().splitlines()
-    for number, line in enumerate(lines, start=1):
-        line = line.removeprefix(MARK)
-        if not line.strip():
-            continue
-        try:
-            questions.append(_question(line, f"line {number} of --choices '{path}'"))
-        except RequestError as error:
-            problems += error.problems
+    # All questions are in memory, as text and as tokens.
+    size_of_file = path.stat().st_size
+    if size_of_file > LARGEST:
+        raise RequestError(
+            f"--choices '{path}' has {size(size_of_file)}, and at most {size(LARGEST)} of questions are read at once; "
+            f"split it"
+        )
+    with reading(path), path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            line = line.removeprefix(MARK)
+            if not line.strip():
+                continue
+            try:
+                questions.append(_question(line, f"line {number} of --choices '{path}'"))
+            except RequestError as error:
+                problems += error.problems
+            if len(problems) >= NAMED:
+                break
     if problems:
         raise RequestError(*problems[:NAMED])
     if not questions:

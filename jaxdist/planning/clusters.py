@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.config import RequestError, nearest
+from jaxdist.config import RequestError, listed, nearest
 from jaxdist.files import read_toml
 from jaxdist.gpu_memory import GPU_SHARE
 from jaxdist.planning.hardware import GPUS, PRESETS
@@ -234,9 +234,9 @@ def _table_problems(
 ) -> Iterator[str]:
     """Yield a sentence for each key of one table that is missing, wrong or not known."""
     known = [*required, *optional]
-    for key in given:
-        if key not in known:
-            yield f"unknown key '{prefix}{key}'; {nearest(key, known)}"
+    unknown = [key for key in given if key not in known]
+    sentences = (f"unknown key '{prefix}{key}'; {nearest(key, known)}" for key in unknown)
+    yield from listed(sentences, len(unknown), "unknown keys")
     for key in known:
         if key in given:
             wrong = _wrong(key, given[key])

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 from pydantic import TypeAdapter, ValidationError
 
 from jaxdist import stop_signals
-from jaxdist.config import ClusterConfig, Config, RequestError
+from jaxdist.config import ClusterConfig, Config, RequestError, listed
 from jaxdist.exit_codes import DONE, FAILED, STOPPED
 from jaxdist.huggingface.folder import adapter_problem, is_folder
 from jaxdist.mesh import AUTO
@@ -146,8 +146,8 @@ def arguments(
     elif positional:
         config = word
     surplus = scan.positionals[1:] if positional else scan.positionals
-    for argument in surplus:
-        problems.append(f"unexpected argument '{argument}'; options are written --name value")
+    unexpected = (f"unexpected argument '{argument}'; options are written --name value" for argument in surplus)
+    problems += listed(unexpected, len(surplus), "such arguments")
 
     chosen = {extra.name: extra.default for extra in extras}
     for extra in extras:

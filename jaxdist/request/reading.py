@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxdist import __version__
-from jaxdist.config import Config, RequestError, leaves, nearest
+from jaxdist.config import Config, RequestError, leaves, listed, nearest
 from jaxdist.files import read_toml
 from jaxdist.huggingface.folder import adapter_problem, is_folder
 from jaxdist.request import checks, pretrained, unused
@@ -211,6 +212,7 @@ def _flatten(tables: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[s
     """Return the keys of a file by dotted name, and a sentence for each that does not exist or is set twice."""
     given: dict[str, Any] = {}
     problems: list[str] = []
+    unknown: list[tuple[str, bool]] = []
 
     def walk(table: dict[str, Any], prefix: str) -> None:
         for key, value in table.items():
@@ -221,12 +223,16 @@ def _flatten(tables: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[s
                 problems.append(f"{path}: {name} is set twice, with hyphens and with underscores; keep one")
             elif name in KNOBS:
                 given[name] = value
-            elif isinstance(value, dict):
-                problems.append(f"{path}: unknown section '{prefix}{key}'; {nearest(name, SECTIONS)}")
             else:
-                problems.append(f"{path}: unknown key '{prefix}{key}'; {suggest(name, KNOBS)}")
+                unknown.append((prefix + key, isinstance(value, dict)))
+
+    def sentence_about(name: str, section: bool) -> str:
+        if section:
+            return f"{path}: unknown section '{name}'; {nearest(canonical(name), SECTIONS)}"
+        return f"{path}: unknown key '{name}'; {suggest(canonical(name), KNOBS)}"
 
     walk(tables, "")
+    problems += listed(itertools.starmap(sentence_about, unknown), len(unknown), f"unknown keys in {path}")
     return given, problems
 
 
@@ -234,14 +240,17 @@ def _read_overrides(overrides: Mapping[str, str], used: Collection[str], also: I
     """Return the values of the command line; only `used` knobs are valid, `also` are other names to suggest."""
     given: dict[str, Any] = {}
     problems: list[str] = []
+    unknown: list[str] = []
     for name, text in overrides.items():
         name = canonical(name)
         if name not in KNOBS:
-            problems.append(f"unknown option {option(name)}; {suggest(name, [*also, *used], option)}")
+            unknown.append(name)
         elif name not in used:
             problems.append(f"{option(name)} has no effect on this command; leave it out (--help lists what it takes)")
         else:
             given[name] = from_text(name, text)
+    sentences = (f"unknown option {option(name)}; {suggest(name, [*also, *used], option)}" for name in unknown)
+    problems += listed(sentences, len(unknown), "unknown options")
     source = _validate(given, _parse)
     return Source(source.values, source.failed, problems + source.problems)
 

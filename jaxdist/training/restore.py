@@ -11,6 +11,7 @@ import jax
 from tokenizers import Tokenizer
 
 from jaxdist.cluster.consensus import leader
+from jaxdist.cluster.runtime import check_computes
 from jaxdist.config import Config, RequestError
 from jaxdist.huggingface.folder import is_folder, twofold
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, read_tokenizer
@@ -51,6 +52,7 @@ def restore(
     # The optimizer state, which may rest in the host's memory, is not read.
     without_offload = config.parallel.model_copy(update={"offload": "none"})
     run = Run(config.model_copy(update={"parallel": without_offload}), batch=batch)
+    check_computes(run.mesh)
     check(run)
     with jax.set_mesh(run.mesh), Checkpoints(config.folder, keep=None) as checkpoints:
         found = checkpoints.find(which)
@@ -94,6 +96,7 @@ def _pretrained(config: Config, which: str, batch: bool, check: Callable[[Run], 
     if which != LATEST:
         raise RequestError(f"'{config.folder}' is a folder of Hugging Face, without steps; leave --checkpoint out")
     run = Run(config, batch=batch)
+    check_computes(run.mesh)
     check(run)
     if leader() and twofold(config.folder):
         print(f"note: {twofold(config.folder)}", file=sys.stderr)

@@ -27,6 +27,7 @@ from jaxdist.cluster.heartbeat import (
 )
 from jaxdist.cluster.job import Job
 from jaxdist.cluster.preflight import check_folder
+from jaxdist.cluster.runtime import check_computes
 from jaxdist.config import NotFinite, RequestError
 from jaxdist.data.batches import Prefetch, global_rows
 from jaxdist.exit_codes import DONE, FAILED, STOPPED
@@ -87,6 +88,7 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
     job.stop.newest = partial(where_it_resumes, folder)
     screen = Screen(log=job.log)
     check_alike("configuration", to_toml(run.config), "give all processes the same options")
+    check_computes(run.mesh)
     # Before the data are read: a finished run needs none.
     if finished(run, folder):
         return DONE

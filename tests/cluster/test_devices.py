@@ -14,7 +14,7 @@ from jaxdist.cluster import gpus, kv_store, runtime
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.rendezvous import Member, _needed, why_incomplete
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import devices_asked, parse_mesh
+from jaxdist.mesh import AXES, DATA, devices_asked, parse_mesh
 from jaxdist.request import Enough, fitting
 from tests.processes import ROOT, told
 
@@ -237,3 +237,13 @@ mesh = runtime.start(parse_mesh("4x1x1"))
 tell([[d.process_index for d in mesh.devices.flat], len(runtime.host_lines(mesh))])
 """
     assert told(program, processes=2, devices=4) == [[[0, 0, 1, 1], 1]] * 2
+
+
+def test_more_cpu_devices_than_can_compute_are_refused():
+    """Their threads wait for each other in each collective: of 999, where generate was tried, for ever."""
+    cpu = np.array([SimpleNamespace(platform="cpu")] * 257)
+    shape = dict.fromkeys(AXES, 1) | {DATA: 257}
+    mesh = SimpleNamespace(shape=shape, devices=cpu, local_devices=list(cpu))
+    with pytest.raises(RequestError, match=r"^mesh data=257 splits the CPU of a process into 257 devices, .* most 256"):
+        runtime.check_computes(mesh)
+    runtime.check_computes(SimpleNamespace(shape=shape, devices=cpu[:256], local_devices=list(cpu[:256])))

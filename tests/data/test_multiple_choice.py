@@ -139,3 +139,11 @@ def test_of_equal_scores_the_first_counts():
     assert score.acc == score.acc_norm == 0.5
     assert score.acc_stderr == pytest.approx(np.sqrt(0.25 * 4 / 3 / 4))
     assert str(score) == "acc 50.0% ± 28.9%  acc_norm 50.0% ± 28.9%"
+
+
+def test_a_file_that_is_too_large_is_refused_before_it_is_read(write):
+    path = write("q.jsonl", "")
+    with path.open("wb") as file:
+        file.truncate(3 << 30)  # with a hole for its content
+    with pytest.raises(RequestError, match=r"q.jsonl' has 3.0 GiB, and at most 256 MiB of questions are read"):
+        read_questions(path)

@@ -361,3 +361,27 @@ def test_edges_of_a_knob(name):
     for value in refused:
         with pytest.raises(ValidationError):
             Config.model_validate(nest({name: value}))
+
+
+def test_of_very_many_unknown_names_the_first_are_listed_and_the_others_counted(tmp_path):
+    """To look for the nearest name of each took 17 seconds."""
+    path = tmp_path / "many.toml"
+    keys = [f"unknown_{number} = 1" for number in range(9000)]
+    path.write_text("\n".join([*keys, *(f"[section_{number}]" for number in range(9000))]))
+    started = time.perf_counter()
+    with pytest.raises(RequestError) as error:
+        load(str(path), {f"unknown_{number}": "1" for number in range(9000)})
+    problems = error.value.problems
+    assert time.perf_counter() - started < 8
+    of_file, of_line = problems[:21], problems[21:]
+    assert of_file[0].startswith(f"{path}: unknown key 'unknown_0'; ")
+    assert of_file[-1] == f"there are 17980 more unknown keys in {path}; correct these first"
+    assert of_line[0].startswith("unknown option --unknown-0; ")
+    assert of_line[-1] == "there are 8980 more unknown options; correct these first"
+
+
+def test_a_mesh_of_very_many_axes_is_one_sentence(tmp_path):
+    """Each of them had a sentence that repeated the whole text, at every check: minutes."""
+    text = ",".join(f"axis{number}=2" for number in range(20000))
+    with pytest.raises(RequestError, match=r"^mesh 'axis0=2,.{42}\.\.\.' names 20000 axes; there are 6: pipeline"):
+        load(None, {"mesh": text})

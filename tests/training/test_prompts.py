@@ -1,9 +1,11 @@
 """Prompts are laid out for prefill: each is found where its place says, in few rows, next to nobody it could see."""
 
+import time
+
 import numpy as np
 import pytest
 
-from jaxdist.training.prompts import Prefill, bucket, lay_out
+from jaxdist.training.prompts import Prefill, _first_fit, bucket, lay_out
 
 SEQUENCE = 48
 
@@ -60,3 +62,18 @@ def test_rows_are_as_long_as_the_bucket_of_the_longest_prompt():
 
 def test_packed_rows_are_a_power_of_two_so_that_few_programs_are_compiled():
     assert lay_out(prompts_of(*(10,) * 3, *(5,) * 5), 1, SEQUENCE).tokens.shape == (4, 16)
+
+
+@pytest.mark.parametrize("lengths", [[3] * 200_000, [3, 4, 9] * 60_000, list(range(1, 600))], ids=len)
+def test_very_many_prompts_are_placed_in_a_moment(lengths):
+    """In the first row with room, as a search through all rows finds it; that took minutes."""
+    started = time.perf_counter()
+    places = _first_fit(lengths, 1024)
+    assert time.perf_counter() - started < 5
+    used = dict.fromkeys(range(1 + max(row for row, _ in places)), 0)
+    for number, (length, (row, start)) in enumerate(zip(lengths, places, strict=True)):
+        if number < 2000:
+            assert row == next(one for one, filled in used.items() if filled + length <= 1024)
+        assert start == used[row]
+        used[row] += length
+    assert max(used.values()) <= 1024
