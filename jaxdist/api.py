@@ -44,6 +44,7 @@ from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.forward.module import ModuleForward, Scope
 from jaxdist.training.forward.module_pipeline import ModulePipelineForward, check_request, staged, stages_of_module
 from jaxdist.training.forward.step import Forward, Metrics, Step, TrainState
+from jaxdist.units import counted
 
 __all__ = ["Parallel", "parallelize", "scan", "stack", "staged"]
 
@@ -335,8 +336,9 @@ class Parallel:
         if rest:
             near = f"{rows - rest} or {rows - rest + unit}" if rows > unit else f"{unit}"
             raise ValueError(
-                f"a batch of {rows} rows does not divide by {self.accumulation} micro-batch(es) x {self.layout.ranks} "
-                f"part(s) of the batch; give {near} rows, or change the mesh or accumulation"
+                f"a batch of {rows} rows does not divide by {counted(self.accumulation, 'micro-batch')} x "
+                f"{counted(self.layout.ranks, 'part')} of the batch; give {near} rows, or change the mesh or "
+                f"accumulation"
             )
         return batch
 

@@ -18,7 +18,7 @@ from jaxdist.planning import parameter_layout
 from jaxdist.sharding import BATCH, COUNTED, STAGES, Layout, LogicalAxes, Rules, Tree, name_of, named
 from jaxdist.training.forward.module import Scope
 from jaxdist.training.forward.step import Forward
-from jaxdist.units import remedy, to
+from jaxdist.units import counted, remedy, to
 
 Batch = Tree
 """A tree of arrays that share their leading dim, the rows: of NumPy, or global ones of JAX."""
@@ -103,8 +103,8 @@ def check_no_schedule(mesh: str, schedule: str, virtual_stages: int) -> None:
     """Raise `ValueError` for a pipeline schedule on a mesh without stages, where it would have no effect."""
     if (schedule, virtual_stages) != ("1f1b", 1):
         raise ValueError(
-            f"schedule is {schedule!r} with {virtual_stages} virtual stage(s), but mesh '{mesh}' has no stages; leave "
-            f"them out, or give the {PIPELINE} axis more devices"
+            f"schedule is {schedule!r} with {counted(virtual_stages, 'virtual stage')}, but mesh '{mesh}' has no "
+            f"stages; leave them out, or give the {PIPELINE} axis more devices"
         )
 
 

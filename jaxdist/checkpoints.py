@@ -17,6 +17,7 @@ from jaxdist.request import Extra, Request, arguments, check_output, check_outpu
 from jaxdist.request.knobs import option
 from jaxdist.training.checkpoint.step_dir import UNREADABLE_SEAL, UNSEALED, StepDir
 from jaxdist.training.run_dir import RunFolder
+from jaxdist.units import counted
 from jaxdist.values import Checkpoint, FileName, WeightDtype
 
 DESCRIPTION = (
@@ -189,7 +190,7 @@ def _exported(exported: Mapping[str, Any]) -> str:
     """Return the line about an export."""
     size = f"{exported['bytes']:,} bytes"
     if "files" in exported:
-        size += f" of {exported['dtype']} in {exported['files']} file(s)"
+        size += f" of {exported['dtype']} in {counted(exported['files'], 'file')}"
     return f"wrote {exported['path']}: {exported['tensors']} tensors, {size}, of step {exported['step']}"
 
 

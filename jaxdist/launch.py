@@ -12,7 +12,7 @@ from jaxdist.cluster.process_env import SLURM_SITE, check_alone
 from jaxdist.config import Busy, Config, RequestError, nearest
 from jaxdist.request import Extra, Request, arguments, check_mesh_fits, fits, fitting, run
 from jaxdist.request.knobs import KNOBS, canonical, option
-from jaxdist.units import divisors
+from jaxdist.units import counted, divisors
 from jaxdist.values import MOST_DEVICES, CountOrZero, FileName, OnHost, OnHostOrZero, PositiveMinutes, Suggested
 
 if TYPE_CHECKING:
@@ -79,9 +79,9 @@ def local(argv: list[str]) -> int:
     gpus_of_processes = shares(request.extras["processes"])
     gpus = sum(len(share.split(",")) for share in gpus_of_processes if share)
     if gpus:
-        check_gpus(config, gpus, gpus, f"the {gpus} GPU(s) of this machine")
+        check_gpus(config, gpus, gpus, f"the {counted(gpus, 'GPU')} of this machine")
     else:
-        check_cpus(config, len(gpus_of_processes), f"{len(gpus_of_processes)} process(es) of this machine")
+        check_cpus(config, len(gpus_of_processes), f"{counted(len(gpus_of_processes), 'process')} of this machine")
     # A process without GPUs has one device.
     devices_each = len((gpus_of_processes[0] or "0").split(","))
 
@@ -266,7 +266,9 @@ def tasks_per_node(requested: int, gpus: int) -> int:
     """
     if gpus and requested and gpus % requested:
         choices = ", ".join(str(n) for n in divisors(gpus))
-        raise RequestError(f"{gpus} GPU(s) of a node do not divide by {requested} processes; ask for {choices} of them")
+        raise RequestError(
+            f"{counted(gpus, 'GPU')} of a node cannot be divided by {requested} processes; ask for {choices} of them"
+        )
     return requested or gpus or 1
 
 
@@ -283,9 +285,14 @@ def check_devices(config: Config, nodes: str, gpus: int, tasks: int) -> None:
     if fewest != most and FILL not in requested(config.mesh).values():
         raise RequestError(f"mesh {config.mesh} is the same on {nodes} nodes; let one axis fill them, such as -1x1x1")
     if gpus:
-        check_gpus(config, fewest * gpus, most * gpus, f"{most} node(s) with {gpus} GPU(s) each, {most * gpus} in all")
+        check_gpus(
+            config,
+            fewest * gpus,
+            most * gpus,
+            f"{counted(most, 'node')} with {counted(gpus, 'GPU')} each, {most * gpus} in all",
+        )
     else:
-        check_cpus(config, most * tasks, f"{most} node(s) with {tasks} process(es) each")
+        check_cpus(config, most * tasks, f"{counted(most, 'node')} with {counted(tasks, 'process')} each")
 
 
 def check_gpus(config: Config, fewest: int, most: int, where: str) -> None:
@@ -313,8 +320,8 @@ def check_cpus(config: Config, processes: int, where: str) -> None:
     each, rest = divmod(devices, processes)
     if rest:
         raise RequestError(
-            f"mesh {config.mesh} does not fit {where}: its {devices} CPU device(s) do not divide by {processes} "
-            f"process(es); ask for another mesh, or another number of processes"
+            f"mesh {config.mesh} does not fit {where}: its {counted(devices, 'CPU device')} do not divide "
+            f"by {counted(processes, 'process')}; ask for another mesh, or another number of processes"
         )
     if each > MOST_CPU_DEVICES:
         raise RequestError(

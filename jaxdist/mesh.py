@@ -110,7 +110,7 @@ def _split_text(text: str) -> list[tuple[str, str]]:
     sizes = text.split("x")
     if len(sizes) != len(POSITIONS):
         raise RequestError(
-            f"mesh '{text}' has {len(sizes)} number(s): write data x model x pipeline, such as 4x1x1, "
+            f"mesh '{text}' has {len(sizes)} in place of 3 numbers: write data x model x pipeline, such as 4x1x1, "
             f"or name the axes, such as data=4,replica=2"
         )
     return [(axis, size.strip()) for axis, size in zip(POSITIONS, sizes, strict=True)]
@@ -163,7 +163,7 @@ def fill(shape: Mapping[str, int], devices: int) -> MeshShape:
     # A `-1` that is left means that the other axes do not divide the devices.
     if FILL in shape.values() or math.prod(shape.values()) != devices:
         raise RequestError(
-            f"mesh {describe(shape)} does not use all {devices} device(s): the product of its axes must be "
+            f"mesh {describe(shape)} does not use all devices, of which there are {devices}: the product of its axes must be "
             f"{devices}, such as data={devices}; or hide devices with CUDA_VISIBLE_DEVICES"
         )
     return dict(shape)

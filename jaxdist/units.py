@@ -28,6 +28,14 @@ def rounded(number: float) -> str:
     return str(number)
 
 
+def counted(number: int, thing: str) -> str:
+    """Return `1 block`, `2 blocks`, `2 micro-batches`, `1,024 processes`."""
+    if number == 1:
+        return f"1 {thing}"
+    ending = "es" if thing.endswith(("ch", "s", "x")) else "s"
+    return f"{number:,} {thing}{ending}"
+
+
 def duration(seconds: float) -> str:
     """Return a time with its unit: `1.3 s`, `66.3 us`, `0 s`."""
     if seconds < 1e-7:

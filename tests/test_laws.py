@@ -61,7 +61,7 @@ def test_a_pipeline_is_one_manual_region():
 def test_jax_drops_devices_silently_and_a_mesh_of_ours_does_not():
     assert jax.device_count() == 8
     assert jax.make_mesh((3, 2), ("data", "model")).size == 6
-    with pytest.raises(RequestError, match="mesh data=3 model=2 does not use all 8 device"):
+    with pytest.raises(RequestError, match="mesh data=3 model=2 does not use all devices, of which there are 8:"):
         fill(parse_mesh("3x2x1"), 8)
 
 

@@ -13,6 +13,7 @@ from jaxdist.cluster.process_env import find
 from jaxdist.config import RequestError
 from jaxdist.files import write_whole
 from jaxdist.request import JOB_KNOBS, Extra, arguments, check_output
+from jaxdist.units import counted
 from jaxdist.values import FileName
 
 if TYPE_CHECKING:
@@ -96,9 +97,9 @@ def notes(measured: Mapping[str, Any]) -> Iterator[str]:
 
     if measured["virtual_devices"]:
         yield (
-            f"these are virtual devices of {measured['hosts']} CPU host(s) with {measured['cores']} core(s): the times "
-            f"show how fast memory is copied and how threads wait for each other, no link; to plan for GPUs, write the "
-            f"file on GPUs"
+            f"these are virtual devices of {counted(measured['hosts'], 'CPU host')} with "
+            f"{counted(measured['cores'], 'core')}: the times show how fast memory is copied and how threads wait for "
+            f"each other, no link; to plan for GPUs, write the file on GPUs"
         )
     if not measured["collectives"]:
         yield "the mesh is one device: there is no link to measure; give --mesh, such as 4x1x1"
@@ -120,7 +121,7 @@ def lines(measured: Mapping[str, Any]) -> list[str]:
     if measured["overlap"] is not None:
         overlap = f"{measured['overlap']:.3f} (1 hides all, 2 nothing)"
     heading = (
-        f"{measured['devices']} x {measured['device']} on {measured['hosts']} host(s), {measured['mesh']}, "
+        f"{measured['devices']} x {measured['device']} on {counted(measured['hosts'], 'host')}, {measured['mesh']}, "
         f"jax {measured['jax']}"
     )
     text = [heading, "", *_table(measured), ""]

@@ -13,6 +13,7 @@ import numpy as np
 from jaxdist.planning.clusters import Cluster, Link, of_kind
 from jaxdist.planning.collective_time import START, wire_share
 from jaxdist.planning.predicted_collectives import ALL_REDUCE, PERMUTE
+from jaxdist.units import counted
 
 ALIKE = 0.8
 """Share of a bandwidth: a measured one above this share may be the same."""
@@ -50,7 +51,7 @@ def cluster_of(measured: Mapping[str, Any], name: str) -> tuple[Cluster, list[st
     memory, memory_notes = _memory(measured, shipped)
     inside, across, link_notes = _links(measured["collectives"], shipped)
     where = (
-        f"{measured['devices']} x {measured['device']} on {measured['hosts']} host(s), {measured['mesh']}, "
+        f"{measured['devices']} x {measured['device']} on {counted(measured['hosts'], 'host')}, {measured['mesh']}, "
         f"jax {measured['jax']}"
     )
     cluster = Cluster(

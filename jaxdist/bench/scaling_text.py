@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdist.planning.tables import table
-from jaxdist.units import size
+from jaxdist.units import counted, size
 
 WIDTH = 120
 
@@ -35,7 +35,7 @@ def setting(result: Mapping[str, Any]) -> list[str]:
     virtual = ""
     if result["virtual_devices"]:
         hosts = "one CPU" if result["hosts"] == 1 else f"the CPUs of {result['hosts']} hosts"
-        virtual = f", virtual: {hosts} with {result['cores']} core(s)"
+        virtual = f", virtual: {hosts} with {counted(result['cores'], 'core')}"
     most = max(one["devices"] for one in result["measurements"])
     return [
         f"{result['config']} ({result['model']}, {result['parameters']:,} parameters, {result['precision']})",

@@ -23,6 +23,7 @@ from jaxdist.mesh import describe
 from jaxdist.planning import clusters, communication
 from jaxdist.planning.collective_time import group_over
 from jaxdist.training.run import Run
+from jaxdist.units import counted
 
 ROOM = 0.8
 """Share of a device's memory that the states of all measurements and the temporaries of one may take together."""
@@ -74,7 +75,7 @@ def measure(study: Study, note: Note = ignore) -> dict[str, Any] | None:
         if jax.process_index() in processes_of(run.mesh):
             note(COMPILING)
             timed.append(Timed.compile(run))
-            _progress(f"compiled ZeRO {stage} on {count} device(s) in {timed[-1].compile_seconds:.1f} s")
+            _progress(f"compiled ZeRO {stage} on {counted(count, 'device')} in {timed[-1].compile_seconds:.1f} s")
     note(IDLE)
     # The leader decides for all: the processes must measure in the same order.
     together = bool(from_leader(_fit_together(timed) if leader() else False))
@@ -245,17 +246,18 @@ def _virtual(study: Study, computers: Computers) -> str:
     """Return a sentence on what virtual devices of a CPU can show."""
     if jax.process_count() > 1:
         return (
-            f"these are virtual devices of {jax.process_count()} processes on {computers.hosts} host(s), which have "
-            f"{computers.cores} core(s) in all and share them: a device brings computing power only where its process "
-            f"brings cores that fewer devices left idle; how real devices scale, this does not show"
+            f"these are virtual devices of {jax.process_count()} processes on {counted(computers.hosts, 'host')}, "
+            f"which have {counted(computers.cores, 'core')} in all and share them: a device brings "
+            f"computing power only where its process brings cores that fewer devices left idle; how real devices scale, this does "
+            f"not show"
         )
     expected = "a speed-up near 1"
     if study.mode == "weak":
         expected = "N devices have N times the work, and an efficiency near 1/N"
     return (
-        f"these are virtual devices of one CPU: they share its {computers.cores} core(s) and bring no computing power, "
-        f"so {expected} is all that can be expected; less is what splitting costs, more is a core that fewer devices "
-        f"left idle; how real devices scale, this does not show"
+        f"these are virtual devices of one CPU: they share its {counted(computers.cores, 'core')} and bring no "
+        f"computing power, so {expected} is all that can be expected; less is what splitting costs, more is a core "
+        f"that fewer devices left idle; how real devices scale, this does not show"
     )
 
 

@@ -17,6 +17,7 @@ from jaxdist.cluster.gpus import visible
 from jaxdist.config import RequestError
 from jaxdist.exit_codes import BUSY, DONE, FAILED, REFUSED, STOPPED
 from jaxdist.stop_signals import SIGNALS, heeded
+from jaxdist.units import counted
 
 LAST_WORDS = 10.0
 """Seconds in which the other processes may end by themselves, and say why, before they are killed."""
@@ -94,7 +95,7 @@ class Supervisor:
                     return BUSY
                 continue
             self._patient_until = None
-            after = f" after {tries} restart(s)" if tries else ""
+            after = f" after {counted(tries, 'restart')}" if tries else ""
             if first is None:
                 self.tell(f"done{after}")
                 return DONE
@@ -221,7 +222,7 @@ class Supervisor:
             return ""
         del self.shares[failed]
         del self.shares[count:]
-        return f" with {count} process(es), because it has failed {GIVE_UP_ON} times without a new checkpoint"
+        return f" with {counted(count, 'process')}, because it has failed {GIVE_UP_ON} times without a new checkpoint"
 
     def _forward(self, number: int, _frame: object) -> None:
         """Handle a signal: pass it on to all processes."""

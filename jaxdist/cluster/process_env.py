@@ -16,6 +16,7 @@ from functools import partial
 
 from jaxdist.cluster.address import NUMBER, host_and_port, named_loopback, reachable
 from jaxdist.config import ClusterConfig, RequestError
+from jaxdist.units import counted
 
 ALONE_HINT = "to run one process alone give --cluster.processes 1"
 
@@ -144,7 +145,7 @@ def site_of(name: str, environment: Mapping[str, str] = os.environ) -> str:
     switches = pattern.split(".").count("switch")
     if switches < 2:
         raise RequestError(
-            f"cluster.site is {SLURM_SITE}, but Slurm's topology has {switches} switch(es) above this node "
+            f"cluster.site is {SLURM_SITE}, but Slurm's topology has {counted(switches, 'switch')} above this node "
             f"({TOPOLOGY[0]} is '{address[:80]}', {TOPOLOGY[1]} '{pattern[:80]}'), and a site is a switch below the "
             f"top one; give each process the name of its site, or describe the sites in Slurm's topology.conf"
         )
@@ -310,7 +311,8 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
         last += int(run[2] or 1)
         if node <= last:
             return int(run[1])
-    raise RequestError(f"SLURM_NODEID is {node} in the environment, but {name} '{text[:40]}' has {last + 1} node(s)")
+    nodes = counted(last + 1, "node")
+    raise RequestError(f"SLURM_NODEID is {node} in the environment, but {name} '{text[:40]}' has {nodes}")
 
 
 def _step_host(environment: Mapping[str, str]) -> str:

@@ -33,6 +33,7 @@ from jaxdist.mesh import (
     fill,
     make_mesh,
 )
+from jaxdist.units import counted
 
 
 def start(shape: Mapping[str, int], enough: DeviceUse = USE_ALL) -> jax.sharding.Mesh:
@@ -141,7 +142,7 @@ def notes(mesh: jax.sharding.Mesh, enough: DeviceUse = USE_ALL) -> list[str]:
     if idle:
         remedy = enough.how_to_use(len(jax.devices()))
         how = f"; {remedy}" if remedy else ""
-        sentences.append(f"{len(idle)} device(s) are idle: {', '.join(map(str, idle))}{how}")
+        sentences.append(f"idle: {counted(len(idle), 'device')}: {', '.join(map(str, idle))}{how}")
     return sentences
 
 
@@ -171,7 +172,7 @@ def host_lines(mesh: jax.sharding.Mesh) -> list[str]:
             str(sum(device.process_index == member.process for device in mesh.devices.flat)) for member in here
         )
         place = f", in site {site}" if in_sites else ""
-        lines.append(f"process {numbers} on {host} ({here[0].address}) with {counts} device(s){place}")
+        lines.append(f"process {numbers} on {host} ({here[0].address}) with {counted(counts, 'device')}{place}")
     return lines
 
 
@@ -299,8 +300,9 @@ def _all_visible(devices: list[jax.Device]) -> list[jax.Device]:
     # One of several processes may see a part of the GPUs on purpose.
     if seen < expected and (seen == 0 or kv_store.processes() == 1):
         raise RequestError(
-            f"this machine has {expected} GPU(s), but JAX sees {seen}: install jaxdist with '.[gpu]' (CUDA 12) or "
-            f"'.[gpu13]' (CUDA 13), or hide GPUs with CUDA_VISIBLE_DEVICES, or use the CPU with JAX_PLATFORMS=cpu"
+            f"this machine has {counted(expected, 'GPU')}, but JAX sees {seen}: install jaxdist with '.[gpu]' "
+            f"(CUDA 12) or '.[gpu13]' (CUDA 13), or hide GPUs with CUDA_VISIBLE_DEVICES, or use the CPU with "
+            f"JAX_PLATFORMS=cpu"
         )
     return devices
 

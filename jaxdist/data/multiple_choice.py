@@ -24,7 +24,7 @@ from jaxdist.data.readers.json_lines import MARK
 from jaxdist.data.tokens import IGNORED
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.json_files import is_unicode
-from jaxdist.units import size
+from jaxdist.units import counted, size
 
 EXAMPLE = '{"context": "The sky is", "choices": [" blue", " green"], "label": 0}'
 """A line of such a file."""
@@ -265,7 +265,7 @@ def _wrong(row: Any) -> Iterator[str]:
     if not isinstance(choices, list) or not all(isinstance(one, str) and is_unicode(one) for one in choices):
         yield 'has "choices" that are not a list of texts; write ["one", "other"]'
     if len(choices) < 2:
-        yield f"has {len(choices)} choice(s); give at least 2"
+        yield f"has {counted(len(choices), 'choice')}; give at least 2"
     if "" in choices:
         yield f"has an empty text as choice {choices.index('')}; give each choice at least one character"
     label = row["label"]

@@ -20,6 +20,7 @@ from jaxdist.doctor.findings import Finding, Here, for_all, ok, unchecked, warni
 from jaxdist.doctor.software import fraction
 from jaxdist.planning import clusters
 from jaxdist.sharding import BATCH, Layout
+from jaxdist.units import counted
 
 BYTES = 64 << 20
 """Bytes that each GPU contributes to an all-reduce: enough to saturate a fast link."""
@@ -53,7 +54,7 @@ def judged_use(here: Here, platform: str, used: int, processes: int) -> Finding:
     """Return the finding for `processes` of this host that use `used` of the GPUs that the driver shows."""
     if not here.gpus:
         return ok("devices", f"{platform}, and no GPU is here")
-    text = f"{processes} process(es) of this host use {used} of the {here.gpus} GPU(s)"
+    text = f"{counted(processes, 'process')} of this host use {used} of the {counted(here.gpus, 'GPU')}"
     if used >= here.gpus:
         return ok("devices", text)
     requested = here.environment.get("JAX_PLATFORMS", "")
@@ -94,7 +95,7 @@ def reductions(here: Here, mesh: jax.sharding.Mesh, hosts: Sequence[str]) -> Ite
         check = f"all-reduce {axis}"
         bad, seconds, size = reduce_over(mesh, axis)
         if bad:
-            text = f"{bad[0]} and {len(bad) - 1} more device(s) have a wrong sum"
+            text = f"{bad[0]} and {len(bad) - 1} more have a wrong sum"
             remedy = "do not train on them: let the administrator test the device, its links and driver"
             yield wrong(check, text, remedy)
         elif here.env.leader:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import Config
+from jaxdist.units import counted
 
 OK = "ok"
 """State of a finding: the check passed."""
@@ -130,4 +131,4 @@ def as_text(result: Mapping[str, Any], width: int = 120) -> Iterator[str]:
     if result["healthy"]:
         yield "healthy, as far as was checked"
     else:
-        yield f"{sum(row['state'] == WRONG for row in rows)} thing(s) wrong"
+        yield f"{counted(sum(row['state'] == WRONG for row in rows), 'thing')} wrong"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jaxdist.doctor.findings import Finding, Here, ok, unchecked, warning, wrong
 from jaxdist.doctor.software import PLUGINS, installed
+from jaxdist.units import counted
 
 LEAST_DRIVER = {12: 525, 13: 580}
 """Major version of NVIDIA's driver that each version of CUDA needs, from JAX's installation guide."""
@@ -42,7 +43,7 @@ def driver(here: Here, root: Path = Path("/")) -> Iterator[Finding]:
     if problem:
         yield wrong("driver", problem, "let the administrator repair the driver; a restart helps after an update")
     elif devices and not names and not (proc / "version").exists():
-        text = f"{len(devices)} device(s) /dev/nvidia*, but neither nvidia-smi nor /proc/driver/nvidia"
+        text = f"{counted(len(devices), 'device')} /dev/nvidia*, but neither nvidia-smi nor /proc/driver/nvidia"
         yield wrong("driver", text, "give the container NVIDIA's driver (--nv, --gpus all), or load its kernel module")
     elif not here.gpus:
         yield ok("driver", "no NVIDIA GPU: neither nvidia-smi nor /proc/driver/nvidia shows one")
@@ -81,7 +82,7 @@ def _check_gpus(here: Here, names: Sequence[str], version: str) -> Iterator[Find
         found.append(wrong("driver", text, "correct or unset it"))
     plugins = [cuda for cuda, parts in PLUGINS.items() if installed(parts[0])]
     if not plugins:
-        text = f"{here.gpus} GPU(s), but JAX's CUDA plug-in is not installed: JAX would use the CPU"
+        text = f"{counted(here.gpus, 'GPU')}, but JAX's CUDA plug-in is not installed: JAX would use the CPU"
         found.append(wrong("driver", text, "pip install 'jaxdist[gpu]' (CUDA 12) or 'jaxdist[gpu13]' (CUDA 13)"))
     major = version.partition(".")[0]
     for cuda in plugins:
@@ -105,7 +106,7 @@ def limits(here: Here, root: Path = Path("/")) -> Iterator[Finding]:
     needed = OPEN_FILES + OPEN_FILES_PER_PROCESS * processes
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
-        text = f"at most {soft} open files; {processes} process(es) need about {needed}"
+        text = f"at most {soft} open files; {counted(processes, 'process')} need about {needed}"
         found.append(wrong("limits", text, _raise_open_files(needed, hard)))
     # InfiniBand pins the memory that it reads and writes.
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

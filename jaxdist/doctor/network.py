@@ -15,6 +15,7 @@ from jaxdist.cluster import address as addresses
 from jaxdist.cluster import kv_store, preflight
 from jaxdist.config import RequestError
 from jaxdist.doctor.findings import Finding, Here, for_all, ok, unchecked, wrong
+from jaxdist.units import counted
 
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 """Variables that gRPC, through which processes meet, reads; it ignores their names in capitals."""
@@ -86,7 +87,7 @@ def hosts(here: Here) -> Iterator[Finding]:
     yield from problems
     if is_first_of_host and not problems:
         if others:
-            yield ok("hosts", f"{len(others)} other host(s) found and reached")
+            yield ok("hosts", f"{counted(len(others), 'other host')} found and reached")
         else:
             yield ok("hosts", "all processes are here")
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from jaxdist.doctor.findings import Finding, Here, ok, unchecked, warning, wrong
 from jaxdist.gpu_memory import FRACTIONS, GPU_SHARE
+from jaxdist.units import counted
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -123,7 +124,7 @@ def xla_flags(here: Here) -> Iterator[Finding]:
         if not word.startswith("--"):
             yield warning("XLA_FLAGS", f"'{word}' is no flag, and XLA ignores it", "write flags as --xla_name=value")
     if not refused(flags):
-        yield ok("XLA_FLAGS", f"{len(words)} flag(s), all known")
+        yield ok("XLA_FLAGS", f"{counted(len(words), 'flag')}, all known")
         return
     # Each flag in a process of its own, to name those that XLA refuses.
     reasons = {word: refused(word) for word in dict.fromkeys(words)}

@@ -25,6 +25,7 @@ from jaxdist.models.ring_blocks import QueryBlocks
 from jaxdist.models.ring_blocks_cudnn import CudnnBlocks
 from jaxdist.parallel.context import Blocks, Keys, Queries, Ring, Starts, ulysses, with_gradient
 from jaxdist.sharding import BATCH, SEQUENCE, Layout, wide
+from jaxdist.units import counted
 
 ATTENTION = "attention"
 """The checkpoint name of attention's results, for activation checkpointing (remat) policies."""
@@ -122,12 +123,12 @@ def attention_kernel(
         ring = f"ring attention over context={ranks}{within}, each half-block"
         if not reason:
             return f"{ring} by cuDNN flash attention: {device}"
-        return f"{ring} in {QueryBlocks().count(sequence // ranks // 2)} block(s) of queries, because {reason}"
+        return f"{ring} in {counted(QueryBlocks().count(sequence // ranks // 2), 'block')} of queries, because {reason}"
     exchanged = f"Ulysses over context={ranks}, then " if ranks > 1 else ""
     if not reason:
         return f"{exchanged}cuDNN flash attention{within}: {device}"
     blocks = sequence // block_rows(sequence)
-    return f"{exchanged}causal attention{within} in {blocks} block(s) of queries, because {reason}"
+    return f"{exchanged}causal attention{within} in {counted(blocks, 'block')} of queries, because {reason}"
 
 
 def effective_window(window: int, sequence: int) -> int:

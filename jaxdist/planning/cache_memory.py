@@ -9,7 +9,7 @@ from jaxdist.parallel.heads import own_heads
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.planning.parameter_layout import compute_width, placed
 from jaxdist.sharding import SEQUENCE, Layout
-from jaxdist.units import size
+from jaxdist.units import counted, size
 
 
 def cache_bytes(config: Config, layout: Layout, rows: int) -> int:
@@ -48,7 +48,7 @@ def problem(config: Config, model: Model, layout: Layout, rows: int, room: float
         return ""
     state = f" and {size(beside)} of the train state" if beside else ""
     return (
-        f"the key-value cache of {rows} row(s) of model.sequence {config.model.sequence} takes {size(cache)} on each "
-        f"device, beside {size(weights)} of weights{state}, and a device has {size(room)}; generate fewer texts at "
-        f"once, lower model.sequence, or take a mesh with more devices"
+        f"the key-value cache of {counted(rows, 'row')} of model.sequence {config.model.sequence} takes {size(cache)} "
+        f"on each device, beside {size(weights)} of weights{state}, and a device has {size(room)}; generate fewer "
+        f"texts at once, lower model.sequence, or take a mesh with more devices"
     )

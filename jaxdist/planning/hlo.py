@@ -28,6 +28,7 @@ from jaxdist.planning.hlo_text import (
     results,
     trips,
 )
+from jaxdist.units import counted
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 COMMUNICATION = re.compile(r"all-|reduce-scatter|collective|ragged-all|send|recv")
@@ -140,7 +141,7 @@ def collectives(program: str, mesh: Mesh | AbstractMesh) -> list[Collective]:
     """
     parsed = parse(program)
     if parsed.devices != mesh.size:
-        raise ValueError(f"the program is for {parsed.devices} device(s), the mesh has {mesh.size}")
+        raise ValueError(f"the program is for {counted(parsed.devices, 'device')}, the mesh has {mesh.size}")
     return _Reader(parsed, mesh).run(parsed.entry)
 
 

@@ -17,7 +17,7 @@ from jaxdist.parallel.pipeline.simulate import Bubble, Times, bubble
 from jaxdist.parallel.pipeline.stages import Stages, stages_of
 from jaxdist.parallel.pipeline.table import Table, make_table
 from jaxdist.sharding import Layout
-from jaxdist.units import multiples, remedy, to
+from jaxdist.units import counted, multiples, remedy, to
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Pipeline:
         """How long a step takes and what it holds, for a person."""
         what = "micro-batches" if self.stages.virtual == 1 else "chunks of micro-batches"
         return (
-            f"{self.schedule.micro_batches} micro-batch(es) in {self.schedule.ticks} ticks, "
+            f"{counted(self.schedule.micro_batches, 'micro-batch')} in {self.schedule.ticks} ticks, "
             f"bubble {self.bubble.share:.1%} of the time ({self.ratio}); "
             f"{what} in flight by rank: {_listed(self.in_flight)}"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist.mesh import CONTEXT, describe, micro_batches
+from jaxdist.mesh import CONTEXT, REPLICA, describe, micro_batches
 from jaxdist.planning import context_report, overlap, pipelines
 from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.expert_report import arithmetic, exchanged, experts, model_size
@@ -11,7 +11,7 @@ from jaxdist.planning.report import Report, Row
 from jaxdist.planning.tables import table
 from jaxdist.planning.timing import in_window
 from jaxdist.sharding import SEQUENCE
-from jaxdist.units import size
+from jaxdist.units import counted, size
 
 BAR = 60
 """Characters of the bar of memory."""
@@ -47,12 +47,12 @@ def _head(report: Report) -> list[str]:
         f"compiled    for {mesh.size} x {where}, by jax {program.jax}: traced in {program.lower_seconds:.1f} s, "
         f"compiled in {program.compile_seconds:.1f} s",
         f"mesh        {describe(mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}; "
-        f"{k} micro-batch(es); remat {config.model.remat}",
+        f"{counted(k, 'micro-batch')}; remat {config.model.remat}",
     ]
     if report.outer:
         found.append(
-            f"local steps {report.outer.local_steps} by each of {mesh.size // report.mesh.size} replica(s), on "
-            f"{report.mesh.size} device(s), then an outer step averages; the loss is not that of one device"
+            f"local steps {report.outer.local_steps} by each of {counted(mesh.size // report.mesh.size, REPLICA)}, "
+            f"on {counted(report.mesh.size, 'device')}, then an outer step averages; the loss is not that of one device"
         )
     attends = context_report.sentence(config, mesh.shape)
     if attends:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from jaxdist.config import Config
 from jaxdist.files import read_regular, write_whole
 from jaxdist.json_files import parse_json
+from jaxdist.units import counted
 
 VALIDATED = "validation_loss"
 """The key that only lines of a validation have."""
@@ -76,10 +77,10 @@ def cut(path: Path, step: int, every: Iterable[int]) -> list[str]:
     notes = []
     bad = len(whole) - len(lines)
     if bad:
-        notes.append(f"{bad} line(s) of {path} could not be read and are left out")
+        notes.append(f"left out {counted(bad, 'line')} of {path} that could not be read")
     doubled = sum(line.step <= step for line in lines) - len(kept)
     if doubled:
-        notes.append(f"{doubled} line(s) of {path} appeared twice; the later one is kept")
+        notes.append(f"left out {counted(doubled, 'line')} of {path} whose step appears again later")
     gaps = _gaps([line.step for line in kept if not line.validates], step, max(every))
     if gaps:
         stretches = ", ".join(f"{first} to {end}" for first, end in gaps[:LISTED])

@@ -15,6 +15,7 @@ from jaxdist.planning.trace import Program, kernels, read, summarize, table
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.meter import Meter
 from jaxdist.training.run_dir import RunFolder
+from jaxdist.units import counted
 
 if TYPE_CHECKING:
     from jaxdist.training.run import Run
@@ -108,7 +109,7 @@ class Profile:
         except ValueError as error:
             self.say(f"profile     no table of kernels: {error}")
         else:
-            what = f"{len(self.steps)} step(s) up to {self.steps[-1]}, {found.devices} x {self.kind}"
+            what = f"{counted(len(self.steps), 'step')} up to {self.steps[-1]}, {found.devices} x {self.kind}"
             self.say(f"profile     {what}; of one device on average:")
             for line in table(found):
                 self.say(f"            {line}")

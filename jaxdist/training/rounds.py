@@ -18,6 +18,7 @@ from jaxdist.sharding import on_devices
 from jaxdist.training.forward.local_step import Common, LocalStep
 from jaxdist.training.forward.step import Batch, Metrics, TrainState
 from jaxdist.training.run import Run
+from jaxdist.units import counted
 
 
 def rounds(first: int, last: int, local_steps: int) -> Iterator[range]:
@@ -94,8 +95,8 @@ class RoundRunner:
         if not self.taken:
             return ""
         return (
-            f"the round after the outer step {self.outer_step} is not finished, and its {self.taken} local step(s) "
-            f"are lost; "
+            f"the round after the outer step {self.outer_step} is not finished, which loses "
+            f"{counted(self.taken, 'local step')}; "
         )
 
     def take(self, step: int, state: TrainState | InRound, batch: Batch) -> TrainState | InRound:

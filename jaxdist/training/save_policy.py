@@ -27,6 +27,7 @@ from jaxdist.training.plots import plot_loss
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder, checkpoint_of
 from jaxdist.training.run_lock import LockLost, RunLock
+from jaxdist.units import counted
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors of a disk that accepts no more data."""
@@ -136,7 +137,8 @@ class SavePolicy:
         if before == now:
             return
         if not self.run.config.parallel.delayed_gradients:
-            say(f"note        PipeDream's gradient delay in the first stage changes from {before} step(s) to {now}")
+            delay = counted(before, "step")
+            say(f"note        PipeDream's gradient delay in the first stage changes from {delay} to {now}")
         elif now == 0:
             say(f"note        from here on gradients are on time, because {REPLICA} is 1; none is left to cross")
         else:

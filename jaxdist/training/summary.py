@@ -30,7 +30,7 @@ from jaxdist.request.unused import Known
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.startup_checks import queries
-from jaxdist.units import size
+from jaxdist.units import counted, size
 
 NAMES = 12
 """Characters of the column of names."""
@@ -81,7 +81,7 @@ def afterwards(run: Run, folder: RunFolder) -> list[str]:
 def _length(run: Run) -> str:
     train = run.config.train
     if train.epochs:
-        return f"{train.epochs:g} epoch(s)"
+        return "1 epoch" if train.epochs == 1 else f"{train.epochs:g} epochs"
     return f"{train.steps} steps"
 
 
@@ -136,7 +136,7 @@ def _training(run: Run, length: str) -> list[Row]:
         ("mesh", f"{describe(run.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}"),
         ("model", expert_report.model_size(config.model, run.model)),
         *(("experts", sentence) for sentence in expert_report.experts(config, run.layout)),
-        ("batch", f"{_batch(run)} per step, {run.task.micro_batches} micro-batch(es), {length}"),
+        ("batch", f"{_batch(run)} per step, {counted(run.task.micro_batches, 'micro-batch')}, {length}"),
     ]
     attends = context_report.sentence(config, run.mesh.shape)
     if attends:
@@ -157,7 +157,7 @@ def _rounds(run: Run) -> str:
     outer = run.config.optimizer
     how_many = ""
     if not run.config.train.epochs:
-        how_many = f", {math.ceil(run.config.train.steps / local_steps)} round(s) in all"
+        how_many = f", {counted(math.ceil(run.config.train.steps / local_steps), 'round')} in all"
     return (
         f"each replica takes {local_steps} by itself, then an outer step averages (rate {outer.outer_rate:g}, momentum "
         f"{outer.outer_momentum:g}){how_many}; metrics, validation, checkpoints and stops wait for the end of a round; "

@@ -139,7 +139,7 @@ class Task(ABC, Generic[ModelT]):
         batch = self.config.train.global_batch_size
         if rows < batch:
             raise RequestError(
-                f"there are {rows} {what} to train on, fewer than one global batch of {batch}; "
+                f"the data have {rows} {what}, fewer than one global batch of {batch}; "
                 f"lower {self.lower}, or give more data"
             )
         return rows

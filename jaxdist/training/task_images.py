@@ -20,6 +20,7 @@ from jaxdist.parallel.replica_zero import without_replica_zero
 from jaxdist.training.forward.base import count_labels
 from jaxdist.training.forward.module import ModuleForward
 from jaxdist.training.task import Task
+from jaxdist.units import counted
 
 CROP = 8
 """A crop is shifted by up to this part of the image: 4 pixels of 32, as in He et al. 2016, section 4.2."""
@@ -54,7 +55,7 @@ class ImageTask(Task[Foreign]):
         channels = found.train.shape[-1]
         if channels != sizes.channels:
             raise RequestError(
-                f"the images of {self.config.data.path or 'digits'} have {channels} channel(s), and "
+                f"the images of {self.config.data.path or 'digits'} have {counted(channels, 'channel')}, and "
                 f"model.channels is {sizes.channels}; set it to {channels}"
             )
         return found

@@ -110,7 +110,7 @@ class TextTask(Task[Model]):
 
     def available(self) -> tuple[int, str]:
         """Return (number of rows to train on, what they are called)."""
-        return self.data.train.rows(self.units), f"row(s) of {self.units} tokens"
+        return self.data.train.rows(self.units), f"rows of {self.units} tokens"
 
     @property
     def validation_rows(self) -> int:

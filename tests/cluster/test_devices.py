@@ -88,7 +88,7 @@ def test_devices_that_are_idle_are_told_with_what_would_use_them(monkeypatch):
     monkeypatch.setattr(runtime, "host_names", lambda devices: ["n0"] * len(devices))
     monkeypatch.setattr(runtime, "across_hosts", lambda *arguments: False)
     (note,) = runtime.notes(mesh, Enough(Config(mesh="-1x1x1", train=dict(global_batch_size=8))))
-    assert note.startswith("1 device(s) are idle: ")
+    assert note.startswith("1 device are idle: ")
     assert note.endswith("; train.global_batch_size 6 or 9 would use all 3 devices")
 
 

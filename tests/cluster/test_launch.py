@@ -55,14 +55,14 @@ def test_nodes():
         (["--time=10", "--gpus-per-node=4", "--tasks-per-node=3"], "do not divide by 3 processes; ask for 1, 2, 4"),
         (
             ["--time=10", "--nodes=2", "--gpus-per-node=4", "--mesh=4x1x1"],
-            "does not fit 2 node(s) with 4 GPU(s) each, 8",
+            "does not fit 2 nodes with 4 GPUs each, 8",
         ),
         (
             ["--time=10", "--nodes=2", "--gpus-per-node=3", "--mesh=-1x4x1"],
-            "does not fit 2 node(s) with 3 GPU(s) each, 6",
+            "does not fit 2 nodes with 3 GPUs each, 6",
         ),
         (["--time=10", "--nodes=1-2", "--gpus-per-node=2", "--mesh=-1x4x1"], "does not fit"),
-        (["--time=10", "--nodes=3", "--mesh=4x1x1"], "does not fit 3 node(s) with 1 process(es) each"),
+        (["--time=10", "--nodes=3", "--mesh=4x1x1"], "does not fit 3 nodes with 1 process each"),
         (["--time=10", "--nodes=2-4", "--mesh=4x1x1"], "mesh 4x1x1 is the same on 2-4 nodes"),
         (["--time=10", "--nodes=3", "--mesh=3x1x1"], "train.global_batch_size 16 does not divide by 3 data ranks"),
         (["--time=10", "--nodes=1-3", "--mesh=auto", "--parallel.zero=2"], "--mesh auto decides --parallel.zero too"),

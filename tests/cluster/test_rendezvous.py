@@ -42,8 +42,8 @@ def test_neighbours_in_the_mesh_are_neighbours_in_a_host(network):
     assert note.startswith("model=4 spans hosts")
     assert "a host has 2 of these devices" in note
     assert within[2] == [
-        "process 0, 2 on n0 (10.77.0.10) with 1, 1 device(s)",
-        "process 1, 3 on n1 (10.77.0.11) with 1, 1 device(s)",
+        "process 0, 2 on n0 (10.77.0.10) with 1, 1 device",
+        "process 1, 3 on n1 (10.77.0.11) with 1, 1 device",
     ]
 
 
@@ -70,6 +70,6 @@ def test_hosts_with_different_numbers_of_devices_train_as_one(text, tmp_path):
     with started([[*split(2), *commands[0]], [*split(4), *commands[1]]]) as running:
         assert ends(running, 240) == [0, 0], told(running)
         assert "process 0, 1 on" in running[0].said()
-        assert "with 2, 4 device(s)" in running[0].said()
+        assert "with 2, 4 devices" in running[0].said()
     assert command.main(words("one")) == 0
     alike(tmp_path / "two", tmp_path / "one", 20)

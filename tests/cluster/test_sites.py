@@ -139,8 +139,8 @@ def test_a_run_over_sites_has_the_checkpoints_of_one_without(text, tmp_path):
     with started(in_site(jobs.train(words("two"), 2), "ab")) as running:
         assert ends(running, 300) == [0, 0], told(running)
         said = running[0].said()
-    assert "with 2 device(s), in site a" in said
-    assert "with 2 device(s), in site b" in said
+    assert "with 2 devices, in site a" in said
+    assert "with 2 devices, in site b" in said
     assert "warning" not in said
     assert re.search(r"sites +2; a device sends .* over replica in a step: .* s over the link of two-sites-1g, ", said)
     assert command.main(words("one")) == 0

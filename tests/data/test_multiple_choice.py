@@ -55,7 +55,7 @@ def test_questions_are_read_in_order(write):
         (ROW | {"context": "\ud800"}, 'has a "context" that is not text; put it in quotes'),
         (ROW | {"choices": "ab"}, 'has "choices" that are not a list of texts'),
         (ROW | {"choices": ["a", 1]}, 'has "choices" that are not a list of texts'),
-        (ROW | {"choices": ["a"]}, "has 1 choice(s); give at least 2"),
+        (ROW | {"choices": ["a"]}, "has 1 choice; give at least 2"),
         (ROW | {"choices": ["a", ""]}, "has an empty text as choice 1; give each choice at least one character"),
         (ROW | {"label": 2}, "has the label 2; give the number of the right choice, 0 to 1"),
         (ROW | {"label": True}, "has the label true; give the number of the right choice, 0 to 1"),

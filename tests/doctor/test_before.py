@@ -27,7 +27,7 @@ FLAGS = [
     ),
     ("--xla_gpu_autotune_level=high", WRONG, "xla_gpu_autotune_level cannot be 'high'"),
     ("/nowhere/flags", WRONG, "the name of a file, which does not exist"),
-    ("--xla_gpu_autotune_level=3 --xla_backend_optimization_level=1", OK, "2 flag(s), all known"),
+    ("--xla_gpu_autotune_level=3 --xla_backend_optimization_level=1", OK, "2 flags, all known"),
 ]
 
 
@@ -115,7 +115,7 @@ def test_limits(tmp_path, monkeypatch):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (260, hard))
     try:
-        assert "at most 260 open files; 2 process(es) need about 288; ulimit -n" in found(
+        assert "at most 260 open files; 2 processes need about 288; ulimit -n" in found(
             machine.limits, WRONG, here(TWO), root=tmp_path
         )
     finally:
@@ -210,7 +210,7 @@ def test_what_is_wrong_is_exit_code_2_and_hides_nothing_else(tmp_path, monkeypat
     assert doctor.main(["--mesh=16x1x1", "--run-dir=/proc/nowhere"]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("wrong")] == ["mesh", "run"]
-    assert lines[-1] == "2 thing(s) wrong"
+    assert lines[-1] == "2 things wrong"
     assert any("/proc/nowhere" in line for line in lines)
     assert any(line.startswith("not checked  all-reduce") for line in lines)
 
@@ -244,7 +244,7 @@ def test_hosts_are_named_where_they_differ():
     rows = [*findings.at("n0", [findings.ok("a", "x")]), *findings.at("n1", [findings.ok("a", "x")])]
     rows += [*findings.at("n1", [findings.wrong("a", "y", "do")]), *findings.for_all([findings.ok("b", "z")])]
     assert list(findings.as_text(findings.report(rows, 2))) == [
-        "ok           a  x", "wrong        a  y; do  [n1]", "ok           b  z", "1 thing(s) wrong",
+        "ok           a  x", "wrong        a  y; do  [n1]", "ok           b  z", "1 thing wrong",
     ]  # fmt: skip
 
 

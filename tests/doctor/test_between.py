@@ -70,7 +70,7 @@ def test_two_healthy_hosts_make_one_report(network, tmp_path):
         assert "{" not in running[1].said()
     assert {row[0] for name, rows in found.items() for row in rows if name != "NCCL"} == {"ok"}
     assert found["own name"] == [("ok", "n0 is 10.77.0.10", ["n0"]), ("ok", "n1 is 10.77.0.11", ["n1"])]
-    assert found["hosts"] == [("ok", "1 other host(s) found and reached", ["n0", "n1"])]
+    assert found["hosts"] == [("ok", "1 other host found and reached", ["n0", "n1"])]
     assert found["clocks"] == [("ok", "2 hosts agree to 2 s", ["all"])]
     assert "the same for all processes" in found["run folder"][0][1]
     assert " between hosts" in found["all-reduce data"][0][1]

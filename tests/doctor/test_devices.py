@@ -23,7 +23,7 @@ def plug_in(tmp_path, monkeypatch, cuda: int | None) -> None:
     [
         ("570.86.10", 13, None, "driver 570.86.10 is too old for CUDA 13, which needs 580"),
         ("470.82.01", 12, None, "driver 470.82.01 is too old for CUDA 12"),
-        ("580.65.06", None, None, "2 GPU(s), but JAX's CUDA plug-in is not installed"),
+        ("580.65.06", None, None, "2 GPUs, but JAX's CUDA plug-in is not installed"),
         ("580.65.06", 13, "0,7", "GPU 7 is none of the 2 here"),
     ],
 )
@@ -39,7 +39,7 @@ def test_drivers_that_do_not_answer(tmp_path, monkeypatch):
     plug_in(tmp_path, monkeypatch, 13)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()
-    assert "1 device(s) /dev/nvidia*, but neither" in found(machine.driver, WRONG, here(), root=tmp_path)
+    assert "1 device /dev/nvidia*, but neither" in found(machine.driver, WRONG, here(), root=tmp_path)
     (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").touch()
     assert "1 x NVIDIA, driver of unknown version" in found(machine.driver, OK, here(), root=tmp_path)
@@ -55,7 +55,7 @@ def test_gpus_that_jax_does_not_see(tmp_path, monkeypatch):
     assert "2 x NVIDIA H100 80GB HBM3, driver 580.65.06" in found(machine.driver, OK, this, root=tmp_path)
     assert "as JAX_PLATFORMS=cpu says" in found(devices.seen, WARNING, this)
     monkeypatch.setenv("JAX_PLATFORMS", "")
-    assert "use 0 of the 2 GPU(s): JAX uses the cpu" in found(devices.seen, WRONG, this)
+    assert "use 0 of the 2 GPUs: JAX uses the cpu" in found(devices.seen, WRONG, this)
     assert devices.judged_use(this, "gpu", 1, 1).state == WRONG
     assert devices.judged_use(this, "gpu", 2, 2).state == OK
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")

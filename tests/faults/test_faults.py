@@ -179,7 +179,7 @@ def test_launched_it_is_started_again_and_saves_when_asked(words, tmp_path, who,
         running[0].send_signal(signal.SIGTERM)
         assert ends(running, 60) == [85]
         lines = running[0].said().splitlines()
-    assert lines[-1] == "jaxdist.launch: stopped by SIGTERM after 1 restart(s)"
+    assert lines[-1] == "jaxdist.launch: stopped by SIGTERM after 1 restart"
     again = [line for line in lines if "all are started again from step" in line]
     assert len(again) == 1
     assert [line["step"] for line in metrics(folder)] == list(range(1, saved(folder) + 1))

@@ -97,7 +97,7 @@ def test_bench_measures_what_several_processes_do(tmp_path):
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
     assert (study["processes"], study["hosts"], study["cores"]) == (3, 1, len(os.sched_getaffinity(0)))
     assert study["interleaved"]
-    assert "virtual devices of 3 processes on 1 host(s)" in study["notes"][0]
+    assert "virtual devices of 3 processes on 1 host" in study["notes"][0]
     assert "leaves 1 of the 3 processes without any" in study["notes"][1]
     assert (tmp_path / "errors").read_text().count("compiled ZeRO 0 on ") == 3  # told once
     text = "\n".join(scaling_text.lines(study))

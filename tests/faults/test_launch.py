@@ -79,7 +79,7 @@ def test_one_that_dies_ends_the_others_and_all_are_started_again(job, tmp_path):
         patch.setattr("jaxdist.cluster.local.LAST_WORDS", 0.5)
         assert made.run() == 0
     assert time.monotonic() - began < 30
-    assert made.told == ["process 1 was ended by SIGKILL; all are started again from step 7", "done after 1 restart(s)"]
+    assert made.told == ["process 1 was ended by SIGKILL; all are started again from step 7", "done after 1 restart"]
     assert len(pids(tmp_path)) == 6
     for pid in pids(tmp_path):
         with pytest.raises(ProcessLookupError):
@@ -90,13 +90,13 @@ def test_it_is_given_up_after_some_restarts(job, tmp_path):
     made = job("sys.exit(3)")
     assert made.run() == 1
     assert len((tmp_path / "0 of 3").read_text().split()) == 3
-    assert "failed with exit code 3; given up after 2 restart(s): at most 2 within 60 minutes" in made.told[-1]
+    assert "failed with exit code 3; given up after 2 restarts: at most 2 within 60 minutes" in made.told[-1]
 
 
 def test_failures_of_long_ago_do_not_count(job, tmp_path):
     made = job("sys.exit(0 if len(started.read_text().split()) > 4 else 1)", minutes=1e-9)
     assert made.run() == 0
-    assert made.told[-1] == "done after 4 restart(s)"
+    assert made.told[-1] == "done after 4 restarts"
 
 
 def test_a_mistake_is_not_tried_again(job, tmp_path):
@@ -212,7 +212,7 @@ def test_who_does_not_end_when_asked_is_killed(job, tmp_path, monkeypatch):
 def test_after_two_failures_without_a_checkpoint_it_goes_on_with_fewer(job, tmp_path):
     made = job("sys.exit(1 if of == 3 else 0)", fits=lambda n: n in (1, 4))
     assert made.run() == 0
-    assert "all are started again from the beginning with 1 process(es), because it has failed 2 times" in made.told[1]
+    assert "all are started again from the beginning with 1 process, because it has failed 2 times" in made.told[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0 of 1", "0 of 3", "1 of 3", "2 of 3"]
 
 
@@ -257,12 +257,12 @@ def test_mistakes_are_told_before_anything_starts(argv, fragment):
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--mesh=4x1x1"], "mesh 4x1x1 does not fit 3 process(es) of this machine: its 4 CPU device(s) do not divide"),
+        (["--mesh=4x1x1"], "mesh 4x1x1 does not fit 3 processes of this machine: its 4 CPU devices do not divide"),
         (["--mesh=3x1x1"], "train.global_batch_size 16 does not divide by 3 data ranks"),
         (["--mesh=1x3x1"], "model.heads 4 does not divide by model=3"),
         (
             ["--mesh=6144x1x1", "--train.global-batch-size=6144"],
-            "mesh 6144x1x1 does not fit 3 process(es) of this machine: each would split its CPU into 2048 devices",
+            "mesh 6144x1x1 does not fit 3 processes of this machine: each would split its CPU into 2048 devices",
         ),
     ],
 )

@@ -61,7 +61,7 @@ def test_two_processes_have_the_curve_of_one(text, tmp_path):
     words = torchrun(train(argv(tmp_path / "two", text, *options), 2))
     with job(words) as running:
         assert ends(running, 240) == [0, 0]
-        assert "with 2, 2 device(s)" in running[0].said()
+        assert "with 2, 2 devices" in running[0].said()
         assert running[1].said() == ""
         assert "Gloo" not in running[0].said()
     close(metrics(tmp_path / "two"), metrics(tmp_path / "one"))

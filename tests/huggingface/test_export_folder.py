@@ -41,7 +41,7 @@ def read(path: Path) -> dict:
 def test_the_folder_is_that_of_the_source_again(llama31, tmp_path, capsys):
     out = tmp_path / "out"
     export(llama31, out)
-    assert f"wrote {out}: 21 tensors, 127,616 bytes of bfloat16 in 1 file(s), of step 1" in capsys.readouterr().out
+    assert f"wrote {out}: 21 tensors, 127,616 bytes of bfloat16 in 1 file, of step 1" in capsys.readouterr().out
     expected = tensors(GOLDEN / "llama31")
     found = tensors(out)
     assert all(found[name].tobytes() == numbers.tobytes() for name, numbers in expected.items())

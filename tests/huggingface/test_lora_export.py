@@ -196,7 +196,7 @@ def test_a_folder_is_read_in_parts_that_make_up_our_parameters(name, monkeypatch
 
 def test_another_dtype_of_an_adapter_can_be_asked_for(runs, tmp_path, capsys):
     export(runs / "llama31", f"{tmp_path}/out/", "--adapter", "--dtype=bfloat16")
-    assert "28 tensors, 13,568 bytes of bfloat16 in 1 file(s), of step 1" in capsys.readouterr().out
+    assert "28 tensors, 13,568 bytes of bfloat16 in 1 file, of step 1" in capsys.readouterr().out
     assert {array.dtype for array in tensors(tmp_path / "out").values()} == {np.dtype(ml_dtypes.bfloat16)}
 
 

@@ -104,7 +104,7 @@ def test_which_kernel_and_why(monkeypatch, platform, capability, dtype, size, ro
     told = attention_kernel(layout, shape, dtype)
     assert reason in why_not_cudnn(layout, shape, dtype)
     if reason:
-        assert told.startswith("causal attention in 4 block(s) of queries, because cuDNN attention ")
+        assert told.startswith("causal attention in 4 blocks of queries, because cuDNN attention ")
         assert reason in told
     else:
         assert told == f"cuDNN flash attention: gpu, {jnp.dtype(dtype).name}, heads of {size}"
@@ -116,7 +116,7 @@ def test_documents_that_are_apart_keep_cudnn_away(monkeypatch):
     layout = Layout((), "gpu", (), (9, 0))
     told = attention_kernel(layout, (8, 512, 32, 64), BF16, apart=True)
     reason = "cuDNN attention, as jax.nn"
-    assert told.startswith(f"causal attention within documents in 4 block(s) of queries, because {reason}")
+    assert told.startswith(f"causal attention within documents in 4 blocks of queries, because {reason}")
     heads = [jax.ShapeDtypeStruct((2, 256, n, 64), BF16) for n in (4, 2, 2)]
     traced = lambda *starts: str(jax.make_jaxpr(partial(causal_attention, layout))(*heads, *starts))
     with jax.set_mesh(mesh_of("1x1x1")):
@@ -132,7 +132,7 @@ def test_a_gpu_without_cudnn(monkeypatch):
 
     monkeypatch.setattr(CUDNN_VERSION, missing)
     told = attention_kernel(Layout((), "gpu", (), (9, 0)), (8, 512, 32, 64), BF16)
-    assert told == "causal attention in 4 block(s) of queries, because cuDNN is not installed here"
+    assert told == "causal attention in 4 blocks of queries, because cuDNN is not installed here"
 
 
 @pytest.mark.parametrize(("written", "capability"), [("9.0", (9, 0)), ("10.3", (10, 3)), ("gfx942", ()), (None, ())])

@@ -122,11 +122,11 @@ def test_ulysses_on_gpus_is_one_call_of_whole_rows():
     [
         ("ring", False, 0, "ring attention over context=4, each half-block by cuDNN flash attention: gpu, "),
         ("ring", False, 4096, "ring attention over context=4, each half-block by cuDNN flash attention: gpu, "),
-        ("ring", True, 0, "ring attention over context=4 within documents, each half-block in 2 block(s) of queries, "),
-        ("ring", False, 100, "ring attention over context=4 in a window of 100 tokens, each half-block in 2 block(s) "),
+        ("ring", True, 0, "ring attention over context=4 within documents, each half-block in 2 blocks of queries, "),
+        ("ring", False, 100, "ring attention over context=4 in a window of 100 tokens, each half-block in 2 blocks "),
         ("ulysses", False, 0, "Ulysses over context=4, then cuDNN flash attention: gpu, bfloat16, heads of 64"),
         ("ulysses", False, 100, "Ulysses over context=4, then cuDNN flash attention in a window of 100 tokens: gpu, "),
-        ("ulysses", True, 0, "Ulysses over context=4, then causal attention within documents in 8 block(s) of "),
+        ("ulysses", True, 0, "Ulysses over context=4, then causal attention within documents in 8 blocks of "),
     ],
     ids=lambda value: None if isinstance(value, str) and " " in value else str(value),
 )

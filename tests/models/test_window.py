@@ -122,7 +122,7 @@ def test_the_kernel_names_the_window(monkeypatch):
     assert kernel(GPU, window=4096) == "cuDNN flash attention in a window of 4,096 tokens: gpu, bfloat16, heads of 64"
     assert kernel(GPU, window=8192) == "cuDNN flash attention: gpu, bfloat16, heads of 64"
     told = kernel(GPU, window=1024, apart=True)
-    assert told.startswith("causal attention within documents in a window of 1,024 tokens in 8 block(s) of queries")
+    assert told.startswith("causal attention within documents in a window of 1,024 tokens in 8 blocks of queries")
 
 
 def test_cudnn_is_given_the_window(monkeypatch, one_device):

@@ -147,7 +147,7 @@ def test_the_command_prints_one_json_object_and_draws(tmp_path, capfd):
     ("argv", "sentence"),
     [
         ("--target h10", "target 'h10' is not known; did you mean 'h100'?"),
-        ("--mesh 4x1x1 --devices 2", "mesh data=4 does not use all 2 device(s)"),
+        ("--mesh 4x1x1 --devices 2", "mesh data=4 does not use all devices, of which there are 2"),
         ("--mesh 3x1x1", "train.global_batch_size 16 does not divide by 3 data ranks"),
         ("--picture nowhere/memory.png", "picture 'nowhere/memory.png' cannot be written"),
         ("--picture .", "picture '.' is a folder; name a file in it"),

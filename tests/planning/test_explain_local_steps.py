@@ -129,7 +129,7 @@ def test_what_lies_beside_the_step_counts_for_what_fits(report):
 
 def test_a_person_is_told_and_shown_the_same(report, printed, tmp_path):
     _, text = printed(f"--picture={tmp_path / 'memory.png'}")
-    assert f"local steps {H} by each of 2 replica(s), on 2 device(s)" in text
+    assert f"local steps {H} by each of 2 replicas, on 2 devices" in text
     assert f"outer step, once in {H} steps" in text
     assert text.count("every collective is as predicted, to the element") == 2
     assert re.search(rf"sent over replica: .* per device once in {H} steps; per step ", text)

@@ -111,12 +111,12 @@ def test_the_summary_tells_all_of_it(capsys):
     assert train.main([*argv, "--model.remat=stage", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert (
-        "pipeline    1f1b, 2 stages of 2 or 3 layers; 4 micro-batch(es) in 6 ticks, bubble 20.0% of the time "
+        "pipeline    1f1b, 2 stages of 2 or 3 layers; 4 micro-batches in 6 ticks, bubble 20.0% of the time "
         "(F : B as 1 : 3); micro-batches in flight by rank: 3 1\n"
     ) in said
     assert "are padding" in said
     assert "vocabulary 2050 padded to 2052 in memory" in said
-    assert "16 rows x 128 = 2,048 tokens per step, 4 micro-batch(es)" in said
+    assert "16 rows x 128 = 2,048 tokens per step, 4 micro-batches" in said
 
 
 def test_remedies_know_micro_batches_and_stages():
@@ -152,6 +152,6 @@ def test_remedies_are_legal_with_the_schedule(schedule, told):
 def test_a_person_is_told_in_one_line():
     one = config("1x1x2", "interleaved", layers=4)
     assert pipelines.describe(pipeline_of(one, laid(one))) == (
-        "interleaved, 2 stages x 2 virtual stages of 1 layer; 4 micro-batch(es) in 12 ticks, bubble 11.1% of the time "
+        "interleaved, 2 stages x 2 virtual stages of 1 layer; 4 micro-batches in 12 ticks, bubble 11.1% of the time "
         "(F : B as 1 : 3); chunks of micro-batches in flight by rank: 5 3"
     )

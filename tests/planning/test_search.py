@@ -178,7 +178,7 @@ def plan():
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
-        ("1x3x1", "does not use all 8 device(s)"),
+        ("1x3x1", "does not use all devices, of which there are 8"),
         ("8x1x1", "is the first"),
         ("replica=8", "plain data parallelism; ask for data=8"),
         ("1x8x1", "times as long as the fastest"),
@@ -212,7 +212,7 @@ def test_one_axis_alone():
 def test_more_devices():
     found = scaling(config_of("llama_8b"), [2, 8, 16, 37], CLUSTER)
     assert found[0][1].startswith("nothing fits 2 x h100-ndr")
-    assert found[3][1].startswith("no mesh of 37 device(s)")
+    assert found[3][1].startswith("no mesh of 37 devices")
     rates = [one.tokens_per_second for _, one in found[1:3]]
     assert 1.8 * rates[0] < rates[1] < 2.2 * rates[0]
 

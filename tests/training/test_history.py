@@ -43,7 +43,7 @@ def test_a_line_that_is_none_is_passed_over_and_left_out(tmp_path, odd):
     path.write_bytes(b"\n".join([step(1), ODD[odd], step(2), b""]))
     assert [line["step"] for line in history.read(path)] == [1, 2]
     plot_loss(path, tmp_path / "loss.png", 3.0, "unigram entropy", "token")
-    assert history.cut(path, 2, [1]) == [f"1 line(s) of {path} could not be read and are left out"]
+    assert history.cut(path, 2, [1]) == [f"left out 1 line of {path} that could not be read"]
     assert path.read_bytes() == step(1) + b"\n" + step(2) + b"\n"
     assert history.cut(path, 2, [1]) == []
 
@@ -52,7 +52,7 @@ def test_of_lines_of_one_step_the_later_counts_and_a_validation_is_another(tmp_p
     path = tmp_path / "metrics.jsonl"
     lines = [step(1), step(2), validation(2), step(3), step(2, loss=1.0), step(3, loss=None), step(4), validation(4)]
     path.write_bytes(b"".join(line + b"\n" for line in lines) + b'{"step": 5, "lo')
-    assert history.cut(path, 3, [1]) == [f"2 line(s) of {path} appeared twice; the later one is kept"]
+    assert history.cut(path, 3, [1]) == [f"left out 2 lines of {path} whose step appears again later"]
     kept = [step(1), step(2, loss=1.0), validation(2), step(3, loss=None)]
     assert path.read_bytes() == b"".join(line + b"\n" for line in kept)
 

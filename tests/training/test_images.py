@@ -111,7 +111,7 @@ def test_augmented_images_are_others(one_device):
         (("--model.channels=3",), "have 1 channel.* model.channels is 3; set it to 1"),
         (("--model.classes=12",), "label|model.classes"),
         (("--model.image=16",), "8x8, and model.image is 16"),
-        (("--train.global-batch-size=4096",), "images to train on, fewer than one global batch of 4096"),
+        (("--train.global-batch-size=4096",), "images, fewer than one global batch of 4096"),
     ],
 )
 def test_data_that_do_not_fit_are_told_and_nothing_is_written(more, told, tmp_path):

@@ -52,4 +52,4 @@ def test_going_on_without_a_delay_is_told(run, capsys):
     run("moved", *PIPELINE)
     moved = ["--mesh=1x1x1", *(word for word in PIPELINE if not word.startswith(("--mesh", "--pipeline")))]
     run("moved", *moved, "--resume=10")
-    assert "PipeDream's gradient delay in the first stage changes from 2 step(s) to 0" in capsys.readouterr().err
+    assert "PipeDream's gradient delay in the first stage changes from 2 steps to 0" in capsys.readouterr().err

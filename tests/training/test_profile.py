@@ -211,7 +211,7 @@ def test_a_traced_run_learns_the_same_and_shows_its_all_reduces(run, capsys):
     assert figures(traced) == figures(plain)
     assert np.array_equal(parameters(traced, 4), parameters(plain, 4))
     told = capsys.readouterr().err
-    assert "profile     2 step(s) up to 3, 2 x cpu; of one device on average:" in told
+    assert "profile     2 steps up to 3, 2 x cpu; of one device on average:" in told
     assert "  all-reduce" in told
     (path,) = traced.glob("profile/2-3/process-0/plugins/profile/*/perfetto_trace.json.gz")
     assert str(path) in told

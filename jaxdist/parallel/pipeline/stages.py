@@ -21,6 +21,7 @@ from jaxdist.config import Config
 from jaxdist.mesh import PIPELINE
 from jaxdist.parallel.placing import is_axes
 from jaxdist.sharding import LAYERS, STAGES, Tree
+from jaxdist.units import counted
 
 BLOCKS = "blocks"
 """The name of the stacked layers among the parameters; the others are the model's tops."""
@@ -151,7 +152,7 @@ def split(costs: Sequence[float], chunks: int) -> tuple[int, ...]:
     """
     layers = len(costs)
     if not 1 <= chunks <= layers:
-        raise ValueError(f"{layers} layer(s) do not make {chunks} chunk(s) of at least one; ask for at most {layers}")
+        raise ValueError(f"{counted(layers, 'layer')} cannot make {counted(chunks, 'chunk')}; ask for at most {layers}")
     total = np.concatenate([[0.0], np.cumsum(costs)])
     # best[n]: the cost of the most expensive run, with the first n layers in the runs so far.
     best = total.copy()

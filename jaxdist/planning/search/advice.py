@@ -12,7 +12,7 @@ from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import Estimate, estimate, label
 from jaxdist.planning.search.screen import Screen
-from jaxdist.units import multiples
+from jaxdist.units import counted, multiples
 
 PREDICTED = 8
 """Candidates that are predicted exactly: those that need the least memory in the rough estimate."""
@@ -51,7 +51,7 @@ def no_mesh(config: Config, devices: int, where: Cluster) -> str:
     sizes = _batches(config, devices, where)
     if sizes:
         ways.append(f"set train.global_batch_size to {' or '.join(map(str, sizes))}")
-    return f"no mesh of {devices} device(s) divides this model and a global batch of {batch} rows; " + (
+    return f"no mesh of {counted(devices, 'device')} divides this model and a global batch of {batch} rows; " + (
         ", or ".join(ways) or "choose another number of devices"
     )
 

@@ -64,6 +64,7 @@ from jaxdist.planning.search.products import layer_products, matmul_rate
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.planning.transfer_time import exposed, merge_calls, seconds
 from jaxdist.sharding import Layout
+from jaxdist.units import counted
 
 PASSES = 2
 """Each value that a layer saves is written and read once in the forward pass, and its gradient once in the backward
@@ -177,7 +178,7 @@ class Estimate:
 
 
 def label(candidate: Estimate) -> str:
-    """Return a candidate in a few words, such as `8x1x1, ZeRO 2, 4 micro-batch(es), remat none`."""
+    """Return a candidate in a few words, such as `8x1x1, ZeRO 2, 4 micro-batches, remat none`."""
     config = candidate.config
     words = [config.mesh]
     if candidate.attention:
@@ -186,7 +187,7 @@ def label(candidate: Estimate) -> str:
         words.append(f"ZeRO {config.parallel.zero}")
     if candidate.shape[PIPELINE] > 1:
         words.append(config.pipeline.schedule)
-    words += [f"{candidate.micro} micro-batch(es)", f"remat {config.model.remat}"]
+    words += [counted(candidate.micro, "micro-batch"), f"remat {config.model.remat}"]
     if candidate.in_force:
         words.append(candidate.in_force)
     return ", ".join(words)

@@ -13,6 +13,7 @@ from jaxdist.planning.search import changed_loss
 from jaxdist.planning.search.estimate import Estimate, estimate, label
 from jaxdist.planning.search.plan import Plan, search
 from jaxdist.planning.search.questions import fastest_with_replicas
+from jaxdist.units import counted
 
 DOMINATES = 0.5
 """The share of a step that the link between sites takes, from which on it is worth naming what sends less."""
@@ -58,8 +59,8 @@ def check_replicas(plan: Plan) -> None:
     asked = changed_loss.given(plan.config)
     if asked and not (plan.columns[REPLICA] > 1).any():
         raise RequestError(
-            f"{asked} would change what crosses {REPLICA}, but no mesh of {plan.devices} device(s) has replicas that "
-            f"share {plan.config.train.global_batch_size} rows evenly; leave it out"
+            f"{asked} would change what crosses {REPLICA}, but no mesh of {counted(plan.devices, 'device')} has "
+            f"replicas that share {plan.config.train.global_batch_size} rows evenly; leave it out"
         )
 
 

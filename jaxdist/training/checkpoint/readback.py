@@ -16,6 +16,7 @@ import numpy as np
 import tensorstore as ts
 
 from jaxdist.json_files import LARGEST_LISTING, read_json
+from jaxdist.units import counted
 
 READ_BYTES = 1 << 28
 """About how many bytes of an array are in memory at a time."""
@@ -71,7 +72,7 @@ def _wrong_array(
     chunks = math.prod(-(-size // chunk) for size, chunk in zip(array.shape, chunk_shape, strict=True))
     # Each chunk is a part, and so is the description. TensorStore would return zeros for a missing one.
     if parts != chunks + 1:
-        return f"has {parts - 1} of its {chunks} part(s)"
+        return f"has {parts - 1} of its {counted(chunks, 'part')}"
     if values and not all(np.isfinite(part).all() for part in _parts(array)):
         return "is not finite"
     return None
