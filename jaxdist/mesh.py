@@ -163,8 +163,8 @@ def fill(shape: Mapping[str, int], devices: int) -> MeshShape:
     # A `-1` that is left means that the other axes do not divide the devices.
     if FILL in shape.values() or math.prod(shape.values()) != devices:
         raise RequestError(
-            f"mesh {describe(shape)} does not use all devices, of which there are {devices}: the product of its axes must be "
-            f"{devices}, such as data={devices}; or hide devices with CUDA_VISIBLE_DEVICES"
+            f"mesh {describe(shape)} does not use all devices, of which there are {devices}: the product of its axes "
+            f"must be {devices}, such as data={devices}; or hide devices with CUDA_VISIBLE_DEVICES"
         )
     return dict(shape)
 

@@ -247,9 +247,9 @@ def _virtual(study: Study, computers: Computers) -> str:
     if jax.process_count() > 1:
         return (
             f"these are virtual devices of {jax.process_count()} processes on {counted(computers.hosts, 'host')}, "
-            f"which have {counted(computers.cores, 'core')} in all and share them: a device brings "
-            f"computing power only where its process brings cores that fewer devices left idle; how real devices scale, this does "
-            f"not show"
+            f"which have {counted(computers.cores, 'core')} in all and share them: a device brings computing power "
+            "only where its process brings cores that fewer devices left idle; how real devices scale, this does not "
+            "show"
         )
     expected = "a speed-up near 1"
     if study.mode == "weak":

@@ -244,7 +244,7 @@ def test_links_that_are_far_slower_than_on_the_shipped_cluster_are_told():
         ("--fit nowhere/a.toml", "--fit 'nowhere/a.toml' cannot be written: its folder does not exist"),
         ("--fit a.txt", "--fit 'a.txt' is no TOML file; name it a.toml"),
         ("--fit a.toml --mesh 1x1x1", "but the mesh is one device; give --mesh, such as 4x1x1"),
-        ("--mesh 2x2", "mesh '2x2' has 2 numbers"),
+        ("--mesh 2x2", "mesh '2x2' has 2 in place of 3 numbers"),
         ("gpt_tiny", "unexpected argument 'gpt_tiny'"),
         ("--model.layers 2", "--model.layers has no effect on this command"),
     ],

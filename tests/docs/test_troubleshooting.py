@@ -37,6 +37,11 @@ def test_a_message_that_is_gone_is_seen():
     assert not is_ours("mesh … does not use all quantum devices")
 
 
+def test_no_message_leaves_the_number_to_the_reader():
+    """`units.counted` writes "1 block" and "2 blocks"."""
+    assert [text for text in said() if re.search(r"[a-z]{2}\((?:s|es)\)(?:\W|$)", text) and "`" not in text] == []
+
+
 def test_there_are_many():
     assert len(MESSAGES) >= 100
 

@@ -66,7 +66,7 @@ ONE_KNOB = {
         [("model.router is 'soft': valid are softmax, sigmoid; did you mean 'softmax'?",)],
     ),
     "no experts at all": Wrong("moe_tiny --model.experts 0", [("model.experts is 0: must be at least 1",)]),
-    "mesh of two numbers": Wrong("--mesh 2x2", [("mesh '2x2' has 2 numbers",)]),
+    "mesh of two numbers": Wrong("--mesh 2x2", [("mesh '2x2' has 2 in place of 3 numbers",)]),
     "mesh: each mistake": Wrong(
         "--mesh dat=2,replica=0", [("'dat' that does not exist", "'data'"), ("replica the size '0'",)]
     ),
