@@ -263,7 +263,7 @@ def shares(processes: int) -> list[Share]:
     if rest or not each:
         fitting = ", ".join(str(n) for n in range(1, len(gpus) + 1) if len(gpus) % n == 0)
         raise RequestError(
-            f"{len(gpus)} GPU(s) do not divide by {processes} processes; start {fitting}, or hide GPUs with "
+            f"{counted(len(gpus), 'GPU')} do not divide by {processes} processes; start {fitting}, or hide GPUs with "
             f"CUDA_VISIBLE_DEVICES, or use the CPU with JAX_PLATFORMS=cpu"
         )
     return [",".join(gpus[i * each : (i + 1) * each]) for i in range(processes)]
