@@ -233,7 +233,7 @@ def test_gpus_are_dealt_out(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6,7")
     assert shares(2) == ["2,3", "6,7"]
-    with pytest.raises(RequestError, match=r"4 GPU\(s\) do not divide by 3 processes; start 1, 2, 4"):
+    with pytest.raises(RequestError, match=r"4 GPUs do not divide by 3 processes; start 1, 2, 4"):
         shares(3)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert shares(3) == [None] * 3
