@@ -12,10 +12,11 @@ from typing import Any
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Config, RequestError
 from jaxdist.files import WRONG_CONTENT
-from jaxdist.huggingface.folder import WRITTEN
 from jaxdist.request import Extra, Request, arguments, check_output, check_output_folder, run
 from jaxdist.request.knobs import option
 from jaxdist.training.checkpoint.step_dir import UNREADABLE_SEAL, UNSEALED, StepDir
+from jaxdist.training.export_target import exporting
+from jaxdist.training.named_bases import check_not_needed
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.units import counted
 from jaxdist.values import Checkpoint, FileName, WeightDtype
@@ -52,7 +53,11 @@ EXTRAS = [
         "with, or else of the run's precision; float32 with --adapter.",
         WeightDtype,
     ),
-    Extra("force", False, "Let --export replace a file, or a folder that an export wrote, but never one of a run."),
+    Extra(
+        "force",
+        False,
+        "Let --export replace an earlier export that nobody has changed since; it replaces nothing else.",
+    ),
     Extra("checkpoint", "latest", "Step to export: latest, best (by validation loss) or a number.", Checkpoint),
     Extra("json", False, "Print one JSON object and nothing else."),
 ]
@@ -238,44 +243,28 @@ def export(config: Config, extras: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `RequestError`, before reading them, if that is not possible.
     """
-    which = extras["checkpoint"]
-    path = Path(extras["export"])
-    if extras["adapter"]:
-        return export_adapter(config, which, path, extras["dtype"], extras["force"])
-    if _is_folder(extras["export"]):
-        return export_folder(config, which, path, extras["dtype"], extras["force"])
-    check_output("--export", path, "weights.safetensors")
-    if path.exists() and not extras["force"]:
-        raise RequestError(f"--export '{path}' exists; name another file, or add --force to replace it")
-    # This module imports jax.
-    from jaxdist.training.export import write_safetensors
-
-    return write_safetensors(config, which, path)
-
-
-def export_folder(config: Config, which: str, path: Path, dtype: str, force: bool) -> dict[str, Any]:
-    """Write the weights of a step as a folder that transformers loads. Raises `RequestError`."""
-    if config.model.images:
+    given = Path(extras["export"])
+    target = Path(os.path.abspath(given))
+    folder = _is_folder(extras["export"])
+    if folder and config.model.images:
         raise RequestError(
-            f"--export '{path}' is a folder, and transformers has no form of family {config.model.family}; name a "
+            f"--export '{given}' is a folder, and transformers has no form of family {config.model.family}; name a "
             f".safetensors file"
         )
-    check_output_folder("--export", path, force, WRITTEN)
-    # This module imports jax.
-    from jaxdist.training.export import write_folder
+    if folder:
+        check_output_folder("--export", given)
+    else:
+        check_output("--export", given, "weights.safetensors")
+    check_not_needed(config.folder, target)
+    with exporting(target, replace=extras["force"]) as new:
+        # This module imports jax.
+        from jaxdist.training.export import write_adapter_folder, write_folder, write_safetensors
 
-    run = RunFolder(config.folder)
-    tokenizer = run.tokenizer_source if run.tokenizer.is_file() else None
-    return write_folder(config, which, Path(os.path.abspath(path)), dtype, tokenizer)
-
-
-def export_adapter(config: Config, which: str, path: Path, dtype: str, force: bool) -> dict[str, Any]:
-    """Write the adapters of a step of a LoRA run as a folder that PEFT loads. Raises `RequestError`."""
-    check_output_folder("--export", path, force, WRITTEN)
-    # This module imports jax.
-    from jaxdist.training.export import write_adapter_folder
-
-    return write_adapter_folder(config, which, Path(os.path.abspath(path)), dtype)
+        which = extras["checkpoint"]
+        if not folder:
+            return {"path": str(given), **write_safetensors(config, which, new)}
+        write = write_adapter_folder if extras["adapter"] else write_folder
+        return {"path": str(target), **write(config, which, new, extras["dtype"])}
 
 
 def _check_used(request: Request) -> None:

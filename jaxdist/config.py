@@ -82,16 +82,18 @@ class Busy(RequestError):
     exit_code = exit_codes.BUSY
 
 
-class DataLost(RequestError):
-    """Report data that were readable when the run began and are not any more: a failure, not an invalid option."""
+class Failed(RequestError):
+    """Report what went wrong outside the request, such as a full disk: the same request may succeed later."""
 
     exit_code = exit_codes.FAILED
 
 
-class NotFinite(RequestError):
-    """Report a result that is NaN or infinite: a failure of the weights or of the arithmetic, not an invalid option."""
+class DataLost(Failed):
+    """Report data that were readable when the run began and are not any more."""
 
-    exit_code = exit_codes.FAILED
+
+class NotFinite(Failed):
+    """Report a result that is NaN or infinite: a failure of the weights or of the arithmetic."""
 
 
 LISTED = 20

@@ -12,7 +12,6 @@ import errno
 import io
 import os
 import secrets
-import shutil
 import stat
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -53,39 +52,6 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-@contextlib.contextmanager
-def replacing_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder beside `path` that takes its place at the end, or is removed after an error.
-
-    What a folder at `path` holds is removed after that. Raises `OSError`.
-    """
-    temporary = _beside(path)
-    # It refuses any name that exists, so nobody can have planted a link there.
-    temporary.mkdir()
-    try:
-        yield temporary
-        _replace_folder(path, temporary)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _replace_folder(path: Path, new: Path) -> None:
-    """Rename the folder `new` to `path`, and remove what was there."""
-    if not path.exists():
-        new.rename(path)
-        return
-    # A folder cannot take the place of one that is not empty.
-    old = _beside(path)
-    path.rename(old)
-    try:
-        new.rename(path)
-    except OSError:
-        old.rename(path)
-        raise
-    shutil.rmtree(old)
 
 
 def _beside(path: Path) -> Path:

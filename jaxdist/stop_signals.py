@@ -27,7 +27,7 @@ def raising() -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             # Somebody else's handler stays, and so does a signal that is ignored.
-            if signal.getsignal(number) is signal.SIG_DFL:
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 old[number] = signal.signal(number, _raise)
     try:
         yield

@@ -6,14 +6,13 @@ The files may be symbolic links, as in the cache of the Hub.
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxdist.config import RequestError
 from jaxdist.huggingface.safetensors_file import read_header
-from jaxdist.huggingface.schema import CONFIG, INDEX, SMALL_FILES, read_file
+from jaxdist.huggingface.schema import CONFIG, INDEX, read_file
 
 SINGLE = "model.safetensors"
 
@@ -24,15 +23,6 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 KEPT = "huggingface"
 """The folder in that of a run with the small files of the folder of Hugging Face that the run began with."""
 
-WRITTEN = re.compile(
-    "|".join(
-        [
-            *map(re.escape, (*SMALL_FILES, ADAPTER_CONFIG, ADAPTER_WEIGHTS)),
-            r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?",
-        ]
-    )
-)
-"""The names of the files that an export writes."""
 
 OTHER_FORMS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".gguf")
 """Endings of files of weights that are not read."""

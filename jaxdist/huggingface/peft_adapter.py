@@ -24,7 +24,7 @@ from jaxdist.huggingface.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from jaxdist.huggingface.merging import check_adapters
 from jaxdist.huggingface.parts import shape_of
 from jaxdist.huggingface.readable import Readable, Region, read
-from jaxdist.huggingface.safetensors_file import Tensor, write_file
+from jaxdist.huggingface.safetensors_file import Tensor, check_room, write_file
 from jaxdist.huggingface.writing import DTYPES, METADATA, rounded
 
 PREFIX = "base_model.model."
@@ -49,6 +49,7 @@ def write_adapter(
         made = halves[tensor.name].made(adapters)
         return rounded(tensor.name, made, numbers).reshape(-1).view(np.uint8).data
 
+    check_room(folder, tensors)
     write_file(folder / ADAPTER_WEIGHTS, tensors, content, METADATA)
     write_whole(folder / ADAPTER_CONFIG, json.dumps(adapter_config(model, base), indent=2) + "\n")
     return {"tensors": len(tensors), "files": 1, "bytes": sum(tensor.size for tensor in tensors)}

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +62,17 @@ class Tensor(NamedTuple):
     def size(self) -> int:
         """Bytes of the tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def check_room(folder: Path, tensors: Iterable[Tensor]) -> None:
+    """Raise `RequestError` where the disk of `folder` has less room than these tensors take."""
+    size = sum(tensor.size for tensor in tensors)
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise RequestError(
+            f"the weights take {size / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free where they would be written; "
+            f"free some, or write them elsewhere"
+        )
 
 
 def write_file(

@@ -20,7 +20,7 @@ from jaxdist.huggingface.families import Leaf, Place, family_of, sizes_of
 from jaxdist.huggingface.folder import SINGLE
 from jaxdist.huggingface.parts import PlacedPiece, placed, shape_of
 from jaxdist.huggingface.readable import Readable, Region, check_shapes
-from jaxdist.huggingface.safetensors_file import Tensor, write_file
+from jaxdist.huggingface.safetensors_file import Tensor, check_room, write_file
 from jaxdist.huggingface.schema import INDEX
 
 SHARD_BYTES = 5 * 10**9
@@ -47,9 +47,10 @@ def write_weights(
     """
     exporter = Exporter(model, arrays, dtype)
     files = _files(exporter.tensors(), shard_bytes)
+    written = [tensor for tensors in files.values() for tensor in tensors]
+    check_room(folder, written)
     for name, tensors in files.items():
         write_file(folder / name, tensors, exporter.content, METADATA)
-    written = [tensor for tensors in files.values() for tensor in tensors]
     total = sum(tensor.size for tensor in written)
     if len(files) > 1:
         places = {tensor.name: name for name, tensors in files.items() for tensor in tensors}

@@ -14,13 +14,13 @@ import numpy as np
 
 from jaxdist import __version__
 from jaxdist.config import Config, ModelConfig
-from jaxdist.files import replacing, replacing_folder, write_whole
+from jaxdist.files import write_whole
 from jaxdist.huggingface.folder import is_folder
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
 from jaxdist.huggingface.merging import merged
 from jaxdist.huggingface.peft_adapter import write_adapter
 from jaxdist.huggingface.readable import Readable, read
-from jaxdist.huggingface.safetensors_file import Tensor, write_file
+from jaxdist.huggingface.safetensors_file import Tensor, check_room, write_file
 from jaxdist.huggingface.small_files import kept_dtype, read_kept, small_files
 from jaxdist.huggingface.writing import write_weights
 from jaxdist.models import build
@@ -30,6 +30,8 @@ from jaxdist.sharding import name_of
 from jaxdist.training.base_weights import base_arrays, base_for, recorded_base
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.stored_arrays import whole
+from jaxdist.training.export_marks import FORMAT
+from jaxdist.training.run_dir import RunFolder
 
 
 @contextmanager
@@ -53,55 +55,55 @@ def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
     """
     with step_of(config, which) as (checkpoints, found):
         metadata = {
-            "format": "jaxdist",
+            "format": FORMAT,
             "version": __version__,
             "step": str(found.step),
             "config": to_toml(_without_adapters(config)),
         }
-        with weights(config, checkpoints, found) as params, replacing(path) as temporary:
+        with weights(config, checkpoints, found) as params:
             parts = dict(_by_layer(params, stacked=not config.model.images))
             for name, array in checkpoints.arrays(found, "variables").items():
                 parts[f"variables.{name}"] = Part(array)
             tensors = [Tensor(name, "F32", parts[name].shape) for name in sorted(parts)]
-            write_file(temporary, tensors, lambda tensor: parts[tensor.name].data(), metadata)
+            check_room(path.parent, tensors)
+            write_file(path, tensors, lambda tensor: parts[tensor.name].data(), metadata)
     total = sum(tensor.size for tensor in tensors)
-    return {"path": str(path), "step": found.step, "tensors": len(tensors), "bytes": total}
+    return {"step": found.step, "tensors": len(tensors), "bytes": total}
 
 
-def write_folder(config: Config, which: str, path: Path, dtype: str, tokenizer: Path | None) -> dict[str, Any]:
+def write_folder(config: Config, which: str, path: Path, dtype: str) -> dict[str, Any]:
     """Write step `which` of the run in `config.run_dir` as a folder of Hugging Face, and return what was written.
 
-    `dtype` is a `WeightDtype`; empty: that of the folder that the run began with, or else of its precision. From
-    precision mixed, the masters are rounded once. `tokenizer` is where the run keeps its own, if it has one. Raises
-    `RequestError` where that is not possible.
+    `path` is that of a new folder. `dtype` is a `WeightDtype`; empty: that of the folder that the run began with, or
+    else of its precision. From precision mixed, the masters are rounded once. Raises `RequestError` where that is not
+    possible.
     """
-    run = config.folder
+    folder = RunFolder(config.folder)
+    run = folder.path
     dtype = dtype or kept_dtype(run) or _compute_dtype(config)
-    own = read_tokenizer(tokenizer) if tokenizer else None
+    own = read_tokenizer(folder.tokenizer_source) if folder.tokenizer.is_file() else None
     files = small_files(read_kept(run), config.model, dtype, own)
-    with (
-        step_of(config, which) as (checkpoints, found),
-        weights(config, checkpoints, found) as params,
-        replacing_folder(path) as temporary,
-    ):
-        written = write_weights(temporary, config.model, params, dtype)
+    path.mkdir()
+    with step_of(config, which) as (checkpoints, found), weights(config, checkpoints, found) as params:
+        written = write_weights(path, config.model, params, dtype)
         for name, content in files.items():
-            write_whole(temporary / name, content)
-    return {"path": str(path), "step": found.step, "dtype": dtype, **written}
+            write_whole(path / name, content)
+    return {"step": found.step, "dtype": dtype, **written}
 
 
 def write_adapter_folder(config: Config, which: str, path: Path, dtype: str) -> dict[str, Any]:
     """Write the adapters of step `which` of a LoRA run as a folder that PEFT loads, and return what was written.
 
-    `dtype` is a `WeightDtype`; empty: float32. The base is not read.
+    `path` is that of a new folder. `dtype` is a `WeightDtype`; empty: float32. The base is not read.
     """
     dtype = dtype or "float32"
-    with step_of(config, which) as (checkpoints, found), replacing_folder(path) as temporary:
+    path.mkdir()
+    with step_of(config, which) as (checkpoints, found):
         # PEFT loads the base itself, and knows no other form.
         named = recorded_base(config, checkpoints.facts(found)).path
         base = named if is_folder(named) else None
-        written = write_adapter(temporary, config.model, checkpoints.arrays(found, "params"), dtype, base)
-    return {"path": str(path), "step": found.step, "dtype": dtype, **written}
+        written = write_adapter(path, config.model, checkpoints.arrays(found, "params"), dtype, base)
+    return {"step": found.step, "dtype": dtype, **written}
 
 
 @contextmanager

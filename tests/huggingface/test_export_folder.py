@@ -1,18 +1,25 @@
 """`python -m jaxdist.checkpoints RUN --export FOLDER/`."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from jaxdist import checkpoints
-from jaxdist.config import Config, ModelConfig, RequestError
+from jaxdist.config import Config, Failed, ModelConfig, RequestError
+from jaxdist.exit_codes import STOPPED
 from jaxdist.huggingface.reading import read_parameters
 from jaxdist.request import to_toml
+from jaxdist.request.commandline import outcome
+from jaxdist.training.export_marks import MARKER
 from tests.huggingface import by_transformers
 from tests.huggingface.exported import GOLDEN, NAMES, abstract, model_of, run_from, save, tensors
+from tests.training.test_checkpoint import mounted
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +56,7 @@ def test_the_folder_is_that_of_the_source_again(llama31, tmp_path, capsys):
         assert (out / name).read_bytes() == (GOLDEN / "llama31" / name).read_bytes(), name
     assert {path.name for path in out.iterdir()} == {
         *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
-        "model.safetensors",
+        *("model.safetensors", MARKER),
     }
     assert model_of(out) == model_of(GOLDEN / "llama31")
 
@@ -96,20 +103,10 @@ def test_a_folder_that_is_not_empty_is_replaced_only_when_told_to(llama31, tmp_p
     out = tmp_path / "out"
     out.mkdir()
     export(llama31, out)
-    assert refused(llama31, out) == f"--export '{out}' is not empty; name another folder, or add --force to replace it"
-    (out / "model-00001-of-00002.safetensors").write_text("of an earlier export")
-    export(llama31, out, "--force")
-    assert not (out / "model-00001-of-00002.safetensors").exists()
+    assert refused(llama31, out) == f"--export '{out}' is an earlier export; name another, or add --force to replace it"
+    export(llama31, out, "--force", "--dtype=float32")
+    assert {str(numbers.dtype) for numbers in tensors(out).values()} == {"float32"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_files_that_no_export_wrote_are_never_replaced(llama31, tmp_path):
-    out = tmp_path / "out"
-    export(llama31, out)
-    (out / "notes.txt").write_text("mine")
-    problem = refused(llama31, out, "--force")
-    assert problem == f"--export '{out}' holds other things (notes.txt), which are not replaced; name another folder"
-    assert (out / "notes.txt").read_text() == "mine"
 
 
 def test_what_is_no_folder_of_ones_own_is_refused(llama31, tmp_path):
@@ -136,7 +133,7 @@ def test_an_export_that_fails_leaves_what_was_there(llama31, tmp_path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr("jaxdist.training.export.write_whole", full)
-        with pytest.raises(OSError, match="no space left"):
+        with pytest.raises(Failed, match=f"^the export to '{out}' failed: no space left on device; nothing of it is "):
             export(llama31, out, "--force")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -226,3 +223,80 @@ def test_transformers_loads_the_tokenizer_of_a_run(own, tmp_path):
     export(own, tmp_path / "out")
     expected = Tokenizer.from_file(str(own / "tokenizer.json")).encode(TEXT).ids
     assert by_transformers.ids(tmp_path / "out", TEXT) == (expected, None, 0)
+
+
+def test_no_place_is_refused_after_the_work(llama31, tmp_path, monkeypatch):
+    """Nor with a traceback: what cannot get another folder, or file, in its place."""
+    monkeypatch.setattr("jaxdist.training.export.step_of", None)
+    (tmp_path / "here" / "mount" / "bound").mkdir(parents=True)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "bound file").write_text("mine")
+    monkeypatch.chdir(tmp_path / "here")
+    holds = "is, or holds, the folder in which the command runs; name a new folder in it, such as "
+    rows = {
+        ".": holds + f"{tmp_path}/here/exported/",
+        "./": holds + f"{tmp_path}/here/exported/",
+        "..": holds + f"{tmp_path}/exported/",
+        "/": holds + "/exported/",
+        "../file/": "is not a folder; name one that is empty, or new",
+        "../file/x/": "cannot be written: its folder does not exist; create it first",
+        "/proc/x.safetensors": "cannot be written: no such file or directory; name another",
+        "/proc/x/": "cannot be written: no such file or directory; name another",
+    }
+    for target, told in rows.items():
+        given = str(Path(target))
+        for more in ((), ("--force",)):
+            found = refused(llama31, target, *more)
+            assert found.removeprefix(f"--export '{given}' ").removeprefix(f"--export '{target}' ") == told, target
+    with mounted(tmp_path / "small", 1):
+        for source, at in (("small", "here/mount"), ("here", "here/mount/bound"), ("file", "bound file")):
+            (tmp_path / "here" / "mount" / "bound").mkdir(exist_ok=True)
+            subprocess.run(["mount", "--bind", tmp_path / source, tmp_path / at], check=True)
+            try:
+                assert "is a mount point, which no other" in refused(llama31, tmp_path / at, "--force")
+            finally:
+                subprocess.run(["umount", "--lazy", tmp_path / at], check=True)
+
+
+def test_the_base_of_a_run_and_what_others_wrote_stay(llama31, tmp_path):
+    """A folder that was downloaded; the same as the base of a run; an export that is one."""
+    run = Path(shutil.copytree(llama31, tmp_path / "run"))
+    base = Path(shutil.copytree(GOLDEN / "llama31", tmp_path / "base"))
+    before = {path.name: path.read_bytes() for path in base.iterdir()}
+    assert "has no jaxdist_export.json, by which an export knows its own folder again" in refused(run, base, "--force")
+    export(run, tmp_path / "out")
+    source = run / "huggingface" / "source.json"
+    for named in (base, tmp_path / "out"):
+        source.write_text(json.dumps(read(source) | {"path": str(named)}))
+        assert f"would change '{named}', which the run '{run}' names as" in refused(run, named, "--force")
+    assert {path.name: path.read_bytes() for path in base.iterdir()} == before
+
+
+TARGETS = {"folder": "out/", "file": "out.safetensors"}
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_a_full_disk_is_a_sentence_before_the_work_or_in_it(llama31, tmp_path, target, monkeypatch):
+    with mounted(tmp_path / "small", 1):
+        (tmp_path / "small" / "ballast").write_bytes(bytes(960_000))
+        problem = refused(llama31, f"{tmp_path}/small/{target}")
+        assert problem.endswith("MB are free where they would be written; free some, or write them elsewhere")
+        for module in ("training.export", "huggingface.writing"):
+            monkeypatch.setattr(f"jaxdist.{module}.check_room", lambda *_: None)
+        with pytest.raises(
+            Failed, match=r"^the export to '.*' failed: no space left on device; nothing of it is left: "
+        ):
+            checkpoints.main([str(llama31), f"--export={tmp_path}/small/{target}"])
+        assert [path.name for path in (tmp_path / "small").iterdir()] == ["ballast"]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_ends_an_export_with_a_sentence_and_nothing_is_left(llama31, tmp_path, name, monkeypatch, capsys):
+    def killed(*_: object) -> None:
+        os.kill(os.getpid(), signal.Signals[name])
+
+    monkeypatch.setattr("jaxdist.training.export.write_whole", killed)
+    assert outcome(checkpoints.main, [str(llama31), f"--export={tmp_path}/out/"]) == STOPPED
+    what = "interrupted" if name == "SIGINT" else f"stopped by {name}"
+    assert capsys.readouterr().err == f"jaxdist.checkpoints: {what}\n"
+    assert list(tmp_path.iterdir()) == []

@@ -22,6 +22,7 @@ from jaxdist.huggingface.readable import read
 from jaxdist.huggingface.reading import read_parameters
 from jaxdist.request import to_toml
 from jaxdist.sharding import name_of
+from jaxdist.training.export_marks import MARKER
 from tests.huggingface import by_transformers
 from tests.huggingface.adapters import (
     ADAPTERS,
@@ -79,7 +80,11 @@ def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_exported_adapter_is_the_one_that_peft_wrote(name, runs, tmp_path):
     export(runs / name, f"{tmp_path}/out/", "--adapter")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        MARKER,
+    }
     theirs = of_peft(name)
     ours = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert ours.keys() == theirs.keys()
@@ -204,7 +209,7 @@ def test_an_exported_adapter_is_replaced_only_when_told_to(runs, tmp_path):
     out = tmp_path / "out"
     export(runs / "llama31", f"{out}/", "--adapter")
     problem = refused(runs / "llama31", out, "--adapter")
-    assert problem == f"--export '{out}' is not empty; name another folder, or add --force to replace it"
+    assert problem == f"--export '{out}' is an earlier export; name another, or add --force to replace it"
     export(runs / "gpt2", out, "--adapter", "--force")
     assert load_file(out / "adapter_model.safetensors").keys() == of_peft("gpt2").keys()
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 
 from jaxdist import checkpoints, train
-from jaxdist.config import RequestError
+from jaxdist.config import Failed, RequestError
 from jaxdist.request import load
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.run_dir import RunFolder
@@ -153,10 +153,15 @@ def test_export_of_a_damaged_step_goes_to_the_one_before_and_says_so(finished, t
 
 def test_export_replaces_a_file_only_when_told_to_and_whole(finished, tmp_path, capsys, monkeypatch):
     path = tmp_path / "weights.safetensors"
-    path.write_text("mine")
-    with pytest.raises(RequestError, match=r"exists; name another file, or add --force to replace it"):
+    before = os.umask(0o027)
+    try:
+        asked(capsys, finished, f"--export={path}", "--checkpoint=15")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    with pytest.raises(RequestError, match=r"is an earlier export; name another, or add --force to replace it"):
         checkpoints.main([str(finished), f"--export={path}"])
-    assert path.read_text() == "mine"
+    content = path.read_bytes()
 
     def half(file: Path, *_: object) -> None:
         Path(file).write_text("half")
@@ -164,15 +169,10 @@ def test_export_replaces_a_file_only_when_told_to_and_whole(finished, tmp_path, 
 
     with monkeypatch.context() as patch:
         patch.setattr("jaxdist.training.export.write_file", half)
-        with pytest.raises(OSError, match="no space left"):
+        with pytest.raises(Failed, match="no space left"):
             checkpoints.main([str(finished), f"--export={path}", "--force"])
-    assert (path.read_text(), [one.name for one in tmp_path.iterdir()]) == ("mine", [path.name])
-    before = os.umask(0o027)
-    try:
-        asked(capsys, finished, f"--export={path}", "--force")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert (path.read_bytes(), [one.name for one in tmp_path.iterdir()]) == (content, [path.name])
+    asked(capsys, finished, f"--export={path}", "--force")
     with safe_open(path, "np") as file:
         assert file.metadata()["step"] == "20"
 

@@ -16,9 +16,6 @@ from jaxdist.request.checks.registry import check
 BYTE_LEVEL_VOCAB = 257
 """Fewest entries of a byte-level tokenizer: one for each byte, and the end-of-text token."""
 
-LISTED = 3
-"""Names that an error lists at most."""
-
 
 @check("model.family", "data.path", "data.tokenizer", "data.validation_path")
 def _files(config: Config) -> Iterator[str]:
@@ -154,33 +151,36 @@ def check_output(what: str, path: str | Path, example: str) -> None:
         raise RequestError(f"{output} cannot be written: {reason}; name another file") from error
 
 
-def check_output_folder(what: str, path: Path, replace: bool, written: re.Pattern[str]) -> None:
+def check_output_folder(what: str, path: Path) -> None:
     """Raise `RequestError` if `what` cannot write the folder `path`, before the work that produces its files.
 
-    A folder that is there must be empty; with `replace`, it may also hold files whose names match `written`, which are
-    replaced. It must not be, or belong to, a run.
+    It must be new, or a folder that another can take the place of, and not be, or belong to, a run.
     """
     output = f"{what} '{path}'"
     try:
         if path.is_symlink():
             raise RequestError(f"{output} is a symbolic link; name the folder itself")
-        _check_folder(output, path.absolute().parent)
-        _check_no_run(output, path)
-        if not os.path.lexists(path):
+        full = Path(os.path.abspath(path))
+        here = Path.cwd()
+        if full in (here, *here.parents):
+            raise RequestError(
+                f"{output} is, or holds, the folder in which the command runs; name a new folder in it, such as "
+                f"{full / 'exported'}/"
+            )
+        _check_folder(output, full.parent)
+        _check_no_run(output, full)
+        if not os.path.lexists(full):
             return
-        if not path.is_dir():
+        if not full.is_dir():
             raise RequestError(f"{output} is not a folder; name one that is empty, or new")
-        names = sorted(os.listdir(path))
+        if _is_mount(full):
+            raise RequestError(
+                f"{output} is a mount point, which no other folder can replace; name a new folder in it, such as "
+                f"{full / 'exported'}/"
+            )
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise RequestError(f"{output} cannot be written: {reason}; name another folder") from error
-    if names and not replace:
-        raise RequestError(f"{output} is not empty; name another folder, or add --force to replace it")
-    others = [name for name in names if not written.fullmatch(name)]
-    if others:
-        raise RequestError(
-            f"{output} holds other things ({', '.join(others[:LISTED])}), which are not replaced; name another folder"
-        )
 
 
 def _check_regular(output: str, path: Path, example: str) -> None:
@@ -195,6 +195,25 @@ def _check_regular(output: str, path: Path, example: str) -> None:
         raise RequestError(f"{output} is a symbolic link; name the file itself")
     if not stat.S_ISREG(mode):
         raise RequestError(f"{output} is a device, a FIFO or a socket; name a regular file")
+    if _is_mount(path):
+        raise RequestError(f"{output} is a mount point, which no other file can replace; name another file")
+
+
+def _is_mount(path: Path) -> bool:
+    """Return whether something is mounted at `path`, perhaps from elsewhere in the same file system."""
+    if os.path.ismount(path):
+        return True
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    real = os.path.realpath(path)
+    return any(_without_escapes(line.split(" ")[4]) == real for line in mounts)
+
+
+def _without_escapes(text: str) -> str:
+    """Return a path of mountinfo as it is: spaces and the like are octal numbers there."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
 def _check_folder(output: str, folder: Path) -> None:
