@@ -37,7 +37,7 @@ EXTRAS = [
     Extra(
         "target",
         "",
-        "Compile for this GPU, present or not: a100, h100, h200, gh200 or b200. Empty: CPU devices.",
+        f"Compile for this GPU, present or not: {', '.join(GPUS)}. Empty: CPU devices.",
         TargetName,
     ),
     Extra("devices", 0, "Number of devices, to fill a -1 of the mesh; 0: as many as the mesh names.", DevicesOrZero),
@@ -146,7 +146,8 @@ def _compiled(
     program = compile_apart(lower, target, count)
     if target:
         # Neighbours in the mesh share a host, as in a run.
-        per_host = (where or clusters.of_gpu(target)).per_host
+        hosts = where or clusters.of_gpu(target)
+        per_host = hosts.per_host if hosts else count
         host_of = [number // per_host for number in numbers.ravel().tolist()]
     else:
         host_of = [0] * mesh.size

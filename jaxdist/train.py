@@ -23,9 +23,7 @@ DESCRIPTION = (
 TargetName = Annotated[str, Suggested(GPUS)]
 EXTRAS = [
     Extra("dry_run", False, "Print the summary, with the layout of every parameter, and exit without training."),
-    Extra(
-        "target", "", "With --dry-run: a GPU to assume, present or not: a100, h100, h200, gh200 or b200.", TargetName
-    ),
+    Extra("target", "", f"With --dry-run: a GPU to assume, present or not: {', '.join(GPUS)}.", TargetName),
 ]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxdist.colours import BLUE, GREEN, GREY, ORANGE, RED
 from jaxdist.files import write_picture
-from jaxdist.planning.hardware import GPUS
+from jaxdist.planning.hardware import CARDS, GPUS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +59,8 @@ def roofline(path: Path) -> None:
         title="roofline: left of its bend a GPU waits for memory",
     )
     intensity = np.logspace(-1, 4, 200)
-    for number, (name, gpu) in enumerate(GPUS.items()):
+    modules = {name: gpu for name, gpu in GPUS.items() if name not in CARDS}
+    for number, (name, gpu) in enumerate(modules.items()):
         colour = f"C{number}"
         # From here on, the peak is the limit and not the memory.
         bend = gpu.peak / gpu.bandwidth

@@ -89,9 +89,9 @@ class Cluster:
         return count <= self.per_host or count % self.per_host == 0
 
 
-def of_gpu(name: str) -> Cluster:
-    """Return the shipped cluster, of one site, of the GPU `name`, such as h100; each of `GPUS` has one."""
-    return next(found for found in one_site() if found.gpu == name)
+def of_gpu(name: str) -> Cluster | None:
+    """Return the shipped cluster, of one site, of the GPU `name`, such as h100; None for the `hardware.CARDS`."""
+    return next((found for found in one_site() if found.gpu == name), None)
 
 
 def one_site() -> list[Cluster]:

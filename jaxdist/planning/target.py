@@ -53,13 +53,17 @@ def available() -> bool:
 def hosts(name: str, count: int) -> tuple[int, int]:
     """Return (hosts, GPUs of each); fewer GPUs than a host has are one smaller host.
 
+    Cards of which no cluster is known are all in one host.
+
     Raises `RequestError` for a count that leaves a host half full.
     """
     gpu_of(name)  # refuses a name that is not known
     cluster = of_gpu(name)
-    each = cluster.per_host
     if count < 1:
         raise RequestError(f"{count} devices were asked for; ask for 1 or more")
+    if cluster is None:
+        return 1, count
+    each = cluster.per_host
     if not cluster.fills_hosts(count):
         near = " or ".join(map(str, multiples(each, count)))
         raise RequestError(f"{count} devices do not fill hosts of {each} {name}; ask for {near}")
@@ -109,7 +113,7 @@ gpu_device_info {{
   shared_memory_per_block: {48 * 2**10}
   shared_memory_per_core: {gpu.shared}
   shared_memory_per_block_optin: {gpu.shared - 2**10}
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {gpu.threads}
   core_count: {gpu.cores}
   fpus_per_core: {gpu.lanes}
   block_dim_limit_x: {2**31 - 1}

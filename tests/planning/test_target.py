@@ -12,10 +12,11 @@ import pytest
 from jaxdist.cluster import gpus, runtime
 from jaxdist.config import RequestError
 from jaxdist.planning import target
+from jaxdist.planning.clusters import of_gpu
 from jaxdist.planning.cross_compile import compile_apart
-from jaxdist.planning.hardware import GPUS, peak_flops
+from jaxdist.planning.hardware import CARDS, GPUS, peak_flops
 from tests.planning import lowering
-from tests.tiers import thinned
+from tests.tiers import exhaustive, thinned
 
 needs_plugin = pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]")
 
@@ -38,6 +39,21 @@ def test_a_sister_is_not_taken_for_it():
     """GB200 has b200 in its name, and more FLOP/s."""
     assert (peak_flops("NVIDIA GB200", "bfloat16"), peak_flops("NVIDIA B200", "bfloat16")) == (2500e12, 2250e12)
     assert peak_flops("NVIDIA B300 SXM6 AC", "bfloat16") is None
+    assert (peak_flops("NVIDIA L40S", "bfloat16"), peak_flops("NVIDIA L4", "bfloat16")) == (362e12, 121e12)
+    assert {peak_flops(f"NVIDIA {name}", "bfloat16") for name in ("L40", "A10", "GeForce RTX 4090 D")} == {None}
+
+
+def test_cards_have_24_or_48_gb_and_the_float32_flops_of_their_data_sheets():
+    sheets = {"a6000": (48, 38.7), "l4": (24, 30.3), "l40s": (48, 91.6), "rtx4090": (24, 82.6)}
+    assert set(CARDS) == set(sheets)
+    for name, (gigabytes, teraflops) in sheets.items():
+        gpu = GPUS[name]
+        assert 0.9 * gigabytes * 2**30 < gpu.memory < gigabytes * 2**30
+        assert round(gpu.peak_f32 / 1e12, 1) == teraflops
+        assert "threads_per_core_limit: 1536\n" in target.text(gpu)
+        # Their links are not known: as many as are asked for are taken to be in one host.
+        assert of_gpu(name) is None
+        assert target.hosts(name, 3) == (1, 3)
 
 
 def test_gibibytes_and_gigabytes_are_not_confused():
@@ -148,7 +164,13 @@ def test_a_function_of_the_script_is_refused(monkeypatch):
 
 
 @needs_plugin
-@pytest.mark.parametrize("name", thinned(zip(GPUS), len(GPUS), first=1))
+@pytest.mark.parametrize(
+    "name",
+    [
+        *thinned(zip([name for name in GPUS if name not in CARDS]), len(GPUS) - len(CARDS), first=1),
+        *exhaustive(zip(CARDS)),
+    ],
+)
 def test_a_program_for_each_gpu(name, capfd):
     count = 512 if name == "h100" else 16
     program = compile_apart(lowering.product, name, count)

@@ -102,7 +102,7 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     # Explain compiles only for GPUs that it has a description of.
     if cluster.gpu in GPUS:
         compiled_for = clusters.of_gpu(cluster.gpu)
-        if compiled_for.fills_hosts(plan.devices):
+        if compiled_for is None or compiled_for.fills_hosts(plan.devices):
             yield f"verify      {verification(first, base, name)}"
         else:
             yield f"verify      not possible: explain compiles for whole hosts of {compiled_for.per_host} {cluster.gpu}"
