@@ -22,12 +22,13 @@ from jaxdist.huggingface.schema import (
     CONFIG,
     SPECIAL,
     SPECIAL_TOKENS_MAP,
+    TOKEN,
     TOKENIZER,
     TOKENIZER_CONFIG,
     checked,
     read_if_there,
 )
-from jaxdist.json_files import parse_json
+from jaxdist.json_files import json_object
 from jaxdist.json_schema import TOKEN_ID, short
 
 ATTRIBUTES = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -74,7 +75,7 @@ def with_added_tokens(text: str, tokenizer: Tokenizer, beside: Beside, folder: P
     if after == before:
         return None
     # Not by `Tokenizer.to_str`: its text, which names data in the cache, may differ between versions of the package.
-    content = parse_json(text)
+    content = json_object(text.encode(), str(folder / TOKENIZER))
     content["added_tokens"] = after
     return json.dumps(content, ensure_ascii=False)
 
@@ -108,7 +109,9 @@ def _named(beside: Beside, folder: Path) -> Iterator[tuple[str, AddedToken]]:
     found = dict(beside[TOKENIZER_CONFIG])
     if found.get("added_tokens_decoder") is None:
         found |= beside[SPECIAL_TOKENS_MAP]
-    roles = [key for key in found if key.endswith("_token") and key not in SPECIAL]
+    roles = [
+        key for key, value in found.items() if key.endswith("_token") and key not in SPECIAL and TOKEN.holds(value)
+    ]
     named = [(key, found.get(key)) for key in (*SPECIAL, *roles)]
     for key in ("extra_special_tokens", "additional_special_tokens"):
         others = found.get(key) or []

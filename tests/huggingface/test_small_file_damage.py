@@ -21,6 +21,7 @@ from jaxdist.huggingface.folder import KEPT, open_config, open_folder
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, read_tokenizer
 from jaxdist.huggingface.model_config import longest_sequence, model_values
 from jaxdist.huggingface.schema import (
+    ADDED_TOKENS,
     CONFIG,
     FILES,
     GENERATION,
@@ -92,7 +93,7 @@ ALL = {*SMALL_FILES, SOURCE}
 
 READERS: dict[Callable[[Path], object], set[str]] = {
     model: {CONFIG, INDEX},
-    tokenizer: {CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, KEPT_TOKENS},
+    tokenizer: {CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, KEPT_TOKENS},
     template: {TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "chat_template.jinja", "chat_template.json"},
     keep: ALL - {SOURCE, CONFIG},
     export: ALL,
@@ -104,7 +105,7 @@ READERS: dict[Callable[[Path], object], set[str]] = {
 
 BY_KEY = {
     model: {CONFIG, INDEX},
-    tokenizer: {CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, KEPT_TOKENS},
+    tokenizer: {CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, KEPT_TOKENS},
     template: {TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "chat_template.json"},
     keep: set(),
     export: {CONFIG, SOURCE, TOKENIZER},
@@ -145,6 +146,15 @@ ODD: list[Any] = [None, [], {}, "", "x" * 5000, "\x1b[2J", -1, 0, 1.5, True, 10*
 ODD += [[{}], {"content": []}, [{"name": []}], [10**30], {"1": {}}, {"x": {"content": "a"}}, {"rope_type": []}]
 ODD += [{"rope_type": "yarn", "factor": [], "original_max_position_embeddings": 10**30}, {"a": 7}, {"a": "../b"}]
 """Values that a key may get from anybody."""
+
+
+MORE_KEYS = {
+    CONFIG: ("rope_scaling", "sliding_window", "vocab_size"),
+    TOKENIZER_CONFIG: ("image_token",),
+    SPECIAL_TOKENS_MAP: ("image_token",),
+    ADDED_TOKENS: ("<more>", ""),
+}
+"""Keys that are read and have no rule, since other tables or functions say what they may be."""
 
 
 def fifo(path: Path) -> None:
@@ -196,7 +206,7 @@ def folder(tmp_path) -> Callable[[], Path]:
         (path / "chat_template.json").write_text('{"chat_template": "x"}')
         (path / SOURCE).write_text('{"dtype": "bfloat16"}')
         (path / KEPT_TOKENS).write_text('{"bos": 1, "eos": 2, "stops": [2]}')
-        for name in ("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"):
+        for name in (ADDED_TOKENS, "vocab.json", "merges.txt", "tokenizer.model"):
             (path / name).write_text("{}")
         return path
 
@@ -277,7 +287,7 @@ def test_every_key_may_have_any_value_and_is_refused_or_read(folder, name):
         path = folder()
         for_reader(read, path, name)
         content = json.loads((path / name).read_text())
-        keys = {*content, *FILES[name].rules, *(("rope_scaling", "sliding_window") if name == CONFIG else ())}
+        keys = {*content, *FILES[name].rules, *MORE_KEYS.get(name, ())}
         for key in sorted(keys):
             for value in ODD:
                 (path / name).write_text(json.dumps(content | {key: value}))
@@ -289,6 +299,16 @@ def test_a_template_that_is_no_text_is_refused(folder):
     path = folder()
     (path / "chat_template.jinja").write_bytes(b"\xff")
     assert names(refusal(template, path), "chat_template.jinja")
+
+
+def test_a_tokenizer_with_a_key_twice_is_refused_where_tokens_are_added_to_it(folder):
+    path = folder()
+    (path / KEPT_TOKENS).unlink()
+    (path / TOKENIZER).write_text((path / TOKENIZER).read_text().replace('"version"', '"version": "1.0", "version"', 1))
+    assert refusal(tokenizer, path) == []
+    own = json.loads((path / TOKENIZER).read_text())["added_tokens"]
+    (path / ADDED_TOKENS).write_text(json.dumps({"<more>": len(own) + read_tokenizer(path).load().get_vocab_size()}))
+    assert "tokenizer.json" in "".join(refusal(tokenizer, path))
 
 
 def test_a_whole_folder_is_read(folder):
