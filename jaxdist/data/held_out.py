@@ -28,7 +28,7 @@ from jaxdist.data.token_cache import open_cache
 from jaxdist.data.tokenizing import PARTS, TOKENIZER, Split, resume_point, write_parts
 from jaxdist.data.tokens import Tokens
 from jaxdist.files import write_whole
-from jaxdist.huggingface.given_tokenizer import GivenTokenizer, largest_id
+from jaxdist.huggingface.given_tokenizer import GivenTokenizer, encoding, largest_id
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,8 @@ class _Counted:
         ends = document.ends and self._eos != "" and document.text.endswith(self._eos)
         if not begins and not ends:
             return 0
-        ids = self._tokenizer.encode(document.text, add_special_tokens=False).ids
+        with encoding():
+            ids = self._tokenizer.encode(document.text, add_special_tokens=False).ids
         size = 0
         if self._special.has_own(ids, begins, ends=False):
             size += len(self._bos.encode())
@@ -184,6 +185,7 @@ class _Counted:
 
 def _bytes_of_first(tokenizer: Tokenizer, text: str) -> int:
     """Return the bytes of a text before the character where its second token begins."""
-    offsets = tokenizer.encode(text, add_special_tokens=False).offsets
+    with encoding():
+        offsets = tokenizer.encode(text, add_special_tokens=False).offsets
     end = offsets[1][0] if len(offsets) > 1 else len(text)
     return len(text[:end].encode())

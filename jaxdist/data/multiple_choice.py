@@ -22,6 +22,7 @@ from jaxdist.config import RequestError
 from jaxdist.data.documents import reading
 from jaxdist.data.readers.json_lines import MARK
 from jaxdist.data.tokens import IGNORED
+from jaxdist.huggingface.given_tokenizer import encoding
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.json_files import is_unicode
 from jaxdist.units import counted, size
@@ -203,7 +204,8 @@ def _with_error(share: float, error: float | None) -> str:
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False).ids
+    with encoding():
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _problem(before: list[int], after: list[int], sequence: int) -> str | None:

@@ -23,6 +23,7 @@ from jaxdist.data.readers.document import Document
 from jaxdist.data.token_cache import PROGRESS
 from jaxdist.data.tokens import TokenWriter
 from jaxdist.files import checksum, open_no_follow, write_whole
+from jaxdist.huggingface.given_tokenizer import encoding
 from jaxdist.huggingface.special_tokens import ENDS, SpecialTokens
 from jaxdist.json_files import read_json
 
@@ -140,9 +141,11 @@ def write_parts(
     with TokenWriter(folder / PARTS[0], dtype) as train, TokenWriter(folder / PARTS[1], dtype) as validation:
         for batch in _batches(remaining):
             reading.what = "tokenizing"
-            encoded = tokenizer.encode_batch_fast([document.text for _, document in batch], add_special_tokens=False)
-            for (held_out, document), encoding in zip(batch, encoded, strict=True):
-                ids = encoding.ids
+            texts = [document.text for _, document in batch]
+            with encoding():
+                encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            for (held_out, document), found in zip(batch, encoded, strict=True):
+                ids = found.ids
                 own += special.has_own(ids, document.begins, document.ends)
                 ids = special.around(ids, document.begins, document.ends, doubled)
                 writer = validation if held_out else train

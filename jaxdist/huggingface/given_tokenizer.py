@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,24 @@ def load_tokenizer(text: str) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+@contextmanager
+def encoding() -> Iterator[None]:
+    """Raise `RequestError` where the block encodes a text for a part of which the tokenizer has no token.
+
+    Those of bytes have one for everything, those of words need one for what they do not know.
+    """
+    try:
+        yield
+    except Exception as error:
+        # The package `tokenizers` raises nothing narrower than `Exception`.
+        if type(error) is not Exception:
+            raise
+        reason = str(error).partition("\n")[0][:LONGEST_REASON]
+        raise RequestError(
+            f"the tokenizer has no token for a part of the text ({reason}); take another tokenizer, or other text"
+        ) from error
 
 
 def _unknown_in_template(processor: Mapping[str, Any]) -> str | None:

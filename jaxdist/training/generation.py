@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
 from jaxdist.huggingface.chat_template import ChatTemplate, Message
+from jaxdist.huggingface.given_tokenizer import encoding
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.request.knobs import shown
 from jaxdist.training.continuation import Continuation, Ending
@@ -62,7 +63,8 @@ class Prompter:
         return Continuation(self._tokenizer, prompt, self._ending, answers=self._template is not None)
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with encoding():
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def _checked(self, ids: list[int], what: str) -> list[int]:
         if len(ids) >= self._ending.sequence:

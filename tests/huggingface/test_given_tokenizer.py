@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxdist.huggingface.given_tokenizer import GivenTokenizer
+from jaxdist.config import RequestError
+from jaxdist.huggingface.given_tokenizer import GivenTokenizer, encoding
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.training import samples
 from jaxdist.training.run_dir import RunFolder
@@ -79,3 +80,21 @@ def test_a_run_knows_the_data_that_it_began_with(tmp_path):
         folder.mkdir(parents=True)
         (folder / "metadata").write_text(facts)
     assert run.data_begun() == "abc"
+
+
+def test_text_without_a_token_is_refused(sampling):
+    with pytest.raises(RequestError, match=r"the tokenizer has no token for a part of the text \(WordLevel error"):
+        sampling("w1 another", SpecialTokens())
+    with pytest.raises(KeyError), encoding():
+        raise KeyError("ours")
+
+
+def test_every_text_is_encoded_where_it_can_be_refused():
+    def encodes(node):
+        return isinstance(node, ast.Call) and any(keyword.arg == "add_special_tokens" for keyword in node.keywords)
+
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        blocks = [node for node in ast.walk(tree) if isinstance(node, ast.With) and "encoding()" in ast.unparse(node)]
+        refused = {id(node) for block in blocks for node in ast.walk(block)}
+        assert [node.lineno for node in ast.walk(tree) if encodes(node) and id(node) not in refused] == [], path
