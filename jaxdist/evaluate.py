@@ -24,6 +24,8 @@ DESCRIPTION = (
 EXTRAS = [
     Extra("checkpoint", "latest", "Step to use: latest, best (by validation loss) or a number.", Checkpoint),
     Extra("choices", "", "Answer the multiple-choice questions of this .jsonl instead; empty: no questions.", FileName),
+    Extra("choices_skip", False, "Leave out the questions of --choices that cannot be scored, and count them."),
+    Extra("choices_apart", False, "Encode context and choice of --choices apart, so that no token spans their join."),
     Extra("json", False, "Print one JSON object on standard output, and nothing else."),
 ]
 
@@ -46,11 +48,12 @@ def main(argv: list[str] | None = None) -> int:
         check_request(request.text)
         check_named(config, reads_run=True)
         request.tell_unused(job.env.processes)
+        apart, skip = request.extras["choices_apart"], request.extras["choices_skip"]
         # Questions that cannot be answered are reported before the weights are read.
-        rows = encoded(config, questions) if questions else None
+        rows = encoded(config, questions, apart, skip) if questions else None
         trained = restore(config, request.extras["checkpoint"], batch=rows is None)
         if rows:
-            found = on_questions(trained, job, questions, rows)
+            found = on_questions(trained, job, rows)
         elif config.data.validation_path and not config.model.images:
             found = on_files(trained, job)
         else:
@@ -74,7 +77,10 @@ def check_files(request: Request) -> list[Question]:
     if choices:
         check_choices(request, choices)
         return read_questions(Path(choices))
+    alone = [option(name) for name in ("choices_skip", "choices_apart") if request.extras[name]]
     problems = [] if config.model.images else held_out_problems(paths_of(config.data.validation_path))
+    if alone:
+        problems.append(f"{' and '.join(alone)} has an effect beside --choices only; add --choices, or leave it out")
     if problems:
         raise RequestError(*problems)
     return []

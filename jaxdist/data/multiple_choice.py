@@ -2,7 +2,8 @@
 
 A choice is scored by the log probabilities of its tokens after those of the context. Context and choice are encoded
 together, as lm-evaluation-harness does (Gao et al. 2021): the choice's tokens are those that follow as many tokens as
-the context has alone. Spaces at the end of the context belong to the choice, because tokens begin with a space.
+the context has alone. On request they are encoded apart, so that no token spans their join.
+Spaces at the end of the context belong to the choice, because tokens begin with a space.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class Question(NamedTuple):
     label: int
     where: str
     """The line and the file, for messages."""
+    line: int = 0
+    """The number of the line, from 1."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,14 @@ class Rows:
     """The token after each that belongs to the choice; -1 elsewhere."""
     longest: int
     """Tokens of a row that the longest one needs."""
-    cut: int
+    questions: list[Question]
+    """The questions that these rows are of."""
+    cut: int = 0
     """Questions whose context was cut on the left, so that a row holds it."""
+    spanning: int = 0
+    """Questions in which a token begins in the context and ends in a choice, which then has the tokens after it."""
+    left_out: tuple[tuple[Question, str], ...] = ()
+    """Questions that have no rows, each with the reason."""
     note: str | None = None
     """A sentence about how the questions were read, if there is one to tell."""
 
@@ -118,7 +127,7 @@ def read_questions(path: Path) -> list[Question]:
             if not line.strip():
                 continue
             try:
-                questions.append(_question(line, f"line {number} of --choices '{path}'"))
+                questions.append(_question(line, f"line {number} of --choices '{path}'")._replace(line=number))
             except RequestError as error:
                 problems += error.problems
             if len(problems) >= NAMED:
@@ -130,45 +139,90 @@ def read_questions(path: Path) -> list[Question]:
     return questions
 
 
-def rows_of(questions: list[Question], tokenizer: Tokenizer, special: SpecialTokens, sequence: int) -> Rows:
+def rows_of(
+    questions: list[Question],
+    tokenizer: Tokenizer,
+    special: SpecialTokens,
+    sequence: int,
+    apart: bool = False,
+    skip: bool = False,
+) -> Rows:
     """Return a row of `sequence` tokens for each choice, filled up on the right.
 
     A BOS token, if the tokenizer has one, comes before the context. A context that is empty is replaced by BOS, or
     else by the end-of-text token, so that the first token of the choice has something to follow. Of a row that is too
-    long the first tokens are left out. Raises `RequestError` with a sentence for each choice that cannot be scored.
+    long the first tokens are left out. With `apart`, context and choice are encoded each by itself. Raises
+    `RequestError` with a sentence for each choice that cannot be scored; with `skip`, such questions have no rows.
     """
-    pairs = []
+    pairs: list[Encoded] = []
+    answered: list[Question] = []
+    left_out: list[tuple[Question, str]] = []
     cut = 0
     own = 0
+    spanning = 0
     problems: list[str] = []
     for question in questions:
-        longest = 0
         own += special.has_own(_ids(tokenizer, question.context))
-        for number, choice in enumerate(question.choices):
-            before, after = encode(tokenizer, special, question.context, choice)
-            problem = _problem(before, after, sequence)
-            if problem:
-                problems.append(f"choice {number} of {question.where} {problem}")
-            longest = max(longest, len(before) + len(after) - 1)
-            pairs.append((before, after))
-        cut += longest > sequence
-    if problems:
-        raise RequestError(*problems[:NAMED])
+        found = [encode(tokenizer, special, question.context, choice, apart) for choice in question.choices]
+        wrong = [
+            f"choice {number} of {question.where} {problem}"
+            for number, problem in enumerate(_problem(one, sequence) for one in found)
+            if problem
+        ]
+        if wrong:
+            problems += wrong
+            left_out.append((question, wrong[0]))
+            continue
+        answered.append(question)
+        pairs += found
+        cut += max(len(one.before) + len(one.after) - 1 for one in found) > sequence
+        spanning += any(one.spans for one in found)
+    if problems and not (skip and answered):
+        raise RequestError(*problems[:NAMED], _remedy(len(left_out), len(questions), answered, apart))
     note = special.own_note(tokenizer, own, "context") if own else None
-    return replace(_laid_out(pairs, sequence, cut), note=note)
+    rows = _laid_out(pairs, sequence, answered)
+    return replace(rows, cut=cut, spanning=spanning, left_out=tuple(left_out), note=note)
 
 
-def encode(tokenizer: Tokenizer, special: SpecialTokens, context: str, choice: str) -> tuple[list[int], list[int]]:
-    """Return (the tokens of the context, those of the choice after it)."""
+def _remedy(wrong: int, whole: int, answered: list[Question], apart: bool) -> str:
+    """Return the sentence that says how to go on where so many of the `whole` questions cannot be scored."""
+    ways = []
+    if answered:
+        ways.append("--choices-skip leaves them out")
+    if not apart:
+        ways.append("--choices-apart encodes context and choice apart, so that no token spans their join")
+    ways.append("or correct them")
+    return f"{wrong} of {counted(whole, 'question')} cannot be scored; {'; '.join(ways)}"
+
+
+class Encoded(NamedTuple):
+    """A context and a choice as tokens."""
+
+    before: list[int]
+    """The tokens of the context."""
+    after: list[int]
+    """The tokens of the choice after it."""
+    spans: bool
+    """Whether a token begins in the context and ends in the choice, so that the context has other tokens beside it."""
+
+
+def encode(tokenizer: Tokenizer, special: SpecialTokens, context: str, choice: str, apart: bool = False) -> Encoded:
+    """Return the tokens of a context, and those of a choice after it; with `apart`, as they are by themselves.
+
+    Where a token spans the join, the context keeps the tokens that it has alone, and the choice has those after as
+    many: so does lm-evaluation-harness 0.4.
+    """
     ending = context[len(context.rstrip()) :]
     context = context.rstrip()
     choice = ending + choice
     if not context:
         start = special.around([]) or ([] if special.eos is None else [special.eos])
-        return start, _ids(tokenizer, choice)
+        return Encoded(start, _ids(tokenizer, choice), spans=False)
     before = _ids(tokenizer, context)
+    if apart:
+        return Encoded(special.around(before), _ids(tokenizer, choice), spans=False)
     whole = _ids(tokenizer, context + choice)
-    return special.around(whole[: len(before)]), whole[len(before) :]
+    return Encoded(special.around(before), whole[len(before) :], whole[: len(before)] != before)
 
 
 def scored(questions: list[Question], log_probabilities: Float[np.ndarray, " n"]) -> Score:
@@ -184,11 +238,34 @@ def scored(questions: list[Question], log_probabilities: Float[np.ndarray, " n"]
     )
 
 
+def results(questions: list[Question], log_probabilities: Float[np.ndarray, " n"]) -> list[dict[str, Any]]:
+    """Return what was found of each question, for JSON: the sums of the log probabilities, and both answers."""
+    found = []
+    for question, scores in zip(questions, _of_questions(questions, log_probabilities), strict=True):
+        sizes = np.array([len(choice.encode()) for choice in question.choices])
+        found.append(
+            {
+                "line": question.line,
+                "label": question.label,
+                "answer": int(np.argmax(scores)),
+                "answer_norm": int(np.argmax(scores / sizes)),
+                "log_probabilities": scores.tolist(),
+                "bytes": sizes.tolist(),
+            }
+        )
+    return found
+
+
 def _right(questions: list[Question], scores: Float[np.ndarray, " n"]) -> Float[np.ndarray, " questions"]:
     """Return 1 for each question whose right choice has the highest score, else 0."""
+    of_each = zip(questions, _of_questions(questions, scores), strict=True)
+    return np.array([float(np.argmax(own) == question.label) for question, own in of_each])
+
+
+def _of_questions(questions: list[Question], scores: Float[np.ndarray, " n"]) -> list[Float[np.ndarray, " choices"]]:
+    """Return the scores of the choices of each question."""
     ends = np.cumsum([len(question.choices) for question in questions])
-    of_questions = np.split(scores, ends[:-1])
-    return np.array([float(np.argmax(s) == q.label) for q, s in zip(questions, of_questions, strict=True)])
+    return np.split(scores, ends[:-1])
 
 
 def _standard_error(values: Float[np.ndarray, " n"]) -> float | None:
@@ -208,8 +285,9 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def _problem(before: list[int], after: list[int], sequence: int) -> str | None:
+def _problem(encoded: Encoded, sequence: int) -> str | None:
     """Return why a choice cannot be scored, as the end of a sentence."""
+    before, after, _ = encoded
     if not after:
         return "has no token of its own after its context; begin the choice with a space, or end the context with one"
     if not before:
@@ -222,19 +300,19 @@ def _problem(before: list[int], after: list[int], sequence: int) -> str | None:
     return None
 
 
-def _laid_out(pairs: list[tuple[list[int], list[int]]], sequence: int, cut: int) -> Rows:
-    """Return the rows of contexts and choices, of which `cut` questions have too many tokens."""
+def _laid_out(pairs: list[Encoded], sequence: int, questions: list[Question]) -> Rows:
+    """Return the rows of the contexts and choices of `questions`."""
     longest = 0
     tokens = np.zeros((len(pairs), sequence), np.int32)
     labels = np.full((len(pairs), sequence), IGNORED, np.int32)
-    for row, (before, after) in enumerate(pairs):
+    for row, (before, after, _) in enumerate(pairs):
         # A row predicts the token after each of its own, so it needs one token fewer than there are.
         ids = np.array([*before, *after][-(sequence + 1) :], np.int32)
         end = ids.size - 1
         longest = max(longest, end)
         tokens[row, :end] = ids[:-1]
         labels[row, end - len(after) : end] = ids[ids.size - len(after) :]
-    return Rows(tokens, labels, longest, cut)
+    return Rows(tokens, labels, longest, questions)
 
 
 def _question(line: bytes, where: str) -> Question:

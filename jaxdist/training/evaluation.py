@@ -18,7 +18,7 @@ from jaxdist.cluster.job import Job
 from jaxdist.config import Config, NotFinite, RequestError
 from jaxdist.data.documents import paths_of
 from jaxdist.data.held_out import HeldOut, open_held_out
-from jaxdist.data.multiple_choice import NAMED, Question, Rows, rows_of, scored
+from jaxdist.data.multiple_choice import NAMED, Question, Rows, results, rows_of, scored
 from jaxdist.training.console import Screen
 from jaxdist.training.data_progress import DataProgress
 from jaxdist.training.file_losses import file_losses, together
@@ -87,18 +87,22 @@ def on_files(trained: Trained, job: Job) -> Judgement:
     return Judgement(lines, {"step": trained.step, **whole.figures(), "files": of_each})
 
 
-def encoded(config: Config, questions: list[Question]) -> Rows:
-    """Return the rows of the questions, alike in all processes. Raises `RequestError` if there is no tokenizer."""
+def encoded(config: Config, questions: list[Question], apart: bool, skip: bool) -> Rows:
+    """Return the rows of the questions, alike in all processes; `apart` and `skip` are as for `rows_of`.
+
+    Raises `RequestError` if there is no tokenizer, and for questions that cannot be scored.
+    """
     given = given_tokenizer(config)
     if given is None:
         raise RequestError(f"'{config.folder}' has no tokenizer to read questions with; give its --data.tokenizer")
-    rows = rows_of(questions, given.load(), given.special, config.model.sequence)
+    rows = rows_of(questions, given.load(), given.special, config.model.sequence, apart, skip)
     check_alike("questions", rows.fingerprint, "let all processes read the same file")
     return rows
 
 
-def on_questions(trained: Trained, job: Job, questions: list[Question], rows: Rows) -> Judgement:
+def on_questions(trained: Trained, job: Job, rows: Rows) -> Judgement:
     """Judge by the answers to multiple-choice questions, whose rows `encoded` returns. Raises `NotFinite`."""
+    questions = rows.questions
     _tell(job, rows.note)
     with jax.set_mesh(trained.run.mesh):
         found = log_probabilities(trained.run, trained.params, rows, partial(job.note, VALIDATING))
@@ -107,7 +111,19 @@ def on_questions(trained: Trained, job: Job, questions: list[Question], rows: Ro
     line = f"{_weights_of(trained)}  {score}  of {len(questions)} questions"
     if rows.cut:
         line += f"  ({rows.cut} of them cut on the left to model.sequence {trained.run.config.model.sequence})"
-    figures = {"step": trained.step, "questions": len(questions), "cut": rows.cut, **score._asdict()}
+    if rows.spanning:
+        line += f"  (in {rows.spanning} of them a token spans the join of context and choice)"
+    if rows.left_out:
+        line += f"  ({len(rows.left_out)} more left out, which cannot be scored)"
+    figures = {
+        "step": trained.step,
+        "questions": len(questions),
+        "cut": rows.cut,
+        "spanning": rows.spanning,
+        "left_out": [{"line": question.line, "why": why} for question, why in rows.left_out],
+        **score._asdict(),
+        "results": results(questions, found),
+    }
     return Judgement([line], figures)
 
 

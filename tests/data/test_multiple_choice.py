@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
-from jaxdist.data.multiple_choice import Question, encode, read_questions, rows_of, scored
+from jaxdist.data.multiple_choice import Question, encode, read_questions, results, rows_of, scored
 from jaxdist.data.tokenizing import train_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from tests.data.files import save_tokenizer
@@ -37,7 +37,7 @@ def test_questions_are_read_in_order(write):
     other = json.dumps(ROW | {"label": 1})[:-1] + ', "id": ' + "9" * 5000 + "}"
     path = write("q.jsonl", "\ufeff" + json.dumps(ROW) + "\n\n\ufeff" + other + "\n")
     first, second = read_questions(path)
-    assert first == ("The sky is", (" blue", " green"), 0, f"line 1 of --choices '{path}'")
+    assert first == ("The sky is", (" blue", " green"), 0, f"line 1 of --choices '{path}'", 1)
     assert (second.label, second.where) == (1, f"line 3 of --choices '{path}'")
 
 
@@ -85,18 +85,18 @@ def test_a_file_that_is_not_there_or_empty_is_refused(write, tmp_path):
 
 
 def test_a_choice_is_what_follows_the_tokens_of_its_context(words):
-    assert encode(words, BEGIN, "w1 w2", " w3 w4") == ([8, 1, 2], [3, 4])
-    assert encode(words, END, "w1 w2", " w3 w4") == ([1, 2], [3, 4])
+    assert encode(words, BEGIN, "w1 w2", " w3 w4") == ([8, 1, 2], [3, 4], False)
+    assert encode(words, END, "w1 w2", " w3 w4") == ([1, 2], [3, 4], False)
 
 
 def test_spaces_at_the_end_of_a_context_belong_to_the_choice(bytewise):
-    before, after = encode(bytewise, NOTHING, "ab \n", "c")
+    before, after, _ = encode(bytewise, NOTHING, "ab \n", "c")
     assert (bytewise.decode(before), bytewise.decode(after)) == ("ab", " \nc")
 
 
 def test_an_empty_context_is_bos_or_else_the_end_of_a_text(words):
-    assert encode(words, BEGIN, " ", "w3") == ([8], [3])
-    assert encode(words, END, "", "w3") == ([7], [3])
+    assert encode(words, BEGIN, " ", "w3") == ([8], [3], False)
+    assert encode(words, END, "", "w3") == ([7], [3], False)
     with pytest.raises(RequestError, match=r"choice 0 of line 1 of 'q.jsonl' follows an empty context"):
         rows_of([question("", "w3", "w4 w5")], words, NOTHING, 4)
 
@@ -147,3 +147,46 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_read(write):
         file.truncate(3 << 30)  # with a hole for its content
     with pytest.raises(RequestError, match=r"q.jsonl' has 3.0 GiB, and at most 256 MiB of questions are read"):
         read_questions(path)
+
+
+def spanned() -> list[Question]:
+    """Of the first, "w1" and "0" are one word together; of the second, "w1" and the first of "0 w5"."""
+    first = question("w1", "0", " w2")._replace(line=1)
+    return [first, question("w1", "0 w5", " w2")._replace(line=2), question("w1", " w3", " w4")._replace(line=3)]
+
+
+def test_the_sentence_counts_the_questions_and_names_the_ways_out(words):
+    with pytest.raises(RequestError) as error:
+        rows_of(spanned(), words, BEGIN, 6)
+    named, last = error.value.problems
+    assert named.startswith("choice 0 of line 1 of 'q.jsonl' has no token of its own after its context")
+    assert last.startswith("1 of 3 questions cannot be scored; --choices-skip leaves them out; --choices-apart ")
+
+
+def test_questions_that_cannot_be_scored_are_left_out_on_request(words):
+    rows = rows_of(spanned(), words, BEGIN, 6, skip=True)
+    assert [one.line for one in rows.questions] == [2, 3]
+    ((left, why),) = rows.left_out
+    assert (left.line, rows.spanning) == (1, 1)
+    assert why.startswith("choice 0 of line 1 of 'q.jsonl' has no token of its own")
+    # As lm-evaluation-harness has it: the context's own tokens, then those of both after as many.
+    assert rows.tokens[0].tolist() == [8, 1, 0, 0, 0, 0]
+    assert rows.labels[0].tolist() == [-1, 5, -1, -1, -1, -1]
+    with pytest.raises(RequestError, match="cannot be scored; --choices-apart"):
+        rows_of(spanned()[:1], words, BEGIN, 6, skip=True)  # there is no other question
+
+
+def test_apart_no_token_spans_the_join(words):
+    rows = rows_of(spanned(), words, BEGIN, 6, apart=True)
+    assert (len(rows.questions), rows.spanning, rows.left_out) == (3, 0, ())
+    assert rows.tokens[0].tolist() == [8, 1, 0, 0, 0, 0]
+    assert rows.labels[0].tolist() == [-1, words.token_to_id("?"), -1, -1, -1, -1]  # "0" alone is no word
+
+
+def test_each_question_has_its_scores_and_both_answers():
+    questions = [question("", "a", "bcd", label=1)._replace(line=4), question("", "a", "b")._replace(line=9)]
+    first, second = results(questions, np.array([-2.0, -3.0, -1.5, -1.0]))
+    assert first == {
+        "line": 4, "label": 1, "answer": 0, "answer_norm": 1, "log_probabilities": [-2.0, -3.0], "bytes": [1, 3],
+    }  # fmt: skip
+    assert (second["line"], second["answer"], second["answer_norm"]) == (9, 1, 1)

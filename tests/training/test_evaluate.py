@@ -81,6 +81,11 @@ def test_a_file_of_tokens_has_no_bits_per_byte(judged, tmp_path):
 @pytest.mark.slow
 def test_questions_have_the_same_answers_on_every_mesh(judged):
     found = [json.loads(judged("--json", f"--choices={QUESTIONS}", *mesh)) for mesh in MESHES]
+    first, *others = [found_there.pop("results") for found_there in found]
+    for results in others:
+        for one, other in zip(first, results, strict=True):
+            assert other.pop("log_probabilities") == pytest.approx(one["log_probabilities"], 1e-5)
+            assert other.items() <= one.items()
     assert found[0] == found[1] == found[2]
     assert (found[0]["step"], found[0]["questions"], found[0]["cut"]) == (5, 50, 0)
     shares = [found[0][name] for name in ("acc", "acc_norm")]
@@ -105,6 +110,8 @@ def test_wrong_requests_are_refused(files, tmp_path):
     (tmp_path / "q.jsonl").write_text("{}")
     with pytest.raises(RequestError, match=r"beside --choices '.*' no data are read, so leave out --data.path"):
         evaluate.main([str(tmp_path), f"--choices={QUESTIONS}", f"--data.path={files[0]}"])
+    with pytest.raises(RequestError, match=r"--choices-skip and --choices-apart has an effect beside --choices only"):
+        evaluate.main([str(tmp_path), "--choices-skip", "--choices-apart"])
     with pytest.raises(RequestError, match=r"data.validation_path 'none.txt' does not exist; give the path of a file"):
         evaluate.main([str(tmp_path), f"--data.validation-path={files[0]},none.txt"])
     with pytest.raises(RequestError, match=r"line 1 of --choices '.*' has no context and no choices and no label"):
