@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxdist import evaluate, generate, train
 from jaxdist.cluster import consensus
-from jaxdist.config import RequestError
+from jaxdist.config import NotFinite, RequestError
 from jaxdist.huggingface.schema import FILES, INDEX
 from jaxdist.training import copies
 from jaxdist.training.pretrained import keep_files
@@ -182,7 +182,7 @@ def test_weights_that_are_not_finite_are_refused_by_every_command(model, monkeyp
     ]
     for command in commands:
         compared.clear()
-        with pytest.raises(RequestError, match=rf"^'[^']*model' {described}{theirs}; download it again, or name other"):
+        with pytest.raises(NotFinite, match=rf"^'[^']*model' {described}{theirs}; download it again, or name other"):
             command()
         assert compared >= {f"model/{name}" for name in FILES} | {file.name, INDEX}
         # A template may write the time of day.
@@ -195,10 +195,10 @@ def test_weights_that_are_not_finite_are_refused_by_every_command(model, monkeyp
         lambda: train.main([*begin, "--run-dir=from-bad"]),
     ):
         compared.clear()
-        with pytest.raises(RequestError, match=rf"^step 1 of bad {described}; name another"):
+        with pytest.raises(NotFinite, match=rf"^step 1 of bad {described}; name another"):
             command()
         assert compared >= {"bad/config.toml", "bad/tokenizer.json", "1/params/_METADATA", "sums/1.json"}
     compared.clear()
-    with pytest.raises(RequestError, match=rf"^the base .*/bad/checkpoints/1 {described}; name another step as"):
+    with pytest.raises(NotFinite, match=rf"^the base .*/bad/checkpoints/1 {described}; name another step as"):
         train.main([*begin, "--run-dir=lora-bad", "--model.lora-rank=2"])
     assert compared >= {"bad/config.toml", "bad/tokenizer.json", "1/params/_METADATA", "sums/1.json"}

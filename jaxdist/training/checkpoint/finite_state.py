@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdist.config import RequestError
+from jaxdist.config import NotFinite
 from jaxdist.parallel.finite import finite
 from jaxdist.sharding import name_of
 from jaxdist.training.forward.offload import to_device
@@ -37,7 +37,7 @@ def not_finite(tree: Any) -> list[str]:
 
 
 def check_loaded(params: Any, source: str, remedy: str, names: Mapping[str, str] | None = None) -> None:
-    """Raise `RequestError`, in all processes, where weights that were just read hold NaN or infinity.
+    """Raise `NotFinite`, in all processes, where weights that were just read hold NaN or infinity.
 
     `source` is where they were read; `names` says of a parameter what it is called there, if that is another name. Call
     this as `not_finite`.
@@ -48,7 +48,7 @@ def check_loaded(params: Any, source: str, remedy: str, names: Mapping[str, str]
     first = bad[0]
     if names and names.get(first):
         first += f" ({names[first]})"
-    raise RequestError(
+    raise NotFinite(
         f"{source} holds NaN or infinity in {len(bad)} of {len(jax.tree.leaves(params))} parameters, first in {first}; "
         f"{remedy}"
     )
