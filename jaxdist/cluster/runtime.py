@@ -168,11 +168,10 @@ def host_lines(mesh: jax.sharding.Mesh) -> list[str]:
     for site, host in dict.fromkeys((member.site, member.host) for member in everyone):
         here = [member for member in everyone if (member.site, member.host) == (site, host)]
         numbers = ", ".join(str(member.process) for member in here)
-        counts = ", ".join(
-            str(sum(device.process_index == member.process for device in mesh.devices.flat)) for member in here
-        )
+        counts = [sum(device.process_index == member.process for device in mesh.devices.flat) for member in here]
+        devices = ", ".join([*map(str, counts[:-1]), counted(counts[-1], "device")])
         place = f", in site {site}" if in_sites else ""
-        lines.append(f"process {numbers} on {host} ({here[0].address}) with {counted(counts, 'device')}{place}")
+        lines.append(f"process {numbers} on {host} ({here[0].address}) with {devices}{place}")
     return lines
 
 
