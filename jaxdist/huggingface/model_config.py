@@ -225,7 +225,7 @@ def _window(config: dict[str, Any], kind: ModelType, layers: Any) -> tuple[Any, 
         return 0, [f"sliding_window is {short(window)}, which this model_type does not have; {OTHER_MODEL}"]
     if window == 0:
         return 0, ["sliding_window is 0, which hides every token; write null for no window"]
-    first = 0
+    first: Any = 0
     if kind.window == "some":
         first = config.get("max_window_layers")
         first = FIRST_WINDOWED if first is None else first

@@ -89,7 +89,7 @@ def _are_tokens(value: Any) -> bool:
     return all(map((TEXT | ADDED_TOKEN).holds, value.values() if isinstance(value, dict) else value))
 
 
-MORE_TOKENS: Rules = dict.fromkeys(
+MORE_TOKENS: dict[str, Rule] = dict.fromkeys(
     ("extra_special_tokens", "additional_special_tokens"), Rule("a list of tokens", _are_tokens) | NULL
 )
 

@@ -48,8 +48,8 @@ class SpecialTokens(NamedTuple):
 
     def own_note(self, tokenizer: Tokenizer, count: int, what: str, ends: bool = False) -> str:
         """Return a sentence about `count` texts that `has_own` found; `what` they are, such as "document"."""
-        found = [self.bos, self.eos if ends else None]
-        names = " or ".join(tokenizer.id_to_token(token) for token in found if token is not None)
+        found = [token for token in (self.bos, self.eos if ends else None) if token is not None]
+        names = " or ".join(str(tokenizer.id_to_token(token)) for token in found)
         whose = f"1 {what} has its own" if count == 1 else f"{count:,} {what}s have their own"
         return f"{whose} {names}, which is not put there again"
 
