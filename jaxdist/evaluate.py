@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist.cluster.process_env import find
-from jaxdist.config import RequestError
+from jaxdist.config import Config, RequestError
 from jaxdist.request import Enough, Extra, Request, arguments, run
 from jaxdist.request.knobs import option
-from jaxdist.values import Checkpoint, FileName
+from jaxdist.values import Checkpoint, Count, FileName
 
 if TYPE_CHECKING:
     from jaxdist.data.multiple_choice import Question
@@ -26,6 +26,7 @@ EXTRAS = [
     Extra("choices", "", "Answer the multiple-choice questions of this .jsonl instead; empty: no questions.", FileName),
     Extra("choices_skip", False, "Leave out the questions of --choices that cannot be scored, and count them."),
     Extra("choices_apart", False, "Encode context and choice of --choices apart, so that no token spans their join."),
+    Extra("stride", None, "Rolling loss: windows begin so many tokens apart; each token counts once.", Count),
     Extra("json", False, "Print one JSON object on standard output, and nothing else."),
 ]
 
@@ -55,9 +56,9 @@ def main(argv: list[str] | None = None) -> int:
         if rows:
             found = on_questions(trained, job, rows)
         elif config.data.validation_path and not config.model.images:
-            found = on_files(trained, job)
+            found = on_files(trained, job, request.extras["stride"])
         else:
-            found = on_held_out(trained, job)
+            found = on_held_out(trained, job, request.extras["stride"])
         if job.env.leader:
             print(json.dumps(found.figures, allow_nan=False) if request.extras["json"] else "\n".join(found.lines))
         return job.end(0)
@@ -79,10 +80,27 @@ def check_files(request: Request) -> list[Question]:
         return read_questions(Path(choices))
     alone = [option(name) for name in ("choices_skip", "choices_apart") if request.extras[name]]
     problems = [] if config.model.images else held_out_problems(paths_of(config.data.validation_path))
+    problems += stride_problems(config, request.extras["stride"])
     if alone:
         problems.append(f"{' and '.join(alone)} has an effect beside --choices only; add --choices, or leave it out")
     if problems:
         raise RequestError(*problems)
+    return []
+
+
+def stride_problems(config: Config, stride: int | None) -> list[str]:
+    """Return a sentence where a rolling loss is asked for that there cannot be."""
+    if stride is None:
+        return []
+    if config.model.images:
+        return [
+            f"--stride is {stride}, but the run has model.family {config.model.family}, without a text; leave it out"
+        ]
+    if stride > config.model.sequence:
+        return [
+            f"--stride {stride} is more than model.sequence {config.model.sequence}, so that tokens between two "
+            f"windows would not count; lower it"
+        ]
     return []
 
 
@@ -92,6 +110,8 @@ def check_choices(request: Request, choices: str) -> None:
     if request.config.model.images:
         raise RequestError(f"the run has model.family {family}, which answers no questions; leave out --choices")
     unused = [option(name) for name in request.overrides if name.startswith("data.") and name != "data.tokenizer"]
+    if request.extras["stride"] is not None:
+        unused.append(option("stride"))
     if unused:
         raise RequestError(f"beside --choices '{choices}' no data are read, so leave out {', '.join(unused)}")
 

@@ -46,19 +46,31 @@ class HeldOut:
     note: str | None = None
     """A sentence about how the text was read, if there is one to tell."""
 
-    def rows(self, sequence: int) -> int:
-        """Return the number of rows of `sequence` tokens, of which the last may be filled up."""
-        return -(-self._predicted // sequence)
+    def rows(self, sequence: int, stride: int) -> int:
+        """Return the number of rows of `sequence` tokens, which begin `stride` tokens apart.
 
-    def read(self, sequence: int, rows: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-        """Return the arrays [n, S] of these rows, as `data.batches` describes them; of a row of -1 no token counts."""
+        The last one may be filled up.
+        """
+        if self._predicted == 0:
+            return 0
+        return 1 + -(-max(self._predicted - sequence, 0) // stride)
+
+    def read(self, sequence: int, stride: int, rows: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+        """Return the arrays [n, S] of these rows, as `data.batches` describes them; of a row of -1 no token counts.
+
+        Each token counts in one row. In the first row all do, in a later one the last `stride`, which follow at least
+        `sequence` - `stride` others: rolling perplexity.
+        """
         windows = np.zeros((rows.size, sequence + 1), np.int32)
-        places = np.where(rows[:, None] >= 0, rows[:, None] * sequence + np.arange(sequence), self._predicted)
-        for window, row in zip(windows, rows.tolist(), strict=True):
-            if row >= 0:
-                ids = self._read(row * sequence, (row + 1) * sequence + 1)
+        column = np.arange(sequence)[None]
+        row = rows[:, None]
+        counts = (row >= 0) & (row * stride + column < self._predicted)
+        counts &= (row == 0) | (column >= sequence - stride)
+        for window, number in zip(windows, rows.tolist(), strict=True):
+            if number >= 0:
+                ids = self._read(number * stride, number * stride + sequence + 1)
                 window[: ids.size] = ids
-        return labelled(windows, places < self._predicted, self.tokens)
+        return labelled(windows, counts, self.tokens)
 
     @property
     def _predicted(self) -> int:
@@ -87,7 +99,7 @@ def open_held_out(
         opened = _open_tokens(source, given, vocab, progress)
     else:
         opened = _open_text(source, given, vocab, apart, progress)
-    if opened.rows(1) == 0:
+    if opened.rows(1, 1) == 0:
         raise RequestError(f"'{path}' has no token to predict; give a file with more text")
     if given and apart:
         tokens = replace(opened.tokens, begin=given.special.bos, end=given.special.eos)

@@ -23,8 +23,10 @@ from jaxdist.training.console import Screen
 from jaxdist.training.data_progress import DataProgress
 from jaxdist.training.file_losses import file_losses, together
 from jaxdist.training.restore import Trained, given_tokenizer
+from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder, check_tokenizer
 from jaxdist.training.scoring import log_probabilities
+from jaxdist.training.task_text import TextTask
 from jaxdist.units import rounded
 
 
@@ -36,31 +38,42 @@ class Judgement(NamedTuple):
     """By name, for JSON; all of them are finite."""
 
 
-def on_held_out(trained: Trained, job: Job) -> Judgement:
-    """Judge by the loss on the held-out part of the run's data. Raises `NotFinite` where it is no number."""
+def on_held_out(trained: Trained, job: Job, stride: int | None = None) -> Judgement:
+    """Judge by the loss on the held-out part of the run's data; with a `stride` rolling, also over an incomplete row.
+
+    Raises `NotFinite` where it is no number.
+    """
     open_data(trained, job)
     run = trained.run
     with jax.set_mesh(run.mesh):
-        metrics = run.validate(trained.params, trained.variables, 0, partial(job.note, VALIDATING))
+        if stride is None:
+            metrics = run.validate(trained.params, trained.variables, 0, partial(job.note, VALIDATING))
+        else:
+            assert isinstance(run.task, TextTask)
+            batches = run.task.batches_of(run.task.whole_held_out(), stride)
+            metrics = run.measure(trained.params, trained.variables, batches, partial(job.note, VALIDATING))
     assert metrics is not None
     for name, value in metrics.items():
         _check_finite(trained, f"the {name} on the held-out part", value)
     baseline = run.task.baseline()
     units = f"{run.task.unit}s"
+    windows = _windows(run, stride)
     others = {name: value for name, value in metrics.items() if name not in ("loss", "batches", units)}
     percentages = "".join(f"  {name} {value:.2%}" for name, value in others.items())
     line = (
         f"{_weights_of(trained)}  validation loss {metrics['loss']:.4f} nats per {run.task.unit} over "
-        f"{rounded(metrics[units])} {units}{percentages}  ({run.task.baseline_name} {baseline:.4f})"
+        f"{rounded(metrics[units])} {units}{windows}{percentages}  ({run.task.baseline_name} {baseline:.4f})"
     )
     figures = {"step": trained.step, **metrics, "baseline": baseline, "baseline_name": run.task.baseline_name}
+    if not run.config.model.images:
+        figures["stride"] = stride or run.config.model.sequence
     return Judgement([line], figures)
 
 
-def on_files(trained: Trained, job: Job) -> Judgement:
+def on_files(trained: Trained, job: Job, stride: int | None = None) -> Judgement:
     """Judge by the loss of each file that data.validation_path names, and of all of them together.
 
-    Raises `NotFinite` for a loss that is no number.
+    With a `stride` it is rolling. Raises `NotFinite` for a loss that is no number.
     """
     run = trained.run
     model = run.config.model
@@ -75,16 +88,17 @@ def on_files(trained: Trained, job: Job) -> Judgement:
     _tell(job, *(file.note for file in files))
     check_alike("data", " ".join(file.fingerprint for file in files), "let all processes read the same files")
     with jax.set_mesh(run.mesh):
-        losses = file_losses(run, trained.params, trained.variables, files, partial(job.note, VALIDATING))
+        apart = stride or model.sequence
+        losses = file_losses(run, trained.params, trained.variables, files, apart, partial(job.note, VALIDATING))
     for file, loss in zip(files, losses, strict=True):
         _check_finite(trained, f"the loss of '{file.path}'", loss.loss)
     whole = together(losses)
     lines = []
     if len(files) > 1:
         lines = [f"{file.path}  {loss}" for file, loss in zip(files, losses, strict=True)]
-    lines.append(f"{_weights_of(trained)}  validation {whole}")
+    lines.append(f"{_weights_of(trained)}  validation {whole}{_windows(run, stride)}")
     of_each = [{"path": str(file.path), **loss.figures()} for file, loss in zip(files, losses, strict=True)]
-    return Judgement(lines, {"step": trained.step, **whole.figures(), "files": of_each})
+    return Judgement(lines, {"step": trained.step, **whole.figures(), "stride": apart, "files": of_each})
 
 
 def encoded(config: Config, questions: list[Question], apart: bool, skip: bool) -> Rows:
@@ -193,6 +207,15 @@ def _weights_of(trained: Trained) -> str:
     if trained.step is None:
         return f"weights of {trained.run.config.folder}"
     return f"step {trained.step}"
+
+
+def _windows(run: Run, stride: int | None) -> str:
+    """Return the words for how a text was cut; empty for images."""
+    if run.config.model.images:
+        return ""
+    if stride is None:
+        return f" in windows of {run.config.model.sequence}"
+    return f" in windows of {run.config.model.sequence} rolling by {stride}"
 
 
 def _check_finite(trained: Trained, what: str, value: float) -> None:

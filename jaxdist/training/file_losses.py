@@ -55,14 +55,22 @@ class FileLoss(NamedTuple):
 
 
 def file_losses(
-    run: Run, params: Params, variables: Params, files: Sequence[HeldOut], note: Callable[[], None] = lambda: None
+    run: Run,
+    params: Params,
+    variables: Params,
+    files: Sequence[HeldOut],
+    stride: int,
+    note: Callable[[], None] = lambda: None,
 ) -> list[FileLoss]:
-    """Return the loss of each file; call under `jax.set_mesh`. `note` is called before each batch: a sign of life."""
+    """Return the loss of each file, in windows that begin `stride` tokens apart; call under `jax.set_mesh`.
+
+    `note` is called before each batch: a sign of life.
+    """
     task = run.task
     assert isinstance(task, TextTask)
     losses = []
     for file in files:
-        means = run.measure(params, variables, task.batches_of(file), note)
+        means = run.measure(params, variables, task.batches_of(file, stride), note)
         assert means is not None
         losses.append(FileLoss(means["loss"], int(means["tokens"]), file.bytes))
     return losses

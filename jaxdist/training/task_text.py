@@ -134,9 +134,14 @@ class TextTask(Task[Model]):
         """Yield every held-out row once, `rows` at a time; at most `limit` batches, where that is not 0."""
         return validation_batches(self.data.validation, self.units, rows, limit, accumulation, self.mesh, self.layout)
 
-    def batches_of(self, file: HeldOut) -> Iterator[Batch]:
-        """Yield every row of a file once, in batches as `evaluated` says."""
+    def batches_of(self, file: HeldOut, stride: int) -> Iterator[Batch]:
+        """Yield every row of a file once, in batches as `evaluated` says; they begin `stride` tokens apart."""
         rows, accumulation = self.evaluated
         abstract = self.abstract(rows, accumulation)
-        for numbers in held_out_rows(file.rows(self.units), rows, 0):
-            yield ordered_batch(numbers, abstract, self.layout, partial(file.read, self.units))
+        for numbers in held_out_rows(file.rows(self.units, stride), rows, 0):
+            yield ordered_batch(numbers, abstract, self.layout, partial(file.read, self.units, stride))
+
+    def whole_held_out(self) -> HeldOut:
+        """Return the held-out part of the data, whose first token nothing predicts."""
+        tokens = self.data.validation
+        return HeldOut(tokens.path, tokens, before=None, bytes=None, fingerprint=self.fingerprint)

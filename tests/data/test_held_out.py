@@ -33,7 +33,7 @@ def opened(write, bytewise):
 
 
 def arrays(file, sequence):
-    return file.read(sequence, np.arange(file.rows(sequence)))
+    return file.read(sequence, sequence, np.arange(file.rows(sequence, sequence)))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_the_last_row_is_filled_up(opened):
 
 def test_a_row_that_is_not_there_has_no_label(opened):
     file = opened(lines("abcde"), END)
-    read = file.read(4, np.array([1, -1]))
+    read = file.read(4, 4, np.array([1, -1]))
     assert (read["labels"][0] >= 0).sum() == 2
     assert (read["labels"][1] < 0).all()
 

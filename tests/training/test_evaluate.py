@@ -57,7 +57,22 @@ def test_each_file_has_its_loss_and_all_of_them_together(judged, files):
     said = judged(*options).splitlines()
     assert said[0].startswith(f"{files[0]}  loss {a['loss']:.4f} nats per token over ")
     assert said[2].startswith(f"step 5  validation loss {found['loss']:.4f} nats per token over ")
-    assert said[2].endswith(f"  perplexity {found['perplexity']:.2f}  {found['bits_per_byte']:.4f} bits per byte")
+    bits = f"{found['bits_per_byte']:.4f} bits per byte"
+    assert said[2].endswith(f"  perplexity {found['perplexity']:.2f}  {bits} in windows of 64")
+
+
+@pytest.mark.slow
+def test_the_held_out_part_of_a_run_is_judged_rolling_too(judged):
+    """The incomplete last row counts as well; else windows that do not overlap are the usual ones."""
+    usual, whole, rolling = (
+        json.loads(judged("--mesh=1x1x1", "--json", *more)) for more in ([], ["--stride=64"], ["--stride=16"])
+    )
+    assert 0 <= whole["tokens"] - usual["tokens"] < 64
+    assert whole["loss"] == pytest.approx(usual["loss"], 0.02)
+    assert [found["stride"] for found in (usual, whole, rolling)] == [64, 64, 16]
+    assert rolling["tokens"] == whole["tokens"]
+    assert rolling["loss"] != whole["loss"]
+    assert " in windows of 64 rolling by 16  (unigram" in judged("--mesh=1x1x1", "--stride=16")
 
 
 @pytest.mark.slow

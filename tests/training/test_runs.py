@@ -106,7 +106,11 @@ def test_the_resolved_config_is_usable_as_config(finished, tmp_path):
 def test_evaluate_on_any_mesh(finished, capsys, mesh):
     assert evaluate.main([str(finished), f"--mesh={mesh}"]) == 0
     said = capsys.readouterr().out
-    whole = float(re.search(r"validation loss ([\d.]+) nats per token over [\d.]+(?: k)? tokens  \(unigram", said)[1])
+    whole = float(
+        re.search(
+            r"validation loss ([\d.]+) nats per token over [\d.]+(?: k)? tokens in windows of \d+  \(unigram", said
+        )[1]
+    )
     of_two_batches = [line["validation_loss"] for line in lines(finished) if "validation_loss" in line][-1]
     assert whole == pytest.approx(of_two_batches, rel=0.2)
     assert 2 < whole < 6
