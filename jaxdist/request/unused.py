@@ -265,7 +265,7 @@ SAVES = ("checkpoint.every", "checkpoint.minutes", "checkpoint.epochs", "train.s
 @needs(*SAVES, late=True)
 def saves_more(config: Config, known: Known) -> str:
     """Need a run that saves more checkpoints than it keeps."""
-    if not known.steps or not _saves_by_steps(config):
+    if not known.steps or not _saves_by_steps(config, known):
         return ""
     count = _saves(config.checkpoint.every, known.steps)
     if count > config.checkpoint.keep:
@@ -277,7 +277,7 @@ def saves_more(config: Config, known: Known) -> str:
 def removes_one(config: Config, known: Known) -> str:
     """Need a checkpoint that would be removed otherwise."""
     every = config.checkpoint.every
-    if not known.steps or not _saves_by_steps(config):
+    if not known.steps or not _saves_by_steps(config, known):
         return ""
     removed = _saves(every, known.steps) - config.checkpoint.keep
     # The last step, which may be no multiple of `every`, is never removed.
@@ -286,9 +286,10 @@ def removes_one(config: Config, known: Known) -> str:
     return f"{_run_of(known.steps)} with checkpoint.keep {config.checkpoint.keep}, which removes none of these,"
 
 
-def _saves_by_steps(config: Config) -> bool:
+def _saves_by_steps(config: Config, known: Known) -> bool:
     """Return whether the steps alone decide when the run saves."""
-    return not config.checkpoint.minutes and not config.checkpoint.epochs
+    within_first_epoch = known.steps < known.steps_of_epoch
+    return not config.checkpoint.minutes and (not config.checkpoint.epochs or within_first_epoch)
 
 
 def _saves(every: int, steps: int) -> int:

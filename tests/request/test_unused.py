@@ -232,5 +232,13 @@ def test_options_of_checkpoints_that_have_no_effect(argv, needs, tmp_path):
     assert f"without {needs}" in problem
 
 
+def test_epochs_that_do_not_end_save_nothing():
+    config = load(None, {"checkpoint.epochs": "true", "checkpoint.keep": "9"})
+    (ends_before, keeps_all) = notes(config, Known(steps=150, steps_of_epoch=151))
+    assert "ends before its first epoch" in ends_before
+    assert "which saves 2 checkpoints" in keeps_all
+    assert notes(config, Known(steps=150, steps_of_epoch=75)) == []
+
+
 def test_all_defaults_are_used():
     assert notes(Config(), Known(ONES, 1, 1, 100.0, 1)) == []
