@@ -198,7 +198,7 @@ def test_wrong_requests_are_refused(options, sentences):
         ("prompts", b"\xff", "is not UTF-8 text; convert it"),
         ("prompts.jsonl", b'{"prompt": "a"}\n{"text": "a"}\n', "line 2 is not a JSON object with the text of a prompt"),
         ("prompts.jsonl", b'{"prompt": ""}\n', "line 1 is not a JSON object with the text of a prompt"),
-        ("prompts.jsonl", b"the loss\n", "line 1 is not a JSON object with the text of a prompt"),
+        ("prompts.jsonl", b"the loss\n", r"line 1 is not JSON \(expecting value"),
     ],
 )
 def test_a_file_that_holds_no_prompts_is_refused(tmp_path, name, content, sentence):
