@@ -1,7 +1,7 @@
 """Say what the keys of a small JSON file may be, and refuse anything else by the name of its key. No jax here.
 
 A table of rules belongs to each file: `huggingface/schema.py` has those of a folder of Hugging Face,
-`training/checkpoint/facts.py` those of a checkpoint.
+`training/checkpoint/step_dir.py` those of a step of a run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ LARGEST_COUNT = 2**53
 
 LARGEST_ID = 2**31
 """The ids of tokens are below this."""
+
+LONGEST_WORD = 200
+"""Characters of a name, a digest or a mesh: six axes of 1,024 have 72."""
 
 SHOWN = 60
 """Characters of a value that a sentence shows."""
@@ -83,6 +86,9 @@ def object_of(words: str, rules: Rules) -> Rule:
 NULL = Rule("null", lambda value: value is None)
 FLAG = Rule("true or false", lambda value: isinstance(value, bool))
 TEXT = Rule("a text", lambda value: isinstance(value, str))
+WORD = Rule(
+    f"a text of at most {LONGEST_WORD} characters", lambda value: TEXT.holds(value) and len(value) <= LONGEST_WORD
+)
 COUNT = Rule("a whole number from 0 on", is_whole)
 NUMBER = Rule("a number", is_number)
 PATH = Rule("a path", lambda value: isinstance(value, str) and value != "" and not path_error(value))

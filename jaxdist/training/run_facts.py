@@ -12,6 +12,7 @@ from typing import Any
 from jaxdist.config import RequestError
 from jaxdist.files import write_whole
 from jaxdist.json_files import read_json
+from jaxdist.json_schema import WORD
 
 FILE = "run.json"
 
@@ -30,7 +31,7 @@ def run_facts(run_dir: Path) -> dict[str, Any]:
 def run_id(run_dir: Path) -> str | None:
     """Return the random id of the run in this folder; None where it has none, or none that can be read."""
     found = run_facts(run_dir).get("id")
-    return found if isinstance(found, str) else None
+    return found if WORD.holds(found) else None
 
 
 def note_saved(run_dir: Path, step: int) -> None:

@@ -10,7 +10,9 @@ import pytest
 import xxhash
 
 from jaxdist.files import BLOCK
+from jaxdist.mesh import AXES, describe
 from jaxdist.training.checkpoint.step_dir import StepDir
+from jaxdist.values import MOST_DEVICES
 from tests.training.conftest import facts
 
 
@@ -51,6 +53,9 @@ UNREADABLE_SEALS = [
     "[]",
     '"x"',
     '{"xxh3_64": {"a": ["x", "y"]}}',
+    '{"xxh3_64": {"a": [1, "0"]}, "run": "' + "x" * 5000 + '"}',
+    '{"xxh3_64": {"' + "a" * 5000 + '": [1, "0"]}}',
+    '{"xxh3_64": {"a": [1, "0"]}, "step": 1e30}',
 ]
 
 
@@ -95,6 +100,14 @@ def test_a_seal_that_cannot_be_read_is_said(step_dir, content):
     seal_of(step_dir.path(10)).write_text(content)
     assert step_dir.damage(10) == "its checksums cannot be read"
     assert step_dir.keep(1) == []
+
+
+def test_facts_of_the_largest_mesh_are_whole(step_dir):
+    put(step_dir, 10)
+    base = {"path": "/" + "a/" * 1900, "digest": "0" * 16}
+    content = {**facts(10), "best": 1, "mesh": describe(dict.fromkeys(AXES, MOST_DEVICES)), "base": base}
+    (step_dir.path(10) / "facts" / "metadata").write_text(json.dumps(content))
+    assert step_dir.wrong_facts(10) is None
 
 
 WRONG_FACTS = {

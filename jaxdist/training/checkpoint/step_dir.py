@@ -29,8 +29,8 @@ from jaxdist.json_schema import (
     NULL,
     NUMBER,
     PATH,
-    SHOWN,
     TEXT,
+    WORD,
     Rule,
     Rules,
     is_number,
@@ -48,7 +48,6 @@ UNSEALED = "it has no checksums"
 UNREADABLE_SEAL = "its checksums cannot be read"
 """Damage of the seal alone, as `UNSEALED`: the step itself may be complete."""
 
-WORD = Rule(f"a text of at most {SHOWN} characters", lambda value: isinstance(value, str) and len(value) <= SHOWN)
 TIME = Rule("seconds since 1970", lambda value: is_number(value) and 0 <= value < 2**40)
 BASELINE = object_of("an object with nats, name and unit", {"nats": NUMBER, "name": WORD, "unit": WORD})
 BASE_FACT = object_of("an object with a path and a digest", {"path": PATH, "digest": WORD})
@@ -65,6 +64,24 @@ OTHER_FACTS: Rules = {
     "base": BASE_FACT,
 }
 """The other facts, which older versions may not have written."""
+
+
+def _are_checksums(value: Any) -> bool:
+    """Return whether a value is an object, not empty, of sizes and digests by paths."""
+    if not isinstance(value, dict) or not value or not all(map(PATH.holds, value)):
+        return False
+    return all(
+        isinstance(entry, list) and len(entry) == 2 and COUNT.holds(entry[0]) and WORD.holds(entry[1])
+        for entry in value.values()
+    )
+
+
+SEAL: Rules = {
+    "step": COUNT | NULL,
+    "run": WORD | NULL,
+    "xxh3_64": Rule("an object of sizes and digests by paths", _are_checksums),
+}
+"""What a seal holds."""
 
 FACTS: Rules = {"step": COUNT, **RUN_FACTS, **OTHER_FACTS}
 
@@ -143,15 +160,13 @@ class StepDir:
         """Return the seal of a step; None where there is none that can be understood."""
         try:
             content = read_json(self._sums(step), LARGEST_LISTING, links=False)
-            files = {name: (int(size), str(digest)) for name, (size, digest) in content["xxh3_64"].items()}
-            of_step = content.get("step")
-            run = content.get("run")
         except WRONG_CONTENT:
             return None
         # Anybody may have written this file.
-        if not files or not isinstance(of_step, int | None) or not isinstance(run, str | None):
+        if "xxh3_64" not in content or any(wrong_values(SEAL, content)):
             return None
-        return Seal(files, of_step, run, content.get("finite") is True)
+        files = {name: (size, digest) for name, (size, digest) in content["xxh3_64"].items()}
+        return Seal(files, content.get("step"), content.get("run"), content.get("finite") is True)
 
     def damage(self, step: int, thorough: bool = True) -> str | None:
         """Return what is wrong with a step, such as `params/_METADATA is missing`; None if nothing is.
