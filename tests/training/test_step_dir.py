@@ -117,7 +117,7 @@ WRONG_FACTS = {
     ": baseline is {'nats': None, ": {"baseline": {"nats": None, "name": "", "unit": ""}},
     ": late is true, which must be a whole number": {"late": True},
     ": mesh is 'xxx": {"mesh": "x" * 5000},
-    r": mesh is '\x1b[2J\n": {"mesh": "\x1b[2J\n" * 20},
+    r": mesh is '\x1b[2J\n": {"mesh": "\x1b[2J\n" * 200},
     ": time is 1e+300, which must be seconds since 1970": {"time": 1e300},
     ": base is {}, which must be an object with a path and a digest": {"base": {}},
     ": base is 3, which must be": {"base": 3},
