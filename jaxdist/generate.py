@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING
 
 from jaxdist.cluster.process_env import find
 from jaxdist.config import RequestError
+from jaxdist.huggingface.schema import GENERATION
 from jaxdist.json_files import is_unicode
 from jaxdist.request import JOB_KNOBS, LAYOUT_KNOBS, Enough, Extra, Request, arguments, run
 from jaxdist.request.prompts import USUAL_PROMPT, given_prompts
+from jaxdist.request.sampling import Sampling, sampling
 from jaxdist.values import (
     Checkpoint,
     CountOrZero,
     FilePath,
     NonNegativeFloat32,
+    PositiveFloat32,
     Prompt,
     Samples,
     Seed,
@@ -48,10 +51,26 @@ EXTRAS = [
     Extra("tokens", 100, "Tokens to generate, at most.", Tokens),
     Extra("samples", 1, "Texts to generate for each prompt.", Samples),
     Extra("stop", None, "Words before which a text ends; several as a JSON list.", StopTexts),
-    Extra("temperature", 0.8, "Divisor of the logits; 0: always take the most likely token.", NonNegativeFloat32),
-    Extra("top_k", 50, "Sample from this many most likely tokens; 0: all.", CountOrZero),
-    Extra("top_p", 1.0, "Sample from the fewest most likely tokens that together are this likely; 1: all.", TopP),
-    Extra("seed", 0, "Seed of the sampling.", Seed),
+    Extra(
+        "temperature",
+        None,
+        "Divisor of the logits; 0: always take the most likely token; none: as generation_config.json says, else 0.8.",
+        NonNegativeFloat32,
+    ),
+    Extra("top_k", None, "Sample from this many most likely tokens; 0: all; none: as that file, else 50.", CountOrZero),
+    Extra(
+        "top_p",
+        None,
+        "Sample from the fewest most likely tokens that together are this likely; 1: all; none: as that file, else 1.",
+        TopP,
+    ),
+    Extra(
+        "repetition_penalty",
+        None,
+        "Make tokens that a text has already less likely (CTRL); 1: do not; none: as that file, else 1.",
+        PositiveFloat32,
+    ),
+    Extra("seed", None, "Seed of the sampling; none: 0.", Seed),
     Extra("json", False, "Print one JSON object, with the tokens and why each text ended."),
 ]
 
@@ -65,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         raise RequestError(f"the run has model.family {config.model.family}, which generates no text; name another run")
     place = find(config.cluster)
     texts = given_prompts(request.extras, alone=place.alone)
+    draws, line = sampling(request.extras, config.folder)
 
     # jax is imported only now, so that problems of the request are reported at once.
     from jaxdist.cluster.consensus import check_alike, check_request
@@ -76,11 +96,14 @@ def main(argv: list[str] | None = None) -> int:
         check_named(config, reads_run=True)
         request.tell_unused(job.env.processes)
         check_alike("prompts", "\n".join(texts or []), "let all processes read the same file")
-        generate(request, texts, job)
+        check_alike("sampling", str(draws), f"let all processes read the same {GENERATION}")
+        if line and job.env.leader:
+            print(line, file=sys.stderr)
+        generate(request, texts, draws, job)
         return job.end(0)
 
 
-def generate(request: Request, texts: Sequence[str] | None, job: Job) -> None:
+def generate(request: Request, texts: Sequence[str] | None, draws: Sampling, job: Job) -> None:
     """Continue the texts, or hold a conversation where there are none."""
     from jaxdist.cluster.consensus import check_alike
     from jaxdist.cluster.heartbeat import STEPPING
@@ -109,8 +132,8 @@ def generate(request: Request, texts: Sequence[str] | None, job: Job) -> None:
 
     rows = max(1, len(prompts) * extras["samples"])
     trained = restore(config, extras["checkpoint"], batch=False, check=partial(check_fits, rows=rows))
-    choice = Choice(extras["temperature"], extras["top_k"], extras["top_p"], largest_id(tokenizer) + 1)
-    writer = Writer(Decoding(trained.run, trained.params), choice, extras["seed"], partial(job.note, STEPPING))
+    choice = Choice(draws.temperature, draws.top_k, draws.top_p, largest_id(tokenizer) + 1, draws.repetition_penalty)
+    writer = Writer(Decoding(trained.run, trained.params), choice, extras["seed"] or 0, partial(job.note, STEPPING))
     if texts is None:
         converse(writer, prompter, job)
         return
@@ -119,7 +142,7 @@ def generate(request: Request, texts: Sequence[str] | None, job: Job) -> None:
     if extras["json"]:
         writer.write(found)
         if job.env.leader:
-            print_json(trained.step, begun, found)
+            print_json(trained.step, draws, begun, found)
     else:
         # An answer is printed alone, and a continuation behind the text that it continues.
         print_texts(writer, [""] * len(begun) if template else begun, found, job.env.leader)
@@ -163,13 +186,13 @@ def note_full(found: Sequence[Continuation]) -> None:
         print(f"note: {which} ended at model.sequence {sequence}: the model sees no more tokens", file=sys.stderr)
 
 
-def print_json(step: int | None, begun: Sequence[str], found: Sequence[Continuation]) -> None:
+def print_json(step: int | None, draws: Sampling, begun: Sequence[str], found: Sequence[Continuation]) -> None:
     """Print one JSON object with every text."""
     texts = [
         {"prompt": beginning, "text": text.text, "tokens": text.ids, "ended": text.ended}
         for beginning, text in zip(begun, found, strict=True)
     ]
-    print(json.dumps({"step": step, "texts": texts}, ensure_ascii=False, allow_nan=False))
+    print(json.dumps({"step": step, "sampling": draws._asdict(), "texts": texts}, ensure_ascii=False, allow_nan=False))
 
 
 def converse(writer: Writer, prompter: Prompter, job: Job) -> None:

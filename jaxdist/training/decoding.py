@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import reshard
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.config import NotFinite, RequestError
 from jaxdist.models import Model, Params
@@ -28,8 +28,11 @@ from jaxdist.training.sampling import NOT_FINITE, Choice
 __all__ = ["Choice", "Decoding", "Drawn", "check_fits", "continued"]
 
 
-Made = tuple[Cache, Float[Array, "B V"], Int[Array, " B"]]
-"""(the cache, the logits of the next tokens, these tokens)."""
+Seen = Bool[Array, "B V"] | None
+"""Which tokens each row has had; None where nobody asks."""
+
+Made = tuple[Cache, Float[Array, "B V"], Int[Array, " B"], Seen]
+"""(the cache, the logits of the next tokens, these tokens, and what each row has had with them)."""
 
 
 class Drawn(NamedTuple):
@@ -40,6 +43,8 @@ class Drawn(NamedTuple):
     """Those of the next token."""
     tokens: Int[Array, " B"]
     """The next token of each row, which is not in the cache yet."""
+    seen: Seen
+    """The tokens of each row, with the next one; None without a penalty on them."""
     lengths: Int[np.ndarray, " B"]
     """The tokens of each prompt."""
 
@@ -110,8 +115,10 @@ class Decoding:
         """
         check_fits(self.run, len(prompts))
         laid_out = lay_out(prompts, self.run.layout.ranks, self.sequence)
+        seen = self._seen(choice, prompts, laid_out.lengths.size)
         with jax.set_mesh(self.run.mesh):
-            return Drawn(*self.prefill(choice, self.weights, key, *laid_out), laid_out.lengths)
+            made = self.prefill(choice, self.weights, key, *laid_out, seen)
+        return Drawn(*made, laid_out.lengths)
 
     def step(self, drawn: Drawn, choice: Choice, key: Key[Array, ""], number: int) -> Drawn:
         """Enter the tokens that were drawn into the cache, and draw the next ones, which have this number.
@@ -121,7 +128,9 @@ class Decoding:
         # A full row goes on in its last slot, while others are not full; nobody reads its tokens.
         positions = np.minimum(drawn.lengths + np.int32(number - 1), np.int32(self.sequence - 1))
         with jax.set_mesh(self.run.mesh):
-            made = self.extend(choice, self.weights, drawn.cache, drawn.tokens, positions, key, np.int32(number))
+            made = self.extend(
+                choice, self.weights, drawn.cache, drawn.tokens, positions, key, np.int32(number), drawn.seen
+            )
         return Drawn(*made, drawn.lengths)
 
     def cache_bytes(self, rows: int) -> int:
@@ -141,9 +150,10 @@ class Decoding:
             starts: Starts,
             begins: Int[Array, " B"],
             lengths: Int[Array, " B"],
+            seen: Seen,
         ) -> Made:
             cache, logits = self.forward.prefill(weights, tokens, starts, begins, lengths)
-            return cache, logits, self._choose(choice, key, jnp.zeros((), jnp.int32), logits)
+            return cache, logits, *self._choose(choice, key, jnp.zeros((), jnp.int32), logits, seen)
 
         return prefill
 
@@ -160,18 +170,31 @@ class Decoding:
             positions: Int[Array, " B"],
             key: Key[Array, ""],
             number: Int[Array, ""],
+            seen: Seen,
         ) -> Made:
             cache, logits = self.forward.step(weights, cache, tokens, positions)
-            return cache, logits, self._choose(choice, key, number, logits)
+            return cache, logits, *self._choose(choice, key, number, logits, seen)
 
         return extend
 
+    def _seen(self, choice: Choice, prompts: Sequence[Sequence[int]], rows: int) -> Bool[np.ndarray, "B V"] | None:
+        """Return which tokens are in each prompt, where the choice has a penalty on them."""
+        if choice.penalty == 1:
+            return None
+        seen = np.zeros((rows, self.run.config.model.vocab), bool)
+        for own, prompt in zip(seen, prompts, strict=False):  # the rows that make the batch divide have none
+            own[list(prompt)] = True
+        return seen
+
     def _choose(
-        self, choice: Choice, key: Key[Array, ""], number: Int[Array, ""], logits: Float[Array, "B V"]
-    ) -> Int[Array, " B"]:
+        self, choice: Choice, key: Key[Array, ""], number: Int[Array, ""], logits: Float[Array, "B V"], seen: Seen
+    ) -> tuple[Int[Array, " B"], Seen]:
         # Whole on every device, and without the rows that the mesh adds, so that all draw the same token.
         whole = reshard(logits, self.run.layout.spec((None, None)))[:, : self.run.config.model.vocab]
-        return choice(key, number, whole.astype(jnp.float32))
+        tokens = choice(key, number, whole.astype(jnp.float32), seen)
+        if seen is not None:
+            seen = seen | (jnp.arange(whole.shape[-1])[None] == tokens[:, None])
+        return tokens, seen
 
 
 def check_fits(run: Run, rows: int, beside: int = 0) -> None:

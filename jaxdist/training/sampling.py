@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 NOT_FINITE = -2
 """What is drawn where a logit is NaN or infinite. It is no token."""
@@ -24,17 +24,27 @@ class Choice(NamedTuple):
     """Draw among the fewest likeliest tokens whose probabilities, after the former two, add up to this; 1: all."""
     entries: int | None = None
     """Draw no id from this one on, because the tokenizer has none of them; None: draw any."""
+    penalty: float = 1.0
+    """Divides the logits of tokens that were seen, where they are positive, and multiplies them where they are not."""
 
     def __call__(
-        self, key: Key[Array, ""], number: Int[Array, ""] | int, logits: Float[Array, "B V"]
+        self,
+        key: Key[Array, ""],
+        number: Int[Array, ""] | int,
+        logits: Float[Array, "B V"],
+        seen: Bool[Array, "B V"] | None = None,
     ) -> Int[Array, " B"]:
         """Draw a token for each row; the draw depends on `key`, the number of the token and the row alone.
 
-        A row in which a logit is not finite gets `NOT_FINITE`.
+        `seen` says which tokens are in the prompt or were drawn: those are made less likely by the penalty (Keskar et
+        al. 2019, section 4.1; the sign as transformers has it). A row in which a logit is not finite gets `NOT_FINITE`.
         """
         entries = logits.shape[-1] if self.entries is None else self.entries
         known = (jnp.arange(logits.shape[-1]) < entries)[None]
         finite = jnp.all(jnp.isfinite(logits) | ~known, axis=-1)
+        if seen is not None:
+            lowered = jnp.where(logits > 0, logits / self.penalty, logits * self.penalty)
+            logits = jnp.where(seen, lowered, logits)
         drawn = self._drawn(key, number, jnp.where(known, logits, -jnp.inf))
         return jnp.where(finite, drawn, NOT_FINITE)
 

@@ -124,7 +124,8 @@ def test_a_step_writes_into_the_cache_that_it_gets(alone):
     key = jax.random.key(0)
     drawn = alone.start(PROMPTS, GREEDY, key)
     with jax.set_mesh(alone.run.mesh):
-        step = alone.extend.lower(GREEDY, alone.weights, drawn.cache, drawn.tokens, drawn.lengths, key, np.int32(1))
+        arguments = (drawn.cache, drawn.tokens, drawn.lengths, key, np.int32(1), drawn.seen)
+        step = alone.extend.lower(GREEDY, alone.weights, *arguments)
     assert step.compile().memory_analysis().alias_size_in_bytes == own_bytes(drawn.cache)
 
 
@@ -179,7 +180,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_anything_is_compiled(monkey
     needed = decoding.cache_bytes(2) + own_bytes(decoding.weights)
     monkeypatch.setattr(Run, "capacity", needed)
     check_fits(decoding.run, 2)
-    with pytest.raises(RequestError, match=r"cache of 3 row\(s\) of model.sequence 24 takes .* KiB on each device"):
+    with pytest.raises(RequestError, match=r"cache of 3 rows of model.sequence 24 takes .* KiB on each device"):
         decoding.start(PROMPTS[:3], GREEDY, jax.random.key(0))
     assert decoding.prefill._cache_size() == 0
 
@@ -187,7 +188,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_anything_is_compiled(monkey
 def test_generate_refuses_it_before_it_reads_weights(monkeypatch):
     monkeypatch.setattr(Run, "capacity", 1000.0)
     monkeypatch.setattr("jaxdist.training.pretrained.parameters", lambda *_: pytest.fail("weights were read"))
-    with pytest.raises(RequestError, match=r"cache of 3 row\(s\) of model.sequence 32 takes"):
+    with pytest.raises(RequestError, match=r"cache of 3 rows of model.sequence 32 takes"):
         generate.main([str(GOLDEN / "llama31"), "--samples=3", "--model.sequence=32"])
 
 
@@ -202,3 +203,25 @@ def test_generate_refuses_it_before_it_reads_weights(monkeypatch):
 def test_a_prompt_that_cannot_be_continued_is_refused(alone, prompts, why):
     with pytest.raises(RequestError, match=f"^{why}$"):
         next(alone.draw(prompts, GREEDY, seed=0))
+
+
+@pytest.mark.parametrize("mesh", ["1x1x1", "2x2x1"])
+def test_a_penalty_counts_the_prompt_and_what_was_drawn(mesh):
+    """Greedily, on each mesh: the likeliest token by logits from which a plain form takes the penalty."""
+    decoding = decoding_of("llama", mesh)
+    choice = Choice(0.0, 0, penalty=3.0)
+    key = jax.random.key(0)
+    texts = [list(prompt) for prompt in PROMPTS[:3]]
+    drawn = decoding.start(texts, choice, key)
+    changed = 0
+    for number in range(1, 8):
+        for row, text in enumerate(texts):
+            logits = np.asarray(drawn.logits, np.float32)[row, :VOCAB]
+            lowered = logits.copy()
+            for token in set(text):
+                lowered[token] = logits[token] * 3 if logits[token] < 0 else logits[token] / np.float32(3)
+            changed += lowered.argmax() != logits.argmax()
+            text.append(int(drawn.tokens[row]))
+            assert text[-1] == lowered.argmax(), (number, row)
+        drawn = decoding.step(drawn, choice, key, number)
+    assert changed

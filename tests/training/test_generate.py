@@ -106,6 +106,7 @@ def test_json_is_one_object_that_says_why_each_text_ended(scripted, tmp_path):
     every = encoded(" of every mesh")
     assert json.loads(out) == {
         "step": 7,
+        "sampling": {"temperature": 0.8, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0},
         "texts": [
             {"prompt": "the loss", "text": " of one", "tokens": encoded(" of one"), "ended": "stop token"},
             {"prompt": "the mesh", "text": " of every mesh", "tokens": every, "ended": "tokens"},

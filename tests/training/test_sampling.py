@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.training.sampling import Choice
+from jaxdist.training.sampling import NOT_FINITE, Choice
 
 LOGITS = np.array([0.5, 2.0, -1.0, 1.0])
 ROWS = 20_000
@@ -82,3 +82,25 @@ def test_tokens_rows_and_seeds_are_drawn_apart():
 def test_a_row_is_drawn_alike_beside_any_number_of_rows():
     choice = Choice(temperature=1.0, top_k=0)
     np.testing.assert_array_equal(drawn(choice, rows=7), drawn(choice, rows=30)[:7])
+
+
+def test_the_penalty_is_that_of_a_plain_form():
+    """As transformers has it: what was seen is divided where it is positive, and multiplied where it is not."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 2, (50, 9)).astype(np.float32)
+    seen = rng.random((50, 9)) < 0.4
+    wanted = logits.copy()
+    for row, column in zip(*np.nonzero(seen), strict=True):
+        score = wanted[row, column]
+        wanted[row, column] = score * 1.7 if score < 0 else score / 1.7
+    found = Choice(0.0, 0, penalty=1.7)(jax.random.key(0), 0, jnp.asarray(logits), jnp.asarray(seen))
+    np.testing.assert_array_equal(found, wanted.argmax(-1))
+    assert (np.asarray(found) != logits.argmax(-1)).any()
+
+
+def test_a_logit_that_is_not_finite_is_no_token():
+    logits = jnp.asarray([[1.0, jnp.nan, 0.0], [1.0, 2.0, jnp.inf], [1.0, 2.0, 0.0]])
+    for choice in (Choice(0.0, 0), Choice(0.8, 2, 0.9)):
+        assert np.asarray(choice(jax.random.key(0), 0, logits))[:2].tolist() == [NOT_FINITE, NOT_FINITE]
+    # Rows of the table beyond the tokenizer are nobody's.
+    assert np.asarray(Choice(0.0, 0, entries=2)(jax.random.key(0), 0, logits)).tolist() == [NOT_FINITE, 1, 1]
