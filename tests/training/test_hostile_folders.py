@@ -278,7 +278,7 @@ METRICS: dict[str, tuple[Damage, str]] = {
         metrics(lambda lines: [b"[]\n", b"7\n", b'{"step": "x"}\n', b'{"step": 3, "loss": []}\n', b"\n", *lines]),
         "left out 5 lines of ",
     ),
-    "doubled": (metrics(lambda lines: [*lines, *lines]), "appeared twice"),
+    "doubled": (metrics(lambda lines: [*lines, *lines]), "whose step appears again later"),
     "a gap": (metrics(lambda lines: [*lines[:2], *lines[6:]]), "has no lines of steps 3 to 6"),
     "no line at all": (metrics(lambda lines: []), "has no lines of steps 1 to 10"),
     "lost": (remove("metrics.jsonl"), "has no lines of steps 1 to 10"),
