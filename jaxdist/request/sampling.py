@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +56,10 @@ def sampling(extras: Mapping[str, Any], folder: Path) -> tuple[Sampling, str]:
     found |= given
     if found["temperature"] == 0:
         why = "--temperature is 0" if "temperature" in given else f"'{path}' takes no samples"
-        _check_effect(extras, why)
+        _check_effect(extras, why, "give a --temperature above 0", ("top_k", "top_p", "seed"))
+    elif found["top_k"] == 1:
+        why = "--top-k is 1" if "top_k" in given else f"'{path}' has top_k 1"
+        _check_effect(extras, why, "give a larger --top-k", ("temperature", "top_p", "seed"))
     if not told and not likeliest:
         return Sampling(**found), ""
     return Sampling(**found), _line(found, given, {*told, *(["temperature"] if likeliest else [])}, path)
@@ -75,18 +78,17 @@ def _check_values(path: Path, told: Mapping[str, Any]) -> None:
         raise RequestError(*problems)
 
 
-def _check_effect(extras: Mapping[str, Any], why: str) -> None:
+def _check_effect(extras: Mapping[str, Any], why: str, remedy: str, without: Sequence[str]) -> None:
     """Raise `RequestError` for options that change nothing where the likeliest token is always taken."""
+    likeliest = f"{why}, so that the likeliest token is always taken and"
     problems = [
-        f"{why}, so that the likeliest token is always taken and {option(name)} {extras[name]} has no effect; leave it "
-        f"out, or give a --temperature above 0"
-        for name in ("top_k", "top_p", "seed")
+        f"{likeliest} {option(name)} {extras[name]} has no effect; leave it out, or {remedy}"
+        for name in without
         if extras[name] is not None
     ]
     if extras["samples"] > 1:
         problems.append(
-            f"{why}, so that the likeliest token is always taken and --samples {extras['samples']} would write the "
-            f"same text each time; leave it out, or give a --temperature above 0"
+            f"{likeliest} --samples {extras['samples']} would write the same text each time; leave it out, or {remedy}"
         )
     if problems:
         raise RequestError(*problems)

@@ -70,6 +70,14 @@ def test_options_that_have_no_effect_are_refused(tmp_path):
         "--temperature is 0, so that the likeliest token is always taken and --seed 3 has no effect; leave it out"
     )
     assert "--samples 3 would write the same text each time" in error.value.problems[3]
+    one = NOTHING | {"top_k": 1}
+    assert sampling(one, tmp_path)[0] == (0.8, 1, 1.0, 1.0)
+    with pytest.raises(RequestError) as error:
+        sampling(one | {"temperature": 0.5, "samples": 3}, tmp_path)
+    assert [problem.split("; ")[0].split(" and ")[1] for problem in error.value.problems] == [
+        "--temperature 0.5 has no effect",
+        "--samples 3 would write the same text each time",
+    ]
 
 
 @pytest.mark.parametrize(
