@@ -17,6 +17,10 @@ def heeded() -> list[signal.Signals]:
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
+_received: list[str] = []
+"""The names of the signals that have raised an exception in the block of `raising`."""
+
+
 @contextmanager
 def raising() -> Iterator[None]:
     """Let a signal end the block by a `KeyboardInterrupt` with its name, as Ctrl-C does, so that clean-up runs.
@@ -24,6 +28,7 @@ def raising() -> Iterator[None]:
     By default it would end the process on the spot, without a word. `Stop` takes its place while a job runs.
     """
     old = {}
+    _received.clear()
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             # Somebody else's handler stays, and so does a signal that is ignored.
@@ -36,6 +41,15 @@ def raising() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def raise_dropped() -> None:
+    """Raise the `KeyboardInterrupt` of a signal that nobody has got, at the end of the block of `raising`.
+
+    Python drops an exception that is raised while C code calls back or while an object is finalized.
+    """
+    if _received:
+        raise KeyboardInterrupt(_received[0])
+
+
 def hold() -> None:
     """Let the signals of `raising` change nothing from here on: what is left takes a moment."""
     for number in SIGNALS:
@@ -44,4 +58,6 @@ def hold() -> None:
 
 
 def _raise(number: int, _: object) -> NoReturn:
-    raise KeyboardInterrupt(signal.Signals(number).name)
+    name = signal.Signals(number).name
+    _received.append(name)
+    raise KeyboardInterrupt(name)

@@ -210,7 +210,10 @@ def outcome(main: Callable[[list[str]], int], argv: list[str]) -> int:
     # A signal kills the process silently while its modules are imported; from here on it is an exception.
     with stop_signals.raising():
         try:
-            return main(argv)
+            code = main(argv)
+            if code != STOPPED:
+                stop_signals.raise_dropped()
+            return code
         except RequestError as error:
             for problem in error.problems:
                 print(f"{name}: {problem}", file=sys.stderr)

@@ -362,3 +362,18 @@ def test_a_terminal_that_is_closed_stops_the_run_which_saves(words, tmp_path, la
     log = (folder / "log.txt").read_text().splitlines()
     assert log[-1].endswith(f"  stopped by SIGHUP: step {step} is saved; the same command continues")
     assert [line["step"] for line in metrics(folder) if "loss" in line] == list(range(1, step + 1))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_whose_exception_python_drops_is_not_forgotten(capsys):
+    class Finalized:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+
+    def main(argv):
+        Finalized()
+        return DONE
+
+    assert outcome(main, []) == STOPPED
+    assert capsys.readouterr().err.endswith(": stopped by SIGTERM\n")
