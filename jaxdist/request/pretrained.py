@@ -117,7 +117,7 @@ def no_weights(init_from: Path) -> RequestError:
     return RequestError(
         adapter_problem(init_from)
         or f"init_from {init_from} is neither the folder of a run nor a checkpoint in one, nor a folder of Hugging "
-        f"Face with a config.json; name such as runs/gpt_tiny, or runs/gpt_tiny/checkpoints/best"
+        f"Face with a config.json; name one, such as runs/gpt_tiny, or runs/gpt_tiny/checkpoints/best"
     )
 
 
