@@ -148,7 +148,7 @@ def test_a_loss_that_is_no_mean_is_told_when_the_step_is_traced(name):
 
 
 BATCHES = {
-    "15 rows": (batch(rows=15), r"15 rows does not divide by 1 micro-batch\(es\) x 4 part\(s\).*give 12 or 16 rows"),
+    "15 rows": (batch(rows=15), r"15 rows does not divide by 1 micro-batch x 4 parts.*give 12 or 16 rows"),
     "3 rows": (batch(rows=3), r"3 rows does not divide.*give 4 rows"),
     "no rows": (batch(rows=0), r"label of shape \(0,\), x of shape \(0, 12\); .* one row or more"),
     "nothing": ({}, r"holds nothing"),

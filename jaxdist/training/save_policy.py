@@ -187,7 +187,14 @@ class SavePolicy:
         self.last = time.monotonic()
 
     def save_if_best(self, step: int, state: TrainState, loss: float) -> None:
-        """Save `state` as the best if no validation loss before was as low. Raises `Diverged` as `save` does."""
+        """Save `state` as the best if no validation loss before was as low.
+
+        Raises `Diverged` as `save` does, and for a loss that is not finite.
+        """
+        if not math.isfinite(loss):
+            # Where the state is not finite either, the sentence names a parameter.
+            self._finite(step, state)
+            raise Diverged(f"the validation loss after step {step} is {loss}")
         if loss < self.best:
             finite = self._finite(step, state)
             self.best = loss

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -394,8 +393,6 @@ class Trainer:
             if found is None:
                 return
             self.log.metrics({"step": step, **{f"validation_{name}": value for name, value in found.items()}})
-            if not math.isfinite(found["loss"]):
-                raise Diverged(f"the validation loss after step {step} is {found['loss']}")
             self.prepared.check_lock()
             self.save_policy.save_if_best(step, state, found["loss"])
 

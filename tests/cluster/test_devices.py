@@ -88,7 +88,7 @@ def test_devices_that_are_idle_are_told_with_what_would_use_them(monkeypatch):
     monkeypatch.setattr(runtime, "host_names", lambda devices: ["n0"] * len(devices))
     monkeypatch.setattr(runtime, "across_hosts", lambda *arguments: False)
     (note,) = runtime.notes(mesh, Enough(Config(mesh="-1x1x1", train=dict(global_batch_size=8))))
-    assert note.startswith("1 device are idle: ")
+    assert note.startswith("idle: 1 device: ")
     assert note.endswith("; train.global_batch_size 6 or 9 would use all 3 devices")
 
 
@@ -215,7 +215,7 @@ def test_gpus_that_the_driver_shows_and_jax_does_not_are_told(monkeypatch, tmp_p
     there = gpus.visible(tmp_path)
     assert there == ["0", "1"]
     monkeypatch.setattr(gpus, "visible", lambda: there)
-    with pytest.raises(RequestError, match=r"has 2 GPU\(s\), but JAX sees 0: install jaxdist with '\.\[gpu\]'"):
+    with pytest.raises(RequestError, match=r"has 2 GPUs, but JAX sees 0: install jaxdist with '\.\[gpu\]'"):
         runtime._all_visible([device(0, 0, "cpu")])
     assert runtime.own_devices(ProcessEnv(), parse_mesh("-1x1x1")) == 2
     assert runtime.own_devices(ProcessEnv(2, 1, "a:1", gpus=(1,)), parse_mesh("-1x1x1")) == 1

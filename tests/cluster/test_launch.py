@@ -52,7 +52,7 @@ def test_nodes():
         (["--time=10", "--nodes=0"], "--nodes is '0': must be"),
         (["--time=10", "--partition=a b"], "--partition is 'a b': must be letters"),
         (["--time=10", "--env=alp"], "did you mean 'alps'?"),
-        (["--time=10", "--gpus-per-node=4", "--tasks-per-node=3"], "do not divide by 3 processes; ask for 1, 2, 4"),
+        (["--time=10", "--gpus-per-node=4", "--tasks-per-node=3"], "cannot be divided by 3 processes; ask for 1, 2, 4"),
         (
             ["--time=10", "--nodes=2", "--gpus-per-node=4", "--mesh=4x1x1"],
             "does not fit 2 nodes with 4 GPUs each, 8",

@@ -43,7 +43,7 @@ def test_the_site_is_named_or_read_from_slurm():
     ("variables", "count"), [(place("n0", "node"), 0), (place("leaf.n0", "switch.node"), 1), ({}, 0)]
 )
 def test_a_topology_without_sites_is_refused(variables, count):
-    with pytest.raises(RequestError, match=rf"site is slurm, but Slurm's topology has {count} switch\(es\) above"):
+    with pytest.raises(RequestError, match=rf"site is slurm, but Slurm's topology has {count} switch(es)? above"):
         find(ClusterConfig(**MEET, site="slurm"), variables)
 
 

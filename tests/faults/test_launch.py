@@ -279,7 +279,7 @@ def test_a_mesh_that_does_not_use_all_gpus_is_told_too(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setattr("subprocess.Popen", None)
-    with pytest.raises(RequestError, match=r"mesh 2x1x1 does not fit the 4 GPU\(s\) of this machine: its axes must"):
+    with pytest.raises(RequestError, match=r"mesh 2x1x1 does not fit the 4 GPUs of this machine: its axes must"):
         launch.main(["local", "--processes=2", "--mesh=2x1x1"])
     with pytest.raises(RequestError, match=r"does not divide by 4 data ranks"):
         launch.main(["local", "--processes=2", "--mesh=4x1x1", "--train.global-batch-size=6"])

@@ -84,5 +84,5 @@ def worst(costs, ends):
 def test_equal_layers_are_dealt_as_evenly_as_can_be():
     assert split([1] * 6, 4) == (2, 2, 1, 1)
     assert Stages(4, 1, split([1] * 6, 4)).valid[0, :, 1].tolist() == [True, True, False, False]
-    with pytest.raises(ValueError, match=r"2 layer\(s\) do not make 3 chunk"):
+    with pytest.raises(ValueError, match=r"2 layers cannot make 3 chunk"):
         split([1, 1], 3)

@@ -33,6 +33,7 @@ LEGAL = {
         *("tokens", "samples", "cluster", "compare", "devices", "processes", "nodes", "time"),
         *("checkpoint.grace_seconds", "fault.heartbeat_seconds", "fault.start_seconds", "minutes", "seconds"),
         *("mode", "models", "parts", "schedule", "stages", "microbatches", "algorithm"),
+        *("choices_skip", "choices_apart", "stride"),
         *("dry_run", "verify", "prune", "force", "adapter", "json", "why", "trade_off", "submit"),
     ),
     "zero": (
@@ -61,7 +62,7 @@ LEGAL = {
     ),
     "huge": (
         *("model.vocab", "model.norm_eps", "optimizer.learning_rate", "train.steps", "train.max_skipped"),
-        *("checkpoint.keep", "log.every", "checkpoint", "repeats"),
+        *("checkpoint.keep", "log.every", "checkpoint", "repeats", "repetition_penalty"),
     ),
     "zero huge": (
         "model.positions",

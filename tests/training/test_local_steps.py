@@ -319,4 +319,4 @@ def test_out_of_time_in_a_round_it_says_what_is_lost(request_of):
     one.send_signal(signal.SIGTERM)
     _, said = one.communicate(timeout=60)
     assert one.returncode == 85, said
-    assert re.search(r"the round after the outer step 0 is not finished, and its \d+ local step\(s\) are lost; ", said)
+    assert re.search(r"the round after the outer step 0 is not finished, which loses \d+ local steps?; ", said)

@@ -152,7 +152,7 @@ def one_loss(module, batch):
         (Decoder, dict(mesh="2x1x1", virtual_stages=2), "'1f1b' with 2 virtual stage.*has no stages"),
         (Decoder, dict(schedule="1f2b"), "there is no pipeline schedule '1f2b'"),
         (Decoder, dict(virtual_stages=2), "schedule 1f1b has 1 virtual stage, but 2 were asked for"),
-        (Decoder, dict(mesh="1x1x5"), "4 layer.s. do not make 5 chunk.s."),
+        (Decoder, dict(mesh="1x1x5"), "4 layers cannot make 5 chunks"),
         (Headless, {}, "Headless offers no embed and no head; a pipeline needs embed.batch., blocks"),
         (Dropping, {}, "Dropping holds dropout.rngs.count, dropout.rngs.key, which change from call to call"),
         (Loose, {}, "share no leading dim of layers; make them by jaxdist.stack"),
