@@ -1,6 +1,7 @@
 """Eight CPU devices stand for a node; caches live in a folder of the test session."""
 
 import os
+import signal
 from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is imported; its CUDA plug-in would look for a GPU
@@ -17,6 +18,8 @@ os.environ.setdefault(
 
 import jax
 import pytest
+
+from jaxdist.stop_signals import SIGNALS
 
 # A collective of a virtual device may hold a thread of XLA until the others come. On a busy machine of 2 cores a step
 # was once seen to wait for ever: more threads than cores, and than devices, cost nothing that could be measured.
@@ -46,6 +49,22 @@ def caches(tmp_path_factory):
     jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     return folder
+
+
+@pytest.fixture
+def heeding():
+    """Let nobody handle or ignore the stop signals, as at the start of a command; yields the function that does it.
+
+    Under nohup or in the background, the tests have inherited that some of them are ignored.
+    """
+
+    def heed():
+        return {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+
+    old = heed()
+    yield heed
+    for number, handler in old.items():
+        signal.signal(number, handler)
 
 
 def pytest_xdist_auto_num_workers(config):

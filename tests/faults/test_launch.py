@@ -184,7 +184,7 @@ def test_85_that_nobody_here_asked_for_is_tried_again(job):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_signals_go_to_all_and_85_is_passed_on(job, tmp_path, number):
+def test_signals_go_to_all_and_85_is_passed_on(job, tmp_path, number, heeding):
     others = "for one in signal.SIGHUP, signal.SIGUSR1, signal.SIGINT: signal.signal(one, lambda *_: sys.exit(85))"
     made = job(f"{others}\nwait()")
     signal_soon(tmp_path, number, 3)
@@ -193,7 +193,7 @@ def test_signals_go_to_all_and_85_is_passed_on(job, tmp_path, number):
     assert len(pids(tmp_path)) == 3
 
 
-def test_processes_that_were_still_starting_have_nothing_to_save(job, tmp_path):
+def test_processes_that_were_still_starting_have_nothing_to_save(job, tmp_path, heeding):
     """Python was importing: the signal ended them on the spot."""
     made = job("time.sleep(60)")
     signal_soon(tmp_path, signal.SIGHUP, 3)

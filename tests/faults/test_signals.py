@@ -61,18 +61,7 @@ def test_every_phase_has_a_row():
     assert set(PHASES) == {value for name, value in vars(heartbeat).items() if name.isupper() and type(value) is str}
 
 
-def heed() -> dict[int, object]:
-    """Let nobody handle or ignore the signals, as at the start of a command; returns who did."""
-    return {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
-
-
-@pytest.fixture(autouse=True)
-def heeding():
-    """Also where the tests run under nohup."""
-    old = heed()
-    yield
-    for number, handler in old.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("heeding")
 
 
 # ---- phases
@@ -131,7 +120,7 @@ class Signalled(Played):
 
 
 @pytest.fixture
-def signalled(tmp_path, monkeypatch):
+def signalled(tmp_path, monkeypatch, heeding):
     """`signalled(phase, number)`: how that run ended, with its exit code or with what it said as it left."""
     idle = SimpleNamespace(catch_up=lambda: None, next=next, paused=nullcontext, step=None)
     monkeypatch.setattr(trainer, "Meter", lambda *_: idle)
@@ -147,7 +136,7 @@ def signalled(tmp_path, monkeypatch):
         def leave(env, code):
             run.left = code == STOPPED
 
-        heed()
+        heeding()
         monkeypatch.setattr(stopping.faults, "leave", leave)
         monkeypatch.setattr(stopping, "write_all", lambda descriptor, text: words.append(text.decode()))
         with stop:
@@ -174,7 +163,7 @@ def test_in_every_phase_all_signals_do_the_same(signalled, number):
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=IDS)
-def test_of_several_processes_one_tells_the_others_once_they_have_met(monkeypatch, number):
+def test_of_several_processes_one_tells_the_others_once_they_have_met(monkeypatch, number, heeding):
     board, left = Board(), []
     told = threading.Event()
     monkeypatch.setattr(stopping, "kv_store", board)
@@ -183,7 +172,7 @@ def test_of_several_processes_one_tells_the_others_once_they_have_met(monkeypatc
     monkeypatch.setattr(Stop, "_end", lambda stop, why: (left.append(why), told.set()))
     for joined, wanted in ((False, AT_ONCE), (True, ("stop", number.name))):
         told.clear()
-        heed()
+        heeding()
         with Stop(ProcessEnv(2, 1, "n0:1"), 1000.0, lambda: "starting") as stop:
             if joined:
                 stop.joined()

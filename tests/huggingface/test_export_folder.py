@@ -291,6 +291,7 @@ def test_a_full_disk_is_a_sentence_before_the_work_or_in_it(llama31, tmp_path, t
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+@pytest.mark.usefixtures("heeding")
 def test_a_signal_ends_an_export_with_a_sentence_and_nothing_is_left(llama31, tmp_path, name, monkeypatch, capsys):
     def killed(*_: object) -> None:
         os.kill(os.getpid(), signal.Signals[name])
