@@ -6,17 +6,15 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from jaxdist.config import Config
 from jaxdist.files import open_no_follow
 from jaxdist.streams import clock
 from jaxdist.training.console import Screen
 from jaxdist.training.run_dir import RunFolder
+from jaxdist.training.tensorboard import Board
 from jaxdist.units import hours
-
-if TYPE_CHECKING:
-    from tensorboardX import SummaryWriter
 
 Values = Mapping[str, float | int | None]
 """The figures of a step, or of a validation, by their names in metrics.jsonl."""
@@ -36,15 +34,13 @@ class Log:
         self._first = first
         self.screen = screen or Screen()
         self._lines: IO[str] | None = None
-        self._board: SummaryWriter | None = None
+        self._board: Board | None = None
         self._wandb: Any = None
 
     def __enter__(self) -> Log:
         self._lines = open_no_follow(self._folder.metrics, "a")
         if self._config.log.tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self._board = SummaryWriter(str(self._folder.tensorboard), purge_step=self._first + 1)
+            self._board = Board(self._folder.tensorboard, self._first, self.say)
         if self._config.log.wandb:
             self._wandb = _start_wandb(self._config, self._folder, self.say)
         return self
@@ -77,8 +73,7 @@ class Log:
         self._file.flush()
         numbers = {name: value for name, value in finite.items() if value is not None and name != "step"}
         if self._board:
-            for name, value in numbers.items():
-                self._board.add_scalar(name, value, step)
+            self._board.scalars(numbers, int(_number(values, "step")))
         if self._wandb:
             self._call_wandb("log", numbers, step=step)
         if "validation_loss" in values:
@@ -93,7 +88,7 @@ class Log:
             self.say(f"sample      step {step}: {json.dumps(text, ensure_ascii=False)}")
             if self._board:
                 # The board reads Markdown: four spaces keep the text as it is.
-                self._board.add_text(name, "    " + text.replace("\n", "\n    "), step)
+                self._board.text(name, "    " + text.replace("\n", "\n    "), step)
         if self._wandb:
             self._call_wandb("log", named, step=step)
 

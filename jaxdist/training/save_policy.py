@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,9 +26,6 @@ from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder, checkpoint_of
 from jaxdist.training.run_lock import LockLost, RunLock
 from jaxdist.units import counted
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Errors of a disk that accepts no more data."""
 
 
 @contextmanager
@@ -269,10 +264,3 @@ def finished(run: Run, folder: RunFolder) -> bool:
 def checkpoint_bytes(run: Run) -> int:
     """Return the bytes that a checkpoint takes at most: Orbax compresses."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract_logical()))
-
-
-def no_room(error: OSError, folder: RunFolder) -> str:
-    """Return a sentence for a disk that accepts no more data. Raises any other error again."""
-    if error.errno not in NO_ROOM:
-        raise error
-    return f"{error.filename or folder.path} cannot be written: {os.strerror(error.errno).lower()}"

@@ -41,6 +41,7 @@ from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.console import Screen
 from jaxdist.training.copies import check_named
 from jaxdist.training.data_progress import DataProgress
+from jaxdist.training.disk_errors import disk_error, one_sentence
 from jaxdist.training.forward.step import Batch, TrainState
 from jaxdist.training.meter import Diverged, Meter
 from jaxdist.training.metrics import Log, SilentLog
@@ -52,7 +53,7 @@ from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_facts import note_saved
 from jaxdist.training.run_lock import LockLost
 from jaxdist.training.samples import Samples
-from jaxdist.training.save_policy import SavePolicy, checkpoint_bytes, finished, locked, no_room
+from jaxdist.training.save_policy import SavePolicy, checkpoint_bytes, finished, locked
 from jaxdist.training.startup_checks import check_attention
 from jaxdist.training.step_runner import StepRunner
 from jaxdist.training.summary import afterwards, beginning, folded, summary
@@ -88,12 +89,13 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
     screen = Screen(log=job.log)
     check_alike("configuration", to_toml(run.config), "give all processes the same options")
     check_computes(run.mesh)
-    # Before the data are read: a finished run needs none.
-    if finished(run, folder):
-        return DONE
-    check_named(run.config)
-    with prepare(run, folder, job, screen) as prepared:
-        return loop(run, folder, job, screen, prepared)
+    with one_sentence(folder, partial(where_it_resumes, folder)):
+        # Before the data are read: a finished run needs none.
+        if finished(run, folder):
+            return DONE
+        check_named(run.config)
+        with prepare(run, folder, job, screen) as prepared:
+            return loop(run, folder, job, screen, prepared)
 
 
 @contextmanager
@@ -190,7 +192,7 @@ def loop(run: Run, folder: RunFolder, job: Job, screen: Screen, prepared: Prepar
             # In all processes alike. The checkpoints are another run's now: none of them is recommended.
             log.say(f"stopped: {error}")
         except (SaveFailed, OSError) as error:
-            reason = no_room(error, folder) if isinstance(error, OSError) else error
+            reason = disk_error(error, folder) if isinstance(error, OSError) else error
             # Perhaps in this process alone: the others must not wait for it.
             job.give_up(f"stopped: {reason}; {where_it_resumes(folder)}")
             log.say(f"stopped: {reason}; {checkpoints.describe_latest()}")

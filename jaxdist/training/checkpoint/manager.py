@@ -74,6 +74,7 @@ class Checkpoints:
         self._best = OrbaxWriter(StepDir(folder / BEST, run), 1, kind=BEST, sealed=note)
         self._aside = [StepDir(folder / ASIDE, run), StepDir(folder / ASIDE / BEST, run)]
         self._seals = keep is not None
+        self._reports_failure = False
         self.notes: list[str] = []
         """Sentences about steps that were skipped, sealed or set aside; only the leader has them."""
         if keep is not None and leader():
@@ -88,8 +89,8 @@ class Checkpoints:
         try:
             self.wait()
         except SaveFailed:
-            # Another error that is on its way is the one to see.
-            if error is None:
+            # Another error is the one to see: it is on its way, or was reported.
+            if error is None and not self._reports_failure:
                 raise
         finally:
             self._newest.close()
@@ -104,7 +105,8 @@ class Checkpoints:
 
         Waits for the saves in the background, and ignores those that fail now.
         """
-        # A save that fails now is not the failure that is being reported.
+        # A save that fails from now on is not the failure that is being reported.
+        self._reports_failure = True
         for store in (self._newest, self._best):
             with suppress(SaveFailed):
                 store.wait()

@@ -7,11 +7,13 @@ killed, what it had before is complete.
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -86,6 +88,7 @@ class OrbaxWriter:
         self._sealing: threading.Thread | None = None
         self._given_up = threading.Event()
         self._failed: OSError | None = None
+        self._has_failed = False
 
     def save(self, step: int, trees: dict[str, Any], facts: dict[str, Any]) -> None:
         """Begin to save; returns when the arrays of `trees` may be changed again.
@@ -135,6 +138,10 @@ class OrbaxWriter:
         """Close Orbax. Call `wait` first: failures are not reported here."""
         with suppress(Exception):
             self._orbax.close()
+        if self._has_failed:
+            # What Orbax has not written yet would complain, one by one, when Python ends.
+            with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+                gc.collect()
 
     def restore(self, step: int, trees: dict[str, Any]) -> dict[str, Any]:
         """Return the arrays of a step, laid out as `trees` says by `jax.ShapeDtypeStruct`s with shardings.
@@ -207,6 +214,9 @@ class OrbaxWriter:
         self._given_up.set()
         if self._sealing:
             self._sealing.join()
+        # Orbax and the thread may both have failed: that is one failure, and reported once.
+        self._failed = None
+        self._has_failed = True
         what = f"the {self._kind}checkpoint of step {self.step}"
         if self.step is not None and self.step_dir.seal_of(self.step) is not None:
             return SaveFailed(f"{what} is saved, but a later operation failed: {_cause(error)}")
