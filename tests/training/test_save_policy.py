@@ -8,6 +8,7 @@ import pytest
 
 from jaxdist.config import Config
 from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.training.meter import Diverged
 from jaxdist.training.save_policy import SavePolicy
 
 STATE = {"count": jnp.arange(3)}
@@ -69,8 +70,10 @@ def resumed():
 
 def test_a_worse_loss_after_a_resume_does_not_replace_the_best(resumed):
     now, kept = resumed
-    for loss in (2.1, 2.0, float("nan")):
+    for loss in (2.1, 2.0):
         now.save_if_best(15, STATE, loss)
+    with pytest.raises(Diverged, match="the validation loss after step 15 is nan"):
+        now.save_if_best(15, STATE, float("nan"))
     assert list(kept.best) == [5]
     now.save(15, STATE)
     assert kept.newest[15]["best"] == 2.0
