@@ -21,10 +21,10 @@ import jax
 from jaxdist.cluster import xla_options
 from jaxdist.config import Config
 from jaxdist.explain import explain
+from jaxdist.output.units import size
 from jaxdist.planning.overlap import by_axes
 from jaxdist.request import load
 from jaxdist.training import run
-from jaxdist.units import size
 
 TARGET = "h100"
 

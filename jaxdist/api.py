@@ -33,10 +33,11 @@ from jaxdist.mesh import BATCH_AXES, PIPELINE, describe, make_mesh, parse_mesh
 from jaxdist.models import Params, foreign
 from jaxdist.models.foreign import Foreign, LossFunction
 from jaxdist.models.stacked import scan, stack
+from jaxdist.output.units import counted
 from jaxdist.parallel.foreign import on_shards
+from jaxdist.parallel.partial_trees import part_of
 from jaxdist.parallel.placing import Wrt
 from jaxdist.parallel.zero import trained
-from jaxdist.partial_trees import part_of
 from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.sharding import Layout, Rules, on_devices
@@ -44,7 +45,6 @@ from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.forward.module import ModuleForward, Scope
 from jaxdist.training.forward.module_pipeline import ModulePipelineForward, check_request, staged, stages_of_module
 from jaxdist.training.forward.step import Forward, Metrics, Step, TrainState
-from jaxdist.units import counted
 
 __all__ = ["Parallel", "parallelize", "scan", "stack", "staged"]
 

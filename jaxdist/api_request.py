@@ -13,12 +13,12 @@ from jaxdist.config import nearest
 from jaxdist.mesh import BATCH_AXES, CONTEXT, DATA, EXPERT, LAYER_AXES, PIPELINE, MeshShape
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
+from jaxdist.output.units import counted, remedy, to
 from jaxdist.parallel.placing import Wrt, group, is_axes
 from jaxdist.planning import parameter_layout
 from jaxdist.sharding import BATCH, COUNTED, STAGES, Layout, LogicalAxes, Rules, Tree, name_of, named
 from jaxdist.training.forward.module import Scope
 from jaxdist.training.forward.step import Forward
-from jaxdist.units import counted, remedy, to
 
 Batch = Tree
 """A tree of arrays that share their leading dim, the rows: of NumPy, or global ones of JAX."""

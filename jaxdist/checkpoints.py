@@ -11,15 +11,15 @@ from typing import Any
 
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Config, RequestError
+from jaxdist.config.values import Checkpoint, FileName, WeightDtype
 from jaxdist.files import WRONG_CONTENT
+from jaxdist.output.units import counted
 from jaxdist.request import Extra, Request, arguments, check_output, check_output_folder, run
 from jaxdist.request.knobs import option
 from jaxdist.training.checkpoint.step_dir import UNREADABLE_SEAL, UNSEALED, StepDir
 from jaxdist.training.export_target import exporting
 from jaxdist.training.named_bases import check_not_needed
 from jaxdist.training.run_dir import RunFolder
-from jaxdist.units import counted
-from jaxdist.values import Checkpoint, FileName, WeightDtype
 
 DESCRIPTION = (
     "List the checkpoints of a run: size, time, the mesh that wrote them, and whether they are intact. The exit code "

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from jaxdist.cluster.process_env import find
 from jaxdist.config import Config, RequestError
+from jaxdist.config.values import Checkpoint, Count, FileName
 from jaxdist.request import Enough, Extra, Request, arguments, run
 from jaxdist.request.knobs import option
-from jaxdist.values import Checkpoint, Count, FileName
 
 if TYPE_CHECKING:
     from jaxdist.data.multiple_choice import Question

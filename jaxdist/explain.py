@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Config, RequestError
-from jaxdist.exit_codes import DONE, FAILED
+from jaxdist.config.values import DevicesOrZero, FileName, Suggested
 from jaxdist.planning.hardware import GPUS, PRESETS
+from jaxdist.process.exit_codes import DONE, FAILED
 from jaxdist.request import STEP_KNOBS, Extra, arguments, check_picture, run
 from jaxdist.request.pretrained import check_described
-from jaxdist.values import DevicesOrZero, FileName, Suggested
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING
 
 from jaxdist.cluster.process_env import find
 from jaxdist.config import RequestError
-from jaxdist.huggingface.schema import GENERATION
-from jaxdist.json_files import is_unicode
-from jaxdist.request import JOB_KNOBS, LAYOUT_KNOBS, Enough, Extra, Request, arguments, run
-from jaxdist.request.prompts import USUAL_PROMPT, given_prompts
-from jaxdist.request.sampling import Sampling, sampling
-from jaxdist.values import (
+from jaxdist.config.values import (
     Checkpoint,
     CountOrZero,
     FilePath,
@@ -31,6 +26,11 @@ from jaxdist.values import (
     TopP,
     stop_texts,
 )
+from jaxdist.files.json_files import is_unicode
+from jaxdist.huggingface.schema import GENERATION
+from jaxdist.request import JOB_KNOBS, LAYOUT_KNOBS, Enough, Extra, Request, arguments, run
+from jaxdist.request.prompts import USUAL_PROMPT, given_prompts
+from jaxdist.request.sampling import Sampling, sampling
 
 if TYPE_CHECKING:
     from jaxdist.cluster.job import Job

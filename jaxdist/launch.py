@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from jaxdist.cluster.process_env import SLURM_SITE, check_alone
 from jaxdist.config import Busy, Config, RequestError, nearest
+from jaxdist.config.values import MOST_DEVICES, CountOrZero, FileName, OnHost, OnHostOrZero, PositiveMinutes, Suggested
+from jaxdist.output.units import counted, divisors
 from jaxdist.request import Extra, Request, arguments, check_mesh_fits, fits, fitting, run
 from jaxdist.request.knobs import KNOBS, canonical, option
-from jaxdist.units import counted, divisors
-from jaxdist.values import MOST_DEVICES, CountOrZero, FileName, OnHost, OnHostOrZero, PositiveMinutes, Suggested
 
 if TYPE_CHECKING:
     from jaxdist.cluster.slurm import Script

@@ -11,13 +11,13 @@ from pydantic import AfterValidator
 
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import RequestError
+from jaxdist.config.values import MOST_DEVICES, Devices, FileName, Suggested
 from jaxdist.files import write_whole
 from jaxdist.mesh import fill, parse_mesh
 from jaxdist.planning.hardware import PRESETS
 from jaxdist.request import DEFAULT, Extra, arguments, check_output, check_picture, load, run, to_toml
 from jaxdist.request.numbers import as_list, numbers
 from jaxdist.request.pretrained import check_described
-from jaxdist.values import MOST_DEVICES, Devices, FileName, Suggested
 
 if TYPE_CHECKING:
     from jaxdist.planning.search.estimate import Estimate

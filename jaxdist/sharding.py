@@ -24,8 +24,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import Config, nearest
-from jaxdist.context import Index, is_ring, zigzag
 from jaxdist.mesh import AXES, BATCH_AXES, CONTEXT, EXPERT, MODEL, PIPELINE
+from jaxdist.mesh.context import Index, is_ring, zigzag
 
 LAYERS = "layers"
 """The logical axis of the dim that stacks layers."""

@@ -9,12 +9,12 @@ from typing import Annotated
 
 from jaxdist.cluster.process_env import find
 from jaxdist.config import ClusterConfig, Config, RequestError
+from jaxdist.config.values import Suggested
 from jaxdist.mesh import AUTO
+from jaxdist.output.streams import LogFile
 from jaxdist.planning.hardware import GPUS
 from jaxdist.request import Enough, Extra, arguments, run
 from jaxdist.request.unused import Known, notes
-from jaxdist.streams import LogFile
-from jaxdist.values import Suggested
 
 DESCRIPTION = (
     "Train a language model on a mesh of devices. CONFIG is a TOML file or the name of a shipped one; without it, "

@@ -19,7 +19,7 @@ os.environ.setdefault(
 import jax
 import pytest
 
-from jaxdist.stop_signals import SIGNALS
+from jaxdist.process.stop_signals import SIGNALS
 
 # A collective of a virtual device may hold a thread of XLA until the others come. On a busy machine of 2 cores a step
 # was once seen to wait for ever: more threads than cores, and than devices, cost nothing that could be measured.

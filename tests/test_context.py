@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig
-from jaxdist.context import choose, is_ring, zigzag
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
+from jaxdist.mesh.context import choose, is_ring, zigzag
 from jaxdist.parallel.pipeline.schedules import SCHEDULES, make
 from jaxdist.sharding import RESIDUAL, SEQUENCE, Layout
 

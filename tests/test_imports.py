@@ -25,30 +25,21 @@ WITHOUT_JAX = ["folder", "schema", "keys", "rope", "model_config"]
 WITHOUT_JAX += ["tokenizer", "special_tokens", "given_tokenizer", "added_tokens"]
 """What reads and writes small files: requests ask it, and answer in a moment."""
 
-OF_CONFIGS = ["jaxdist.!config,files,json_files,json_schema,rope_scaling,huggingface", "jax", "flax", "numpy"]
+OF_CONFIGS = ["jaxdist.!config,files,huggingface", "jax", "flax", "numpy"]
+
+PURE = ["jaxdist", "jax", "flax", "numpy"]
 
 FORBIDDEN = {
-    "rope_scaling": ["jaxdist", "jax", "flax", "numpy"],
-    "lora": ["jaxdist", "jax", "flax", "numpy"],
-    "partial_trees": ["jaxdist", "jax", "flax", "numpy"],
-    "values": ["jaxdist.!lora,rope_scaling", "jax", "flax", "numpy"],
-    "exit_codes": ["jaxdist", "jax", "flax", "numpy"],
-    "stop_signals": ["jaxdist", "jax", "flax", "numpy"],
-    "config_model": ["jaxdist.!rope_scaling,values", "jax", "flax", "numpy"],
-    "config": ["jaxdist.!config_model,values,exit_codes", "jax", "flax"],
-    "files": ["jaxdist", "jax", "numpy"],
-    "json_files": ["jaxdist.!config,files", "jax", "numpy"],
-    "json_schema": ["jaxdist.!values", "jax", "numpy"],
-    "streams": ["jaxdist.!files", "jax", "numpy"],
-    "mesh": ["jaxdist.!config,values"],
-    "gpu_memory": ["jaxdist.!config", "jax", "flax", "numpy"],
-    "units": ["jaxdist", "jax", "numpy"],
-    "context": ["jaxdist.!config,mesh", "jax", "flax", "numpy"],
-    "sharding": ["jaxdist.!config,mesh,context"],
-    "request": [
-        "jaxdist.!config,values,lora,exit_codes,stop_signals,files,json_files,mesh,context,request,data,huggingface,"
-        "streams,units"
-    ],
+    "config": ["jaxdist.!config,process", "jax", "flax"],
+    **dict.fromkeys(("config.rope_scaling", "config.lora", "parallel.partial_trees"), PURE),
+    "process": ["jaxdist.!config", "jax", "flax", "numpy"],
+    **dict.fromkeys(("process.exit_codes", "process.stop_signals"), PURE),
+    "files": ["jaxdist.!config,files", "jax", "flax", "numpy"],
+    "output": ["jaxdist.!files,mesh", "jax", "flax", "numpy"],
+    "mesh": ["jaxdist.!config,mesh"],
+    "mesh.context": ["jaxdist.!config,mesh", "jax", "flax", "numpy"],
+    "sharding": ["jaxdist.!config,mesh"],
+    "request": ["jaxdist.!config,process,files,mesh,request,data,huggingface,output"],
     "parallel": ["jaxdist.models", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
     "models": [
         "jaxdist.parallel.zero",
@@ -57,12 +48,12 @@ FORBIDDEN = {
         "jaxdist.data",
         "jaxdist.planning",
     ],
-    "data": ["jaxdist.!config,files,json_files,mesh,sharding,units,data,huggingface"],
-    "huggingface": ["jaxdist.!config,files,json_files,json_schema,lora,rope_scaling,sharding,huggingface"],
+    "data": ["jaxdist.!config,files,mesh,sharding,output,data,huggingface"],
+    "huggingface": ["jaxdist.!config,files,sharding,huggingface"],
     **dict.fromkeys((f"huggingface.{name}" for name in WITHOUT_JAX), OF_CONFIGS),
     "planning": ["jaxdist.training", "jaxdist.data", "jaxdist.cluster"],
     **dict.fromkeys((f"planning.{name}" for name in PREDICTIONS), READERS),
-    "cluster": ["jaxdist.!config,exit_codes,stop_signals,files,gpu_memory,mesh,streams,units,cluster"],
+    "cluster": ["jaxdist.!config,process,files,mesh,output,cluster"],
     "training.forward.step": ["jaxdist.data", "jaxdist.training.checkpoint", "jaxdist.training.metrics"],
     "training": ["jaxdist.lab", "jaxdist.bench"],
 }
@@ -70,7 +61,7 @@ FORBIDDEN = {
 
 
 def name(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imports(path: Path, everywhere: bool = True) -> set[str]:
@@ -182,8 +173,8 @@ def test_axis_names_are_spelled_in_mesh_only():
 
 
 READ_AS_JSON = {
-    "json_files": "reads them all",
-    "values": "a knob",
+    "files.json_files": "reads them all",
+    "config.values": "a knob",
     "cluster.faults": "a variable of the environment",
     "cluster.kv_store": "what processes tell each other",
     "doctor.network": "what processes tell each other",

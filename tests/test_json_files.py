@@ -6,7 +6,7 @@ import os
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.json_files import DEEPEST, LARGEST, parse_json, read_json, read_text
+from jaxdist.files.json_files import DEEPEST, LARGEST, parse_json, read_json, read_text
 
 WRONG = {
     "absent": (None, "no such file"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxdist.partial_trees import joined, part_of, selected, without
+from jaxdist.parallel.partial_trees import joined, part_of, selected, without
 
 TREE = {"a": 1, "b": {"c": 2, "d": {"e": 3, "f": 4}}, "g": {"h": 5}, "empty": {}}
 LEAVES = {"a": 1, "b": {"c": 2, "d": {"e": 3, "f": 4}}, "g": {"h": 5}}

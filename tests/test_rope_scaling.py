@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxdist.rope_scaling import parse
+from jaxdist.config.rope_scaling import parse
 
 PUBLISHED = [
     (

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from jaxdist.bench.step import JSON
 from jaxdist.cluster.process_env import find
 from jaxdist.config import RequestError
+from jaxdist.config.values import FileName
 from jaxdist.files import write_whole
+from jaxdist.output.units import counted
 from jaxdist.request import JOB_KNOBS, Extra, arguments, check_output
-from jaxdist.units import counted
-from jaxdist.values import FileName
 
 if TYPE_CHECKING:
     import jax
@@ -140,8 +140,8 @@ def lines(measured: Mapping[str, Any]) -> list[str]:
 
 def _table(measured: Mapping[str, Any]) -> list[str]:
     """Return a table with a line for each collective and axis."""
+    from jaxdist.output.units import size
     from jaxdist.planning.tables import table
-    from jaxdist.units import size
 
     if not measured["collectives"]:
         return []

@@ -15,8 +15,8 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxdist import units
 from jaxdist.config import Config, RequestError
+from jaxdist.output import units
 from jaxdist.request import load
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxdist.bench.gpu_parts import PARTS_OF_A_STEP, gap
 from jaxdist.config import ModelConfig
+from jaxdist.output.units import size
 from jaxdist.planning.tables import table
 from jaxdist.planning.timing import mfu
-from jaxdist.units import size
 
 WIDTH = 120
 

@@ -14,13 +14,13 @@ from pydantic import AfterValidator
 from jaxdist.bench.step import JSON, REPEATS, WARMUP
 from jaxdist.cluster.process_env import find
 from jaxdist.config import Config, RequestError
-from jaxdist.exit_codes import DONE, FAILED
+from jaxdist.config.values import MOST_DEVICES, CountOrZero, FileName
+from jaxdist.output.units import multiples
+from jaxdist.process.exit_codes import DONE, FAILED
 from jaxdist.request import JOB_KNOBS, Extra, arguments, check_picture
 from jaxdist.request.numbers import as_list, numbers
 from jaxdist.request.reading import DEFAULT
 from jaxdist.request.unused import refusals
-from jaxdist.units import multiples
-from jaxdist.values import MOST_DEVICES, CountOrZero, FileName
 
 DESCRIPTION = (
     "Measure the train step of a configuration on several numbers of devices, all of them data ranks, on random "

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdist.bench.laws import amdahl, gustafson
 from jaxdist.bench.scaling_text import setting
-from jaxdist.colours import BLUE, GREEN, PINK, RED
 from jaxdist.files import write_picture
+from jaxdist.output.colours import BLUE, GREEN, PINK, RED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxdist.output.units import counted, size
 from jaxdist.planning.tables import table
-from jaxdist.units import counted, size
 
 WIDTH = 120
 

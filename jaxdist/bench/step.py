@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from jaxdist.cluster.process_env import find
 from jaxdist.config import NotFinite
+from jaxdist.config.values import Count, CountOrZero
 from jaxdist.request import JOB_KNOBS, STEP_KNOBS, Enough, Extra, arguments
-from jaxdist.values import Count, CountOrZero
 
 if TYPE_CHECKING:
     from jaxdist.bench.measuring import Timed
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def for_people(name: str, value: object) -> str:
     """Return a value of the report with its unit and rounded for a person; JSON has all digits."""
-    from jaxdist.units import duration, size
+    from jaxdist.output.units import duration, size
 
     if value is None:
         return "not known"

@@ -20,10 +20,10 @@ from jaxdist.cluster.heartbeat import COMPILING, IDLE
 from jaxdist.cluster.runtime import capacity, core_numbers, first
 from jaxdist.config import Config
 from jaxdist.mesh import describe
+from jaxdist.output.units import counted
 from jaxdist.planning import clusters, communication
 from jaxdist.planning.collective_time import group_over
 from jaxdist.training.run import Run
-from jaxdist.units import counted
 
 ROOM = 0.8
 """Share of a device's memory that the states of all measurements and the temporaries of one may take together."""

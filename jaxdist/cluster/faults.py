@@ -22,8 +22,8 @@ from typing import NoReturn
 from jaxdist.cluster import kv_store
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import RequestError
-from jaxdist.exit_codes import FAILED
-from jaxdist.streams import LogFile, printable, write_all
+from jaxdist.output.streams import LogFile, printable, write_all
+from jaxdist.process.exit_codes import FAILED
 
 HANG = "hang"
 """Kind of fault: a process makes no progress."""

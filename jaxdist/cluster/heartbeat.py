@@ -17,9 +17,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from jaxdist.exit_codes import OUTCOMES
 from jaxdist.files import open_no_follow, write_whole
-from jaxdist.units import duration
+from jaxdist.output.units import duration
+from jaxdist.process.exit_codes import OUTCOMES
 
 # Phases of a run: what a process is doing, as it reports it to the watchdog and in its heartbeats.
 STARTING = "starting"

@@ -16,9 +16,9 @@ from jaxdist.cluster.runtime import own_devices
 from jaxdist.cluster.stopping import Stop
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.config import Config
-from jaxdist.exit_codes import FAILED
 from jaxdist.mesh import requested
-from jaxdist.streams import LogFile
+from jaxdist.output.streams import LogFile
+from jaxdist.process.exit_codes import FAILED
 
 
 class Job:

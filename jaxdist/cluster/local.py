@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from jaxdist.cluster import lifeline
 from jaxdist.cluster.gpus import visible
 from jaxdist.config import RequestError
-from jaxdist.exit_codes import BUSY, DONE, FAILED, REFUSED, STOPPED
-from jaxdist.stop_signals import SIGNALS, heeded
-from jaxdist.units import counted
+from jaxdist.output.units import counted
+from jaxdist.process.exit_codes import BUSY, DONE, FAILED, REFUSED, STOPPED
+from jaxdist.process.stop_signals import SIGNALS, heeded
 
 LAST_WORDS = 10.0
 """Seconds in which the other processes may end by themselves, and say why, before they are killed."""

@@ -16,7 +16,7 @@ from functools import partial
 
 from jaxdist.cluster.address import NUMBER, host_and_port, named_loopback, reachable
 from jaxdist.config import ClusterConfig, RequestError
-from jaxdist.units import counted
+from jaxdist.output.units import counted
 
 ALONE_HINT = "to run one process alone give --cluster.processes 1"
 

@@ -25,9 +25,9 @@ from jaxdist.cluster.address import check_own_name, host_and_port
 from jaxdist.cluster.listening import bind_address, check_free, next_port
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import FaultConfig, RequestError
-from jaxdist.exit_codes import DONE, FAILED
 from jaxdist.mesh import ZERO_AXES
-from jaxdist.streams import Unfailing, printing
+from jaxdist.output.streams import Unfailing, printing
+from jaxdist.process.exit_codes import DONE, FAILED
 
 SHUTDOWN_SECONDS = 60
 """How long the first process that is done waits for the others."""

@@ -33,7 +33,7 @@ from jaxdist.mesh import (
     fill,
     make_mesh,
 )
-from jaxdist.units import counted
+from jaxdist.output.units import counted
 
 
 def start(shape: Mapping[str, int], enough: DeviceUse = USE_ALL) -> jax.sharding.Mesh:

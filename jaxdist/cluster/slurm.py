@@ -18,7 +18,7 @@ from jaxdist.cluster.local import PATIENCE, PAUSE
 from jaxdist.cluster.slurm_text import BODY, CHOOSE_COORDINATOR, GO_BACK, RESUME
 from jaxdist.cluster.slurm_values import node_counts
 from jaxdist.config import RequestError, nearest
-from jaxdist.exit_codes import BUSY, DONE, REFUSED, STOPPED
+from jaxdist.process.exit_codes import BUSY, DONE, REFUSED, STOPPED
 
 MARGIN = 30
 """Seconds, beyond the grace period of the run, by which the signal to stop precedes the time limit."""

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 from jaxdist.cluster import faults, kv_store
 from jaxdist.cluster.process_env import ProcessEnv
-from jaxdist.exit_codes import STOPPED
-from jaxdist.stop_signals import SIGNALS, heeded
-from jaxdist.streams import write_all
+from jaxdist.output.streams import write_all
+from jaxdist.process.exit_codes import STOPPED
+from jaxdist.process.stop_signals import SIGNALS, heeded
 
 EARLY_SECONDS = 3 * faults.NOTICE_SECONDS
 """Seconds before the end of the grace period at which process 0 begins to leave; it goes last."""

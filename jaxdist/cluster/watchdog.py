@@ -26,7 +26,7 @@ from jaxdist.cluster.heartbeat import (
 )
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import RequestError
-from jaxdist.exit_codes import DONE, FAILED
+from jaxdist.process.exit_codes import DONE, FAILED
 
 USUAL_STEPS = 10
 """A phase that takes no longer than this many usual steps is no hang."""

@@ -21,7 +21,7 @@ from jax._src import xla_bridge
 from jaxdist.cluster import gpus, kv_store
 from jaxdist.cluster.preflight import is_visible, marker_path
 from jaxdist.cluster.rendezvous import across_hosts, host_names
-from jaxdist.gpu_memory import FRACTIONS, GPU_SHARE, gpu_share, preallocates
+from jaxdist.process.gpu_memory import FRACTIONS, GPU_SHARE, gpu_share, preallocates
 
 
 @dataclass(frozen=True)

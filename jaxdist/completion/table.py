@@ -11,11 +11,11 @@ from types import ModuleType
 from typing import Any, Literal
 
 from jaxdist.__main__ import COMMANDS, MODULES
+from jaxdist.config.values import IS_PATH, Suggested
 from jaxdist.request import SHIPPED
 from jaxdist.request.commandline import HelpShown
 from jaxdist.request.knobs import KNOBS, kind, option
 from jaxdist.request.options import Extra
-from jaxdist.values import IS_PATH, Suggested
 
 HELP = {"--help": "show this help"}
 

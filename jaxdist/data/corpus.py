@@ -33,10 +33,10 @@ from jaxdist.data.tokenizing import (
 )
 from jaxdist.data.tokens import Tokens
 from jaxdist.files import write_whole
+from jaxdist.files.json_files import LARGEST_LISTING, read_text
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, largest_id, load_tokenizer, read_tokenizer
 from jaxdist.huggingface.special_tokens import ENDS, SpecialTokens, special_tokens_of
-from jaxdist.json_files import LARGEST_LISTING, read_text
-from jaxdist.units import rounded
+from jaxdist.output.units import rounded
 
 VERSION = 3
 """Version of the cache's content; increase it when the same text would give other files."""

@@ -23,10 +23,10 @@ from jaxdist.config import RequestError
 from jaxdist.data.documents import reading
 from jaxdist.data.readers.json_lines import MARK
 from jaxdist.data.tokens import IGNORED
+from jaxdist.files.json_files import is_unicode
 from jaxdist.huggingface.given_tokenizer import encoding
 from jaxdist.huggingface.special_tokens import SpecialTokens
-from jaxdist.json_files import is_unicode
-from jaxdist.units import counted, size
+from jaxdist.output.units import counted, size
 
 EXAMPLE = '{"context": "The sky is", "choices": [" blue", " green"], "label": 0}'
 """A line of such a file."""

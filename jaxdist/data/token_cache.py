@@ -33,7 +33,7 @@ import xxhash
 from jaxdist.config import RequestError
 from jaxdist.data.progress import Pass, Progress, unseen
 from jaxdist.files import checksum, open_no_follow, write_whole
-from jaxdist.json_files import read_json
+from jaxdist.files.json_files import read_json
 
 ABOUT = "about.json"
 """The file of facts and checksums in a folder."""

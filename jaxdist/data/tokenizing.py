@@ -23,9 +23,9 @@ from jaxdist.data.readers.document import Document
 from jaxdist.data.token_cache import PROGRESS
 from jaxdist.data.tokens import TokenWriter
 from jaxdist.files import checksum, open_no_follow, write_whole
+from jaxdist.files.json_files import read_json
 from jaxdist.huggingface.given_tokenizer import encoding
 from jaxdist.huggingface.special_tokens import ENDS, SpecialTokens
-from jaxdist.json_files import read_json
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 """A letter for each of the 256 bytes, which a byte-level tokenizer starts from."""

@@ -20,7 +20,7 @@ from jaxdist.cluster.process_env import ProcessEnv, find
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.doctor import findings, machine, software, watching
 from jaxdist.doctor.findings import Finding, Here, unchecked, wrong
-from jaxdist.exit_codes import DONE, REFUSED
+from jaxdist.process.exit_codes import DONE, REFUSED
 from jaxdist.request import Extra, arguments, run
 from jaxdist.request.options import Scan
 

@@ -18,9 +18,9 @@ import numpy as np
 from jaxdist.cluster import kv_store
 from jaxdist.doctor.findings import Finding, Here, for_all, ok, unchecked, warning, wrong
 from jaxdist.doctor.software import fraction
+from jaxdist.output.units import counted
 from jaxdist.planning import clusters
 from jaxdist.sharding import BATCH, Layout
-from jaxdist.units import counted
 
 BYTES = 64 << 20
 """Bytes that each GPU contributes to an all-reduce: enough to saturate a fast link."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import Config
-from jaxdist.units import counted
+from jaxdist.output.units import counted
 
 OK = "ok"
 """State of a finding: the check passed."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxdist.doctor.findings import Finding, Here, ok, unchecked, warning, wrong
 from jaxdist.doctor.software import PLUGINS, installed
-from jaxdist.units import counted
+from jaxdist.output.units import counted
 
 LEAST_DRIVER = {12: 525, 13: 580}
 """Major version of NVIDIA's driver that each version of CUDA needs, from JAX's installation guide."""

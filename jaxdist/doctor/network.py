@@ -15,7 +15,7 @@ from jaxdist.cluster import address as addresses
 from jaxdist.cluster import kv_store, preflight
 from jaxdist.config import RequestError
 from jaxdist.doctor.findings import Finding, Here, for_all, ok, unchecked, wrong
-from jaxdist.units import counted
+from jaxdist.output.units import counted
 
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 """Variables that gRPC, through which processes meet, reads; it ignores their names in capitals."""

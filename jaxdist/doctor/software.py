@@ -20,8 +20,8 @@ from importlib import metadata
 from pathlib import Path
 
 from jaxdist.doctor.findings import Finding, Here, ok, unchecked, warning, wrong
-from jaxdist.gpu_memory import FRACTIONS, GPU_SHARE
-from jaxdist.units import counted
+from jaxdist.output.units import counted
+from jaxdist.process.gpu_memory import FRACTIONS, GPU_SHARE
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 

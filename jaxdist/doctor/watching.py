@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist import units
 from jaxdist.cluster import heartbeat
 from jaxdist.cluster.heartbeat import Heartbeat
 from jaxdist.config import RequestError
-from jaxdist.exit_codes import OUTCOMES
+from jaxdist.output import units
+from jaxdist.process.exit_codes import OUTCOMES
 from jaxdist.training.run_dir import RunFolder
 
 

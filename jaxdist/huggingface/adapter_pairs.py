@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxdist import lora
-from jaxdist.config import ModelConfig
+from jaxdist.config import ModelConfig, lora
 from jaxdist.huggingface.families import Leaf, family_of, sizes_of
 from jaxdist.huggingface.parts import GROUP, JOINED, Span, shape_of
 

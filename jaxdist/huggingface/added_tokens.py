@@ -17,6 +17,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from jaxdist.config import RequestError
+from jaxdist.files.json_files import json_object
+from jaxdist.files.json_schema import TOKEN_ID, short
 from jaxdist.huggingface.schema import (
     ADDED_TOKENS,
     CONFIG,
@@ -28,8 +30,6 @@ from jaxdist.huggingface.schema import (
     checked,
     read_if_there,
 )
-from jaxdist.json_files import json_object
-from jaxdist.json_schema import TOKEN_ID, short
 
 ATTRIBUTES = ("single_word", "lstrip", "rstrip", "normalized", "special")
 

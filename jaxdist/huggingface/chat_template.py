@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxdist.config import RequestError
+from jaxdist.files.json_files import is_unicode, read_text
 from jaxdist.huggingface.folder import KEPT
 from jaxdist.huggingface.schema import JINJA_TEMPLATE, JSON_TEMPLATE, TOKENIZER_CONFIG, read_if_there
 from jaxdist.huggingface.tokenizer import token_names
-from jaxdist.json_files import is_unicode, read_text
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -12,12 +12,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
+from jaxdist.files.json_files import LARGEST_LISTING, parse_json, read_text
+from jaxdist.files.json_schema import short
 from jaxdist.huggingface.added_tokens import read_beside, with_added_tokens
 from jaxdist.huggingface.schema import KEPT_TOKENS, TOKENIZER
 from jaxdist.huggingface.special_tokens import SpecialTokens, from_json, special_tokens_of
 from jaxdist.huggingface.tokenizer import folder_problem, read_special_tokens
-from jaxdist.json_files import LARGEST_LISTING, parse_json, read_text
-from jaxdist.json_schema import short
 
 LONGEST_REASON = 200
 """Characters of the message of the package `tokenizers` that a sentence shows."""

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from jaxdist import lora
-from jaxdist.config import ModelConfig
+from jaxdist.config import ModelConfig, lora
 from jaxdist.huggingface.adapter_pairs import PairPlace, pairs_of
 from jaxdist.huggingface.parts import Span
 from jaxdist.huggingface.readable import Block, Readable, Region, check_shapes, read, spans_of

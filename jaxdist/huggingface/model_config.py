@@ -8,6 +8,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxdist.config import ModelConfig, RequestError
+from jaxdist.config.rope_scaling import parse
+from jaxdist.files.json_schema import is_whole, short
 from jaxdist.huggingface.folder import Folder
 from jaxdist.huggingface.keys import (
     ADVICE,
@@ -25,8 +27,6 @@ from jaxdist.huggingface.keys import (
 )
 from jaxdist.huggingface.rope import rope_json, rope_values
 from jaxdist.huggingface.schema import CONFIG
-from jaxdist.json_schema import is_whole, short
-from jaxdist.rope_scaling import parse
 
 OTHER_MODEL = "take another model"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxdist.json_schema import short
-from jaxdist.rope_scaling import NUMBERS, RopeScaling, parse
+from jaxdist.config.rope_scaling import NUMBERS, RopeScaling, parse
+from jaxdist.files.json_schema import short
 
 NAMES = {
     "factor": "factor",

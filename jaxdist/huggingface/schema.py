@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.config import RequestError
-from jaxdist.json_files import LARGEST, LARGEST_LISTING, json_object, read_bytes
-from jaxdist.json_schema import (
+from jaxdist.files.json_files import LARGEST, LARGEST_LISTING, json_object, read_bytes
+from jaxdist.files.json_schema import (
     COUNT,
     FLAG,
     NULL,

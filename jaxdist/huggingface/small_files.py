@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ModelConfig, RequestError
+from jaxdist.files.json_files import decoded
 from jaxdist.huggingface.added_tokens import kept_beside, with_added_tokens
 from jaxdist.huggingface.folder import KEPT
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, load_tokenizer
@@ -31,7 +32,6 @@ from jaxdist.huggingface.schema import (
 )
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.huggingface.writing import DTYPES
-from jaxdist.json_files import decoded
 
 
 def small_files(

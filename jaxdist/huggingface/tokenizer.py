@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxdist.config import RequestError
+from jaxdist.files.json_schema import short
 from jaxdist.huggingface.schema import (
     CONFIG,
     GENERATION,
@@ -19,7 +20,6 @@ from jaxdist.huggingface.schema import (
     read_if_there,
 )
 from jaxdist.huggingface.special_tokens import SpecialTokens, known, special_tokens_of
-from jaxdist.json_schema import short
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

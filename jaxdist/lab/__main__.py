@@ -10,10 +10,10 @@ from typing import Any, Protocol, get_args
 
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import PipelineConfig, RequestError, nearest
+from jaxdist.config.values import Count, CountOrZero, FileName, MicroBatches, Stages
 from jaxdist.files import write_whole
 from jaxdist.lab.claims import DEVICES, Claim, claims, measure, topics
 from jaxdist.request import Extra, arguments, check_output, check_picture, run
-from jaxdist.values import Count, CountOrZero, FileName, MicroBatches, Stages
 
 LABS = {
     "all-reduce": "algorithms of all-reduce: their messages counted, and how they grow with the number of nodes",

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxdist.colours import BLUE, GREEN, GREY, ORANGE, RED
 from jaxdist.files import write_picture
+from jaxdist.output.colours import BLUE, GREEN, GREY, ORANGE, RED
 from jaxdist.planning.hardware import CARDS, GPUS
 
 if TYPE_CHECKING:

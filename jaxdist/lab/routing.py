@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jaxdist.colours import BLUE, GREEN, GREY, ORANGE, PINK, RED
 from jaxdist.config import ModelConfig
 from jaxdist.files import write_picture
 from jaxdist.lab.pictures import DPI, blank
 from jaxdist.models.experts import Router, route
+from jaxdist.output.colours import BLUE, GREEN, GREY, ORANGE, PINK, RED
 from jaxdist.parallel.experts import queues
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from jaxdist import lora
-from jaxdist.config import ModelConfig
+from jaxdist.config import ModelConfig, lora
 from jaxdist.models import images
 from jaxdist.models.attention import Starts
 from jaxdist.models.decoder import Decoder

@@ -22,8 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from jaxdist import lora
-from jaxdist.config import ModelConfig
+from jaxdist.config import ModelConfig, lora
 from jaxdist.models.dropout import dropped, masks
 from jaxdist.models.parameters import constant, normal
 from jaxdist.parallel import region

@@ -23,9 +23,9 @@ from jaxtyping import Array, Bool, Float
 
 from jaxdist.models.ring_blocks import QueryBlocks
 from jaxdist.models.ring_blocks_cudnn import CudnnBlocks
+from jaxdist.output.units import counted
 from jaxdist.parallel.context import Blocks, Keys, Queries, Ring, Starts, ulysses, with_gradient
 from jaxdist.sharding import BATCH, SEQUENCE, Layout, wide
-from jaxdist.units import counted
 
 ATTENTION = "attention"
 """The checkpoint name of attention's results, for activation checkpointing (remat) policies."""

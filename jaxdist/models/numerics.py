@@ -18,14 +18,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxdist.context import zigzag
+from jaxdist.config.rope_scaling import RopeScaling
 from jaxdist.mesh import CONTEXT, make_mesh, parse_mesh
+from jaxdist.mesh.context import zigzag
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.layers import RMSNorm, SwiGLU, rotary
 from jaxdist.models.loss import cross_entropy
 from jaxdist.models.ring_blocks_cudnn import CudnnBlocks
 from jaxdist.parallel.context import Attended, Keys, Queries, Ring
-from jaxdist.rope_scaling import RopeScaling
 from jaxdist.sharding import RULES, Layout
 
 BOUNDS = {"bfloat16": 2**-5, "float16": 2**-8, "float32": 2**-8, "float64": 1e-10}

@@ -31,8 +31,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxdist.context import repeated_heads, zigzag
 from jaxdist.mesh import CONTEXT
+from jaxdist.mesh.context import repeated_heads, zigzag
 from jaxdist.sharding import Tree, wide
 
 Starts = Int[Array, "B S"] | None

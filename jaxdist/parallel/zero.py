@@ -40,8 +40,8 @@ from jaxdist.mesh import REPLICA
 from jaxdist.parallel import heads, region
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.heads import HeadDeal
+from jaxdist.parallel.partial_trees import joined, part_of, selected
 from jaxdist.parallel.sink import with_sink
-from jaxdist.partial_trees import joined, part_of, selected
 from jaxdist.sharding import Params, axes_of, partition, wide
 
 Placements = dict[str, Any]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxdist.config import ModelConfig
-from jaxdist.context import WIDE, Heads, ulysses_elements
+from jaxdist.mesh.context import WIDE, Heads, ulysses_elements
 from jaxdist.models import ring_blocks
 from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows, effective_window
 from jaxdist.models.loss import chunk_rows

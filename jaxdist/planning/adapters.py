@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist import lora
-from jaxdist.config import Config
+from jaxdist.config import Config, lora
 
 COLUMNS = {"heads": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 """The weights of a layer that the residual stream enters, by the logical axis that splits their columns."""

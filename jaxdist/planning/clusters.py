@@ -19,9 +19,9 @@ import numpy as np
 
 from jaxdist.config import RequestError, listed, nearest
 from jaxdist.files import read_toml
-from jaxdist.gpu_memory import GPU_SHARE
+from jaxdist.output.units import multiples
 from jaxdist.planning.hardware import GPUS, PRESETS
-from jaxdist.units import multiples
+from jaxdist.process.gpu_memory import GPU_SHARE
 
 UNLIMITED = 2**62
 """GPUs of the only site."""

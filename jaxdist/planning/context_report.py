@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jaxdist.config import Config
-from jaxdist.context import choose
 from jaxdist.mesh import CONTEXT
-from jaxdist.units import size
+from jaxdist.mesh.context import choose
+from jaxdist.output.units import size
 
 
 def sentence(config: Config, shape: Mapping[str, int]) -> str:

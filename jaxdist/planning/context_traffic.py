@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxdist.config import Config
-from jaxdist.context import own_heads, ring_elements, ulysses_elements
 from jaxdist.mesh import CONTEXT
+from jaxdist.mesh.context import own_heads, ring_elements, ulysses_elements
 from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_TO_ALL, F32, PERMUTE, Transfer, transfer
 from jaxdist.sharding import SEQUENCE, Layout

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxdist import lora
-from jaxdist.config import Config, ModelConfig
+from jaxdist.config import Config, ModelConfig, lora
 from jaxdist.mesh import EXPERT, micro_batches
 from jaxdist.models import Model, active_parameters, parameters
 from jaxdist.models.foreign import Foreign
+from jaxdist.output.units import size
 from jaxdist.planning.activations import own_length
 from jaxdist.planning.expert_rows import first_round, padding
 from jaxdist.planning.predicted_collectives import ALL_TO_ALL, Transfer
 from jaxdist.planning.timing import flops_of_padding, flops_per_token
 from jaxdist.sharding import Layout
-from jaxdist.units import size
 
 
 def model_size(config: ModelConfig, model: Model | Foreign) -> str:

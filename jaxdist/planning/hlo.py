@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxdist.output.units import counted
 from jaxdist.planning.hlo_text import (
     Instruction,
     Program,
@@ -28,7 +29,6 @@ from jaxdist.planning.hlo_text import (
     results,
     trips,
 )
-from jaxdist.units import counted
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 COMMUNICATION = re.compile(r"all-|reduce-scatter|collective|ragged-all|send|recv")

@@ -16,8 +16,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from jaxdist.output.units import size
 from jaxdist.planning.hlo import Collective
-from jaxdist.units import size
 
 
 @dataclass

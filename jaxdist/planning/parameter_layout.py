@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxdist import lora
-from jaxdist.config import Config
+from jaxdist.config import Config, lora
 from jaxdist.mesh import CONTEXT, DATA, MODEL, REPLICA, ZERO_AXES, micro_batches
 from jaxdist.models import Model, images
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.gpt import axis_of_positions
+from jaxdist.output.units import closest, divisors, multiples, remedy, to
 from jaxdist.parallel import placing, zero
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.parallel.replica_zero import without_replica_zero
@@ -23,7 +23,6 @@ from jaxdist.planning import adapters, pipelines
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.predicted_collectives import F32
 from jaxdist.sharding import COUNTED, LAYERS, Layout, Params, name_of
-from jaxdist.units import closest, divisors, multiples, remedy, to
 
 MUCH = 0.1
 """More than this part of the parameters, left whole by ZeRO, is worth a warning."""

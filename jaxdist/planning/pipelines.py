@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from jaxdist.config import Config
 from jaxdist.mesh import PIPELINE, micro_batches
+from jaxdist.output.units import counted, multiples, remedy, to
 from jaxdist.parallel.pipeline.formulas import in_flight
 from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.simulate import Bubble, Times, bubble
 from jaxdist.parallel.pipeline.stages import Stages, stages_of
 from jaxdist.parallel.pipeline.table import Table, make_table
 from jaxdist.sharding import Layout
-from jaxdist.units import counted, multiples, remedy, to
 
 
 @dataclass(frozen=True)

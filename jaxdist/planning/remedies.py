@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxdist import units
 from jaxdist.config import Config, RequestError
-from jaxdist.context import SHORTEST_PART
 from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, ZERO_AXES, abstract_mesh, describe, micro_batches
+from jaxdist.mesh.context import SHORTEST_PART
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
+from jaxdist.output import units
+from jaxdist.output.units import closest, divisors, remedy
 from jaxdist.planning import memory
 from jaxdist.request.checks import check_mesh_fits
 from jaxdist.sharding import Layout
-from jaxdist.units import closest, divisors, remedy
 
 MOST = 3
 """Changes of a single knob that are proposed, at most."""

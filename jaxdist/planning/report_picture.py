@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxdist.colours import GREY, MEMORY
 from jaxdist.files import write_picture
 from jaxdist.mesh import describe
+from jaxdist.output.colours import GREY, MEMORY
 from jaxdist.planning.report import Report
 
 GIB = 2**30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxdist.mesh import CONTEXT, REPLICA, describe, micro_batches
+from jaxdist.output.units import counted, size
 from jaxdist.planning import context_report, overlap, pipelines
 from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.expert_report import arithmetic, exchanged, experts, model_size
@@ -11,7 +12,6 @@ from jaxdist.planning.report import Report, Row
 from jaxdist.planning.tables import table
 from jaxdist.planning.timing import in_window
 from jaxdist.sharding import SEQUENCE
-from jaxdist.units import counted, size
 
 BAR = 60
 """Characters of the bar of memory."""

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxdist.config import RequestError, nearest
-from jaxdist.gpu_memory import FRACTIONS, gpu_share
+from jaxdist.output.units import multiples, remedy, to
 from jaxdist.planning.clusters import of_gpu
 from jaxdist.planning.hardware import GPUS, MOST, Gpu
-from jaxdist.units import multiples, remedy, to
+from jaxdist.process.gpu_memory import FRACTIONS, gpu_share
 
 if TYPE_CHECKING:
     import jax

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist import lora
-from jaxdist.config import ModelConfig
+from jaxdist.config import ModelConfig, lora
 
 
 def flops_per_token(model: ModelConfig) -> int:

@@ -12,19 +12,19 @@ from typing import Any, Literal, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 
-from jaxdist import stop_signals
 from jaxdist.config import ClusterConfig, Config, RequestError, listed
-from jaxdist.exit_codes import DONE, FAILED, STOPPED
+from jaxdist.config.values import path_error
 from jaxdist.huggingface.folder import adapter_problem, is_folder
 from jaxdist.mesh import AUTO
+from jaxdist.output.streams import protect
+from jaxdist.process import stop_signals
+from jaxdist.process.exit_codes import DONE, FAILED, STOPPED
 from jaxdist.request.checks.files import path_problem
 from jaxdist.request.helptext import help_text
 from jaxdist.request.knobs import KNOBS, option, sentence, shown, within
 from jaxdist.request.options import Extra, Scan
 from jaxdist.request.reading import batch_note, read, to_toml
 from jaxdist.request.unused import Known, notes
-from jaxdist.streams import protect
-from jaxdist.values import path_error
 
 LAYOUT_KNOBS = (
     "mesh",

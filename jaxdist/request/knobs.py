@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from jaxdist.config import Config
-from jaxdist.values import FilePaths
+from jaxdist.config.values import FilePaths
 
 
 def _fields(section: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:

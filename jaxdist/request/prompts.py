@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxdist.config import RequestError
 from jaxdist.files import open_regular
-from jaxdist.json_files import parse_json
+from jaxdist.files.json_files import parse_json
 from jaxdist.request.knobs import shown
 
 USUAL_PROMPT = "def "

@@ -14,11 +14,11 @@ from pydantic import ValidationError
 
 from jaxdist import __version__
 from jaxdist.config import Config, RequestError, leaves, listed, nearest
+from jaxdist.config.values import path_error
 from jaxdist.files import read_toml
 from jaxdist.huggingface.folder import adapter_problem, is_folder
 from jaxdist.request import checks, pretrained, unused
 from jaxdist.request.knobs import KNOBS, SECTIONS, canonical, from_text, nest, option, sentence, shown, suggest, within
-from jaxdist.values import path_error
 
 SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))}
 """The configs inside the package, by name."""

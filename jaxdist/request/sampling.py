@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from jaxdist.config import RequestError
+from jaxdist.config.values import CountOrZero, NonNegativeFloat32, PositiveFloat32, TopP
 from jaxdist.huggingface.folder import KEPT, is_folder
 from jaxdist.huggingface.schema import GENERATION, read_if_there
 from jaxdist.request.knobs import option, sentence
-from jaxdist.values import CountOrZero, NonNegativeFloat32, PositiveFloat32, TopP
 
 TYPES: dict[str, Any] = {
     "temperature": NonNegativeFloat32,

@@ -16,10 +16,10 @@ import xxhash
 from jaxdist.cluster.consensus import agreed
 from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.files import checksums
+from jaxdist.files.json_files import is_unicode
 from jaxdist.huggingface.folder import is_folder, open_folder
 from jaxdist.huggingface.folder_arrays import folder_arrays
 from jaxdist.huggingface.readable import Readable
-from jaxdist.json_files import is_unicode
 from jaxdist.models import Params
 from jaxdist.training import pretrained
 from jaxdist.training.checkpoint.finite_state import check_loaded

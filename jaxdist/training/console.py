@@ -9,7 +9,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from jaxdist.streams import LogFile, Unfailing, printable, time_of_day
+from jaxdist.output.streams import LogFile, Unfailing, printable, time_of_day
 
 
 class Screen:

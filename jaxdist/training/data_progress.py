@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from jaxdist.output.units import hours
 from jaxdist.training.console import Screen
-from jaxdist.units import hours
 
 SHORT = 2.0
 """Seconds for which nothing is shown: most data are read in less."""

@@ -19,6 +19,7 @@ from jaxdist.config import Config, NotFinite, RequestError
 from jaxdist.data.documents import paths_of
 from jaxdist.data.held_out import HeldOut, open_held_out
 from jaxdist.data.multiple_choice import NAMED, Question, Rows, results, rows_of, scored
+from jaxdist.output.units import rounded
 from jaxdist.training.console import Screen
 from jaxdist.training.data_progress import DataProgress
 from jaxdist.training.file_losses import file_losses, together
@@ -27,7 +28,6 @@ from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder, check_tokenizer
 from jaxdist.training.scoring import log_probabilities
 from jaxdist.training.task_text import TextTask
-from jaxdist.units import rounded
 
 
 class Judgement(NamedTuple):

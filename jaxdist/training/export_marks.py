@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxdist import __version__
 from jaxdist.files import WRONG_CONTENT, write_whole
-from jaxdist.json_files import read_json
+from jaxdist.files.json_files import read_json
 
 MARKER = "jaxdist_export.json"
 

@@ -24,8 +24,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxdist import stop_signals
 from jaxdist.config import Busy, Failed, RequestError
+from jaxdist.process import stop_signals
 from jaxdist.training import export_marks
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from jaxdist.data.held_out import HeldOut
 from jaxdist.models import Params
+from jaxdist.output.units import rounded
 from jaxdist.training.run import Run
 from jaxdist.training.task_text import TextTask
-from jaxdist.units import rounded
 
 
 class FileLoss(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from jaxdist.config import Config
 from jaxdist.files import read_regular, write_whole
-from jaxdist.json_files import parse_json
-from jaxdist.units import counted
+from jaxdist.files.json_files import parse_json
+from jaxdist.output.units import counted
 
 VALIDATED = "validation_loss"
 """The key that only lines of a validation have."""

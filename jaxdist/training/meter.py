@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import jax
 
 from jaxdist.cluster.runtime import peak_bytes
+from jaxdist.output.units import size
 from jaxdist.planning import memory
 from jaxdist.planning.hardware import peak_flops
 from jaxdist.planning.timing import mfu
@@ -17,7 +18,6 @@ from jaxdist.training.forward.balance import LOAD_MAX, REPORTED, collapsed
 from jaxdist.training.forward.optimizer import schedule
 from jaxdist.training.forward.step import Metrics
 from jaxdist.training.metrics import Log
-from jaxdist.units import size
 
 if TYPE_CHECKING:
     from jaxdist.training.run import Run

@@ -10,11 +10,11 @@ from typing import IO, Any
 
 from jaxdist.config import Config
 from jaxdist.files import open_no_follow
-from jaxdist.streams import clock
+from jaxdist.output.streams import clock
+from jaxdist.output.units import hours
 from jaxdist.training.console import Screen
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.tensorboard import Board
-from jaxdist.units import hours
 
 Values = Mapping[str, float | int | None]
 """The figures of a step, or of a validation, by their names in metrics.jsonl."""

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from jaxdist.config import RequestError
 from jaxdist.files import WRONG_CONTENT, read_toml
+from jaxdist.files.json_files import read_json
 from jaxdist.huggingface.folder import KEPT
 from jaxdist.huggingface.schema import SOURCE
-from jaxdist.json_files import read_json
 from jaxdist.request.pretrained import RUNS
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.run_dir import STEP_DIRS

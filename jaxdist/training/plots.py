@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxdist.colours import BLUE, GREY, RED
 from jaxdist.files import write_picture
+from jaxdist.output.colours import BLUE, GREY, RED
 from jaxdist.training import history
 
 FEW = 20

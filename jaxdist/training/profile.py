@@ -10,12 +10,12 @@ import jax
 from jaxdist.cluster.consensus import leader
 from jaxdist.cluster.heartbeat import SAVING
 from jaxdist.cluster.job import Job
+from jaxdist.output.units import counted
 from jaxdist.planning.compiled import text_of
 from jaxdist.planning.trace import Program, kernels, read, summarize, table
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.meter import Meter
 from jaxdist.training.run_dir import RunFolder
-from jaxdist.units import counted
 
 if TYPE_CHECKING:
     from jaxdist.training.run import Run

@@ -17,7 +17,7 @@ from jaxdist.huggingface.folder import is_folder, twofold
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, read_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Params
-from jaxdist.partial_trees import joined
+from jaxdist.parallel.partial_trees import joined
 from jaxdist.training import pretrained
 from jaxdist.training.base_weights import base_for, read_base
 from jaxdist.training.checkpoint.finite_state import check_loaded

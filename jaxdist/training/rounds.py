@@ -13,12 +13,12 @@ import jax
 
 from jaxdist.config import Config
 from jaxdist.mesh import REPLICA, of_one_replica
+from jaxdist.output.units import counted
 from jaxdist.parallel.replicas import filled, join, joined, mesh_of, part, value
 from jaxdist.sharding import on_devices
 from jaxdist.training.forward.local_step import Common, LocalStep
 from jaxdist.training.forward.step import Batch, Metrics, TrainState
 from jaxdist.training.run import Run
-from jaxdist.units import counted
 
 
 def rounds(first: int, last: int, local_steps: int) -> Iterator[range]:

@@ -17,18 +17,18 @@ from jaxdist import models
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.config import Config, RequestError
 from jaxdist.data.batches import AbstractBatch, Batch
-from jaxdist.gpu_memory import gpu_share
 from jaxdist.mesh import CONTEXT, PIPELINE, REPLICA, make_mesh, parse_mesh
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.delayed_gradients import delayed
 from jaxdist.parallel.gradient_compression import compression
+from jaxdist.parallel.partial_trees import part_of
 from jaxdist.parallel.zero import trained
-from jaxdist.partial_trees import part_of
 from jaxdist.planning import communication
 from jaxdist.planning.branch_check import across_ranks
 from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hardware import Gpu
+from jaxdist.process.gpu_memory import gpu_share
 from jaxdist.request import Enough, check_mesh_fits
 from jaxdist.sharding import Layout, on_devices
 from jaxdist.training.forward.balance import balancing

@@ -25,16 +25,16 @@ from tokenizers import Tokenizer
 from jaxdist import __version__
 from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.files import WRONG_CONTENT, write_whole
+from jaxdist.files.json_files import LARGEST_LISTING, read_text
 from jaxdist.huggingface import special_tokens
 from jaxdist.huggingface.folder import KEPT, is_folder, open_folder
 from jaxdist.huggingface.given_tokenizer import load_tokenizer, read_tokenizer
 from jaxdist.huggingface.schema import KEPT_TOKENS, SMALL_FILES, SOURCE, TOKENIZER
 from jaxdist.huggingface.special_tokens import SpecialTokens
-from jaxdist.json_files import LARGEST_LISTING, read_text
+from jaxdist.output.streams import clock
 from jaxdist.request import load, to_toml
 from jaxdist.request.checks.experts import check_upcycling
 from jaxdist.request.pretrained import as_asked, folder_of, no_weights
-from jaxdist.streams import clock
 from jaxdist.training import history
 from jaxdist.training.checkpoint.step_dir import STEP, StepDir
 from jaxdist.training.resume_check import differing, lengthened, refusal, with_warmup

@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxdist.config import RequestError
 from jaxdist.files import write_whole
-from jaxdist.json_files import read_json
-from jaxdist.json_schema import WORD
+from jaxdist.files.json_files import read_json
+from jaxdist.files.json_schema import WORD
 
 FILE = "run.json"
 

@@ -14,6 +14,7 @@ import jax
 from jaxdist.cluster.consensus import agreed, from_leader, leader
 from jaxdist.huggingface.folder import is_folder, twofold
 from jaxdist.mesh import REPLICA, describe
+from jaxdist.output.units import counted
 from jaxdist.training import pretrained, upcycling
 from jaxdist.training.base_weights import BASE, Base, read_base
 from jaxdist.training.checkpoint.finite_state import check_loaded, first_not_finite
@@ -25,7 +26,6 @@ from jaxdist.training.plots import plot_loss
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder, checkpoint_of
 from jaxdist.training.run_lock import LockLost, RunLock
-from jaxdist.units import counted
 
 
 @contextmanager

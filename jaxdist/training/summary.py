@@ -17,20 +17,20 @@ import numpy as np
 from jaxdist import __version__
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.cluster.runtime import host_lines, notes
-from jaxdist.gpu_memory import gpu_share
 from jaxdist.mesh import CONTEXT, PIPELINE, REPLICA, axes_across, describe
 from jaxdist.models.attention import attention_kernel
+from jaxdist.output.units import counted, size
 from jaxdist.planning import communication, context_report, expert_report, memory, parameter_layout, pipelines, remedies
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.hardware import GPUS, Gpu, that_hold
 from jaxdist.planning.timing import flops_formula
 from jaxdist.planning.transfer_time import merge_calls, seconds, warning
+from jaxdist.process.gpu_memory import gpu_share
 from jaxdist.request import Enough, unused
 from jaxdist.request.unused import Known
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.startup_checks import queries
-from jaxdist.units import counted, size
 
 NAMES = 12
 """Characters of the column of names."""

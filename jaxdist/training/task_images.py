@@ -16,11 +16,11 @@ from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batc
 from jaxdist.data.images import Images, open_images
 from jaxdist.models import images
 from jaxdist.models.foreign import Foreign
+from jaxdist.output.units import counted
 from jaxdist.parallel.replica_zero import without_replica_zero
 from jaxdist.training.forward.base import count_labels
 from jaxdist.training.forward.module import ModuleForward
 from jaxdist.training.task import Task
-from jaxdist.units import counted
 
 CROP = 8
 """A crop is shifted by up to this part of the image: 4 pixels of 32, as in He et al. 2016, section 4.2."""

@@ -10,8 +10,7 @@ from typing import TypedDict
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxdist import lora
-from jaxdist.config import DataConfig
+from jaxdist.config import DataConfig, lora
 from jaxdist.data.batches import (
     AbstractBatch,
     Batch,

@@ -29,8 +29,8 @@ from jaxdist.cluster.preflight import check_folder
 from jaxdist.cluster.runtime import check_computes
 from jaxdist.config import NotFinite, RequestError
 from jaxdist.data.batches import Prefetch, global_rows
-from jaxdist.exit_codes import DONE, FAILED, STOPPED
 from jaxdist.mesh import REPLICA
+from jaxdist.process.exit_codes import DONE, FAILED, STOPPED
 from jaxdist.request import to_toml
 from jaxdist.sharding import Tree
 from jaxdist.training import history, pretrained

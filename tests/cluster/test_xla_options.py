@@ -15,8 +15,8 @@ import pytest
 from jax._src import xla_bridge
 
 from jaxdist.cluster import gpus, xla_options
-from jaxdist.gpu_memory import FRACTIONS, gpu_share
 from jaxdist.mesh import abstract_mesh, parse_mesh
+from jaxdist.process.gpu_memory import FRACTIONS, gpu_share
 from tests.processes import told
 
 NAMES = [*FRACTIONS, "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"]

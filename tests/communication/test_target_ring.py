@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
-from jaxdist.context import ring_bytes
 from jaxdist.explain import explain
+from jaxdist.mesh.context import ring_bytes
 from jaxdist.planning import target
 from jaxdist.planning.overlap import by_axes
 from jaxdist.planning.predicted_collectives import PERMUTE

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist import exit_codes
+from jaxdist.process import exit_codes
 from tests.test_docs import texts
 
 ROOT = Path(__file__).parents[2]

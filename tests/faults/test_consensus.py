@@ -9,7 +9,7 @@ import pytest
 from jaxdist.cluster import faults, kv_store
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.stopping import Stop
-from jaxdist.exit_codes import STOPPED
+from jaxdist.process.exit_codes import STOPPED
 
 AHEAD = 2
 """Steps that a process may be ahead of the slowest, as when it does not wait for what it has dispatched."""

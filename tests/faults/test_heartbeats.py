@@ -23,7 +23,7 @@ from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.doctor import watching
 from jaxdist.doctor.__main__ import main as doctor
-from jaxdist.units import duration
+from jaxdist.output.units import duration
 from tests.faults.jobs import ends, job, told, train, until
 
 NOW = 1_000_000.0

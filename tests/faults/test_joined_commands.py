@@ -9,7 +9,7 @@ import pytest
 
 from jaxdist import evaluate, generate, train
 from jaxdist.bench import scaling_text
-from jaxdist.streams import printable
+from jaxdist.output.streams import printable
 from tests.faults.jobs import argv, ends, job, meeting, told
 from tests.training.curves import close, lines
 

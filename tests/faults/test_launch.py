@@ -11,7 +11,7 @@ import pytest
 from jaxdist import launch
 from jaxdist.cluster.local import Supervisor, shares
 from jaxdist.config import Config, RequestError
-from jaxdist.stop_signals import SIGNALS
+from jaxdist.process.stop_signals import SIGNALS
 from jaxdist.training.run_dir import RunFolder
 
 PROCESS = """

@@ -10,8 +10,8 @@ from jaxdist import checkpoints, explain, launch
 from jaxdist.cluster.address import check_own_name
 from jaxdist.cluster.process_env import ProcessEnv, check_alone, find
 from jaxdist.config import ClusterConfig, RequestError
-from jaxdist.gpu_memory import gpu_share
 from jaxdist.lab import __main__ as lab
+from jaxdist.process.gpu_memory import gpu_share
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 STEP = {

@@ -22,9 +22,9 @@ from jaxdist.__main__ import MODULES
 from jaxdist.cluster import heartbeat, stopping
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.stopping import Stop
-from jaxdist.exit_codes import DONE, STOPPED
+from jaxdist.process.exit_codes import DONE, STOPPED
+from jaxdist.process.stop_signals import SIGNALS, heeded, raising
 from jaxdist.request.commandline import outcome
-from jaxdist.stop_signals import SIGNALS, heeded, raising
 from jaxdist.training import trainer
 from jaxdist.training.run_dir import RunFolder
 from tests.faults.jobs import ends, job, meeting, metrics, saved, step_of, train, until

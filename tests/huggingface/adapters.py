@@ -10,10 +10,9 @@ import numpy as np
 from jax.sharding import reshard
 from safetensors.numpy import load_file
 
-from jaxdist import lora
-from jaxdist.config import Config, ModelConfig
+from jaxdist.config import Config, ModelConfig, lora
 from jaxdist.huggingface.reading import read_parameters
-from jaxdist.partial_trees import joined
+from jaxdist.parallel.partial_trees import joined
 from jaxdist.request import to_toml
 from jaxdist.training.base_weights import base_of
 from jaxdist.training.run import Run

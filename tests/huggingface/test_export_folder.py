@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from jaxdist import checkpoints
 from jaxdist.config import Config, Failed, ModelConfig, RequestError
-from jaxdist.exit_codes import STOPPED
 from jaxdist.huggingface.reading import read_parameters
+from jaxdist.process.exit_codes import STOPPED
 from jaxdist.request import to_toml
 from jaxdist.request.commandline import outcome
 from jaxdist.training.export_marks import MARKER

@@ -10,7 +10,7 @@ import pytest
 from jaxdist import checkpoints, evaluate, explain, generate, plan, train
 from jaxdist.config import RequestError
 from jaxdist.doctor import __main__ as doctor
-from jaxdist.exit_codes import REFUSED
+from jaxdist.process.exit_codes import REFUSED
 from jaxdist.request import arguments, load, to_toml
 from jaxdist.request.commandline import outcome
 from jaxdist.request.pretrained import as_asked

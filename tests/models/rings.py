@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.context import zigzag
 from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.mesh.context import zigzag
 from jaxdist.models.attention import causal_attention
 from jaxdist.sharding import Layout
 

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
-from jaxdist import lora, models
-from jaxdist.config import ModelConfig
+from jaxdist import models
+from jaxdist.config import ModelConfig, lora
 from jaxdist.models.adapters import LowRank, Shape
 from jaxdist.sharding import ONE_DEVICE, SHARED, Layout, named
 from jaxdist.training.forward.decoder import DecoderForward

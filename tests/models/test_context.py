@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.context import zigzag
 from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.mesh.context import zigzag
 from jaxdist.models.ring_blocks import QueryBlocks
 from jaxdist.parallel.context import Attended, Keys, Queries, Ring, join, ulysses
 from jaxdist.sharding import Layout

@@ -76,9 +76,10 @@ def _split(name: str, root: Path) -> tuple[Path, list[str]]:
     """(the file of a qualified name, the names within it)."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
-        path = root.joinpath(*parts[:length]).with_suffix(".py")
-        if path.is_file():
-            return path, parts[length:]
+        folder = root.joinpath(*parts[:length])
+        for path in (folder.with_suffix(".py"), folder / "__init__.py"):
+            if path.is_file():
+                return path, parts[length:]
     raise ValueError(f"no file of {root} holds {name}")
 
 

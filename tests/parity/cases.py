@@ -13,7 +13,7 @@ import optax
 
 from jaxdist import models
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, RulesConfig
-from jaxdist.lora import is_adapter
+from jaxdist.config.lora import is_adapter
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.pipeline.stages import stages_of

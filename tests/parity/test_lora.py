@@ -17,7 +17,7 @@ import optax
 import pytest
 
 from jaxdist.config import PipelineConfig
-from jaxdist.lora import is_adapter
+from jaxdist.config.lora import is_adapter
 from jaxdist.mesh import parse_mesh
 from jaxdist.sharding import named
 from tests.parity import cases, test_experts

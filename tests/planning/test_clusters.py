@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.gpu_memory import GPU_SHARE
 from jaxdist.planning.clusters import PRESETS, Cluster, Link, cluster, of_gpu, of_kind, to_toml
 from jaxdist.planning.hardware import GPUS
+from jaxdist.process.gpu_memory import GPU_SHARE
 
 OWN = Cluster(
     name="own",

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxdist import lora
-from jaxdist.config import Config, ModelConfig, RequestError
+from jaxdist.config import Config, ModelConfig, RequestError, lora
 from jaxdist.models import build
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.expert_report import model_size

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxdist import models, train, units
+from jaxdist import models, train
+from jaxdist.output import units
 from jaxdist.planning import memory, parameter_layout, pipelines, remedies
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.request.checks import problems

@@ -4,15 +4,16 @@ import re
 
 import pytest
 
-from jaxdist import models, units
+from jaxdist import models
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.mesh import abstract_mesh, parse_mesh
+from jaxdist.output import units
+from jaxdist.output.units import size
 from jaxdist.planning import memory, remedies
 from jaxdist.planning.hardware import GPUS
 from jaxdist.request.checks import problems
 from jaxdist.request.knobs import KNOBS
 from jaxdist.sharding import Layout
-from jaxdist.units import size
 
 EVERYTHING = 1e15
 """Bytes: room for any step."""

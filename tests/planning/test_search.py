@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgba
 
-from jaxdist import colours
 from jaxdist import plan as command
 from jaxdist.config import RequestError
 from jaxdist.explain import explain
 from jaxdist.models import build
+from jaxdist.output import colours
 from jaxdist.planning import target
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.collective_time import ranks_inside

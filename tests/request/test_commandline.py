@@ -14,9 +14,9 @@ import pytest
 
 from jaxdist.__main__ import COMMANDS, main
 from jaxdist.config import RequestError
+from jaxdist.config.values import Count
 from jaxdist.request import Extra, arguments, load, outcome, to_toml
 from jaxdist.request.knobs import KNOBS, option
-from jaxdist.values import Count
 
 
 def ask(*argv: str, **more):

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from jaxdist.config import RequestError
+from jaxdist.config.values import stop_texts
 from jaxdist.generate import lines_of_person
 from jaxdist.request.prompts import read_prompts
-from jaxdist.values import stop_texts
 
 
 @pytest.mark.parametrize(

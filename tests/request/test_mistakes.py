@@ -6,8 +6,8 @@ import pytest
 
 from jaxdist import launch
 from jaxdist.config import RequestError
+from jaxdist.config.values import Count
 from jaxdist.request import Extra, arguments, load
-from jaxdist.values import Count
 from tests.request.wrong import Wrong, named
 
 ONE_KNOB = {

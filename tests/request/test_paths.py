@@ -7,8 +7,8 @@ import pytest
 
 from jaxdist import checkpoints, train
 from jaxdist.config import RequestError
+from jaxdist.config.values import path_error
 from jaxdist.launch import main as launch
-from jaxdist.values import path_error
 
 NAMES = {
     "back\\slash": "has a '\\' in its full path",

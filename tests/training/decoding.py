@@ -11,7 +11,7 @@ import numpy as np
 from jaxdist import models
 from jaxdist.config import Config
 from jaxdist.mesh import devices_asked, parse_mesh
-from jaxdist.partial_trees import joined
+from jaxdist.parallel.partial_trees import joined
 from jaxdist.training.decoding import Choice, Decoding
 from jaxdist.training.run import Run
 

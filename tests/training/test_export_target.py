@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxdist.config import Busy, Failed, RequestError
-from jaxdist.stop_signals import SIGNALS, raising
+from jaxdist.process.stop_signals import SIGNALS, raising
 from jaxdist.training import export_target
 from jaxdist.training.export_marks import FORMAT, MARKER
 from jaxdist.training.export_target import exporting
@@ -259,7 +259,7 @@ def killed(target: Path, body: str, before: str = "") -> None:
     program = f"""
 import os, signal
 from pathlib import Path
-from jaxdist.stop_signals import SIGNALS, raising
+from jaxdist.process.stop_signals import SIGNALS, raising
 from jaxdist.training import export_target
 from tests.training.test_export_target import put_folder
 

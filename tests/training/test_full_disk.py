@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from jaxdist import train
-from jaxdist.exit_codes import DONE, FAILED, REFUSED
+from jaxdist.process.exit_codes import DONE, FAILED, REFUSED
 from jaxdist.request import outcome
 from tests.training.conftest import SMALL, over
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist import checkpoints, evaluate, generate, lora, train
-from jaxdist.config import Config, RequestError
+from jaxdist import checkpoints, evaluate, generate, train
+from jaxdist.config import Config, RequestError, lora
 from jaxdist.request import load
 from jaxdist.sharding import named
 from jaxdist.training import pretrained

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from jaxdist import evaluate, generate, train
 from jaxdist.bench import scaling, step
 from jaxdist.config import NotFinite
-from jaxdist.exit_codes import DONE, FAILED
+from jaxdist.process.exit_codes import DONE, FAILED
 from jaxdist.request import outcome
 from tests.training.conftest import SMALL, over
 from tests.training.curves import lines

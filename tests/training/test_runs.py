@@ -22,9 +22,9 @@ from jaxdist.bench import step
 from jaxdist.config import Config, DataLost, RequestError
 from jaxdist.data.corpus import open_corpus
 from jaxdist.doctor.__main__ import main as doctor
+from jaxdist.output.streams import LogFile
 from jaxdist.request import load
 from jaxdist.request.checks.files import OF_A_RUN
-from jaxdist.streams import LogFile
 from jaxdist.training import plots
 from jaxdist.training.console import Screen
 from jaxdist.training.forward.optimizer import schedule

@@ -9,10 +9,10 @@ import sys
 import pytest
 import xxhash
 
+from jaxdist.config.values import MOST_DEVICES
 from jaxdist.files import BLOCK
 from jaxdist.mesh import AXES, describe
 from jaxdist.training.checkpoint.step_dir import StepDir
-from jaxdist.values import MOST_DEVICES
 from tests.training.conftest import facts
 
 

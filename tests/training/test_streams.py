@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from jaxdist import streams
-from jaxdist.streams import CONTROL, LogFile, Unfailing, printable
+from jaxdist.output import streams
+from jaxdist.output.streams import CONTROL, LogFile, Unfailing, printable
 from jaxdist.training.console import Screen
 from tests.training.conftest import SMALL, over
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxdist.config import RequestError
 from jaxdist.data.readers.document import Document, OnRead
-from jaxdist.json_files import is_unicode
+from jaxdist.files.json_files import is_unicode
 
 MARK = b"\xef\xbb\xbf"
 """A byte-order mark, which some editors put at the start of a file; where files were joined it begins a later line."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from jaxdist.context import WIDE, ring_bytes, zigzag
 from jaxdist.lab import ring
 from jaxdist.lab.checks.pipelines import formula
 from jaxdist.lab.claim import Check, Outcome
+from jaxdist.mesh.context import WIDE, ring_bytes, zigzag
 from jaxdist.planning.tables import table
 
 PARITY = 1e-5

@@ -19,13 +19,13 @@ from jaxdist.lab.checks.memory import GPT3
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
 from jaxdist.mesh import abstract_mesh, parse_mesh
+from jaxdist.output.units import size
 from jaxdist.parallel.pipeline import timeline
 from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.simulate import Times, bubble
 from jaxdist.planning import communication, pipelines
 from jaxdist.planning.tables import table
 from jaxdist.sharding import Layout
-from jaxdist.units import size
 
 # Of a stage and a micro-batch: B takes twice as long as F. They are fractions, so that sums are exact.
 TIMES = Times(Fraction(1), Fraction(1), Fraction(1))

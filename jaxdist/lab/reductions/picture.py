@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jaxdist.colours import BLUE, GREEN, PINK, RED
 from jaxdist.files import write_picture
 from jaxdist.lab.reductions.algorithms import ALGORITHMS, Algorithm, pipelined_tree
 from jaxdist.lab.reductions.execute import Run, apart, cpus, lay, line_of, lowered
 from jaxdist.lab.reductions.messages import Message, Traffic, messages
+from jaxdist.output.colours import BLUE, GREEN, PINK, RED
 from jaxdist.planning.clusters import cluster
 
 if TYPE_CHECKING:

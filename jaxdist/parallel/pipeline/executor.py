@@ -35,12 +35,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region
+from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.pipeline.device import Device, Program, batch_specs, get, own, put
 from jaxdist.parallel.pipeline.layers import Ring, Slot, Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import Rows, Table
 from jaxdist.parallel.zero import Placements, trained
-from jaxdist.partial_trees import joined, part_of
 from jaxdist.sharding import Layout, Params, Tree, wide
 
 SHARED = "the_same_on_all_ranks"

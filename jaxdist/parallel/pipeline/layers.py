@@ -23,10 +23,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region
+from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.pipeline.split import Halves, halves
 from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.zero import trained
-from jaxdist.partial_trees import joined, part_of
 from jaxdist.sharding import Tree, wide
 
 Ring = list[Array]

@@ -19,9 +19,9 @@ from jaxtyping import Array, Bool, Int
 
 from jaxdist.config import Config
 from jaxdist.mesh import PIPELINE
+from jaxdist.output.units import counted
 from jaxdist.parallel.placing import is_axes
 from jaxdist.sharding import LAYERS, STAGES, Tree
-from jaxdist.units import counted
 
 BLOCKS = "blocks"
 """The name of the stacked layers among the parameters; the others are the model's tops."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxdist.colours import BLUE, GREEN, ORANGE
 from jaxdist.files import write_picture
+from jaxdist.output.colours import BLUE, GREEN, ORANGE
 from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.parallel.pipeline.simulate import EQUAL, Column, Times, bubble, columns, costs
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxdist import units
 from jaxdist.config import Config
 from jaxdist.models import build_decoder
+from jaxdist.output import units
+from jaxdist.output.units import counted, multiples
 from jaxdist.planning.clusters import Cluster, one_site
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import Estimate, estimate, label
 from jaxdist.planning.search.screen import Screen
-from jaxdist.units import counted, multiples
 
 PREDICTED = 8
 """Candidates that are predicted exactly: those that need the least memory in the rough estimate."""

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config import Config
-from jaxdist.context import own_heads
 from jaxdist.mesh import AXES, CONTEXT, micro_batches
+from jaxdist.mesh.context import own_heads
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.parameter_layout import compute_width

@@ -2,9 +2,9 @@
 
 The asynchronous pipeline (PipeDream) is not proposed, because it learns something else. The axis `expert` is for models
 with experts: for others it would be `data` by another name. The axis `context` is for rows of which each device still
-has a part of `SHORTEST_PART` tokens; `jaxdist.context` decides which form of attention runs over it. The `replica` axis
-holds the ranks over which ZeRO does not shard, so that it makes a difference only from ZeRO 1 on, or where the user
-asks for something that depends on replicas (`changed_loss`).
+has a part of `SHORTEST_PART` tokens; `jaxdist.mesh.context` decides which form of attention runs over it. The `replica`
+axis holds the ranks over which ZeRO does not shard, so that it makes a difference only from ZeRO 1 on, or where the
+user asks for something that depends on replicas (`changed_loss`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from itertools import product
 import numpy as np
 
 from jaxdist.config import Config, RequestError
-from jaxdist.context import SHORTEST_PART
 from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, MeshShape
+from jaxdist.mesh.context import SHORTEST_PART
+from jaxdist.output.units import divisors
 from jaxdist.planning.search import changed_loss
 from jaxdist.request.checks import check_mesh_fits
-from jaxdist.units import divisors
 
 Columns = dict[str, np.ndarray]
 """Name -> a number for each candidate. The names are those of `COLUMNS`."""

@@ -32,7 +32,6 @@ from typing import TypeVar
 import numpy as np
 
 from jaxdist.config import Config, ModelConfig
-from jaxdist.context import Choice, choose
 from jaxdist.mesh import (
     BATCH_AXES,
     CONTEXT,
@@ -46,7 +45,9 @@ from jaxdist.mesh import (
     micro_batches,
     parse_mesh,
 )
+from jaxdist.mesh.context import Choice, choose
 from jaxdist.models import Model
+from jaxdist.output.units import counted
 from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
 from jaxdist.planning import communication, expert_rows, memory
 from jaxdist.planning.activations import saved_per_token, stashed_per_token
@@ -64,7 +65,6 @@ from jaxdist.planning.search.products import layer_products, matmul_rate
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.planning.transfer_time import exposed, merge_calls, seconds
 from jaxdist.sharding import Layout
-from jaxdist.units import counted
 
 PASSES = 2
 """Each value that a layer saves is written and read once in the forward pass, and its gradient once in the backward

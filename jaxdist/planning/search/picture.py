@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxdist.colours import BLACK, GREY, MEMORY, TIME
 from jaxdist.files import write_picture
 from jaxdist.mesh import PIPELINE
+from jaxdist.output.colours import BLACK, GREY, MEMORY, TIME
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.search.estimate import Estimate, layout_of
 from jaxdist.planning.search.plan import Plan

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist import lora
-from jaxdist.config import Config, ModelConfig
+from jaxdist.config import Config, ModelConfig, lora
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.expert_rows import rows_of_queue
 from jaxdist.planning.hardware import GPUS

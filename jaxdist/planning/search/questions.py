@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxdist import units
 from jaxdist.config import Config, RequestError
-from jaxdist.context import SHORTEST_PART
 from jaxdist.mesh import (
     BATCH_AXES,
     CONTEXT,
@@ -23,6 +21,8 @@ from jaxdist.mesh import (
     fill,
     parse_mesh,
 )
+from jaxdist.mesh.context import SHORTEST_PART
+from jaxdist.output import units
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.search.candidates import MESH, problems
 from jaxdist.planning.search.estimate import Estimate, label

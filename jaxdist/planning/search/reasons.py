@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, describe
+from jaxdist.output.units import size
 from jaxdist.planning import context_report
 from jaxdist.planning.search.estimate import Estimate, estimate
 from jaxdist.planning.search.plan import TIE, ZERO_ORDER, Plan
 from jaxdist.planning.search.questions import rows_of, smallest
-from jaxdist.units import size
 
 EQUAL = 1.005
 """The ratio of bytes up to which two counts are reported as equal."""

@@ -14,8 +14,8 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxdist.context import is_ring, own_heads, ulysses_elements
 from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, ZERO_AXES, abstract_mesh
+from jaxdist.mesh.context import is_ring, own_heads, ulysses_elements
 from jaxdist.models.loss import chunk_rows
 from jaxdist.parallel.gradient_compression import PLACED
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots

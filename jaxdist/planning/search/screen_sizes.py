@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist import lora
-from jaxdist.config import Config
+from jaxdist.config import Config, lora
 from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA
 from jaxdist.models import Model, parameters
 from jaxdist.parallel.pipeline.stages import BLOCKS

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import REPLICA
+from jaxdist.output.units import counted
 from jaxdist.planning.search import changed_loss
 from jaxdist.planning.search.estimate import Estimate, estimate, label
 from jaxdist.planning.search.plan import Plan, search
 from jaxdist.planning.search.questions import fastest_with_replicas
-from jaxdist.units import counted
 
 DOMINATES = 0.5
 """The share of a step that the link between sites takes, from which on it is worth naming what sends less."""

@@ -10,6 +10,7 @@ from typing import Any
 from jaxdist.config import Config, leaves
 from jaxdist.mesh import CONTEXT, DATA, PIPELINE
 from jaxdist.models import Model, active_parameters, parameters
+from jaxdist.output.units import size
 from jaxdist.planning import clusters, collective_time, context_report, parameter_layout, transfer_time
 from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
 from jaxdist.planning.collective_time import ranks_together
@@ -34,7 +35,6 @@ from jaxdist.planning.search.reasons import reason
 from jaxdist.planning.tables import table
 from jaxdist.planning.timing import in_window
 from jaxdist.planning.transfer_time import merge_calls, seconds
-from jaxdist.units import size
 
 SHOWN = 10
 """Ranked candidates that are printed."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from jaxdist import lora
-from jaxdist.config import Config
+from jaxdist.config import Config, lora
 from jaxdist.mesh import PIPELINE
+from jaxdist.output.units import remedy
 from jaxdist.request.checks.mesh import fit
 from jaxdist.request.checks.registry import check
-from jaxdist.units import remedy
 
 
 @check("model.family", "model.lora_rank", "model.lora_targets")

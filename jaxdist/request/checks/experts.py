@@ -7,9 +7,9 @@ from pathlib import Path
 
 from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.mesh import DATA, EXPERT
+from jaxdist.output.units import closest, divisors, multiples, remedy, to
 from jaxdist.request.checks.mesh import fit
 from jaxdist.request.checks.registry import check
-from jaxdist.units import closest, divisors, multiples, remedy, to
 
 
 @check("model.family", "model.experts", "model.experts_per_token")

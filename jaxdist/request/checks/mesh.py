@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxdist.config import Config, ModelConfig, RequestError, nearest
-from jaxdist.context import only_ulysses
 from jaxdist.mesh import (
     AUTO,
     AXES,
@@ -25,9 +24,10 @@ from jaxdist.mesh import (
     parse_mesh,
     requested,
 )
+from jaxdist.mesh.context import only_ulysses
+from jaxdist.output.units import closest, divisors, multiples, remedy, to
 from jaxdist.request.checks.model import head_counts
 from jaxdist.request.checks.registry import check
-from jaxdist.units import closest, divisors, multiples, remedy, to
 
 Fit = Callable[[Config, Mapping[str, int]], Iterator[str]]
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from jaxdist.config import Config, ModelConfig
+from jaxdist.output.units import closest, divisors, multiples, remedy, to
 from jaxdist.request.checks.registry import check
-from jaxdist.units import closest, divisors, multiples, remedy, to
 
 MOST_PARAMETERS = 2**44
 """17.6 trillion: more than anybody trains, and few enough for sizes in bytes to fit 64 bits."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from jaxdist.config import Config
 from jaxdist.mesh import DATA, MODEL, PIPELINE
+from jaxdist.output.units import remedy, to
 from jaxdist.request.checks.mesh import fit, is_one
 from jaxdist.request.checks.registry import check
-from jaxdist.units import remedy, to
 
 CHUNKED = ("interleaved", "zb-h1", "zb-u")
 """Schedules that may give each device more than one virtual stage."""

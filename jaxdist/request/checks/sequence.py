@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from jaxdist.config import Config
-from jaxdist.context import choose
 from jaxdist.mesh import CONTEXT, MODEL, PIPELINE
+from jaxdist.mesh.context import choose
+from jaxdist.output.units import closest, divisors, multiples, remedy, to
 from jaxdist.request.checks.mesh import fit
 from jaxdist.request.checks.model import head_counts
-from jaxdist.units import closest, divisors, multiples, remedy, to
 
 CHOICE = (
     "model.family",

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 
 from jaxdist.config import Config
 from jaxdist.mesh import PIPELINE
+from jaxdist.output.units import remedy
 from jaxdist.request.checks.mesh import fit
 from jaxdist.request.checks.registry import check
 from jaxdist.request.knobs import shown
-from jaxdist.units import remedy
 
 
 @check("train.steps", "train.epochs")

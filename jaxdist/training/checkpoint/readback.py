@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from jaxdist.json_files import LARGEST_LISTING, read_json
-from jaxdist.units import counted
+from jaxdist.files.json_files import LARGEST_LISTING, read_json
+from jaxdist.output.units import counted
 
 READ_BYTES = 1 << 28
 """About how many bytes of an array are in memory at a time."""

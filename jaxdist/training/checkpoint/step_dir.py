@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.files import WRONG_CONTENT, Checksum, checksums, write_whole
-from jaxdist.json_files import LARGEST_LISTING, read_json
-from jaxdist.json_schema import (
+from jaxdist.files.json_files import LARGEST_LISTING, read_json
+from jaxdist.files.json_schema import (
     COUNT,
     NULL,
     NUMBER,

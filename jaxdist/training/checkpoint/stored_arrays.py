@@ -15,8 +15,8 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Shaped
 
+from jaxdist.files.json_files import LARGEST_LISTING, read_json
 from jaxdist.huggingface.readable import Block, Region, read, spans_of
-from jaxdist.json_files import LARGEST_LISTING, read_json
 from jaxdist.training.checkpoint.readback import array_names
 
 CHUNK_BYTES = 8 << 20

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.models import ModelT, Params
 from jaxdist.parallel import zero
-from jaxdist.partial_trees import joined, part_of
+from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.sharding import wide
 from jaxdist.training.forward.base import ForwardBase
 from jaxdist.training.forward.step import Batch, Further, Summed

@@ -12,10 +12,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.models import Model, ModelT, Params
+from jaxdist.parallel.partial_trees import part_of
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.parallel.zero import Placements, trained
-from jaxdist.partial_trees import part_of
 from jaxdist.sharding import wide
 from jaxdist.training.forward import balance
 from jaxdist.training.forward.step import Batch, Further, Grads

@@ -21,10 +21,10 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.models import Params
 from jaxdist.parallel.gradient_compression import Compression
+from jaxdist.parallel.partial_trees import joined, part_of, without
 from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.parallel.zero import Placement, Placements, derivatives, trained
-from jaxdist.partial_trees import joined, part_of, without
 from jaxdist.sharding import Tree, scale_partial
 from jaxdist.training.forward.offload import to_device, to_host
 from jaxdist.training.forward.optimizer import clip

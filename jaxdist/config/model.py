@@ -7,9 +7,9 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from jaxdist import rope_scaling
-from jaxdist.rope_scaling import RopeScaling
-from jaxdist.values import (
+from jaxdist.config import rope_scaling
+from jaxdist.config.rope_scaling import RopeScaling
+from jaxdist.config.values import (
     Channels,
     Count,
     CountOrZero,

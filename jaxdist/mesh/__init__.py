@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxdist.config import Config, RequestError, nearest
-from jaxdist.values import MOST_DEVICES
+from jaxdist.config.values import MOST_DEVICES
 
 if TYPE_CHECKING:
     import jax

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxdist.values import path_error
+from jaxdist.config.values import path_error
 
 LARGEST_COUNT = 2**53
 """No file has a larger whole number: beyond it, floats skip some."""

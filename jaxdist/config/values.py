@@ -16,7 +16,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from jaxdist import lora, rope_scaling
+from jaxdist.config import lora, rope_scaling
 
 LONGEST_PATH = 4000
 """Bytes of the longest path. Linux accepts 4,095, and the files of a run have names of their own below its folder."""

@@ -15,9 +15,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from jaxdist import exit_codes
-from jaxdist.config_model import FAMILIES, ModelConfig
-from jaxdist.values import (
+from jaxdist.config.model import FAMILIES, ModelConfig
+from jaxdist.config.values import (
     Count,
     CountOrZero,
     FilePath,
@@ -39,6 +38,7 @@ from jaxdist.values import (
     Stage,
     WholeSeconds,
 )
+from jaxdist.process import exit_codes
 
 __all__ = [
     "FAMILIES",
