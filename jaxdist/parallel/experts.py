@@ -216,7 +216,7 @@ class Dispatch:
         further = -(-over // self.rounds.further)
         # Devices that exchange rows, and those beside them on fast links, take equally many rounds. The ranks of a
         # pipeline are in other layers.
-        together = tuple(axis for axis in region.varying(further) if axis not in (PIPELINE, REPLICA))
+        together = region.outermost_first(region.varying(further) - {PIPELINE, REPLICA})
         if together:
             further = lax.pmax(further, together)
         rest, *arrays = further_rounds(self, line, further, x, p, gate_up, down)

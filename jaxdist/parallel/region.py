@@ -20,12 +20,19 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxdist.mesh import AXES
+
 Axes = Iterable[str]
 
 
 def varying(*arrays: jax.Array) -> frozenset[str]:
     """Return the mesh axes over which the devices' parts of any of `arrays` differ."""
     return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
+
+
+def outermost_first(axes: Axes) -> tuple[str, ...]:
+    """Return the axes in the order of the mesh: that of a set differs from process to process, and so would programs."""
+    return tuple(axis for axis in AXES if axis in axes)
 
 
 def vary(x: jax.Array, axes: Axes) -> jax.Array:
@@ -55,7 +62,7 @@ def add_up(x: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
 
     Over the other axes `x` is the same already: adding it up would count it once per device.
     """
-    axes = tuple(a for a in axes if a in varying(x))
+    axes = outermost_first(varying(x) & set(axes))
     if not axes:
         return x
     return lax.psum(x, axes)

@@ -91,7 +91,8 @@ from jaxdist.config import Config
 from jaxdist.training.run import lower_step
 from tests.pipeline.test_processes import MODEL
 config = Config(
-    mesh=arguments[0], precision="float32", model=MODEL, parallel=dict(zero=int(arguments[1]), sequence=True),
+    mesh=arguments[0], precision="float32", model=MODEL | dict(family=arguments[2]),
+    parallel=dict(zero=int(arguments[1]), sequence=True),
     pipeline=dict(microbatches=4), train=dict(global_batch_size=32),
 )
 tell(lower_step(config, jax.devices()).as_text())
@@ -102,12 +103,15 @@ SEEDS = ("7", "14")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "zero"), [("2x2x2", 0), ("replica=2,data=2,pipeline=2", 1)])
-def test_every_process_writes_the_same_program(mesh, zero, monkeypatch):
+@pytest.mark.parametrize(
+    ("mesh", "zero", "family"),
+    [("2x2x2", 0, "gpt"), ("replica=2,data=2,pipeline=2", 1, "gpt"), ("data=4,expert=2", 0, "moe")],
+)
+def test_every_process_writes_the_same_program(mesh, zero, family, monkeypatch):
     """Each compiles for itself; an order that comes from a set of names would be another one in each of them."""
     programs = []
     for seed in SEEDS:
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-        programs += told(LOWERED, 1, mesh, str(zero))
+        programs += told(LOWERED, 1, mesh, str(zero), family)
     one, other = (program.splitlines() for program in programs)
     assert [(a, b) for a, b in zip(one, other, strict=True) if a != b] == []
