@@ -31,7 +31,7 @@ def varying(*arrays: jax.Array) -> frozenset[str]:
 
 
 def outermost_first(axes: Axes) -> tuple[str, ...]:
-    """Return the axes in the order of the mesh: that of a set differs from process to process, and so would programs."""
+    """Return the axes in the order of the mesh; that of a set differs between processes, whose programs must not."""
     return tuple(axis for axis in AXES if axis in axes)
 
 
