@@ -18,6 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
@@ -196,7 +197,7 @@ def cudnn_missing() -> str:
     return ""
 
 
-def is_cudnn_forward(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
+def is_cudnn_forward(primitive: Primitive, *_: object, **__: object) -> bool:
     """Keep the results of cuDNN attention: a remat policy, because a name does not reach into its custom VJP."""
     return primitive.name == "dot_product_attention_fwd_wrapper"
 
