@@ -41,7 +41,7 @@ def part(name: str) -> str:
 def shares(ran: Iterable[Kernel], steps: int, longest: int = 10) -> dict[str, Any]:
     """Return seconds of a step by part, and the `longest` kernels, from the kernels that `ran` in `steps` steps.
 
-    The kernels are those of one device. Where kernels overlap, the time counts as matmul first, then as attention, so
+    The kernels ran on one device. Where kernels overlap, the time counts as matmul first, then as attention, so
     that the parts add up to the busy time. Raises `ValueError` if there are no kernels.
     """
     ran = list(ran)

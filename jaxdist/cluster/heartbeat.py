@@ -45,7 +45,7 @@ INTERVAL_PER_PROCESS = 1 / 32
 """Seconds by which each process of the job prolongs the interval, so that a shared file system is not flooded."""
 
 SILENT = 4
-"""A process counts as silent when so many of its heartbeats are missing."""
+"""A process counts as silent when this number of its heartbeats is missing."""
 
 SLOW_STEP = 1.5
 """A process is slow if its steps take this many times longer than those of the others."""

@@ -1,7 +1,7 @@
 """The lifeline: processes that `launch local` started end when their launcher is gone.
 
-Without it nobody would stop them or start them again. The launcher holds one end of a pipe to which nobody writes, and
-its processes read from the other end: they see the end of the file when the launcher has ended, in whatever way.
+Without it nobody would stop them or start them again. The launcher holds one end of a pipe to which no process writes,
+and its processes read from the other end: they see the end of the file when the launcher has ended, in whatever way.
 """
 
 from __future__ import annotations

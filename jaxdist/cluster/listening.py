@@ -1,6 +1,6 @@
 """Where process 0 lets JAX's coordinator listen: at the address that the others dial, and at no other.
 
-By default it would listen on all interfaces. It authenticates nobody: whoever can connect can read and change what the
+By default it would listen on all interfaces. It has no authentication: whoever can connect can read and change what the
 processes exchange. This module imports no jax.
 """
 

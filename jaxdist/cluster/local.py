@@ -48,18 +48,18 @@ class Supervisor:
     shares: list[Share]
     """The GPUs of each process."""
     fits: Callable[[int], bool]
-    """Returns whether the job can run with so many processes."""
+    """Returns whether the job can run with a number of processes."""
     newest: Callable[[], int]
     """Returns the step of the newest checkpoint; 0 without one."""
     restarts: int
-    """At most so many restarts within `minutes`."""
+    """The most restarts within `minutes`."""
     minutes: float
     grace: float
     """Seconds from a signal to the end of the job."""
     tell: Callable[[str], None]
     """Prints a message."""
     in_use: Callable[[], str]
-    """Returns a sentence about who uses the run folder; empty if nobody does."""
+    """Returns a sentence about the process that uses the run folder; empty if none does."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     stop_signal: str | None = None

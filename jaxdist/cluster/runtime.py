@@ -216,7 +216,7 @@ def first(count: int, wanted: str) -> list[jax.Device]:
 def _at_least(count: int, wanted: str) -> list[jax.Device]:
     """Return all devices; on CPUs, after splitting them into `count` or more.
 
-    Raises `RequestError` if CPUs cannot be split into so many; `wanted` begins its sentence.
+    Raises `RequestError` if CPUs cannot be split into that many devices; `wanted` begins its sentence.
     """
     processes = kv_store.processes()
     each = -(-count // processes)

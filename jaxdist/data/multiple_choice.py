@@ -185,7 +185,7 @@ def rows_of(
 
 
 def _remedy(wrong: int, whole: int, answered: list[Question], apart: bool) -> str:
-    """Return the sentence that says how to go on where so many of the `whole` questions cannot be scored."""
+    """Return the sentence that says how to go on where a number of the `whole` questions cannot be scored."""
     ways = []
     if answered:
         ways.append("--choices-skip leaves them out")

@@ -44,7 +44,7 @@ def replacing(path: Path) -> Iterator[Path]:
     The temporary file exists already, empty, with the permissions that the umask gives. Raises `OSError`.
     """
     temporary = _beside(path)
-    # O_EXCL refuses any name that exists, so nobody can have planted a link there.
+    # O_EXCL refuses any name that exists, so no link can have been planted there.
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         yield temporary

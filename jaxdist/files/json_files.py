@@ -1,8 +1,8 @@
 """Read small files that somebody else may have written: JSON and other text. No jax here.
 
-Nobody else reads JSON from a file (a test looks for it). A file must be a regular one of a bounded size, and UTF-8. Its
-JSON is that of RFC 8259, of bounded depth, without anything that two readers could take in two ways (a key twice, half
-a character) or that costs far more memory and time than its bytes (a number of a million digits).
+No other module reads JSON from a file (a test looks for it). A file must be a regular one of a bounded size, and UTF-8.
+Its JSON is that of RFC 8259, of bounded depth, without anything that two readers could take in two ways (a key twice,
+half a character) or that costs far more memory and time than its bytes (a number of a million digits).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGEST = 1 << 22
 """Bytes of the largest small file: tokenizer_config.json has up to 500 thousand, a chat template 20 thousand."""
 
 LARGEST_LISTING = 1 << 26
-"""Bytes of the largest file that lists tensors, tokens or files: those of the largest models have 40 million."""
+"""Bytes of the largest file that lists tensors, tokens or files; the largest models' lists have 40 million."""
 
 DEEPEST = 100
 """Levels of lists and objects in each other; today's files have up to 6."""

@@ -140,7 +140,7 @@ def _missing(
         if repr(added) not in attributes:
             yield added
     for key, added in named:
-        # A BOS or EOS that nobody gives an id is refused by those who look for its id.
+        # A BOS or EOS without an id is refused where its id is looked up.
         needed = key not in ("bos_token", "eos_token") or tokenizer.token_to_id(added.content) is not None
         if added.content and added.content not in known and needed:
             known.add(added.content)

@@ -108,7 +108,7 @@ def _digest_of_tensors(
 
 
 def _blocks(start: int, stop: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield so many blocks, evenly from the beginning of a span of bytes to its end; a short span is one block."""
+    """Yield `count` blocks, evenly from the beginning of a span of bytes to its end; a short span is one block."""
     if stop - start <= count * BLOCK:
         yield start, stop
         return

@@ -26,7 +26,7 @@ from jaxdist.huggingface.weight_files import WeightFiles
 from jaxdist.sharding import Params, name_of
 
 ALIGNMENT = 64
-"""Memory that begins at a multiple of so many bytes becomes an array of a CPU device without a copy."""
+"""Memory aligned to this number of bytes becomes an array of a CPU device without a copy."""
 
 
 def read_parameters(path: Path, model: ModelConfig, abstract: Params) -> Params:

@@ -35,7 +35,7 @@ BITS = {
     **{"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32},
     **{"C64": 64, "F64": 64, "I64": 64, "U64": 64},
 }
-"""Bits of one number, for all dtypes of the format: a file may hold tensors that nobody reads."""
+"""Bits of one number, for all dtypes of the format: a file may hold tensors that are not read."""
 
 
 class Entry(NamedTuple):

@@ -36,9 +36,9 @@ class AlgorithmReport:
 
     name: str
     here: Run | None
-    """The run on as many nodes as were requested, if the algorithm can run on so many."""
+    """The run on the requested number of nodes, if the algorithm can run on it."""
     refused: str
-    """Why it cannot run on so many."""
+    """Why it cannot run on this number of nodes."""
     runs: tuple[Run, ...]
     """The runs on each K of `SIZES`."""
 
@@ -157,7 +157,7 @@ def measure(devices: int, algorithm: str, picture: str) -> Result:
 def _counts(result: Result) -> list[str]:
     """Return what was counted on the requested number of nodes."""
     heading = ("algorithm", "", "rounds", "peak", "total", "most sent", "most received", "sums")
-    # The same for all algorithms that ran; one that cannot run on so many nodes has none.
+    # The same for all algorithms that ran; one that cannot run on this number of nodes has none.
     size = next(report.here.array_bytes for report in result.reports if report.here is not None)
     rows = [_row(report) for report in result.reports]
     return [

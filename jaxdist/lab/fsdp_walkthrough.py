@@ -214,7 +214,7 @@ def _run_fused(
     lowered = jax.jit(step).lower(w1, w2, x, t)
     program = lowered.compile()
     calls = calls_on_arrays(collectives(program.as_text(), mesh))
-    # The phases compute the gradient of the rows too, which nobody needs; this shows what that costs.
+    # The phases compute the gradient of the rows too, which is not used; this shows what that costs.
     with_input = jax.jit(jax.grad(loss, argnums=(0, 1))).lower((w1, w2), x, t)
     gathers = Gathers(gathers_asked(with_input), gathers_asked(lowered), calls.get(GATHER, 0))
     return Outcome(*map(np.array, program(w1, w2, x, t))), calls, gathers

@@ -200,7 +200,7 @@ def measure(stages: int, microbatches: int, virtual_stages: int, schedule: str, 
 
 
 def _virtual(name: str, requested: int, schedules: int) -> int:
-    """Return the virtual stages of a schedule that is one of so many."""
+    """Return the virtual stages that a schedule runs with."""
     if schedules > 1 and name in ONE_CHUNK:
         # It cannot have the requested chunks, but it is there to compare with.
         return 1

@@ -42,7 +42,7 @@ def raising() -> Iterator[None]:
 
 
 def raise_dropped() -> None:
-    """Raise the `KeyboardInterrupt` of a signal that nobody has got, at the end of the block of `raising`.
+    """Raise the `KeyboardInterrupt` of a signal that no handler has received, at the end of the block of `raising`.
 
     Python drops an exception that is raised while C code calls back or while an object is finalized.
     """

@@ -47,7 +47,7 @@ def flops_per_parameter(backward: bool = True) -> float:
 
 
 def training(expected: str, tolerance: str, parameters: float, tokens: float, backward: bool = True) -> Outcome:
-    """Measure the FLOPs to train so many parameters on so many tokens."""
+    """Measure the FLOPs of training a number of parameters on a number of tokens."""
     each = flops_per_parameter(backward)
     value = each * parameters * tokens
     lines = (

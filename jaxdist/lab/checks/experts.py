@@ -29,7 +29,7 @@ class Cost(NamedTuple):
 
 
 def cost(experts: int, per_token: int) -> Cost:
-    """Compile a layer of so many experts on one device.
+    """Compile a layer of this number of experts on one device.
 
     The first round has room for the even share: as many rows as the tokens have choices, whatever the number of
     experts. XLA counts one further round, because their number is not known before the router has chosen.

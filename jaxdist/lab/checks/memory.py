@@ -63,7 +63,7 @@ class States:
 
 @cache
 def states(zero: int, devices: int) -> States:
-    """Return the states of data parallelism over so many devices at this ZeRO stage, with AdamW, without devices.
+    """Return the abstract states of data parallelism over `devices` at this ZeRO stage, with AdamW.
 
     They are measured on the shards of the state that the run begins with, and of its gradient accumulators.
     """

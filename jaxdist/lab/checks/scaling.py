@@ -54,7 +54,7 @@ def strong(
 
 
 def _rows(study: Study, count: int) -> int:
-    """Return the rows of a batch that lie on each of so many devices."""
+    """Return the rows of a batch on each device."""
     batch = Run(study.config_of(count, 0), devices=first(count, "the lab needs")).batch()["rows"]
     return math.prod(batch.sharding.shard_shape(batch.shape))
 

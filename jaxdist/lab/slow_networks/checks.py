@@ -35,7 +35,7 @@ def _apart(found: np.ndarray, wanted: np.ndarray) -> float:
 def server_equal(expected: str, tolerance: str, missing: int = 0) -> Outcome:
     """Measure how far the model of a parameter server is from one device's, after a step on the same rows.
 
-    `missing`: the server does not wait for the last so many workers.
+    `missing`: the number of workers, the last ones, for which the server does not wait.
     """
     wanted = server.one_device()
     apart = {K: _apart(server.run(K, waits_for=K - missing).weights, wanted) for K in WORKERS}

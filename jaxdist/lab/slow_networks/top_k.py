@@ -28,7 +28,7 @@ class Form(NamedTuple):
 
     place: type[np.unsignedinteger]
     block: int
-    """Places are counted within blocks of so many elements, of which each sends its largest; 0: the whole tensor."""
+    """Elements of a block, which sends its largest elements and their places in it; 0: the tensor is one block."""
 
 
 FORMS = {16: Form(np.uint16, 6400), 32: Form(np.uint32, 0)}
