@@ -81,6 +81,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0, cluster
     """
     # Imported late, so that --help and wrong requests answer before jax is imported.
     from jaxdist.mesh import AXES, REPLICA, device_numbers, devices_asked, fill, parse_mesh
+    from jaxdist.mesh.split import Split
     from jaxdist.planning import clusters
     from jaxdist.planning.outer_report import OuterReport, of_local_step
     from jaxdist.planning.report import Report
@@ -102,7 +103,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0, cluster
         sites = where.sites(count)
     if config.precision == "auto":
         config = config.model_copy(update={"precision": "bfloat16" if gpu else "float32"})
-    check_mesh_fits(config, shape)
+    check_mesh_fits(Split(config, shape))
     numbers = device_numbers(shape, sites)
     if not config.train.local_steps:
         return _compiled(Report, config, numbers, count, partial(lower_step, config, sites=sites), target, where)
@@ -133,6 +134,7 @@ def _compiled(
     from jaxdist.cluster import xla_options
     from jaxdist.cluster.rendezvous import across_hosts
     from jaxdist.mesh import AXES, CONTEXT, abstract_mesh
+    from jaxdist.mesh.split import Split
     from jaxdist.models.attention import effective_window, unknown_mask
     from jaxdist.parallel.delayed_gradients import delayed
     from jaxdist.planning import clusters
@@ -142,7 +144,7 @@ def _compiled(
 
     gpu = gpu_of(target) if target else None
     mesh = abstract_mesh(dict(zip(AXES, numbers.shape, strict=True)))
-    layout = Layout.of(config, mesh, gpu or CPU)
+    layout = Layout.of(Split(config, mesh.shape), mesh, gpu or CPU)
     program = compile_apart(lower, target, count)
     if target:
         # Neighbours in the mesh share a host, as in a run.

@@ -334,10 +334,11 @@ def check_cpus(config: Config, processes: int, where: str) -> None:
 def check_sizes(config: Config, devices: int) -> None:
     """Raise `RequestError` if a size of the run does not divide over the mesh on `devices` devices."""
     from jaxdist.mesh import AUTO, fill, requested
+    from jaxdist.mesh.split import Split
 
     # The automatic mesh is chosen so that the sizes divide.
     if config.mesh != AUTO:
-        check_mesh_fits(config, fill(requested(config.mesh), fitting(config, devices)))
+        check_mesh_fits(Split(config, fill(requested(config.mesh), fitting(config, devices))))
 
 
 WHERE = {"local": local, "slurm": slurm}

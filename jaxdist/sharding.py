@@ -25,7 +25,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.config import Config, nearest
 from jaxdist.mesh import AXES, BATCH_AXES, CONTEXT, EXPERT, MODEL, PIPELINE
-from jaxdist.mesh.context import Index, is_ring, zigzag
+from jaxdist.mesh.context import Index, zigzag
+from jaxdist.mesh.split import Split
 
 LAYERS = "layers"
 """The logical axis of the dim that stacks layers."""
@@ -149,12 +150,12 @@ class Layout:
     @classmethod
     def of(
         cls,
-        config: Config,
+        split: Split,
         mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
         device: jax.Device | None = None,
     ) -> Layout:
-        """Return the layout that `config` asks for on a mesh; `device` is that of `on`."""
-        return replace(cls.on(mesh, rules(config), device), zigzag=is_ring(config, mesh.shape))
+        """Return the layout that `split` asks for on its mesh; `device` is that of `on`."""
+        return replace(cls.on(mesh, rules(split.config), device), zigzag=split.ring)
 
     def without(self, axis: str) -> Layout:
         """Return the layout of a part of the mesh that does not reach along `axis`."""

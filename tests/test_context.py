@@ -11,7 +11,8 @@ import pytest
 
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
-from jaxdist.mesh.context import choose, is_ring, zigzag
+from jaxdist.mesh.context import zigzag
+from jaxdist.mesh.split import Split
 from jaxdist.parallel.pipeline.schedules import SCHEDULES, make
 from jaxdist.sharding import RESIDUAL, SEQUENCE, Layout
 
@@ -91,20 +92,21 @@ def config(
 )
 def test_the_form_of_attention_and_the_reason(asked, mesh, form, why):
     shape = parse_mesh(mesh)
-    choice = choose(asked, shape)
+    split = Split(asked, shape)
+    choice = split.attention
     assert choice.form == form
     assert why in choice.why
-    assert is_ring(asked, shape) == (form == "ring")
+    assert split.ring == (form == "ring")
 
 
 def test_no_rows_lie_in_zigzag_order_where_nothing_splits_them():
-    assert not is_ring(config(form="ring"), parse_mesh("data=4"))
+    assert not Split(config(form="ring"), parse_mesh("data=4")).ring
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32])
 def test_bytes_of_both_forms_for_a_token_of_llama_3_8b(ranks):
     """The u = 2 K H numbers of keys and values go round twice, their gradients in f32, and in bf16 the last time."""
-    choice = choose(config(), {"context": ranks})
+    choice = Split(config(), {"context": ranks}).attention
     u = 2 * 8 * 128
     assert choice.ring == u * (2 * (ranks - 1) * 2 + (ranks - 1) * 4 + 2)
     key_value = max(8, ranks)
@@ -112,16 +114,16 @@ def test_bytes_of_both_forms_for_a_token_of_llama_3_8b(ranks):
 
 
 def test_numbers_in_f32_go_round_in_twice_the_bytes_but_sums_do_not():
-    narrow = choose(config(), {"context": 4})
-    wide = choose(config(precision="float32"), {"context": 4})
+    narrow = Split(config(), {"context": 4}).attention
+    wide = Split(config(precision="float32"), {"context": 4}).attention
     u = 2 * 8 * 128
     assert wide.ring - narrow.ring == u * (2 * 3 + 1) * 2
     assert wide.ulysses == 2 * narrow.ulysses
 
 
 def test_a_model_axis_leaves_fewer_heads_to_send():
-    alone = choose(config(), {"context": 2})
-    shared = choose(config(), {"context": 2, "model": 4})
+    alone = Split(config(), {"context": 2}).attention
+    shared = Split(config(), {"context": 2, "model": 4}).attention
     assert (shared.ring, shared.ulysses) == (alone.ring // 4, alone.ulysses // 4)
 
 
@@ -139,7 +141,7 @@ def test_positions_are_those_of_the_tokens_that_a_batch_has_there(form, logical,
     shape = parse_mesh("context=4,model=2")
     mesh = make_mesh(shape, jax.devices()[: devices_asked(shape)])
     parallel = ParallelConfig(context=form, sequence=True)
-    layout = Layout.of(config().model_copy(update=dict(parallel=parallel)), mesh)
+    layout = Layout.of(Split(config().model_copy(update=dict(parallel=parallel)), mesh.shape), mesh)
     length = 32
     wanted = zigzag(np.arange(length), length, 4) if form == "ring" else np.arange(length)
     spec = layout.spec([logical])

@@ -25,6 +25,8 @@ WITHOUT_JAX = ["folder", "schema", "keys", "rope", "model_config"]
 WITHOUT_JAX += ["tokenizer", "special_tokens", "given_tokenizer", "added_tokens"]
 """What reads and writes small files: requests ask it, and answer in a moment."""
 
+OF_MESHES = ["jaxdist.!config,mesh", "jax", "flax", "numpy"]
+
 OF_CONFIGS = ["jaxdist.!config,files,huggingface", "jax", "flax", "numpy"]
 
 PURE = ["jaxdist", "jax", "flax", "numpy"]
@@ -37,7 +39,7 @@ FORBIDDEN = {
     "files": ["jaxdist.!config,files", "jax", "flax", "numpy"],
     "output": ["jaxdist.!files,mesh", "jax", "flax", "numpy"],
     "mesh": ["jaxdist.!config,mesh"],
-    "mesh.context": ["jaxdist.!config,mesh", "jax", "flax", "numpy"],
+    **dict.fromkeys(("mesh.context", "mesh.split"), OF_MESHES),
     "sharding": ["jaxdist.!config,mesh"],
     "request": ["jaxdist.!config,process,files,mesh,request,data,huggingface,output"],
     "parallel": ["jaxdist.models", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],

@@ -5,6 +5,7 @@ import pytest
 
 from jaxdist.config import Config, ParallelConfig
 from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.sharding import RULES, Layout
 
 
@@ -47,6 +48,7 @@ def test_a_table_of_ones_own():
 def test_a_sequence_that_context_splits_is_no_sequence_parallelism(asked, further):
     """That is what splits the residual stream further, and what XLA's options for it look for."""
     config = Config(parallel=ParallelConfig(sequence=asked))
-    on = Layout.of(config, make_mesh(parse_mesh("context=2,model=2"), jax.devices()[:4]))
+    mesh = make_mesh(parse_mesh("context=2,model=2"), jax.devices()[:4])
+    on = Layout.of(Split(config, mesh.shape), mesh)
     assert on.split("residual") == ("context", *further)
     assert on.sequence_parallel == further

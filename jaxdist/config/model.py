@@ -147,6 +147,14 @@ class ModelConfig(Section):
         return not self.traits.text
 
     @property
+    def all_rows_at_once(self) -> bool:
+        """Whether the loss sees all rows of a micro-batch at once, so that the compiler reduces gradients.
+
+        It does in an image classifier with dropout, whose masks would else differ from device to device.
+        """
+        return self.images and self.dropout > 0
+
+    @property
     def key_value_heads(self) -> int:
         """Key/value heads (K), with the default filled in."""
         return self.kv_heads or self.heads

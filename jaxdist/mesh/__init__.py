@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jaxdist.config import Config, RequestError, nearest
+from jaxdist.config import RequestError, nearest
 from jaxdist.config.values import MOST_DEVICES
 
 if TYPE_CHECKING:
@@ -172,24 +172,6 @@ def fill(shape: Mapping[str, int], devices: int) -> MeshShape:
 def describe(shape: Mapping[str, int]) -> str:
     """Return the axes that are not 1, outermost first: `data=4 replica=2`."""
     return " ".join(f"{axis}={shape[axis]}" for axis in AXES if shape[axis] != 1) or "one device"
-
-
-def micro_batches(config: Config, shape: Mapping[str, int]) -> int:
-    """Return the number of parts (k) that a step splits its rows into.
-
-    These are the micro-batches of the pipeline if there is one, otherwise those of gradient accumulation.
-    """
-    if shape.get(PIPELINE, 1) > 1:
-        return config.pipeline.micro
-    return config.train.accumulation
-
-
-def of_one_replica(config: Config, shape: Mapping[str, int]) -> Config:
-    """Return what each replica of a mesh of `shape` computes by itself: its devices, and its rows of the batch."""
-    mesh = ",".join(f"{axis}={1 if axis == REPLICA else size}" for axis, size in shape.items())
-    rows = config.train.global_batch_size // shape[REPLICA]
-    train = config.train.model_copy(update={"global_batch_size": rows})
-    return config.model_copy(update={"mesh": mesh, "train": train})
 
 
 def device_order(sites: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Context parallelism: in which order the devices along `context` hold a row, and which form of attention runs.
+"""Context parallelism: in which order the devices along `context` hold a row, and what either form of attention sends.
 
 Ring attention (Liu et al. 2023) sends keys and values round; the sequence is in zigzag order, so that all devices
 have equally much to do under a causal mask. Ulysses (Jacobs et al. 2023) exchanges the sequence for heads before
@@ -8,11 +8,7 @@ attention, and back after it; the sequence stays in order.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
-
-from jaxdist.config import Config
-from jaxdist.mesh import CONTEXT, MODEL, PIPELINE
 
 Form = Literal["ring", "ulysses"]
 
@@ -47,12 +43,6 @@ class Heads(NamedTuple):
     """N / model"""
     key_value: int
     """K / model, or 1 where the key/value heads are dealt out (`parallel.heads`)."""
-
-
-def own_heads(config: Config, shape: Mapping[str, int]) -> Heads:
-    """Return the heads of one rank of the model axis of a mesh of `shape`."""
-    model = shape.get(MODEL, 1) if config.parallel.rules.heads else 1
-    return Heads(config.model.heads // model, max(1, config.model.key_value_heads // model))
 
 
 def repeated_heads(key_value: int, ranks: int) -> int:
@@ -115,51 +105,3 @@ class Choice(NamedTuple):
     """Bytes that a device sends for ring attention in a layer, for each of its tokens."""
     ulysses: int | None
     """The same for Ulysses; None where the heads do not divide."""
-
-
-def only_ulysses(config: Config, shape: Mapping[str, int]) -> bool:
-    """Return whether attention over `context` may not be a ring: by request, or because a schedule branches."""
-    if shape.get(CONTEXT, 1) == 1 or config.parallel.context == "ring":
-        return False
-    return config.parallel.context == "ulysses" or _branches(config, shape)
-
-
-def _branches(config: Config, shape: Mapping[str, int]) -> bool:
-    return shape.get(PIPELINE, 1) > 1 and config.pipeline.branches
-
-
-def choose(config: Config, shape: Mapping[str, int]) -> Choice:
-    """Return how a mesh of `shape`, all of whose sizes are known, attends over `context`.
-
-    `config.precision` is resolved, or counts as bfloat16.
-    """
-    ranks = shape.get(CONTEXT, 1)
-    heads = own_heads(config, shape)
-    width = WIDE if config.precision == "float32" else 2
-    head_size = config.model.head_size
-    ring = ring_bytes(2 * heads.key_value * head_size, ranks, width)
-    ulysses = None
-    if heads.query % ranks == 0:
-        ulysses = ulysses_bytes(1, heads, head_size, ranks, width)
-    asked = config.parallel.context
-
-    def chosen(form: Form, why: str) -> Choice:
-        return Choice(form, why, ring, ulysses)
-
-    if asked != "auto":
-        return chosen(asked, "parallel.context asks for it")
-    if _branches(config, shape):
-        return chosen("ulysses", f"schedule {config.pipeline.schedule} branches, and a ring must not lie in a branch")
-    if ulysses is None:
-        return chosen("ring", f"Ulysses needs the {heads.query} query heads of a rank to divide by context={ranks}")
-    chunks = 2 * ranks * (shape.get(MODEL, 1) if config.parallel.sequence else 1)
-    if config.model.sequence % chunks:
-        return chosen("ulysses", f"a ring needs rows of {config.model.sequence:,} tokens to divide by {chunks}")
-    if ulysses > ring:
-        return chosen("ring", "it sends fewer bytes than Ulysses")
-    return chosen("ulysses", "it sends no more bytes than a ring")
-
-
-def is_ring(config: Config, shape: Mapping[str, int]) -> bool:
-    """Return whether rows lie in zigzag order, for ring attention."""
-    return shape.get(CONTEXT, 1) > 1 and choose(config, shape).form == "ring"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,7 +18,7 @@ DEPTHS = {"resnet18": 18, "resnet50": 50}
 
 def build(config: ModelConfig, layout: Layout) -> Foreign:
     """Build the classifier of `config.family`; its batch statistics are taken over all devices of `layout`."""
-    axes = layout.split("batch") if scope(config) == "rows" else ()
+    axes = () if config.all_rows_at_once else layout.split("batch")
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         if config.family == "cnn":
@@ -31,11 +29,6 @@ def build(config: ModelConfig, layout: Layout) -> Foreign:
         foreign.synchronise(module, axes)
 
     return foreign.describe(make, prepare)
-
-
-def scope(config: ModelConfig) -> Literal["batch", "rows"]:
-    """Return which rows the loss sees at once: those of each device, or with dropout, whose masks would differ, all."""
-    return "batch" if config.dropout else "rows"
 
 
 def loss(module: nnx.Module, batch: dict[str, Array]) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:

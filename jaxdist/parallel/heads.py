@@ -56,11 +56,6 @@ def deal_of(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...]) -> HeadDe
     return HeadDeal(dim, parts // count, REPEATED[str(axes[dim])])
 
 
-def own_heads(count: int, parts: int) -> int:
-    """Return how many of `count` key/value heads a device has in use, where `parts` split the heads."""
-    return max(1, count // parts)
-
-
 def dealt(shape: tuple[int, ...], of: HeadDeal) -> tuple[int, ...]:
     """Return the shape that `deal` makes of a weight of `shape`."""
     heads, shared, *rest = shape[of.dim :]

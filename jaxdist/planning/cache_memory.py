@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jaxdist.config import Config
 from jaxdist.mesh import PIPELINE
+from jaxdist.mesh.split import own_heads
 from jaxdist.models import Model
 from jaxdist.output.units import counted, size
-from jaxdist.parallel.heads import own_heads
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.planning.parameter_layout import compute_width, placed
 from jaxdist.sharding import SEQUENCE, Layout

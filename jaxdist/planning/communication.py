@@ -15,8 +15,9 @@ from collections.abc import Iterator
 import jax
 
 from jaxdist.config import Config
-from jaxdist.mesh import AXES, EXPERT, REPLICA, of_one_replica
-from jaxdist.models import Model, images
+from jaxdist.mesh import AXES, EXPERT, REPLICA
+from jaxdist.mesh.split import Split
+from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.loss import chunk_length
 from jaxdist.planning import context_traffic, expert_traffic, pipeline_traffic
@@ -45,7 +46,7 @@ from jaxdist.sharding import SEQUENCE, Layout
 
 def unpredicted(config: Config, layout: Layout) -> str:
     """Return why `predict` cannot predict the collectives of a step; empty where it can."""
-    if layout.ranks == 1 or not config.model.images or images.scope(config.model) == "rows":
+    if layout.ranks == 1 or not config.model.all_rows_at_once:
         return ""
     return (
         "collectives are not predicted: with dropout a classifier runs all rows of a micro-batch at once, so that its "
@@ -61,7 +62,7 @@ def predict(config: Config, model: Model | Foreign, layout: Layout) -> list[Tran
     """
     assert not unpredicted(config, layout)
     if config.train.local_steps:
-        config = of_one_replica(config, {axis: layout.size(axis) for axis in AXES})
+        config = Split(config, {axis: layout.size(axis) for axis in AXES}).of_one_replica.config
         layout = layout.without(REPLICA)
     parameters = placed(config, model, layout)
     pipe = pipeline_of(config, layout)

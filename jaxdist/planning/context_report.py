@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jaxdist.config import Config
 from jaxdist.mesh import CONTEXT
-from jaxdist.mesh.context import choose
+from jaxdist.mesh.split import Split
 from jaxdist.output.units import size
 
 
@@ -15,7 +15,7 @@ def sentence(config: Config, shape: Mapping[str, int]) -> str:
     ranks = shape[CONTEXT]
     if ranks == 1:
         return ""
-    choice = choose(config, shape)
+    choice = Split(config, shape).attention
     names = {"ring": "a ring", "ulysses": "Ulysses"}
     sent = {"ring": choice.ring, "ulysses": choice.ulysses}
     chosen = sent.pop(choice.form)
@@ -36,6 +36,6 @@ def json(config: Config, shape: Mapping[str, int]) -> dict[str, object] | None:
     """Return the same as the object that `docs/reference/json.md` describes; None where `context` is 1."""
     if shape[CONTEXT] == 1:
         return None
-    choice = choose(config, shape)
+    choice = Split(config, shape).attention
     sent = {"ring": choice.ring, "ulysses": choice.ulysses}
     return {"attention": choice.form, "why": choice.why, "bytes_per_token_and_layer": sent}

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from jaxdist.config import Config
 from jaxdist.mesh import CONTEXT
-from jaxdist.mesh.context import own_heads, ring_elements, ulysses_elements
+from jaxdist.mesh.context import ring_elements, ulysses_elements
+from jaxdist.mesh.split import Split
 from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_TO_ALL, F32, PERMUTE, Transfer, transfer
 from jaxdist.sharding import SEQUENCE, Layout
@@ -54,7 +55,7 @@ def predict(config: Config, layout: Layout, tokens: int, passes: Passes) -> Iter
 
 def _ring(config: Config, layout: Layout, tokens: int, passes: Passes) -> Iterator[Transfer]:
     ranks = layout.size(CONTEXT)
-    heads = own_heads(config, dict(layout.axes))
+    heads = Split(config, dict(layout.axes)).heads
     sent = ring_elements(2 * heads.key_value * config.model.head_size * tokens, ranks)
     width = compute_width(config)
     # Keys and values are an array each.
@@ -83,7 +84,7 @@ def _sent_again(layout: Layout) -> int:
 
 def _ulysses(config: Config, layout: Layout, tokens: int, passes: Passes) -> Iterator[Transfer]:
     ranks = layout.size(CONTEXT)
-    heads = own_heads(config, dict(layout.axes))
+    heads = Split(config, dict(layout.axes)).heads
     elements = ulysses_elements(tokens, heads, config.model.head_size, ranks)
     times = passes.forward + passes.recomputed + passes.backward
     what = "sequence exchanged for heads"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jaxdist.config import Config, ModelConfig, lora
-from jaxdist.mesh import EXPERT, micro_batches
+from jaxdist.mesh import EXPERT
+from jaxdist.mesh.split import Split
 from jaxdist.models import Model, active_parameters, parameters
 from jaxdist.models.foreign import Foreign
 from jaxdist.output.units import size
@@ -64,5 +65,5 @@ def exchanged(transfers: Iterable[Transfer]) -> str:
 
 def _tokens(config: Config, layout: Layout) -> int:
     """Return the tokens of a micro-batch on one device."""
-    k = micro_batches(config, dict(layout.axes))
+    k = Split(config, dict(layout.axes)).micro_batches
     return config.train.global_batch_size // (k * layout.ranks) * own_length(config.model, layout)

@@ -28,7 +28,7 @@ from typing import NamedTuple, TypedDict
 import jax
 
 from jaxdist.config import Config
-from jaxdist.mesh import micro_batches
+from jaxdist.mesh.split import Split
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import pipeline_memory, step_bytes
@@ -133,7 +133,7 @@ def _classifier(config: Config, model: Foreign, layout: Layout, parameters: list
     """Return the memory of an image classifier, without the update of offloaded state."""
     at_rest = _at_rest(config, parameters)
     sizes = config.model
-    k = micro_batches(config, dict(layout.axes))
+    k = Split(config, dict(layout.axes)).micro_batches
     pixels = sizes.image**2 * sizes.channels
     elements = _elements([p for p in parameters if p.trained])
     zero = config.parallel.zero
@@ -175,7 +175,7 @@ def _decoder(config: Config, layout: Layout, parameters: list[Placed]) -> Memory
     sizes = config.model
     width = compute_width(config)
     rows = _rows(config, layout)
-    k = micro_batches(config, dict(layout.axes))
+    k = Split(config, dict(layout.axes)).micro_batches
     # ZeRO 2 and 3 keep only the named arrays of a layer where nothing is checkpointed.
     remat: str = sizes.remat
     if zero >= 2 and remat == "none":
@@ -241,14 +241,14 @@ def _host_traffic(config: Config, parameters: list[Placed]) -> int:
 
 def _rows(config: Config, layout: Layout) -> int:
     """Return the rows of a micro-batch on one device."""
-    k = micro_batches(config, dict(layout.axes))
+    k = Split(config, dict(layout.axes)).micro_batches
     return config.train.global_batch_size // k // layout.ranks
 
 
 def _batch_of_tokens(config: Config, layout: Layout) -> int:
     """Return the bytes of the token batch of a step on one device."""
     sizes = config.model
-    k = micro_batches(config, dict(layout.axes))
+    k = Split(config, dict(layout.axes)).micro_batches
     # Tokens, labels and, where documents are kept apart, the starts of documents; dropout needs the row's number.
     arrays = 3 if sizes.documents == "apart" else 2
     numbers = int(sizes.dropout > 0 or sizes.lora_dropout > 0)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from functools import cached_property
 
 from jaxdist.config import Config
-from jaxdist.mesh import AXES, REPLICA, of_one_replica
+from jaxdist.mesh import AXES, REPLICA
+from jaxdist.mesh.split import Split
 from jaxdist.planning import communication, memory
 from jaxdist.planning.predicted_collectives import F32, Transfer
 from jaxdist.planning.report import Report, compiled_json, differing_json, predicted_json
@@ -21,7 +22,7 @@ SCALARS = 7
 
 def of_local_step(config: Config, layout: Layout) -> Config:
     """Return the request of a local step: that of one replica, as if there were no others."""
-    one = of_one_replica(config, {axis: layout.size(axis) for axis in AXES})
+    one = Split(config, {axis: layout.size(axis) for axis in AXES}).of_one_replica.config
     return one.model_copy(update={"train": one.train.model_copy(update={"local_steps": 0})})
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import jax
 
 from jaxdist.config import Config, lora
-from jaxdist.mesh import CONTEXT, DATA, MODEL, REPLICA, ZERO_AXES, micro_batches
-from jaxdist.models import Model, images
+from jaxdist.mesh import CONTEXT, DATA, MODEL, REPLICA, ZERO_AXES
+from jaxdist.mesh.split import Split, why_whole_on_replicas
+from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.gpt import axis_of_positions
 from jaxdist.output.units import closest, divisors, multiples, remedy, to
 from jaxdist.parallel import placing, zero
 from jaxdist.parallel.pipeline.stages import BLOCKS
-from jaxdist.parallel.replica_zero import without_replica_zero
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.parallel.zero import Placements
 from jaxdist.planning import adapters, pipelines
@@ -130,20 +130,15 @@ def placed(config: Config, model: Model | Foreign, layout: Layout) -> list[Place
         axes,
         abstract,
         config.parallel.zero,
-        summed=not _on_all_rows(config),
+        summed=not config.model.all_rows_at_once,
         defers=pipe is None or pipe.flush,
-        replica_zero=not without_replica_zero(config, layout),
+        replica_zero=Split(config, dict(layout.axes)).replica_zero,
         wrt=lora.trained(config.model),
     )
     if isinstance(model, Foreign):
         return lay_out(layout, axes, abstract, places)
     forward_only = model.forward_only | adapters.forward_only(config)
     return lay_out(layout, axes, abstract, places, forward_only, model.exact)
-
-
-def _on_all_rows(config: Config) -> bool:
-    """Return whether the model is called with all rows of a micro-batch, so that the compiler reduces gradients."""
-    return config.model.images and images.scope(config.model) == "batch"
 
 
 def lay_out(
@@ -264,8 +259,8 @@ def _added_rows(vocabulary: Vocabulary) -> str:
 
 def _each_replica_holds_all(config: Config, layout: Layout) -> str:
     """Return why `replica` splits neither masters nor optimizer state, in a sentence."""
-    why = without_replica_zero(config, layout)
-    if not why and _on_all_rows(config):
+    why = why_whole_on_replicas(Split(config, dict(layout.axes)))
+    if not why and config.model.all_rows_at_once:
         why = "with dropout, the compiler chooses where the gradients of a classifier are reduced"
     elif not why:
         why = f"no parameter has a dim that {REPLICA}={layout.size(REPLICA)} divides"
@@ -303,7 +298,7 @@ def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str
     if part_of(parameters, whole) <= MUCH:
         return message
     # The rows of a micro-batch must divide among the data ranks.
-    rows = config.train.global_batch_size // micro_batches(config, dict(layout.axes)) // (layout.ranks // ranks)
+    rows = config.train.global_batch_size // Split(config, dict(layout.axes)).micro_batches // (layout.ranks // ranks)
     fitting = [n for n in divisors(rows) if n > 1 and _left(parameters, layout, n) <= MUCH]
     options = [_wider(config, layout.size(*ZERO_AXES)), to(DATA, closest(fitting, ranks))]
     if any(options):

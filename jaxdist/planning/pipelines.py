@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxdist.config import Config
-from jaxdist.mesh import PIPELINE, micro_batches
+from jaxdist.mesh import PIPELINE
+from jaxdist.mesh.split import Split
 from jaxdist.output.units import counted, multiples, remedy, to
 from jaxdist.parallel.pipeline.formulas import in_flight
 from jaxdist.parallel.pipeline.schedules import Schedule, make
@@ -196,7 +197,7 @@ def pipeline_of(config: Config, layout: Layout) -> Pipeline | None:
     stages = stages_of(config, shape)
     if stages is None:
         return None
-    schedule = make(config.pipeline.schedule, stages.ranks, micro_batches(config, shape), stages.virtual)
+    schedule = make(config.pipeline.schedule, stages.ranks, Split(config, shape).micro_batches, stages.virtual)
     kind = Pipeline if schedule.flush else AsynchronousPipeline
     return kind(stages, make_table(schedule), config.model.remat)
 

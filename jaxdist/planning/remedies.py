@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, ZERO_AXES, abstract_mesh, describe, micro_batches
+from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, ZERO_AXES, abstract_mesh, describe
 from jaxdist.mesh.context import SHORTEST_PART
+from jaxdist.mesh.split import Split
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.output import units
@@ -96,7 +97,7 @@ def _parts_for_rows(config: Config, model: Model | Foreign, layout: Layout, room
         context = here[CONTEXT] * times
         if config.model.images or not knob or config.model.sequence < SHORTEST_PART * context:
             return []
-        more = times * micro_batches(config, here)
+        more = times * Split(config, here).micro_batches
         shape = here | {DATA: here[DATA] // times, CONTEXT: context}
         found = _on_mesh(_with(config, knob, more), model, layout, room, shape, f" with {_to((knob, more))}")
         if found:
@@ -140,7 +141,7 @@ def _on_mesh(
     """Return a mesh of this shape, if the model divides over it and the step fits there; `also` is changed too."""
     if not _divides(config, shape):
         return []
-    other = Layout.of(config, abstract_mesh(shape), Like(layout))
+    other = Layout.of(Split(config, shape), abstract_mesh(shape), Like(layout))
     total = memory.predict(config, model, other).total
     if total > room:
         return []
@@ -149,7 +150,7 @@ def _on_mesh(
 
 def _divides(config: Config, shape: dict[str, int]) -> bool:
     try:
-        check_mesh_fits(config, shape)
+        check_mesh_fits(Split(config, shape))
     except RequestError:
         return False
     return True
@@ -200,7 +201,7 @@ def _changes(config: Config, layout: Layout) -> Iterator[Change]:
         yield "parallel.zero", 3
     knob = _micro_batches_knob(config, layout)
     if knob:
-        k = micro_batches(config, dict(layout.axes))
+        k = Split(config, dict(layout.axes)).micro_batches
         rows = config.train.global_batch_size // (k * layout.ranks)
         for times in closest(divisors(rows), 1):
             yield knob, k * times

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jaxdist.mesh import CONTEXT, REPLICA, describe, micro_batches
+from jaxdist.mesh import CONTEXT, REPLICA, describe
+from jaxdist.mesh.split import Split
 from jaxdist.output.units import counted, size
 from jaxdist.planning import context_report, overlap, pipelines
 from jaxdist.planning.collective_time import group_over
@@ -42,7 +43,7 @@ def _head(report: Report) -> list[str]:
     program = report.program
     where = f"{report.gpu.kind}, not here" if report.gpu else "CPU"
     mesh = report.whole.mesh
-    k = micro_batches(config, mesh.shape)
+    k = Split(config, mesh.shape).micro_batches
     found = [
         f"compiled    for {mesh.size} x {where}, by jax {program.jax}: traced in {program.lower_seconds:.1f} s, "
         f"compiled in {program.compile_seconds:.1f} s",

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdist.config import Config
-from jaxdist.mesh import REPLICA, of_one_replica
+from jaxdist.mesh import REPLICA
+from jaxdist.mesh.split import Split
 from jaxdist.output.units import counted
 from jaxdist.parallel.replicas import filled, join, joined, mesh_of, part, value
 from jaxdist.sharding import on_devices
@@ -159,7 +160,7 @@ class RoundRunner:
 
 def run_of(run: Run, mesh: jax.sharding.Mesh) -> Run:
     """Return what a replica runs on its mesh: the same run, with its part of the rows."""
-    one = Run(of_one_replica(run.config, run.mesh.shape), mesh=mesh)
+    one = Run(Split(run.config, run.mesh.shape).of_one_replica.config, mesh=mesh)
     one.steps = run.steps
     return one
 

@@ -18,6 +18,7 @@ from jaxdist.cluster import runtime, xla_options
 from jaxdist.config import Config, RequestError
 from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.mesh import CONTEXT, PIPELINE, REPLICA, make_mesh, parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.delayed_gradients import delayed
@@ -84,8 +85,9 @@ class Run:
         # First, because the form of attention over `context` depends on it, and sizes must fit that form.
         precision = _precision(config.precision, self.device.platform)
         self.config = config = config.model_copy(update={"precision": precision})
-        check_mesh_fits(config, self.mesh.shape, batch)
-        self.layout = Layout.of(config, self.mesh, self.device)
+        self.split = split = Split(config, self.mesh.shape)
+        check_mesh_fits(split, batch)
+        self.layout = Layout.of(split, self.mesh, self.device)
         self.compiler_options = {}
         if not dry:
             sequence = bool(self.layout.sequence_parallel)

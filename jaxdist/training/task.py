@@ -18,7 +18,8 @@ from jaxdist.data.corpus import Corpus
 from jaxdist.data.images import Images
 from jaxdist.data.progress import Progress, unseen
 from jaxdist.huggingface.special_tokens import SpecialTokens
-from jaxdist.mesh import PIPELINE, micro_batches
+from jaxdist.mesh import PIPELINE
+from jaxdist.mesh.split import Split
 from jaxdist.models import ModelT
 from jaxdist.sharding import Layout
 from jaxdist.training.forward.step import Forward
@@ -40,7 +41,7 @@ class Task(ABC, Generic[ModelT]):
         self.model = model
         self.mesh = mesh
         self.layout = layout
-        self.micro_batches = micro_batches(config, mesh.shape)
+        self.micro_batches = Split(config, mesh.shape).micro_batches
         """Micro-batches in a step."""
         self.begun: str | None = None
         """The fingerprint of the data that the run began with, where it goes on or is judged."""

@@ -14,12 +14,12 @@ from jaxdist.config import RequestError
 from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batch, image_validation_batches
 from jaxdist.data.images import Images, open_images
+from jaxdist.mesh.split import Split
 from jaxdist.models import images
 from jaxdist.models.foreign import Foreign
 from jaxdist.output.units import counted
-from jaxdist.parallel.replica_zero import without_replica_zero
 from jaxdist.training.forward.base import count_labels
-from jaxdist.training.forward.module import ModuleForward
+from jaxdist.training.forward.module import ModuleForward, Scope
 from jaxdist.training.task import Task
 
 CROP = 8
@@ -42,8 +42,8 @@ class ImageTask(Task[Foreign]):
 
     def forward(self, dtype: DTypeLike) -> ClassifierForward:
         """Return the forward pass of the whole network."""
-        scope = images.scope(self.config.model)
-        replica_zero = not without_replica_zero(self.config, self.layout)
+        scope: Scope = "batch" if self.config.model.all_rows_at_once else "rows"
+        replica_zero = Split(self.config, self.mesh.shape).replica_zero
         stage = self.config.parallel.zero
         return ClassifierForward(self.model, images.loss, self.layout, scope, dtype, stage, replica_zero=replica_zero)
 

@@ -23,10 +23,10 @@ from jaxdist.data.batches import (
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.data.held_out import HeldOut
 from jaxdist.huggingface.special_tokens import SpecialTokens
+from jaxdist.mesh.split import Split
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.parallel.placing import Wrt
-from jaxdist.parallel.replica_zero import without_replica_zero
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
@@ -62,7 +62,7 @@ class TextTask(Task[Model]):
             dropout=config.model.dropout > 0 or config.model.lora_dropout > 0,
             seed=config.train.seed,
             stage=config.parallel.zero,
-            replica_zero=not without_replica_zero(config, self.layout),
+            replica_zero=Split(config, self.mesh.shape).replica_zero,
             wrt=lora.trained(config.model),
         )
         stages = stages_of(config, self.mesh.shape)

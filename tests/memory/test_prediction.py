@@ -8,6 +8,7 @@ import pytest
 from jaxdist import models
 from jaxdist.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, PipelineConfig, TrainConfig
 from jaxdist.mesh import abstract_mesh, parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.planning import memory
 from jaxdist.planning.hardware import GPUS
 from jaxdist.sharding import HOST, Layout
@@ -226,7 +227,7 @@ def test_a_device_of_a_wider_context_holds_what_its_own_tokens_need(form):
         )
         c = config(f"context={ranks}", "bfloat16", 0, model=sizes, accumulation=1)
         c = c.model_copy(update={"parallel": c.parallel.model_copy(update={"context": form})})
-        layout = Layout.of(c, abstract_mesh(parse_mesh(c.mesh)), GPUS["h100"])
+        layout = Layout.of(Split(c, parse_mesh(c.mesh)), abstract_mesh(parse_mesh(c.mesh)), GPUS["h100"])
         return memory.predict(c, models.build(sizes, layout), layout)
 
     two, eight = held(2), held(8)

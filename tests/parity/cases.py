@@ -15,6 +15,7 @@ from jaxdist import models
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, RulesConfig
 from jaxdist.config.lora import is_adapter
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.sharding import Layout, name_of
@@ -123,7 +124,7 @@ def train(
     pipeline = pipeline or PipelineConfig()
     parallel = ParallelConfig(zero=stage, sequence=sequence, context=context, rules=rules or RulesConfig())
     config = Config(model=model, parallel=parallel, pipeline=pipeline)
-    layout = replace(Layout.of(config, devices), platform=platform)
+    layout = replace(Layout.of(Split(config, shape), devices), platform=platform)
     rule = optimizer or optax.sgd(0.5)
     if model.traits.routed:
         counted = {} if model.lora_rank else models.counted(models.build(model))

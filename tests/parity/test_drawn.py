@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from jaxdist.config import Config, ModelConfig, RequestError
-from jaxdist.mesh import AXES, micro_batches, parse_mesh
+from jaxdist.mesh import AXES, parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.parallel.gradient_compression import compression
 from jaxdist.request import load
 from tests.parity import cases, test_experts
@@ -179,7 +180,7 @@ def trained(config: Config) -> cases.Outcome:
     shape = parse_mesh(config.mesh)
     return cases.train(
         config.mesh,
-        micro_batches(config, shape),
+        Split(config, shape).micro_batches,
         config.model,
         max_norm=config.optimizer.clip,
         stage=config.parallel.zero,

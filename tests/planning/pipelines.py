@@ -2,6 +2,7 @@
 
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, RulesConfig, TrainConfig
 from jaxdist.mesh import abstract_mesh, parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.planning.hardware import GPUS
 from jaxdist.sharding import Layout
 
@@ -34,4 +35,4 @@ def config(
 
 def laid(config: Config) -> Layout:
     shape = parse_mesh(config.mesh)
-    return Layout.of(config, abstract_mesh(shape), GPUS["h100"])
+    return Layout.of(Split(config, shape), abstract_mesh(shape), GPUS["h100"])

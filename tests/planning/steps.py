@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from jaxdist.config import Config, ModelConfig
-from jaxdist.mesh import BATCH_AXES, DATA, MODEL, PIPELINE, micro_batches, parse_mesh
+from jaxdist.mesh import BATCH_AXES, DATA, MODEL, PIPELINE, parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.models import Model, build
 from jaxdist.planning import collective_time
 from jaxdist.planning.clusters import Cluster, cluster
@@ -143,7 +144,7 @@ class Step:
 
     @cached_property
     def k(self) -> int:
-        return micro_batches(self.config, self.shape)
+        return Split(self.config, self.shape).micro_batches
 
     @cached_property
     def shape(self) -> dict[str, int]:

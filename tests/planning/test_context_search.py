@@ -8,6 +8,7 @@ import pytest
 from jaxdist import plan as command
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.mesh import CONTEXT, MODEL, PIPELINE, abstract_mesh, parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.models import build
 from jaxdist.planning import context_report, memory, remedies
 from jaxdist.planning.clusters import cluster
@@ -38,7 +39,7 @@ def test_the_table_of_positions_lies_as_in_the_run_that_is_planned(mesh, zero):
     """One model is planned for all meshes; how a mesh splits this table, a run knows when it builds its own."""
     parallel = ParallelConfig(zero=zero, sequence=CONTEXT not in mesh)
     config = Config(mesh=mesh, model=ModelConfig(layers=2, embed=64, sequence=64), parallel=parallel)
-    layout = Layout.of(config, abstract_mesh(parse_mesh(mesh)), GPUS["h100"])
+    layout = Layout.of(Split(config, parse_mesh(mesh)), abstract_mesh(parse_mesh(mesh)), GPUS["h100"])
     planned = placed(config, build(config.model), layout)
     assert planned == placed(config, build(config.model, layout), layout)
     table = next(p for p in planned if p.name == "positions")
@@ -187,7 +188,7 @@ def test_context_is_proposed_where_the_activations_of_a_row_do_not_fit():
         parallel=ParallelConfig(zero=3),
         train=TrainConfig(global_batch_size=2),
     )
-    layout = Layout.of(config, abstract_mesh(parse_mesh(config.mesh)), GPUS["h100"])
+    layout = Layout.of(Split(config, parse_mesh(config.mesh)), abstract_mesh(parse_mesh(config.mesh)), GPUS["h100"])
     model = build(config.model, layout)
     room = 0.8 * memory.predict(config, model, layout).total
     found = remedies.fitting(config, model, layout, room)

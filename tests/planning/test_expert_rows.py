@@ -8,6 +8,7 @@ import pytest
 from jaxdist import models
 from jaxdist.config import Config, ModelConfig, TrainConfig
 from jaxdist.mesh import abstract_mesh, parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.planning import expert_report
 from jaxdist.planning.expert_rows import IMBALANCE, all_rounds, first_round, padding, rows_of_queue
 from jaxdist.planning.hardware import GPUS
@@ -44,7 +45,7 @@ def test_a_search_asks_for_many_at_once():
 
 def request(mesh: str, **more) -> tuple[Config, Layout]:
     config = Config(mesh=mesh, model=routed(**more), train=TrainConfig(global_batch_size=16, accumulation=2))
-    return config, Layout.of(config, abstract_mesh(parse_mesh(mesh)), GPUS["h100"])
+    return config, Layout.of(Split(config, parse_mesh(mesh)), abstract_mesh(parse_mesh(mesh)), GPUS["h100"])
 
 
 def test_a_report_says_where_experts_are_and_what_capacity_adds():

@@ -9,6 +9,7 @@ import pytest
 from jaxdist import explain, models
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.mesh import abstract_mesh, parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.planning import target
 from jaxdist.planning.cross_compile import Program
 from jaxdist.planning.hardware import GPUS
@@ -38,7 +39,7 @@ def faked(config: Config, jax: str = "0.10.2", gpu: str | None = None, less: dic
     """
     shape = parse_mesh(config.mesh)
     mesh = abstract_mesh(shape)
-    layout = Layout.of(config, mesh, GPUS[gpu] if gpu else explain.CPU)
+    layout = Layout.of(Split(config, mesh.shape), mesh, GPUS[gpu] if gpu else explain.CPU)
     program = Program("", 1, 1, 0, 1, 0.1, 0.1, 1, jax)
     report = Report(config, models.build(config.model, layout), layout, mesh, program, gpu, GPUS[gpu] if gpu else None)
     report.__dict__["collectives"] = moved(report.transfers, less or {})

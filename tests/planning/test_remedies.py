@@ -7,6 +7,7 @@ import pytest
 from jaxdist import models
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.mesh import abstract_mesh, parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.output import units
 from jaxdist.output.units import size
 from jaxdist.planning import memory, remedies
@@ -20,7 +21,7 @@ EVERYTHING = 1e15
 
 
 def laid(config: Config) -> Layout:
-    return Layout.of(config, abstract_mesh(parse_mesh(config.mesh)), GPUS["h100"])
+    return Layout.of(Split(config, parse_mesh(config.mesh)), abstract_mesh(parse_mesh(config.mesh)), GPUS["h100"])
 
 
 def offered(

@@ -9,6 +9,7 @@ import pytest
 
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, RequestError
 from jaxdist.mesh import parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.request import arguments, check_mesh_fits, fitting
 from jaxdist.training.run import Run
 from tests.request.wrong import Wrong, named
@@ -200,7 +201,7 @@ def request(context: int, model: int, schedule: str, form: str, split: bool, seq
 
 def told(config: Config, mesh: str) -> list[str]:
     try:
-        check_mesh_fits(config, parse_mesh(mesh))
+        check_mesh_fits(Split(config, parse_mesh(mesh)))
     except RequestError as error:
         return error.problems
     return []
@@ -275,5 +276,5 @@ def test_the_form_is_that_of_the_precision_that_a_run_has():
 def test_rows_without_two_chunks_for_each_device_take_ulysses():
     model = ModelConfig(family="llama", embed=64, heads=32, kv_heads=8, sequence=126)
     config = Config(mesh="context=2", model=model, precision="float32")
-    check_mesh_fits(config, parse_mesh("context=2"))
+    check_mesh_fits(Split(config, parse_mesh("context=2")))
     assert not Run(config, dry=True).layout.zigzag

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from jaxdist.config import Config, DataConfig, ModelConfig, RequestError, RulesConfig, TrainConfig, leaves
 from jaxdist.mesh import parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.request import SHIPPED, check_mesh_fits, fitting, load, to_toml
 from jaxdist.request.checks import CHECKS
 from jaxdist.request.knobs import KNOBS, nest
@@ -167,11 +168,11 @@ def test_default_warmup_fits_a_short_run():
 
 def test_every_device_count_is_checked_alike():
     config = load(None, {"train.global_batch_size": "10", "mesh": "-1x1x1"})
-    check_mesh_fits(config, parse_mesh("5x1x1"))
+    check_mesh_fits(Split(config, parse_mesh("5x1x1")))
     with pytest.raises(
         RequestError, match=r"global_batch_size 10 does not divide by 4 replica x data ranks .*; set it to 8 or 12"
     ):
-        check_mesh_fits(config, parse_mesh("data=2,replica=2"))
+        check_mesh_fits(Split(config, parse_mesh("data=2,replica=2")))
 
 
 @pytest.mark.parametrize(
@@ -196,9 +197,9 @@ def test_the_most_devices_that_fit(mesh, devices, most):
 
 def test_a_filled_axis_is_checked_when_it_is_known():
     config = load(None, {"mesh": "1x-1x1", "model.mlp": "510"})
-    check_mesh_fits(config, parse_mesh("1x2x1"))
+    check_mesh_fits(Split(config, parse_mesh("1x2x1")))
     with pytest.raises(RequestError) as caught:
-        check_mesh_fits(config, parse_mesh("3x8x1"))
+        check_mesh_fits(Split(config, parse_mesh("3x8x1")))
     batch, heads, mlp = caught.value.problems
     assert "does not divide by 3 data ranks" in batch
     assert heads.endswith("by model=8 (mesh 1x-1x1); set model.heads to 8, or the model axis to 2")
@@ -232,7 +233,7 @@ LLAMA = {"model.family": "llama", "model.embed": "96", "model.heads": "12"}
 )
 def test_requests_that_fit(write, overrides):
     config = load(None, overrides)
-    check_mesh_fits(config, parse_mesh(config.mesh.replace("-1", "1")))
+    check_mesh_fits(Split(config, parse_mesh(config.mesh.replace("-1", "1"))))
     assert load(write(to_toml(config)), {}) == config
 
 

@@ -19,6 +19,7 @@ from jaxdist.lab.checks.memory import GPT3
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
 from jaxdist.mesh import abstract_mesh, parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.output.units import size
 from jaxdist.parallel.pipeline import timeline
 from jaxdist.parallel.pipeline.schedules import Schedule, make
@@ -115,7 +116,7 @@ def stashed(expected: str, tolerance: str, schedule: str = "pipedream") -> Outco
 def planned(config: Config) -> tuple[Layout, models.Model, pipelines.Pipeline | None]:
     """Return layout, model and pipeline of a configuration, without its devices."""
     shape = parse_mesh(config.mesh)
-    layout = Layout.of(config, abstract_mesh(shape), CPU)
+    layout = Layout.of(Split(config, shape), abstract_mesh(shape), CPU)
     return layout, models.build(config.model, layout), pipelines.pipeline_of(config, layout)
 
 

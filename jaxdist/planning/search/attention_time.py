@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config import Config
-from jaxdist.mesh import AXES, CONTEXT, micro_batches
-from jaxdist.mesh.context import own_heads
+from jaxdist.mesh import AXES, CONTEXT
+from jaxdist.mesh.split import Split
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.parameter_layout import compute_width
@@ -113,7 +113,7 @@ def ring_seconds(config: Config, layout: Layout, pipe: Pipeline | None, cluster:
 
     def send(width: int) -> float:
         # Keys and values are an array each.
-        elements = own_heads(config, shape).key_value * config.model.head_size * round(tokens)
+        elements = Split(config, shape).heads.key_value * config.model.head_size * round(tokens)
         message = transfer(layout, "", PERMUTE, {CONTEXT}, 2, 2 * elements, width)
         return seconds(message, shape, cluster)
 
@@ -140,5 +140,5 @@ def _passes_of_attention(config: Config, pipe: Pipeline | None) -> tuple[int, in
 
 def tokens_at_once(config: Config, layout: Layout) -> float:
     """Return the tokens of a micro-batch on one device."""
-    k = micro_batches(config, dict(layout.axes))
+    k = Split(config, dict(layout.axes)).micro_batches
     return config.train.global_batch_size / (k * layout.ranks) * config.model.sequence / layout.parts(SEQUENCE)

@@ -17,6 +17,7 @@ import numpy as np
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, MeshShape
 from jaxdist.mesh.context import SHORTEST_PART
+from jaxdist.mesh.split import Split
 from jaxdist.output.units import divisors
 from jaxdist.planning.search import changed_loss
 from jaxdist.request.checks import check_mesh_fits
@@ -91,7 +92,7 @@ def problems(config: Config, shape: MeshShape) -> list[str]:
 
 def _mesh_problems(neutral: Config, shape: MeshShape) -> list[str]:
     try:
-        check_mesh_fits(neutral, shape, batch=False)
+        check_mesh_fits(Split(neutral, shape), batch=False)
     except RequestError as error:
         return error.problems
     return []

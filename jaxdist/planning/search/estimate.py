@@ -42,10 +42,10 @@ from jaxdist.mesh import (
     REPLICA,
     MeshShape,
     abstract_mesh,
-    micro_batches,
     parse_mesh,
 )
-from jaxdist.mesh.context import Choice, choose
+from jaxdist.mesh.context import Choice
+from jaxdist.mesh.split import Split
 from jaxdist.models import Model
 from jaxdist.output.units import counted
 from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
@@ -134,7 +134,7 @@ class Estimate:
     @property
     def micro(self) -> int:
         """The number of micro-batches in a step."""
-        return micro_batches(self.config, self.shape)
+        return Split(self.config, self.shape).micro_batches
 
     @property
     def tokens_per_second(self) -> float:
@@ -162,7 +162,7 @@ class Estimate:
         """How attention runs over `context`, and why; None where that axis is 1."""
         if self.shape[CONTEXT] == 1:
             return None
-        return choose(self.config, self.shape)
+        return Split(self.config, self.shape).attention
 
     def sent(self, part: str) -> float:
         """Return the bytes that a device sends per step for a part of it: for `data`, weights and gradients."""
@@ -246,7 +246,7 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
 
 def layout_of(config: Config, shape: MeshShape, cluster: Cluster) -> Layout:
     """Return the layout of `config` over a mesh of the cluster's devices."""
-    return Layout.of(config, abstract_mesh(shape), Device(cluster))
+    return Layout.of(Split(config, shape), abstract_mesh(shape), Device(cluster))
 
 
 Number = TypeVar("Number", float, np.ndarray)
@@ -349,7 +349,7 @@ def stage_times(
 def _arithmetic(config: Config, layout: Layout, pipe: Pipeline | None, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of one device's arithmetic in a step, and those until all devices have done theirs."""
     sizes = config.model
-    k = micro_batches(config, dict(layout.axes))
+    k = Split(config, dict(layout.axes)).micro_batches
     tokens = tokens_at_once(config, layout)
     head = head_flops(sizes, tokens) / layout.parts("vocab") / matmul_rate(config, cluster)
     if pipe is None:

@@ -15,7 +15,8 @@ from functools import cached_property
 import numpy as np
 
 from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, ZERO_AXES, abstract_mesh
-from jaxdist.mesh.context import is_ring, own_heads, ulysses_elements
+from jaxdist.mesh.context import ulysses_elements
+from jaxdist.mesh.split import Split
 from jaxdist.models.loss import chunk_rows
 from jaxdist.parallel.gradient_compression import PLACED
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
@@ -301,7 +302,7 @@ class Screen(Sizes):
         c = self.columns
 
         def of_token(model: int, context: int) -> float:
-            heads = own_heads(self.config, {MODEL: model})
+            heads = Split(self.config, {MODEL: model}).heads
             return ulysses_elements(1, heads, self.config.model.head_size, context)
 
         elements = self.tokens * map_distinct(of_token, c[MODEL], c[CONTEXT])
@@ -408,7 +409,7 @@ class Screen(Sizes):
             if schedule:
                 pipeline = config.pipeline.model_copy(update={"schedule": SCHEDULES[schedule]})
                 config = config.model_copy(update={"pipeline": pipeline})
-            return is_ring(config, {PIPELINE: 2 if schedule else 1, CONTEXT: context, MODEL: model})
+            return Split(config, {PIPELINE: 2 if schedule else 1, CONTEXT: context, MODEL: model}).ring
 
         c = self.columns
         return map_distinct(of, c["schedule"], c[CONTEXT], c[MODEL])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from jaxdist.config import Config, lora
-from jaxdist.mesh import PIPELINE
+from jaxdist.mesh.split import Split
 from jaxdist.output.units import remedy
 from jaxdist.request.checks.mesh import fit
 from jaxdist.request.checks.registry import check
@@ -50,9 +50,10 @@ def _adapters_in_local_steps(config: Config) -> Iterator[str]:
 
 
 @fit("model.lora_rank", "pipeline.schedule")
-def _adapters_in_pipedream(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+def _adapters_in_pipedream(split: Split) -> Iterator[str]:
+    config = split.config
     rank = config.model.lora_rank
-    if rank and shape[PIPELINE] > 1 and config.pipeline.asynchronous:
+    if rank and not split.flush:
         yield (
             f"pipeline.schedule is pipedream, which keeps old versions of all weights, and model.lora_rank {rank} "
             f"freezes most of them; "

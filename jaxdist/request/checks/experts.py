@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.mesh import DATA, EXPERT
+from jaxdist.mesh.split import Split
 from jaxdist.output.units import closest, divisors, multiples, remedy, to
 from jaxdist.request.checks.mesh import fit
 from jaxdist.request.checks.registry import check
@@ -23,18 +24,20 @@ def _chosen(config: Config) -> Iterator[str]:
 
 
 @fit("model.family")
-def _axis_without_experts(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    if shape[EXPERT] > 1 and not config.model.traits.routed:
+def _axis_without_experts(split: Split) -> Iterator[str]:
+    config = split.config
+    if split.size(EXPERT) > 1 and not config.model.traits.routed:
         yield (
-            f"mesh {config.mesh} has {EXPERT}={shape[EXPERT]}, but model.family {config.model.family} has no experts; "
-            f"give those devices to {DATA}"
+            f"mesh {config.mesh} has {EXPERT}={split.size(EXPERT)}, but model.family {config.model.family} has no "
+            f"experts; give those devices to {DATA}"
         )
 
 
 @fit("model.family", "model.experts")
-def _experts(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+def _experts(split: Split) -> Iterator[str]:
+    config = split.config
     experts = config.model.experts
-    ways = shape[EXPERT]
+    ways = split.size(EXPERT)
     if config.model.traits.routed and experts % ways:
         fewer_ways = closest(divisors(experts), ways)
         yield f"model.experts {experts} does not divide by {EXPERT}={ways} (mesh {config.mesh}); " + remedy(

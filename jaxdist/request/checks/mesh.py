@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from jaxdist.config import Config, ModelConfig, RequestError, nearest
 from jaxdist.mesh import (
     AUTO,
-    AXES,
     BATCH_AXES,
     CONTEXT,
     DATA,
@@ -17,19 +16,15 @@ from jaxdist.mesh import (
     LAYER_AXES,
     MODEL,
     PIPELINE,
-    MeshShape,
     fill,
     fixed_devices,
-    micro_batches,
     parse_mesh,
     requested,
 )
-from jaxdist.mesh.context import only_ulysses
+from jaxdist.mesh.split import Split
 from jaxdist.output.units import closest, divisors, multiples, remedy, to
 from jaxdist.request.checks.model import head_counts
-from jaxdist.request.checks.registry import check
-
-Fit = Callable[[Config, Mapping[str, int]], Iterator[str]]
+from jaxdist.request.checks.registry import CHECKS, Check, Fit, check
 
 FITS: list[tuple[tuple[str, ...], Fit]] = []
 """Checks of sizes against the mesh, each with the knobs that it reads."""
@@ -43,25 +38,21 @@ def fit(*reads: str) -> Callable[[Fit], Fit]:
 
     def add(find: Fit) -> Fit:
         FITS.append((reads, find))
-
-        @check("mesh", *reads)
-        def on_requested_mesh(config: Config) -> Iterator[str]:
-            return find(config, _requested_shape(config))
-
+        CHECKS.append(Check(("mesh", *reads), find))
         return find
 
     return add
 
 
-def check_mesh_fits(config: Config, shape: Mapping[str, int], batch: bool = True) -> None:
-    """Raise `RequestError` with a sentence for each size that does not divide over a mesh of `shape`.
+def check_mesh_fits(split: Split, batch: bool = True) -> None:
+    """Raise `RequestError` with a sentence for each size that does not divide over the mesh.
 
     Without `batch`, the batch and its micro-batches are not checked, for a command that uses none.
     """
     problems: list[str] = []
     for reads, find in FITS:
         if batch or not any(name.startswith("train.") for name in reads):
-            problems += find(config, shape)
+            problems += find(split)
     if problems:
         raise RequestError(*problems)
 
@@ -75,7 +66,8 @@ def fits(config: Config, devices: int) -> bool:
         shape = fill(parse_mesh(config.mesh), devices)
     except RequestError:
         return False
-    return not any(problem for _, find in FITS for problem in find(config, shape))
+    split = Split(config, shape)
+    return not any(problem for _, find in FITS for problem in find(split))
 
 
 def fitting(config: Config, devices: int) -> int:
@@ -134,7 +126,8 @@ def batches_for(config: Config, devices: int) -> list[int]:
         shape = fill(parse_mesh(config.mesh), devices)
     except RequestError:
         return []
-    unit = micro_batches(config, shape) * math.prod(shape[axis] for axis in BATCH_AXES)
+    split = Split(config, shape)
+    unit = split.micro_batches * split.ranks
     train = config.train
     sizes = []
     for rows in multiples(unit, train.global_batch_size):
@@ -142,15 +135,6 @@ def batches_for(config: Config, devices: int) -> list[int]:
         if fits(other, devices):
             sizes.append(rows)
     return sizes
-
-
-def _requested_shape(config: Config) -> MeshShape:
-    """Return the mesh as far as the request determines it: 1 for the axis to fill, or for all if the text is wrong."""
-    try:
-        shape = requested(config.mesh)
-    except RequestError:
-        return dict.fromkeys(AXES, 1)
-    return {axis: 1 if size == FILL else size for axis, size in shape.items()}
 
 
 def is_one(config: Config, axis: str) -> bool:
@@ -204,9 +188,10 @@ def _sequence_rules(config: Config) -> Iterator[str]:
 
 
 @fit("parallel.gradient_compression", "pipeline.schedule")
-def _compression_of_stages(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+def _compression_of_stages(split: Split) -> Iterator[str]:
+    config = split.config
     rule = config.parallel.gradient_compression
-    if rule != "exact" and shape[PIPELINE] > 1 and config.pipeline.asynchronous:
+    if rule != "exact" and not split.flush:
         yield (
             f"parallel.gradient_compression is {rule}, but pipedream sums the gradient of a stage when it is made, "
             f"not at the end of a step; set pipeline.schedule to 1f1b, or parallel.gradient_compression to exact"
@@ -224,8 +209,9 @@ def _compression_of_images(config: Config) -> Iterator[str]:
 
 
 @fit("parallel.delayed_gradients", "pipeline.schedule")
-def _delay_of_stages(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    if config.parallel.delayed_gradients and shape[PIPELINE] > 1 and config.pipeline.asynchronous:
+def _delay_of_stages(split: Split) -> Iterator[str]:
+    config = split.config
+    if config.parallel.delayed_gradients and not split.flush:
         yield (
             "parallel.delayed_gradients is true, but pipedream updates a stage as soon as it has a gradient, which is "
             "late already; " + remedy("pipeline.schedule to 1f1b", "parallel.delayed_gradients to false")
@@ -243,49 +229,53 @@ def _delay_of_images(config: Config) -> Iterator[str]:
 
 
 @fit("train.global_batch_size", "train.accumulation", "pipeline.microbatches")
-def _batch(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+def _batch(split: Split) -> Iterator[str]:
+    config = split.config
     size = config.train.global_batch_size
-    k = micro_batches(config, shape)
-    ranks = math.prod(shape[axis] for axis in BATCH_AXES)
+    k = split.micro_batches
+    ranks = split.ranks
     if size % (k * ranks) == 0:
         return
     factors = []
     if k > 1:
-        knob = "pipeline.microbatches" if shape[PIPELINE] > 1 else "train.accumulation"
+        knob = "pipeline.microbatches" if split.pipelined else "train.accumulation"
         factors.append(f"{knob} {k}")
     if ranks > 1:
-        axes = " x ".join(axis for axis in BATCH_AXES if shape[axis] > 1)
+        axes = " x ".join(axis for axis in BATCH_AXES if split.size(axis) > 1)
         factors.append(f"{ranks} {axes} ranks (mesh {config.mesh})")
     near = " or ".join(map(str, multiples(k * ranks, size)))
     yield f"train.global_batch_size {size} does not divide by {' x '.join(factors)}; set it to {near}"
 
 
 @fit("model.family")
-def _images(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+def _images(split: Split) -> Iterator[str]:
+    config = split.config
     for axis in (CONTEXT, MODEL):
-        if config.model.images and shape[axis] > 1:
+        if config.model.images and split.size(axis) > 1:
             yield (
-                f"mesh {config.mesh} has {axis}={shape[axis]}, but model.family {config.model.family} has nothing that "
-                f"{axis} splits; give those devices to {DATA}"
+                f"mesh {config.mesh} has {axis}={split.size(axis)}, but model.family {config.model.family} has nothing "
+                f"that {axis} splits; give those devices to {DATA}"
             )
 
 
 @fit("model.heads", "parallel.rules.heads")
-def _heads(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+def _heads(split: Split) -> Iterator[str]:
+    config = split.config
     heads = config.model.heads
-    ways = shape[MODEL]
+    ways = split.size(MODEL)
     counts = head_counts(config.model, ways)
-    if only_ulysses(config, shape):
+    if split.only_ulysses:
         # Where none fits both axes, another size of `context` is needed too, of which its checks speak.
-        counts = head_counts(config.model, ways * shape[CONTEXT]) or counts
+        counts = head_counts(config.model, ways * split.size(CONTEXT)) or counts
     near = closest(counts, heads)
-    yield from _divides(config, shape, "model.heads", f"model.heads {heads}", to("model.heads", near))
+    yield from _divides(split, "model.heads", f"model.heads {heads}", to("model.heads", near))
 
 
 @fit("model.family", "model.heads", "model.kv_heads", "parallel.rules.heads")
-def _key_value_heads(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+def _key_value_heads(split: Split) -> Iterator[str]:
+    config = split.config
     model = config.model
-    ways = shape[MODEL]
+    ways = split.size(MODEL)
     # Other checks report key/value heads of a model without them, and those that do not divide the heads.
     reported = not model.traits.grouped or (model.kv_heads and model.heads % model.kv_heads)
     if not model.kv_heads or reported:
@@ -295,19 +285,19 @@ def _key_value_heads(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
     near = closest((n for n in divisors(model.heads) if _even(n, ways)), model.kv_heads)
     yield (
         f"model.kv_heads {model.kv_heads} can neither be split nor repeated evenly over {MODEL}={ways} "
-        f"(mesh {config.mesh}); " + remedy(to("model.kv_heads", near), _other_axis(config, shape))
+        f"(mesh {config.mesh}); " + remedy(to("model.kv_heads", near), _other_axis(split))
     )
 
 
 @fit("model.family", "model.embed", "model.mlp", "model.expert_mlp", "parallel.rules.mlp")
-def _mlp(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    model = config.model
+def _mlp(split: Split) -> Iterator[str]:
+    model = split.config.model
     knob = _width_knob(model)
     size = model.split_width
     value = f"{knob} {model.expert_mlp or model.mlp}"
     if not (model.expert_mlp or model.mlp):
         value += f", which means {size},"
-    yield from _divides(config, shape, knob, value, to(knob, multiples(shape[MODEL], size)))
+    yield from _divides(split, knob, value, to(knob, multiples(split.size(MODEL), size)))
 
 
 def _width_knob(model: ModelConfig) -> str:
@@ -316,26 +306,25 @@ def _width_knob(model: ModelConfig) -> str:
 
 
 @fit("model.sequence", "parallel.sequence")
-def _sequence(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+def _sequence(split: Split) -> Iterator[str]:
     # Where the context axis splits the sequence too, the checks of that axis count both.
-    if shape[CONTEXT] > 1:
+    if split.size(CONTEXT) > 1:
         return
-    sequence = config.model.sequence
-    near = to("model.sequence", multiples(shape[MODEL], sequence))
+    sequence = split.config.model.sequence
+    near = to("model.sequence", multiples(split.size(MODEL), sequence))
     value = f"model.sequence {sequence}"
-    yield from _divides(config, shape, "model.sequence", value, near, "parallel.sequence to false")
+    yield from _divides(split, "model.sequence", value, near, "parallel.sequence to false")
 
 
-def _divides(
-    config: Config, shape: Mapping[str, int], knob: str, value: str, other_size: str, no_split: str = ""
-) -> Iterator[str]:
+def _divides(split: Split, knob: str, value: str, other_size: str, no_split: str = "") -> Iterator[str]:
     """Refuse a size that the `model` axis has to split but does not divide.
 
     `value` describes the size, `other_size` and `no_split` are remedies beside another size of the axis.
     """
-    ways = shape[MODEL]
+    config = split.config
+    ways = split.size(MODEL)
     if _sizes(config).get(knob, 0) % ways:
-        ways_out = remedy(other_size, _other_axis(config, shape), no_split)
+        ways_out = remedy(other_size, _other_axis(split), no_split)
         yield f"{value} does not divide by {MODEL}={ways} (mesh {config.mesh}); {ways_out}"
 
 
@@ -353,19 +342,20 @@ def _sizes(config: Config) -> dict[str, int]:
     return {knob: size for knob, (axis, size) in sizes.items() if axis == MODEL}
 
 
-def _other_axis(config: Config, shape: Mapping[str, int]) -> str:
+def _other_axis(split: Split) -> str:
     """Return the sizes of the `model` axis next to that of `shape` by which every size of the model divides."""
+    config = split.config
     sizes = _sizes(config)
-    if "model.sequence" in sizes and shape[CONTEXT] > 1:
+    if "model.sequence" in sizes and split.size(CONTEXT) > 1:
         # What is left of a row after a ring has cut it into chunks; less than what Ulysses leaves.
-        sizes["model.sequence"] //= 2 * shape[CONTEXT]
+        sizes["model.sequence"] //= 2 * split.size(CONTEXT)
     candidates = divisors(math.gcd(*sizes.values()))
     if "model.heads" in sizes:
         candidates = [n for n in candidates if _even(config.model.key_value_heads, n)]
-        if only_ulysses(config, shape):
-            fitting_both = [n for n in candidates if config.model.heads // n % shape[CONTEXT] == 0]
+        if split.only_ulysses:
+            fitting_both = [n for n in candidates if config.model.heads // n % split.size(CONTEXT) == 0]
             candidates = fitting_both or candidates
-    near = closest(candidates, shape[MODEL])
+    near = closest(candidates, split.size(MODEL))
     idle = _of_model_axis(config)
     if not idle:
         return to(f"the {MODEL} axis", near)

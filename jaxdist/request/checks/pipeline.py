@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from jaxdist.config import Config
 from jaxdist.mesh import DATA, MODEL, PIPELINE
+from jaxdist.mesh.split import Split
 from jaxdist.output.units import remedy, to
 from jaxdist.request.checks.mesh import fit, is_one
 from jaxdist.request.checks.registry import check
@@ -88,8 +89,9 @@ def _updating(config: Config) -> Iterator[str]:
 
 
 @fit("model.remat")
-def _waiting(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    if shape[PIPELINE] > 1 and config.model.remat == "offload":
+def _waiting(split: Split) -> Iterator[str]:
+    config = split.config
+    if split.pipelined and config.model.remat == "offload":
         yield (
             f"model.remat is offload, but a pipeline (mesh {config.mesh}) holds the inputs of its backward passes in "
             f"buffers of its own, on the devices; set model.remat to stage or block"
@@ -97,8 +99,9 @@ def _waiting(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
 
 
 @fit("model.family", "model.layers", "pipeline.schedule", "pipeline.virtual_stages")
-def _layers(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    ranks = shape[PIPELINE]
+def _layers(split: Split) -> Iterator[str]:
+    config = split.config
+    ranks = split.size(PIPELINE)
     layers = config.model.layers
     pipeline = config.pipeline
     # A schedule that cannot have more than one is another check's.
@@ -124,19 +127,21 @@ def _layers(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
 
 
 @fit("model.family")
-def _images(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    if config.model.images and shape[PIPELINE] > 1:
+def _images(split: Split) -> Iterator[str]:
+    config = split.config
+    if config.model.images and split.pipelined:
         yield (
-            f"mesh {config.mesh} has {PIPELINE}={shape[PIPELINE]}, but model.family {config.model.family} is not a "
-            f"stack of equal blocks that could be its stages; give those devices to {DATA}"
+            f"mesh {config.mesh} has {PIPELINE}={split.size(PIPELINE)}, but model.family {config.model.family} is not "
+            f"a stack of equal blocks that could be its stages; give those devices to {DATA}"
         )
 
 
 @fit("parallel.rules.vocab", "parallel.sequence")
-def _whole_vocabulary(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+def _whole_vocabulary(split: Split) -> Iterator[str]:
+    config = split.config
     # The gradient of a table that is not split would be a partial sum on each rank of the model axis.
-    split = config.parallel.sequence and shape[MODEL] > 1
-    if split and shape[PIPELINE] > 1 and config.parallel.rules.vocab != MODEL:
+    splits = config.parallel.sequence and split.size(MODEL) > 1
+    if splits and split.pipelined and config.parallel.rules.vocab != MODEL:
         yield (
             f"parallel.rules.vocab is '{config.parallel.rules.vocab}', but a pipeline (mesh {config.mesh}) with "
             f"parallel.sequence splits the vocabulary too; " + remedy(f"it to {MODEL}", "parallel.sequence to false")
@@ -144,10 +149,11 @@ def _whole_vocabulary(config: Config, shape: Mapping[str, int]) -> Iterator[str]
 
 
 @fit("model.family", "train.accumulation")
-def _accumulation(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+def _accumulation(split: Split) -> Iterator[str]:
+    config = split.config
     k = config.train.accumulation
     # A model of images has no pipeline, whatever the mesh asks for.
-    if shape[PIPELINE] > 1 and k > 1 and not config.model.images:
+    if split.pipelined and k > 1 and not config.model.images:
         yield (
             f"train.accumulation is {k}, but the micro-batches of a pipeline (mesh {config.mesh}) take its place; "
             f"leave it out, and set pipeline.microbatches to {k}"
@@ -155,9 +161,10 @@ def _accumulation(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
 
 
 @fit("parallel.zero", "parallel.micro_batches")
-def _micro_batches(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+def _micro_batches(split: Split) -> Iterator[str]:
+    config = split.config
     order = config.parallel.micro_batches
-    if shape[PIPELINE] > 1 and config.parallel.zero >= 2 and order != "inside":
+    if split.pipelined and config.parallel.zero >= 2 and order != "inside":
         yield (
             f"parallel.micro_batches is {order}, but the schedule of a pipeline (mesh {config.mesh}) orders the "
             f"micro-batches itself; leave it out"

@@ -5,11 +5,12 @@ Ring attention needs two equal chunks of the sequence for each device; Ulysses n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 
 from jaxdist.config import Config
-from jaxdist.mesh import CONTEXT, MODEL, PIPELINE
-from jaxdist.mesh.context import choose
+from jaxdist.mesh import CONTEXT, MODEL
+from jaxdist.mesh.split import Split
 from jaxdist.output.units import closest, divisors, multiples, remedy, to
 from jaxdist.request.checks.mesh import fit
 from jaxdist.request.checks.model import head_counts
@@ -31,24 +32,26 @@ CHOICE = (
 
 
 @fit(*CHOICE)
-def _branches(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    if not _splits(config, shape) or not _is_ring_in_branch(config, shape):
+def _branches(split: Split) -> Iterator[str]:
+    config = split.config
+    if not _splits(split) or not _is_ring_in_branch(split):
         return
     schedule = config.pipeline.schedule
     yield (
         f"parallel.context is ring, but pipeline.schedule {schedule} lets each rank take branches of its own, and a "
-        f"ring must not lie in a branch; " + _remedy(config, _other_form(config, shape), _other_schedule(config, shape))
+        f"ring must not lie in a branch; " + _remedy(config, _other_form(split), _other_schedule(split))
     )
 
 
 @fit(*CHOICE)
-def _heads(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
-    ways = _ways_of_heads(config, shape)
+def _heads(split: Split) -> Iterator[str]:
+    config = split.config
+    ways = _ways_of_heads(split)
     heads = config.model.heads
     # Heads that the model axis does not divide are another check's.
-    if not _splits(config, shape) or heads % ways or not _is_ulysses_without_heads(config, shape):
+    if not _splits(split) or heads % ways or not _is_ulysses_without_heads(split):
         return
-    factors = f"{CONTEXT}={shape[CONTEXT]}"
+    factors = f"{CONTEXT}={split.size(CONTEXT)}"
     if ways > 1:
         factors = f"{MODEL}={ways} x {factors}"
     why = "parallel.context is ulysses, which exchanges heads"
@@ -59,73 +62,70 @@ def _heads(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
         f"model.heads {heads} does not divide by {factors} (mesh {config.mesh}), but {why}; "
         + _remedy(
             config,
-            to("model.heads", closest(head_counts(config.model, ways * shape[CONTEXT]), heads)),
-            _other_axis(config, shape),
-            _other_form(config, shape),
-            _other_schedule(config, shape),
+            to("model.heads", closest(head_counts(config.model, ways * split.size(CONTEXT)), heads)),
+            _other_axis(split),
+            _other_form(split),
+            _other_schedule(split),
         )
     )
 
 
 @fit(*CHOICE)
-def _sequence(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+def _sequence(split: Split) -> Iterator[str]:
+    config = split.config
     sequence = config.model.sequence
-    if not _splits(config, shape) or sequence % _unit(config, shape) == 0:
+    if not _splits(split) or sequence % _unit(split) == 0:
         return
-    factors = f"{CONTEXT}={shape[CONTEXT]}"
+    factors = f"{CONTEXT}={split.size(CONTEXT)}"
     needs = "Ulysses"
-    if _form(config, shape) == "ring":
+    if split.attention.form == "ring":
         factors = f"2 x {factors}"
         needs = "ring attention"
     whole = ""
-    if config.parallel.sequence and shape[MODEL] > 1:
-        factors += f" x {MODEL}={shape[MODEL]}"
-        if _works(_with_parallel(config, sequence=False), shape):
+    if config.parallel.sequence and split.size(MODEL) > 1:
+        factors += f" x {MODEL}={split.size(MODEL)}"
+        if _works(_with_parallel(split, sequence=False)):
             whole = "parallel.sequence to false"
     yield f"model.sequence {sequence} does not divide by {factors} (mesh {config.mesh}), as {needs} needs; " + _remedy(
         config,
-        to("model.sequence", multiples(_unit(config, shape), sequence)),
-        _other_axis(config, shape),
-        _other_form(config, shape),
+        to("model.sequence", multiples(_unit(split), sequence)),
+        _other_axis(split),
+        _other_form(split),
         whole,
     )
 
 
-def _splits(config: Config, shape: Mapping[str, int]) -> bool:
+def _splits(split: Split) -> bool:
     """Return whether there is a sequence that `context` splits."""
-    return shape[CONTEXT] > 1 and not config.model.images
+    return split.size(CONTEXT) > 1 and not split.config.model.images
 
 
-def _form(config: Config, shape: Mapping[str, int]) -> str:
-    return choose(config, shape).form
-
-
-def _ways_of_heads(config: Config, shape: Mapping[str, int]) -> int:
+def _ways_of_heads(split: Split) -> int:
     """Return the number of ranks of the model axis that share the heads."""
-    return shape[MODEL] if config.parallel.rules.heads == MODEL else 1
+    return split.size(MODEL) if split.config.parallel.rules.heads == MODEL else 1
 
 
-def _unit(config: Config, shape: Mapping[str, int]) -> int:
+def _unit(split: Split) -> int:
     """Return what the sequence must divide by."""
-    chunks = 2 if _form(config, shape) == "ring" else 1
-    ranks = shape[MODEL] if config.parallel.sequence else 1
-    return chunks * shape[CONTEXT] * ranks
+    chunks = 2 if split.attention.form == "ring" else 1
+    ranks = split.size(MODEL) if split.config.parallel.sequence else 1
+    return chunks * split.size(CONTEXT) * ranks
 
 
-def _is_ring_in_branch(config: Config, shape: Mapping[str, int]) -> bool:
-    return shape[PIPELINE] > 1 and config.pipeline.branches and _form(config, shape) == "ring"
+def _is_ring_in_branch(split: Split) -> bool:
+    return split.branches and split.attention.form == "ring"
 
 
-def _is_ulysses_without_heads(config: Config, shape: Mapping[str, int]) -> bool:
-    choice = choose(config, shape)
+def _is_ulysses_without_heads(split: Split) -> bool:
+    choice = split.attention
     return choice.form == "ulysses" and choice.ulysses is None
 
 
-def _works(config: Config, shape: Mapping[str, int]) -> bool:
-    """Return whether none of the checks of this file refuses `config` on a mesh of `shape`."""
-    if _is_ring_in_branch(config, shape) or _is_ulysses_without_heads(config, shape):
+def _works(split: Split) -> bool:
+    """Return whether none of the checks of this file refuses `split`."""
+    if _is_ring_in_branch(split) or _is_ulysses_without_heads(split):
         return False
-    return config.model.sequence % _unit(config, shape) == 0
+    return split.config.model.sequence % _unit(split) == 0
 
 
 def _remedy(config: Config, *options: str) -> str:
@@ -139,30 +139,32 @@ def _remedy(config: Config, *options: str) -> str:
     return remedy(whole)
 
 
-def _other_axis(config: Config, shape: Mapping[str, int]) -> str:
-    """Return the sizes of `context` next to that of `shape` that work, without 1."""
-    sizes = [size for size in divisors(config.model.sequence) if _works(config, {**shape, CONTEXT: size})]
-    return to(f"the {CONTEXT} axis", closest((size for size in sizes if size > 1), shape[CONTEXT]))
+def _other_axis(split: Split) -> str:
+    """Return the sizes of `context` next to the present one that work, without 1."""
+    sizes = [size for size in divisors(split.config.model.sequence) if _works(split.on(**{CONTEXT: size}))]
+    return to(f"the {CONTEXT} axis", closest((size for size in sizes if size > 1), split.size(CONTEXT)))
 
 
-def _other_form(config: Config, shape: Mapping[str, int]) -> str:
-    """Return the form of attention that works and is not the one of `config`; empty if it does not work."""
-    other = "ring" if _form(config, shape) == "ulysses" else "ulysses"
-    if not _works(_with_parallel(config, context=other), shape):
+def _other_form(split: Split) -> str:
+    """Return the form of attention that works and is not the present one; empty if it does not work."""
+    other = "ring" if split.attention.form == "ulysses" else "ulysses"
+    if not _works(_with_parallel(split, context=other)):
         return ""
     return f"parallel.context to {other}"
 
 
-def _other_schedule(config: Config, shape: Mapping[str, int]) -> str:
-    """Return the schedule without branches that comes nearest to the one of `config`, if it works."""
-    if shape[PIPELINE] == 1 or not config.pipeline.branches:
+def _other_schedule(split: Split) -> str:
+    """Return the schedule without branches that comes nearest to the present one, if it works."""
+    if not split.branches:
         return ""
+    config = split.config
     other = "1f1b" if config.pipeline.asynchronous else "zb-u"
     pipeline = config.pipeline.model_copy(update={"schedule": other})
-    if not _works(config.model_copy(update={"pipeline": pipeline}), shape):
+    if not _works(replace(split, config=config.model_copy(update={"pipeline": pipeline}))):
         return ""
     return f"pipeline.schedule to {other}"
 
 
-def _with_parallel(config: Config, **values: object) -> Config:
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=values)})
+def _with_parallel(split: Split, **values: object) -> Split:
+    parallel = split.config.parallel.model_copy(update=values)
+    return replace(split, config=split.config.model_copy(update={"parallel": parallel}))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from jaxdist.config import Config
-from jaxdist.mesh import PIPELINE
+from jaxdist.mesh.split import Split
 from jaxdist.output.units import remedy
 from jaxdist.request.checks.mesh import fit
 from jaxdist.request.checks.registry import check
@@ -52,9 +52,10 @@ def _last_rate(config: Config) -> Iterator[str]:
 
 
 @fit("train.local_steps", "pipeline.schedule")
-def _local_steps_of_stages(config: Config, shape: Mapping[str, int]) -> Iterator[str]:
+def _local_steps_of_stages(split: Split) -> Iterator[str]:
+    config = split.config
     local_steps = config.train.local_steps
-    if local_steps and shape[PIPELINE] > 1 and config.pipeline.asynchronous:
+    if local_steps and not split.flush:
         yield (
             f"train.local_steps is {local_steps}, but pipedream is never done with a step, after which the replicas "
             f"could average their weights; "

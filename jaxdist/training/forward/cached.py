@@ -15,12 +15,12 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
+from jaxdist.mesh.split import own_heads
 from jaxdist.models import Params, build_decoder
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.decoding import Cache, attend_to_slots
 from jaxdist.parallel import placing, region
 from jaxdist.parallel.context import Starts, join_over
-from jaxdist.parallel.heads import own_heads
 from jaxdist.parallel.pipeline.relay import Layer, Place, relay
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.sharding import BATCH, SLOTS, STAGES, Layout, Tree, forward_spec

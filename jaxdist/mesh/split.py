@@ -1,0 +1,231 @@
+"""What follows from a configuration and the sizes of a mesh's axes: rows, tokens, heads and stages of a device.
+
+The functions take numbers or numpy arrays: the search asks them for many meshes at once, a `Split` for its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
+
+from jaxdist.config import Config
+from jaxdist.mesh import BATCH_AXES, CONTEXT, MODEL, PIPELINE, REPLICA
+from jaxdist.mesh.context import WIDE, Choice, Form, Heads, ring_bytes, ulysses_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Count = TypeVar("Count", int, "np.ndarray")
+"""A whole number, or an array of them."""
+
+
+def own_rows(batch: Count, micro_batches: Count, ranks: Count) -> Count:
+    """Return the rows of a micro-batch on one device: `ranks` share those of the global `batch`."""
+    return batch // (micro_batches * ranks)
+
+
+def own_tokens(rows: Count, sequence: int, context: Count) -> Count:
+    """Return the tokens of so many rows on one device, where `context` devices share each row."""
+    return rows * sequence // context
+
+
+def own_heads(count: int, parts: Count) -> Count:
+    """Return how many of `count` heads a device has in use, where `parts` devices split them.
+
+    Each has at least one: key/value heads that are fewer than the devices are repeated (`parallel.heads`).
+    """
+    # This form of max(1, count // parts) takes arrays too.
+    return count // parts + (parts > count)
+
+
+def saved_by_layer(remat: str, zero: int, pipelined: bool) -> str:
+    """Return what the forward pass of a layer saves for the backward pass, as `activations.saved_per_token` names it.
+
+    Where nothing is checkpointed, ZeRO 2 and 3 save named arrays alone, so that no gathered weight is among them, and
+    so does a pipeline, whose buffers hold them. While a stage is recomputed, its layers save what they save without
+    activation checkpointing.
+    """
+    unchecked = remat == "none" or (pipelined and remat == "stage")
+    if unchecked and (pipelined or zero >= 2):
+        return "named"
+    return remat
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a mesh splits the work of a configuration; made once for a request, and passed to whoever asks.
+
+    The precision of `config` is resolved, or counts as bfloat16.
+    """
+
+    config: Config
+    shape: Mapping[str, int]
+    """The size of each of `AXES`; an axis that is left out has 1."""
+
+    def size(self, *axes: str) -> int:
+        """Return the number of devices along these axes: the product of their sizes."""
+        return math.prod(self.shape.get(axis, 1) for axis in axes)
+
+    def on(self, **sizes: int) -> Split:
+        """Return the split of the same configuration over a mesh in which these axes have other sizes."""
+        return replace(self, shape={**self.shape, **sizes})
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether the layers are stages of a pipeline."""
+        return self.size(PIPELINE) > 1
+
+    @property
+    def flush(self) -> bool:
+        """Whether the weights are the same for a whole step; those of a pipeline that never drains are not."""
+        return not (self.pipelined and self.config.pipeline.asynchronous)
+
+    @property
+    def branches(self) -> bool:
+        """Whether each rank of a pipeline takes branches of its own."""
+        return self.pipelined and self.config.pipeline.branches
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of parts (k) that a step splits its rows into.
+
+        These are the micro-batches of the pipeline if there is one, otherwise those of gradient accumulation.
+        """
+        if self.pipelined:
+            return self.config.pipeline.micro
+        return self.config.train.accumulation
+
+    @property
+    def inside(self) -> bool:
+        """Whether all micro-batches run inside each layer, one after the other (ZeRO 2 and 3 without a pipeline).
+
+        The layers of models of images are not known, so that their micro-batches always run outside.
+        """
+        parallel = self.config.parallel
+        alone = not self.pipelined and not self.config.model.images
+        return alone and parallel.zero >= 2 and parallel.micro_batches == "inside"
+
+    @property
+    def ranks(self) -> int:
+        """The number of parts into which the rows of a batch are split."""
+        return self.size(*BATCH_AXES)
+
+    @property
+    def rows(self) -> int:
+        """The rows of a micro-batch on one device."""
+        return own_rows(self.config.train.global_batch_size, self.micro_batches, self.ranks)
+
+    @property
+    def length(self) -> int:
+        """The tokens of each of its rows that a device holds."""
+        return self.config.model.sequence // self.size(CONTEXT)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a micro-batch on one device.
+
+        Sequence parallelism does not change it: it splits the activations of these tokens, not the rows.
+        """
+        return own_tokens(self.rows, self.config.model.sequence, self.size(CONTEXT))
+
+    @property
+    def heads(self) -> Heads:
+        """The heads that one rank of the model axis has in use."""
+        ways = self.size(MODEL) if self.config.parallel.rules.heads else 1
+        return Heads(self.config.model.heads // ways, own_heads(self.config.model.key_value_heads, ways))
+
+    @property
+    def width(self) -> int:
+        """The bytes of a number in the compute dtype."""
+        return WIDE if self.config.precision == "float32" else 2
+
+    @property
+    def saved(self) -> str:
+        """What the forward pass of a layer saves, as `saved_by_layer` says it."""
+        return saved_by_layer(self.config.model.remat, self.config.parallel.zero, self.pipelined)
+
+    @property
+    def replica_zero(self) -> bool:
+        """Whether `replica` splits masters and optimizer state between steps."""
+        return not why_whole_on_replicas(self)
+
+    @cached_property
+    def attention(self) -> Choice:
+        """How attention runs over `context`; all sizes of the mesh are known."""
+        return _choice(self)
+
+    @property
+    def ring(self) -> bool:
+        """Whether rows lie in zigzag order, for ring attention."""
+        return self.size(CONTEXT) > 1 and self.attention.form == "ring"
+
+    @property
+    def only_ulysses(self) -> bool:
+        """Whether attention over `context` may not be a ring: by request, or because a schedule branches."""
+        asked = self.config.parallel.context
+        if self.size(CONTEXT) == 1 or asked == "ring":
+            return False
+        return asked == "ulysses" or self.branches
+
+    @property
+    def of_one_replica(self) -> Split:
+        """What each replica computes by itself: its devices, and its rows of the batch."""
+        train = self.config.train
+        rows = train.global_batch_size // self.size(REPLICA)
+        shape = {**self.shape, REPLICA: 1}
+        mesh = ",".join(f"{axis}={size}" for axis, size in shape.items())
+        train = train.model_copy(update={"global_batch_size": rows})
+        return Split(self.config.model_copy(update={"mesh": mesh, "train": train}), shape)
+
+
+def why_whole_on_replicas(split: Split) -> str:
+    """Return why `replica` splits nothing between steps, as the end of a sentence; empty where it splits.
+
+    The mesh has replicas. Forward passes whose gradients are not partial sums never split over them.
+    """
+    parallel = split.config.parallel
+    if not parallel.replica_zero:
+        return "parallel.replica_zero is false"
+    if parallel.zero == 0:
+        return "ZeRO 0 splits no state"
+    if split.config.train.local_steps:
+        return "with train.local_steps, each replica has moments of its own"
+    if parallel.gradient_compression != "exact":
+        return f"with gradient_compression {parallel.gradient_compression}, each replica keeps what it has rounded off"
+    if parallel.delayed_gradients:
+        return "with delayed_gradients, no step waits for what crosses the replicas, as it would for updated weights"
+    if not split.flush:
+        return "PipeDream updates its stages one by one, each as soon as it has a gradient"
+    return ""
+
+
+def _choice(split: Split) -> Choice:
+    """Return how a mesh attends over `context`, and why."""
+    config = split.config
+    ranks = split.size(CONTEXT)
+    heads = split.heads
+    head_size = config.model.head_size
+    ring = ring_bytes(2 * heads.key_value * head_size, ranks, split.width)
+    ulysses = None
+    if heads.query % ranks == 0:
+        ulysses = ulysses_bytes(1, heads, head_size, ranks, split.width)
+    asked = config.parallel.context
+
+    def chosen(form: Form, why: str) -> Choice:
+        return Choice(form, why, ring, ulysses)
+
+    if asked != "auto":
+        return chosen(asked, "parallel.context asks for it")
+    if split.branches:
+        return chosen("ulysses", f"schedule {config.pipeline.schedule} branches, and a ring must not lie in a branch")
+    if ulysses is None:
+        return chosen("ring", f"Ulysses needs the {heads.query} query heads of a rank to divide by context={ranks}")
+    chunks = 2 * ranks * (split.size(MODEL) if config.parallel.sequence else 1)
+    if config.model.sequence % chunks:
+        return chosen("ulysses", f"a ring needs rows of {config.model.sequence:,} tokens to divide by {chunks}")
+    if ulysses > ring:
+        return chosen("ring", "it sends fewer bytes than Ulysses")
+    return chosen("ulysses", "it sends no more bytes than a ring")

@@ -1,0 +1,113 @@
+"""What follows from a configuration and a mesh, against what the layouts, stages and schedules say of themselves."""
+
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, RequestError, TrainConfig
+from jaxdist.mesh import AXES, PIPELINE, abstract_mesh, parse_mesh
+from jaxdist.mesh.split import Split, own_heads, own_rows, own_tokens, saved_by_layer
+from jaxdist.parallel.pipeline.schedules import make
+from jaxdist.planning.hardware import GPUS
+from jaxdist.request import check_mesh_fits
+from jaxdist.sharding import SEQUENCE, Layout
+
+MESHES = [
+    "1x1x1",
+    "data=4",
+    "replica=2,data=2,model=2",
+    "data=2,model=2,pipeline=2",
+    "data=2,context=2",
+    "context=2,model=2,pipeline=2",
+    "replica=2,data=2,expert=2",
+]
+SCHEDULES = get_args(PipelineConfig.model_fields["schedule"].annotation)
+
+
+def config(**sections) -> Config:
+    train = TrainConfig(global_batch_size=64, accumulation=sections.pop("accumulation", 1))
+    return Config(train=train, **sections)
+
+
+def on(mesh: str, **sections) -> Split:
+    return Split(config(**sections), parse_mesh(mesh))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_rows_and_tokens_are_those_of_the_layout(mesh):
+    split = on(mesh, accumulation=1 if PIPELINE in mesh else 4)
+    layout = Layout.of(split, abstract_mesh(split.shape), GPUS["h100"])
+    assert split.ranks == layout.ranks
+    assert split.length == split.config.model.sequence // layout.parts(SEQUENCE)
+    assert split.micro_batches == (8 if PIPELINE in mesh else 4)
+    assert split.rows * split.micro_batches * layout.ranks == 64
+    assert split.tokens == split.rows * split.length
+    assert layout.zigzag == split.ring
+    assert split.heads.query == split.config.model.heads // layout.parts("heads")
+    assert split.size(*AXES) == abstract_mesh(split.shape).size
+
+
+def test_functions_take_columns_as_they_take_numbers():
+    count = np.array([1, 2, 4, 8])
+    assert own_rows(64, count, 2).tolist() == [own_rows(64, int(n), 2) for n in count] == [32, 16, 8, 4]
+    assert own_tokens(3, 128, count).tolist() == [384, 192, 96, 48]
+    assert own_heads(4, count).tolist() == [max(1, 4 // n) for n in count]
+    assert type(own_heads(4, 8)) is int
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline_is_what_its_schedule_says(schedule):
+    split = on("pipeline=2", pipeline=PipelineConfig(schedule=schedule))
+    made = make(schedule, 2, split.micro_batches, split.config.pipeline.virtual)
+    assert split.pipelined
+    assert (split.flush, split.branches) == (made.flush, not made.uniform)
+    alone = split.on(pipeline=1)
+    assert (alone.pipelined, alone.flush, alone.branches) == (False, True, False)
+
+
+@pytest.mark.parametrize(
+    ("remat", "zero", "pipelined", "saved"),
+    [
+        ("none", 0, False, "none"),
+        ("none", 1, False, "none"),
+        ("none", 2, False, "named"),
+        ("none", 0, True, "named"),
+        ("stage", 0, True, "named"),
+        # A run may continue without the pipeline that it had.
+        ("stage", 3, False, "stage"),
+        ("dots", 3, True, "dots"),
+        ("block", 0, False, "block"),
+        ("offload", 2, False, "offload"),
+    ],
+)
+def test_what_a_layer_saves(remat, zero, pipelined, saved):
+    assert saved_by_layer(remat, zero, pipelined) == saved
+
+
+def test_micro_batches_run_inside_layers_that_are_known_and_gathered_one_by_one():
+    gathered = ParallelConfig(zero=2)
+    assert on("data=2", parallel=gathered).inside
+    assert not on("data=2", parallel=ParallelConfig(zero=1)).inside
+    assert not on("data=2", parallel=ParallelConfig(zero=3, micro_batches="outside")).inside
+    assert not on("data=2,pipeline=2", parallel=gathered).inside
+    assert not on("data=2", parallel=gathered, model=ModelConfig(family="cnn")).inside
+
+
+def test_one_replica_has_its_own_rows_and_devices():
+    one = on("replica=4,data=2").of_one_replica
+    assert one.config.train.global_batch_size == 16
+    assert one.shape == parse_mesh(one.config.mesh) == parse_mesh("data=2")
+
+
+def test_an_axis_that_is_left_out_is_1():
+    assert Split(config(), {"data": 2}).size(*AXES) == 2
+
+
+def test_another_mesh_is_another_split():
+    """What was worked out for the first mesh is not kept for the second."""
+    first = on("context=2,model=2", parallel=ParallelConfig(context="ring"))
+    assert first.ring
+    assert not first.on(context=1).ring
+    with pytest.raises(RequestError):
+        check_mesh_fits(first.on(context=7))
