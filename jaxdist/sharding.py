@@ -23,7 +23,7 @@ from jax.sharding import reshard
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxdist.config import Config, nearest
+from jaxdist.config import nearest
 from jaxdist.mesh import AXES, BATCH_AXES, CONTEXT, EXPERT, MODEL, PIPELINE
 from jaxdist.mesh.context import Index, zigzag
 from jaxdist.mesh.split import Split
@@ -39,6 +39,9 @@ SEQUENCE = "sequence"
 
 RESIDUAL = "residual"
 """The logical axis of the tokens of a row on the residual stream, which sequence parallelism splits further."""
+
+POSITIONS = "positions"
+"""The logical axis of the rows of a table of learned positions."""
 
 SLOTS = "slots"
 """The logical axis of the places of a key-value cache, one for each position of a row."""
@@ -97,17 +100,22 @@ RULES: Rules = dict(
 GShard (Lepikhin et al. 2021), and pipeline stages, which all share the work on the vocabulary."""
 
 
-def rules(config: Config) -> Rules:
-    """Return the rules that `config` asks for; the stages of a pipeline share the vocabulary, if it is split."""
-    split: dict[str, Sequence[str]] = {}
+def rules(split: Split) -> Rules:
+    """Return the rules that a configuration asks for; the stages of a pipeline share the vocabulary, if it is split."""
+    config = split.config
+    asked: dict[str, Sequence[str]] = {}
     for name, axis in config.parallel.rules:
-        split[name] = (axis,) if axis else ()
-    if split["vocab"]:
-        split["vocab"] = RULES["vocab"]
+        asked[name] = (axis,) if axis else ()
+    if asked["vocab"]:
+        asked["vocab"] = RULES["vocab"]
     if config.parallel.sequence:
         # Sequence parallelism shards the residual stream over the same devices as the heads.
-        split[RESIDUAL] = (*RULES[RESIDUAL], *split["heads"])
-    return {**RULES, **split}
+        asked[RESIDUAL] = (*RULES[RESIDUAL], *asked["heads"])
+        # A table of positions is split with it where a device needs its own part alone: not a table that is longer than
+        # a row, nor where `context` may lay the tokens of a row in another order.
+        if split.size(CONTEXT) == 1 and config.model.position_rows == config.model.sequence:
+            asked[POSITIONS] = asked[RESIDUAL]
+    return {**RULES, **asked}
 
 
 @dataclass(frozen=True)
@@ -134,7 +142,7 @@ class Layout:
         mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
         rules: Rules = RULES,
         device: jax.Device | None = None,
-        names: Collection[str] = (*LETTERS.values(), STAGES),
+        names: Collection[str] = (*LETTERS.values(), STAGES, POSITIONS),
     ) -> Layout:
         """Return the layout of a mesh under `rules`; `names` are the valid logical axes.
 
@@ -155,7 +163,7 @@ class Layout:
         device: jax.Device | None = None,
     ) -> Layout:
         """Return the layout that `split` asks for on its mesh; `device` is that of `on`."""
-        return replace(cls.on(mesh, rules(split.config), device), zigzag=split.ring)
+        return replace(cls.on(mesh, rules(split), device), zigzag=split.ring)
 
     def without(self, axis: str) -> Layout:
         """Return the layout of a part of the mesh that does not reach along `axis`."""
@@ -225,7 +233,7 @@ class Layout:
 
         What has split the sequence splits the slots of the cache.
         """
-        others = tuple((name, axes) for name, axes in self.rules if name not in (SEQUENCE, RESIDUAL))
+        others = tuple((name, axes) for name, axes in self.rules if name not in (SEQUENCE, RESIDUAL, POSITIONS))
         return replace(self, rules=(*others, (SLOTS, self.split(SEQUENCE))), zigzag=False)
 
     @property

@@ -15,7 +15,7 @@ from jaxdist.models.layers import MLP, Attention, LayerNorm, positions_of
 from jaxdist.models.parameters import weight
 from jaxdist.parallel.context import Starts
 from jaxdist.parallel.tensor import lookup
-from jaxdist.sharding import RESIDUAL, SEQUENCE, Layout, spread
+from jaxdist.sharding import POSITIONS, RESIDUAL, Layout, spread
 
 
 class Block(nnx.Module):
@@ -39,17 +39,6 @@ class Block(nnx.Module):
         return x + dropout(self.layout, self.mlp(self.norm2(x), keys), self.rate, keys, site=1)
 
 
-def axis_of_positions(config: ModelConfig, layout: Layout) -> str:
-    """Return the logical axis of the rows of the table of positions, which is split as the residual stream is, or not.
-
-    A table longer than a row is never split: the part that a device needs is not its part of the table. The same holds
-    where `context` splits rows, which then may lie in another order.
-    """
-    if layout.split(SEQUENCE) or config.position_rows > config.sequence:
-        return "positions"
-    return RESIDUAL
-
-
 class GPT(Decoder):
     """The decoder of GPT-2; learned positions are added to the vectors of the tokens."""
 
@@ -58,9 +47,7 @@ class GPT(Decoder):
         self.vocab = config.vocab
         self.rate = config.dropout
         self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
-        dim = axis_of_positions(config, layout)
-        self.whole_table = dim != RESIDUAL
-        self.positions = weight(rngs, (config.position_rows, config.embed), (dim, "embed"), 0.01)
+        self.positions = weight(rngs, (config.position_rows, config.embed), (POSITIONS, "embed"), 0.01)
         self.blocks = jax.vmap(lambda rngs: Block(config, layout, rngs))(rngs.split(config.layers))
         self.norm = LayerNorm(config.embed, config.norm_eps)
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
@@ -69,11 +56,11 @@ class GPT(Decoder):
         """Return the residual stream before the first block; positions are counted from the start of each document."""
         x = lookup(self.layout, self.table[...], tokens, size=self.vocab)
         table = self.positions[...]
-        if starts is None and not (self.whole_table and self.layout.split(RESIDUAL)):
+        if starts is None and self.layout.split(POSITIONS) == self.layout.split(RESIDUAL):
             x = x + spread(table[: tokens.shape[1]], x)
         else:
             # A lookup, because each row has its own positions, or each device its own part of the sequence.
             starts = jnp.zeros_like(tokens) if starts is None else starts
             places = positions_of(self.layout, tokens.shape[1], starts)
-            x = x + lookup(self.layout, table, places, "positions" if self.whole_table else "residual")
+            x = x + lookup(self.layout, table, places, POSITIONS)
         return dropout(self.layout, x, self.rate, keys, site=0)

@@ -13,7 +13,6 @@ from jaxdist.mesh import CONTEXT, DATA, MODEL, REPLICA, ZERO_AXES
 from jaxdist.mesh.split import Split, why_whole_on_replicas
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
-from jaxdist.models.gpt import axis_of_positions
 from jaxdist.output.units import closest, divisors, multiples, remedy, to
 from jaxdist.parallel import placing, zero
 from jaxdist.parallel.pipeline.stages import BLOCKS
@@ -118,9 +117,6 @@ def placed(config: Config, model: Model | Foreign, layout: Layout) -> list[Place
     if not isinstance(model, Foreign):
         abstract = Vocabulary(layout, model.vocab).abstract(abstract)
     axes = model.axes
-    if not isinstance(model, Foreign) and "positions" in axes:
-        # Plans look at many meshes with one model, which was built for none of them.
-        axes = {**axes, "positions": (axis_of_positions(config.model, layout), *axes["positions"][1:])}
     pipe = pipeline_of(config, layout)
     if pipe:
         abstract = pipe.stages.abstract(abstract)

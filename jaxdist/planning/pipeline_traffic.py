@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from jaxdist.config import Config
 from jaxdist.mesh import PIPELINE, REPLICA
 from jaxdist.models.experts import METERS
-from jaxdist.models.gpt import axis_of_positions
 from jaxdist.models.loss import chunk_length
 from jaxdist.parallel.gradient_compression import (
     BLOCK,
@@ -41,7 +40,7 @@ from jaxdist.planning.predicted_collectives import (
     Transfer,
     transfer,
 )
-from jaxdist.sharding import RESIDUAL, SEQUENCE, Layout
+from jaxdist.sharding import POSITIONS, RESIDUAL, SEQUENCE, Layout
 
 BETWEEN_REPLICAS = "gradients between replicas"
 """`Transfer.what` of the sums over the replicas."""
@@ -53,7 +52,7 @@ SECOND_FACTORS = "second factors between replicas"
 def has_whole_positions(config: Config, layout: Layout) -> bool:
     """Return whether there is a table of learned positions that is not split as the residual stream is."""
     traits = config.model.traits
-    return traits.text and not traits.rotary and axis_of_positions(config.model, layout) != RESIDUAL
+    return traits.text and not traits.rotary and layout.split(POSITIONS) != layout.split(RESIDUAL)
 
 
 def norms_of_all_heads(config: Config, layout: Layout, calls: int, tokens: int) -> Iterator[Transfer]:

@@ -53,7 +53,7 @@ def labels_are_the_tokens_themselves(patch: pytest.MonkeyPatch) -> None:
 
 def every_device_has_all_rows(patch: pytest.MonkeyPatch) -> None:
     rules = sharding.rules
-    patch.setattr(sharding, "rules", lambda config: {**rules(config), "batch": ()})
+    patch.setattr(sharding, "rules", lambda split: {**rules(split), "batch": ()})
 
 
 def every_epoch_has_the_order_of_the_first(patch: pytest.MonkeyPatch) -> None:

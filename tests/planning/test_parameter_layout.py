@@ -11,6 +11,7 @@ import pytest
 from jaxdist import models, train
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, RequestError, TrainConfig
 from jaxdist.mesh import abstract_mesh, parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.planning import memory, parameter_layout
 from jaxdist.planning.report import Report
 from jaxdist.sharding import Layout, rules
@@ -25,7 +26,7 @@ class Plan:
         train = TrainConfig(global_batch_size=rows)
         self.config = Config(mesh=mesh, precision="float32", model=sizes, parallel=parallel, train=train)
         shape = parse_mesh(mesh)
-        split = rules(self.config)
+        split = rules(Split(self.config, shape))
         axes = {name: size for name, size in shape.items() if size > 1}
         by = {logical: tuple(axis for axis in axes if axis in names) for logical, names in split.items()}
         self.layout = Layout(tuple(axes.items()), "cpu", tuple(by.items()))
