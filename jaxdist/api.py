@@ -36,7 +36,7 @@ from jaxdist.models.stacked import scan, stack
 from jaxdist.output.units import counted
 from jaxdist.parallel.foreign import on_shards
 from jaxdist.parallel.partial_trees import part_of
-from jaxdist.parallel.placing import Wrt
+from jaxdist.parallel.placing import Wrt, ZeroOptions
 from jaxdist.parallel.zero import trained
 from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hlo import Collective, collectives
@@ -118,12 +118,13 @@ def parallelize(
     layout = layout_of(device_mesh, model, rules or {}, scope)
     dtype = jnp.float32 if precision == "float32" else jnp.bfloat16
     split = to_be_split(layout, model, shard)
+    options = ZeroOptions(zero, summed=scope != "batch", wrt=wrt, may_split=split)
     forward: Forward
     if pipelined:
         stages = stages_of_module(model, shape[PIPELINE], virtual_stages)
-        forward = ModulePipelineForward(model, layout, stages, schedule, accumulation, dtype, zero, split, wrt)
+        forward = ModulePipelineForward(model, layout, stages, schedule, accumulation, dtype, options)
     else:
-        forward = ModuleForward(model, loss_fn, layout, scope, dtype, zero, split, wrt=wrt)
+        forward = ModuleForward(model, loss_fn, layout, scope, dtype, options)
     note = _note_unsplit(layout, model, forward, split) if zero else ""
     places = trained(forward.places, forward.places)
     rule = on_shards(optimizer, places, part_of(forward.abstract, places))

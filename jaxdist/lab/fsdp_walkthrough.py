@@ -37,7 +37,7 @@ from jaxdist.lab.two_layers import (
     update,
     verdict,
 )
-from jaxdist.parallel.placing import placements
+from jaxdist.parallel.placing import ZeroOptions, placements
 from jaxdist.parallel.zero import Placement
 from jaxdist.planning.hlo import collectives
 from jaxdist.planning.tables import table
@@ -89,7 +89,7 @@ def in_phases(recorder: Recorder, place: Placement) -> Outcome:
 
 def sharded(layout: Layout, stage: int = 3) -> Placement:
     """Return where a weight lies at rest and in use at this ZeRO stage, as the trainer places the weights of layers."""
-    return placements(layout, ("embed", "mlp"), jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), stage)
+    return placements(layout, ("embed", "mlp"), jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), ZeroOptions(stage))
 
 
 def fused(place: Placement):

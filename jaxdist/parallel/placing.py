@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax import P
 
+from jaxdist.config import lora
 from jaxdist.mesh import REPLICA, ZERO_AXES
+from jaxdist.mesh.split import Split
 from jaxdist.parallel import heads
 from jaxdist.parallel.zero import Placement, Placements
 from jaxdist.sharding import COUNTED, LAYERS, STAGES, Layout, LogicalAxes, Params, axes_of, name_of, partition
@@ -18,57 +20,68 @@ Wrt = Callable[[str], bool]
 """Says of the path to a parameter, such as "blocks.mlp.up", whether gradients are taken with respect to it."""
 
 
+@dataclass(frozen=True)
+class ZeroOptions:
+    """What ZeRO and the replicas may split, and which gradients are sums."""
+
+    stage: int = 0
+    """ZeRO stage."""
+    replica_zero: bool = False
+    """Whether, between steps, `replica` splits what `may_split` allows; this needs a stage of 1 or more."""
+    defers: bool = True
+    """Whether gradients wait for the end of the step before they are summed over the replicas."""
+    summed: bool = True
+    """Whether gradients are partial sums of the devices, so that weights in use are `reduced`."""
+    wrt: Wrt | None = None
+    """Which parameters are trained; None: all."""
+    may_split: Params | None = None
+    """Whether ZeRO may split a parameter, for every one; None: it may split all."""
+
+    @classmethod
+    def of(cls, split: Split) -> ZeroOptions:
+        """Return what a configuration asks for on its mesh."""
+        model = split.config.model
+        return cls(
+            stage=split.config.parallel.zero,
+            replica_zero=split.replica_zero,
+            # PipeDream updates within its region, stage by stage.
+            defers=split.flush,
+            summed=not model.all_rows_at_once,
+            wrt=lora.trained(model),
+        )
+
+
+DDP = ZeroOptions()
+"""Plain data parallelism: every device holds all parameters."""
+
+
 def is_axes(a: object) -> bool:
     """Return whether a node of a tree is the logical axes of one parameter, for `is_leaf`."""
     return isinstance(a, tuple)
 
 
-def placements(
-    layout: Layout,
-    axes: Params,
-    abstract: Params,
-    stage: int,
-    summed: bool = True,
-    split: Params | None = None,
-    stacks: bool = False,
-    defers: bool = True,
-    replica_zero: bool = False,
-    wrt: Wrt | None = None,
-) -> Placements:
+def placements(layout: Layout, axes: Params, abstract: Params, zero: ZeroOptions, stacks: bool = False) -> Placements:
     """Return a `Placement` for every parameter, from its logical axes and shape.
 
-    `summed`: gradients are partial sums of the devices, so weights in use are `reduced`. `split` holds for every
-    parameter whether ZeRO may split it (None: it may split all). `stacks`: stacked layers are used as they lie at rest,
-    by a module that gathers each layer when it is its turn. `defers`: gradients wait for the end of the step before
-    they are summed over the replicas. `replica_zero`: between steps, `replica` splits what `split` allows; this needs a
-    stage of 1 or more. `wrt` says of each parameter, by the path to it, whether it is trained; None: all are.
+    `stacks`: stacked layers are used as they lie at rest, by a module that gathers each layer when it is its turn.
 
     Where key/value heads are too few to be split as the query heads are, they are dealt out in use (`parallel.heads`),
     and at rest their size is split, if the mesh divides it. Raises `ValueError` where heads cannot be dealt evenly.
     """
-    if split is None:
-        split = jax.tree.map(lambda _: True, abstract)
+    may_split = zero.may_split
+    if may_split is None:
+        may_split = jax.tree.map(lambda _: True, abstract)
 
-    def place(path: tuple[Any, ...], names: LogicalAxes, parameter: jax.ShapeDtypeStruct, may_split: bool) -> Placement:
-        sharded = bool(stage and may_split)
-        over_replicas = sharded and replica_zero and defers
-        placement = _place(layout, names, parameter.shape, sharded, summed, defers, over_replicas)
+    def place(path: tuple[Any, ...], names: LogicalAxes, parameter: jax.ShapeDtypeStruct, may: bool) -> Placement:
+        placement = _place(layout, names, parameter.shape, zero, sharded=bool(zero.stage and may))
         if stacks and LAYERS in names:
             placement = replace(placement, use=placement.rest)
-        return replace(placement, trained=wrt is None or wrt(name_of(path)))
+        return replace(placement, trained=zero.wrt is None or zero.wrt(name_of(path)))
 
-    return jax.tree.map_with_path(place, axes, abstract, split, is_leaf=is_axes)
+    return jax.tree.map_with_path(place, axes, abstract, may_split, is_leaf=is_axes)
 
 
-def _place(
-    layout: Layout,
-    axes: LogicalAxes,
-    shape: tuple[int, ...],
-    sharded: bool,
-    summed: bool,
-    defers: bool,
-    over_replicas: bool,
-) -> Placement:
+def _place(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...], zero: ZeroOptions, sharded: bool) -> Placement:
     # Key/value heads are split over the same mesh axes as the query heads that they serve.
     axes_in_use = tuple("heads" if name in heads.REPEATED else name for name in axes)
     rest = list(layout.spec(axes_in_use).partitions)
@@ -82,8 +95,8 @@ def _place(
         rest[head_dim] = None
         # Dealing heads, or exchanging them by an all-to-all, needs these dims whole over the group.
         taken = (head_dim + 1, size_dim)
-    reduced = layout.partial(axes) if summed else frozenset()
-    deferred = reduced & {REPLICA} if defers else frozenset()
+    reduced = layout.partial(axes) if zero.summed else frozenset()
+    deferred = reduced & {REPLICA} if zero.defers else frozenset()
     free = _free_dims(layout, axes_in_use, taken)
     over = group(layout, axes_in_use)
     # ZeRO and the replicas split what a device has in use.
@@ -95,7 +108,7 @@ def _place(
     elif not sharded and deferred:
         crossing_dim = zero_dim
     replica_dim = None
-    if over_replicas and deferred:
+    if sharded and zero.replica_zero and deferred:
         replica_dim = _replica_dim(layout, own, free, zero_dim, layout.size(*over))
     use = layout.spec(axes_in_use, reduced=reduced)
     stacked = sum(name in (LAYERS, STAGES) for name in axes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxdist.config import Config, lora
+from jaxdist.config import Config
 from jaxdist.mesh import CONTEXT, DATA, MODEL, REPLICA, ZERO_AXES
 from jaxdist.mesh.split import Split, why_whole_on_replicas
 from jaxdist.models import Model
@@ -125,11 +125,7 @@ def placed(config: Config, model: Model | Foreign, layout: Layout) -> list[Place
         layout,
         axes,
         abstract,
-        config.parallel.zero,
-        summed=not config.model.all_rows_at_once,
-        defers=pipe is None or pipe.flush,
-        replica_zero=Split(config, dict(layout.axes)).replica_zero,
-        wrt=lora.trained(config.model),
+        placing.ZeroOptions.of(Split(config, dict(layout.axes))),
     )
     if isinstance(model, Foreign):
         return lay_out(layout, axes, abstract, places)

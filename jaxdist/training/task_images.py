@@ -18,6 +18,7 @@ from jaxdist.mesh.split import Split
 from jaxdist.models import images
 from jaxdist.models.foreign import Foreign
 from jaxdist.output.units import counted
+from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.training.forward.base import count_labels
 from jaxdist.training.forward.module import ModuleForward, Scope
 from jaxdist.training.task import Task
@@ -43,9 +44,8 @@ class ImageTask(Task[Foreign]):
     def forward(self, dtype: DTypeLike) -> ClassifierForward:
         """Return the forward pass of the whole network."""
         scope: Scope = "batch" if self.config.model.all_rows_at_once else "rows"
-        replica_zero = Split(self.config, self.mesh.shape).replica_zero
-        stage = self.config.parallel.zero
-        return ClassifierForward(self.model, images.loss, self.layout, scope, dtype, stage, replica_zero=replica_zero)
+        zero = ZeroOptions.of(Split(self.config, self.mesh.shape))
+        return ClassifierForward(self.model, images.loss, self.layout, scope, dtype, zero)
 
     @cached_property
     def data(self) -> Images:

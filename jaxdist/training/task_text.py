@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypedDict
 
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxdist.config import DataConfig, lora
+from jaxdist.config import DataConfig
 from jaxdist.data.batches import (
     AbstractBatch,
     Batch,
@@ -26,23 +25,12 @@ from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.mesh.split import Split
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of
-from jaxdist.parallel.placing import Wrt
+from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.planning.timing import flops_per_token
+from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.task import Task
-
-
-class ForwardOptions(TypedDict):
-    """The options that both forward passes of a decoder take."""
-
-    dtype: DTypeLike
-    remat: str
-    dropout: bool
-    seed: int
-    stage: int
-    replica_zero: bool
-    wrt: Wrt | None
 
 
 class TextTask(Task[Model]):
@@ -56,20 +44,13 @@ class TextTask(Task[Model]):
     def forward(self, dtype: DTypeLike) -> DecoderForward | PipelineForward:
         """Return the forward pass, over a pipeline where the mesh has one."""
         config = self.config
-        options: ForwardOptions = dict(
-            dtype=dtype,
-            remat=config.model.remat,
-            dropout=config.model.dropout > 0 or config.model.lora_dropout > 0,
-            seed=config.train.seed,
-            stage=config.parallel.zero,
-            replica_zero=Split(config, self.mesh.shape).replica_zero,
-            wrt=lora.trained(config.model),
-        )
+        split = Split(config, self.mesh.shape)
+        zero = ZeroOptions.of(split)
+        options = ForwardOptions.of(config, dtype)
         stages = stages_of(config, self.mesh.shape)
         if stages:
-            return PipelineForward(self.model, self.layout, stages, config.pipeline.schedule, **options)
-        inside = config.parallel.micro_batches == "inside"
-        return DecoderForward(self.model, self.layout, inside=inside, **options)
+            return PipelineForward(self.model, self.layout, stages, config.pipeline.schedule, zero, options)
+        return DecoderForward(self.model, self.layout, zero, options, split.inside)
 
     @cached_property
     def data(self) -> Corpus:

@@ -42,7 +42,7 @@ def mesh_and_layout(text: str) -> tuple[jax.sharding.Mesh, Layout]:
 
 def placement(layout: Layout, axes: tuple[str | None, ...], stage: int = 1, **more: bool) -> Placement:
     abstract = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.float32)}
-    return placing.placements(layout, {"w": axes}, abstract, stage, **more)["w"]
+    return placing.placements(layout, {"w": axes}, abstract, placing.ZeroOptions(stage, **more))["w"]
 
 
 def on(mesh: jax.sharding.Mesh, a: np.ndarray, spec: P) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -106,8 +106,8 @@ def weights_are_gathered_before_the_step(patch: pytest.MonkeyPatch) -> None:
 def stage_0_is_stage_1(patch: pytest.MonkeyPatch) -> None:
     placements = placing.placements
 
-    def at_least_1(layout: sharding.Layout, axes: Any, abstract: Any, stage: int, **more: Any) -> Any:
-        return placements(layout, axes, abstract, max(stage, 1), **more)
+    def at_least_1(layout: sharding.Layout, axes: Any, abstract: Any, zero: placing.ZeroOptions, **more: Any) -> Any:
+        return placements(layout, axes, abstract, replace(zero, stage=max(zero.stage, 1)), **more)
 
     patch.setattr(placing, "placements", at_least_1)
 

@@ -16,7 +16,9 @@ from jaxdist import models
 from jaxdist.config import ModelConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.models.attention import attention_kernel, causal_attention, why_not_cudnn
+from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.sharding import Layout
+from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
 from tests.tiers import thinned
 
@@ -149,7 +151,7 @@ def gradient_of_block(mesh: jax.sharding.Mesh, layout: Layout, remat: str, stage
     The name of each operation, with the rank of its first operand.
     """
     model = models.build(MODEL, layout)
-    forward = DecoderForward(model, layout, remat=remat, stage=stage)
+    forward = DecoderForward(model, layout, ZeroOptions(stage), ForwardOptions(remat=remat))
     array = lambda shape, spec: jax.ShapeDtypeStruct(shape, BF16, sharding=jax.sharding.NamedSharding(mesh, spec))
     in_use = lambda a, place: array(a.shape[1:], place.layer.use)
     params = jax.tree.map(in_use, model.abstract["blocks"], forward.places["blocks"])

@@ -17,6 +17,7 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.layers import positions_of, rotary
 from jaxdist.sharding import ONE_DEVICE, Layout, wide
+from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.step import Step
 from tests.models.plain import frequencies
@@ -117,7 +118,7 @@ def step_of(family: str, layout: Layout, dtype: str) -> tuple[Step, dict]:
     """(a step, random weights)."""
     model, rng = models.build(FAMILIES[family], layout), np.random.default_rng(1)
     draw = lambda a: jnp.asarray(rng.normal(scale=0.2, size=a.shape), wide(jnp.dtype(dtype)))
-    forward = DecoderForward(model, layout, dtype=jnp.dtype(dtype))
+    forward = DecoderForward(model, layout, options=ForwardOptions(jnp.dtype(dtype)))
     return Step(forward, optimizer=None), jax.tree.map(draw, model.abstract)
 
 

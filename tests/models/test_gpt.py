@@ -14,6 +14,7 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.parameters import normal
 from jaxdist.sharding import Layout
+from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.step import Step
 from tests.models import plain
@@ -159,7 +160,7 @@ def test_dropout_has_a_mask_of_its_own_for_each_place_row_and_step(one_device):
     params["table"] += 1
     params["blocks"]["attention"]["out_bias"] += jnp.array([2.0, 8.0])[:, None]
     params["blocks"]["mlp"]["down_bias"] += jnp.array([4.0, 16.0])[:, None]
-    forward = DecoderForward(model, one_device, dropout=True)
+    forward = DecoderForward(model, one_device, options=ForwardOptions(dropout=True))
 
     @jax.jit
     def stream(step):

@@ -86,7 +86,7 @@ def test_the_halves_of_adapters_say_how_many_heads_they_share():
 def test_what_splits_a_weight_at_rest(data, model, shape, rest):
     layout = Layout((("data", data), ("model", model)), rules=(("batch", ("data",)), ("heads", ("model",))))
     axes, abstract = ("embed", "kv_heads", None, None), jax.ShapeDtypeStruct(shape, np.float32)
-    found = placing.placements(layout, {"qkv": axes}, {"qkv": abstract}, stage=1)["qkv"]
+    found = placing.placements(layout, {"qkv": axes}, {"qkv": abstract}, placing.ZeroOptions(1))["qkv"]
     assert tuple(found.rest.partitions) == rest
     assert tuple(found.use.partitions) == (None, "model", None, None)
     assert found.in_use(shape) == ((64, 4, 4, shape[3]) if model == 4 else shape)

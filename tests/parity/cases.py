@@ -18,8 +18,10 @@ from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.parallel.gradient_compression import Compression
 from jaxdist.parallel.pipeline.stages import stages_of
+from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.sharding import Layout, name_of
 from jaxdist.training.forward.balance import balancing
+from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.forward.step import Step
@@ -124,22 +126,20 @@ def train(
     pipeline = pipeline or PipelineConfig()
     parallel = ParallelConfig(zero=stage, sequence=sequence, context=context, rules=rules or RulesConfig())
     config = Config(model=model, parallel=parallel, pipeline=pipeline)
-    layout = replace(Layout.of(Split(config, shape), devices), platform=platform)
+    split = Split(config, shape)
+    layout = replace(Layout.of(split, devices), platform=platform)
     rule = optimizer or optax.sgd(0.5)
     if model.traits.routed:
         counted = {} if model.lora_rank else models.counted(models.build(model))
         rule = balancing(rule, counted, model.balance_rate) if counted else rule
     optimizer = optax.chain(remember(), rule)
-    dropout = model.dropout > 0 or model.lora_dropout > 0
-    options = dict(remat=model.remat, dropout=dropout, dtype=dtype, stage=stage)
-    options["wrt"] = is_adapter if model.lora_rank else None
-    options["replica_zero"] = replica_zero and compression is None
+    options = replace(ForwardOptions.of(config, dtype), seed=0)
+    zero = replace(ZeroOptions.of(split), replica_zero=replica_zero and compression is None)
     if stages := stages_of(config, shape):
-        forward = PipelineForward(
-            models.build(model, replace(layout, manual=True)), layout, stages, pipeline.schedule, **options
-        )
+        inner = models.build(model, replace(layout, manual=True))
+        forward = PipelineForward(inner, layout, stages, pipeline.schedule, zero, options)
     else:
-        forward = DecoderForward(models.build(model, layout), layout, inside=inside, **options)
+        forward = DecoderForward(models.build(model, layout), layout, zero, options, inside)
     step = Step(forward, optimizer, max_norm=max_norm, keep=keep, compression=compression, replicas=shape["replica"])
     with jax.set_mesh(devices):
         initial = weights(model.model_copy(update={"remat": "none"}))

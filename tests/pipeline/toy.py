@@ -12,8 +12,10 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.dropout import dropout
 from jaxdist.models.loss import cross_entropy
 from jaxdist.parallel.pipeline.stages import Stages, split
+from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.parallel.tensor import einsum, enter, lookup
 from jaxdist.sharding import ONE_DEVICE, RULES, Layout, spread
+from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
 
@@ -78,7 +80,7 @@ def weights(layers: int) -> dict:
 @cache
 def alone(layers: int, micro: int, rate: float = 0.0):
     """(summed loss, its gradients) of one device."""
-    forward = DecoderForward(Toy(ONE_DEVICE, layers, rate), ONE_DEVICE, dropout=rate > 0)
+    forward = DecoderForward(Toy(ONE_DEVICE, layers, rate), ONE_DEVICE, options=ForwardOptions(dropout=rate > 0))
     gradients = jax.jit(lambda w, b: forward.gradients(w, {}, b, jnp.asarray(0))[:2])
     with jax.set_mesh(make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])):
         return jax.device_get(gradients(weights(layers), batch(micro)))
@@ -95,8 +97,9 @@ class Piped:
         self.layout = Layout.on(self.mesh, RULES | {"residual": ("model",) if sequence else ()})
         stages = Stages(shape["pipeline"], v, split([1.0] * layers, shape["pipeline"] * v))
         toy = Toy(replace(self.layout, manual=True), layers, rate)
-        options = dict(stage=zero, remat=remat, dropout=rate > 0)
-        self.forward = PipelineForward(toy, self.layout, stages, schedule, **options)
+        options = ForwardOptions(remat=remat, dropout=rate > 0)
+        zero = ZeroOptions(zero, defers=schedule != "pipedream")
+        self.forward = PipelineForward(toy, self.layout, stages, schedule, zero, options)
         self.stages, self.layers, self.micro, self.rate, self.rows = stages, layers, micro, rate, rows
 
     def call(self, transform):

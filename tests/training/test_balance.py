@@ -175,7 +175,7 @@ def test_counts_are_whole_on_every_device_and_cross_the_replicas_exactly():
     layout = Layout.on(mesh)
     abstract = {"balance": jax.ShapeDtypeStruct((2, 4096), jnp.float32)}
     axes = {"balance": ("layers", "counted")}
-    place = placing.placements(layout, axes, abstract, stage=3, replica_zero=True)["balance"]
+    place = placing.placements(layout, axes, abstract, placing.ZeroOptions(3, replica_zero=True))["balance"]
     assert (place.rest, place.held, place.scatter_dim) == (P(None, None), P(None, None), None)
     with jax.set_mesh(mesh):
         counts = np.random.default_rng(0).integers(0, 2**23, (2, 4096, 2)).astype(np.float32)

@@ -11,8 +11,10 @@ from jax.extend.core import jaxprs_in_params
 from jaxdist import models
 from jaxdist.config import OptimizerConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
+from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.parallel.zero import Placement
 from jaxdist.sharding import Layout
+from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.optimizer import optimizer
 from jaxdist.training.forward.step import Step
@@ -22,13 +24,22 @@ pytestmark = pytest.mark.smoke
 
 
 class Setup:
-    def __init__(self, mesh: str = "2x1x1", model=cases.MODEL, config: OptimizerConfig | None = None, **options):
+    def __init__(
+        self,
+        mesh: str = "2x1x1",
+        model=cases.MODEL,
+        config: OptimizerConfig | None = None,
+        stage: int = 0,
+        inside: bool = True,
+        **options,
+    ):
         shape = parse_mesh(mesh)
         self.mesh = make_mesh(shape, jax.devices()[: devices_asked(shape)])
         self.layout = Layout.on(self.mesh)
         self.model = models.build(model, self.layout)
         tx = optimizer(config or OptimizerConfig(warmup=5), 20, models.matrices(self.model))
-        self.forward = DecoderForward(self.model, self.layout, dropout=model.dropout > 0, **options)
+        options = ForwardOptions(dropout=model.dropout > 0, **options)
+        self.forward = DecoderForward(self.model, self.layout, ZeroOptions(stage), options, inside)
         self.step = Step(self.forward, tx)
 
     def batch(self, accumulation: int = 1):

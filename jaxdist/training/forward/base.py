@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
+from jaxdist.config import Config
 from jaxdist.models import Model, ModelT, Params
 from jaxdist.parallel.partial_trees import part_of
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
@@ -19,6 +21,29 @@ from jaxdist.parallel.zero import Placements, trained
 from jaxdist.sharding import wide
 from jaxdist.training.forward import balance
 from jaxdist.training.forward.step import Batch, Further, Grads
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """How the layers of a decoder compute."""
+
+    dtype: DTypeLike = jnp.float32
+    """Compute dtype of the model."""
+    remat: str = "none"
+    """What is recomputed, as in `config.model.remat`."""
+    dropout: bool = False
+    seed: int = 0
+    """Seed of dropout."""
+
+    @classmethod
+    def of(cls, config: Config, dtype: DTypeLike) -> ForwardOptions:
+        """Return what a configuration asks for, in this compute dtype."""
+        dropout = config.model.dropout > 0 or config.model.lora_dropout > 0
+        return cls(dtype, config.model.remat, dropout, config.train.seed)
+
+
+PLAIN = ForwardOptions()
+"""Everything in float32, nothing recomputed or dropped."""
 
 
 class ForwardBase(Generic[ModelT]):

@@ -43,7 +43,7 @@ class CachedForward:
         self.piped = forward.stages is not None
         self.stages = forward.stages or Stages(1, 1, (config.layers,))
         axes = self.stages.axes(self.model.axes) if self.piped else self.model.axes
-        self.places = placing.placements(self.layout, axes, forward.abstract, forward.stage)
+        self.places = placing.placements(self.layout, axes, forward.abstract, placing.ZeroOptions(forward.stage))
         self.top_places = {name: place for name, place in self.places.items() if name != BLOCKS}
         lead = 3 if self.piped else 1
         self.layer_places = self.places[BLOCKS]

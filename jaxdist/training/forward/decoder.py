@@ -12,18 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
+from jaxdist.mesh.split import saved_by_layer
 from jaxdist.models import Model, Params
-from jaxdist.parallel import placing, zero
+from jaxdist.parallel import placing
 from jaxdist.parallel.context import Starts
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.parallel.vocabulary import Vocabulary
+from jaxdist.parallel.zero import in_use
 from jaxdist.sharding import Layout, Tree
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
 from jaxdist.training.forward.balance import weighed
-from jaxdist.training.forward.base import layer_keys, made_at_rest
+from jaxdist.training.forward.base import PLAIN, ForwardOptions, layer_keys, made_at_rest
 from jaxdist.training.forward.remat import INPUT, Wrapper, keep_all, offload_input, recompute
 from jaxdist.training.forward.step import Batch, Summed
 
@@ -35,49 +36,43 @@ class DecoderForward(AccumulatingForward[Model]):
     where documents are kept apart, `starts` [k, B, S] (see `models.attention`).
     """
 
+    unroll = False
+    """Whether the layers are written out one after the other, in place of one program that loops over them."""
+
     def __init__(
         self,
         model: Model,
         layout: Layout,
-        dtype: DTypeLike = jnp.float32,
-        remat: str = "none",
-        dropout: bool = False,
-        seed: int = 0,
-        stage: int = 0,
+        zero: placing.ZeroOptions = placing.DDP,
+        options: ForwardOptions = PLAIN,
         inside: bool = True,
-        unroll: bool = False,
-        replica_zero: bool = False,
-        wrt: placing.Wrt | None = None,
     ):
-        """Lay the parameters out for ZeRO stage `stage`; the model computes in `dtype`.
+        """Lay the parameters out as `zero` asks; the model computes as `options` say.
 
-        `inside` runs the micro-batches of stages 2 and 3 inside each layer, at the price of keeping what `remat` saves
-        of all of them; otherwise they run one after the other. `unroll` writes the layers out one after the other, in
-        place of one program that loops over them. `replica_zero` splits the parameters and their optimizer state over
-        the replicas too. `wrt` says which parameters are trained; None: all.
+        `inside` runs the micro-batches of ZeRO 2 and 3 inside each layer, at the price of keeping what is saved of all
+        of them; otherwise they run one after the other.
         """
         self.model = model
-        self.dtype = dtype
-        self.dropout = dropout
-        self.seed = seed
-        self.stage = stage
+        self.dtype = options.dtype
+        self.dropout = options.dropout
+        self.seed = options.seed
+        self.stage = zero.stage
         self.inside = inside
-        self.unroll = unroll
         self.vocabulary = Vocabulary(layout, model.vocab)
         self.abstract = self.vocabulary.abstract(model.abstract)
-        self.places = placing.placements(layout, model.axes, self.abstract, stage, replica_zero=replica_zero, wrt=wrt)
+        self.places = placing.placements(layout, model.axes, self.abstract, zero)
+        saved = saved_by_layer(options.remat, zero.stage, pipelined=False)
 
         self.remat: Wrapper = keep_all
         """Wraps a layer of one micro-batch."""
-        if remat != "none" or stage >= 2:
-            # From stage 2 on "none" is a policy too: it saves activations by name, and no gathered weight has one.
-            self.remat = recompute(remat)
+        if saved != "none":
+            self.remat = recompute(saved)
 
         self.remat_all: Wrapper = keep_all
         """Wraps a layer with all of its micro-batches."""
-        if remat == "offload":
+        if saved == "offload":
             self.remat_all = offload_input
-        elif stage >= 2:
+        elif zero.stage >= 2:
             # Without this the backward pass would keep the gathered weights of every layer.
             self.remat_all = self.remat
 
@@ -146,7 +141,7 @@ class DecoderForward(AccumulatingForward[Model]):
         ) -> tuple[Float[Array, "k B s D"], None]:
             index, w, sinks = layer
             x = checkpoint_name(x, INPUT)
-            w = zero.in_use(places, w, sinks, self.stage)
+            w = in_use(places, w, sinks, self.stage)
 
             # Weights are cast inside the loop over micro-batches, so that their gradients are added in f32.
             @self.remat
@@ -168,7 +163,7 @@ class DecoderForward(AccumulatingForward[Model]):
     def _gather_tops(self, weights: Params, sinks: Params | None) -> Params:
         """Return `weights` with everything except the blocks ready for use."""
         top_sinks = _without_blocks(sinks) if sinks else None
-        tops = zero.in_use(_without_blocks(self.places), _without_blocks(weights), top_sinks, self.stage)
+        tops = in_use(_without_blocks(self.places), _without_blocks(weights), top_sinks, self.stage)
         return weights | tops
 
 

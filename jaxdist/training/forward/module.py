@@ -12,7 +12,8 @@ from jaxtyping import Array, Int, Key
 from jaxdist.mesh import BATCH_AXES
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign, LossFunction, cast
-from jaxdist.parallel import foreign, placing, zero
+from jaxdist.parallel import foreign, placing
+from jaxdist.parallel.zero import in_use
 from jaxdist.sharding import Layout, wide
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
 from jaxdist.training.forward.base import count_rows
@@ -39,29 +40,19 @@ class ModuleForward(AccumulatingForward[Foreign]):
         layout: Layout,
         scope: Scope,
         dtype: DTypeLike,
-        stage: int,
-        split: Params | None = None,
-        replica_zero: bool = False,
-        wrt: placing.Wrt | None = None,
+        zero: placing.ZeroOptions,
     ):
-        """Lay the parameters out for ZeRO stage `stage`.
-
-        `split` says for every parameter whether ZeRO may split it; None allows it for all. `replica_zero` lets
-        it split the parameters and their optimizer state over the replicas too, where gradients are partial sums.
-        `wrt` says which parameters are trained; None: all.
-        """
+        """Lay the parameters out as `zero` asks; gradients are partial sums, but for scope "batch"."""
         self.model = model
         self.loss_fn = loss_fn
         self.layout = layout
         self.scope = scope
         self.dtype = dtype
-        self.stage = stage
+        self.stage = zero.stage
         self.abstract = model.abstract
-        together = scope == "batch"
-        stacks = together and stage == 3 and set(dict(layout.axes)) <= set(BATCH_AXES)
-        self.places = placing.placements(
-            layout, model.axes, model.abstract, stage, not together, split, stacks, replica_zero=replica_zero, wrt=wrt
-        )
+        assert zero.summed == (scope != "batch")
+        stacks = not zero.summed and zero.stage == 3 and set(dict(layout.axes)) <= set(BATCH_AXES)
+        self.places = placing.placements(layout, model.axes, model.abstract, zero, stacks)
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """Return (parameters at rest, variables)."""
@@ -75,7 +66,7 @@ class ModuleForward(AccumulatingForward[Foreign]):
         self, weights: Params, sinks: Params | None, variables: Params, parts: Batch, step: Int[Array, ""] | None
     ) -> Outcome:
         """Return the loss summed over the rows of one micro-batch; `step` None calls the module for evaluation."""
-        weights = cast(zero.in_use(self.places, weights, sinks, self.stage), self.dtype)
+        weights = cast(in_use(self.places, weights, sinks, self.stage), self.dtype)
         batch = cast(jax.tree.map(lambda a: a[0], parts), self.dtype)
         call = partial(self.model.loss, self.loss_fn, train=step is not None)
         if self.scope == "batch" or step is None:

@@ -19,9 +19,9 @@ from jaxdist.models.stacked import scan
 from jaxdist.parallel.pipeline.device import Program
 from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, split
-from jaxdist.parallel.placing import Wrt
+from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.sharding import Layout, Tree, named, wide
-from jaxdist.training.forward.base import count_rows
+from jaxdist.training.forward.base import ForwardOptions, count_rows
 from jaxdist.training.forward.module import Scope
 from jaxdist.training.forward.pipeline import StagedForward
 from jaxdist.training.forward.step import Batch, Further
@@ -67,26 +67,19 @@ class ModulePipelineForward(StagedForward[Foreign]):
         schedule: str,
         micro: int,
         dtype: DTypeLike,
-        stage: int,
-        split: Params | None,
-        wrt: Wrt | None = None,
+        zero: ZeroOptions,
     ):
-        """Lay the parameters out for ZeRO stage `stage`; `micro` is the number of micro-batches.
+        """Lay the parameters out as `zero` asks; `micro` is the number of micro-batches.
 
-        `split` says for every parameter whether ZeRO may split it; None allows it for all. `wrt` says which parameters
-        are trained; None: all. Raises `ValueError` for a
-        schedule that cannot run a user's module.
+        Raises `ValueError` for a schedule that cannot run a user's module.
         """
         made = make(schedule, stages.ranks, micro, stages.virtual)
         if not made.uniform:
             # Its ranks take different branches, in which only the collectives that `parallel.tensor` writes may move.
             raise ValueError(f"schedule {schedule} does not support a module of your own; use 1f1b or zb-u")
-        super().__init__(model, layout, stages, schedule, dtype=dtype, stage=stage, split=split, wrt=wrt)
-        if made.split:
-            # B and W would both need what the recomputation yields.
-            self.remat = "none"
-        else:
-            self.remat = "stage"
+        # B and W would both need what the recomputation yields.
+        remat = "none" if made.split else "stage"
+        super().__init__(model, layout, stages, schedule, zero, ForwardOptions(dtype, remat))
 
     def logical_params(self, key: Key[Array, ""]) -> Params:
         """Return new parameters as one device holds them."""

@@ -9,9 +9,9 @@ from functools import cached_property
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
+from jaxdist.mesh.split import saved_by_layer
 from jaxdist.models import Model, ModelT, Params
 from jaxdist.parallel import placing
 from jaxdist.parallel.pipeline.device import Program
@@ -23,7 +23,7 @@ from jaxdist.parallel.pipeline.table import make_table
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import Layout, Tree
 from jaxdist.training.forward.balance import weighed
-from jaxdist.training.forward.base import ForwardBase, layer_keys, made_at_rest
+from jaxdist.training.forward.base import ForwardBase, ForwardOptions, layer_keys, made_at_rest
 from jaxdist.training.forward.remat import recompute
 from jaxdist.training.forward.step import Batch, Further, Summed
 
@@ -43,45 +43,25 @@ class StagedForward(ForwardBase[ModelT], ABC):
         layout: Layout,
         stages: Stages,
         schedule: str,
-        dtype: DTypeLike = jnp.float32,
-        remat: str = "none",
-        dropout: bool = False,
-        seed: int = 0,
-        stage: int = 0,
-        split: Params | None = None,
-        replica_zero: bool = False,
-        wrt: placing.Wrt | None = None,
+        zero: placing.ZeroOptions,
+        options: ForwardOptions,
     ):
-        """Lay the parameters out for ZeRO stage `stage`; the model computes in `dtype`.
-
-        `split` says for every parameter whether ZeRO may split it; None allows it for all. `replica_zero` lets
-        it split the parameters and their optimizer state over the replicas too. `wrt` says which parameters are
-        trained; None: all.
-        """
+        """Lay the parameters out as `zero` asks; the model computes as `options` say."""
         self.model = model
         self.layout = layout
         self.stages = stages
         self.schedule = schedule
-        self.dtype = dtype
-        self.remat = remat
-        self.dropout = dropout
-        self.seed = seed
-        self.stage = stage
+        self.dtype = options.dtype
+        self.remat = options.remat
+        self.dropout = options.dropout
+        self.seed = options.seed
+        self.stage = zero.stage
         self.abstract = stages.abstract(model.abstract)
         if isinstance(model, Model):
             self.vocabulary = Vocabulary(layout, model.vocab)
             self.abstract = self.vocabulary.abstract(self.abstract)
-        self.places = placing.placements(
-            layout,
-            stages.axes(model.axes),
-            self.abstract,
-            stage,
-            split=split,
-            # PipeDream updates within its region, stage by stage.
-            defers=self.flush,
-            replica_zero=replica_zero,
-            wrt=wrt,
-        )
+        assert zero.defers == self.flush
+        self.places = placing.placements(layout, stages.axes(model.axes), self.abstract, zero)
 
     @abstractmethod
     def logical_params(self, key: Key[Array, ""]) -> Params:
@@ -224,8 +204,8 @@ class PipelineForward(StagedForward[Model]):
             loss = self.model.loss(self._with_blocks(tops), x[None], part["labels"][None])
             return weighed(loss, part["weight"][0]) if "weight" in part else loss
 
-        # A stage that is recomputed as a whole is recomputed by the executor; within it, layers save what they need.
-        remat = recompute("none" if self.remat == "stage" else self.remat)
+        # A stage that is recomputed as a whole is recomputed by the executor.
+        remat = recompute(saved_by_layer(self.remat, self.stage, pipelined=True))
         return Program(embed, remat(layer), loss)
 
     def with_keys(self, batch: Batch, step: Int[Array, ""]) -> Batch:

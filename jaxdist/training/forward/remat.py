@@ -18,13 +18,13 @@ INPUT = "input of a layer"
 to offload."""
 
 SAVED_NAMES = dict(
-    none=(PRODUCT, ATTENTION, ROUTING),
+    named=(PRODUCT, ATTENTION, ROUTING),
     dots=(PRODUCT, ROUTING),
     block=(ROUTING,),
     stage=(ROUTING,),
     offload=(ROUTING,),
 )
-"""Activations that the forward pass of a layer saves beside its input, by the value of `model.remat`.
+"""Activations that the forward pass of a layer saves beside its input, by what it saves (`mesh.split.saved_by_layer`).
 
 `stage` recomputes blocks on a mesh without stages, where a run may continue that had a pipeline before.
 """
@@ -35,9 +35,9 @@ Wrapper = Callable[[Layer], Layer]
 """Says what the backward pass of a layer recomputes."""
 
 
-def recompute(remat: str) -> Wrapper:
-    """Return a wrapper of a layer's function that saves only the activations that `remat` allows."""
-    names = SAVED_NAMES[remat]
+def recompute(saved: str) -> Wrapper:
+    """Return a wrapper of a layer's function that saves only these activations."""
+    names = SAVED_NAMES[saved]
     policies = jax.checkpoint_policies
     policy = policies.save_only_these_names(*names)
     if ATTENTION in names:
