@@ -1,4 +1,4 @@
-"""Eight CPU devices stand for a node; caches live in a folder of the test session."""
+"""Eight CPU devices stand for a node; compiled programs are kept, and other caches live in a folder of the session."""
 
 import os
 import signal
@@ -15,11 +15,16 @@ os.environ.setdefault(
     # The following flag is gone in 0.12, which dies of it.
     + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
 )
+# A compiled program is found again by all that it consists of: by its names, which some tests read in its text, and
+# not by the lines that it comes from, which every edit moves. What tests start in other processes knows it too.
+os.environ.setdefault("JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY", "true")
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import jax
 import pytest
 
 from jaxdist.process.stop_signals import SIGNALS
+from tests import program_cache
 
 # A collective of a virtual device may hold a thread of XLA until the others come. On a busy machine of 2 cores a step
 # was once seen to wait for ever: more threads than cores, and than devices, cost nothing that could be measured.
@@ -27,6 +32,11 @@ os.environ.setdefault("NPROC", "32")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.devices()  # made now, so that a command that a test runs in this process finds them and makes no others
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # and not in each process of pytest-xdist
+        program_cache.prune()
 
 
 def pytest_addoption(parser):
@@ -46,8 +56,9 @@ def caches(tmp_path_factory):
     """Nothing is read from, or left in, the home folder of the person who runs the tests."""
     folder = tmp_path_factory.mktemp("cache")
     os.environ["JAXDIST_CACHE"] = str(folder)
-    jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(program_cache.folder()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     return folder
 
 
