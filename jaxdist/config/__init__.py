@@ -1,6 +1,7 @@
 """Define every knob of a run, with its default and one line of help. Pure data: this module does not import jax.
 
-The knobs of the model are in `config_model`, and imported from here like all others.
+The knobs of the model are in `config/model.py`, those of the optimizer in `config/optimizer.py`, and imported from here
+like all others.
 
 A TOML file holds only the values that differ from these defaults. The defaults are the shipped config `gpt_tiny`.
 """
@@ -16,18 +17,16 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from jaxdist.config.model import FAMILIES, ModelConfig
+from jaxdist.config.optimizer import OptimizerConfig
 from jaxdist.config.values import (
     Count,
     CountOrZero,
     FilePath,
     FilePaths,
-    FractionFloat32,
     GradientCompression,
     MicroBatches,
     MicroBatchesOrZero,
     Minutes,
-    NonNegativeFloat32,
-    PositiveFloat32,
     PositiveSeconds,
     Resume,
     Rows,
@@ -212,40 +211,6 @@ class DataConfig(Section):
     """Augmentation of training images. crop: shift by up to an eighth of the size; flip: mirror half of the time."""
     prefetch: Annotated[int, Field(ge=1, le=2**10)] = 2
     """Batches that the data loader prepares ahead of the step."""
-
-
-class OptimizerConfig(Section):
-    """Update rule and learning-rate schedule."""
-
-    name: Literal["adamw", "lion", "sgd"] = "adamw"
-    """Update rule; sgd has momentum."""
-    learning_rate: PositiveFloat32 = 4e-3
-    """Peak learning rate."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Decay after the warm-up; constant decays linearly over the last decay_fraction of the run."""
-    warmup: CountOrZero = 20
-    """Steps of linear warm-up from 0; the default is capped at a fifth of the run."""
-    final: NonNegativeFloat32 = 0.1
-    """Learning rate at the end, as a fraction of the peak."""
-    decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Fraction of the run that decays; used by the constant schedule only."""
-    beta1: FractionFloat32 = 0.9
-    """Decay of the first moment; for sgd the momentum."""
-    beta2: FractionFloat32 = 0.95
-    """Decay of the second moment; not used by sgd."""
-    weight_decay: NonNegativeFloat32 = 0.1
-    """Decoupled weight decay of matrices; scales and biases do not decay."""
-    clip: NonNegativeFloat32 = 1.0
-    """Gradient clipping: largest global gradient norm; 0: no clipping."""
-    outer_rate: PositiveFloat32 = 1.0
-    """Of local steps: rate of the outer step. DiLoCo: 0.7 with outer_momentum 0.9, and a quarter of learning_rate."""
-    outer_momentum: FractionFloat32 = 0.0
-    """Of local steps: Nesterov momentum of the outer step; it multiplies the rate by 1 / (1 - outer_momentum)."""
-
-    def decay_steps(self, steps: int) -> int:
-        """Return how many of the last of `steps` steps decay in the constant schedule."""
-        after_warmup = max(steps - min(self.warmup, steps) - 1, 1)
-        return min(round(steps * self.decay_fraction), after_warmup)
 
 
 class TrainConfig(Section):

@@ -39,9 +39,6 @@ from jaxdist.planning.predicted_collectives import F32
 from jaxdist.planning.step_bytes import Elements
 from jaxdist.sharding import Layout
 
-MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
-"""Parameter-sized arrays that each update rule keeps."""
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -220,7 +217,7 @@ def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = N
     # does not use.
     counters = 3
     if pipe is None or pipe.flush:
-        counters += 1 if config.optimizer.name == "sgd" else 2
+        counters += config.optimizer.rule.counters
     common = _common(config)
     learned = sum(p.held for p in parameters if p.trained)
     return {
@@ -281,7 +278,7 @@ def widths(config: Config, p: Placed) -> Widths:
     """
     if not p.trained:
         return Widths(parameters=p.stored, optimizer=0, host=0)
-    moments = 0 if p.counted else 4 * MOMENTS[config.optimizer.name]
+    moments = 0 if p.counted else 4 * config.optimizer.rule.moments
     if config.parallel.offload == "none":
         return Widths(parameters=4, optimizer=moments, host=0)
     if _masters_on_host(config):

@@ -178,8 +178,9 @@ def accumulation(config: Config, known: Known) -> str:
 def moments(config: Config, known: Known) -> str:
     """Need moments, or master weights, that an update reads."""
     optimizer = config.optimizer
-    if optimizer.name == "sgd" and optimizer.beta1 == 0 and config.precision != "mixed":
-        return "optimizer.name sgd with optimizer.beta1 0, which reads no moment,"
+    only_momentum = optimizer.rule.betas == ("beta1",)
+    if only_momentum and optimizer.beta1 == 0 and config.precision != "mixed":
+        return f"optimizer.name {optimizer.name} with optimizer.beta1 0, which reads no moment,"
     return ""
 
 
@@ -206,21 +207,22 @@ def fraction_held_out(config: Config, known: Known) -> str:
 @needs("optimizer.name")
 def second_moment(config: Config, known: Known) -> str:
     """Need an update rule with a second moment."""
-    return "optimizer.name sgd" if config.optimizer.name == "sgd" else ""
+    optimizer = config.optimizer
+    return "" if "beta2" in optimizer.rule.betas else f"optimizer.name {optimizer.name}"
 
 
 @needs("optimizer.schedule")
 def constant_rate(config: Config, known: Known) -> str:
     """Need a learning rate that is constant before it decays."""
-    schedule = config.optimizer.schedule
-    return "" if schedule == "constant" else f"optimizer.schedule {schedule}"
+    optimizer = config.optimizer
+    return "" if optimizer.holds_peak else f"optimizer.schedule {optimizer.schedule}"
 
 
 @needs("optimizer.schedule", "optimizer.decay_fraction")
 def decay(config: Config, known: Known) -> str:
     """Need a learning rate that decays."""
-    if config.optimizer.schedule == "constant" and config.optimizer.decay_fraction == 0:
-        return "a constant schedule without decay"
+    if config.optimizer.holds_peak and config.optimizer.decay_fraction == 0:
+        return f"a {config.optimizer.schedule} schedule without decay"
     return ""
 
 

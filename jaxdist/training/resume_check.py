@@ -75,8 +75,7 @@ def lengthened(old: Config, new: Config, step: int) -> str | None:
     """
     before = old.train.steps
     after = new.train.steps
-    constant = new.optimizer.schedule == "constant"
-    if differing(old, new) != [STEPS] or after < before or not constant or step < old.optimizer.warmup:
+    if differing(old, new) != [STEPS] or after < before or not new.optimizer.holds_peak or step < old.optimizer.warmup:
         return None
     sentence = f"train.steps is raised from {before} to {after}"
     decay_start = before - old.optimizer.decay_steps(before)

@@ -1,5 +1,7 @@
 """Update rules against the papers, schedules at their corners, decay of matrices only."""
 
+from typing import get_args
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -7,8 +9,9 @@ import pytest
 
 from jaxdist import models
 from jaxdist.config import ModelConfig, OptimizerConfig
+from jaxdist.config.optimizer import SCHEDULES, UPDATE_RULES
 from jaxdist.sharding import named
-from jaxdist.training.forward.optimizer import clip, optimizer, schedule
+from jaxdist.training.forward.optimizer import AFTER_WARMUP, RULES, clip, optimizer, schedule
 
 BASE = OptimizerConfig(learning_rate=0.1, warmup=0, schedule="constant", decay_fraction=0.0, weight_decay=0.0)
 PARAMS = {"w": jnp.array([[1.0, -2.0], [3.0, 0.5]]), "b": jnp.array([0.3, 0.1])}
@@ -115,3 +118,9 @@ def test_matrices_decay_and_biases_and_scales_do_not(family):
     decays = named(models.matrices(models.build(ModelConfig(family=family))))
     assert decays == {name: not name.endswith(("bias", "scale")) for name in decays}
     assert set(decays.values()) == {True, False}
+
+
+@pytest.mark.parametrize(("knob", "tables"), [("name", (UPDATE_RULES, RULES)), ("schedule", (SCHEDULES, AFTER_WARMUP))])
+def test_each_name_has_a_row_and_a_function(knob, tables):
+    names = set(get_args(OptimizerConfig.model_fields[knob].annotation))
+    assert [set(table) for table in tables] == [names, names]

@@ -24,7 +24,6 @@ from jaxdist.parallel.pipeline.simulate import Times
 from jaxdist.planning import collective_time, expert_rows, step_bytes
 from jaxdist.planning.activations import in_layer, in_loss, saved_per_token, stashed_per_token
 from jaxdist.planning.collective_time import Numbers, ranks_together
-from jaxdist.planning.memory import MOMENTS
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -124,7 +123,7 @@ class Screen(Sizes):
             # What all replicas have in common: the weights, and the momentum of the outer step.
             of_replicas = of_replicas + F32 * self.at_rest * (1 + (self.config.optimizer.outer_momentum > 0))
         of_replicas = np.where(self.columns[REPLICA] > 1, of_replicas, 0)
-        each = F32 * self.held * (1 + MOMENTS[self.config.optimizer.name])
+        each = F32 * self.held * (1 + self.config.optimizer.rule.moments)
         return self.trained * (each + copy + of_replicas) + self.frozen_bytes
 
     def _gradients_and_weights(self) -> Column:
@@ -203,7 +202,7 @@ class Screen(Sizes):
 
     def _bytes_updated(self) -> Column:
         """Return the bytes that the optimizer reads and writes."""
-        return self.trained * F32 * self.held * (2 * (1 + MOMENTS[self.config.optimizer.name]) + 1)
+        return self.trained * F32 * self.held * (2 * (1 + self.config.optimizer.rule.moments) + 1)
 
     # Time, in seconds of a step.
 

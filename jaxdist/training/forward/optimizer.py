@@ -12,48 +12,70 @@ from jaxdist.config import OptimizerConfig
 from jaxdist.models import Params
 
 
+def _cosine(config: OptimizerConfig, steps: int, rest: int) -> optax.Schedule:
+    return optax.cosine_decay_schedule(config.learning_rate, rest, alpha=config.final)
+
+
+def _linear(config: OptimizerConfig, steps: int, rest: int) -> optax.Schedule:
+    return optax.linear_schedule(config.learning_rate, config.learning_rate * config.final, rest)
+
+
+def _constant(config: OptimizerConfig, steps: int, rest: int) -> optax.Schedule:
+    peak = config.learning_rate
+    decay = config.decay_steps(steps)
+    if not decay:
+        return optax.constant_schedule(peak)
+    return optax.linear_schedule(peak, peak * config.final, decay, transition_begin=rest - decay)
+
+
+AFTER_WARMUP = {"cosine": _cosine, "linear": _linear, "constant": _constant}
+"""The schedules by name: (config, steps of the run, updates from the first after the warm-up to the last) -> schedule.
+"""
+
+
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Return the learning rate by update: up from 0, then down to `final` x peak at the last of `steps` updates.
 
     `config.schedule` names the shape of the way down.
     """
-    peak = config.learning_rate
-    end = peak * config.final
     warmup = min(config.warmup, steps)
-    # From the first update after the warm-up to the last of the run.
-    rest = max(steps - warmup - 1, 1)
-    if config.schedule == "cosine":
-        after = optax.cosine_decay_schedule(peak, rest, alpha=config.final)
-    elif config.schedule == "linear":
-        after = optax.linear_schedule(peak, end, rest)
-    else:
-        decay = config.decay_steps(steps)
-        if decay:
-            after = optax.linear_schedule(peak, end, decay, transition_begin=rest - decay)
-        else:
-            after = optax.constant_schedule(peak)
+    after = AFTER_WARMUP[config.schedule](config, steps, max(steps - warmup - 1, 1))
     if not warmup:
         return after
 
     # The first update already has a rate above 0, and the first one after the warm-up has the peak.
     def rise(count: ArrayLike) -> ArrayLike:
-        return peak * (count + 1) / (warmup + 1)
+        return config.learning_rate * (count + 1) / (warmup + 1)
 
     return optax.join_schedules([rise, after], [warmup])
 
 
+def _adamw(config: OptimizerConfig, rate: optax.Schedule, matrices: Params) -> optax.GradientTransformation:
+    """Return AdamW (Loshchilov and Hutter 2019)."""
+    return optax.adamw(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=matrices)
+
+
+def _lion(config: OptimizerConfig, rate: optax.Schedule, matrices: Params) -> optax.GradientTransformation:
+    """Return Lion (Chen et al. 2023)."""
+    return optax.lion(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=matrices)
+
+
+def _sgd(config: OptimizerConfig, rate: optax.Schedule, matrices: Params) -> optax.GradientTransformation:
+    """Return SGD with momentum and decoupled weight decay."""
+    decay = optax.add_decayed_weights(config.weight_decay, mask=matrices)
+    return optax.chain(optax.trace(config.beta1), decay, optax.scale_by_learning_rate(rate))
+
+
+RULES = {"adamw": _adamw, "lion": _lion, "sgd": _sgd}
+"""The update rules by name."""
+
+
 def optimizer(config: OptimizerConfig, steps: int, matrices: Params) -> optax.GradientTransformation:
-    """Return AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023) or SGD with momentum.
+    """Return the update rule that `config` names, over a run of `steps`.
 
     Weight decay applies to the parameters that `matrices` marks, and to no others.
     """
-    rate = schedule(config, steps)
-    if config.name == "adamw":
-        return optax.adamw(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=matrices)
-    if config.name == "lion":
-        return optax.lion(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=matrices)
-    decay = optax.add_decayed_weights(config.weight_decay, mask=matrices)
-    return optax.chain(optax.trace(config.beta1), decay, optax.scale_by_learning_rate(rate))
+    return RULES[config.name](config, schedule(config, steps), matrices)
 
 
 def clip(grads: Params, norm: Float[Array, ""], limit: float) -> Params:
