@@ -19,7 +19,8 @@ READERS = [
 """What reads or makes a compiled program: a prediction is not read off the program."""
 
 PREDICTIONS = ["memory", "activations", "communication", "predicted_collectives", "parameter_layout", "step_bytes"]
-PREDICTIONS += ["pipelines", "pipeline_memory", "pipeline_traffic", "clusters", "collective_time", "search"]
+PREDICTIONS += ["runs", "weight_traffic", "stream_traffic", "context_traffic", "expert_traffic", "replica_traffic"]
+PREDICTIONS += ["compiler_habits", "pipelines", "pipeline_memory", "clusters", "collective_time", "search"]
 
 WITHOUT_JAX = ["folder", "schema", "keys", "rope", "model_config"]
 WITHOUT_JAX += ["tokenizer", "special_tokens", "given_tokenizer", "added_tokens"]

@@ -16,79 +16,72 @@ K' is K, repeated until n divides it. Ulysses sends (n - 1)/n of these elements,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from jaxdist.config import Config
 from jaxdist.mesh import CONTEXT
 from jaxdist.mesh.context import ring_elements, ulysses_elements
-from jaxdist.mesh.split import Split
+from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_TO_ALL, F32, PERMUTE, Transfer, transfer
-from jaxdist.sharding import SEQUENCE, Layout
+from jaxdist.planning.runs import Passes, Step
+from jaxdist.sharding import SEQUENCE
 
 INT32 = 4
 """Bytes of the start of a document."""
 
 
-@dataclass(frozen=True)
-class Passes:
-    """How often the layers of a device run attention in a step."""
+KEYS = "keys and values"
+"""`Transfer.what` of what a ring sends in its steps."""
 
-    forward: int
-    """Forward passes, and those that are recomputed apart from the backward pass of the layer."""
-    recomputed: int
-    """Forward passes that are recomputed with the backward pass of the layer, in one body of a loop."""
-    backward: int
-    documents: int
-    """Gathers of where documents start, of which Ulysses has whole rows; no gradient needs them."""
+STARTS = "starts of documents"
+"""`Transfer.what` of where documents start, which Ulysses needs of whole rows."""
 
 
-def predict(config: Config, layout: Layout, tokens: int, passes: Passes) -> Iterator[Transfer]:
-    """Yield the transfers of attention whose micro-batches have so many `tokens` on a device; none without the axis."""
-    if not layout.split(SEQUENCE):
+def predict(step: Step) -> Iterator[Transfer]:
+    """Yield the transfers of attention; none where nothing splits the sequence."""
+    if not step.layout.split(SEQUENCE):
         return
-    if layout.zigzag:
-        yield from _ring(config, layout, tokens, passes)
+    if step.layout.zigzag:
+        yield from _ring(step)
     else:
-        yield from _ulysses(config, layout, tokens, passes)
+        yield from _ulysses(step)
 
 
-def _ring(config: Config, layout: Layout, tokens: int, passes: Passes) -> Iterator[Transfer]:
+def _forward(passes: Passes) -> Numbers:
+    """Return how often layers run attention's forward pass: the results are kept only where nothing is recomputed."""
+    return passes.forward + passes.rerun + passes.recomputed + passes.attended
+
+
+def _ring(step: Step) -> Iterator[Transfer]:
+    layout = step.layout
     ranks = layout.size(CONTEXT)
-    heads = Split(config, dict(layout.axes)).heads
-    sent = ring_elements(2 * heads.key_value * config.model.head_size * tokens, ranks)
-    width = compute_width(config)
+    heads = step.split.heads
+    sent = ring_elements(2 * heads.key_value * step.config.model.head_size * step.tokens, ranks)
+    width = compute_width(step.config)
+    passes = step.runs.passes
     # Keys and values are an array each.
     round_trip = 2 * (ranks - 1)
 
-    def moved(what: str, calls: int, elements: int, width: int) -> Transfer:
+    def moved(what: str, calls: Numbers, elements: Numbers, width: int) -> Transfer:
         return transfer(layout, what, PERMUTE, {CONTEXT}, calls, elements, width)
 
-    calls = round_trip * (passes.forward + passes.backward) + 2 * _sent_again(layout) * passes.recomputed
-    yield moved("keys and values", calls, calls * sent.forward // round_trip, width)
+    rounds = _forward(passes) + passes.backward
+    yield moved(KEYS, round_trip * rounds, sent.forward * rounds, width)
     what = "gradients of keys and values"
     yield moved(what, round_trip * passes.backward, sent.sums * passes.backward, F32)
     yield moved(what, 2 * passes.backward, sent.home * passes.backward, width)
 
 
-def _sent_again(layout: Layout) -> int:
-    """Return in how many steps a recomputed forward pass sends keys and values.
-
-    The backward pass sends the same ones. XLA merges what both send: on CPUs all of it, and on GPUs what the first step
-    sends, because only that is outside the loops over the other steps.
-    """
-    if layout.platform == "cpu":
-        return 0
-    return layout.size(CONTEXT) - 2
-
-
-def _ulysses(config: Config, layout: Layout, tokens: int, passes: Passes) -> Iterator[Transfer]:
+def _ulysses(step: Step) -> Iterator[Transfer]:
+    layout = step.layout
     ranks = layout.size(CONTEXT)
-    heads = Split(config, dict(layout.axes)).heads
-    elements = ulysses_elements(tokens, heads, config.model.head_size, ranks)
-    times = passes.forward + passes.recomputed + passes.backward
+    passes = step.runs.passes
+    heads = step.split.heads
+    elements = ulysses_elements(step.tokens, heads, step.config.model.head_size, ranks)
+    times = _forward(passes) + passes.backward
     what = "sequence exchanged for heads"
-    yield transfer(layout, what, ALL_TO_ALL, {CONTEXT}, 4 * times, elements * times, compute_width(config))
-    if config.model.documents == "apart":
-        starts = passes.documents * tokens * ranks
-        yield transfer(layout, "starts of documents", ALL_GATHER, {CONTEXT}, passes.documents, starts, INT32)
+    yield transfer(layout, what, ALL_TO_ALL, {CONTEXT}, 4 * times, elements * times, compute_width(step.config))
+    if step.config.model.documents == "apart":
+        # No gradient needs them, but the backward pass does, unless the forward pass keeps them.
+        gathers = passes.forward + passes.rerun + passes.backward * (not step.runs.keeps_all)
+        starts = gathers * step.tokens * ranks
+        yield transfer(layout, STARTS, ALL_GATHER, {CONTEXT}, gathers, starts, INT32)

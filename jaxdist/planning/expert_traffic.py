@@ -11,9 +11,7 @@ Where the experts' width is split, all of its devices need every choice and its 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from jaxdist.config import Config
 from jaxdist.mesh import EXPERT
 from jaxdist.planning.expert_rows import first_round
 from jaxdist.planning.parameter_layout import compute_width
@@ -26,48 +24,48 @@ from jaxdist.planning.predicted_collectives import (
     Transfer,
     transfer,
 )
-from jaxdist.sharding import RESIDUAL, SEQUENCE, Layout
+from jaxdist.planning.runs import Step
+from jaxdist.sharding import RESIDUAL, SEQUENCE
 
 INT32 = 4
 """Bytes of the number of an expert."""
 
 
-@dataclass(frozen=True)
-class Calls:
-    """How often the layers of a device run each collective in a step."""
-
-    rows: int
-    """All-to-alls of the rows of tokens, or of their gradients."""
-    weights: int
-    """All-to-alls of the weights of the chosen experts, or of their gradients."""
-    choices: int
-    """All-gathers of the choices, where the sequence is split; those of their weights are as many."""
-    gradients: int
-    """Reductions of the gradients of these weights, where the experts' width is split."""
-    sums: int
-    """All-reduces of a number for each row and expert, where the sequence is split."""
+ROWS = "tokens to and from experts"
+"""`Transfer.what` of the rows of tokens that go to their experts and come back."""
 
 
-def predict(config: Config, layout: Layout, tokens: int, calls: Calls) -> Iterator[Transfer]:
-    """Yield the transfers of a step whose micro-batches have so many `tokens` on a device; none without experts."""
-    sizes = config.model
+def predict(step: Step) -> Iterator[Transfer]:
+    """Yield the transfers between the routers and the experts of the layers; none without experts."""
+    sizes = step.config.model
     if not sizes.traits.routed:
         return
-    width = compute_width(config)
-    seats = first_round(sizes, tokens)
-    choices = tokens * sizes.experts_per_token
-    per_row = tokens * layout.parts(SEQUENCE) // sizes.sequence * sizes.experts
+    layout = step.layout
+    runs = step.runs
+    passes = runs.passes
+    width = compute_width(step.config)
+    seats = first_round(sizes, step.tokens)
+    choices = step.tokens * sizes.experts_per_token
+    per_row = step.tokens * layout.parts(SEQUENCE) // sizes.sequence * sizes.experts
     stream = layout.sequence_parallel
     mlp = layout.split("mlp")
-    rows = calls.rows * seats * sizes.embed
-    yield transfer(layout, "tokens to and from experts", ALL_TO_ALL, {EXPERT}, calls.rows, rows, width)
-    of_rows = calls.sums * per_row
-    yield transfer(layout, "loads of experts", ALL_REDUCE, layout.split(RESIDUAL), calls.sums, of_rows, F32)
+
+    # There and back, and so the gradients; and once more there, for the gradients of weights.
+    forward = passes.forward + passes.rerun
+    calls = 2 * forward + 2 * passes.backward + runs.merged()
+    yield transfer(layout, ROWS, ALL_TO_ALL, {EXPERT}, calls, calls * seats * sizes.embed, width)
+    # The loads make the gradient of the loss, and are themselves the gradients of parameters that count. The backward
+    # pass needs them for the loss and, where it does not make them again, for what is reported.
+    calls = passes.backward * (1 + runs.keeps_all) + passes.weights * (1 + runs.split)
+    yield transfer(layout, "loads of experts", ALL_REDUCE, layout.split(RESIDUAL), calls, calls * per_row, F32)
     what = "weights of chosen experts"
-    yield transfer(layout, what, ALL_TO_ALL, {EXPERT}, calls.weights, calls.weights * seats, width)
+    calls = forward + 2 * passes.backward
+    yield transfer(layout, what, ALL_TO_ALL, {EXPERT}, calls, calls * seats, width)
+    reduced = passes.backward
     if not stream:
-        yield transfer(layout, what, ALL_REDUCE, mlp, calls.gradients, calls.gradients * choices, width)
+        yield transfer(layout, what, ALL_REDUCE, mlp, reduced, reduced * choices, width)
         return
-    yield transfer(layout, "chosen experts", ALL_GATHER, stream, calls.choices, calls.choices * choices, INT32)
-    yield transfer(layout, what, ALL_GATHER, stream, calls.choices, calls.choices * choices, width)
-    yield transfer(layout, what, REDUCE_SCATTER, stream, calls.gradients, calls.gradients * choices, width)
+    calls = forward + passes.backward * (not runs.keeps_all)
+    yield transfer(layout, "chosen experts", ALL_GATHER, stream, calls, calls * choices, INT32)
+    yield transfer(layout, what, ALL_GATHER, stream, calls, calls * choices, width)
+    yield transfer(layout, what, REDUCE_SCATTER, stream, reduced, reduced * choices, width)

@@ -1,8 +1,8 @@
 """List the expected differences between prediction and compiled program: where, since which jax, and why.
 
-The prediction is made for jax 0.10, and is exact except for what is listed here. Where a compiler does something else
-that a rule can bound, the rule is in `KNOWN`, and `explain` reports the difference as known. Any other difference is a
-fault of the prediction or of the program.
+The prediction is made for jax 0.10: theory, corrected by `compiler_habits`. It is exact except for what is listed here.
+Where a compiler does something else that a rule can only bound, the rule is in `KNOWN`, and `explain` reports the
+difference as known. Any other difference is a fault of the prediction or of the program.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from packaging.version import Version
-
 from jaxdist.config import Config
+from jaxdist.planning.compiler_habits import Habit
 from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, Transfer
+from jaxdist.planning.stream_traffic import STREAM_OF_LAYERS
+from jaxdist.planning.weight_traffic import GRADIENTS
 from jaxdist.sharding import Layout
 
 if TYPE_CHECKING:
     from jaxdist.planning.report import Row
 
-GRADIENTS_OF_LAYERS = "gradients of layers"
+GRADIENTS_OF_LAYERS = f"{GRADIENTS}layers"
 """`Transfer.what` of the reductions of the layers' gradients."""
-
-STREAM_OF_LAYERS = "residual stream of the layers"
-"""`Transfer.what` of tensor and sequence parallelism."""
 
 
 @dataclass(frozen=True)
@@ -41,29 +39,19 @@ class Case:
     """The predicted collectives."""
 
 
-@dataclass(frozen=True)
-class Known:
+@dataclass(frozen=True, kw_only=True)
+class Known(Habit):
     """A kind of difference that is expected."""
 
-    name: str
-    platforms: tuple[str, ...]
-    """The values of `Layout.platform` where it occurs."""
-    since: str
-    """The first version of jax where it occurs."""
     applies: Callable[[Row, Case], bool]
     """Whether a row differs in this way, to the element."""
-    reason: str
 
     def explains(self, row: Row, case: Case) -> bool:
         """Return whether `row` of `case` differs in this way.
 
         The platform, the jax version and the condition on the request must all match.
         """
-        if case.layout.platform not in self.platforms:
-            return False
-        if Version(case.jax).release < Version(self.since).release:
-            return False
-        return self.applies(row, case)
+        return self.occurs(case.layout.platform, case.jax) and self.applies(row, case)
 
 
 def reason(row: Row, case: Case) -> str:
@@ -148,7 +136,7 @@ def _sends_less(row: Row, savings: Iterable[int], width: int) -> bool:
 
 KNOWN = (
     Known(
-        "classifier with dropout",
+        name="classifier with dropout",
         platforms=("cpu", "gpu"),
         since="0.10",
         applies=_has_no_prediction,
@@ -156,7 +144,7 @@ KNOWN = (
         "device, and the compiler chooses where gradients and statistics are reduced",
     ),
     Known(
-        "micro-batches outside the layers",
+        name="micro-batches outside the layers",
         platforms=("gpu",),
         since="0.11",
         applies=_sends_once_for_all_groups,
@@ -164,21 +152,21 @@ KNOWN = (
         "all micro-batches, and reduces them once",
     ),
     Known(
-        "ticks of stages of one layer",
+        name="ticks of stages of one layer",
         platforms=("gpu",),
         since="0.10",
         applies=_sends_once_for_all_ticks_of_one_layer,
         reason="XLA:GPU adds up gradients of a stage's only layer over the ticks of a loop, and reduces them once",
     ),
     Known(
-        "ticks of a pipeline",
+        name="ticks of a pipeline",
         platforms=("gpu",),
         since="0.11",
         applies=_sends_once_for_all_ticks,
         reason="XLA:GPU since jax 0.11 adds up gradients of the layers over the ticks of a loop, and reduces them once",
     ),
     Known(
-        "stages of one layer",
+        name="stages of one layer",
         platforms=("gpu",),
         since="0.10",
         applies=_gathers_once_for_both_products,

@@ -43,29 +43,10 @@ class Pipeline:
         """Return in how many ticks all ranks run a slot: "F", "H" (head), "B" or "W"."""
         return sum(end - first for first, end, slots in self.table.segments if slot in slots)
 
-    def messages(self, slot: str) -> int:
-        """Return how many messages F or B sends to a neighbour."""
-        count = self.ticks(slot)
-        first, end, _ = [segment for segment in self.table.segments if slot in segment[2]][-1]
-        # XLA drops a message that nobody reads where it is no part of a loop: in a segment of a single tick.
-        if end - first == 1:
-            count -= 1
-        return count
-
     @property
     def embedded(self) -> int:
         """In how many ticks all ranks embed a micro-batch."""
-        needed = self.table.rows.embed.on
-        total = 0
-        for first, end, slots in self.table.segments:
-            if "F" not in slots:
-                continue
-            # A segment of a single tick is no loop: XLA knows whether the first chunk reads the embedding there.
-            if end - first > 1:
-                total += end - first
-            else:
-                total += int(needed[first])
-        return total
+        return self.ticks("F")
 
     @property
     def unembedded(self) -> int:
@@ -141,10 +122,6 @@ class AsynchronousPipeline(Pipeline):
     def ticks(self, slot: str) -> int:
         """Return in how many ticks of a round the program has a slot."""
         return {"F": 2, "B": 2, "H": 1}[slot]
-
-    def messages(self, slot: str) -> int:
-        """Return how many messages F or B sends to a neighbour in a round."""
-        return self.ticks(slot)
 
     @property
     def embedded(self) -> int:

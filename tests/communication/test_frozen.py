@@ -58,6 +58,7 @@ OTHERS = [
     pipelines.config("2x2x2", zero=2, sequence=True, lora_rank=4),
     pipelines.config("2x2x2", zero=3, sequence=True, schedule="zb-u", remat="none", lora_rank=4),
     pipelines.config("1x2x2", sequence=True, schedule="zb-u", remat="block", lora_rank=4),
+    pipelines.config("1x2x2", sequence=True, remat="block", lora_targets="q_proj,v_proj", **STAGES),
     pipelines.config("2x2x2", zero=3, schedule="interleaved", remat="none", lora_rank=4),
     pipelines.config("1x2x2", sequence=True, schedule="zb-h1", remat="dots", lora_rank=4, lora_targets="o_proj"),
 ]

@@ -10,7 +10,7 @@ from jaxdist.config import Config
 from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.planning import communication
 from jaxdist.planning.hlo import Collective, collectives
-from jaxdist.planning.pipelines import pipeline_of
+from jaxdist.planning.predicted_collectives import PERMUTE
 from jaxdist.training.run import Run
 from tests.planning.pipelines import config
 from tests.tiers import exhaustive, thinned
@@ -89,12 +89,13 @@ def test_neighbours_send_the_residual_stream_and_its_gradient_once_per_tick(mesh
     """Two collective-permutes in the loop that runs F and B, one where there is either; of a micro-batch each."""
     assert (mesh, of) in ROWS
     run, found = moved(config(mesh, **of))
-    pipe, sizes, axes = pipeline_of(run.config, run.layout), run.config.model, run.mesh.shape
+    sizes, axes = run.config.model, run.mesh.shape
     sent = [one for one in found if one.kind == "collective-permute"]
     rows = run.config.train.global_batch_size // run.config.pipeline.microbatches // axes["data"]
     stream = rows * sizes.sequence * sizes.embed // (axes["model"] if run.config.parallel.sequence else 1)
     assert {(one.axes, one.elements) for one in sent} == {(("pipeline",), stream)}
-    assert sum(one.count for one in sent) == pipe.messages("F") + pipe.messages("B")
+    predicted = communication.predict(run.config, run.model, run.layout)
+    assert sum(one.count for one in sent) == sum(one.calls for one in predicted if one.kind == PERMUTE)
     assert max(one.depth for one in sent) == 1
 
 

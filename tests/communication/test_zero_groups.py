@@ -14,8 +14,8 @@ from jaxdist.parallel.delayed_gradients import cross_at_once
 from jaxdist.parallel.zero import Placement
 from jaxdist.planning import parameter_layout
 from jaxdist.planning.hlo import summary
-from jaxdist.planning.pipeline_traffic import gathered
 from jaxdist.planning.predicted_collectives import ALL_GATHER, Transfer
+from jaxdist.planning.weight_traffic import gathered
 from jaxdist.sharding import Layout
 from tests.communication.reading import collectives
 
@@ -159,5 +159,5 @@ def test_a_gather_is_predicted_over_the_group(axes, over, devices):
     abstract = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.float32)}
     (p,) = parameter_layout.lay_out(layout, {"w": axes}, abstract, {"w": placement(layout, axes)})
     assert p.rest == WHOLE.size // 8
-    found = list(gathered(Config(precision="float32"), p, layout, "layers", 1, p.use))
+    found = list(gathered(Config(precision="float32"), p, layout, "weights of layers", 1, p.use))
     assert found == [Transfer("weights of layers", ALL_GATHER, over, devices, 1, p.use, 4)]

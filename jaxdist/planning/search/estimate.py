@@ -56,9 +56,9 @@ from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.parameter_layout import compute_width, placed
-from jaxdist.planning.pipeline_traffic import BETWEEN_REPLICAS, SECOND_FACTORS
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.predicted_collectives import ALL_TO_ALL, F32, PERMUTE, Transfer
+from jaxdist.planning.replica_traffic import BETWEEN_REPLICAS, SECOND_FACTORS
 from jaxdist.planning.search import changed_loss
 from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, attention_seconds, ring_seconds, tokens_at_once
 from jaxdist.planning.search.products import layer_products, matmul_rate

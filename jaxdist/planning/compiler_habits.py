@@ -1,0 +1,292 @@
+"""List where XLA sends something otherwise than theory says: by platform, since which jax, and how often instead.
+
+Theory (`weight_traffic`, `stream_traffic`, `context_traffic`, `expert_traffic`) counts what the papers and the layout
+ask for. XLA merges two transfers of the same array, lifts one that is the same in all turns out of a loop, and drops
+one that nothing reads. `corrected` applies what is known of that to the calls of each transfer. What no rule predicts,
+but only bounds, is in `known_differences`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from packaging.version import Version
+
+from jaxdist.mesh import CONTEXT
+from jaxdist.planning.collective_time import Numbers
+from jaxdist.planning.context_traffic import KEYS, STARTS
+from jaxdist.planning.expert_traffic import ROWS
+from jaxdist.planning.parameter_layout import Placed
+from jaxdist.planning.pipelines import Pipeline
+from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Transfer
+from jaxdist.planning.runs import Step
+from jaxdist.planning.stream_traffic import BETWEEN_STAGES, LOOKED_UP, LOOKED_UP_POSITIONS
+from jaxdist.planning.weight_traffic import GRADIENTS, WEIGHTS
+
+PREDICTED = "0.10"
+"""The version of jax that predictions are made for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habit:
+    """Something that a compiler does on some platforms, since a version of jax."""
+
+    name: str
+    platforms: tuple[str, ...]
+    """The values of `Layout.platform` where it occurs."""
+    since: str
+    """The first version of jax where it occurs."""
+    reason: str
+
+    def occurs(self, platform: str, jax: str) -> bool:
+        """Return whether it occurs on a platform with this version of jax."""
+        return platform in self.platforms and Version(jax).release >= Version(self.since).release
+
+
+class Sent(NamedTuple):
+    """A transfer as theory says it, of a parameter or of activations."""
+
+    transfer: Transfer
+    step: Step
+    parameter: Placed | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction(Habit):
+    """A habit that changes how often something is sent."""
+
+    calls: Callable[[Sent], Numbers]
+    """How often XLA sends it: as often as theory says where the habit does not concern it."""
+
+
+def corrected(sent: Sent, jax: str = PREDICTED) -> Transfer:
+    """Return a transfer as XLA sends it."""
+    transfer = sent.transfer
+    for correction in CORRECTIONS:
+        if transfer.calls and correction.occurs(sent.step.layout.platform, jax):
+            calls = correction.calls(sent._replace(transfer=transfer))
+            transfer = replace(transfer, calls=calls, elements=transfer.elements * calls // transfer.calls)
+    return transfer
+
+
+def _is_in_no_loop(sent: Sent, what: str) -> bool:
+    """Return whether it is a transfer of the weights or the gradients of what no loop over layers runs."""
+    p = sent.parameter
+    return p is not None and p.layers == 1 and not sent.step.pipe and sent.transfer.what.startswith(what)
+
+
+def _of_an_only_layer(sent: Sent) -> Numbers:
+    if _is_in_no_loop(sent, WEIGHTS):
+        return min(sent.transfer.calls, sent.step.runs.loops.forward)
+    return sent.transfer.calls
+
+
+def _once_for_all_groups(sent: Sent) -> Numbers:
+    return 1 if _is_in_no_loop(sent, WEIGHTS) else sent.transfer.calls
+
+
+def _behind_the_sum_of_groups(sent: Sent) -> Numbers:
+    adds_up = sent.transfer.kind == ALL_REDUCE and _is_in_no_loop(sent, GRADIENTS)
+    if adds_up and sent.parameter and not sent.parameter.place.dealt:
+        return 1
+    return sent.transfer.calls
+
+
+def _chunk_of_one_layer(sent: Sent) -> Pipeline | None:
+    """Return the pipeline if it is a transfer of weights that a rank gathers for its only layer (stage 3)."""
+    step = sent.step
+    p = sent.parameter
+    if p is None or not p.stacked or not step.pipe or not sent.transfer.what.startswith(WEIGHTS):
+        return None
+    only = step.pipe.stages.depth == step.pipe.stages.virtual == 1
+    return step.pipe if only and step.pipe.flush and step.config.parallel.zero == 3 else None
+
+
+def _once_for_all_ticks(sent: Sent) -> Numbers:
+    return 1 if _chunk_of_one_layer(sent) else sent.transfer.calls
+
+
+def _once_for_segments_of_a_tick(sent: Sent) -> Numbers:
+    pipe = _chunk_of_one_layer(sent)
+    if pipe is None:
+        return sent.transfer.calls
+    backward = not (sent.parameter and sent.parameter.forward_only)
+    lengths = [end - first for first, end, slots in pipe.table.segments if "F" in slots or backward]
+    return sum(ticks for ticks in lengths if ticks > 1) + int(1 in lengths)
+
+
+def _without_the_last_message(sent: Sent) -> Numbers:
+    pipe = sent.step.pipe
+    slots = [slot for slot, what in BETWEEN_STAGES.items() if what == sent.transfer.what]
+    if pipe is None or not pipe.flush or not slots:
+        return sent.transfer.calls
+    first, end, _ = [segment for segment in pipe.table.segments if slots[0] in segment[2]][-1]
+    return sent.transfer.calls - int(end - first == 1)
+
+
+def _without_what_no_stage_looks_up(sent: Sent) -> Numbers:
+    pipe = sent.step.pipe
+    transfer = sent.transfer
+    looked_up = transfer.what == LOOKED_UP and transfer.kind != ALL_GATHER
+    looked_up |= transfer.what == LOOKED_UP_POSITIONS and transfer.kind == REDUCE_SCATTER
+    if pipe is None or not pipe.flush or not looked_up:
+        return transfer.calls
+    needed = pipe.table.rows.embed.on
+    alone = [first for first, end, slots in pipe.table.segments if "F" in slots and end - first == 1]
+    return transfer.calls - sum(not needed[tick] for tick in alone)
+
+
+def _with_the_vectors_of_tokens(sent: Sent) -> Numbers:
+    layout = sent.step.layout
+    positions = sent.transfer.what == LOOKED_UP_POSITIONS and sent.transfer.kind == REDUCE_SCATTER
+    if positions and layout.split("vocab") == layout.sequence_parallel:
+        return 0
+    return sent.transfer.calls
+
+
+def _rows_for_each_purpose(sent: Sent) -> Numbers:
+    if sent.transfer.what != ROWS or sent.step.pipe:
+        return sent.transfer.calls
+    return sent.transfer.calls + sent.step.runs.passes.recomputed
+
+
+def _starts_before_all_loops(sent: Sent) -> Numbers:
+    runs = sent.step.runs
+    if sent.transfer.what != STARTS:
+        return sent.transfer.calls
+    if sent.step.pipe:
+        return runs.loops.forward + runs.loops.backward
+    # A loop of a single turn is none.
+    in_a_loop = runs.inside and runs.micro_batches > 1
+    return sent.transfer.calls if in_a_loop else runs.heads
+
+
+def _starts_before_forward_loops(sent: Sent) -> Numbers:
+    runs = sent.step.runs
+    if sent.transfer.what != STARTS or sent.step.pipe or runs.inside:
+        return sent.transfer.calls
+    return sent.transfer.calls - runs.passes.forward + runs.loops.forward
+
+
+def _keys_of_all_steps(sent: Sent) -> Numbers:
+    """Return the calls where the backward pass sends all keys and values that its recomputation needs."""
+    if sent.transfer.what != KEYS:
+        return sent.transfer.calls
+    steps = sent.step.layout.size(CONTEXT) - 1
+    return sent.transfer.calls - 2 * steps * _repeats_of_attention(sent.step)
+
+
+def _keys_of_the_first_step(sent: Sent) -> Numbers:
+    if sent.transfer.what != KEYS:
+        return sent.transfer.calls
+    return sent.transfer.calls - 2 * _repeats_of_attention(sent.step)
+
+
+def _repeats_of_attention(step: Step) -> Numbers:
+    """Return how often attention is repeated in one part of the program with its backward pass."""
+    return step.runs.passes.recomputed + step.runs.passes.attended
+
+
+CORRECTIONS = (
+    Correction(
+        name="the only layer",
+        platforms=("gpu",),
+        since="0.10",
+        calls=_of_an_only_layer,
+        reason="a loop of one layer is none, so that XLA:GPU gathers its weights once for the forward and the backward "
+        "pass",
+    ),
+    Correction(
+        name="weights of all groups",
+        platforms=("cpu",),
+        since="0.10",
+        calls=_once_for_all_groups,
+        reason="XLA:CPU moves a gather of weights that no loop over layers runs out of the loop over micro-batches; "
+        "XLA:GPU leaves it there",
+    ),
+    Correction(
+        name="sums of all groups",
+        platforms=("gpu",),
+        since="0.10",
+        calls=_behind_the_sum_of_groups,
+        reason="XLA:GPU moves an all-reduce behind a loop that only adds to a sum",
+    ),
+    Correction(
+        name="a chunk of one layer, all ticks",
+        platforms=("cpu",),
+        since="0.10",
+        calls=_once_for_all_ticks,
+        reason="nothing of a rank's only layer differs from tick to tick, so XLA:CPU gathers its weights once",
+    ),
+    Correction(
+        name="a chunk of one layer, single ticks",
+        platforms=("gpu",),
+        since="0.10",
+        calls=_once_for_segments_of_a_tick,
+        reason="XLA:GPU gathers the weights of a rank's only layer once in every turn of a loop over ticks, and once "
+        "for all segments of a single tick, which are no loops",
+    ),
+    Correction(
+        name="the last message",
+        platforms=("cpu", "gpu"),
+        since="0.10",
+        calls=_without_the_last_message,
+        reason="XLA drops a message that nothing reads where it is no part of a loop: in a segment of a single tick",
+    ),
+    Correction(
+        name="ticks that embed nothing",
+        platforms=("cpu", "gpu"),
+        since="0.10",
+        calls=_without_what_no_stage_looks_up,
+        reason="in a segment of a single tick, which is no loop, XLA knows whether the first chunk reads the embedding",
+    ),
+    Correction(
+        name="positions with tokens",
+        platforms=("gpu",),
+        since="0.10",
+        calls=_with_the_vectors_of_tokens,
+        reason="XLA:GPU adds positions to the vectors of tokens before one reduce-scatter of both",
+    ),
+    Correction(
+        name="rows of a recomputed layer",
+        platforms=("cpu",),
+        since="0.10",
+        calls=_rows_for_each_purpose,
+        reason="XLA:CPU does not merge what a recomputed block sends to its experts with what the gradients of weights "
+        "need",
+    ),
+    Correction(
+        name="starts of documents, all loops",
+        platforms=("cpu",),
+        since="0.10",
+        calls=_starts_before_all_loops,
+        reason="where documents start is the same for all layers, so XLA:CPU gathers it before the loops over layers, "
+        "if no loop over micro-batches is inside them",
+    ),
+    Correction(
+        name="starts of documents, forward loops",
+        platforms=("gpu",),
+        since="0.10",
+        calls=_starts_before_forward_loops,
+        reason="XLA:GPU gathers where documents start before the loop over layers of the forward pass, if no loop over "
+        "micro-batches is inside it, and leaves the gather in that of the backward pass",
+    ),
+    Correction(
+        name="keys of a ring, all steps",
+        platforms=("cpu",),
+        since="0.10",
+        calls=_keys_of_all_steps,
+        reason="the backward pass of a ring sends the keys and values that its recomputation sends: XLA:CPU sends them "
+        "once",
+    ),
+    Correction(
+        name="keys of a ring, first step",
+        platforms=("gpu",),
+        since="0.10",
+        calls=_keys_of_the_first_step,
+        reason="XLA:GPU sends once what the first step of a ring sends in its recomputation and in its backward pass, "
+        "because only that is outside the loops over the other steps",
+    ),
+)

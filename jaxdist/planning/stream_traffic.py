@@ -1,0 +1,167 @@
+"""Predict what moves with the activations of a step: the residual stream [B, S, D], at both ends and between stages.
+
+Over the model axis moves the residual stream of the layers (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022,
+section 4.2.2). Neighbours along `pipeline` send each other the residual stream and its gradient, once per tick in each
+direction (Narayanan et al. 2021, section 2.2). The stages share the vocabulary: the result of the last stage goes to
+all of them, and what each makes of its part of the embedding and of the loss is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from jaxdist.mesh import PIPELINE
+from jaxdist.models.experts import METERS
+from jaxdist.models.loss import chunk_length
+from jaxdist.planning import context_traffic, expert_traffic
+from jaxdist.planning.adapters import learns_columns, learns_tables
+from jaxdist.planning.collective_time import Numbers
+from jaxdist.planning.parameter_layout import compute_width
+from jaxdist.planning.predicted_collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    F32,
+    PERMUTE,
+    REDUCE_SCATTER,
+    Transfer,
+    transfer,
+)
+from jaxdist.planning.runs import Step
+from jaxdist.sharding import POSITIONS, RESIDUAL, SEQUENCE
+
+STREAM_OF_LAYERS = "residual stream of the layers"
+"""`Transfer.what` of tensor and sequence parallelism."""
+
+LOOKED_UP = "looked-up vectors"
+"""`Transfer.what` of the sums of what the parts of a table give."""
+
+LOOKED_UP_POSITIONS = "looked-up positions"
+"""`Transfer.what` of learned positions."""
+
+BETWEEN_STAGES = {"F": "residual stream between stages", "B": "its gradient between stages"}
+"""`Transfer.what` of messages, by slot of the schedule."""
+
+
+def predict(step: Step) -> Iterator[Transfer]:
+    """Yield the transfers of a decoder's activations and of their gradients."""
+    yield from _layers(step)
+    yield from expert_traffic.predict(step)
+    yield from context_traffic.predict(step)
+    yield from _ends(step)
+    yield _statistics(step)
+    if step.pipe:
+        yield from _between_stages(step)
+
+
+def _moved(step: Step, what: str, kind: str, axes: Collection[str], calls: Numbers, part: bool = False) -> Transfer:
+    """Move the residual stream of a micro-batch `calls` times, or with `part` only what a device has of it."""
+    parts = step.layout.size(*step.layout.sequence_parallel) if part else 1
+    elements = step.tokens * step.config.model.embed // parts
+    return transfer(step.layout, what, kind, axes, calls, calls * elements, compute_width(step.config))
+
+
+def _layers(step: Step) -> Iterator[Transfer]:
+    """Yield the moves of the residual stream between a layer's matmuls: tensor and sequence parallelism."""
+    passes = step.runs.passes
+    for logical in ("heads", "mlp"):
+        # Where a layer is recomputed, attention's output is computed again; the MLP's is not needed.
+        reduced = passes.forward + passes.rerun + passes.backward
+        if logical == "heads":
+            reduced += passes.recomputed
+        if step.layout.sequence_parallel:
+            moves = {REDUCE_SCATTER: reduced, ALL_GATHER: _gathers(step, logical)}
+        else:
+            moves = {ALL_REDUCE: reduced}
+        for kind, calls in moves.items():
+            yield _moved(step, STREAM_OF_LAYERS, kind, step.layout.split(logical), calls)
+        if logical == "heads" and step.config.model.qk_norm == "full":
+            # The sum of all heads' squares is made, and its gradient, as often as attention's output is.
+            yield _mean_squares(step, reduced)
+
+
+def _gathers(step: Step, logical: str) -> Numbers:
+    """Return how often the matmuls along `logical` gather the residual stream, or its gradient."""
+    runs = step.runs
+    passes = runs.passes
+    once = passes.forward + passes.rerun + passes.backward
+    if logical == "mlp" and step.config.model.traits.routed:
+        # The backward pass sends experts their rows again, from what it gathers anew. Where a layer keeps all, it keeps
+        # what they have gathered; where it is recomputed in that pass, it gathers no more.
+        anew = passes.backward * (not runs.keeps_all)
+        return once + anew + passes.recomputed * runs.stage
+    # The gradient of a weight gathers its operand.
+    return once + runs.merged(learns_columns(step.config, logical))
+
+
+def _mean_squares(step: Step, calls: Numbers) -> Transfer:
+    """Return the sums over the heads' squares of two numbers for each token, because one norm has all heads.
+
+    They are those of all queries and of all keys.
+    """
+    axes = step.layout.split("heads")
+    what = "mean squares of queries and keys"
+    return transfer(step.layout, what, ALL_REDUCE, axes, calls, 2 * step.tokens * calls, F32)
+
+
+def _ends(step: Step) -> Iterator[Transfer]:
+    """Yield the moves of what is looked up, of the last hidden states, and of their gradients."""
+    runs = step.runs
+    split = step.layout.sequence_parallel
+    vocab = step.layout.split("vocab")
+    shared = [axis for axis in vocab if axis not in split]
+    # Only the gradient of a table needs that of all looked-up vectors.
+    unembedded = runs.unembedded * learns_tables(step.config)
+    for what, summed, gathered in (
+        (LOOKED_UP, runs.embedded, unembedded),
+        ("last hidden states", runs.heads, runs.heads),
+    ):
+        if split and set(split) <= set(vocab):
+            yield _moved(step, what, REDUCE_SCATTER, split, summed)
+        yield _moved(step, what, ALL_REDUCE, shared, summed, part=True)
+        yield _moved(step, what, ALL_GATHER, split, gathered)
+    yield from _positions(step, unembedded)
+    if step.pipe:
+        yield _moved(step, "last hidden states", ALL_REDUCE, {PIPELINE}, runs.heads, part=True)
+        yield _moved(step, "gradient of the looked-up vectors", ALL_REDUCE, {PIPELINE}, unembedded, part=True)
+
+
+def _positions(step: Step, unembedded: Numbers) -> Iterator[Transfer]:
+    """Yield the moves of positions that are looked up in a table, and of their gradients."""
+    traits = step.config.model.traits
+    if not traits.text or traits.rotary:
+        return
+    split = step.layout.sequence_parallel
+    vocab = step.layout.split("vocab")
+    if step.layout.split(POSITIONS) != step.layout.split(RESIDUAL):
+        # The table is not split as the residual stream is, so each device takes its part of what it has looked up.
+        if step.pipe:
+            # The gradients of the parts are summed.
+            yield _moved(step, LOOKED_UP_POSITIONS, ALL_REDUCE, split, unembedded)
+        elif vocab:
+            # Where tokens are looked up in a whole table too, one gather of the gradient serves both.
+            yield _moved(step, LOOKED_UP_POSITIONS, ALL_GATHER, split, unembedded)
+    elif step.config.model.documents == "apart":
+        # Each document has its own positions, so that they are looked up as tokens are.
+        yield _moved(step, LOOKED_UP_POSITIONS, REDUCE_SCATTER, split, step.runs.embedded)
+        if not step.pipe and not vocab:
+            # Otherwise the gradient of the looked-up vectors is gathered already.
+            yield _moved(step, LOOKED_UP_POSITIONS, ALL_GATHER, split, unembedded)
+
+
+def _statistics(step: Step) -> Transfer:
+    """Return a maximum, a sum and the label's logit for each token, where the vocabulary is split."""
+    layout = step.layout
+    sequence = step.config.model.sequence // layout.parts(SEQUENCE)
+    chunks = sequence // chunk_length(layout, sequence, step.tokens // sequence)
+    calls = 3 * step.runs.heads * chunks
+    elements = 3 * step.runs.heads * step.tokens
+    return transfer(layout, "statistics of the loss", ALL_REDUCE, layout.split("vocab"), calls, elements, F32)
+
+
+def _between_stages(step: Step) -> Iterator[Transfer]:
+    """Yield what stages send each other: messages of neighbours, and what each has counted of its own layers."""
+    loops = step.runs.loops
+    for slot, calls in (("F", loops.forward), ("B", loops.backward)):
+        yield _moved(step, BETWEEN_STAGES[slot], PERMUTE, {PIPELINE}, calls, part=True)
+    if step.config.model.traits.routed and step.runs.flush:
+        yield transfer(step.layout, "numbers to report", ALL_REDUCE, {PIPELINE}, 1, len(METERS), F32)
