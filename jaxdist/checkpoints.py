@@ -18,8 +18,8 @@ from jaxdist.request import Extra, Request, arguments, check_output, check_outpu
 from jaxdist.request.knobs import option
 from jaxdist.training.checkpoint.step_dir import UNREADABLE_SEAL, UNSEALED, StepDir
 from jaxdist.training.export_target import exporting
-from jaxdist.training.named_bases import check_not_needed
 from jaxdist.training.run_dir import RunFolder
+from jaxdist.weights.named_bases import check_not_needed
 
 DESCRIPTION = (
     "List the checkpoints of a run: size, time, the mesh that wrote them, and whether they are intact. The exit code "

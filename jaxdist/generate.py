@@ -31,6 +31,7 @@ from jaxdist.huggingface.schema import GENERATION
 from jaxdist.request import JOB_KNOBS, LAYOUT_KNOBS, Enough, Extra, Request, arguments, run
 from jaxdist.request.prompts import USUAL_PROMPT, given_prompts
 from jaxdist.request.sampling import Sampling, sampling
+from jaxdist.weights.source import stored_at
 
 if TYPE_CHECKING:
     from jaxdist.cluster.job import Job
@@ -113,11 +114,11 @@ def generate(request: Request, texts: Sequence[str] | None, draws: Sampling, job
     from jaxdist.training.continuation import Ending
     from jaxdist.training.decoding import Choice, Decoding, check_fits
     from jaxdist.training.generation import Prompter, Writer
-    from jaxdist.training.restore import restore, tokenizer_of
+    from jaxdist.training.restore import restore
 
     config = request.config
     extras = request.extras
-    tokenizer, special = tokenizer_of(config.folder)
+    tokenizer, special = stored_at(config.folder).tokenizer()
     template = read_chat_template(config.folder) if extras["chat"] else None
     stops = () if extras["stop"] is None else stop_texts(extras["stop"])
     ending = Ending(extras["tokens"], config.model.sequence, special.stops, stops)

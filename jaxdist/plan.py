@@ -17,7 +17,7 @@ from jaxdist.mesh import fill, parse_mesh
 from jaxdist.planning.hardware import PRESETS
 from jaxdist.request import DEFAULT, Extra, arguments, check_output, check_picture, load, run, to_toml
 from jaxdist.request.numbers import as_list, numbers
-from jaxdist.request.pretrained import check_described
+from jaxdist.weights.source import source_of
 
 if TYPE_CHECKING:
     from jaxdist.planning.search.estimate import Estimate
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     request = arguments(argv, "plan", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
     check_alone("plan")
     request.tell_unused(processes=1)
-    check_described(request.config)
+    source_of(request.config.init_from).check_described()
     extras = request.extras
     if extras["picture"]:
         check_picture(extras["picture"], "plan.png")

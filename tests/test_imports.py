@@ -30,6 +30,9 @@ OF_MESHES = ["jaxdist.!config,mesh", "jax", "flax", "numpy"]
 
 OF_CONFIGS = ["jaxdist.!config,files,huggingface", "jax", "flax", "numpy"]
 
+OF_ARRAYS = [f"jaxdist.weights.{name}" for name in ("base", "pretrained", "steps", "upcycling")]
+"""What reads weights, with jax."""
+
 PURE = ["jaxdist", "jax", "flax", "numpy"]
 
 FORBIDDEN = {
@@ -42,19 +45,25 @@ FORBIDDEN = {
     "mesh": ["jaxdist.!config,mesh"],
     **dict.fromkeys(("mesh.context", "mesh.split"), OF_MESHES),
     "sharding": ["jaxdist.!config,mesh"],
-    "request": ["jaxdist.!config,process,files,mesh,request,data,huggingface,output"],
-    "parallel": ["jaxdist.models", "jaxdist.training", "jaxdist.data", "jaxdist.planning"],
+    "request": ["jaxdist.!config,process,files,mesh,request,data,huggingface,output,weights", *OF_ARRAYS],
+    "weights": [
+        "jaxdist.!config,files,cluster,models,parallel,sharding,request,huggingface,training,weights",
+        *(f"jaxdist.training.{name}" for name in ("run", "trainer", "save_policy", "restore", "export")),
+    ],
+    "weights.source": ["jaxdist.!config,files,huggingface,weights", "jax", "flax", "numpy"],
+    "parallel": ["jaxdist.models", "jaxdist.training", "jaxdist.weights", "jaxdist.data", "jaxdist.planning"],
     "models": [
         "jaxdist.parallel.zero",
         "jaxdist.parallel.placing",
         "jaxdist.training",
+        "jaxdist.weights",
         "jaxdist.data",
         "jaxdist.planning",
     ],
     "data": ["jaxdist.!config,files,mesh,sharding,output,data,huggingface"],
     "huggingface": ["jaxdist.!config,files,sharding,huggingface"],
     **dict.fromkeys((f"huggingface.{name}" for name in WITHOUT_JAX), OF_CONFIGS),
-    "planning": ["jaxdist.training", "jaxdist.data", "jaxdist.cluster"],
+    "planning": ["jaxdist.training", "jaxdist.weights", "jaxdist.data", "jaxdist.cluster"],
     **dict.fromkeys((f"planning.{name}" for name in PREDICTIONS), READERS),
     "cluster": ["jaxdist.!config,process,files,mesh,output,cluster"],
     "training.forward.step": ["jaxdist.data", "jaxdist.training.checkpoint", "jaxdist.training.metrics"],
@@ -221,7 +230,7 @@ def test_nobody_else_reads_json_from_a_file():
         "cluster.local",
         "cluster.slurm",
     ]
-    + ["cluster.heartbeat", "lab.__main__", "doctor.__main__", "completion.table"],
+    + ["weights.source", "cluster.heartbeat", "lab.__main__", "doctor.__main__", "completion.table"],
 )
 def test_no_jax_before_the_request_is_read(module):
     code = f"import sys, jaxdist.{module}; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
@@ -242,9 +251,9 @@ def test_files_tell_one_story():
 
 
 def test_training_has_seven_levels_and_no_circle():
-    """Each of its files, and each of its folders as a whole, stands above what it imports."""
+    """Each of its files, and each of its folders as a whole, stands above what it imports; so do files of `weights`."""
     below = {}
-    for path in (PACKAGE / "training").rglob("*.py"):
+    for path in [*(PACKAGE / "training").rglob("*.py"), *(PACKAGE / "weights").rglob("*.py")]:
         own = unit(name(path))
         found = {unit(module.removeprefix("jaxdist.")) for module in imports(path, everywhere=False)}
         below.setdefault(own, set()).update(found - {own, None})
@@ -260,6 +269,11 @@ def test_training_has_seven_levels_and_no_circle():
 
 
 def unit(module: str) -> str | None:
-    """The file or the folder of `training` that a module belongs to, such as `forward` for training.forward.step."""
+    """The file or the folder of `training` that a module belongs to, such as `forward` for training.forward.step.
+
+    A file of `weights` keeps the name of its folder.
+    """
     parts = module.split(".")
+    if parts[0] == "weights" and len(parts) > 1:
+        return f"weights.{parts[1]}"
     return parts[1] if parts[0] == "training" and len(parts) > 1 else None

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxdist.config import ClusterConfig, Config, RequestError, listed
 from jaxdist.config.values import path_error
-from jaxdist.huggingface.folder import adapter_problem, is_folder
+from jaxdist.huggingface.folder import adapter_problem
 from jaxdist.mesh import AUTO
 from jaxdist.output.streams import protect
 from jaxdist.process import stop_signals
@@ -25,6 +25,7 @@ from jaxdist.request.knobs import KNOBS, option, sentence, shown, within
 from jaxdist.request.options import Extra, Scan
 from jaxdist.request.reading import batch_note, read, to_toml
 from jaxdist.request.unused import Known, notes
+from jaxdist.weights.source import stored_at
 
 LAYOUT_KNOBS = (
     "mesh",
@@ -133,7 +134,7 @@ def arguments(
     word = scan.positionals[0] if scan.positionals else None
     config = None
     run = None
-    if positional == "RUN" and pretrained and word and is_folder(Path(word)):
+    if positional == "RUN" and pretrained and word and stored_at(Path(word)).model_folder:
         # Not the name of a shipped config, which a folder may have too.
         config = os.path.join(os.curdir, word)
         knobs = (*(knobs or ()), "model.sequence")

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import Config, ModelConfig, RequestError
-from jaxdist.files import read_toml
-from jaxdist.huggingface.folder import KEPT, adapter_problem, is_folder, open_config
+from jaxdist.huggingface.folder import KEPT, open_config
 from jaxdist.huggingface.model_config import differing, longest_sequence, maximum_of, model_values
 from jaxdist.huggingface.schema import TOKENIZER
+from jaxdist.weights.source import begun_with
 
 RUNS = Path("runs")
 """Where the folders of runs are by default."""
@@ -33,20 +33,6 @@ MODEL_KNOBS = frozenset(f"model.{name}" for name in ModelConfig.model_fields)
 
 GIVEN = MODEL_KNOBS - {f"model.{name}" for name in OWN}
 """Knobs that the folder gives, whatever else does."""
-
-
-def folder_of(init_from: object, run: Path) -> Path | None:
-    """Return the folder of Hugging Face that `init_from` names; None where it names something else.
-
-    Where that folder is gone, it is what the run in the folder `run` keeps of it, if that run began with it.
-    """
-    if not isinstance(init_from, Path):
-        return None
-    if is_folder(init_from):
-        return init_from
-    if not init_from.exists() and _began_with(run, init_from) and is_folder(run / KEPT):
-        return run / KEPT
-    return None
 
 
 def model_of(folder: Path, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -75,12 +61,12 @@ def model_of(folder: Path, given: Mapping[str, Any]) -> tuple[dict[str, Any], li
     return values, problems
 
 
-def default_run_dir(init_from: object) -> Path | None:
+def default_run_dir(init_from: Path | None) -> Path | None:
     """Return the folder of a run that begins with a folder of Hugging Face, where no config gives the run a name."""
-    if not isinstance(init_from, Path):
+    if init_from is None:
         return None
     run = RUNS / name_of(init_from)
-    return run if folder_of(init_from, run) else None
+    return run if begun_with(init_from, run).model_folder else None
 
 
 def name_of(folder: Path) -> str:
@@ -99,26 +85,6 @@ def with_tokenizer(folder: Path, given: Mapping[str, Any], default: bool) -> dic
     if tokenizer is not None and tokenizer == given.get("init_from"):
         return {"data.tokenizer": folder}
     return {}
-
-
-def check_described(config: Config) -> None:
-    """Refuse an `init_from` that is a run, for commands that take nothing else from it than the model."""
-    if config.init_from and not is_folder(config.init_from):
-        if not any((run / "config.toml").is_file() for run in (config.init_from, config.init_from.parent.parent)):
-            raise no_weights(config.init_from)
-        raise RequestError(
-            f"init_from '{config.init_from}' is not a folder of Hugging Face with a config.json, and only the model of "
-            f"such a folder has an effect on this command; leave it out, and name the config.toml of a run as CONFIG"
-        )
-
-
-def no_weights(init_from: Path) -> RequestError:
-    """Return the error for an `init_from` that is nothing with which a run could begin."""
-    return RequestError(
-        adapter_problem(init_from)
-        or f"init_from {init_from} is neither the folder of a run nor a checkpoint in one, nor a folder of Hugging "
-        f"Face with a config.json; name one, such as runs/gpt_tiny, or runs/gpt_tiny/checkpoints/best"
-    )
 
 
 def _differences(folder: Path, found: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
@@ -141,11 +107,3 @@ def as_asked(config: Config) -> Config:
         return config
     data = config.data.model_copy(update={"tokenizer": config.init_from})
     return config.model_copy(update={"data": data})
-
-
-def _began_with(run: Path, init_from: Path) -> bool:
-    """Return whether the run in this folder began with `init_from`."""
-    try:
-        return read_toml(run / "config.toml").get("init_from") == str(init_from)
-    except (OSError, ValueError):
-        return False

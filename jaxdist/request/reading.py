@@ -16,9 +16,10 @@ from jaxdist import __version__
 from jaxdist.config import Config, RequestError, leaves, listed, nearest
 from jaxdist.config.values import path_error
 from jaxdist.files import read_toml
-from jaxdist.huggingface.folder import adapter_problem, is_folder
+from jaxdist.huggingface.folder import adapter_problem
 from jaxdist.request import checks, pretrained, unused
 from jaxdist.request.knobs import KNOBS, SECTIONS, canonical, from_text, nest, option, sentence, shown, suggest, within
+from jaxdist.weights.source import begun_with, stored_at
 
 SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))}
 """The configs inside the package, by name."""
@@ -28,12 +29,14 @@ DEFAULT = "gpt_tiny"
 
 
 @dataclass
-class Source:
+class Given:
     """The contents of a file or a command line: valid values, invalid knobs, and a sentence for each problem."""
 
     values: dict[str, Any] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
+    folder: Path | None = None
+    """The folder of Hugging Face that stands for the file, if one does."""
 
 
 def load(config: str | None, overrides: Mapping[str, str], knobs: Collection[str] | None = None) -> Config:
@@ -97,10 +100,10 @@ def read(
     # A valid value on the command line replaces an invalid one in the file.
     invalid = (file.failed - set(line.values)) | line.failed
     problems = file.problems + line.problems
-    named = config is not None and is_folder(Path(config))
-    if named and values["init_from"] != Path(config or ""):
+    named = file.folder is not None
+    if named and values["init_from"] != file.folder:
         problems.append(f"'{config}' and init_from '{values['init_from']}' both give a model; leave one of them out")
-    folder = pretrained.folder_of(values.get("init_from"), run or values["run_dir"])
+    folder = begun_with(values.get("init_from"), run or values["run_dir"]).model_folder
     if folder:
         given -= pretrained.GIVEN
         more = _complete(values, folder, named or "init_from" in used, "data.tokenizer" in used)
@@ -159,7 +162,7 @@ def _is_shipped(config: str | None) -> bool:
     return config is None or canonical(config) in SHIPPED
 
 
-def _read_config(config: str | None) -> tuple[str, Source]:
+def _read_config(config: str | None) -> tuple[str, Given]:
     """Return the name of the config, and the contents of its file."""
     if config is None:
         config = DEFAULT
@@ -171,8 +174,8 @@ def _read_config(config: str | None) -> tuple[str, Source]:
         problem = "config is empty; name a TOML file or a shipped config, or leave it out"
     elif path_error(path):
         problem = f"config {shown(config)} {path_error(path)}"
-    elif is_folder(path):
-        return pretrained.name_of(path), Source({"init_from": path})
+    elif stored_at(path).model_folder:
+        return pretrained.name_of(path), Given({"init_from": path}, folder=path)
     elif adapter_problem(path):
         problem = adapter_problem(path)
     elif os.path.isdir(path):
@@ -181,20 +184,20 @@ def _read_config(config: str | None) -> tuple[str, Source]:
         problem = f"config '{config}' is neither a file nor a shipped config; {nearest(canonical(config), SHIPPED)}"
     else:
         return path.stem, _read_file(path)
-    return DEFAULT, Source(failed=set(KNOBS), problems=[problem])
+    return DEFAULT, Given(failed=set(KNOBS), problems=[problem])
 
 
-def _read_file(path: Path) -> Source:
+def _read_file(path: Path) -> Given:
     try:
         tables = read_toml(path)
     except ValueError as error:
         # It is not TOML, not UTF-8, or contains a number of thousands of digits.
-        return Source(failed=set(KNOBS), problems=[f"config {path} is not valid TOML: {error}"])
+        return Given(failed=set(KNOBS), problems=[f"config {path} is not valid TOML: {error}"])
     except OSError as error:
-        return Source(failed=set(KNOBS), problems=[f"config {path} cannot be read: {error.strerror or error}"])
+        return Given(failed=set(KNOBS), problems=[f"config {path} cannot be read: {error.strerror or error}"])
     given, problems = _flatten(tables, path)
     source = _validate(given, _parse_strictly, where=f"{path}: ")
-    return Source(source.values, source.failed, problems + source.problems)
+    return Given(source.values, source.failed, problems + source.problems)
 
 
 def _parse_strictly(values: dict[str, Any]) -> Config:
@@ -236,7 +239,7 @@ def _flatten(tables: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[s
     return given, problems
 
 
-def _read_overrides(overrides: Mapping[str, str], used: Collection[str], also: Iterable[str]) -> Source:
+def _read_overrides(overrides: Mapping[str, str], used: Collection[str], also: Iterable[str]) -> Given:
     """Return the values of the command line; only `used` knobs are valid, `also` are other names to suggest."""
     given: dict[str, Any] = {}
     problems: list[str] = []
@@ -252,10 +255,10 @@ def _read_overrides(overrides: Mapping[str, str], used: Collection[str], also: I
     sentences = (f"unknown option {option(name)}; {suggest(name, [*also, *used], option)}" for name in unknown)
     problems += listed(sentences, len(unknown), "unknown options")
     source = _validate(given, _parse)
-    return Source(source.values, source.failed, problems + source.problems)
+    return Given(source.values, source.failed, problems + source.problems)
 
 
-def _validate(given: dict[str, Any], parse: Callable[[dict[str, Any]], Config], where: str = "") -> Source:
+def _validate(given: dict[str, Any], parse: Callable[[dict[str, Any]], Config], where: str = "") -> Given:
     """Check each value on its own with pydantic; `where` stands in front of each problem."""
     problems: dict[str, str] = {}
     try:
@@ -267,10 +270,10 @@ def _validate(given: dict[str, Any], parse: Callable[[dict[str, Any]], Config], 
             problems.setdefault(name, where + sentence(name, given[name], error, KNOBS[name].annotation))
         config = parse({name: value for name, value in given.items() if name not in problems})
     values = {name: value for name, value in leaves(config).items() if name in given and name not in problems}
-    return Source(values, set(problems), list(problems.values()))
+    return Given(values, set(problems), list(problems.values()))
 
 
-def _choose_length(file: Source, line: Source) -> None:
+def _choose_length(file: Given, line: Given) -> None:
     """Refuse steps and epochs from one source; the one on the command line replaces the other in the file."""
     for source, where in ((file, "the config"), (line, "the command line")):
         steps = source.values.get("train.steps")

@@ -10,9 +10,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxdist.config import RequestError
 from jaxdist.config.values import CountOrZero, NonNegativeFloat32, PositiveFloat32, TopP
-from jaxdist.huggingface.folder import KEPT, is_folder
 from jaxdist.huggingface.schema import GENERATION, read_if_there
 from jaxdist.request.knobs import option, sentence
+from jaxdist.weights.source import stored_at
 
 TYPES: dict[str, Any] = {
     "temperature": NonNegativeFloat32,
@@ -43,7 +43,7 @@ def sampling(extras: Mapping[str, Any], folder: Path) -> tuple[Sampling, str]:
 
     Raises `RequestError` for a file with other values, and for options that have no effect.
     """
-    path = (folder if is_folder(folder) else folder / KEPT) / GENERATION
+    path = stored_at(folder).small_files / GENERATION
     given = {name: extras[name] for name in TYPES if extras[name] is not None}
     content = read_if_there(path)
     told = {name: content[name] for name in TYPES if content.get(name) is not None}

@@ -23,11 +23,13 @@ from jaxdist.output.units import rounded
 from jaxdist.training.console import Screen
 from jaxdist.training.data_progress import DataProgress
 from jaxdist.training.file_losses import file_losses, together
-from jaxdist.training.restore import Trained, given_tokenizer
+from jaxdist.training.restore import Trained
 from jaxdist.training.run import Run
-from jaxdist.training.run_dir import RunFolder, check_tokenizer
+from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.scoring import log_probabilities
 from jaxdist.training.task_text import TextTask
+from jaxdist.weights.inheriting import check_tokenizer
+from jaxdist.weights.source import stored_at
 
 
 class Judgement(NamedTuple):
@@ -77,7 +79,7 @@ def on_files(trained: Trained, job: Job, stride: int | None = None) -> Judgement
     """
     run = trained.run
     model = run.config.model
-    given = given_tokenizer(run.config)
+    given = stored_at(run.config.folder).given_tokenizer(run.config.data.tokenizer)
     files: list[HeldOut] = []
 
     def read() -> None:
@@ -106,7 +108,7 @@ def encoded(config: Config, questions: list[Question], apart: bool, skip: bool) 
 
     Raises `RequestError` if there is no tokenizer, and for questions that cannot be scored.
     """
-    given = given_tokenizer(config)
+    given = stored_at(config.folder).given_tokenizer(config.data.tokenizer)
     if given is None:
         raise RequestError(f"'{config.folder}' has no tokenizer to read questions with; give its --data.tokenizer")
     rows = rows_of(questions, given.load(), given.special, config.model.sequence, apart, skip)

@@ -15,23 +15,21 @@ import numpy as np
 from jaxdist import __version__
 from jaxdist.config import Config, ModelConfig
 from jaxdist.files import write_whole
-from jaxdist.huggingface.folder import is_folder
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
-from jaxdist.huggingface.merging import merged
 from jaxdist.huggingface.peft_adapter import write_adapter
 from jaxdist.huggingface.readable import Readable, read
 from jaxdist.huggingface.safetensors_file import Tensor, check_room, write_file
 from jaxdist.huggingface.small_files import kept_dtype, read_kept, small_files
 from jaxdist.huggingface.writing import write_weights
-from jaxdist.models import build
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.request import to_toml
-from jaxdist.sharding import name_of
-from jaxdist.training.base_weights import base_arrays, base_for, recorded_base
+from jaxdist.request.pretrained import LORA
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.stored_arrays import whole
 from jaxdist.training.export_marks import FORMAT
 from jaxdist.training.run_dir import RunFolder
+from jaxdist.weights.base import base_for, recorded_base
+from jaxdist.weights.source import stored_at
 
 
 @contextmanager
@@ -100,8 +98,7 @@ def write_adapter_folder(config: Config, which: str, path: Path, dtype: str) -> 
     path.mkdir()
     with step_of(config, which) as (checkpoints, found):
         # PEFT loads the base itself, and knows no other form.
-        named = recorded_base(config, checkpoints.facts(found)).path
-        base = named if is_folder(named) else None
+        base = stored_at(recorded_base(config, checkpoints.facts(found)).path).model_folder
         written = write_adapter(path, config.model, checkpoints.arrays(found, "params"), dtype, base)
     return {"step": found.step, "dtype": dtype, **written}
 
@@ -109,23 +106,14 @@ def write_adapter_folder(config: Config, which: str, path: Path, dtype: str) -> 
 @contextmanager
 def weights(config: Config, checkpoints: Checkpoints, found: Found) -> Iterator[Mapping[str, Readable]]:
     """Yield the parameters of a step by name, unread; those of a LoRA run are its base with the adapters merged in."""
-    arrays = checkpoints.arrays(found, "params")
-    if not config.model.lora_rank:
+    base = base_for(config, found.store.step_dir.facts(found.step))
+    with base.merged(config.model, checkpoints.arrays(found, "params")) as arrays:
         yield arrays
-        return
-    base = base_for(config, checkpoints.facts(found))
-    assert base
-    dtypes = {
-        name_of(path): np.dtype(leaf.dtype) for path, leaf in jax.tree.leaves_with_path(build(config.model).abstract)
-    }
-    with base_arrays(base, config.model) as frozen:
-        yield merged(config.model, frozen, arrays, dtypes)
 
 
 def _without_adapters(config: Config) -> Config:
     """Return the configuration of a run whose adapters are merged into its weights."""
-    knobs = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_base")
-    defaults = {knob: ModelConfig.model_fields[knob].default for knob in knobs}
+    defaults = {knob: ModelConfig.model_fields[knob].default for knob in LORA}
     return config.model_copy(update={"model": config.model.model_copy(update=defaults)})
 
 

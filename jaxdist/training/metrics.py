@@ -14,6 +14,7 @@ from jaxdist.output.streams import clock
 from jaxdist.output.units import hours
 from jaxdist.training.console import Screen
 from jaxdist.training.run_dir import RunFolder
+from jaxdist.training.run_facts import wandb_id
 from jaxdist.training.tensorboard import Board
 
 Values = Mapping[str, float | int | None]
@@ -140,7 +141,7 @@ def _start_wandb(config: Config, folder: RunFolder, say: Callable[[str], None]) 
         return wandb.init(
             project=config.log.wandb,
             name=folder.path.name,
-            id=folder.wandb_id(),
+            id=wandb_id(folder.path),
             # A run that is resumed here is the same run there.
             resume="allow",
             dir=str(folder.path),

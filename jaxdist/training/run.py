@@ -199,12 +199,13 @@ class Run:
         """Return shapes, dtypes and shardings of the state as a checkpoint holds it; call under `jax.set_mesh`."""
         return on_devices(lambda: self.step.logical(self.traced_init()), self.mesh)
 
-    def abstract_base(self) -> Params:
-        """Return the same of the parameters that pretrained weights are: in a LoRA run the frozen ones, else all."""
-        return on_devices(lambda: self.step.unfolded(self._base(self.traced_init())), self.mesh)
+    def abstract_params(self) -> Params:
+        """Return the same of all parameters of pretrained weights, in a run without frozen ones."""
+        return on_devices(lambda: self.step.unfolded(self.traced_init().params), self.mesh)
 
-    def _base(self, state: TrainState) -> Params:
-        return state.frozen if self.config.model.lora_rank else state.params
+    def abstract_frozen(self) -> Params:
+        """Return the same of the frozen parameters."""
+        return on_devices(lambda: self.step.unfolded(self.traced_init().frozen), self.mesh)
 
     def traced_init(self) -> TrainState:
         """Return the state before the first step; call inside what is traced, under `jax.set_mesh`."""
@@ -255,16 +256,18 @@ class Run:
         return compiled
 
     def begin(self, params: Params, variables: Params) -> TrainState:
-        """Return the state before the first step with parameters of a checkpoint; call under `jax.set_mesh`.
+        """Return the state before the first step with parameters of a checkpoint; call under `jax.set_mesh`."""
+        return jax.jit(self.step.start)(self.step.folded(params), variables)
 
-        In a LoRA run they are frozen, and its adapters are new.
+    def begin_beside(self, frozen: Params) -> TrainState:
+        """Return the state before the first step with new adapters beside `frozen` ones of a checkpoint.
+
+        Call under `jax.set_mesh`.
         """
-        params = self.step.folded(params)
-        if not self.config.model.lora_rank:
-            return jax.jit(self.step.start)(params, variables)
-        state = jax.jit(self.step.start)(self._new_adapters(), variables)
+        frozen = self.step.folded(frozen)
+        state = jax.jit(self.step.start)(self._new_adapters(), {})
         # A program that took the base as well would return a copy of it.
-        return state._replace(frozen=params)
+        return state._replace(frozen=frozen)
 
     def _new_adapters(self) -> Params:
         """Return new adapters, as a step holds them."""

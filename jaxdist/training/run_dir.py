@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import secrets
 import stat
 import subprocess
@@ -27,20 +26,20 @@ from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.files import WRONG_CONTENT, write_whole
 from jaxdist.files.json_files import LARGEST_LISTING, read_text
 from jaxdist.huggingface import special_tokens
-from jaxdist.huggingface.folder import KEPT, is_folder, open_folder
-from jaxdist.huggingface.given_tokenizer import load_tokenizer, read_tokenizer
-from jaxdist.huggingface.schema import KEPT_TOKENS, SMALL_FILES, SOURCE, TOKENIZER
+from jaxdist.huggingface.folder import KEPT
+from jaxdist.huggingface.given_tokenizer import load_tokenizer
+from jaxdist.huggingface.schema import KEPT_TOKENS, SMALL_FILES, SOURCE
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.output.streams import clock
 from jaxdist.request import load, to_toml
-from jaxdist.request.checks.experts import check_upcycling
-from jaxdist.request.pretrained import as_asked, folder_of, no_weights
+from jaxdist.request.pretrained import as_asked
 from jaxdist.training import history
 from jaxdist.training.checkpoint.step_dir import STEP, StepDir
 from jaxdist.training.resume_check import differing, lengthened, refusal, with_warmup
 from jaxdist.training.run_facts import FILE, SAVED, run_facts, run_id
 from jaxdist.training.run_lock import LIMIT, RunLock
 from jaxdist.training.saved_before import what_shows_a_save
+from jaxdist.weights.source import begun_with, source_of
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 """Packages whose versions are written down."""
@@ -111,7 +110,7 @@ class RunFolder:
         committed = [step for folder in self._step_dirs() for step in folder.steps()]
         if not self.config.exists():
             self._check_new(config, committed)
-            return inheriting(config)
+            return source_of(config.init_from).inherit(config)
         if config.resume == "never":
             raise RequestError(
                 f"run folder {self.path} holds a run already and --resume is never; "
@@ -124,7 +123,7 @@ class RunFolder:
         if not committed:
             # The run died before it had learned anything that could be kept, or that is not where it was.
             self._refuse_lost(load(str(self.config), {}, knobs=()))
-            return inheriting(config)
+            return source_of(config.init_from).inherit(config)
         return self._continuing(config, steps or committed)
 
     def check_beginning(self, config: Config) -> None:
@@ -132,11 +131,9 @@ class RunFolder:
 
         A run that has saved a step here needs what it began with no more. Raises `RequestError`.
         """
-        if not config.init_from or folder_of(config.init_from, self.path):
-            return
         begun = self.config.exists() and any(folder.steps() for folder in self._step_dirs())
         if not begun:
-            inheriting(config)
+            begun_with(config.init_from, self.path).check_beginning(config)
 
     def _check_new(self, config: Config, committed: list[int]) -> None:
         """Raise `RequestError` where a folder without a config.toml is not fit for a new run."""
@@ -180,7 +177,7 @@ class RunFolder:
         if config.precision == "auto":
             config = config.model_copy(update={"precision": old.precision})
         if config.init_from and not config.data.tokenizer:
-            config = _with_tokenizer(config, old.data.tokenizer)
+            config = with_tokenizer(config, old.data.tokenizer)
         from_step = int(config.resume) if config.resume.isdecimal() else max(steps)
         asked = as_asked(config)
         longer = lengthened(old, asked, from_step)
@@ -194,10 +191,6 @@ class RunFolder:
     def model(self) -> ModelConfig:
         """Return the model of the run here."""
         return load(str(self.config), {}, knobs=()).model
-
-    def is_upcycled(self, model: ModelConfig) -> bool:
-        """Return whether `model` is a mixture of experts that the run here would have to become."""
-        return model.traits.routed and self.model().family != model.family
 
     def check_layout(self) -> None:
         """Raise `RequestError` where a file or a folder of a run is something else, such as a link."""
@@ -228,16 +221,6 @@ class RunFolder:
     def identity(self) -> str | None:
         """Return the random id of the run; None where it has none, or none that can be read."""
         return run_id(self.path)
-
-    def wandb_id(self) -> str:
-        """Return the id of the run at Weights & Biases; the first call makes it. Raises `OSError`."""
-        facts = run_facts(self.path)
-        found = facts.get("wandb")
-        if isinstance(found, str) and re.fullmatch("[A-Za-z0-9_-]{1,64}", found):
-            return found
-        facts["wandb"] = secrets.token_hex(8)
-        write_whole(self.run, json.dumps(facts) + "\n")
-        return facts["wandb"]
 
     def identify(self) -> None:
         """Give the run an id, if it has none: the one in the seals of its steps, where run.json was lost, or a new one.
@@ -362,77 +345,8 @@ class RunFolder:
             ) from error
 
 
-def checkpoint_of(path: Path) -> tuple[RunFolder, str]:
-    """Return the run, and which checkpoint of it, that `--init-from` names. Raises `RequestError` if it names none."""
-    run = RunFolder(path)
-    if run.config.is_file():
-        run.check_layout()
-        return run, "latest"
-    run = RunFolder(path.parent.parent)
-    if run.config.is_file() and path.parent.name == "checkpoints":
-        run.check_layout()
-        return run, path.name
-    raise no_weights(path)
-
-
-def inheriting(config: Config) -> Config:
-    """Return `config` with the tokenizer of the run whose weights it begins with, and refuse another one.
-
-    Data that are already tokens cannot be checked. A folder of Hugging Face must hold the tensors of the model; its
-    tokenizer is that of `config` already, where none was given. Raises `RequestError`.
-    """
-    data = config.data
-    if not config.init_from:
-        if config.model.lora_rank:
-            raise RequestError(
-                f"model.lora_rank is {config.model.lora_rank}, but there are no weights for adapters to stand beside; "
-                f"name a run or a folder of Hugging Face by --init-from, or set model.lora_rank to 0"
-            )
-        return config
-    if is_folder(config.init_from):
-        # It imports numpy, which most commands that look into the folder of a run do not need.
-        from jaxdist.huggingface.tensor_checks import check_tensors
-
-        check_tensors(open_folder(config.init_from), config.model)
-        check_tokenizer(config.init_from, data.tokenizer)
-        return config
-    source, _ = checkpoint_of(config.init_from)
-    if source.model().lora_rank:
-        raise RequestError(
-            f"init_from {config.init_from} is a LoRA run, whose checkpoints hold adapters alone; merge them into the "
-            f"weights by: jaxdist checkpoints {source.path} --export FOLDER/, and begin with that folder"
-        )
-    if source.is_upcycled(config.model) and config.model.lora_rank:
-        raise RequestError(
-            f"init_from {config.init_from} is a dense run, of which model.family {config.model.family} would make new "
-            f"experts, and model.lora_rank {config.model.lora_rank} freezes them; set model.lora_rank to 0"
-        )
-    if source.is_upcycled(config.model):
-        check_upcycling(config.model, source.model(), source.path)
-    if config.model.images or (data.path and data.path.suffix.lower() == ".bin"):
-        return config
-    tokenizer = source.load_tokenizer()
-    if not data.tokenizer:
-        return _with_tokenizer(config, source.tokenizer_source)
-    _check_same(data.tokenizer, tokenizer, source.path)
-    return config
-
-
-def check_tokenizer(folder: Path, tokenizer: Path | None) -> None:
-    """Refuse a tokenizer that is not the one of a folder of Hugging Face, where the folder has one."""
-    if tokenizer and tokenizer != folder and (folder / TOKENIZER).is_file():
-        _check_same(tokenizer, read_tokenizer(folder).load(), folder)
-
-
-def _check_same(path: Path, tokenizer: Tokenizer, source: Path) -> None:
-    """Refuse the tokenizer at `path` if it has other tokens than `tokenizer`, which is that of `source`."""
-    if read_tokenizer(path).load().get_vocab() != tokenizer.get_vocab():
-        raise RequestError(
-            f"data.tokenizer {path} is not the one of {source}, whose weights know its tokens alone; leave it out"
-        )
-
-
-def _with_tokenizer(config: Config, tokenizer: Path | None) -> Config:
+def with_tokenizer(config: Config, tokenizer: Path | None) -> Config:
+    """Return `config` with this data.tokenizer."""
     return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
 
 

@@ -6,6 +6,8 @@ The id stays with a run whose folder is moved or copied.
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +42,14 @@ def note_saved(run_dir: Path, step: int) -> None:
     if facts and facts.get(SAVED) != step:
         facts[SAVED] = step
         write_whole(run_dir / FILE, json.dumps(facts) + "\n")
+
+
+def wandb_id(run_dir: Path) -> str:
+    """Return the id of the run at Weights & Biases; the first call makes it. Raises `OSError`."""
+    facts = run_facts(run_dir)
+    found = facts.get("wandb")
+    if isinstance(found, str) and re.fullmatch("[A-Za-z0-9_-]{1,64}", found):
+        return found
+    facts["wandb"] = secrets.token_hex(8)
+    write_whole(run_dir / FILE, json.dumps(facts) + "\n")
+    return facts["wandb"]

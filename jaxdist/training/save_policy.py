@@ -12,20 +12,19 @@ from typing import TypedDict
 import jax
 
 from jaxdist.cluster.consensus import agreed, from_leader, leader
-from jaxdist.huggingface.folder import is_folder, twofold
 from jaxdist.mesh import REPLICA, describe
 from jaxdist.output.units import counted
-from jaxdist.training import pretrained, upcycling
-from jaxdist.training.base_weights import BASE, Base, read_base
-from jaxdist.training.checkpoint.finite_state import check_loaded, first_not_finite
+from jaxdist.training.checkpoint.finite_state import first_not_finite
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.meter import Diverged
 from jaxdist.training.plots import plot_loss
 from jaxdist.training.run import Run
-from jaxdist.training.run_dir import RunFolder, checkpoint_of
+from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_lock import LockLost, RunLock
+from jaxdist.weights.base import Base, NoBase
+from jaxdist.weights.source import source_of
 
 
 @contextmanager
@@ -67,8 +66,8 @@ class Baseline(TypedDict):
 class SavePolicy:
     """Decides when the checkpoints of a run are saved, and what is in them."""
 
-    def __init__(self, run: Run, checkpoints: Checkpoints, base: Base | None = None):
-        """Take the checkpoints of `run`, and what it has for a `base`, if it is a LoRA run."""
+    def __init__(self, run: Run, checkpoints: Checkpoints, base: Base | NoBase):
+        """Take the checkpoints of `run`, and what stands beside the parameters in them."""
         self.run = run
         self.checkpoints = checkpoints
         self.base = base
@@ -81,34 +80,10 @@ class SavePolicy:
 
     def begin(self, say: Callable[[str], None]) -> TrainState:
         """Return the state before the first step, with new weights, or with those of `init_from`."""
-        init_from = self.run.config.init_from
-        if not init_from:
-            return self.run.init()
-        if twofold(init_from):
-            say(f"note        {twofold(init_from)}")
-        if self.base:
-            say(f"weights     from {self.base.path}, frozen beside new adapters; their digest is {self.base.digest}")
-            return self.run.begin(read_base(self.run, self.base), {})
-        if is_folder(init_from):
-            params = pretrained.parameters(self.run, init_from)
-            say(f"weights     from {init_from}; the optimizer begins anew, and its warm-up with it")
-            return self.run.begin(params, {})
-        folder, which = checkpoint_of(init_from)
-        dense = folder.is_upcycled(self.run.config.model)
-        with Checkpoints(folder.path, keep=None) as checkpoints:
-            found = checkpoints.find(which)
-            abstract = self.run.abstract_logical()
-            shapes = upcycling.dense_shapes(self.run) if dense else abstract.params
-            params, variables = checkpoints.restore_params(shapes, abstract.variables, found)
-        check_loaded(params, f"step {found.step} of {folder.path}", "name another checkpoint as --init-from")
-        for note in checkpoints.notes:
-            say(note)
-        weights = f"weights     from step {found.step} of {folder.path}"
-        if dense:
-            params = upcycling.upcycled(self.run, params)
-            weights += "; each expert is a copy of its MLP"
-        say(weights)
-        return self.run.begin(params, variables)
+        source = source_of(self.run.config.init_from)
+        for note in source.notes():
+            say(f"note        {note}")
+        return self.base.begin(self.run, source, say)
 
     def go_on(self, found: Found, say: Callable[[str], None]) -> TrainState:
         """Return the state of that step, laid out for the run's mesh; `say` prints what changes the loss curve."""
@@ -121,10 +96,7 @@ class SavePolicy:
         if best is not None and self.checkpoints.has_best():
             self.best = best
         state = self.checkpoints.restore(self.run.abstract_logical(), found)
-        if self.base:
-            say(f"weights     from {self.base.path}, frozen beside the adapters of step {found.step}")
-            state = state._replace(frozen=read_base(self.run, self.base))
-        return self.run.step.resume(state)
+        return self.run.step.resume(self.base.resume(self.run, state, say))
 
     def _say_what_is_late(self, before: int, say: Callable[[str], None]) -> None:
         """Say by how many steps gradients are late from now on, where it is not `before`. Nothing is in flight."""
@@ -219,7 +191,7 @@ class SavePolicy:
             "late": self.run.step.late,
             "mesh": describe(self.run.mesh.shape),
             "processes": jax.process_count(),
-            **({BASE: self.base.fact()} if self.base else {}),
+            **self.base.facts(),
             "time": time.time(),
         }
 

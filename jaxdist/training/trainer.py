@@ -33,8 +33,7 @@ from jaxdist.mesh import REPLICA
 from jaxdist.process.exit_codes import DONE, FAILED, STOPPED
 from jaxdist.request import to_toml
 from jaxdist.sharding import Tree
-from jaxdist.training import history, pretrained
-from jaxdist.training.base_weights import Base, base_for
+from jaxdist.training import history
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.orbax_writer import SaveFailed
 from jaxdist.training.checkpoint.step_dir import StepDir
@@ -57,6 +56,9 @@ from jaxdist.training.save_policy import SavePolicy, checkpoint_bytes, finished,
 from jaxdist.training.startup_checks import check_attention
 from jaxdist.training.step_runner import StepRunner
 from jaxdist.training.summary import afterwards, beginning, folded, summary
+from jaxdist.weights.base import Base, NoBase, base_for
+from jaxdist.weights.pretrained import keep_files
+from jaxdist.weights.source import source_of
 
 
 class Prepared(NamedTuple):
@@ -71,8 +73,8 @@ class Prepared(NamedTuple):
     """Whether the beginning of the summary was printed while data were read."""
     samples: Samples | None
     """What the run writes while it trains, if anything."""
-    base: Base | None
-    """The frozen weights of a LoRA run."""
+    base: Base | NoBase
+    """What stands beside the parameters that it saves."""
 
     @property
     def first(self) -> int:
@@ -167,7 +169,7 @@ def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:
         note_saved(folder.path, prepared.found.step)
     else:
         # Before config.toml, which says that a run began with these files.
-        pretrained.keep_files(run.config.init_from, folder.path)
+        keep_files(source_of(run.config.init_from), folder.path)
     devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
     xla = xla_options.settings(run.layout.platform, run.compiler_options)
     folder.write(

@@ -14,8 +14,8 @@ from jaxdist.config import Config, ModelConfig, lora
 from jaxdist.huggingface.reading import read_parameters
 from jaxdist.parallel.partial_trees import joined
 from jaxdist.request import to_toml
-from jaxdist.training.base_weights import base_of
 from jaxdist.training.run import Run
+from jaxdist.weights.base import base_of
 from tests.huggingface.exported import GOLDEN, abstract, save
 from tests.huggingface.golden import config_of, expected
 
@@ -96,7 +96,7 @@ def lora_run(name: str, run: Path, base: Path | None = None, **changed: object) 
     for part, modules in adapters(name, config.model)["blocks"].items():
         own = {target: pair for target, pair in modules["lora"].items() if target in lora.adapted(config.model)}
         params |= {part: {"lora": own}} if own else {}
-    save(run, {"blocks": params}, **FACTS, base=base_of(base).fact())
+    save(run, {"blocks": params}, **FACTS, **base_of(base).facts())
     config = config.model_copy(update={"run_dir": run, "init_from": base})
     (run / "config.toml").write_text(to_toml(config))
     return config

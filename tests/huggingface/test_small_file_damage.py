@@ -35,9 +35,10 @@ from jaxdist.huggingface.schema import (
 )
 from jaxdist.huggingface.small_files import kept_dtype, read_kept, small_files
 from jaxdist.huggingface.special_tokens import SpecialTokens
-from jaxdist.training.pretrained import keep_files
 from jaxdist.training.run_dir import FILES as RUN_FILES
 from jaxdist.training.run_dir import RunFolder
+from jaxdist.weights.pretrained import keep_files
+from jaxdist.weights.source import source_of
 
 GOLDEN = Path(__file__).parent / "golden" / "llama31"
 SECONDS = 20
@@ -62,7 +63,7 @@ def template(folder: Path) -> None:
 
 
 def keep(folder: Path) -> None:
-    keep_files(folder, folder.parent / "kept")
+    keep_files(source_of(folder), folder.parent / "kept")
 
 
 def command(main: Callable, *more: str) -> Callable[[Path], None]:

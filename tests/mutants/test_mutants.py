@@ -14,7 +14,7 @@ from tests.mutants.table import Mutant, mutants, mutated
 MUTANTS = mutants()
 SEEN = [mutant for mutant in MUTANTS if mutant.test]
 
-OWN = 72
+OWN = 74
 """Mistakes that were made for the tables of the folders."""
 
 OTHERS = ("found", "features")

@@ -54,7 +54,7 @@ def decoding_of(family: str, mesh: str = "1x1x1", **more: object) -> Decoding:
     with jax.set_mesh(run.mesh):
         abstract = run.abstract_logical().params
         if run.config.model.lora_rank:
-            abstract = joined(run.abstract_base(), abstract)
+            abstract = joined(run.abstract_frozen(), abstract)
         shardings = jax.tree.map(lambda a: a.sharding, abstract)
         params = run.step.folded(jax.device_put(weights(family), shardings))
     return Decoding(run, params)

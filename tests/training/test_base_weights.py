@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxdist.config import Config, RequestError
-from jaxdist.training.base_weights import BASE, Base, base_for, base_of
 from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run import Run
+from jaxdist.weights.base import Base, NoBase, base_for, base_of
 from tests.huggingface.exported import GOLDEN, abstract, model_of, run_from
 
 LLAMA = GOLDEN / "llama31"
@@ -24,7 +24,7 @@ def config_of(init_from: Path, run: Path) -> Config:
 
 
 def facts_of(base: Base) -> dict:
-    return {"step": 4, BASE: base.fact()}
+    return {"step": 4, **base.facts()}
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_missing_base_is_refused_with_what_to_do(folder):
     ]
 
 
-@pytest.mark.parametrize("fact", [{}, {BASE: {}}, {BASE: {"path": 1, "digest": "0"}}])
+@pytest.mark.parametrize("fact", [{}, {"base": {}}, {"base": {"path": 1, "digest": "0"}}])
 def test_adapters_whose_checkpoint_names_no_base_are_refused(fact, folder):
     with pytest.raises(RequestError, match=re.escape("does not say beside which weights its adapters were trained")):
         base_for(config_of(folder, folder.parent / "run"), {"step": 4, **fact})
@@ -123,7 +123,7 @@ def test_adapters_whose_checkpoint_names_no_base_are_refused(fact, folder):
 def test_a_run_without_adapters_has_no_base(folder):
     config = config_of(folder, folder.parent / "run")
     dense = config.model_copy(update={"model": model_of(LLAMA)})
-    assert base_for(dense, {"step": 4}) is None
+    assert isinstance(base_for(dense, {"step": 4}), NoBase)
 
 
 @pytest.mark.slow
@@ -132,5 +132,5 @@ def test_new_adapters_are_made_without_a_base_beside_them():
     run = Run(config_of(LLAMA, Path("run")), batch=False)
     with jax.set_mesh(run.mesh):
         compiled = jax.jit(run.adapters_of).lower(jax.random.key(0)).compile()
-        base = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract_base()))
+        base = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract_frozen()))
     assert compiled.memory_analysis().temp_size_in_bytes < base

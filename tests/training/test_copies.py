@@ -161,10 +161,11 @@ from jaxdist.config import Config, RequestError
 from jaxdist.huggingface.model_config import model_values
 from jaxdist.huggingface.folder import open_config
 from jaxdist.request import load
-from jaxdist.training import copies, pretrained
-from jaxdist.training.base_weights import Base, read_base
+from jaxdist.training import copies
 from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.run import Run
+from jaxdist.weights.base import Base
+from jaxdist.weights.source import stored_at
 
 copies.LEADER_SPEAKS = 0
 os.chdir(arguments[process])
@@ -179,16 +180,16 @@ def problem(call):
 
 def weights(folder):
     copies.check_named(config.model_copy(update={"init_from": folder}))
-    pretrained.parameters(run, folder)
+    stored_at(folder).restore(run, "latest")
 
 def step(folder):
     with Checkpoints(folder, keep=None) as checkpoints:
-        checkpoints.restore_params(run.abstract_base(), {}, checkpoints.find())
+        checkpoints.restore_params(run.abstract_params(), {}, checkpoints.find())
 
 with jax.set_mesh(run.mesh):
     found = {kind: problem(lambda: weights(Path(kind))) for kind in arguments[2].split(",")}
     # Each host has mounted the base of adapters elsewhere.
-    found["base"] = problem(lambda: read_base(run, Base(Path("a shard x 0.5").absolute(), "")))
+    found["base"] = problem(lambda: Base(Path("a shard x 0.5").absolute(), "").read(run))
     found["run"] = problem(lambda: step(Path("run")))
     found["same run"] = problem(lambda: step(Path(arguments[3])))
 tell([process, found])

@@ -187,7 +187,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_anything_is_compiled(monkey
 
 def test_generate_refuses_it_before_it_reads_weights(monkeypatch):
     monkeypatch.setattr(Run, "capacity", 1000.0)
-    monkeypatch.setattr("jaxdist.training.pretrained.parameters", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("jaxdist.weights.pretrained.parameters", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(RequestError, match=r"cache of 3 rows of model.sequence 32 takes"):
         generate.main([str(GOLDEN / "llama31"), "--samples=3", "--model.sequence=32"])
 

@@ -19,7 +19,7 @@ from jaxdist.process.stop_signals import SIGNALS, raising
 from jaxdist.training import export_target
 from jaxdist.training.export_marks import FORMAT, MARKER
 from jaxdist.training.export_target import exporting
-from jaxdist.training.named_bases import check_not_needed
+from jaxdist.weights.named_bases import check_not_needed
 
 pytestmark = pytest.mark.smoke
 

@@ -17,6 +17,7 @@ from jaxdist.training import trainer
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.save_policy import SavePolicy
+from jaxdist.weights.base import NoBase
 
 MODEL = dict(layers=1, embed=16, heads=2, vocab=64, sequence=8)
 
@@ -84,7 +85,7 @@ def test_a_run_goes_on_with_the_data_of_its_checkpoint_alone(resume, tmp_path, c
     write(path, ids)
     before = run_on(path)
     with jax.set_mesh(before.mesh):
-        facts = SavePolicy(before, checkpoints=None).facts(5)
+        facts = SavePolicy(before, None, NoBase()).facts(5)
     if changed is not None:
         ids[changed] = 63 - ids[changed]
     write(path, ids)

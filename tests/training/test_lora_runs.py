@@ -15,11 +15,11 @@ from jaxdist import checkpoints, evaluate, generate, train
 from jaxdist.config import Config, RequestError, lora
 from jaxdist.request import load
 from jaxdist.sharding import named
-from jaxdist.training import pretrained
-from jaxdist.training.base_weights import base_for, base_of, read_base
 from jaxdist.training.checkpoint.stored_arrays import open_arrays
 from jaxdist.training.run import Run
 from jaxdist.training.save_policy import checkpoint_bytes
+from jaxdist.weights.base import base_for, base_of
+from jaxdist.weights.source import source_of
 from tests.training.conftest import over
 from tests.training.curves import close, lines, parameters
 
@@ -60,7 +60,7 @@ def test_a_checkpoint_holds_the_adapters_and_names_the_base(beside):
     assert all(".lora." in name for name in arrays)
     assert len(arrays) == 2 * 7
     facts = json.loads(next(Path("run/checkpoints/4").rglob("*facts*/*")).read_text())
-    assert facts["base"] == base_of(Path("base")).fact()
+    assert {"base": facts["base"]} == base_of(Path("base")).facts()
     assert facts["base"]["path"] == str(beside / "base")
 
 
@@ -69,9 +69,7 @@ def first_loss(config: Config) -> float:
     run = Run(config)
     run.open_data()
     with jax.set_mesh(run.mesh):
-        base = base_for(config, None)
-        params = read_base(run, base) if base else pretrained.parameters(run, config.init_from)
-        state = run.begin(params, {})
+        state = base_for(config, None).begin(run, source_of(config.init_from), say=print)
         return run.validate(run.step.whole(state), state.variables, batches=2)["loss"]
 
 
@@ -95,9 +93,8 @@ def test_the_listing_names_the_base_of_each_step(beside, capsys):
     base = base_of(Path("base"))
     assert last == f"adapters of step 2, 4 beside {base.path} of digest {base.digest}"
     assert checkpoints.main(["run", "--json"]) == 0
-    assert {json.dumps(row["base"]) for row in json.loads(capsys.readouterr().out)["checkpoints"]} == {
-        json.dumps(base.fact())
-    }
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert all({"base": row["base"]} == base.facts() for row in rows)
 
 
 def test_a_run_goes_back_on_another_mesh(beside, tmp_path):
@@ -156,8 +153,8 @@ def test_a_new_run_holds_its_base_once():
     model = dict(family="llama", layers=2, embed=16, heads=2, vocab=32, sequence=8, lora_rank=2)
     run = Run(Config(mesh="1x1x1", model=model))
     with jax.set_mesh(run.mesh):
-        base = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), run.abstract_base())
-        state = run.begin(base, {})
+        base = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), run.abstract_frozen())
+        state = run.begin_beside(base)
     assert all(map(operator.is_, jax.tree.leaves(state.frozen), jax.tree.leaves(base)))
     assert all(lora.is_adapter(name) for name in named(state.params))
 

@@ -30,6 +30,7 @@ from jaxdist.training.console import Screen
 from jaxdist.training.forward.optimizer import schedule
 from jaxdist.training.metrics import Log
 from jaxdist.training.run_dir import RunFolder
+from jaxdist.training.run_facts import wandb_id
 from jaxdist.training.summary import folded
 from jaxdist.training.trainer import Trainer
 from tests.training.conftest import SMALL, over
@@ -317,9 +318,9 @@ def test_wandb_itself_has_one_run_for_one_that_goes_on_and_nothing_to_warn_of(ru
 def test_an_id_of_wandb_that_is_none_is_made_anew_and_the_runs_own_stays(tmp_path, content):
     folder = RunFolder(tmp_path)
     folder.run.write_text(content)
-    own, made = folder.identity(), folder.wandb_id()
+    own, made = folder.identity(), wandb_id(folder.path)
     assert re.fullmatch("[0-9a-f]{16}", made)
-    assert (folder.identity(), folder.wandb_id()) == (own, made)
+    assert (folder.identity(), wandb_id(folder.path)) == (own, made)
 
 
 def test_epochs_count_rows(request_of, tmp_path):

@@ -10,6 +10,7 @@ from jaxdist.config import Config
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.training.meter import Diverged
 from jaxdist.training.save_policy import SavePolicy
+from jaxdist.weights.base import NoBase
 
 STATE = {"count": jnp.arange(3)}
 
@@ -51,7 +52,7 @@ def saving(kept: Kept) -> SavePolicy:
         config=Config(), task=task, step=step, steps=20, mesh=make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])
     )
     run.abstract_logical = lambda: STATE
-    return SavePolicy(run, kept)
+    return SavePolicy(run, kept, NoBase())
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 from jaxdist.config import Config
 from jaxdist.training import save_policy
 from jaxdist.training.save_policy import SavePolicy
+from jaxdist.weights.base import NoBase
 
 
 def saved(steps: int = 20, rows: int = 100, seconds: float = 0.0, monkeypatch=None, **knobs) -> list[int]:
@@ -21,7 +22,7 @@ def saved(steps: int = 20, rows: int = 100, seconds: float = 0.0, monkeypatch=No
     monkeypatch.setattr(SavePolicy, "facts", lambda self, step: {})
     found = []
     checkpoints = SimpleNamespace(save=lambda step, state, facts: found.append(step))
-    one = SavePolicy(run, checkpoints)
+    one = SavePolicy(run, checkpoints, NoBase())
     for step in range(1, steps + 1):
         clock.now += seconds
         if one.due(range(step, step + 1)):

@@ -45,6 +45,11 @@ def _experts(split: Split) -> Iterator[str]:
         )
 
 
+def is_upcycled(model: ModelConfig, dense: ModelConfig) -> bool:
+    """Return whether `model` is a mixture of experts that a run of the model `dense` would have to become."""
+    return model.traits.routed and dense.family != model.family
+
+
 def check_upcycling(model: ModelConfig, dense: ModelConfig, folder: Path) -> None:
     """Raise `RequestError` where a mixture cannot compute at first what the dense run in `folder` does.
 

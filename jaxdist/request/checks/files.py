@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxdist.config import Config, RequestError
-from jaxdist.huggingface.folder import is_folder
 from jaxdist.request.checks.registry import check
+from jaxdist.weights.source import source_of
 
 BYTE_LEVEL_VOCAB = 257
 """Fewest entries of a byte-level tokenizer: one for each byte, and the end-of-text token."""
@@ -48,11 +48,9 @@ def _vocab(config: Config) -> Iterator[str]:
         return
     if not _trains_tokenizer(config):
         return
-    if config.init_from and is_folder(config.init_from):
-        yield (
-            f"'{config.init_from}' has no tokenizer.json, and its weights know the tokens of one tokenizer alone; give "
-            f"that one as data.tokenizer, or data that are tokens already (.bin)"
-        )
+    problem = source_of(config.init_from).needs_tokenizer()
+    if problem:
+        yield problem
     elif config.model.vocab < BYTE_LEVEL_VOCAB:
         yield (
             f"model.vocab {config.model.vocab} is too small for the byte-level tokenizer that is trained on text; "
@@ -83,8 +81,7 @@ def _run_dir(config: Config) -> Iterator[str]:
 
 @check("init_from")
 def _init_from(config: Config) -> Iterator[str]:
-    # The weights of a folder of Hugging Face are read without the library that has these limits.
-    if config.init_from is None or is_folder(config.init_from):
+    if config.init_from is None or not source_of(config.init_from).in_checkpoints:
         return
     problem = path_problem(config.init_from)
     if problem:

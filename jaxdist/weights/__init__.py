@@ -1,0 +1,1 @@
+"""Where weights come from, and what is asked of them. `weights.source` imports no jax."""

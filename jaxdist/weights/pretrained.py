@@ -1,0 +1,115 @@
+"""The weights of a folder of Hugging Face: to begin a run with, as the base of adapters, and for use without training.
+
+Of the folder that it begins with, a run keeps the small files, and then needs it no more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxdist.cluster.consensus import agreed, leader
+from jaxdist.config import RequestError
+from jaxdist.files import checksums, write_whole
+from jaxdist.huggingface.families import family_of
+from jaxdist.huggingface.folder import KEPT, Folder, open_folder
+from jaxdist.huggingface.model_config import maximum_of
+from jaxdist.huggingface.reading import read_parameters
+from jaxdist.huggingface.safetensors_file import read_header
+from jaxdist.huggingface.schema import INDEX, SMALL_FILES, SOURCE, read_content
+from jaxdist.models import Params
+from jaxdist.training.checkpoint.finite_state import check_loaded
+from jaxdist.training.copies import check_weights
+from jaxdist.training.forward.step import TrainState
+from jaxdist.weights.base import Base, digest_of, hexadecimal
+from jaxdist.weights.source import Restored, Source
+
+if TYPE_CHECKING:
+    from jaxdist.training.run import Run
+
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""The dtypes of weights, by their names in a safetensors file."""
+
+
+def begin(run: Run, folder: Path, say: Callable[[str], None]) -> TrainState:
+    """Return the state before the first step of `run` with these weights; call under `jax.set_mesh`."""
+    params = parameters(run, folder, run.abstract_params())
+    say(f"weights     from {folder}; the optimizer begins anew, and its warm-up with it")
+    return run.begin(params, {})
+
+
+def restore(run: Run, folder: Path, notes: Sequence[str]) -> Restored:
+    """Return the weights, and print `notes` on them before they are read; call under `jax.set_mesh`."""
+    if leader():
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+    return Restored(None, parameters(run, folder, run.abstract_params()), {}, None)
+
+
+def base(folder: Path) -> Base:
+    """Return the folder as the base of adapters."""
+    return Base(folder, hexadecimal(agreed(lambda: _digest(folder))))
+
+
+def parameters(run: Run, folder: Path, abstract: Params) -> Params:
+    """Return the parameters of the model from a folder, laid out as `abstract`; call under `jax.set_mesh`.
+
+    Raises `RequestError` before a weight is read, if processes have other weights, or the tensors of the folder are not
+    those of the model; and afterwards, if they are not finite.
+    """
+    model = run.config.model
+    check_weights(folder, [folder / INDEX, *sorted(set(open_folder(folder).files.values()))])
+    params = read_parameters(folder, model, abstract)
+    theirs = {}
+    for leaf in family_of(model).leaves:
+        theirs[leaf.path] = ", ".join(piece.name.format(layer="*", expert="*") for piece in leaf.pieces)
+    check_loaded(params, f"'{folder}'", "download it again, or name other weights", theirs)
+    return params
+
+
+def kept_files(folder: Path) -> dict[str, bytes]:
+    """Return the contents, by name, of the small files that a run keeps of a folder, and what an export must know."""
+    contents = {name: read_content(folder / name) for name in SMALL_FILES if os.path.lexists(folder / name)}
+    return contents | {SOURCE: json.dumps(_source(open_folder(folder))).encode()}
+
+
+def keep_files(source: Source, run: Path) -> None:
+    """Write the files that a new run keeps of the weights that it begins with into the folder `run`.
+
+    Files that are there from an earlier start, before the run had a checkpoint, are replaced or removed.
+    """
+    kept = run / KEPT
+    contents = source.kept_files()
+    if contents:
+        kept.mkdir(parents=True, exist_ok=True)
+    for name in (*SMALL_FILES, SOURCE):
+        if name in contents:
+            write_whole(kept / name, contents[name])
+        else:
+            (kept / name).unlink(missing_ok=True)
+
+
+def _source(folder: Folder) -> dict[str, object]:
+    """Return what an export must know of the folder: the dtype is the one that most of its tensors have."""
+    headers = [read_header(path) for path in sorted(set(folder.files.values()))]
+    dtypes = Counter(entry.dtype for header in headers for entry in header.values())
+    dtype, _ = dtypes.most_common(1)[0]
+    # A path that is not UTF-8 is for people only.
+    path = str(folder.path.resolve()).encode(errors="replace").decode()
+    return {"path": path, "maximum": maximum_of(folder), "dtype": DTYPES[dtype]}
+
+
+def _digest(folder: Path) -> int:
+    """Return a digest of the names and contents of the files with weights. Raises `RequestError`."""
+    files = sorted(set(open_folder(folder).files.values()))
+    try:
+        # A cache of Hugging Face holds links to files that are named by their content.
+        sums = checksums([file.resolve() for file in files])
+    except OSError as error:
+        raise RequestError(f"{error.filename} cannot be read ({error.strerror}); make it readable") from error
+    return digest_of({file.name: digest for file, (_, digest) in zip(files, sums, strict=True)})

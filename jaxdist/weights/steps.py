@@ -1,0 +1,98 @@
+"""The weights in a step of a run: to begin another run with, as the base of adapters, and for use without training."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxdist.cluster.consensus import agreed
+from jaxdist.config import RequestError
+from jaxdist.huggingface.readable import Readable
+from jaxdist.models import Params
+from jaxdist.training.checkpoint.finite_state import check_loaded
+from jaxdist.training.checkpoint.manager import BEST, Checkpoints, Found
+from jaxdist.training.forward.step import TrainState
+from jaxdist.weights import upcycling
+from jaxdist.weights.base import Base, base_for, digest_of, hexadecimal
+from jaxdist.weights.inheriting import checkpoint_of
+from jaxdist.weights.source import Restored
+
+if TYPE_CHECKING:
+    from jaxdist.training.run import Run
+
+
+def begin(run: Run, path: Path, say: Callable[[str], None]) -> TrainState:
+    """Return the state before the first step of `run` with these weights, which may be those of a dense run."""
+    folder, which = checkpoint_of(path)
+    growth = upcycling.growth(run, folder.model())
+    with Checkpoints(folder.path, keep=None) as checkpoints:
+        found = checkpoints.find(which)
+        abstract = run.abstract_logical()
+        params, variables = checkpoints.restore_params(growth.shapes(abstract.params), abstract.variables, found)
+    check_loaded(params, f"step {found.step} of {folder.path}", "name another checkpoint as --init-from")
+    for note in checkpoints.notes:
+        say(note)
+    params = growth.grown(params)
+    say(f"weights     from step {found.step} of {folder.path}{growth.remark}")
+    return run.begin(params, variables)
+
+
+def restore(run: Run, path: Path, which: str) -> Restored:
+    """Return the weights of step `which` of the run at `path`, its adapters joined with their base."""
+    with Checkpoints(path, keep=None) as checkpoints:
+        found = checkpoints.find(which)
+        for note in checkpoints.notes:
+            print(f"note: {note}", file=sys.stderr)
+        state = run.abstract_logical()
+        params, variables = checkpoints.restore_params(state.params, state.variables, found)
+        check_loaded(params, f"step {found.step} of {path}", "name another one by --checkpoint")
+        facts = checkpoints.facts(found)
+        params = base_for(run.config, facts).joined(run, params)
+        return Restored(found.step, params, variables, facts["data"])
+
+
+def base(path: Path) -> Base:
+    """Return a step as the base of adapters."""
+    run, which = checkpoint_of(path)
+    with Checkpoints(run.path, keep=None) as checkpoints:
+        found = checkpoints.find(which)
+    # One stands in for the other where that is damaged.
+    name = BEST if found.store.step_dir.folder.name == BEST else str(found.step)
+    # The latest step of a run changes as it goes on.
+    step = Path(os.path.abspath(run.path)) / "checkpoints" / name
+    return Base(step, hexadecimal(agreed(lambda: _digest(found))))
+
+
+def frozen(run: Run, path: Path) -> Params:
+    """Return the parameters of a step, frozen beside the adapters of `run`."""
+    folder, which = checkpoint_of(path)
+    with Checkpoints(folder.path, keep=None) as checkpoints:
+        params, _ = checkpoints.restore_params(run.abstract_frozen(), {}, checkpoints.find(which))
+    check_loaded(params, f"the base {path}", "name another step as --init-from, in a new run")
+    return params
+
+
+@contextmanager
+def arrays(path: Path) -> Iterator[Mapping[str, Readable]]:
+    """Open the parameters of a step by name, unread, on one machine."""
+    folder, which = checkpoint_of(path)
+    with Checkpoints(folder.path, keep=None) as checkpoints:
+        yield checkpoints.arrays(checkpoints.find(which), "params")
+
+
+def _digest(found: Found) -> int:
+    """Return a digest of the checksums of the parameters in a step, which was read through when it was found.
+
+    Raises `RequestError` where it has none.
+    """
+    seal = found.store.step_dir.seal_of(found.step)
+    if seal is None:
+        raise RequestError(
+            f"{found.store.step_dir.path(found.step)} has no checksums, by which a LoRA run would know its base again; "
+            f"begin with another step"
+        )
+    return digest_of({name: value for name, (_, value) in seal.files.items() if name.startswith("params/")})
