@@ -5,10 +5,9 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from jaxdist.config import Config
 from jaxdist.request.knobs import KNOBS, SECTIONS, kind, shown
+from tests.tiers import faults
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -22,9 +21,6 @@ PAGES = [
 
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-every_page = pytest.mark.parametrize("page", PAGES, ids=name)
 
 
 def reference() -> str:
@@ -74,9 +70,8 @@ def broken_links(page: Path, text: str) -> list[str]:
     return broken
 
 
-@every_page
-def test_links_lead_somewhere(page):
-    assert broken_links(page, page.read_text()) == []
+def test_links_lead_somewhere():
+    assert {name(page): found for page in PAGES if (found := broken_links(page, page.read_text()))} == {}
 
 
 def test_a_broken_link_is_found():
@@ -94,8 +89,7 @@ def test_every_page_is_in_the_navigation_and_the_index():
     assert [page for page in pages if page != "index.md" and f"]({page})" not in index] == []
 
 
-@every_page
-def test_files_and_options_that_are_named_exist(page):
+def names_what_exists(page):
     # A diff names files that it adds.
     text = re.sub(r"^(`{3,})diff\n.*?^\1$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     folders = "tests|jaxdist|docs|benchmarks|examples|scripts|models|training|parallel|planning|cluster"
@@ -105,6 +99,10 @@ def test_files_and_options_that_are_named_exist(page):
     for option in re.findall(r"--([a-z]+\.[a-z_.-]+)", text):
         knob = option.rstrip(".").replace("-", "_")
         assert knob in KNOBS or knob == "modle.layers", option  # the slip that an example shows
+
+
+def test_files_and_options_that_are_named_exist():
+    assert faults([(page,) for page in PAGES], names_what_exists) == []
 
 
 def texts(path: Path) -> set[str]:

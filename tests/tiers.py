@@ -1,6 +1,6 @@
-"""Shorter forms of the suite: of a long table of rows only some."""
+"""Shorter forms of the suite: of a long table of rows only some, and rows that take no time in one test."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -14,3 +14,17 @@ def thinned(rows: Iterable[tuple], every: int, first: int = 0) -> list:
 def exhaustive(rows: Iterable[tuple]) -> list:
     """All `rows`, each a tuple of arguments, for `--exhaustive` alone."""
     return [pytest.param(*row, marks=pytest.mark.exhaustive) for row in rows]
+
+
+def faults(rows: Iterable[tuple], check: Callable) -> list[str]:
+    """What `check(*row)` raises for each of `rows`, a line for each that is wrong.
+
+    Rows that take no time are one test, which tells all that are wrong at once.
+    """
+    found = []
+    for row in rows:
+        try:
+            check(*row)
+        except Exception as error:
+            found.append(f"{row}: {type(error).__name__}: {error}")
+    return found

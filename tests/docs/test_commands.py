@@ -12,7 +12,7 @@ import pytest
 import jaxdist
 from jaxdist.completion.table import commands
 from jaxdist.request.knobs import KNOBS
-from tests.test_docs import PAGES, ROOT, every_page
+from tests.test_docs import PAGES, ROOT, name
 
 FENCED = re.compile(r"^(`{3,})([^`\n]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 
@@ -77,9 +77,8 @@ def unknown_options(text: str) -> list[str]:
     return found + [span for span in alone if name_of(span) not in anywhere]
 
 
-@every_page
-def test_every_option_is_one_of_its_command(page):
-    assert unknown_options(page.read_text()) == []
+def test_every_option_is_one_of_its_command():
+    assert {name(page): found for page in PAGES if (found := unknown_options(page.read_text()))} == {}
 
 
 @pytest.mark.parametrize(
@@ -135,12 +134,14 @@ def wrong_calls(program: str) -> list[str]:
     return found
 
 
-@every_page
-def test_python_on_a_page_calls_what_there_is(page):
+def test_python_on_a_page_calls_what_there_is():
     """Also in the parts of programs that are shown and not run."""
-    for _, language, block in FENCED.findall(page.read_text()):
-        if language == "python":
-            assert wrong_calls(block) == []
+    found = []
+    for page in PAGES:
+        for _, language, block in FENCED.findall(page.read_text()):
+            if language == "python":
+                found += [f"{name(page)}: {call}" for call in wrong_calls(block)]
+    assert found == []
 
 
 def test_a_call_of_what_is_gone_is_found():

@@ -38,11 +38,10 @@ def untried(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in PAGES + SOURCES if path != STATUS], ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_what_has_not_run_is_told_on_one_page(path):
-    assert untried(path.read_text()) == []
+def test_what_has_not_run_is_told_on_one_page():
+    files = [path for path in PAGES + SOURCES if path != STATUS]
+    assert len(files) > 300
+    assert {path: found for path in files if (found := untried(path.read_text()))} == {}
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ import ast
 import collections
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
 from tests.mutants.runner import FAILED, ROOT
 from tests.mutants.summary import MUTANT, SECONDS, lines
 from tests.mutants.table import Mutant, mutants, mutated
+from tests.tiers import faults
 
 MUTANTS = mutants()
 SEEN = [mutant for mutant in MUTANTS if mutant.test]
@@ -23,17 +25,26 @@ OTHERS = ("found", "features")
 MOST_UNSEEN = 3
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_its_text_is_there_once(mutant):
-    path, text = mutated(mutant, ROOT)
-    assert text != path.read_text(encoding="utf-8")
+def test_each_text_is_there_once():
+    def changes(mutant):
+        path, text = mutated(mutant, ROOT)
+        assert text != path.read_text(encoding="utf-8")
+
+    assert faults([(mutant,) for mutant in MUTANTS], changes) == []
 
 
-@pytest.mark.parametrize("mutant", SEEN, ids=lambda mutant: mutant.id)
-def test_its_test_exists(mutant):
-    path, name = mutant.test.partition("[")[0].split("::")
-    functions = [node for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)]
-    assert name in [function.name for function in functions]
+def test_each_test_exists():
+    missing = []
+    for mutant in SEEN:
+        path, name = mutant.test.partition("[")[0].split("::")
+        if name not in functions(path):
+            missing.append(mutant.test)
+    assert missing == []
+
+
+@cache
+def functions(path: str) -> list[str]:
+    return [node.name for node in ast.parse(_text(ROOT / path)).body if isinstance(node, ast.FunctionDef)]
 
 
 @pytest.mark.slow

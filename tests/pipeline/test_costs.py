@@ -9,13 +9,13 @@ from jaxdist.parallel.pipeline.formulas import free_bubble, in_flight, lockstep_
 from jaxdist.parallel.pipeline.schedules import SCHEDULES, make
 from jaxdist.parallel.pipeline.simulate import Times, bubble, peak_in_flight
 from tests.pipeline.grid import GRID
+from tests.tiers import faults
 
 times = lambda *parts: Times(*map(Fraction, parts))
 EQUAL, REMAT, ODD, SLOW_W = times(1, 1, 1), times(1, 2, 1), times(5, 7, 3), times(2, 2, 3)
 
 
-@pytest.mark.parametrize(("name", "S", "M", "v"), GRID)
-def test_formulas(name, S, M, v):
+def are_right(name, S, M, v):
     schedule = make(name, S, M, v)
     for one in (EQUAL, REMAT, ODD, SLOW_W):
         counted = bubble(schedule, one)
@@ -26,14 +26,21 @@ def test_formulas(name, S, M, v):
     assert in_flight(name, S, M, v) == peak_in_flight(schedule)
 
 
-@pytest.mark.parametrize(("name", "S", "M", "v"), GRID)
-def test_formulas_are_there(name, S, M, v):
+def test_formulas():
+    assert faults(GRID, are_right) == []
+
+
+def are_there(name, S, M, v):
     """None is no way out: in lockstep all but zb-h1 have one, and free all, with enough micro-batches."""
     for one in (EQUAL, REMAT, ODD, SLOW_W):
         assert (lockstep_bubble(name, S, M, v, one) is None) == (name == "zb-h1" and one is not EQUAL)
         hard = one is not EQUAL and v > 1 if name == "zb-h1" else False
         unknown = name in ("zb-h1", "zb-u") and (M < S or one is SLOW_W or hard)
         assert unknown or free_bubble(name, S, M, v, one) is not None
+
+
+def test_formulas_are_there():
+    assert faults(GRID, are_there) == []
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.parallel.pipeline.table import MOST_SEGMENTS, Table, make_table
 from jaxdist.parallel.pipeline.validate import check_schedule, check_table
 from tests.pipeline.grid import GRID, NAMES
+from tests.tiers import faults
 
 BUFFERS = {"act": "acts", "cot": "cots", "res": "residuals", "wst": "stash"}
 
 
-@pytest.mark.parametrize(("name", "S", "M", "v"), GRID)
-def test_schedule_and_table(name, S, M, v):
+def check(name, S, M, v):
     schedule = make(name, S, M, v)
     check_schedule(schedule)
     table = make_table(schedule)
@@ -26,6 +26,10 @@ def test_schedule_and_table(name, S, M, v):
     if schedule.uniform:  # F, B and W are occupied from their first tick to their last: widening costs heads only
         for ticks in schedule.units.values():
             assert np.unique(ticks).size == ticks.max() - ticks.min() + 1
+
+
+def test_schedules_and_tables():
+    assert faults(GRID, check) == []
 
 
 def test_the_largest_is_made_at_once():
