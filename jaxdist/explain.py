@@ -136,7 +136,7 @@ def _compiled(
     from jaxdist.mesh import AXES, CONTEXT, abstract_mesh
     from jaxdist.mesh.split import Split
     from jaxdist.models.attention import effective_window, unknown_mask
-    from jaxdist.parallel.delayed_gradients import delayed
+    from jaxdist.parallel.crossing.delayed import delayed
     from jaxdist.planning import clusters
     from jaxdist.planning.cross_compile import compile_apart
     from jaxdist.planning.target import gpu_of

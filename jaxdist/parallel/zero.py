@@ -38,7 +38,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.mesh import REPLICA
 from jaxdist.parallel import heads, region
-from jaxdist.parallel.gradient_compression import Compression
+from jaxdist.parallel.crossing.compressed import Compression
 from jaxdist.parallel.heads import HeadDeal
 from jaxdist.parallel.partial_trees import joined, part_of, selected
 from jaxdist.parallel.sink import with_sink

@@ -1,4 +1,4 @@
-"""Predict what crosses the replicas: sums of gradients, by a rule of `parallel.gradient_compression`, and weights."""
+"""Predict what crosses the replicas: sums of gradients, by a rule of `parallel.crossing`, and weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from jaxdist.config import Config
 from jaxdist.mesh import REPLICA
-from jaxdist.parallel.gradient_compression import (
+from jaxdist.parallel.crossing.compressed import (
     BLOCK,
     LARGEST_OF,
     PLACED,

@@ -15,7 +15,7 @@ from jaxdist.config import Config
 from jaxdist.mesh import REPLICA
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import counted
-from jaxdist.parallel.replicas import filled, join, joined, mesh_of, part, value
+from jaxdist.parallel.crossing.replicas import filled, join, joined, mesh_of, part, value
 from jaxdist.sharding import on_devices
 from jaxdist.training.forward.local_step import Common, LocalStep
 from jaxdist.training.forward.step import Batch, Metrics, TrainState

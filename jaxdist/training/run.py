@@ -21,8 +21,8 @@ from jaxdist.mesh import CONTEXT, PIPELINE, REPLICA, make_mesh, parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
-from jaxdist.parallel.delayed_gradients import delayed
-from jaxdist.parallel.gradient_compression import compression
+from jaxdist.parallel.crossing.compressed import compression
+from jaxdist.parallel.crossing.delayed import delayed
 from jaxdist.parallel.partial_trees import part_of
 from jaxdist.parallel.zero import trained
 from jaxdist.planning import communication

@@ -22,7 +22,8 @@ from jaxdist.lab.checks import memory, traffic
 from jaxdist.lab.slow_networks import replicas, server, top_k
 from jaxdist.mesh import DATA
 from jaxdist.models import Params, experts
-from jaxdist.parallel import context, gradient_compression, placing, zero
+from jaxdist.parallel import context, placing, zero
+from jaxdist.parallel.crossing import compressed
 from jaxdist.parallel.experts import Rounds
 from jaxdist.parallel.pipeline import schedules
 from jaxdist.planning import pipelines
@@ -205,8 +206,8 @@ def twice_as_many_elements_are_sent(patch: pytest.MonkeyPatch) -> None:
 
 
 def twice_as_many_of_a_block_are_exact(patch: pytest.MonkeyPatch) -> None:
-    largest = gradient_compression._largest
-    patch.setattr(gradient_compression, "_largest", lambda x, count: largest(x, 2 * count))
+    largest = compressed._largest
+    patch.setattr(compressed, "_largest", lambda x, count: largest(x, 2 * count))
 
 
 def the_first_of_a_block_count_as_its_largest(patch: pytest.MonkeyPatch) -> None:
@@ -216,9 +217,9 @@ def the_first_of_a_block_count_as_its_largest(patch: pytest.MonkeyPatch) -> None
 
 def scales_are_lost(patch: pytest.MonkeyPatch) -> None:
     def without(sent: jax.Array) -> jax.Array:
-        return sent[..., : gradient_compression.BLOCK].astype(jnp.float32) / 127
+        return sent[..., : compressed.BLOCK].astype(jnp.float32) / 127
 
-    patch.setattr(gradient_compression, "_from_int8", without)
+    patch.setattr(compressed, "_from_int8", without)
 
 
 def the_own_gradient_stays_in(patch: pytest.MonkeyPatch) -> None:

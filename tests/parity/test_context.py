@@ -18,7 +18,7 @@ import pytest
 
 from jaxdist.config import PipelineConfig
 from jaxdist.mesh import parse_mesh
-from jaxdist.parallel.gradient_compression import Compression
+from jaxdist.parallel.crossing.compressed import Compression
 from tests.parity import cases, test_experts
 from tests.tiers import exhaustive, thinned
 

@@ -19,7 +19,7 @@ import pytest
 from jaxdist.config import PipelineConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.experts import METERS
-from jaxdist.parallel.gradient_compression import Compression
+from jaxdist.parallel.crossing.compressed import Compression
 from tests.parity import cases
 from tests.tiers import exhaustive, thinned
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.parallel.gradient_compression import Compression
+from jaxdist.parallel.crossing.compressed import Compression
 from tests.parity import cases
 from tests.tiers import exhaustive, thinned
 

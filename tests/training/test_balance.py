@@ -11,8 +11,9 @@ from jax import P
 from jax.sharding import reshard
 
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.parallel import placing, replicas
-from jaxdist.parallel.gradient_compression import Compression
+from jaxdist.parallel import placing
+from jaxdist.parallel.crossing import replicas
+from jaxdist.parallel.crossing.compressed import Compression
 from jaxdist.request import load
 from jaxdist.sharding import Layout
 from jaxdist.training.forward.balance import REPORTED, balancing, collapsed, direction

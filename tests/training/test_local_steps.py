@@ -17,7 +17,7 @@ import pytest
 
 from jaxdist.config import RequestError
 from jaxdist.mesh import devices_asked, parse_mesh
-from jaxdist.parallel.replicas import mesh_of, part
+from jaxdist.parallel.crossing.replicas import mesh_of, part
 from jaxdist.planning import communication, memory
 from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hlo import collectives

@@ -18,7 +18,7 @@ from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, 
 from jaxdist.mesh.context import ulysses_elements
 from jaxdist.mesh.split import Split
 from jaxdist.models.loss import chunk_rows
-from jaxdist.parallel.gradient_compression import PLACED
+from jaxdist.parallel.crossing.compressed import PLACED
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
 from jaxdist.parallel.pipeline.simulate import Times
 from jaxdist.planning import collective_time, expert_rows, step_bytes

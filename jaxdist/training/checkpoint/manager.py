@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxdist.cluster.consensus import agreed, from_leader, leader
 from jaxdist.config import RequestError
 from jaxdist.models import Params
-from jaxdist.parallel import replicas
+from jaxdist.parallel.crossing import replicas
 from jaxdist.training.checkpoint.orbax_writer import OrbaxWriter, SaveFailed, array_shapes
 from jaxdist.training.checkpoint.readback import Shapes, unreadable
 from jaxdist.training.checkpoint.step_dir import STEP, UNSEALED, StepDir

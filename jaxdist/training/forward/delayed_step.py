@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxdist.models import Params
-from jaxdist.parallel import delayed_gradients, replicas
+from jaxdist.parallel.crossing import delayed, replicas
 from jaxdist.parallel.pipeline.pipedream import NOTHING
 from jaxdist.sharding import Tree
 from jaxdist.training.forward.offload import to_device
@@ -87,6 +87,6 @@ class DelayedStep(Step):
     def crossed(self, before: InFlight, errors: Params | None) -> tuple[Params, Params | None]:
         """Add up the gradient in flight over the replicas; return (gradients, new errors), as `cross` does."""
         if errors is None:
-            return delayed_gradients.cross_at_once(self.places, before.parts), None
+            return delayed.cross_at_once(self.places, before.parts), None
         sums = jax.tree.map(replicas.partial_sums, self.places, before.parts)
         return self.cross(sums, errors, before.number)

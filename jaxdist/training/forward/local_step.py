@@ -25,7 +25,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
 from jaxdist.models import Params
-from jaxdist.parallel import replicas
+from jaxdist.parallel.crossing import replicas
 from jaxdist.parallel.zero import Placement
 from jaxdist.sharding import Tree
 from jaxdist.training.forward.offload import to_device, to_host
@@ -48,7 +48,7 @@ class Common(NamedTuple):
     velocity: Params | None
     """v; None without momentum."""
     errors: Params | None
-    """What each replica has rounded off its change and still owes (`parallel.gradient_compression`)."""
+    """What each replica has rounded off its change and still owes (`crossing.compressed`)."""
 
 
 class LocalStep(Step):

@@ -20,7 +20,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.models import Params
-from jaxdist.parallel.gradient_compression import Compression
+from jaxdist.parallel.crossing.compressed import Compression
 from jaxdist.parallel.partial_trees import joined, part_of, without
 from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.vocabulary import Vocabulary
@@ -61,7 +61,7 @@ class TrainState(NamedTuple):
 
     An asynchronous pipeline leaves the batches in it, and `DelayedStep` the gradient that has not crossed yet."""
     errors: Params | None = None
-    """What each replica has rounded off its gradients and still owes, [..., R] (`parallel.gradient_compression`)."""
+    """What each replica has rounded off its gradients and still owes, [..., R] (`crossing.compressed`)."""
     frozen: Params = {}  # noqa: RUF012  # nobody changes it in place
     """The parameters that are not trained, which `params` does not hold."""
     velocity: Params | None = None
