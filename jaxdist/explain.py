@@ -133,10 +133,10 @@ def _compiled(
     from jaxdist import models
     from jaxdist.cluster import xla_options
     from jaxdist.cluster.rendezvous import across_hosts
-    from jaxdist.mesh import AXES, CONTEXT, abstract_mesh
+    from jaxdist.mesh import AXES, CONTEXT, REPLICA, abstract_mesh
     from jaxdist.mesh.split import Split
     from jaxdist.models.attention import effective_window, unknown_mask
-    from jaxdist.parallel.crossing.delayed import delayed
+    from jaxdist.parallel.crossing import crossing_of
     from jaxdist.planning import clusters
     from jaxdist.planning.cross_compile import compile_apart
     from jaxdist.planning.target import gpu_of
@@ -155,7 +155,7 @@ def _compiled(
         host_of = [0] * mesh.size
     sequence = bool(layout.sequence_parallel)
     across = across_hosts(mesh, host_of)
-    several = delayed(config, layout) or layout.size(CONTEXT) > 1
+    several = crossing_of(config, layout.size(REPLICA)).late > 0 or layout.size(CONTEXT) > 1
     options = xla_options.options(layout.platform, mesh.size, across, sequence, several)
     notes = []
     if options:

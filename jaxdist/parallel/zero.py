@@ -34,11 +34,10 @@ import jax
 import jax.numpy as jnp
 from jax import P
 from jax.sharding import reshard
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxdist.mesh import REPLICA
 from jaxdist.parallel import heads, region
-from jaxdist.parallel.crossing.compressed import Compression
 from jaxdist.parallel.heads import HeadDeal
 from jaxdist.parallel.partial_trees import joined, part_of, selected
 from jaxdist.parallel.sink import with_sink
@@ -191,30 +190,6 @@ class Placement:
 
         whole = P(*self.rest.partitions, reduced=frozenset(self.over))
         return reshard(jax.shard_map(add, in_specs=self.reduced, out_specs=whole)(g), self.rest)
-
-    @property
-    def errors(self) -> P:
-        """How the errors of gradient compression lie, [..., R]: as a gradient between `reduce` and `cross`."""
-        return P(*self.reduced.partitions, REPLICA if self.deferred else None)
-
-    def cross_compressed(
-        self, rule: Compression, g: Float[Array, "..."], errors: Float[Array, "... R"], step: Int[Array, ""]
-    ) -> tuple[Float[Array, "..."], Float[Array, "... R"]]:
-        """Do what `cross` does by a rule that may lose bits; return (the sum, what each replica still owes)."""
-        if self.counted:
-            return self.cross(g), errors
-
-        def add(g: jax.Array, error: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-            total, error = rule.add_up(g, error[..., 0], self.stacked, step)
-            if self.crossing_dim is not None:
-                total = jax.lax.all_gather(total, self.over, axis=self.crossing_dim, tiled=True)
-            return total, error[..., None]
-
-        # Unchecked, because there a partial sum is what it is, the device's own part; checked, it can only be added up.
-        cross = jax.shard_map(
-            add, in_specs=(self.reduced, self.errors, P()), out_specs=(self.rest, self.errors), check_vma=False
-        )
-        return cross(g, errors, step)
 
     def gather_replicas(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         """All-gather weights over the replicas: as `held` between steps -> at rest in each replica."""

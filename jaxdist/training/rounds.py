@@ -22,24 +22,17 @@ from jaxdist.training.forward.step import Batch, Metrics, TrainState
 from jaxdist.training.run import Run
 
 
-def rounds(first: int, last: int, local_steps: int) -> Iterator[range]:
-    """Yield the steps after `first` up to `last`, in rounds that end with the multiples of `local_steps`, and `last`.
-
-    Without local steps (0) each step is a round.
-    """
+def rounds(first: int, last: int, every: int) -> Iterator[range]:
+    """Yield the steps after `first` up to `last`, in rounds that end with the multiples of `every`, and `last`."""
     while first < last:
-        end = first + 1
-        if local_steps:
-            end = min(last, first - first % local_steps + local_steps)
+        end = min(last, first - first % every + every)
         yield range(first + 1, end + 1)
         first = end
 
 
-def round_until(step: int, local_steps: int) -> range:
+def round_until(step: int, every: int) -> range:
     """Return the steps of the round that ends with `step`."""
-    if not local_steps:
-        return range(step, step + 1)
-    return range(step - 1 - (step - 1) % local_steps + 1, step + 1)
+    return range(step - (step - 1) % every, step + 1)
 
 
 class InRound(NamedTuple):
@@ -110,7 +103,7 @@ class RoundRunner:
         self._count(state.metrics)
         state = InRound(state.common, tuple(one for one, _ in taken), tuple(metrics for _, metrics in taken))
         self.taken = step - self.outer_step
-        if step % self._run.config.train.local_steps and step < self._run.steps:
+        if step % self._step.crossing.every and step < self._run.steps:
             return state
         return self._end(step, state)
 
@@ -128,7 +121,7 @@ class RoundRunner:
             with jax.set_mesh(one.mesh):
                 replicas.append(begin(mine))
         self._learned = [0] * len(replicas)
-        return InRound(Common(state.params, state.velocity, state.errors), tuple(replicas), ())
+        return InRound(Common(state.params, state.crossing), tuple(replicas), ())
 
     def _count(self, metrics: tuple[Metrics, ...]) -> None:
         """Wait for the results of a step, and count what each replica has learned from."""
@@ -148,14 +141,15 @@ class RoundRunner:
         self._report(step, of_all)
         self.outer_step = step
         self.taken = 0
-        return everyone._replace(step=count, params=common.params, errors=common.errors, velocity=common.velocity)
+        return everyone._replace(step=count, params=common.params, crossing=common.crossing)
 
     def _call(self, common: Common, *rest: Any) -> tuple[Common, Any, Any, Metrics]:
-        if common.errors is None or self._step.compression is not None:
+        rule = self._step.crossing
+        if not rule.has_rest(common.crossing):
             return self._outer(common, *rest)
-        # A run that had replicas owes what their compression has rounded off: the first outer step pays it.
+        # In a program of its own, which no later outer step needs.
         common, *rest = jax.jit(self._step.outer_step, donate_argnums=(0, 1))(common, *rest)
-        return common._replace(errors=None), *rest
+        return common._replace(crossing=rule.without_rest(common.crossing)), *rest
 
 
 def run_of(run: Run, mesh: jax.sharding.Mesh) -> Run:
@@ -182,7 +176,7 @@ def lower_outer(run: Run, take: jax.stages.Lowered) -> jax.stages.Lowered:
     state = run.abstract()
     everyone = on_devices(lambda: step.replicas_of(run.traced_init()), run.mesh)
     _, metrics = joined(take.out_info, run.mesh)
-    common = Common(state.params, state.velocity, state.errors)
+    common = Common(state.params, state.crossing)
     outer = jax.jit(step.outer_step, donate_argnums=(0, 1), compiler_options=run.compiler_options)
     return outer.lower(common, everyone.params, metrics.loss, everyone.step, metrics)
 

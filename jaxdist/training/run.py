@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import cast
 
 import jax
@@ -21,8 +21,7 @@ from jaxdist.mesh import CONTEXT, PIPELINE, REPLICA, make_mesh, parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
-from jaxdist.parallel.crossing.compressed import compression
-from jaxdist.parallel.crossing.delayed import delayed
+from jaxdist.parallel.crossing import Crossing, Delayed, Outer, crossing_of
 from jaxdist.parallel.partial_trees import part_of
 from jaxdist.parallel.zero import trained
 from jaxdist.planning import communication
@@ -34,13 +33,16 @@ from jaxdist.request import Enough, check_mesh_fits
 from jaxdist.sharding import Layout, on_devices
 from jaxdist.training.forward.balance import balancing
 from jaxdist.training.forward.delayed_step import DelayedStep
-from jaxdist.training.forward.local_step import LocalStep, OuterRule
+from jaxdist.training.forward.local_step import LocalStep
 from jaxdist.training.forward.optimizer import optimizer
 from jaxdist.training.forward.pipedream_step import PipeDreamStep
 from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.forward.step import Forward, Step, TrainState
 from jaxdist.training.task_images import ImageTask
 from jaxdist.training.task_text import TextTask
+
+STEPS: dict[type[Crossing], type[Step]] = {Delayed: DelayedStep, Outer: LocalStep}
+"""The steps of rules that do not add up a gradient at the end of the step that makes it."""
 
 
 class Run:
@@ -88,10 +90,11 @@ class Run:
         self.split = split = Split(config, self.mesh.shape)
         check_mesh_fits(split, batch)
         self.layout = Layout.of(split, self.mesh, self.device)
+        self.crossing = crossing_of(config, split.size(REPLICA))
         self.compiler_options = {}
         if not dry:
             sequence = bool(self.layout.sequence_parallel)
-            several = delayed(config, self.layout) or self.layout.size(CONTEXT) > 1
+            several = self.crossing.late > 0 or self.layout.size(CONTEXT) > 1
             self.compiler_options = xla_options.options_for(self.mesh, sequence, several)
         model_layout = self.layout
         if self.mesh.shape[PIPELINE] > 1:
@@ -159,18 +162,14 @@ class Run:
         decay = trained(self.forward.places, models.matrices(self.model))
         if isinstance(self.forward, PipelineForward) and not self.forward.flush:
             return PipeDreamStep(self.forward, self.update_rule, decay, self.batch())
-        make: Callable[..., Step] = DelayedStep if delayed(config, self.layout) else Step
-        if config.train.local_steps:
-            make = partial(LocalStep, outer=OuterRule(config.optimizer.outer_rate, config.optimizer.outer_momentum))
-        return make(
+        return STEPS.get(type(self.crossing), Step)(
             self.forward,
             self.update_rule(decay),
             max_norm=config.optimizer.clip,
             keep=config.precision == "mixed",
             offload=config.parallel.offload == "optimizer",
-            compression=compression(config.parallel),
+            crossing=self.crossing,
             saves_frozen=not config.model.lora_rank,
-            replicas=self.mesh.shape[REPLICA],
         )
 
     def update_rule(self, decay: Params) -> optax.GradientTransformation:
@@ -229,11 +228,6 @@ class Run:
 
         Raises `RequestError` for local steps, which have no step of all devices (`training.rounds`).
         """
-        if self.config.train.local_steps:
-            raise RequestError(
-                f"train.local_steps is {self.config.train.local_steps}, but this command needs a step of all devices "
-                f"together; set it to 0"
-            )
         step = jax.jit(self.step.train, donate_argnums=0, compiler_options=self.compiler_options)
         return step.lower(self.abstract(), self.batch())
 

@@ -90,7 +90,7 @@ class SavePolicy:
         facts = self.checkpoints.facts(found)
         self._say_what_is_late(facts.get("late", 0), say)
         self._say_what_is_averaged(self.checkpoints.replicas_of(found), say)
-        self._say_what_is_owed(self.checkpoints.owed_by(found), say)
+        self._say_what_is_rounded(self.checkpoints.rounded_by(found), say)
         best = facts["best"]
         # Without the checkpoint of that loss, which was set aside, the best one is to be found again.
         if best is not None and self.checkpoints.has_best():
@@ -121,8 +121,8 @@ class SavePolicy:
                 f"the loss is close, not equal"
             )
 
-    def _say_what_is_owed(self, before: int, say: Callable[[str], None]) -> None:
-        """Say what becomes of the errors of compression that `before` replicas have saved (0: there are none)."""
+    def _say_what_is_rounded(self, before: int, say: Callable[[str], None]) -> None:
+        """Say what becomes of the residual of compression that `before` replicas have saved (0: there are none)."""
         now = self.run.mesh.shape[REPLICA]
         if before in (0, now):
             return

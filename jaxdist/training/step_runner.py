@@ -44,14 +44,14 @@ class StepRunner:
 
     def _call(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         step = self._run.step
-        if state.errors is None or step.compression is not None:
+        rule = step.crossing
+        if not rule.has_rest(state.crossing):
             return self.program(state, batch)
-        # A run that had replicas owes what their compression has rounded off: the first gradient gets it, in a program
-        # of its own, and from then on there are no errors. A step that is skipped has paid nothing.
-        paying = jax.jit(step.train, donate_argnums=0, compiler_options=self._run.compiler_options)
-        state, metrics = paying(state, batch)
+        # In a program of its own, which no later step needs. A step that is skipped leaves the rest as it is.
+        once = jax.jit(step.train, donate_argnums=0, compiler_options=self._run.compiler_options)
+        state, metrics = once(state, batch)
         if int(metrics.skipped_in_a_row) == 0:
-            state = state._replace(errors=None)
+            state = state._replace(crossing=rule.without_rest(state.crossing))
         return state, metrics
 
     def drain(self, step: int, state: TrainState) -> TrainState:

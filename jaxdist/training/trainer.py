@@ -41,6 +41,7 @@ from jaxdist.training.console import Screen
 from jaxdist.training.copies import check_named
 from jaxdist.training.data_progress import DataProgress
 from jaxdist.training.disk_errors import disk_error, one_sentence
+from jaxdist.training.forward.local_step import LocalStep
 from jaxdist.training.forward.step import Batch, TrainState
 from jaxdist.training.meter import Diverged, Meter
 from jaxdist.training.metrics import Log, SilentLog
@@ -59,6 +60,9 @@ from jaxdist.training.summary import afterwards, beginning, folded, summary
 from jaxdist.weights.base import Base, NoBase, base_for
 from jaxdist.weights.pretrained import keep_files
 from jaxdist.weights.source import source_of
+
+RUNNERS = {LocalStep: RoundRunner}
+"""What takes the steps that are programs of more than one kind."""
 
 
 class Prepared(NamedTuple):
@@ -249,7 +253,7 @@ class Trainer:
         self.run = run
         self.config = run.config
         self.steps = run.steps
-        self.local_steps = run.config.train.local_steps
+        self.every = run.step.crossing.every
         self.folder = folder
         self.log = log
         self.job = job
@@ -263,7 +267,7 @@ class Trainer:
         """Take the steps of the run that are left. Returns the exit code."""
         state = self.start()
         self.meter = Meter(self.run, self.log, self.first)
-        runner = RoundRunner if self.local_steps else StepRunner
+        runner = RUNNERS.get(type(self.run.step), StepRunner)
         self.runner = runner(self.run, self.first, report=self.meter.step)
         self.compile()
         if self.validation_overdue():
@@ -274,7 +278,7 @@ class Trainer:
         self.profile = Profile(self.run, self.folder, self.runner.program, self.meter, self.job, self.first)
         prefetch = Prefetch(self.batch, self.first, self.steps, self.config.data.prefetch, enough=self.stops_here)
         with self.profile, prefetch as batches:
-            for steps in rounds(self.first, self.steps, self.local_steps):
+            for steps in rounds(self.first, self.steps, self.every):
                 for step in steps:
                     batch = self.next_batch(batches)
                     # All processes ask at the same places, so that they stop at the same step.
@@ -370,7 +374,7 @@ class Trainer:
 
     def validation_overdue(self) -> bool:
         """Return whether the run was stopped in the validation of the step that it resumes from."""
-        last_round = round_until(self.first, self.local_steps)
+        last_round = round_until(self.first, self.every)
         if not 0 < self.first < self.steps or not self.validation_due(last_round):
             return False
         missing = False

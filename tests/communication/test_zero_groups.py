@@ -11,7 +11,7 @@ from jaxdist.config import Config
 from jaxdist.mesh import DATA, MODEL, REPLICA, make_mesh, parse_mesh
 from jaxdist.parallel import placing
 from jaxdist.parallel.crossing import replicas
-from jaxdist.parallel.crossing.delayed import cross_at_once
+from jaxdist.parallel.crossing.base import cross_at_once
 from jaxdist.parallel.zero import Placement
 from jaxdist.planning import parameter_layout
 from jaxdist.planning.hlo import summary

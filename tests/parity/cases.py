@@ -16,7 +16,7 @@ from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, 
 from jaxdist.config.lora import is_adapter
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.mesh.split import Split
-from jaxdist.parallel.crossing.compressed import Compression
+from jaxdist.parallel.crossing.compressed import Compressed, Compression
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.sharding import Layout, name_of
@@ -140,7 +140,8 @@ def train(
         forward = PipelineForward(inner, layout, stages, pipeline.schedule, zero, options)
     else:
         forward = DecoderForward(models.build(model, layout), layout, zero, options, inside)
-    step = Step(forward, optimizer, max_norm=max_norm, keep=keep, compression=compression, replicas=shape["replica"])
+    crossing = Compressed(compression, shape["replica"]) if compression else None
+    step = Step(forward, optimizer, max_norm=max_norm, keep=keep, crossing=crossing)
     with jax.set_mesh(devices):
         initial = weights(model.model_copy(update={"remat": "none"}))
         dtypes = jax.tree.map(lambda a: a.dtype if a.dtype == jnp.bfloat16 else param_dtype, initial)

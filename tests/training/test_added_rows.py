@@ -102,10 +102,10 @@ def test_what_replicas_have_of_their_own_is_saved_without_added_rows():
 
     with jax.set_mesh(run.mesh):
         logical = jax.tree.map(numbered, run.abstract_logical())
-        assert {a.shape for a in tables((logical.optimizer, logical.errors))} == {(VOCAB, 16, 2)}
+        assert {a.shape for a in tables((logical.optimizer, logical.crossing))} == {(VOCAB, 16, 2)}
         wanted = jax.device_get(logical)
         state = run.step.resume(logical)
-        assert {a.shape for a in tables((state.optimizer, state.errors))} == {(98, 16, 2)}
+        assert {a.shape for a in tables((state.optimizer, state.crossing.sums))} == {(98, 16, 2)}
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.step.logical(state)), wanted)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import reshard
 
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.parallel import placing
-from jaxdist.parallel.crossing import replicas
+from jaxdist.parallel.crossing import compressed, replicas
 from jaxdist.parallel.crossing.compressed import Compression
 from jaxdist.request import load
 from jaxdist.sharding import Layout
@@ -180,16 +180,16 @@ def test_counts_are_whole_on_every_device_and_cross_the_replicas_exactly():
     assert (place.rest, place.held, place.scatter_dim) == (P(None, None), P(None, None), None)
     with jax.set_mesh(mesh):
         counts = np.random.default_rng(0).integers(0, 2**23, (2, 4096, 2)).astype(np.float32)
-        errors = jnp.zeros(counts.shape, jnp.float32, out_sharding=place.errors)
+        residual = jnp.zeros(counts.shape, jnp.float32, out_sharding=replicas.own_parts(place))
 
         @jax.jit
-        def cross(counts, errors):
+        def cross(counts, residual):
             own = replicas.partial_sums(place, counts)
-            return place.cross_compressed(Compression("int8", 0.0, 0), own, errors, jnp.asarray(0))
+            return compressed.cross(Compression("int8", 0.0, 0), jnp.asarray(0), place, own, residual)
 
-        total, errors = cross(reshard(jnp.asarray(counts), place.errors), errors)
+        total, residual = cross(reshard(jnp.asarray(counts), replicas.own_parts(place)), residual)
     np.testing.assert_array_equal(total, counts.sum(-1))
-    np.testing.assert_array_equal(errors, 0)
+    np.testing.assert_array_equal(residual, 0)
 
 
 @pytest.mark.parametrize("precision", ["mixed", "bfloat16"])
@@ -251,7 +251,7 @@ def test_an_outer_step_makes_the_balance_the_mean_of_the_replicas():
             if step == 2:
                 after_first = jax.device_get(state.params["blocks"]["mlp"]["balance"])
         mlp = jax.device_get(state.params["blocks"]["mlp"])
-        velocity = jax.device_get(state.velocity["blocks"]["mlp"])
+        velocity = jax.device_get(state.crossing.velocity["blocks"]["mlp"])
     assert len(loads) == 2
     # Each replica has moved each expert by one rate or not at all in a step; the mean is in halves of it.
     assert not np.array_equal(own[0], own[1])

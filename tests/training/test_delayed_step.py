@@ -227,7 +227,7 @@ def test_another_batch_gives_the_same_parameters():
             state, _ = program(state, batch(run, seed))
         after.append(jax.device_get(state))
     jax.tree.map(np.testing.assert_array_equal, after[0].params, after[1].params)
-    assert float(after[0].in_flight.loss) != float(after[1].in_flight.loss)
+    assert float(after[0].crossing.loss) != float(after[1].crossing.loss)
 
 
 def test_a_batch_without_labels_changes_nothing_when_nothing_is_in_flight():
@@ -247,10 +247,10 @@ def test_a_step_that_is_not_finite_is_dropped_when_its_gradient_has_crossed():
         state, _ = program(run.init(), batch(run, 1))
         params = jax.device_get(state.params)
         # What is in flight of step 1 is spoilt, as by an overflow of its backward pass.
-        table = state.in_flight.parts["table"] * jnp.nan
-        spoilt = state.in_flight._replace(parts=state.in_flight.parts | {"table": table})
+        table = state.crossing.parts["table"] * jnp.nan
+        spoilt = state.crossing._replace(parts=state.crossing.parts | {"table": table})
         for seed in (2, 3):
-            state, metrics = program(state._replace(in_flight=spoilt) if seed == 2 else state, batch(run, seed))
+            state, metrics = program(state._replace(crossing=spoilt) if seed == 2 else state, batch(run, seed))
             told.append(jax.device_get((metrics, state.params, state.optimizer)))
     (first, after, momenta), (second, later, _) = told
     assert (int(first.skipped), int(first.skipped_in_a_row)) == (1, 1)
@@ -266,29 +266,29 @@ WIDE = {"mesh": "replica=2,data=2", "model.embed": "64", "model.vocab": "304", "
 
 @pytest.mark.slow
 def test_compressed_gradients_are_rounded_when_they_cross():
-    """And what a step that is not finite would have left of the errors is dropped with it."""
+    """And what a step that is not finite would have left of the residual is dropped with it."""
     run = asked(WIDE | LATE | {"parallel.zero": "2", "precision": "mixed", "model.dropout": "0.1"})
-    owed = lambda state: np.asarray(jax.device_get(state.errors["table"]))
+    residual = lambda state: np.asarray(jax.device_get(state.crossing.sums["table"]))
     with jax.set_mesh(run.mesh):
         program = run.compile()
         predicted = memory.predict(run.config, run.model, run.layout)
         assert program.memory_analysis().argument_size_in_bytes == predicted.arguments
         rng = np.random.default_rng(0)
         state = run.init()
-        losses, errors = [], []
+        losses, residuals = [], []
         for step in range(4):
             put = lambda a: jax.device_put(rng.integers(0, 304, a.shape, np.int32), a.sharding)
             state, metrics = program(state, jax.tree.map(put, run.batch()))
             losses.append(float(metrics.loss))
-            errors.append(owed(state))
+            residuals.append(residual(state))
             if step == 2:
-                before = owed(state)
-                parts = state.in_flight.parts
+                before = residual(state)
+                parts = state.crossing.parts
                 parts = parts | {"table": parts["table"] * jnp.nan}
-                state = state._replace(in_flight=state.in_flight._replace(parts=parts))
-    assert not errors[0].any()
-    assert errors[1].any()
-    np.testing.assert_array_equal(errors[3], before)
+                state = state._replace(crossing=state.crossing._replace(parts=parts))
+    assert not residuals[0].any()
+    assert residuals[1].any()
+    np.testing.assert_array_equal(residuals[3], before)
     assert int(metrics.skipped) == 1
     assert losses[0] == 0
     assert np.isfinite(losses).all()

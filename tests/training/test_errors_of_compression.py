@@ -1,4 +1,4 @@
-"""What replicas still owe is state: it survives skipped steps, kills and other meshes, and is paid without replicas."""
+"""The residual of compression is state: it survives skips, kills and other meshes, and arrives without replicas."""
 
 from functools import cache
 from pathlib import Path
@@ -38,9 +38,14 @@ def batch(run: Run, seed: int = 0) -> dict:
     return jax.tree.map(put, run.batch())
 
 
-def owed(state) -> dict:
-    """What all replicas owe together."""
-    return jax.tree.map(lambda e: np.asarray(e, np.float64).sum(-1), jax.device_get(state.errors))
+def residual(state):
+    """The residual of each replica, of a state or of what a checkpoint holds of it."""
+    return state.crossing["errors"] if set(state.crossing) == {"errors"} else state.crossing
+
+
+def rounded(state) -> dict:
+    """The residual of all replicas together."""
+    return jax.tree.map(lambda e: np.asarray(e, np.float64).sum(-1), jax.device_get(residual(state)))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +55,7 @@ def stepped():
     with jax.set_mesh(run.mesh):
         take = jax.jit(run.step.train)
         state = run.init()
-        assert not any(np.any(e) for e in jax.tree.leaves(jax.device_get(state.errors)))
+        assert not any(np.any(e) for e in jax.tree.leaves(jax.device_get(residual(state))))
         for number in range(2):
             state, _ = take(state, batch(run, number))
     return run, take, state
@@ -58,12 +63,12 @@ def stepped():
 
 def test_a_skipped_step_leaves_the_errors_as_they_are(stepped):
     run, take, state = stepped
-    assert np.any(owed(state)["table"])
+    assert np.any(rounded(state)["table"])
     with jax.set_mesh(run.mesh):
         bad = state.params | {"table": state.params["table"].at[3].set(jnp.nan)}
         broken, metrics = take(state._replace(params=bad), batch(run, 2))
     assert int(metrics.skipped_in_a_row) == 1
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(broken.errors), jax.device_get(state.errors))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(broken.crossing), jax.device_get(residual(state)))
 
 
 @pytest.fixture(scope="module")
@@ -77,42 +82,42 @@ def saved(stepped, tmp_path_factory):
 
 
 @pytest.mark.parametrize("mesh", [PAIR, "replica=4,data=2", "replica=2,pipeline=2", "2x1x1"])
-def test_restored_on_another_mesh_the_replicas_owe_the_same_in_all(stepped, saved, mesh):
+def test_restored_on_another_mesh_the_residual_is_the_same_in_all(stepped, saved, mesh):
     _, _, before = stepped
     run = made(mesh)
     with jax.set_mesh(run.mesh), Checkpoints(saved, keep=None) as checkpoints:
         found = checkpoints.find()
-        assert checkpoints.owed_by(found) == 2
+        assert checkpoints.rounded_by(found) == 2
         state = run.step.resume(checkpoints.restore(run.abstract_logical(), found))
         logical = run.step.logical(state)
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-12)
-    jax.tree.map(same, owed(logical), owed(before))
+    jax.tree.map(same, rounded(logical), rounded(before))
     if mesh == PAIR:
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.errors), jax.device_get(before.errors))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(residual(state)), jax.device_get(before.crossing))
     if mesh == "replica=4,data=2":
-        shares = jax.device_get(state.errors["table"])
+        shares = jax.device_get(state.crossing["table"])
         assert shares.shape[-1] == 4
         assert np.array_equal(shares, np.repeat(shares[..., :1], 4, axis=-1))
 
 
 @pytest.mark.slow
-def test_without_replicas_the_first_gradient_gets_what_is_owed():
-    """And from then on there are no errors; a step that is skipped has paid nothing."""
+def test_without_replicas_the_first_gradient_gets_what_is_rounded():
+    """And from then on there is none; a step that is skipped leaves it as it is."""
     run = made("1x1x1")
     metrics = []
     with jax.set_mesh(run.mesh):
         state = run.init()
-        assert state.errors is None
+        assert state.crossing is None
         debt = jax.tree.map(lambda w: jnp.full((*w.shape, 1), 100.0), state.params)
         runner = StepRunner(run, 0, report=lambda _, found: metrics.append(found))
         runner.compile()
-        state = state._replace(errors=debt)
+        state = state._replace(crossing=debt)
         poisoned = state.params | {"table": state.params["table"].at[3].set(jnp.nan)}
         good = jax.tree.map(jnp.array, state.params)
         state = runner.take(1, state._replace(params=poisoned), batch(run))
-        assert float(state.errors["table"].sum()) == pytest.approx(100.0 * good["table"].size)
+        assert float(state.crossing["table"].sum()) == pytest.approx(100.0 * good["table"].size)
         state = runner.take(2, state._replace(params=good), batch(run))
-        assert state.errors is None
+        assert state.crossing is None
         state = runner.take(3, state, batch(run))
     size = sum(w.size for w in jax.tree.leaves(state.params))
     assert float(metrics[1].grad_norm) == pytest.approx(100 * np.sqrt(size), rel=0.01)
@@ -141,11 +146,11 @@ def test_errors_go_with_mixed_precision_and_with_offloading(tmp_path, name, zero
     run = made(PAIR, options=tuple(options.items()))
     with jax.set_mesh(run.mesh), Checkpoints(tmp_path, keep=1) as checkpoints:
         second, _ = steps(run, run.init(), range(2))
-        assert np.any(owed(second)["table"])
+        assert np.any(rounded(second)["table"])
         checkpoints.save(2, run.step.logical(second), {"step": 2})
         third, loss = steps(run, second, range(2, 3))
         again = run.step.resume(checkpoints.restore(run.abstract_logical(), checkpoints.find()))
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.errors), jax.device_get(second.errors))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.crossing), jax.device_get(second.crossing))
         again, same = steps(run, again, range(2, 3))
     assert loss == pytest.approx(wanted, rel=1e-2)
     assert loss == same

@@ -106,7 +106,7 @@ class Played(trainer.Trainer):
     def __init__(self, folder: RunFolder, every: int, first: int = 0, stopped: bool = False):
         self.steps, self.folder, self.first, self.validated = 12, folder, first, []
         self.config = Config(validation=dict(every=every), train=dict(steps=12))
-        self.local_steps = 0
+        self.every = 1
         step = SimpleNamespace(whole=lambda state: state.params)
         self.run = SimpleNamespace(validate=self._loss, step=step)
         self.samples = None

@@ -189,9 +189,9 @@ def test_after_an_outer_step_all_replicas_have_the_same_weights_to_the_bit(diloc
 def test_rounds_end_with_the_multiples_and_with_the_run():
     assert [list(steps) for steps in rounds(0, 7, 3)] == [[1, 2, 3], [4, 5, 6], [7]]
     assert [list(steps) for steps in rounds(7, 12, 3)] == [[8, 9], [10, 11, 12]]
-    assert [list(steps) for steps in rounds(2, 4, 0)] == [[3], [4]]
+    assert [list(steps) for steps in rounds(2, 4, 1)] == [[3], [4]]
     assert [list(round_until(step, 3)) for step in (3, 7, 9)] == [[1, 2, 3], [7], [7, 8, 9]]
-    assert list(round_until(5, 0)) == [5]
+    assert list(round_until(5, 1)) == [5]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_bytes_at_rest_and_over_replicas_are_as_predicted(mesh, more):
     runner, state, _ = taken(run, 4)
     device = run.mesh.devices.flat[0]
     rest = {"device": 0, "pinned_host": 0}
-    common = state.params, state.velocity, state.errors, state.step
+    common = state.params, state.crossing, state.step
     own = runner._next.params, state.optimizer, state.skipped, state.skipped_in_a_row
     for a in jax.tree.leaves((common, own)):
         rest[a.sharding.memory_kind] += sum(s.data.nbytes for s in a.addressable_shards if s.device == device)
@@ -253,7 +253,7 @@ def test_on_other_replicas_each_gets_the_mean_of_the_moments(diloco, saved, mesh
         state = run.step.resume(checkpoints.restore(run.abstract_logical()))
         after = jax.device_get(run.step.logical(state))
     same = lambda a, b: np.testing.assert_array_equal(a, b)
-    jax.tree.map(same, (after.params, after.velocity, after.step), (before.params, before.velocity, before.step))
+    jax.tree.map(same, (after.params, after.crossing, after.step), (before.params, before.crossing, before.step))
     replicas = run.mesh.shape["replica"]
     mean = lambda a: a.mean(-1, keepdims=True) if a.dtype.kind == "f" else a.max(-1, keepdims=True)
     wanted = before.optimizer

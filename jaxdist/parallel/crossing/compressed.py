@@ -28,13 +28,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import P
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ParallelConfig
 from jaxdist.mesh import REPLICA
+from jaxdist.parallel.crossing.base import RESIDUAL, Crossing, dealt, no_residual
+from jaxdist.parallel.crossing.replicas import own_parts, partial_sums
+from jaxdist.parallel.zero import Placement, Placements
+from jaxdist.sharding import Params, Tree
 
 SMALLEST = 4096
 """Elements of a shard from which on it is compressed."""
@@ -107,6 +114,58 @@ class Compression:
         return _low_rank(x, stacked, self.rank, step)
 
 
+class Compressed(Crossing):
+    """Sums in fewer bits, with error feedback: the state is the residual of each replica, [..., R] in f32."""
+
+    def __init__(self, rule: Compression, replicas: int):
+        """Take how the sums are sent, and between how many replicas."""
+        super().__init__(replicas)
+        self.rule = rule
+
+    def start(self, places: Placements, params: Params) -> Params:
+        """Return that nothing is rounded off yet."""
+        return no_residual(places, params, self.replicas)
+
+    def add_up(self, places: Placements, sums: Params, state: Any, step: Int[Array, ""]) -> tuple[Params, Any]:
+        """Return (the sums, the new residual)."""
+        both = jax.tree.map(partial(cross, self.rule, step), places, sums, state)
+        return jax.tree.transpose(jax.tree.structure(sums), jax.tree.structure((0, 0)), both)
+
+    def add_up_kept(self, places: Placements, parts: Params, state: Any, step: Int[Array, ""]) -> tuple[Params, Any]:
+        """Round when a gradient crosses, not when it is made."""
+        return self.add_up(places, jax.tree.map(partial_sums, places, parts), state, step)
+
+    def saved(self, state: Params) -> dict[str, Tree]:
+        """Return the residual."""
+        return {RESIDUAL: state}
+
+    def resumed(self, places: Placements, saved: dict[str, Tree], params: Params) -> Params:
+        """Return the residual, dealt to the replicas of this mesh; zero where a run without replicas has saved none."""
+        residual = saved.get(RESIDUAL)
+        if residual is None:
+            return self.start(places, params)
+        return dealt(places, residual, self.replicas)
+
+
+def cross(
+    rule: Compression, step: Int[Array, ""], place: Placement, g: Float[Array, "..."], residual: Float[Array, "... R"]
+) -> tuple[Float[Array, "..."], Float[Array, "... R"]]:
+    """Do what `Placement.cross` does, in fewer bits; return (the sum, the new residual of each replica)."""
+    if place.counted:
+        return place.cross(g), residual
+
+    def add(g: jax.Array, residual: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total, new = rule.add_up(g, residual[..., 0], place.stacked, step)
+        if place.crossing_dim is not None:
+            total = jax.lax.all_gather(total, place.over, axis=place.crossing_dim, tiled=True)
+        return total, new[..., None]
+
+    own = own_parts(place)
+    # Unchecked, because there a partial sum is what it is, the device's own part; checked, it can only be added up.
+    crossed = jax.shard_map(add, in_specs=(place.reduced, own, P()), out_specs=(place.rest, own), check_vma=False)
+    return crossed(g, residual, step)
+
+
 def compression(parallel: ParallelConfig) -> Compression | None:
     """Return the compression that is asked for; None for exact sums."""
     if parallel.gradient_compression == "exact":
@@ -160,7 +219,7 @@ def _two_shots(pieces: Float[Array, "R blocks 256"], code: Code) -> tuple[jax.Ar
     arrived = decode(jax.lax.all_to_all(sent, REPLICA, split_axis=0, concat_axis=0, tiled=True))
     piece = arrived.sum(0)
     sent = encode(piece)
-    # The device that has summed a piece owes what the second shot loses.
+    # What the second shot loses is in the residual of the device that has summed the piece.
     mine = jnp.arange(replicas) == jax.lax.axis_index(REPLICA)
     error = error + jnp.where(mine[:, None, None], (piece - decode(sent))[None], 0)
     return decode(jax.lax.all_gather(sent, REPLICA)), error

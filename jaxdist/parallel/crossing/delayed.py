@@ -1,50 +1,59 @@
-"""Gradients that wait for the next step: each replica keeps its own part as state, and the parts cross together.
+"""Gradients that cross one step late: each replica keeps its own part as state, and the parts cross together.
 
-Inside a program a gradient between `Placement.reduce` and `Placement.cross` is typed as partial sums; an array between
-two programs cannot be. It is kept as [..., R], as the errors of gradient compression are.
+Inside a program a gradient between `Placement.reduce` and `Crossing.add_up` is typed as partial sums; an array between
+two programs cannot be. It is kept as [..., R], as the residual of compression is.
 """
 
 from __future__ import annotations
 
-import math
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
-from jaxdist.config import Config
-from jaxdist.mesh import REPLICA
+from jaxdist.parallel.crossing.base import Crossing, no_residual
+from jaxdist.parallel.pipeline.pipedream import NOTHING
 from jaxdist.parallel.zero import Placements
-from jaxdist.sharding import Layout, Params
+from jaxdist.sharding import Params, Tree
 
 
-def delayed(config: Config, layout: Layout) -> bool:
-    """Return whether gradients cross one step late; without replicas nothing crosses, and all are on time."""
-    return config.parallel.delayed_gradients and layout.size(REPLICA) > 1
+class InFlight(NamedTuple):
+    """A gradient that has not crossed the replicas yet, and what is known of its step."""
+
+    number: Int[Array, ""]
+    """The number of the step that made it; NOTHING where there is none."""
+    parts: Params
+    """What each replica has of the gradient, [..., R] in f32."""
+    loss: Float[Array, ""]
+    count: Int[Array, ""]  # type: ignore[assignment]  # a tuple has a method of this name, which nobody calls here
+    """What the loss is a mean over."""
+    sums: Tree = None
+    """The state of the rule by which it will be added up."""
 
 
-def cross_at_once(places: Placements, parts: Params) -> Params:
-    """Do what `Placement.cross` does for all gradients in one all-reduce; `parts` are what `replicas.kept` returns.
+class Delayed(Crossing):
+    """A rule that adds up each gradient in the next step. A state is saved only when nothing is in flight."""
 
-    One, because XLA puts a loop of matmuls beside a collective, but seldom beside each of several. It is for gradients
-    that all wait for the replicas, which split none of them between steps.
-    """
-    leaves, tree = jax.tree.flatten(parts)
-    all_places = jax.tree.leaves(places)
-    assert all(place.deferred and place.replica_dim is None for place in all_places)
+    late = 1
 
-    def add(*own: jax.Array) -> tuple[jax.Array, ...]:
-        total = jax.lax.psum(jnp.concatenate([part.ravel() for part in own]), REPLICA)
-        ends = [0]
-        found = []
-        for place, part in zip(all_places, own, strict=True):
-            ends.append(ends[-1] + math.prod(part.shape))
-            g = total[ends[-2] : ends[-1]].reshape(part.shape[:-1])
-            if place.crossing_dim is not None:
-                g = jax.lax.all_gather(g, place.over, axis=place.crossing_dim, tiled=True)
-            found.append(g)
-        return tuple(found)
+    def __init__(self, sums: Crossing):
+        """Take the rule by which gradients are added up."""
+        super().__init__(sums.replicas)
+        self.sums = sums
 
-    before = tuple(place.errors for place in all_places)
-    after = tuple(place.rest for place in all_places)
-    crossed = jax.shard_map(add, in_specs=before, out_specs=after, check_vma=False)(*leaves)
-    return jax.tree.unflatten(tree, crossed)
+    def start(self, places: Placements, params: Params) -> InFlight:
+        """Return that nothing is in flight."""
+        return self._nothing(places, params, self.sums.start(places, params))
+
+    def saved(self, state: InFlight) -> dict[str, Tree]:
+        """Return what the sums leave: a gradient in flight is none of it."""
+        return self.sums.saved(state.sums)
+
+    def resumed(self, places: Placements, saved: dict[str, Tree], params: Params) -> InFlight:
+        """Return that nothing is in flight, and what the sums had left."""
+        return self._nothing(places, params, self.sums.resumed(places, saved, params))
+
+    def _nothing(self, places: Placements, params: Params, sums: Tree) -> InFlight:
+        zero = jnp.zeros((), jnp.float32)
+        parts = no_residual(places, params, self.replicas)
+        return InFlight(jnp.asarray(NOTHING), parts, zero, jnp.zeros((), jnp.int32), sums)

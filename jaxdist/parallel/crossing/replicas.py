@@ -69,14 +69,19 @@ def like(weight: Float[Array, " R"], own: Float[Array, "... R"]) -> Float[Array,
     return jax.lax.broadcast_in_dim(weight, own.shape, (own.ndim - 1,), out_sharding=jax.typeof(own).sharding)
 
 
+def own_parts(place: Placement) -> P:
+    """Return how each replica's own part of a gradient lies, [..., R]: as between `Placement.reduce` and `cross`."""
+    return P(*place.reduced.partitions, REPLICA if place.deferred else None)
+
+
 def kept(place: Placement, g: Float[Array, "..."]) -> Float[Array, "... R"]:
-    """Return what `Placement.reduce` returns as state: each replica's own part, as `Placement.errors` says."""
+    """Return what `Placement.reduce` returns as state: each replica's own part, as `own_parts` says."""
 
     def own(g: jax.Array) -> jax.Array:
         return g[..., None]
 
     # Unchecked, because there a partial sum is what it is, the device's own part; checked, it can only be added up.
-    return jax.shard_map(own, in_specs=place.reduced, out_specs=place.errors, check_vma=False)(g)
+    return jax.shard_map(own, in_specs=place.reduced, out_specs=own_parts(place), check_vma=False)(g)
 
 
 def partial_sums(place: Placement, parts: Float[Array, "... R"]) -> Float[Array, "..."]:
@@ -85,7 +90,7 @@ def partial_sums(place: Placement, parts: Float[Array, "... R"]) -> Float[Array,
     def typed(part: jax.Array) -> jax.Array:
         return place.deferred_manual(part[..., 0])
 
-    return jax.shard_map(typed, in_specs=place.errors, out_specs=place.reduced)(parts)
+    return jax.shard_map(typed, in_specs=own_parts(place), out_specs=place.reduced)(parts)
 
 
 def mesh_of(mesh: jax.sharding.Mesh, replica: int) -> jax.sharding.Mesh:

@@ -23,6 +23,7 @@ from jaxdist.cluster.consensus import agreed, from_leader, leader
 from jaxdist.config import RequestError
 from jaxdist.models import Params
 from jaxdist.parallel.crossing import replicas
+from jaxdist.parallel.crossing.base import RESIDUAL
 from jaxdist.training.checkpoint.orbax_writer import OrbaxWriter, SaveFailed, array_shapes
 from jaxdist.training.checkpoint.readback import Shapes, unreadable
 from jaxdist.training.checkpoint.step_dir import STEP, UNSEALED, StepDir
@@ -34,12 +35,6 @@ from jaxdist.training.run_facts import note_saved, run_id
 LATEST = "latest"
 BEST = "best"
 ASIDE = "aside"
-
-ERRORS = "errors"
-"""The item of a step with what gradient compression still owes."""
-
-VELOCITY = "velocity"
-"""The item of a step with the momentum of the outer step, of a run with local steps."""
 
 FROZEN = "frozen."
 """Begins the names of frozen parameters among what a step holds for training."""
@@ -214,20 +209,17 @@ class Checkpoints:
         """
         found = found or self.find()
         self._check_trained(found, abstract)
-        wanted = trees_of(_of_replicas(abstract, self.replicas_of(found))._replace(errors=None))
-        owed_by = self.owed_by(found)
-        if owed_by:
-            # Errors are read as they were saved: `Step.resume` deals them out.
-            wanted[ERRORS] = abstract_errors(abstract, owed_by)
+        wanted = trees_of(_of_replicas(abstract, self.replicas_of(found)))
+        residual = wanted.pop(RESIDUAL, None)
+        rounded_by = self.rounded_by(found)
+        if rounded_by:
+            # The residual is read as it was saved: `Step.resume` deals it out.
+            wanted[RESIDUAL] = residual_of(rounded_by, residual, abstract.params)
         trees = found.store.restore(found.step, wanted)
         training = trees.pop("training")
-        return TrainState(
-            params=trees["params"],
-            variables=trees.get("variables", {}),
-            errors=trees.get(ERRORS),
-            velocity=trees.get(VELOCITY),
-            **training,
-        )
+        params = trees.pop("params")
+        variables = trees.pop("variables", {})
+        return TrainState(params=params, variables=variables, crossing=trees, **training)
 
     def _check_trained(self, found: Found, abstract: TrainState) -> None:
         """Raise `RequestError` for a step of the same parameters, of which others are trained."""
@@ -252,9 +244,9 @@ class Checkpoints:
         shape = found.store.shapes(found.step, "training")["skipped"]
         return shape[0] if shape else 0
 
-    def owed_by(self, found: Found) -> int:
-        """Return of how many replicas a step holds errors of compression; 0 where it holds none."""
-        return max((shape[-1] for shape in found.store.shapes(found.step, ERRORS).values()), default=0)
+    def rounded_by(self, found: Found) -> int:
+        """Return of how many replicas a step holds the residual of compression; 0 where it holds none."""
+        return max((shape[-1] for shape in found.store.shapes(found.step, RESIDUAL).values()), default=0)
 
     def restore_params(self, abstract: Params, variables: Params, found: Found) -> tuple[Params, Params]:
         """Return (parameters, variables) alone, for evaluation: the optimizer state is not read.
@@ -336,7 +328,7 @@ class Checkpoints:
             state = expected()
             shapes = {item: array_shapes(tree) for item, tree in trees_of(state).items()}
             # Their number of replicas may be another.
-            for item in (ERRORS, "training") if state.skipped.ndim else (ERRORS,):
+            for item in (RESIDUAL, "training") if state.skipped.ndim else (RESIDUAL,):
                 if item in shapes:
                     shapes[item] = dict.fromkeys(shapes[item])
         # Facts first: they are small, and their damage needs no reading of the arrays.
@@ -378,9 +370,8 @@ def _of_replicas(abstract: TrainState, saved: int) -> TrainState:
     return abstract._replace(optimizer=optimizer, skipped=skipped, skipped_in_a_row=in_a_row)
 
 
-def abstract_errors(abstract: TrainState, replicas: int) -> Params:
-    """Return shapes and shardings for the errors of so many replicas, on the mesh of `abstract`."""
-    mine = abstract.errors
+def residual_of(replicas: int, mine: Params | None, params: Params) -> Params:
+    """Return shapes and shardings for the residual of so many replicas of a run with `params`, whose own is `mine`."""
     if mine is not None and jax.tree.leaves(mine)[0].shape[-1] == replicas:
         return mine
 
@@ -388,7 +379,7 @@ def abstract_errors(abstract: TrainState, replicas: int) -> Params:
         # The layout of a parameter leaves a further dim whole.
         return jax.ShapeDtypeStruct((*w.shape, replicas), jnp.float32, sharding=w.sharding)
 
-    return jax.tree.map(of_all, abstract.params)
+    return jax.tree.map(of_all, params)
 
 
 def trees_of(state: TrainState) -> dict[str, Any]:
@@ -401,9 +392,7 @@ def trees_of(state: TrainState) -> dict[str, Any]:
     if not training["frozen"]:
         del training["frozen"]
     variables = training.pop("variables")
-    further = {ERRORS: training.pop("errors"), VELOCITY: training.pop("velocity")}
-    trees = {"params": training.pop("params"), "training": training}
-    trees |= {item: tree for item, tree in further.items() if tree is not None}
+    trees = {"params": training.pop("params"), **(training.pop("crossing") or {}), "training": training}
     if variables:
         trees["variables"] = variables
     return trees

@@ -24,12 +24,14 @@ import orbax.checkpoint as ocp
 
 from jaxdist.cluster.consensus import leader
 from jaxdist.config import RequestError
+from jaxdist.parallel.crossing.base import RESIDUAL
+from jaxdist.parallel.crossing.outer import VELOCITY
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.training.checkpoint.readback import Shapes, unreadable
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.checkpoint.stored_arrays import CHUNK_BYTES
 
-ITEMS = ("params", "variables", "training", "errors", "velocity")
+ITEMS = ("params", "variables", "training", RESIDUAL, VELOCITY)
 """What a step may hold, each a tree of arrays that can be read alone; beside them stand the JSON-able `facts`."""
 
 RESTORE_GB = 1

@@ -17,38 +17,28 @@ of its own has a last dim that `replica` splits, of size R on the whole mesh and
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
+from jaxdist.config import RequestError
 from jaxdist.models import Params
 from jaxdist.parallel.crossing import replicas
+from jaxdist.parallel.crossing.outer import Outer, OuterState
 from jaxdist.parallel.zero import Placement
 from jaxdist.sharding import Tree
 from jaxdist.training.forward.offload import to_device, to_host
 from jaxdist.training.forward.step import Batch, Metrics, Step, TrainState
 
 
-class OuterRule(NamedTuple):
-    """The update rule of the outer step."""
-
-    rate: float
-    """eta"""
-    momentum: float
-    """mu"""
-
-
 class Common(NamedTuple):
     """What all replicas have in common between rounds."""
 
     params: Params
-    velocity: Params | None
-    """v; None without momentum."""
-    errors: Params | None
-    """What each replica has rounded off its change and still owes (`crossing.compressed`)."""
+    crossing: OuterState
 
 
 class LocalStep(Step):
@@ -58,10 +48,7 @@ class LocalStep(Step):
     `skipped_in_a_row` are [..., R].
     """
 
-    def __init__(self, *args: Any, outer: OuterRule, **options: Any):
-        """Take what `Step` takes, and the rule of the outer step."""
-        super().__init__(*args, **options)
-        self.outer = outer
+    crossing: Outer
 
     def fresh(self, params: Params, variables: Params | None) -> TrainState:
         """Return the state before the first step, all of it on the devices."""
@@ -70,7 +57,6 @@ class LocalStep(Step):
             optimizer=self._of_each(state.optimizer),
             skipped=self._of_each(state.skipped),
             skipped_in_a_row=self._of_each(state.skipped_in_a_row),
-            velocity=jax.tree.map(jnp.zeros_like, params) if self.outer.momentum else None,
         )
 
     def derived(self, state: TrainState) -> dict[str, Tree]:
@@ -80,16 +66,20 @@ class LocalStep(Step):
     def resume(self, state: TrainState) -> TrainState:
         """Return the inverse of `logical`. On another number of replicas, each gets the mean of the saved moments."""
         own = state.optimizer, state.skipped, state.skipped_in_a_row
-        optimizer, skipped, in_a_row = jax.jit(lambda own: replicas.dealt(to_device(own), self.replicas))(own)
-        velocity = None if state.velocity is None else self.folded(state.velocity)
-        return super().resume(
-            state._replace(optimizer=optimizer, skipped=skipped, skipped_in_a_row=in_a_row, velocity=velocity)
+        optimizer, skipped, in_a_row = jax.jit(lambda own: replicas.dealt(to_device(own), self.crossing.replicas))(own)
+        return super().resume(state._replace(optimizer=optimizer, skipped=skipped, skipped_in_a_row=in_a_row))
+
+    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Raise `RequestError`: there is no step of all devices (`training.rounds`)."""
+        raise RequestError(
+            f"train.local_steps is {self.crossing.every}, but this command needs a step of all devices together; "
+            f"set it to 0"
         )
 
     def replicas_of(self, state: TrainState) -> TrainState:
         """Return what the replicas have of their own before a round: the common parameters, and their moments."""
         params = self._masters_at_rest(self._of_each(to_device(state.params)))
-        return state._replace(step=self._of_each(state.step), params=params, errors=None, velocity=None)
+        return state._replace(step=self._of_each(state.step), params=params, crossing=None)
 
     def begin(self, state: TrainState) -> TrainState:
         """Return the state of a replica at the beginning of a round; `state` is its part of `replicas_of`."""
@@ -122,31 +112,18 @@ class LocalStep(Step):
         def change(place: Placement, w: Array, own: Array) -> Array:
             moved = (self._of_each(w) - own) * replicas.like(weight, own)
             # Where data splits a gradient only while it crosses, a device takes its part of what it has.
-            return replicas.partial_sums(place, reshard(moved, place.errors))
+            return replicas.partial_sums(place, reshard(moved, replicas.own_parts(place)))
 
         changes = jax.tree.map(change, self.places, common.params, to_device(own))
-        delta, errors = self.cross(changes, common.errors, jnp.max(step))
-        params, velocity = self._descend(common.params, common.velocity, delta)
+        velocity, before = common.crossing
+        delta, sums = self.crossing.sums.add_up(self.places, changes, before, jnp.max(step))
+        params, velocity = self.crossing.moved(self.places, common.params, delta, velocity)
         own = self._masters_at_rest(self._of_each(params))
-        common = Common(self._masters_at_rest(params), velocity, errors)
+        common = Common(self._masters_at_rest(params), OuterState(velocity, sums))
         return common, own, jnp.max(step), _of_all(metrics)
 
     def _of_each(self, tree: Tree) -> Tree:
-        return replicas.of_each(tree, self.replicas)
-
-    def _descend(self, params: Params, velocity: Params | None, delta: Params) -> tuple[Params, Params | None]:
-        """Take a step of gradient descent with Nesterov momentum; what is counted becomes the mean of the replicas'."""
-        eta, mu = self.outer
-        if velocity is None:
-            steps = jax.tree.map(lambda d: eta * d, delta)
-        else:
-            velocity = jax.tree.map(lambda p, v, d: v if p.counted else mu * v + d, self.places, velocity, delta)
-            steps = jax.tree.map(lambda v, d: eta * (mu * v + d), velocity, delta)
-
-        def moved(place: Placement, w: Array, step: Array, d: Array) -> Array:
-            return w - (d if place.counted else step)
-
-        return jax.tree.map(moved, self.places, params, steps, delta), velocity
+        return replicas.of_each(tree, self.crossing.replicas)
 
     def _masters_at_rest(self, params: Params) -> Params:
         """Return parameters in the memory where they wait for the next step."""

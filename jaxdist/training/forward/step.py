@@ -20,7 +20,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.models import Params
-from jaxdist.parallel.crossing.compressed import Compression
+from jaxdist.parallel.crossing.base import Crossing
 from jaxdist.parallel.partial_trees import joined, part_of, without
 from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.vocabulary import Vocabulary
@@ -57,15 +57,13 @@ class TrainState(NamedTuple):
     variables: Params = {}  # noqa: RUF012  # nobody changes it in place
     """What the model changes while it computes: batch statistics, counts of random numbers."""
     in_flight: Tree = None
-    """What a step leaves for the next ones to finish; it is finished before the state is saved.
+    """The batches in an asynchronous pipeline, which are through before the state is saved (`PipeDreamStep`)."""
+    crossing: Tree = None
+    """The state of the rule by which gradients cross the replicas (`parallel.crossing`).
 
-    An asynchronous pipeline leaves the batches in it, and `DelayedStep` the gradient that has not crossed yet."""
-    errors: Params | None = None
-    """What each replica has rounded off its gradients and still owes, [..., R] (`crossing.compressed`)."""
+    What a checkpoint holds of it is a dict, with a name for each item."""
     frozen: Params = {}  # noqa: RUF012  # nobody changes it in place
     """The parameters that are not trained, which `params` does not hold."""
-    velocity: Params | None = None
-    """The momentum of the outer step, for a run with local steps (`LocalStep`)."""
 
 
 class Metrics(NamedTuple):
@@ -129,9 +127,6 @@ class Forward(Protocol):
 class Step:
     """The functions of a run on one mesh; call them, and jit them, under `jax.set_mesh(mesh)`."""
 
-    late = 0
-    """Steps by which the metrics of a step come later than the step itself."""
-
     def __init__(
         self,
         forward: Forward,
@@ -139,16 +134,15 @@ class Step:
         max_norm: float = 0.0,
         keep: bool = False,
         offload: bool = False,
-        compression: Compression | None = None,
-        replicas: int = 1,
+        crossing: Crossing | None = None,
         saves_frozen: bool = True,
     ):
         """Join a model's forward pass with its optimizer; gradients are clipped to the global norm `max_norm` (0: not).
 
         `keep` keeps the weights in the compute dtype between steps, beside their f32 masters. `offload` lets the
-        optimizer state, and such masters, rest in the host's memory. `compression` is how gradients cross
-        `replicas`, of which there are so many; None for exact sums. `saves_frozen`: a checkpoint holds the frozen
-        parameters too, which otherwise come from where they came from.
+        optimizer state, and such masters, rest in the host's memory. `crossing` is how gradients cross
+        the replicas; None for exact sums. `saves_frozen`: a checkpoint holds the frozen parameters too, which otherwise
+        come from where they came from.
         """
         self.forward = forward
         self.optimizer = optimizer
@@ -157,8 +151,9 @@ class Step:
         self.offload = offload
         self.places = trained(forward.places, forward.places)
         """The placements of the parameters that are trained."""
-        self.compression = compression if replicas > 1 else None
-        self.replicas = replicas
+        self.crossing = crossing or Crossing()
+        self.late = self.crossing.late
+        """Steps by which the metrics of a step come later than the step itself."""
         self.saves_frozen = saves_frozen
 
     def init(self, key: Key[Array, ""]) -> TrainState:
@@ -187,36 +182,8 @@ class Step:
             skipped=zero,
             skipped_in_a_row=zero,
             variables=variables or {},
-            errors=self.no_errors(params),
+            crossing=self.crossing.start(self.places, params),
         )
-
-    def no_errors(self, params: Params) -> Params | None:
-        """Return errors of zero for these parameters, where gradients are compressed."""
-        return None if self.compression is None else self.zeros_per_replica(params)
-
-    def zeros_per_replica(self, params: Params) -> Params:
-        """Return zeros for what each replica holds of the gradients for itself, [..., R] in f32."""
-
-        def zeros(place: Placement, w: jax.Array) -> jax.Array:
-            return reshard(jnp.zeros((*w.shape, self.replicas), jnp.float32), place.errors)
-
-        return jax.tree.map(zeros, self.places, params)
-
-    def dealt_errors(self, errors: Params) -> Params:
-        """Return errors of any number of replicas as those of this mesh.
-
-        Only their sum counts for what is still to arrive: on another number of replicas it is dealt out evenly. A mesh
-        without replicas gets it as [..., 1], for the first gradient.
-        """
-
-        def deal(place: Placement, owed: jax.Array) -> jax.Array:
-            owed = to_device(owed)
-            if owed.shape[-1] == self.replicas:
-                return reshard(owed, place.errors)
-            share = owed.sum(-1, keepdims=True) / self.replicas
-            return reshard(jnp.broadcast_to(share, (*owed.shape[:-1], self.replicas)), place.errors)
-
-        return jax.tree.map(deal, self.places, errors)
 
     def at_rest(self, state: TrainState) -> TrainState:
         """Return the state with each part in the memory where it waits for the next step.
@@ -247,7 +214,7 @@ class Step:
 
         What `derived` can make again is left out.
         """
-        state = state._replace(weights=None, in_flight=None)
+        state = state._replace(weights=None, in_flight=None, crossing=self.crossing.saved(state.crossing))
         if not self.saves_frozen:
             state = state._replace(frozen={})
         if not self._folds:
@@ -298,10 +265,11 @@ class Step:
             optimizer=self.folded(state.optimizer),
             frozen=self.folded(state.frozen),
         )
-        if state.errors is not None:
-            state = state._replace(errors=jax.jit(self.dealt_errors)(self.folded(state.errors)))
-        elif self.compression is not None:
-            state = state._replace(errors=jax.jit(self.no_errors)(state.params))
+
+        def resumed(saved: dict[str, Tree], params: Params) -> Tree:
+            return self.crossing.resumed(self.places, to_device(saved), params)
+
+        state = state._replace(crossing=jax.jit(resumed)(self.folded(state.crossing), state.params))
         return self.at_rest(state._replace(**jax.jit(self.derived)(state)))
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -312,9 +280,9 @@ class Step:
     def step_on_device(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Do what `train` does with a state that is on the devices, and stays there."""
         loss, sums, count, variables, further = self._means(self.weights_of(state), state.variables, batch, state.step)
-        grads, errors = self.cross(sums, state.errors, state.step)
+        grads, crossing = self.crossing.add_up(self.places, sums, state.crossing, state.step)
         further = further | self.forward.told(grads, batch)
-        updated, norm = self.updated(state._replace(errors=errors), grads)
+        updated, norm = self.updated(state._replace(crossing=crossing), grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         state = self.settled(state, updated._replace(variables=variables), finite)
         metrics = Metrics(loss, norm, count, state.skipped, state.skipped_in_a_row, further)
@@ -342,9 +310,9 @@ class Step:
     def settled(self, state: TrainState, updated: TrainState, finite: Bool[Array, ""]) -> TrainState:
         """Return `updated` where that step was `finite`; otherwise `state`, with one more skipped step."""
         # A step that is not finite is skipped on the devices: nobody waits for the host to look at it.
-        new = (updated.params, updated.optimizer, updated.variables, updated.errors)
-        old = (state.params, state.optimizer, state.variables, state.errors)
-        params, optimizer, variables, errors = _choose(finite, new, old)
+        new = (updated.params, updated.optimizer, updated.variables, updated.crossing)
+        old = (state.params, state.optimizer, state.variables, state.crossing)
+        params, optimizer, variables, crossing = _choose(finite, new, old)
         return state._replace(
             params=params,
             optimizer=optimizer,
@@ -352,20 +320,8 @@ class Step:
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
             weights=self.forward.weights(params) if self.keep else None,
             variables=variables,
-            errors=errors,
+            crossing=crossing,
         )
-
-    def cross(self, sums: Params, errors: Params | None, step: Int[Array, ""]) -> tuple[Params, Params | None]:
-        """Add up partial sums over the replicas; return (gradients, as parameters lie between steps; new errors)."""
-        if errors is None:
-            return jax.tree.map(lambda p, g: p.cross(g), self.places, sums), None
-        if self.compression is None:
-            # Without replicas nothing is rounded any more: what was owed arrives now.
-            paid = jax.tree.map(lambda g, owed: g + owed.sum(-1), sums, errors)
-            return paid, jax.tree.map(jnp.zeros_like, errors)
-        rule = self.compression
-        both = jax.tree.map(lambda p, g, e: p.cross_compressed(rule, g, e, step), self.places, sums, errors)
-        return jax.tree.transpose(jax.tree.structure(sums), jax.tree.structure((0, 0)), both)
 
     def gradients(
         self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""] | int = 0
@@ -376,7 +332,7 @@ class Step:
         is compressed.
         """
         loss, sums, count, variables, further = self._means(weights, variables, batch, step)
-        grads, _ = self.cross(sums, None, jnp.asarray(step))
+        grads, _ = Crossing().add_up(self.places, sums, None, jnp.asarray(step))
         return loss, grads, count, variables, further
 
     def _means(
