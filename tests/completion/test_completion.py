@@ -10,6 +10,7 @@ import pytest
 from jaxdist.__main__ import COMMANDS, main
 from jaxdist.completion.__main__ import SHELLS
 from jaxdist.completion.table import Values, commands
+from jaxdist.config.optimizer import UPDATE_RULES
 from jaxdist.lab.__main__ import LABS
 from jaxdist.lab.claims import claims
 from jaxdist.planning.clusters import PRESETS
@@ -63,7 +64,7 @@ LINES = {
     "python -m jaxdist ": (FIRST, {"step"}),
     "python -m jaxdist bench st": ({"step"}, {"gpu"}),
     "python -m jaxdist.train --pipeline.schedule ": (SCHEDULES, set()),
-    "python3 -u -m jaxdist.bench step --optimizer.name=": ({"adamw", "lion", "sgd"}, set()),
+    "python3 -u -m jaxdist.bench step --optimizer.name=": ({*UPDATE_RULES}, set()),
     "python mine.py -m jaxdist.": (set(), FIRST),
 }
 

@@ -14,6 +14,7 @@ import pytest
 
 from jaxdist.__main__ import COMMANDS, main
 from jaxdist.config import RequestError
+from jaxdist.config.optimizer import UPDATE_RULES
 from jaxdist.config.values import Count
 from jaxdist.request import Extra, arguments, load, outcome, to_toml
 from jaxdist.request.knobs import KNOBS, option
@@ -69,7 +70,7 @@ def test_help_tells_everything_in_its_width(capsys, monkeypatch, columns):
     for part in [*map(option, KNOBS), "usage: python -m jaxdist.train [CONFIG]", "--json ", "--max-tokens int"]:
         assert part in text
     words = " ".join(text.split())
-    assert "adamw|lion|sgd Update rule; sgd has momentum. (default adamw)" in words
+    assert f"{'|'.join(UPDATE_RULES)} Update rule; sgd has momentum. (default adamw)" in words
     assert "Decoder blocks (L). (default 4)" in words
     assert "--parallel.zero 0|1|2|3 ZeRO" in words
     assert "parallel.rules: Mesh axis that shards" in words

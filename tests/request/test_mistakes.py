@@ -17,7 +17,8 @@ ONE_KNOB = {
     "nan": Wrong("--optimizer.learning-rate nan", [("optimizer.learning_rate is nan: must be a finite number",)]),
     "seed of 33 bits": Wrong("--train.seed 4294967296", [("train.seed is 4294967296: must be less than 4294967296",)]),
     "near choice": Wrong(
-        "--optimizer.name adam", [("optimizer.name is 'adam': valid are adamw, lion, sgd; did you mean 'adamw'?",)]
+        "--parallel.offload optimiser",
+        [("parallel.offload is 'optimiser': valid are none, optimizer; did you mean 'optimizer'?",)],
     ),
     "far choice": Wrong("--model.remat everything", [("model.remat is 'everything': valid are none, dots, block",)]),
     "words for a number": Wrong("--train.steps many", [("train.steps is 'many': must be a whole number",)]),

@@ -10,6 +10,7 @@ from typing import NamedTuple, get_args
 import pytest
 
 from jaxdist.config import RequestError
+from jaxdist.config.optimizer import UPDATE_RULES
 from jaxdist.mesh import AXES, parse_mesh
 from jaxdist.request import load
 from jaxdist.request.knobs import KNOBS
@@ -48,7 +49,7 @@ CHOICES = {
     "pipeline.microbatches": [0, 1, 3, 4],
     "pipeline.virtual_stages": [0, 1, 2, 3, 5],
     "precision": ["auto", "float32", "bfloat16", "mixed"],
-    "optimizer.name": ["adamw", "lion", "sgd"],
+    "optimizer.name": [*UPDATE_RULES],
     "optimizer.schedule": ["cosine", "constant"],
     "optimizer.warmup": [0, 9, 30],
     "optimizer.decay_fraction": [0.2, 0.9],
