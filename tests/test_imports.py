@@ -42,7 +42,7 @@ FORBIDDEN = {
     "files": ["jaxdist.!config,files", "jax", "flax", "numpy"],
     "output": ["jaxdist.!files,mesh", "jax", "flax", "numpy"],
     "mesh": ["jaxdist.!config,mesh"],
-    **dict.fromkeys(("mesh.context", "mesh.split"), OF_MESHES),
+    **dict.fromkeys(("mesh.context", "mesh.crossing", "mesh.split"), OF_MESHES),
     "sharding": ["jaxdist.!config,mesh"],
     "request": ["jaxdist.!config,process,files,mesh,request,data,huggingface,output,weights", *OF_ARRAYS],
     "weights": [

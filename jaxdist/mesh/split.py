@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from jaxdist.config import Config
 from jaxdist.mesh import BATCH_AXES, CONTEXT, MODEL, PIPELINE, REPLICA
 from jaxdist.mesh.context import WIDE, Choice, Form, Heads, ring_bytes, ulysses_bytes
+from jaxdist.mesh.crossing import Crossing, asked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -147,6 +148,11 @@ class Split:
         """What the forward pass of a layer saves, as `saved_by_layer` says it."""
         return saved_by_layer(self.config.model.remat, self.config.parallel.zero, self.pipelined)
 
+    @cached_property
+    def crossing(self) -> Crossing:
+        """What the request asks for between replicas."""
+        return asked(self.config)
+
     @property
     def replica_zero(self) -> bool:
         """Whether `replica` splits masters and optimizer state between steps."""
@@ -191,12 +197,8 @@ def why_whole_on_replicas(split: Split) -> str:
         return "parallel.replica_zero is false"
     if parallel.zero == 0:
         return "ZeRO 0 splits no state"
-    if split.config.train.local_steps:
-        return "with train.local_steps, each replica has moments of its own"
-    if parallel.gradient_compression != "exact":
-        return f"with gradient_compression {parallel.gradient_compression}, each replica keeps what it has rounded off"
-    if parallel.delayed_gradients:
-        return "with delayed_gradients, no step waits for what crosses the replicas, as it would for updated weights"
+    if split.crossing.why_whole:
+        return split.crossing.why_whole
     if not split.flush:
         return "PipeDream updates its stages one by one, each as soon as it has a gradient"
     return ""

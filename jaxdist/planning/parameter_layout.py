@@ -10,6 +10,7 @@ import jax
 
 from jaxdist.config import Config
 from jaxdist.mesh import CONTEXT, DATA, MODEL, REPLICA, ZERO_AXES
+from jaxdist.mesh.crossing import asked
 from jaxdist.mesh.split import Split, why_whole_on_replicas
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
@@ -225,12 +226,7 @@ def notes(config: Config, parameters: list[Placed], layout: Layout) -> list[str]
         found.append(f"parallel.sequence splits nothing here, because {MODEL} is 1")
     if parallel.context != "auto" and layout.size(CONTEXT) == 1:
         found.append(f"parallel.context {parallel.context} splits nothing here, because {CONTEXT} is 1")
-    if parallel.gradient_compression != "exact":
-        found.append(_compressed(config, layout))
-    if config.train.local_steps and layout.size(REPLICA) == 1:
-        found.append(f"the outer step of train.local_steps averages nothing here, because {REPLICA} is 1")
-    if parallel.delayed_gradients:
-        found.append(_delayed(layout))
+    found += asked(config).notes(layout.size(REPLICA))
     vocabulary = Vocabulary(layout, config.model.vocab)
     if vocabulary.added and not config.model.images:
         found.append(_added_rows(vocabulary))
@@ -257,29 +253,6 @@ def _each_replica_holds_all(config: Config, layout: Layout) -> str:
     elif not why:
         why = f"no parameter has a dim that {REPLICA}={layout.size(REPLICA)} divides"
     return f"each replica holds all masters and moments (parallel.replica_zero splits nothing here): {why}"
-
-
-def _compressed(config: Config, layout: Layout) -> str:
-    """Return what compressed gradients mean for the loss, in a sentence."""
-    rule = config.parallel.gradient_compression
-    if layout.size(REPLICA) == 1:
-        return f"parallel.gradient_compression {rule} compresses nothing here, because {REPLICA} is 1"
-    crossing = "changes of weights" if config.train.local_steps else "gradients"
-    return (
-        f"{crossing} cross {REPLICA}={layout.size(REPLICA)} by {rule}, which adds what it rounds off to the next: "
-        f"the loss depends on the mesh and the ZeRO stage, more than by the rounding of float32"
-    )
-
-
-def _delayed(layout: Layout) -> str:
-    """Return what late gradients mean for the loss, in a sentence."""
-    replicas = layout.size(REPLICA)
-    if replicas == 1:
-        return f"parallel.delayed_gradients delays nothing here, because {REPLICA} is 1"
-    return (
-        f"gradients cross one step late: over {REPLICA}={replicas} while the next step computes, which updates the "
-        f"weights with them at its end; the loss is not that of gradients on time"
-    )
 
 
 def _left_whole(config: Config, parameters: list[Placed], layout: Layout) -> str:

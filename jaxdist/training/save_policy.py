@@ -13,7 +13,6 @@ import jax
 
 from jaxdist.cluster.consensus import agreed, from_leader, leader
 from jaxdist.mesh import REPLICA, describe
-from jaxdist.output.units import counted
 from jaxdist.training.checkpoint.finite_state import first_not_finite
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.step_dir import StepDir
@@ -103,14 +102,8 @@ class SavePolicy:
         now = self.run.step.late
         if before == now:
             return
-        if not self.run.config.parallel.delayed_gradients:
-            delay = counted(before, "step")
-            say(f"note        PipeDream's gradient delay in the first stage changes from {delay} to {now}")
-        elif now == 0:
-            say(f"note        from here on gradients are on time, because {REPLICA} is 1; none is left to cross")
-        else:
-            replicas = self.run.mesh.shape[REPLICA]
-            say(f"note        from here on gradients cross {REPLICA}={replicas} one step late, until here on time")
+        replicas = self.run.split.size(REPLICA)
+        say(f"note        {self.run.split.crossing.delay_changed(before, now, replicas)}")
 
     def _say_what_is_averaged(self, before: int, say: Callable[[str], None]) -> None:
         """Say what becomes of the moments of local steps that `before` replicas have saved (0: there are none)."""
@@ -127,7 +120,7 @@ class SavePolicy:
         if before in (0, now):
             return
         if now == 1:
-            first = "outer step" if self.run.config.train.local_steps else "gradient"
+            first = self.run.split.crossing.first
             say(
                 f"note        what gradient compression between {before} replicas has rounded off is added to the "
                 f"first {first}; without replicas nothing is compressed, and no errors are held from then on"

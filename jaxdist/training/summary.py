@@ -144,25 +144,10 @@ def _training(run: Run, length: str) -> list[Row]:
     pipe = pipelines.pipeline_of(config, run.layout)
     if pipe:
         rows.append(("pipeline", pipelines.describe(pipe)))
-    if config.train.local_steps:
-        rows.append(("local steps", _rounds(run)))
+    rows += run.split.crossing.rows(config)
     if run.task.flops:
         rows.append(("arithmetic", f"{run.task.flops:,} FLOPs per token = {flops_formula(config.model)}"))
     return rows
-
-
-def _rounds(run: Run) -> str:
-    """Return what local steps mean for the run, whose number of steps may not be known before its data are read."""
-    local_steps = run.config.train.local_steps
-    outer = run.config.optimizer
-    how_many = ""
-    if not run.config.train.epochs:
-        how_many = f", {counted(math.ceil(run.config.train.steps / local_steps), 'round')} in all"
-    return (
-        f"each replica takes {local_steps} by itself, then an outer step averages (rate {outer.outer_rate:g}, momentum "
-        f"{outer.outer_momentum:g}){how_many}; metrics, validation, checkpoints and stops wait for the end of a round; "
-        f"the loss is not that of one device"
-    )
 
 
 def _fit(run: Run) -> list[Row]:
@@ -229,7 +214,7 @@ def _sites(run: Run) -> list[Row]:
             f"{sum(seconds(one, run.mesh.shape, where) for one in merge_calls(crossing)):.3g} s {link}"
             for link, where in costs.items()
         ]
-        when = f"once in {local_steps} steps" if local_steps else "in a step"
+        when = run.split.crossing.when
         rows.append(("sites", f"{sites}; a device sends {sent} over {REPLICA} {when}: {', '.join(took)}"))
     return rows
 

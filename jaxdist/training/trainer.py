@@ -142,22 +142,9 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
 
 def check_new(run: Run) -> None:
     """Raise `RequestError` for what only a run that is resumed may ask for."""
-    if run.mesh.shape[REPLICA] > 1:
+    if run.split.size(REPLICA) > 1:
         return
-    parallel = run.config.parallel
-    local_steps = run.config.train.local_steps
-    but = f"but mesh {run.config.mesh} has no replicas"
-    remedy = f"leave it out, or give the {REPLICA} axis more devices"
-    problems = []
-    if parallel.gradient_compression != "exact":
-        rule = parallel.gradient_compression
-        problems.append(
-            f"parallel.gradient_compression is {rule}, {but} between which gradients could be compressed; {remedy}"
-        )
-    if parallel.delayed_gradients:
-        problems.append(f"parallel.delayed_gradients is true, {but} between which gradients could be delayed; {remedy}")
-    if local_steps:
-        problems.append(f"train.local_steps is {local_steps}, {but} that could take steps by themselves; {remedy}")
+    problems = run.split.crossing.without_replicas(run.config.mesh)
     if problems:
         raise RequestError(*problems)
 

@@ -10,13 +10,13 @@ from jaxdist import plan as command
 from jaxdist import train
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import DATA, REPLICA
+from jaxdist.mesh.crossing import exact
 from jaxdist.models import build, parameters
 from jaxdist.planning import communication
 from jaxdist.planning.clusters import Cluster, Link, cluster
 from jaxdist.planning.predicted_collectives import F32
 from jaxdist.planning.search import automatic, slow_link
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
-from jaxdist.planning.search.changed_loss import exact
 from jaxdist.planning.search.estimate import Estimate, estimate, layout_of
 from jaxdist.planning.search.plan import Plan, search, with_precision
 from jaxdist.planning.search.questions import why_not

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jaxdist.config import Config, RequestError
+from jaxdist.mesh import crossing
 from jaxdist.planning.clusters import Cluster, cluster, of_kind, one_site
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.search import changed_loss
 from jaxdist.planning.search.plan import Plan, search
 
 WHOLE = 0.97
@@ -46,7 +46,7 @@ def chosen(plan: Plan) -> Config:
     """
     config = plan.ranked[0].config
     update = {}
-    for section, names in changed_loss.KNOBS.items():
+    for section, names in crossing.SECTIONS.items():
         given = {name: getattr(getattr(plan.config, section), name) for name in names}
         update[section] = getattr(config, section).model_copy(update=given)
     return config.model_copy(update=update)

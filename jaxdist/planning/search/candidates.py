@@ -4,7 +4,7 @@ The asynchronous pipeline (PipeDream) is not proposed, because it learns somethi
 with experts: for others it would be `data` by another name. The axis `context` is for rows of which each device still
 has a part of `SHORTEST_PART` tokens; `jaxdist.mesh.context` decides which form of attention runs over it. The `replica`
 axis holds the ranks over which ZeRO does not shard, so that it makes a difference only from ZeRO 1 on, or where the
-user asks for something that depends on replicas (`changed_loss`).
+user asks for something that depends on replicas (`mesh.crossing`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from itertools import product
 import numpy as np
 
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, MeshShape
+from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, MeshShape, crossing
 from jaxdist.mesh.context import SHORTEST_PART
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import divisors
-from jaxdist.planning.search import changed_loss
 from jaxdist.request.checks import check_mesh_fits
 
 Columns = dict[str, np.ndarray]
@@ -169,7 +168,7 @@ def _legal(config: Config, c: Columns, sites: int) -> np.ndarray:
     sequence = np.where(c["sequence"] == 1, sequence_divides, True)
     # Sharding over one rank, or replicas of what is not sharded, are plain data parallelism. Over several sites they
     # are not the same: `replica` alone lies outside the other axes there. Nor are they where replicas change the loss.
-    unsharded = True if changed_loss.given(config) else np.isin(c[REPLICA], (1, sites))
+    unsharded = True if crossing.asked(config).name else np.isin(c[REPLICA], (1, sites))
     zero = np.where(c["zero"] > 0, c[DATA] * c[EXPERT] * c[CONTEXT] > 1, unsharded)
     outside = np.where(c["outside"] == 1, (c["zero"] >= 2) & (c["micro"] > 1) & ~staged, True)
     batch = config.train.global_batch_size % (c[REPLICA] * c[DATA] * c[EXPERT] * c["micro"]) == 0
@@ -201,7 +200,7 @@ def candidate_config(config: Config, row: dict[str, int]) -> Config:
     """Return `config` with the choices of a candidate; without replicas it is exact."""
     base = neutral_config(config)
     if row[REPLICA] == 1:
-        base = changed_loss.exact(base)
+        base = crossing.exact(base)
     parallel: dict[str, object] = dict(zero=row["zero"], sequence=bool(row["sequence"]))
     if row["outside"]:
         parallel["micro_batches"] = "outside"

@@ -42,6 +42,7 @@ from jaxdist.mesh import (
     REPLICA,
     MeshShape,
     abstract_mesh,
+    crossing,
     parse_mesh,
 )
 from jaxdist.mesh.context import Choice
@@ -59,7 +60,6 @@ from jaxdist.planning.parameter_layout import compute_width, placed
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.predicted_collectives import ALL_TO_ALL, F32, PERMUTE, Transfer
 from jaxdist.planning.replica_traffic import BETWEEN_REPLICAS, SECOND_FACTORS
-from jaxdist.planning.search import changed_loss
 from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, attention_seconds, ring_seconds, tokens_at_once
 from jaxdist.planning.search.products import layer_products, matmul_rate
 from jaxdist.planning.timing import flops_per_token
@@ -155,7 +155,7 @@ class Estimate:
     @property
     def in_force(self) -> str:
         """What changes the loss, such as `int8`; empty where it is that of one device."""
-        return changed_loss.in_force(self.config, self.shape)
+        return crossing.in_force(self.config, self.shape)
 
     @property
     def attention(self) -> Choice | None:

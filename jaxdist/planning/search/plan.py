@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 
 from jaxdist.config import FAMILIES, Config, RequestError
-from jaxdist.mesh import CONTEXT, EXPERT, MODEL, PIPELINE, REPLICA, describe
+from jaxdist.mesh import CONTEXT, EXPERT, MODEL, PIPELINE, REPLICA, crossing, describe
 from jaxdist.models import Model, build_decoder
 from jaxdist.planning.clusters import Cluster, check_sites
-from jaxdist.planning.search import advice, changed_loss
+from jaxdist.planning.search import advice
 from jaxdist.planning.search.candidates import REMATS, Columns, candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import Estimate, estimate
 from jaxdist.planning.search.screen import Screen, best
@@ -58,9 +58,9 @@ class Plan:
     @cached_property
     def exact(self) -> Plan:
         """The plan with the loss of one device: this one, where the user asks for nothing that changes it."""
-        if not changed_loss.given(self.config):
+        if not crossing.asked(self.config).name:
             return self
-        return search(changed_loss.exact(self.config), self.devices, self.cluster)
+        return search(crossing.exact(self.config), self.devices, self.cluster)
 
     def predicted(self, row: int) -> Estimate:
         """Return the exact prediction of a candidate."""
@@ -175,7 +175,7 @@ def complexity(candidate: Estimate) -> tuple[int, ...]:
     config = candidate.config
     shape = candidate.shape
     staged = shape[PIPELINE] > 1
-    changing = shape[REPLICA] if changed_loss.in_force(config, shape) else 0
+    changing = shape[REPLICA] if crossing.in_force(config, shape) else 0
     return (
         changing,
         len(misplaced(shape, candidate.cluster)),

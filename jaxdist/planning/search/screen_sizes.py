@@ -11,11 +11,11 @@ import numpy as np
 
 from jaxdist.config import Config, lora
 from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA
+from jaxdist.mesh.crossing import asked
 from jaxdist.models import Model, parameters
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.parameter_layout import compute_width
-from jaxdist.planning.search import changed_loss
 from jaxdist.planning.search.candidates import REMATS, Columns
 from jaxdist.planning.search.distinct import Column
 
@@ -122,7 +122,7 @@ class Sizes:
     @property
     def alike(self) -> bool:
         """Whether replicas hold the same between steps, so that they may share masters and optimizer state."""
-        return not changed_loss.given(self.config)
+        return not asked(self.config).name
 
     @cached_property
     def replica_shards(self) -> Column:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import REPLICA
+from jaxdist.mesh import REPLICA, crossing
 from jaxdist.output.units import counted
-from jaxdist.planning.search import changed_loss
 from jaxdist.planning.search.estimate import Estimate, estimate, label
 from jaxdist.planning.search.plan import Plan, search
 from jaxdist.planning.search.questions import fastest_with_replicas
@@ -36,14 +35,15 @@ def sentence(plan: Plan) -> str:
 
     Empty where nothing is asked for.
     """
-    asked = changed_loss.given(plan.config)
+    asked = crossing.asked(plan.config).name
     if not asked:
         return ""
     first = plan.ranked[0]
     exact = plan.exact.ranked[0]
     if first.in_force:
+        changed = crossing.asked(first.config).not_of_one_device(first.shape[REPLICA])
         return (
-            f"{changed_loss.sentence(first.config, first.shape)}; the best plan that has it, {label(exact)}, takes "
+            f"{changed}; the best plan that has it, {label(exact)}, takes "
             f"{exact.seconds:.3g} s a step, {exact.seconds / first.seconds:.3g} times as long"
         )
     other = fastest_with_replicas(plan)
@@ -56,7 +56,7 @@ def sentence(plan: Plan) -> str:
 
 def check_replicas(plan: Plan) -> None:
     """Raise `RequestError` where something is asked for that depends on replicas, and no candidate has any."""
-    asked = changed_loss.given(plan.config)
+    asked = crossing.asked(plan.config).name
     if asked and not (plan.columns[REPLICA] > 1).any():
         raise RequestError(
             f"{asked} would change what crosses {REPLICA}, but no mesh of {counted(plan.devices, 'device')} has "
@@ -78,7 +78,7 @@ def cheaper(plan: Plan) -> list[Cheaper]:
 
     There are none where the user has asked for either. The fastest comes last.
     """
-    if changed_loss.given(plan.config) or over_link(plan) < DOMINATES * plan.ranked[0].seconds:
+    if crossing.asked(plan.config).name or over_link(plan) < DOMINATES * plan.ranked[0].seconds:
         return []
     options = {
         "--parallel.gradient-compression int8": _with(plan.config, "parallel", gradient_compression="int8"),

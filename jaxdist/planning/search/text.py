@@ -8,7 +8,7 @@ from shlex import quote
 from typing import Any
 
 from jaxdist.config import Config, leaves
-from jaxdist.mesh import CONTEXT, DATA, PIPELINE
+from jaxdist.mesh import CONTEXT, DATA, PIPELINE, crossing
 from jaxdist.models import Model, active_parameters, parameters
 from jaxdist.output.units import size
 from jaxdist.planning import clusters, collective_time, context_report, parameter_layout, transfer_time
@@ -17,7 +17,7 @@ from jaxdist.planning.collective_time import ranks_together
 from jaxdist.planning.expert_report import model_size
 from jaxdist.planning.expert_rows import assumption
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.search import changed_loss, slow_link
+from jaxdist.planning.search import slow_link
 from jaxdist.planning.search.attention_time import runs_by_matmuls
 from jaxdist.planning.search.candidates import MESH
 from jaxdist.planning.search.estimate import (
@@ -139,7 +139,7 @@ def ranking(plan: Plan) -> Iterator[str]:
         rows.append(("1=" if tied else str(place), *row(candidate, plan)))
     if plan.ranked[0].in_force:
         rows.append(("-", *row(plan.exact.ranked[0], plan)))
-    if changed_loss.given(plan.config):
+    if crossing.asked(plan.config).name:
         shown = [*plan.ranked[:SHOWN], plan.exact.ranked[0]]
         replicas = ["replicas", *(candidate.in_force or "exact" for candidate in shown)]
         # After the mesh and the ZeRO stage, on which the loss then depends.
@@ -382,7 +382,7 @@ def json(plan: Plan, base: Config, more: Sequence[tuple[int, Estimate | str]], r
         "rejected": dict(plan.rejected),
         "assumed": assumption(plan.config.model) if plan.config.model.traits.routed else None,
         "loss": slow_link.sentence(plan) or None,
-        "exact": _json(plan.exact.ranked[0], base) if changed_loss.given(plan.config) else None,
+        "exact": _json(plan.exact.ranked[0], base) if crossing.asked(plan.config).name else None,
         "slow_link": slow_link.advice(plan, cheaper) or None,
         "cheaper": [_json(one.first, base) for one in cheaper],
         "notes": notes(plan.ranked[0], plan.model),

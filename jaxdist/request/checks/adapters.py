@@ -38,17 +38,6 @@ def _rank(config: Config) -> Iterator[str]:
         )
 
 
-@check("model.lora_rank", "train.local_steps")
-def _adapters_in_local_steps(config: Config) -> Iterator[str]:
-    rank = config.model.lora_rank
-    local_steps = config.train.local_steps
-    if rank and local_steps:
-        yield (
-            f"train.local_steps is {local_steps}, which hands replicas all parameters, and model.lora_rank {rank} "
-            f"freezes most of them; "
-        ) + remedy("train.local_steps to 0", "model.lora_rank to 0")
-
-
 @fit("model.lora_rank", "pipeline.schedule")
 def _adapters_in_pipedream(split: Split) -> Iterator[str]:
     config = split.config

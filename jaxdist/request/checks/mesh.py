@@ -187,47 +187,6 @@ def _sequence_rules(config: Config) -> Iterator[str]:
         )
 
 
-@fit("parallel.gradient_compression", "pipeline.schedule")
-def _compression_of_stages(split: Split) -> Iterator[str]:
-    config = split.config
-    rule = config.parallel.gradient_compression
-    if rule != "exact" and not split.flush:
-        yield (
-            f"parallel.gradient_compression is {rule}, but pipedream sums the gradient of a stage when it is made, "
-            f"not at the end of a step; set pipeline.schedule to 1f1b, or parallel.gradient_compression to exact"
-        )
-
-
-@check("parallel.gradient_compression", "model.family", "model.dropout")
-def _compression_of_images(config: Config) -> Iterator[str]:
-    rule = config.parallel.gradient_compression
-    if rule != "exact" and config.model.images and config.model.dropout:
-        yield (
-            f"parallel.gradient_compression is {rule}, but with model.dropout the compiler chooses where the gradients "
-            f"of a classifier are summed; set model.dropout to 0, or parallel.gradient_compression to exact"
-        )
-
-
-@fit("parallel.delayed_gradients", "pipeline.schedule")
-def _delay_of_stages(split: Split) -> Iterator[str]:
-    config = split.config
-    if config.parallel.delayed_gradients and not split.flush:
-        yield (
-            "parallel.delayed_gradients is true, but pipedream updates a stage as soon as it has a gradient, which is "
-            "late already; " + remedy("pipeline.schedule to 1f1b", "parallel.delayed_gradients to false")
-        )
-
-
-@check("parallel.delayed_gradients", "model.family")
-def _delay_of_images(config: Config) -> Iterator[str]:
-    if config.parallel.delayed_gradients and config.model.images:
-        yield (
-            f"parallel.delayed_gradients is true, but model.family {config.model.family} has batch statistics: those "
-            f"of a step that is skipped would have to be taken back after the next step has begun with them; "
-            f"set parallel.delayed_gradients to false"
-        )
-
-
 @fit("train.global_batch_size", "train.accumulation", "pipeline.microbatches")
 def _batch(split: Split) -> Iterator[str]:
     config = split.config

@@ -6,9 +6,6 @@ import re
 from collections.abc import Iterator
 
 from jaxdist.config import Config
-from jaxdist.mesh.split import Split
-from jaxdist.output.units import remedy
-from jaxdist.request.checks.mesh import fit
 from jaxdist.request.checks.registry import check
 from jaxdist.request.knobs import shown
 
@@ -48,40 +45,6 @@ def _last_rate(config: Config) -> Iterator[str]:
         yield (
             f"optimizer.learning_rate {rate:g} x optimizer.final {final:g}, the learning rate at the end, becomes "
             "infinity in float32; lower optimizer.final"
-        )
-
-
-@fit("train.local_steps", "pipeline.schedule")
-def _local_steps_of_stages(split: Split) -> Iterator[str]:
-    config = split.config
-    local_steps = config.train.local_steps
-    if local_steps and not split.flush:
-        yield (
-            f"train.local_steps is {local_steps}, but pipedream is never done with a step, after which the replicas "
-            f"could average their weights; "
-        ) + remedy("pipeline.schedule to 1f1b", "train.local_steps to 0")
-
-
-@check("train.local_steps", "parallel.delayed_gradients")
-def _local_and_late(config: Config) -> Iterator[str]:
-    local_steps = config.train.local_steps
-    if local_steps and config.parallel.delayed_gradients:
-        yield (
-            f"train.local_steps is {local_steps}, whose steps send no gradients, but parallel.delayed_gradients is "
-            f"true; "
-        ) + remedy("parallel.delayed_gradients to false", "train.local_steps to 0")
-
-
-@check("train.local_steps", "model.family", "model.dropout")
-def _local_steps_of_images(config: Config) -> Iterator[str]:
-    model = config.model
-    if config.train.local_steps and model.images and (model.family.startswith("resnet") or model.dropout):
-        what = "the batch statistics of model.family " + model.family
-        if model.dropout:
-            what = f"the dropout of model.family {model.family}"
-        yield (
-            f"train.local_steps is {config.train.local_steps}, but {what} would be another on each replica, and only "
-            f"weights are averaged; set train.local_steps to 0"
         )
 
 
